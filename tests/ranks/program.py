@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import os
@@ -16,6 +17,7 @@ import torch
 import torch._dynamo  # the first optimizer brings it in: once is enough for all ranks
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -27,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from decoupled_diloco import Learner
-from decoupled_diloco.ranks import watch
+from decoupled_diloco.ranks import seat, watch
 
 VOCABULARY, WIDTH, LAYERS = 13, 8, 3
 BATCH = 12
@@ -155,6 +157,9 @@ class Job:
     seed: int = 1
     pause: float = 0.0
     trouble: str = ""
+    optimizer: str = "sgd"
+    checkpoint: Path | None = None
+    checkpoint_every_seconds: float = 0.0
 
 
 def full(model: nn.Module) -> dict[str, Tensor]:
@@ -184,6 +189,23 @@ def main(job: Job, surroundings: Mapping[str, str]) -> None:
         dist.destroy_process_group()
 
 
+def write_nothing(*arguments: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class Position:
+    """Of a rank's own data."""
+
+    def __init__(self) -> None:
+        self.rank = learner_rank()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rank": self.rank, "noise": torch.full((2,), self.rank)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        print(f"the position of rank {state['rank']} is back", flush=True)
+
+
 def train(job: Job) -> None:
     torch.manual_seed(0)
     last = dist.is_initialized() and dist.get_rank() == dist.get_world_size() - 1
@@ -199,16 +221,33 @@ def train(job: Job) -> None:
     if trouble == "not finite":
         with torch.no_grad():
             next(model.parameters()).fill_(math.nan)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    if trouble == "another disk":
+        seat.MARK = ".elsewhere"
+    if trouble == "full disk":
+        filesystem.FileSystemWriter.write_data = write_nothing
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    if job.optimizer == "adamw":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.9)
     size = BATCH // parts
     gradients = Gradients(job.kind, model)
-    with Learner(model, syncer=job.address, learner_id=name, optimizer=optimizer) as learner:
-        for step in range(job.steps - (trouble == "a step fewer")):
+    with Learner(
+        model,
+        syncer=job.address,
+        learner_id=name,
+        optimizer=optimizer,
+        stateful={"schedule": schedule, "position": Position()},
+        checkpoint=job.checkpoint,
+        checkpoint_every_seconds=job.checkpoint_every_seconds,
+    ) as learner:
+        print(f"begins at step {learner.steps}", flush=True)
+        for step in range(learner.steps, job.steps - (trouble == "a step fewer")):
             time.sleep(job.pause)
             tokens, targets = (t[part * size : (part + 1) * size] for t in batch_of(job.seed, step))
             loss = gradients(tokens, targets)
             optimizer.step()
             optimizer.zero_grad()
+            schedule.step()
             going_on = learner.step(tokens=tokens.numel(), loss=loss)
             print(f"step {step + 1}", flush=True)
             if not going_on:

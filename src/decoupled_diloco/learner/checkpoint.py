@@ -9,7 +9,9 @@ parameters and AdamW that is 16 bytes a parameter: 4 model, 8 optimizer, 4 publi
 run is over, its result has the weights, and of each learner the launcher keeps the `rest` alone.
 
 Files: ``<number>.safetensors``, numbers ascending, and ``<number>.cut-<cut>.safetensors`` for those
-that belong to a checkpoint of the whole run.
+that belong to a checkpoint of the whole run. Of a learner of several ranks the file has no model
+and no state: those are beside it, in the folder ``<number>.ranks`` (`sharded_state`), which is
+complete when the file is there.
 """
 
 from __future__ import annotations
@@ -36,6 +38,9 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 2
 """Raised whenever an older reader could not read a file."""
+
+FORMAT_OF_RANKS = 3
+"""Of a file whose model and state are beside it."""
 
 OPTIMIZER = "optimizer"
 """The name of the inner optimizer's state among the stateful objects'."""
@@ -78,6 +83,8 @@ class LearnerCheckpoint:
         model: The model's `state_dict`; without fragments only what is not in the run's weights.
         state: Name to state of the stateful objects; the inner optimizer's under `OPTIMIZER`.
         cut: The number of the run's checkpoint to which it belongs, if any.
+        ranks: By how many ranks the model and the state were written; 0: they are in this file.
+        beside: The folder in which these have them.
     """
 
     learner: str
@@ -91,6 +98,8 @@ class LearnerCheckpoint:
     model: Mapping[str, Tensor]
     state: Mapping[str, Any] = field(default_factory=dict)
     cut: int | None = None
+    ranks: int = 0
+    beside: Path | None = None
 
     def write(self, path: Path) -> None:
         """Writes it, all of it or nothing.
@@ -105,7 +114,8 @@ class LearnerCheckpoint:
         tensors |= {f"state.{name}": tensor for name, tensor in state.items()}
         tensors |= {f"published.{p}": held.published for p, held in enumerate(self.fragments)}
         record = {name: getattr(self, name) for name in _NUMBERS} | {
-            "format": FORMAT,
+            "format": FORMAT_OF_RANKS if self.ranks else FORMAT,
+            "ranks": self.ranks,
             "fragments": [
                 [str(held.version), held.digest, held.seal, held.steps, held.tokens]
                 for held in self.fragments
@@ -142,18 +152,27 @@ class LearnerCheckpoint:
         tensors, texts = load_sealed(path)
         try:
             record = json.loads(texts["record"])
-            if record["format"] != FORMAT:
-                raise StorageError(f"{path} has format {record['format']}, this reads {FORMAT}")
+            if record["format"] not in (FORMAT, FORMAT_OF_RANKS):
+                raise StorageError(
+                    f"{path} has format {record['format']}, this reads {FORMAT} and "
+                    f"{FORMAT_OF_RANKS}"
+                )
             fragments = tuple(
                 _held(*told, tensors[f"published.{index}"])
                 for index, told in enumerate(record["fragments"])
             )
             numbers = {name: record[name] for name in _NUMBERS}
+            ranks = int(record.get("ranks", 0))
             model = unpack(_under("model.", tensors), texts["model"])
             state = unpack(_under("state.", tensors), texts["state"])
         except (KeyError, TypeError, ValueError) as error:
             raise StorageError(f"{path} is no learner's checkpoint: {error!r}") from error
-        return cls(**numbers, fragments=fragments, model=model, state=state)
+        beside = beside_of(path) if ranks else None
+        if beside is not None and not beside.is_dir():
+            raise StorageError(f"{path}: the folder beside it, {beside.name}, is missing")
+        return cls(
+            **numbers, fragments=fragments, model=model, state=state, ranks=ranks, beside=beside
+        )
 
 
 def _held(version: str, digest: str, seal: str, *rest: Any) -> HeldFragment:
@@ -178,6 +197,7 @@ def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 _OWN = re.compile(r"\d{8,}(?:\.cut-(\d+))?\.safetensors")
 _TORN = re.compile(rf"\.{_OWN.pattern}\.\d+\.part")
+_BESIDE = re.compile(r"\d{8,}\.ranks")
 """Names of what `CheckpointFolder` writes; any other file in its folder is somebody else's."""
 
 
@@ -200,6 +220,7 @@ class CheckpointFolder:
         self.path = Path(path)
         self.keep = keep
         self.problems: list[str] = []
+        self._begun: set[int] = set()
 
     def save(self, checkpoint: LearnerCheckpoint) -> Path:
         """Writes a checkpoint as the newest, then deletes what is no longer needed.
@@ -211,7 +232,9 @@ class CheckpointFolder:
         for torn in self.path.glob(".*.part"):
             if _TORN.fullmatch(torn.name):  # an earlier life was killed while it wrote
                 _delete(torn)
-        number = max((_number(path) for path in self._files()), default=0) + 1
+        number = self._next_number()
+        if checkpoint.beside is not None:
+            number = _number(checkpoint.beside)
         of_run = "" if checkpoint.cut is None else f".cut-{checkpoint.cut}"
         path = self.path / f"{number:08d}{of_run}.safetensors"
         checkpoint.write(path)
@@ -219,6 +242,18 @@ class CheckpointFolder:
         for old in ordinary[: -self.keep]:
             _delete(old)
         return path
+
+    def next_beside(self) -> Path:
+        """Where several ranks write the model and the state of the next checkpoint."""
+        kept = {_number(path) for path in self._files()} | self._begun
+        for folder in self.path.glob("*.ranks"):
+            if _BESIDE.fullmatch(folder.name) and _number(folder) not in kept:
+                runtime().disk.remove_folder(folder)  # an earlier life was killed while it wrote
+        self._begun.add(number := self._next_number())
+        return self.path / f"{number:08d}.ranks"
+
+    def _next_number(self) -> int:
+        return max({0, *self._begun, *map(_number, self._files())}) + 1
 
     def newest(self) -> LearnerCheckpoint | None:
         """The newest checkpoint that is whole; others are named in `problems`."""
@@ -262,6 +297,15 @@ def run_checkpoint_of(path: Path) -> int | None:
     return int(found[1]) if found is not None and found[1] else None
 
 
+def beside_of(path: Path) -> Path:
+    """The folder of a file's model and state, if several ranks have written them.
+
+    >>> beside_of(Path("00000012.cut-4.safetensors")).name
+    '00000012.ranks'
+    """
+    return path.with_name(f"{path.name.split('.')[0]}.ranks")
+
+
 def _number(path: Path) -> int:
     return int(path.name.split(".")[0])
 
@@ -269,3 +313,5 @@ def _number(path: Path) -> int:
 def _delete(path: Path) -> None:
     with contextlib.suppress(OSError):  # tried again at the next checkpoint
         runtime().disk.remove(path)
+        if beside_of(path).is_dir():
+            runtime().disk.remove_folder(beside_of(path))

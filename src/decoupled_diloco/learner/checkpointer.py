@@ -101,7 +101,7 @@ class Checkpointer:
         self._stateful = dict(stateful)
         self._every_seconds = every_seconds
         for name, thing in self._stateful.items():
-            _require_stateful(name, thing)
+            require_stateful(name, thing)
         self.loaded = folder.newest() if folder is not None else None
         self._taken_at = now()
         self._writer = runtime().worker("ddiloco-checkpoint")
@@ -153,6 +153,12 @@ class Checkpointer:
         """
         checkpoint = self.loaded
         assert checkpoint is not None
+        if checkpoint.beside is not None:
+            from decoupled_diloco.learner.sharded_state import ShardedState  # torch's, and slow
+
+            ShardedState(self._model, self._stateful).load(checkpoint.beside, checkpoint.ranks)
+            self._restored(checkpoint)
+            return
         if set(checkpoint.state) != set(self._stateful):
             raise ConfigError(
                 f"the checkpoint in {self._place} has the state of {sorted(checkpoint.state)}, "
@@ -169,6 +175,9 @@ class Checkpointer:
                 f"the checkpoint in {self._place} does not fit this learner ({error}): build the "
                 "same model and objects, or give another folder"
             ) from error
+        self._restored(checkpoint)
+
+    def _restored(self, checkpoint: LearnerCheckpoint) -> None:
         self.counted = Counted(checkpoint.steps, checkpoint.tokens, checkpoint.discarded_tokens)
         self.forget()
 
@@ -258,6 +267,8 @@ class Checkpointer:
         try:
             path = self.folder.save(_with_digests(checkpoint))
             nbytes, seal = path.stat().st_size, seal_of(path)
+            if checkpoint.beside is not None:
+                nbytes += sum(file.stat().st_size for file in checkpoint.beside.iterdir())
         except (Error, OSError) as error:
             problem = str(error)
             logger.error("%s: no checkpoint of %s this time", error, self.learner)
@@ -331,7 +342,12 @@ def tell_recovery(learner: str, recovered: Recovered) -> None:
     )
 
 
-def _require_stateful(name: str, thing: Any) -> None:
+def require_stateful(name: str, thing: Any) -> None:
+    """Refuses what has no state, or one that cannot be kept.
+
+    Raises:
+        ConfigError: It is so.
+    """
     if not isinstance(thing, Stateful):
         raise ConfigError(
             f"stateful[{name!r}] is a {type(thing).__name__} without state_dict and "

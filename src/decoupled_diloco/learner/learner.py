@@ -25,6 +25,7 @@ from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.learner import parts
 from decoupled_diloco.learner.checkpoint import LearnerCheckpoint
 from decoupled_diloco.learner.checkpointer import (
+    Checkpointer,
     Counted,
     Written,
     all_stateful,
@@ -151,7 +152,7 @@ class Learner(Participation):
         self._hand_in_seconds = parts.not_negative("hand_in_seconds", hand_in_seconds)
         self._transfers = parts.transfers_of(objects, donate, stateful or {}, listen)
         self._checkpointer = parts.checkpointer_of(
-            learner_id, model, objects, checkpoint, checkpoint_every_seconds
+            learner_id, model, objects, checkpoint, checkpoint_every_seconds, self._keeper
         )
         super().__init__(
             store,
@@ -167,6 +168,8 @@ class Learner(Participation):
             transfers=self._transfers,
         )
         self.leases = DataLeases(self._background)
+
+    _keeper: Callable[..., Checkpointer] = Checkpointer
 
     def _begin(self) -> None:
         """The first boundary: what an earlier life has kept, then what is newer."""
@@ -189,6 +192,9 @@ class Learner(Participation):
         Returns:
             Done when it is written, or its failure told; `None` if this learner keeps none.
         """
+        return self._keep(run_checkpoint)
+
+    def _keep(self, run_checkpoint: int | None) -> Future[Written] | None:
         outline = self._outline(run_checkpoint)
         return (
             None if outline is None else self._checkpointer.take(outline, self._background.sample)
@@ -277,7 +283,7 @@ class Learner(Participation):
         self._checkpointer.changing = False
         if plan.checkpoint is None:
             return plan
-        number, written = plan.checkpoint, self.checkpoint(plan.checkpoint)
+        number, written = plan.checkpoint, self._keep(plan.checkpoint)
 
         def tell(part: Written) -> None:
             background.tell_later(PartWritten(number, part.digest, part.nbytes, part.problem))

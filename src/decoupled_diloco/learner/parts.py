@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ def checkpointer_of(
     stateful: Mapping[str, Any],
     checkpoint: str | Path | None,
     every_seconds: float,
+    kind: Callable[..., Checkpointer] = Checkpointer,
 ) -> Checkpointer:
     """What takes the checkpoints of a `Learner`.
 
@@ -57,7 +58,7 @@ def checkpointer_of(
     """
     not_negative("checkpoint_every_seconds", every_seconds)
     if checkpoint is None:
-        return Checkpointer(learner_id or default_id(), model, stateful, None, 0.0)
+        return kind(learner_id or default_id(), model, stateful, None, 0.0)
     if learner_id is None:
         raise ConfigError(
             "checkpoint= without learner_id=: give this learner a name that stays the same when it "
@@ -72,7 +73,7 @@ def checkpointer_of(
             "folder that this process may write to, or leave it out"
         ) from error
     folder = CheckpointFolder(path)
-    return Checkpointer(learner_id, model, stateful, folder, every_seconds)
+    return kind(learner_id, model, stateful, folder, every_seconds)
 
 
 def transfers_of(

@@ -1,9 +1,9 @@
 """What the ranks of one learner tell one another: small documents at boundaries, tensors behind.
 
-Two process groups of gloo's, both in host memory: *boundary* for one document of every rank each
-step, which travels while the step is trained; *bodies* for redistribution, used by one thread of
-each rank. Neither is the framework's own, so nothing here waits for its collectives, nor they for
-this.
+Three process groups of gloo's, all in host memory: *boundary* for one document of every rank each
+step, which travels while the step is trained; *bodies* for redistribution and *checkpoints* for
+those, each used by one thread of each rank. None is the framework's own, so nothing here waits for
+its collectives, nor they for this.
 """
 
 from __future__ import annotations
@@ -130,6 +130,7 @@ class RankGroup:
             self.watch = self._meet()
             self.boundary = dist.new_group(backend="gloo", timeout=silence)
             self.bodies = dist.new_group(backend="gloo", timeout=silence)
+            self.checkpoints = dist.new_group(backend="gloo", timeout=silence)
 
     def global_rank(self, rank: int) -> int:
         """A rank of this group, as the program counts it."""
@@ -152,7 +153,7 @@ class RankGroup:
 
     def close(self) -> None:
         """Lets the groups go."""
-        for group in (self.boundary, self.bodies):
+        for group in (self.boundary, self.bodies, self.checkpoints):
             dist.destroy_process_group(group)
 
     def _meet(self) -> Watch:

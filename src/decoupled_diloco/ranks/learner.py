@@ -14,6 +14,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -21,6 +25,8 @@ import torch
 
 from decoupled_diloco.config.method import plan_of, read_public
 from decoupled_diloco.errors import ConfigError, Error
+from decoupled_diloco.learner.checkpoint import OPTIMIZER, LearnerCheckpoint
+from decoupled_diloco.learner.checkpointer import Written, all_stateful, require_stateful
 from decoupled_diloco.learner.checks import refuse_own_copies
 from decoupled_diloco.learner.data_leases import DataLeases
 from decoupled_diloco.learner.learner import TOLD_TO_GO, Learner
@@ -28,6 +34,7 @@ from decoupled_diloco.learner.plan import StepPlan
 from decoupled_diloco.merge import Layout
 from decoupled_diloco.observe.samples import LossMeasured
 from decoupled_diloco.protocol.events import Paused, StepFinished
+from decoupled_diloco.ranks.checkpoints import LeaderCheckpointer
 from decoupled_diloco.ranks.seat import Document, RankSeat
 from decoupled_diloco.ranks.store import RankedStore
 from decoupled_diloco.runtime import now
@@ -95,6 +102,11 @@ class TokenCount:
         self._tokens += tokens
         self._last = tokens
 
+    @property
+    def ahead(self) -> tuple[int, int]:
+        """Steps and tokens that the machine was told of, and nobody has reported."""
+        return self._told_steps - self._steps, self._told - self._tokens
+
     def next(self) -> int:
         """What the machine is told of its next step."""
         self._told_steps += 1
@@ -111,17 +123,15 @@ class _OfMany(Learner):
     _facts: Document
     _held: dict[int, str]
 
-    _before = (0, 0)  # steps and tokens of earlier lives
-
     @property
     def steps(self) -> int:
         """See `Learner.steps`."""
-        return self._before[0] + int(self._facts["steps"])
+        return int(self._facts["steps"])
 
     @property
     def tokens(self) -> int:
         """See `Learner.tokens`: of all ranks; the last two steps' may be a guess."""
-        return self._before[1] + int(self._facts["tokens"])
+        return int(self._facts["tokens"])
 
     @property
     def discarded_tokens(self) -> int:
@@ -153,15 +163,16 @@ class _OfMany(Learner):
         """See `Learner.versions`."""
         return tuple(self._held[fragment] for fragment in sorted(self._held))
 
-    def checkpoint(self, run_checkpoint: int | None = None) -> None:
-        """None is kept; see `seated`."""
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Learner.load_state_dict`."""
-        if state.get("learner") != self.name:
-            super().load_state_dict(state)
-        now_steps, now_tokens = int(self._facts["steps"]), int(self._facts["tokens"])
-        self._before = int(state["steps"]) - now_steps, int(state["tokens"]) - now_tokens
+        super().load_state_dict(state)
+        self._facts |= {"steps": int(state["steps"]), "tokens": int(state["tokens"])}
+
+    def _told_of_restored(self, applied: tuple[int, ...]) -> None:
+        """A checkpoint's optimizer may have weights of its own, of before what was applied now."""
+        tensors = self._seat.tensors
+        if tensors is not None and tensors.restored and self._after_apply is not None:
+            self._after_apply(applied)
 
     def _step_name(self) -> str:
         self._calls += 1
@@ -171,8 +182,12 @@ class _OfMany(Learner):
 
     def _carry_out(self, plan: Document) -> tuple[int, ...]:
         """Does what a plan says; returns the fragments whose global weights are taken."""
-        if self._seat.tensors is not None:
-            self._seat.tensors.carry_out(plan["orders"])
+        try:
+            if self._seat.tensors is not None:
+                self._seat.tensors.carry_out(plan["orders"])
+        except Error as error:
+            self._seat.leave(error)
+            raise
         self._facts = plan.get("facts") or self._facts
         applied = {int(fragment): version for fragment, version in plan["applied"].items()}
         self._held |= applied
@@ -195,17 +210,24 @@ class LeaderRank(_OfMany):
         self._ranked = RankedStore(self._seat.model.layout)
         self._seat.on_end = self._ranked.failed
         self._facts, self._held = dict(BEFORE), {}
-        super().__init__(model, syncer, store=self._ranked, **arguments)
-        self.leases = NoLeases()
-
-    async def _join(self) -> None:
+        self._keeper = partial(LeaderCheckpointer, self._ranked, self._seat.group.size)
+        arguments["donate"] = ()
         try:
-            await super()._join()
+            super().__init__(model, syncer, store=self._ranked, **arguments)
         except Error as error:
             self._seat.leave(error)
             raise
+        self.leases = NoLeases()
+
+    _checkpointer: LeaderCheckpointer
+
+    async def _join(self) -> None:
+        await super()._join()
         self._facts = self._facts_now()
-        self._conduct("joined")
+        self._applied |= {
+            str(p): str(view.held) for p, view in enumerate(self._shared.machine.state.fragments)
+        }
+        self._told_of_restored(self._conduct("joined"))
 
     async def _wait(self, seconds: float) -> None:
         """Has the other ranks do what is ordered while this one waits."""
@@ -228,6 +250,7 @@ class LeaderRank(_OfMany):
             return
         tensors = self._seat.admit(shared.tensors.plan.fragments)
         tensors.collected = self._ranked.collected
+        tensors.saving = self._checkpointer.saving
         self._admitted = {
             "name": self.name,
             "layout": shared.tensors.plan.layout.to_json(),
@@ -254,11 +277,13 @@ class LeaderRank(_OfMany):
         return {"orders": orders, "applied": applied, "facts": facts}
 
     def _facts_now(self) -> Document:
-        state = self._shared.machine.state
+        state, before = self._shared.machine.state, self._checkpointer.counted
+        discarded = state.discarded_tokens // len(state.fragments)
+        steps, tokens = self._untrained
         return {
-            "steps": state.step,
-            "tokens": state.tokens,
-            "discarded": state.discarded_tokens // len(state.fragments),
+            "steps": before.steps + state.step - steps,
+            "tokens": before.tokens + state.tokens - tokens,
+            "discarded": before.discarded_tokens + discarded,
             "global": self._shared.machine.global_step,
             "ending": state.ending,
             "over": state.over,
@@ -268,7 +293,7 @@ class LeaderRank(_OfMany):
 
     def _at_boundary(self, event: StepFinished | Paused, loss: float | None = None) -> StepPlan:
         """What the machine orders is not done here: it becomes a part of the next plan."""
-        plan = self._background.tell(event, loss)
+        plan = super()._at_boundary(event, loss)
         fragments = self._shared.machine.state.fragments
         self._applied |= {str(p): str(fragments[p].held) for p in plan.applied}
         return plan
@@ -300,7 +325,41 @@ class LeaderRank(_OfMany):
     def _decide(self) -> None:
         """The plan of the next boundary."""
         told = self._at_boundary(StepFinished(self._count.next()), self._loss)
+        if self._wanted is not None or self._checkpointer.due:
+            self._keep(None)
         self._plan = {**self._next_plan(), "hold": told.hold}
+
+    _wanted: Future[Written] | None = None
+
+    def checkpoint(self, run_checkpoint: int | None = None) -> Future[Written] | None:
+        """See `Learner.checkpoint`; it is taken at the end of the next step but one."""
+        if self._seat.under_way is None or self._checkpointer.folder is None:
+            return super().checkpoint(run_checkpoint)
+        self._wanted = self._wanted or Future()
+        return self._wanted
+
+    def _keep(self, run_checkpoint: int | None) -> Future[Written] | None:
+        writing, wanted = super()._keep(run_checkpoint), self._wanted
+        if writing is not None and wanted is not None:
+            writing.add_done_callback(lambda done: wanted.set_result(done.result()))
+            self._wanted = None
+        return writing
+
+    def _outline(self, run_checkpoint: int | None) -> LearnerCheckpoint | None:
+        """Of the boundary that is planned, which is ahead of the one that was carried out."""
+        outline, facts = super()._outline(run_checkpoint), self._facts_now()
+        steps, tokens = self._untrained
+        return outline and replace(
+            outline,
+            fragments=tuple(
+                replace(held, steps=max(0, held.steps - steps), tokens=max(0, held.tokens - tokens))
+                for held in outline.fragments
+            ),
+            steps=facts["steps"],
+            tokens=facts["tokens"],
+            discarded_tokens=facts["discarded"],
+            global_step=facts["global"],
+        )
 
     def _reported(self, documents: Sequence[Document]) -> None:
         self._ranked.acknowledged(self._seat.done_everywhere)
@@ -350,6 +409,10 @@ class LeaderRank(_OfMany):
         if self._seat.under_way is not None:
             self._reported(self._seat.arrive())
             self._carry_out(self._plan)
+            self._untrained = self._count.ahead
+
+    _untrained = (0, 0)
+    """Steps and tokens that the machine was told of, and that will not come."""
 
 
 class FollowerRank(_OfMany):
@@ -374,7 +437,16 @@ class FollowerRank(_OfMany):
         )
         self._facts, self._held = dict(BEFORE), {}
         self.leases = NoLeases()
-        self._follow(JOINING, "joined")
+        self._told_of_restored(self._follow(JOINING, "joined"))
+
+    def checkpoint(self, run_checkpoint: int | None = None) -> None:
+        """See `Learner.checkpoint`: the leader tells when; on other ranks this is nothing."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Learner.load_state_dict`."""
+        if state.get("learner") != self.name:
+            raise ConfigError(f"the state is of learner {state.get('learner')!r}, not {self.name}")
+        self._facts |= {"steps": int(state["steps"]), "tokens": int(state["tokens"])}
 
     def _follow(self, at: str, last: str) -> tuple[int, ...]:
         """Does what the leader orders, until it says the last."""
@@ -459,9 +531,6 @@ class FollowerRank(_OfMany):
         return self._epoch
 
 
-NOT_YET = ("checkpoint", "listen")
-"""Arguments that a learner of several ranks does not take."""
-
 OWN_ON_EACH = ("optimizer", "after_apply", "stateful", "token", "tape", "client", "store")
 """Arguments that need not be the same on every rank."""
 
@@ -472,14 +541,19 @@ def seated(model: torch.nn.Module, arguments: Mapping[str, Any]) -> RankSeat:
     Raises:
         ConfigError: On every rank, if something is wrong on one.
     """
+    optimizer = arguments.get("optimizer")
+    objects = all_stateful(optimizer, arguments.get("stateful"))
+    folder = _folder_of(arguments)
 
     def check() -> None:
-        for name in NOT_YET:
-            if arguments.get(name) is not None:
-                raise ConfigError(
-                    f"{name}=: a learner of several ranks does not take it yet; leave it out"
-                )
-        optimizer = arguments.get("optimizer")
+        if arguments.get("listen") is not None or arguments.get("donate") not in NO_DONOR:
+            raise ConfigError(
+                "a learner of several ranks gives its state to nobody and takes none: leave out "
+                "listen= and donate="
+            )
+        for name, thing in objects.items():
+            if folder is not None:
+                require_stateful(name, thing)
         if optimizer is not None and arguments.get("after_apply") is None:
             refuse_own_copies(model, optimizer)
 
@@ -488,7 +562,19 @@ def seated(model: torch.nn.Module, arguments: Mapping[str, Any]) -> RankSeat:
         for name, value in arguments.items()
         if name not in OWN_ON_EACH and isinstance(value, str | int | float | tuple | list | None)
     }
-    return RankSeat(model, told, check)
+    told |= {"checkpoint": str(folder), "stateful": sorted(objects)}
+    return RankSeat(model, told, objects, folder, check)
+
+
+NO_DONOR: tuple[object, ...] = (None, (), [], (OPTIMIZER,), [OPTIMIZER])
+"""What ``donate=`` may be: the default, or nothing."""
+
+
+def _folder_of(arguments: Mapping[str, Any]) -> Path | None:
+    checkpoint, learner_id = arguments.get("checkpoint"), arguments.get("learner_id")
+    if checkpoint is None or learner_id is None:
+        return None
+    return Path(checkpoint) / str(learner_id)
 
 
 def kind_of_rank() -> type[Learner]:

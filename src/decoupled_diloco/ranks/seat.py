@@ -8,7 +8,8 @@ is waited for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -16,12 +17,17 @@ from torch.distributed.fsdp import FSDPModule
 
 from decoupled_diloco.errors import ConfigError, Error, TransportError
 from decoupled_diloco.learner.checks import refuse_what_is_not_finite
+from decoupled_diloco.learner.sharded_state import ShardedState
 from decoupled_diloco.merge import Fragment
 from decoupled_diloco.ranks.group import Exchange, RankGroup
 from decoupled_diloco.ranks.model import described, joined, plain
 from decoupled_diloco.ranks.tensors import RankTensors
+from decoupled_diloco.runtime import runtime
 
 Document = dict[str, Any]
+
+MARK = ".ranks"
+"""A file by which all ranks see that they have one folder."""
 
 _ERRORS: dict[str, type[Error]] = {kind.__name__: kind for kind in (ConfigError, TransportError)}
 
@@ -32,6 +38,8 @@ class RankSeat:
     Args:
         model: This rank's part of the model.
         arguments: What has to be the same on every rank, by name.
+        stateful: What checkpoints keep beside the model, the inner optimizer among it.
+        folder: Where checkpoints are, or ``None``: none are kept.
         check: What else may be wrong on this rank alone; raises `ConfigError`.
 
     Raises:
@@ -43,6 +51,8 @@ class RankSeat:
         self,
         model: nn.Module,
         arguments: dict[str, Any],
+        stateful: Mapping[str, Any],
+        folder: Path | None,
         check: Callable[[], None],
     ) -> None:
         self._module = plain(model)
@@ -53,9 +63,13 @@ class RankSeat:
         self.on_end: Callable[[BaseException], None] = lambda error: None
         self._done_of: list[int] = [0] * self.group.size
         mine: Document = {"arguments": arguments}
+        self._state: ShardedState | None = None
         try:
             refuse_what_is_not_finite(self._module)
             check()
+            if folder is not None:
+                self._state = ShardedState(self._module, stateful, self.group.checkpoints)
+                mine["mark"] = _marked(folder) if self.leads else ""
             mine |= described(self._module, model)
         except ConfigError as error:
             mine["problem"] = str(error)
@@ -65,10 +79,22 @@ class RankSeat:
                 raise ConfigError(f"rank {rank}: {document['problem']}")
             _refuse_difference(documents[0]["arguments"], document["arguments"], rank)
         self.model = joined(self._module, documents, (0,))
+        if folder is not None:
+            self._require_shared(folder, documents[0]["mark"])
 
     @property
     def leads(self) -> bool:
         return self.group.rank == 0
+
+    def _require_shared(self, folder: Path, mark: str) -> None:
+        """Refuses a folder that is another one on another machine."""
+        sees = (folder / MARK).is_file() and (folder / MARK).read_text() == mark
+        for rank, document in enumerate(self.group.exchanged({"sees": sees})):
+            if not document["sees"]:
+                raise ConfigError(
+                    f"rank {rank} does not see what rank 0 has written in {folder}: give "
+                    "checkpoint= a folder on a disk that all ranks share"
+                )
 
     def admit(self, fragments: Sequence[Fragment]) -> RankTensors:
         """The run's cut is known: from here on plans can be carried out."""
@@ -79,6 +105,7 @@ class RankSeat:
             self.group.all_to_all,
             before_write=self._reshard,
             failed=self._failed,
+            state=self._state,
         )
         return self.tensors
 
@@ -148,6 +175,19 @@ class RankSeat:
         for module in self._module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+
+def _marked(folder: Path) -> str:
+    """Writes what all ranks have to see."""
+    mark = runtime().unique_id()
+    try:
+        runtime().disk.put(folder / MARK, mark.encode())
+    except OSError as error:
+        raise ConfigError(
+            f"checkpoint=: {folder} cannot be written ({error.strerror}): give a folder that this "
+            "process may write to, or leave it out"
+        ) from error
+    return mark
 
 
 def _refuse_difference(first: dict[str, Any], other: dict[str, Any], rank: int) -> None:

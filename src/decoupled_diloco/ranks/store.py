@@ -134,6 +134,19 @@ class RankedStore:
             self._numbers[id(values)] = number, values
         await asyncio.wrap_future(done)
 
+    def adopt(self, fragment: int, values: Tensor) -> None:
+        """A published copy that a checkpoint has kept: every rank holds its part of it."""
+        with self._lock:
+            number = self._order("spread", fragment)
+            self._given[number] = values
+            self._orders.append(["hold", number, fragment])
+            self._held[fragment] = values
+
+    def order(self, *what: object) -> None:
+        """Anything else that every rank does at the boundary."""
+        with self._lock:
+            self._orders.append(list(what))
+
     def _order(self, what: str, fragment: int) -> int:
         self._issued += 1
         self._orders.append([what, self._issued, fragment])

@@ -16,22 +16,25 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from decoupled_diloco.learner.sharded_state import ShardedState
 from decoupled_diloco.merge import Fragment, local_of
 from decoupled_diloco.ranks.boxes import Box, boxes_of_range
 from decoupled_diloco.ranks.model import RankModel
 from decoupled_diloco.ranks.redistribute import AllToAll, HeldRows, Parts, Redistribution
-from decoupled_diloco.runtime import runtime
+from decoupled_diloco.runtime import now, runtime
 
 HELD = 0
 """In the place of a number: the values that were written last."""
 
 Orders = Sequence[Sequence[object]]
 """``("copy", n, fragment)``, ``("spread", n, fragment)``,
-``("write", fragment, new, minus, keep)``, ``("forget", n)``."""
+``("write", fragment, new, minus, keep)``, ``("hold", n, fragment)``, ``("forget", n)``,
+``("save", folder)``, ``("restore", folder, ranks)``."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,14 @@ class RankTensors:
         exchange: See `redistribute.AllToAll`; called from one thread.
         before_write: Called before parameters are written: FSDP2's root may be unsharded.
         failed: Told, in another thread, of what went wrong there.
+        state: What checkpoints are made of.
+
+    Attributes:
+        given: A fragment's values to spread, by the order's number; on carriers.
+        collected: Told of a copy that is here, on carriers.
+        saving: Told of a checkpoint that this rank writes.
+        done: The number of the last order that is done.
+        restored: Whether this rank has gone on from a checkpoint.
     """
 
     def __init__(
@@ -65,8 +76,10 @@ class RankTensors:
         *,
         before_write: Callable[[], None] = lambda: None,
         failed: Callable[[BaseException], None] = lambda error: None,
+        state: ShardedState | None = None,
     ) -> None:
         self._model = model
+        self._state = state
         self._fragments = fragments
         self._moves = Redistribution(model.sharding, rank, exchange)
         self._rank = rank
@@ -80,7 +93,9 @@ class RankTensors:
         self._last: Future[None] | None = None
         self.given: dict[int, Tensor] = {}
         self.collected: Callable[[int, Tensor], None] = lambda number, values: None
+        self.saving: Callable[[str, Future[object], float], None] = lambda *arguments: None
         self.done = 0
+        self.restored = False
 
     def _rows_of(self, fragment: Fragment) -> list[_Row | None]:
         rows: list[_Row | None] = []
@@ -106,6 +121,15 @@ class RankTensors:
                     self._behind(number, partial(self._receive, number, fragment))
                 case ["write", int(fragment), int(new), minus, float(keep)]:
                     self._write(fragment, new, minus, keep)
+                case ["hold", int(number), int(fragment)]:
+                    self.idle()
+                    self._held[fragment] = self._rounded(fragment, self._spread.pop(number))
+                case ["save", str(folder)]:
+                    self._save(folder)
+                case ["restore", str(folder), int(ranks)]:
+                    assert self._state is not None
+                    self._state.load(Path(folder), ranks)
+                    self.restored = True
                 case ["forget", int(number)]:
                     self._copies.pop(number, None)
                     self._spread.pop(number, None)
@@ -156,6 +180,22 @@ class RankTensors:
         values = self.given.pop(number, nothing)
         self._spread[number] = self._moves.distribute(self._fragments[fragment], values)
 
+    def _save(self, folder: str) -> None:
+        assert self._state is not None
+        started = now()
+        self._before_write()
+        writing = self._state.save(Path(folder))
+        self.saving(folder, writing, now() - started)
+
+    def _rounded(self, fragment: int, values: Parts) -> Parts:
+        """In the parameters' dtypes, as they are held."""
+        return tuple(
+            None
+            if row is None or ours is None
+            else replace(ours, values=ours.values.to(local_of(row.tensor).dtype))
+            for row, ours in zip(self._rows[fragment], values, strict=True)
+        )
+
     @torch.no_grad()
     def _write(self, fragment: int, new: int, minus: object, keep: float) -> None:
         values = self._held[fragment] if new == HELD else self._spread.pop(new)
@@ -166,11 +206,9 @@ class RankTensors:
             before = self._held[fragment] if minus == HELD else self._copies[minus]
             assert before is not None, f"nothing is held of fragment {fragment}"
         self._before_write()
-        held: list[HeldRows | None] = []
         for index, row in enumerate(self._rows[fragment]):
             ours = values[index]
             if row is None or ours is None:
-                held.append(None)
                 continue
             local = local_of(row.tensor)
             less = None if before is None else before[index]
@@ -186,5 +224,4 @@ class RankTensors:
                         theta.mul_(keep).add_(source, alpha=1 - keep)
                     source = theta
                 target.copy_(source)
-            held.append(replace(ours, values=ours.values.to(local.dtype)))
-        self._held[fragment] = tuple(held)
+        self._held[fragment] = self._rounded(fragment, values)

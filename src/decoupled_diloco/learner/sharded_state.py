@@ -1,0 +1,164 @@
+"""Model, inner optimizer and stateful objects of a learner of several ranks, on the disk.
+
+Every rank writes and reads its own shards (torch.distributed.checkpoint), so no rank holds more
+than it trains. Tensors and the optimizer's settings have the parameters' names: any other number of
+ranks and any other parallelism can read them, a single process among them. Of its other objects
+each rank keeps its own; where the number of ranks has changed all of them take rank 0's.
+
+The copy to host memory is all that a step waits for.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
+
+from decoupled_diloco.errors import ConfigError, StorageError
+from decoupled_diloco.learner.checkpoint import OPTIMIZER
+from decoupled_diloco.storage.states import pack, unpack
+
+logger = logging.getLogger(__name__)
+
+BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
+"""What the optimizer keeps is named by parameter: stages of a pipeline have different ones."""
+
+_CAUSES = (RuntimeError, ValueError, KeyError, TypeError, OSError, AssertionError)
+
+
+class ShardedState:
+    """See the module.
+
+    Args:
+        module: This rank's part of the model.
+        stateful: Name to object; the inner optimizer's name is ``"optimizer"``.
+        group: A process group in host memory, of nobody else; ``None``: a single process.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        stateful: Mapping[str, Any],
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._module = module
+        self._objects = dict(stateful)
+        inner = self._objects.pop(OPTIMIZER, None)
+        if inner is not None and not isinstance(inner, torch.optim.Optimizer):
+            raise ConfigError(
+                f"optimizer is a {type(inner).__name__}: checkpoints of several ranks name its "
+                "state by parameter, which a torch.optim.Optimizer allows alone; give that, or "
+                "leave out checkpoint="
+            )
+        self._inner: tuple[torch.optim.Optimizer, ...] = () if inner is None else (inner,)
+        self._group = group
+        self._rank, self._ranks = (0, 1) if group is None else (group.rank(), group.size())
+        self._writing: Future[Any] | None = None
+
+    def _state(self) -> dict[str, Any]:
+        model, inner = get_state_dict(self._module, self._inner, options=BY_NAME)
+        return {"model": model, "optimizer": inner}
+
+    def save(self, folder: Path) -> Future[Any]:
+        """Copies everything as it is, and has it written; every rank calls it.
+
+        Returns:
+            Done when all ranks have written, or with what one of them could not.
+        """
+        if self._writing is not None:
+            self._writing.exception()  # Another rank's may have been done a moment earlier.
+        objects = {name: thing.state_dict() for name, thing in self._objects.items()}
+        state = self._state() | {_objects_of(self._rank): _packed(objects)}
+        writing = async_save(state, checkpoint_id=folder, process_group=self._group)
+        self._writing = cast("Future[Any]", writing)
+        return self._writing
+
+    def load(self, folder: Path, ranks: int) -> None:
+        """Puts everything back; every rank calls it.
+
+        Args:
+            folder: What `save` has written.
+            ranks: How many ranks have.
+
+        Raises:
+            ConfigError: It does not fit.
+            StorageError: It cannot be read.
+        """
+        same = ranks == self._ranks
+        if not same and self._objects:
+            logger.warning(
+                "%s was written by %d ranks, and is read by %d: %s take the state of rank 0",
+                folder,
+                ranks,
+                self._ranks,
+                ", ".join(sorted(self._objects)),
+            )
+        own = _objects_of(self._rank if same else 0)
+        state = self._state() | {own: b""}
+        try:
+            load(
+                state,
+                checkpoint_id=folder,
+                process_group=self._group,
+                no_dist=self._group is None,
+            )
+            objects = _unpacked(state[own])
+            set_state_dict(
+                self._module,
+                self._inner,
+                model_state_dict=state["model"],
+                optim_state_dict=state["optimizer"],
+                options=BY_NAME,
+            )
+            for name, thing in self._objects.items():
+                thing.load_state_dict(objects[name])
+        except CheckpointException as error:
+            raise StorageError(f"{folder} cannot be read ({causes(error)}): {_WAY_OUT}") from error
+        except _CAUSES as error:
+            raise ConfigError(
+                f"the checkpoint {folder} does not fit this learner ({error!s:.300}): build the "
+                "same model, optimizer and objects, or give another folder"
+            ) from error
+
+
+_WAY_OUT = "delete it and the file of the same number, and the one before is used"
+
+
+def causes(error: BaseException) -> str:
+    """What went wrong, and on which ranks."""
+    if isinstance(error, CheckpointException):
+        failures = [f"rank {rank}: {why[0]!r}" for rank, why in error.failures.items()]
+        return f"{'; '.join(failures):.300}"
+    return f"{error!s:.300}"
+
+
+def _objects_of(rank: int) -> str:
+    return f"objects-{rank}"
+
+
+def _packed(objects: dict[str, Any]) -> bytes:
+    tensors, text = pack(objects)
+    on_host = {name: each.detach().cpu() for name, each in tensors.items()}
+    file = io.BytesIO()
+    torch.save({"tensors": on_host, "text": text}, file)
+    return file.getvalue()
+
+
+def _unpacked(data: bytes) -> dict[str, Any]:
+    kept = torch.load(io.BytesIO(data), weights_only=True)
+    return dict(unpack(kept["tensors"], kept["text"]))

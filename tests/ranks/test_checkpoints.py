@@ -1,0 +1,132 @@
+"""A learner of several ranks goes on from its checkpoint, as another number of ranks too."""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ranks.learners import ranks
+from ranks.program import Job
+from ranks.test_faults import ASYNCHRONOUS, NOWHERE, steps_told, until_told
+from ranks.test_kinds import TOLERANCE, system_in
+
+pytestmark = pytest.mark.timeout(180)
+
+STEPS = 12
+ALONE = {"fragments": 3, "period": 3000, "overlap": 1, "quorum": 1}
+"""No fragment is due: what a learner trains is its own."""
+
+
+def trained(folder: Path, *lives: tuple[str, int]) -> dict[str, Any]:
+    """What a learner has after so many steps, that it makes in lives of these kinds and ranks."""
+    with system_in(folder, run={"budget_steps": 10_000}, sync=ALONE) as system:
+        for number, (kind, world) in enumerate(lives, 1):
+            steps = STEPS * number // len(lives)
+            job = Job(kind, system.addresses[0], "one", folder, steps, optimizer="adamw")
+            with ranks(replace(job, checkpoint=folder / "kept"), world) as learner:
+                learner.ends_well()
+                assert f"begins at step {STEPS * (number - 1) // len(lives)}\n" in learner.log(0)
+    found: dict[str, Any] = torch.load(folder / "one.pt")
+    return found
+
+
+@pytest.fixture(scope="module")
+def without_a_stop(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return trained(tmp_path_factory.mktemp("without"), ("plain", 1))
+
+
+@pytest.mark.parametrize(
+    "lives",
+    [
+        (("ddp", 2), ("ddp", 2)),
+        (("fsdp", 2), ("fsdp", 3), ("tp", 2)),
+        (("tp", 2), ("fsdp_tp", 4)),
+        (("pipeline", 3), ("hsdp", 4)),
+        (("hsdp", 4), ("pipeline", 3)),
+        (("fsdp", 2), ("plain", 1)),
+    ],
+    ids=str,
+)
+def test_it_goes_on_as_if_it_had_not_stopped(
+    lives: tuple[tuple[str, int], ...], without_a_stop: dict[str, Any], tmp_path: Path
+) -> None:
+    found = trained(tmp_path, *lives)
+    assert found["steps"] == STEPS
+    assert found["tokens"] == without_a_stop["tokens"]
+    for name, ours in without_a_stop["weights"].items():
+        if name in found["weights"]:  # of a pipeline rank 0 has its stage
+            difference = float((ours - found["weights"][name]).norm() / ours.norm())
+            assert difference <= 10 * TOLERANCE, f"{name}: {difference}"
+
+
+def test_each_rank_has_its_own_objects_back(tmp_path: Path) -> None:
+    trained(tmp_path, ("ddp", 2), ("ddp", 2), ("fsdp", 3))
+    logs = [(tmp_path / f"one-{rank}.log").read_text() for rank in range(3)]
+    for rank in range(2):
+        assert f"the position of rank {rank} is back" in logs[rank]
+    assert "was written by 2 ranks, and is read by 3" in logs[0]
+    assert "the position of rank 0 is back" in logs[2]
+
+
+def test_killed_among_steps_it_comes_back_with_what_was_kept(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    with system_in(tmp_path, run={"budget_steps": 150}, sync=ASYNCHRONOUS) as system:
+        job = Job("fsdp", system.addresses[0], "one", tmp_path, pause=0.05, optimizer="adamw")
+        job = replace(job, checkpoint=kept, checkpoint_every_seconds=0.5)
+        with ranks(job, 2) as learner:
+            steps_told(learner, 60)
+            learner.send(1, signal.SIGKILL)
+            assert set(learner.wait()) & {0, None} == set()
+        files = sorted(path.name for path in (kept / "one").iterdir())
+        assert len([name for name in files if name.endswith(".safetensors")]) == 2, files
+        with ranks(replace(job, pause=0.0), 3) as learner:
+            until_told(learner, "own progress goes on")
+            learner.ends_well()
+            log = learner.log(0)
+        begun = int(log.rsplit("begins at step ", 1)[1].split()[0])
+        assert begun >= 20
+
+
+def test_a_disk_that_is_not_shared_is_refused_on_every_rank(tmp_path: Path) -> None:
+    job = Job("ddp", NOWHERE, "one", tmp_path, trouble="another disk", checkpoint=tmp_path / "kept")
+    with ranks(job, 2) as learner:
+        assert set(learner.wait()) & {0, None} == set()
+        for rank in range(2):
+            assert "rank 1 does not see what rank 0 has written in" in learner.log(rank)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_told_and_training_goes_on(tmp_path: Path) -> None:
+    with system_in(tmp_path, run={"budget_steps": 60}, sync=ASYNCHRONOUS) as system:
+        job = Job("fsdp", system.addresses[0], "one", tmp_path, pause=0.02, trouble="full disk")
+        job = replace(job, checkpoint=tmp_path / "kept", checkpoint_every_seconds=0.3)
+        with ranks(job, 2) as learner:
+            learner.ends_well()
+            log = learner.log(0)
+    assert "rank 1: OSError(28, 'No space left on device')" in log
+    assert "no checkpoint of one this time" in log
+    assert not list((tmp_path / "kept/one").glob("0*"))
+
+
+def test_it_writes_its_part_of_a_checkpoint_of_the_run(tmp_path: Path) -> None:
+    with system_in(tmp_path, run={"budget_steps": 10_000}, sync=ASYNCHRONOUS) as system:
+        job = Job("fsdp", system.addresses[0], "one", tmp_path, pause=0.02, optimizer="adamw")
+        with ranks(replace(job, checkpoint=tmp_path / "kept"), 2) as learner:
+            steps_told(learner, 10)
+            coordinator = system.shards[0]._host
+            assert coordinator is not None
+            number = system.call(coordinator.want_checkpoint).number
+            deadline = time.monotonic() + 30
+            while (found := system.call(lambda: coordinator.checkpoint_answer(number))).words:
+                assert time.monotonic() < deadline, found
+                time.sleep(0.1)
+        assert (found.state, found.missing) == ("complete", ())
+        parts = [tmp_path / f"kept/one/00000001.cut-{number}.safetensors"]
+        parts += (tmp_path / "kept/one/00000001.ranks").iterdir()
+        parts += (system.folder / f"checkpoints/cut-{number:06d}").glob("*.safetensors")
+        assert found.nbytes == sum(part.stat().st_size for part in parts)
