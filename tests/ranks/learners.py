@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 
@@ -27,10 +27,13 @@ FORKS.set_forkserver_preload(
 SECONDS_MAX = 90.0
 
 
+Main = Callable[[Job, Mapping[str, str]], None]
+
+
 class Ranks:
     """The processes of one learner."""
 
-    def __init__(self, job: Job, world: int) -> None:
+    def __init__(self, job: Job, world: int, main: Main) -> None:
         self.job = job
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -42,7 +45,7 @@ class Ranks:
                 numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world}
                 surroundings |= {name: str(number) for name, number in numbers.items()}
                 surroundings |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            process = FORKS.Process(target=program.main, args=(job, surroundings))
+            process = FORKS.Process(target=main, args=(job, surroundings))
             process.start()
             self.processes.append(process)
 
@@ -76,9 +79,9 @@ class Ranks:
 
 
 @contextmanager
-def ranks(job: Job, world: int) -> Iterator[Ranks]:
+def ranks(job: Job, world: int, main: Main = program.main) -> Iterator[Ranks]:
     """A learner whose processes are gone afterwards."""
-    started = Ranks(job, world)
+    started = Ranks(job, world, main)
     try:
         yield started
     finally:

@@ -174,13 +174,7 @@ def full(model: nn.Module) -> dict[str, Tensor]:
 
 def main(job: Job, surroundings: Mapping[str, str]) -> None:
     """Trains until the run is over, or the job's steps are made; leaves the weights."""
-    os.environ.update(surroundings)
-    rank = int(os.environ.get("RANK", "0"))
-    log = os.open(job.folder / f"{job.name}-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    logging.basicConfig(level=logging.INFO, force=True)
-    torch.set_num_threads(1)
+    settle(job, surroundings)
     watch.LOOK_SECONDS, watch.LONG_SECONDS = 0.5, 4.0
     if "RANK" in os.environ:
         dist.init_process_group("gloo", timeout=timedelta(seconds=COLLECTIVE_SECONDS))
@@ -204,6 +198,17 @@ class Position:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         print(f"the position of rank {state['rank']} is back", flush=True)
+
+
+def settle(job: Job, surroundings: Mapping[str, str]) -> None:
+    """Takes the surroundings of a rank, and logs to its file."""
+    os.environ.update(surroundings)
+    rank = int(os.environ.get("RANK", "0"))
+    log = os.open(job.folder / f"{job.name}-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    logging.basicConfig(level=logging.INFO, force=True)
+    torch.set_num_threads(1)
 
 
 def train(job: Job) -> None:

@@ -1,0 +1,78 @@
+r"""Hugging Face's Trainer as a learner of a run: the line with `synchronize` is all it takes.
+
+    pip install -e '.[transformers]'     # in the clone; else 'decoupled-diloco[transformers]'
+    ddiloco syncer homelab
+    python examples/trainer_hf.py --syncer http://127.0.0.1:7070 \
+        --token-file runs/homelab/token --name a
+
+It trains a tiny Llama on the bytes of Python's standard library. Started again under the same name
+with `--resume`, it goes on from the Trainer's last checkpoint, with the run's weights. `torchrun
+--nproc_per_node 2 examples/trainer_hf.py …` makes one learner of two processes.
+"""
+
+import argparse
+import sysconfig
+import zlib
+from pathlib import Path
+
+import torch
+from torch.utils.data import Dataset
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+
+from decoupled_diloco.integrations.transformers import synchronize
+
+CONTEXT = 64
+
+parser = argparse.ArgumentParser(description="Train a tiny Llama as one learner.")
+parser.add_argument("--syncer", required=True, help="address of a shard, as http://host:port")
+parser.add_argument("--token-file", type=Path, help="file with the run's secret")
+parser.add_argument("--name", required=True, help="this learner's name, the same across restarts")
+parser.add_argument("--resume", action="store_true", help="go on from the Trainer's checkpoint")
+
+
+class Windows(Dataset[dict[str, torch.Tensor]]):
+    """Windows of a text's bytes, in an order of this learner's own."""
+
+    def __init__(self, seed: int) -> None:
+        files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+        text = bytearray(b"".join(file.read_bytes() for file in files))
+        self.text = torch.frombuffer(text, dtype=torch.uint8)
+        order = torch.Generator().manual_seed(seed)
+        self.starts = torch.randint(len(text) - CONTEXT, (1_000_000,), generator=order)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        start = int(self.starts[index])
+        window = self.text[start : start + CONTEXT].long()
+        return {"input_ids": window, "labels": window}
+
+
+def main() -> None:
+    """Trains until the run is over."""
+    given = parser.parse_args()
+    token = given.token_file.read_text() if given.token_file else None
+    config = AutoConfig.from_pretrained(Path(__file__).parent / "tiny_llama")
+    arguments = TrainingArguments(
+        f"runs/trainer-{given.name}",
+        max_steps=1_000_000,  # the run's budget ends the training
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        learning_rate=2e-3,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=20,
+        logging_steps=10,
+        save_steps=50,
+        report_to=[],
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    trainer = Trainer(model, arguments, train_dataset=Windows(zlib.crc32(given.name.encode())))
+    callback = synchronize(trainer, given.syncer, token=token, learner_id=given.name)
+    trainer.train(resume_from_checkpoint=given.resume)
+    learner = callback.learner
+    print(f"{given.name}: {learner.steps} steps; the model holds the run's final weights")
+
+
+if __name__ == "__main__":
+    main()

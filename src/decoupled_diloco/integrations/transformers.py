@@ -1,0 +1,150 @@
+"""Hugging Face's `Trainer`, and what is built on it (TRL), as a learner.
+
+```python
+from decoupled_diloco.integrations.transformers import synchronize
+
+trainer = Trainer(model, arguments, train_dataset=dataset)
+synchronize(trainer, "http://syncer:7070", token=token, learner_id="learner-0")
+trainer.train()
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.integrations.counting import TokenCounter
+from decoupled_diloco.learner.learner import Learner
+
+try:
+    from transformers import (
+        Trainer,
+        TrainerCallback,
+        TrainerControl,
+        TrainerState,
+        TrainingArguments,
+    )
+except ImportError as error:
+    raise ConfigError(
+        "Hugging Face transformers is not installed: pip install 'decoupled-diloco[transformers]'"
+    ) from error
+
+
+class DilocoCallback(TrainerCallback):
+    """Makes a `Trainer` a learner of a run.
+
+    It joins when training begins: the model takes the run's weights, also if the Trainer has just
+    resumed from a checkpoint, whose optimizer, schedule and position in the data stay. Training
+    stops when the run's budget is spent or ``max_steps`` are made, whichever is first; so give
+    ``max_steps`` more than the budget. If the run is over then, the model has its final weights.
+
+    Steps are the Trainer's. Tokens are counted (`TokenCounter`), so accumulation and padding need
+    no help. Only what is trained is synchronized: of a PEFT model, the adapter.
+
+    Args:
+        syncer: See `Learner`.
+        options: Further arguments of `Learner`, but not ``checkpoint`` and ``stateful``: the
+            Trainer keeps its own checkpoints.
+
+    Attributes:
+        learner: While it trains; then the one that has trained.
+        rounds: Global versions of fragments that the model has taken.
+
+    Raises:
+        ConfigError: An option is the Trainer's own; in `Trainer.train`, see `Learner`.
+    """
+
+    def __init__(self, syncer: str | Sequence[str], **options: Any) -> None:
+        for name in ("checkpoint", "stateful", "optimizer"):
+            if options.get(name) is not None:
+                raise ConfigError(f"{name}=: the Trainer has its own; leave it out")
+        self._syncer = syncer
+        self._options = options
+        self._counter: TokenCounter | None = None
+        self._loss: float | None = None
+        self._versions: tuple[str, ...] = ()
+        self.learner: Learner | None = None
+        self.rounds = 0
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Joins the run."""
+        for name in ("deepspeed", "fsdp"):
+            if getattr(args, name, None):
+                raise ConfigError(
+                    f"{name}= in the TrainingArguments: it keeps the weights elsewhere than in the "
+                    "model. Use DDP, or FSDP2 in a loop of your own (docs/how-to/many-gpus.md)"
+                )
+        model, optimizer = given["model"], given["optimizer"]
+        inner = getattr(optimizer, "optimizer", optimizer)  # without Accelerate's wrapper
+        self.learner = Learner(model, self._syncer, optimizer=inner, **self._options)
+        if state.global_step:
+            told = self.learner.state_dict()
+            told |= {"steps": state.global_step, "tokens": int(state.num_input_tokens_seen)}
+            self.learner.load_state_dict(told)
+        self._versions = self.learner.versions
+        self._counter = TokenCounter(model)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> TrainerControl:
+        """One step of the optimizer is made."""
+        assert self.learner is not None
+        assert self._counter is not None
+        goes_on = self.learner.step(self._counter.take(), self._loss)
+        self._loss = None
+        versions = self.learner.versions
+        self.rounds += sum(a != b for a, b in zip(versions, self._versions, strict=True))
+        self._versions = versions
+        if not goes_on:
+            control.should_training_stop = True
+        return control
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Adds the run's numbers; the loss goes to the run with the next step."""
+        if self.learner is None:
+            return
+        logs: dict[str, Any] = given["logs"]
+        if "loss" in logs:
+            self._loss = float(logs["loss"])
+        logs |= self.measured()
+
+    def measured(self) -> dict[str, float]:
+        """What is logged."""
+        learner = self.learner
+        assert learner is not None
+        return {
+            "diloco/run_step": learner.global_step,
+            "diloco/tokens": learner.tokens,
+            "diloco/discarded_tokens": learner.discarded_tokens,
+            "diloco/rounds": self.rounds,
+        }
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Leaves the run; if it is over, the model has the final weights afterwards."""
+        if self._counter is not None:
+            self._counter.close()
+        if self.learner is not None:
+            self.learner.close()
+
+
+def synchronize(trainer: Trainer, syncer: str | Sequence[str], **options: Any) -> DilocoCallback:
+    """Makes a Trainer a learner: adds a `DilocoCallback` before all others.
+
+    So its numbers are in what the others report (Weights & Biases, TensorBoard).
+
+    Args:
+        trainer: Its training has not begun.
+        syncer: See `Learner`.
+        options: See `DilocoCallback`.
+    """
+    callback = DilocoCallback(syncer, **options)
+    trainer.callback_handler.callbacks.insert(0, callback)
+    return callback

@@ -1,0 +1,175 @@
+"""Hugging Face's Trainer as a learner: the real library, on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.integrations.transformers import DilocoCallback, synchronize
+from integration.system import System
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+pytestmark = pytest.mark.timeout(180)
+
+CONTEXT = 12
+
+
+class Lines(Dataset[dict[str, torch.Tensor]]):
+    """Lines of 5 to 12 tokens, padded."""
+
+    def __init__(self, count: int = 64) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.lengths = [5 + n % 8 for n in range(count)]
+        self.tokens = torch.randint(1, 31, (count, CONTEXT), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        mask = (torch.arange(CONTEXT) < self.lengths[index]).long()
+        tokens = self.tokens[index] * mask
+        return {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
+
+
+def model_of(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=31,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def trainer_of(folder: Path, model: Any, **arguments: Any) -> Any:
+    options = {
+        "max_steps": 10_000,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "logging_steps": 2,
+        "report_to": [],
+        "save_strategy": "no",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        **arguments,
+    }
+    training = transformers.TrainingArguments(folder / "trainer", **options)
+    return transformers.Trainer(model, training, train_dataset=Lines())
+
+
+@pytest.fixture
+def system(tmp_path: Path) -> Iterator[System]:
+    run = {"learners": 1, "budget_steps": 24}
+    system = System(tmp_path / "run", run=run, sync={"fragments": 3, "quorum": 1})
+    system.start()
+    yield system
+    system.close()
+
+
+def test_a_trainer_takes_part_until_the_budget_is_spent(system: System, tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, model_of())
+    callback = synchronize(trainer, system.addresses, learner_id="one")
+    trainer.train()
+    learner = callback.learner
+    assert learner is not None
+    assert learner.over
+    system.wait_finished()
+    assert 24 <= learner.steps == trainer.state.global_step < 40
+    assert callback.rounds >= 3
+    logged = [each for each in trainer.state.log_history if "loss" in each]
+    assert logged[-1]["step"] > 10
+    # The model has the run's final weights.
+    shard = system.shards[0]
+    assert learner.versions == tuple(
+        str(fragment.version) for fragment in shard.machine.state.fragments.values()
+    )
+
+
+def test_tokens_are_those_that_are_no_padding_of_all_calls_of_a_step(
+    system: System, tmp_path: Path
+) -> None:
+    data = Lines()
+    trainer = trainer_of(tmp_path, model_of(), max_steps=8)
+    callback = synchronize(trainer, system.addresses, learner_id="one")
+    trainer.train()
+    assert callback.learner is not None
+    assert callback.learner.steps == 8
+    assert callback.learner.tokens == sum(data.lengths), "eight steps of eight are an epoch"
+
+
+def test_reports_have_the_runs_numbers(system: System, tmp_path: Path) -> None:
+    seen: list[dict[str, Any]] = []
+
+    class Reporter(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_log(self, *arguments: Any, logs: dict[str, Any], **further: Any) -> None:
+            seen.append(dict(logs))
+
+    trainer = trainer_of(tmp_path, model_of(), max_steps=6)
+    trainer.add_callback(Reporter)
+    synchronize(trainer, system.addresses, learner_id="one")
+    trainer.train()
+    assert {"loss", "diloco/run_step", "diloco/rounds", "diloco/discarded_tokens"} <= set(seen[1])
+    assert seen[1]["diloco/run_step"] >= 1
+
+
+def test_it_resumes_from_the_trainers_checkpoint_with_the_runs_weights(
+    system: System, tmp_path: Path
+) -> None:
+    first = trainer_of(tmp_path, model_of(), max_steps=8, save_strategy="steps", save_steps=8)
+    synchronize(first, system.addresses, learner_id="one")
+    first.train()
+    second = trainer_of(tmp_path, model_of(seed=1), max_steps=16)
+    callback = synchronize(second, system.addresses, learner_id="one")
+    second.train(resume_from_checkpoint=True)
+    assert callback.learner is not None
+    assert callback.learner.epoch == 2
+    assert callback.learner.steps == second.state.global_step == 16
+    assert second.optimizer.state_dict()["state"][0]["step"] == 16, "its optimizer went on"
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_of_a_peft_model_only_the_adapter_is_synchronized(system: System, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    base = model_of()
+    before = {name: each.clone() for name, each in base.state_dict().items()}
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+    model = peft.get_peft_model(base, config)
+    trainer = trainer_of(tmp_path, model)
+    callback = synchronize(trainer, system.addresses, learner_id="one")
+    trainer.train()
+    assert callback.learner is not None
+    assert callback.learner.over
+    synchronized = [spec.name for spec in callback.learner._store.layout.tensors]
+    assert synchronized == [name for name, p in model.named_parameters() if p.requires_grad]
+    assert all("lora_" in name for name in synchronized)
+    for name, each in model.get_base_model().state_dict().items():
+        plain = name.replace("base_layer.", "")
+        if "lora_" not in name:
+            assert torch.equal(each, before[plain])
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "stateful", "optimizer"])
+def test_what_the_trainer_has_itself_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}=: the Trainer has its own"):
+        DilocoCallback("http://127.0.0.1:9", **{name: "something"})
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "fsdp"])
+def test_what_keeps_the_weights_elsewhere_is_refused(name: str, tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, model_of())
+    setattr(trainer.args, name, "something")
+    callback = DilocoCallback("http://127.0.0.1:9")
+    with pytest.raises(ConfigError, match=f"{name}= in the TrainingArguments"):
+        callback.on_train_begin(trainer.args, trainer.state, trainer.control)

@@ -1,0 +1,28 @@
+"""One rank of a learner that is Hugging Face's Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from ranks.program import Job, settle
+
+
+def main(job: Job, surroundings: Mapping[str, str]) -> None:
+    settle(job, surroundings)
+    from decoupled_diloco.integrations.transformers import synchronize
+    from integration.test_transformers import model_of, trainer_of
+
+    trainer = trainer_of(job.folder, model_of(), max_steps=job.steps, ddp_backend="gloo")
+    callback = synchronize(trainer, job.address, learner_id=job.name)
+    trainer.train()
+    assert callback.learner is not None
+    found = {
+        "steps": callback.learner.steps,
+        "tokens": callback.learner.tokens,
+        "weights": {name: each.detach() for name, each in trainer.model.named_parameters()},
+    }
+    torch.save(found, job.folder / f"found-{dist.get_rank()}.pt")
+    dist.destroy_process_group()
