@@ -16,6 +16,7 @@ from typing import Any
 
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.integrations.counting import TokenCounter
+from decoupled_diloco.integrations.part import Part
 from decoupled_diloco.learner.learner import Learner
 
 try:
@@ -48,25 +49,24 @@ class DilocoCallback(TrainerCallback):
         options: Further arguments of `Learner`, but not ``checkpoint`` and ``stateful``: the
             Trainer keeps its own checkpoints.
 
-    Attributes:
-        learner: While it trains; then the one that has trained.
-        rounds: Global versions of fragments that the model has taken.
-
     Raises:
         ConfigError: An option is the Trainer's own; in `Trainer.train`, see `Learner`.
     """
 
     def __init__(self, syncer: str | Sequence[str], **options: Any) -> None:
-        for name in ("checkpoint", "stateful", "optimizer"):
-            if options.get(name) is not None:
-                raise ConfigError(f"{name}=: the Trainer has its own; leave it out")
-        self._syncer = syncer
-        self._options = options
+        self._part = Part("Trainer", ("checkpoint", "stateful", "optimizer"), syncer, options)
         self._counter: TokenCounter | None = None
         self._loss: float | None = None
-        self._versions: tuple[str, ...] = ()
-        self.learner: Learner | None = None
-        self.rounds = 0
+
+    @property
+    def learner(self) -> Learner | None:
+        """The learner, from the beginning of training on."""
+        return self._part.learner
+
+    @property
+    def rounds(self) -> int:
+        """Global versions of fragments that the model has taken."""
+        return self._part.rounds
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
@@ -78,29 +78,18 @@ class DilocoCallback(TrainerCallback):
                     f"{name}= in the TrainingArguments: it keeps the weights elsewhere than in the "
                     "model. Use DDP, or FSDP2 in a loop of your own (docs/how-to/many-gpus.md)"
                 )
-        model, optimizer = given["model"], given["optimizer"]
-        inner = getattr(optimizer, "optimizer", optimizer)  # without Accelerate's wrapper
-        self.learner = Learner(model, self._syncer, optimizer=inner, **self._options)
-        if state.global_step:
-            told = self.learner.state_dict()
-            told |= {"steps": state.global_step, "tokens": int(state.num_input_tokens_seen)}
-            self.learner.load_state_dict(told)
-        self._versions = self.learner.versions
-        self._counter = TokenCounter(model)
+        tokens = int(state.num_input_tokens_seen)
+        self._part.begin(given["model"], given["optimizer"], state.global_step, tokens)
+        self._counter = TokenCounter(given["model"])
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> TrainerControl:
         """One step of the optimizer is made."""
-        assert self.learner is not None
         assert self._counter is not None
-        goes_on = self.learner.step(self._counter.take(), self._loss)
-        self._loss = None
-        versions = self.learner.versions
-        self.rounds += sum(a != b for a, b in zip(versions, self._versions, strict=True))
-        self._versions = versions
-        if not goes_on:
+        if not self._part.step(self._counter.take(), self._loss):
             control.should_training_stop = True
+        self._loss = None
         return control
 
     def on_log(
@@ -112,18 +101,7 @@ class DilocoCallback(TrainerCallback):
         logs: dict[str, Any] = given["logs"]
         if "loss" in logs:
             self._loss = float(logs["loss"])
-        logs |= self.measured()
-
-    def measured(self) -> dict[str, float]:
-        """What is logged."""
-        learner = self.learner
-        assert learner is not None
-        return {
-            "diloco/run_step": learner.global_step,
-            "diloco/tokens": learner.tokens,
-            "diloco/discarded_tokens": learner.discarded_tokens,
-            "diloco/rounds": self.rounds,
-        }
+        logs |= self._part.measured()
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
@@ -131,8 +109,7 @@ class DilocoCallback(TrainerCallback):
         """Leaves the run; if it is over, the model has the final weights afterwards."""
         if self._counter is not None:
             self._counter.close()
-        if self.learner is not None:
-            self.learner.close()
+        self._part.end()
 
 
 def synchronize(trainer: Trainer, syncer: str | Sequence[str], **options: Any) -> DilocoCallback:

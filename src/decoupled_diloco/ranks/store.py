@@ -7,9 +7,10 @@ rank, the leader among them, carries the orders out at the boundary that the pla
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import weakref
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
 from torch import Tensor
@@ -83,7 +84,8 @@ class RankedStore:
             ready = [n for n in self._spreads if n <= number]
             futures = [self._spreads.pop(n) for n in ready]
         for future in futures:
-            future.set_result(None)
+            with contextlib.suppress(InvalidStateError):  # Who waited has left.
+                future.set_result(None)
 
     def failed(self, error: BaseException) -> None:
         """Nothing that is ordered will come: who waits for it, or will, gets this error."""

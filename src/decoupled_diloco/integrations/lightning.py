@@ -1,0 +1,124 @@
+"""Lightning's `Trainer` as a learner.
+
+```python
+from decoupled_diloco.integrations.lightning import DilocoCallback
+
+diloco = DilocoCallback("http://syncer:7070", token=token, learner_id="learner-0")
+trainer = L.Trainer(max_steps=-1, callbacks=[diloco])
+trainer.fit(module, loader)
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.integrations.counting import counted
+from decoupled_diloco.integrations.part import Part
+from decoupled_diloco.learner.learner import Learner
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+except ImportError as error:
+    raise ConfigError(
+        "Lightning is not installed: pip install 'decoupled-diloco[lightning]'"
+    ) from error
+
+
+class DilocoCallback(Callback):
+    """Makes a Lightning `Trainer` a learner of a run.
+
+    It joins when training begins: the module takes the run's weights, also if the Trainer has just
+    resumed from a checkpoint, whose optimizer, schedules and loops stay. Training stops when the
+    run's budget is spent, or at the Trainer's own ``max_steps`` or ``max_epochs``. If the run is
+    over then, the module has its final weights.
+
+    Steps are those of the optimizer, however many batches are accumulated. Tokens are counted in
+    the batches (`counting.counted`). With several devices all of them are one learner: DDP, and
+    `ModelParallelStrategy` (FSDP2, tensor parallel).
+
+    Args:
+        syncer: See `Learner`.
+        options: Further arguments of `Learner`, but not ``checkpoint`` and ``stateful``: the
+            Trainer keeps its own checkpoints.
+
+    Raises:
+        ConfigError: An option is the Trainer's own; in `Trainer.fit`, see `Learner`.
+    """
+
+    def __init__(self, syncer: str | Sequence[str], **options: Any) -> None:
+        self._part = Part("Trainer", ("checkpoint", "stateful", "optimizer"), syncer, options)
+        self._tokens = self._before = 0
+        self._steps = 0
+
+    @property
+    def learner(self) -> Learner | None:
+        """The learner, from the beginning of training on."""
+        return self._part.learner
+
+    @property
+    def rounds(self) -> int:
+        """Global versions of fragments that the module has taken."""
+        return self._part.rounds
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Joins the run."""
+        if len(trainer.optimizers) != 1:
+            raise ConfigError(
+                f"the module has {len(trainer.optimizers)} optimizers: one is supported"
+            )
+        self._steps = trainer.global_step
+        self._part.begin(pl_module, trainer.optimizers[0], self._steps, self._before)
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """A batch is trained; perhaps it was the last of a step."""
+        self._tokens += int(tokens_of(batch))
+        if trainer.global_step == self._steps:
+            return
+        self._steps = trainer.global_step
+        every: Any = trainer  # its type lacks what its logging adds
+        logs = self._steps % max(1, every.log_every_n_steps) == 0
+        loss = outputs.get("loss") if logs and isinstance(outputs, Mapping) else None
+        told = float(loss) if isinstance(loss, Tensor) else None
+        if not self._part.step(max(1, self._tokens), told):
+            trainer.should_stop = True
+        self._tokens = 0
+        if logs:
+            numbers = {name: float(each) for name, each in self._part.measured().items()}
+            pl_module.log_dict(numbers, on_step=True, on_epoch=False, batch_size=1)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leaves the run; if it is over, the module has the final weights afterwards."""
+        self._part.end()
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Leaves the run at once."""
+        self._part.end(exception)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the Trainer's checkpoints keep of it."""
+        return {"tokens": 0 if self.learner is None else self.learner.tokens}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on counting from there."""
+        self._before = int(state_dict["tokens"])
+
+
+def tokens_of(batch: Any) -> Tensor | int:
+    """What a batch is trained on: see `counting.counted`."""
+    if isinstance(batch, Mapping):
+        return counted((), dict(batch))
+    return counted(tuple(batch) if isinstance(batch, list | tuple) else (batch,), {})

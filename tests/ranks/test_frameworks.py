@@ -1,0 +1,43 @@
+"""Frameworks with several ranks: one learner."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from integration.test_transformers import Lines
+from ranks import lightning_program, trainer_program
+from ranks.learners import Main, ranks
+from ranks.program import Job
+from ranks.test_kinds import system_in
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def found(folder: Path, kind: str, main: Main) -> dict[str, Any]:
+    """What both ranks have after eight steps."""
+    with system_in(folder, run={"budget_steps": 10_000}, sync={"wait": "never"}) as system:
+        job = Job(kind, system.addresses[0], "one", folder, steps=8)
+        with ranks(job, 2, main) as learner:
+            learner.ends_well()
+    first, second = (torch.load(folder / f"found-{rank}.pt") for rank in range(2))
+    for name, ours in first.pop("weights").items():
+        assert torch.equal(ours, second["weights"][name])
+    assert first == {name: second[name] for name in first}
+    return dict(first)
+
+
+def test_the_ranks_of_hugging_faces_trainer_are_one_learner(tmp_path: Path) -> None:
+    told = found(tmp_path, "ddp", trainer_program.main)
+    assert told["steps"] == 8
+    assert told["tokens"] == 2 * sum(Lines().lengths), "of both ranks, two epochs of 64 lines"
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_the_ranks_of_lightnings_trainer_are_one_learner(kind: str, tmp_path: Path) -> None:
+    told = found(tmp_path, kind, lightning_program.main)
+    assert told["steps"] == 8
+    assert told["tokens"] == 8 * 2 * 2 * 4, "steps, ranks, batches, rows"

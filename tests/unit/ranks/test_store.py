@@ -1,0 +1,27 @@
+"""The leader's store when who waits for it has left."""
+
+from __future__ import annotations
+
+import asyncio
+
+import torch
+from torch import nn
+
+from decoupled_diloco.merge import layout_of, partition
+from decoupled_diloco.ranks.store import RankedStore
+
+
+def test_what_was_spread_for_nobody_is_acknowledged() -> None:
+    layout = layout_of(nn.Linear(3, 2))
+    store = RankedStore(layout)
+    (fragment,) = partition(layout, 1)
+
+    async def leaves() -> None:
+        waiting = asyncio.ensure_future(store.spread(fragment, torch.zeros(fragment.numel)))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+
+    asyncio.run(leaves())
+    store.acknowledged(1)
+    assert not store._spreads
