@@ -18,14 +18,15 @@ from torch import Tensor
 
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.integrations.counting import counted
-from decoupled_diloco.integrations.part import Part
+from decoupled_diloco.integrations.part import FrameworkPart
 from decoupled_diloco.learner.learner import Learner
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
 except ImportError as error:
     raise ConfigError(
-        "Lightning is not installed: pip install 'decoupled-diloco[lightning]'"
+        "Lightning is not installed: pip install 'decoupled-diloco[lightning]' (in a clone: "
+        "pip install -e '.[lightning]')"
     ) from error
 
 
@@ -51,7 +52,9 @@ class DilocoCallback(Callback):
     """
 
     def __init__(self, syncer: str | Sequence[str], **options: Any) -> None:
-        self._part = Part("Trainer", ("checkpoint", "stateful", "optimizer"), syncer, options)
+        self._part = FrameworkPart(
+            "Trainer", ("checkpoint", "stateful", "optimizer"), syncer, options
+        )
         self._tokens = self._before = 0
         self._steps = 0
 

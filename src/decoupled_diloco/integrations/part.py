@@ -12,7 +12,7 @@ from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.learner.learner import Learner
 
 
-class Part:
+class FrameworkPart:
     """A framework's part in a run.
 
     Args:

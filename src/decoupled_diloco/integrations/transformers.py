@@ -16,7 +16,7 @@ from typing import Any
 
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.integrations.counting import TokenCounter
-from decoupled_diloco.integrations.part import Part
+from decoupled_diloco.integrations.part import FrameworkPart
 from decoupled_diloco.learner.learner import Learner
 
 try:
@@ -29,7 +29,9 @@ try:
     )
 except ImportError as error:
     raise ConfigError(
-        "Hugging Face transformers is not installed: pip install 'decoupled-diloco[transformers]'"
+        "Hugging Face transformers is not installed: "
+        "pip install 'decoupled-diloco[transformers]' (in a clone: "
+        "pip install -e '.[transformers]')"
     ) from error
 
 
@@ -54,7 +56,9 @@ class DilocoCallback(TrainerCallback):
     """
 
     def __init__(self, syncer: str | Sequence[str], **options: Any) -> None:
-        self._part = Part("Trainer", ("checkpoint", "stateful", "optimizer"), syncer, options)
+        self._part = FrameworkPart(
+            "Trainer", ("checkpoint", "stateful", "optimizer"), syncer, options
+        )
         self._counter: TokenCounter | None = None
         self._loss: float | None = None
 
