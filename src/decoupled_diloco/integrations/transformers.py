@@ -1,4 +1,4 @@
-"""Hugging Face's `Trainer`, and what is built on it (TRL), as a learner.
+"""Hugging Face's `Trainer` as a learner.
 
 ```python
 from decoupled_diloco.integrations.transformers import synchronize
