@@ -253,10 +253,9 @@ class VirtualLearner(Learner):
         await self._join()
         return self
 
-    def checkpoint(self, cut: int | None = None) -> Future[Written] | None:
-        """See `Learner`."""
+    def _keep(self, run_checkpoint: int | None) -> Future[Written] | None:
         self.host.system.on_checkpoint(self.host.name, self.steps)
-        return super().checkpoint(cut)
+        return super()._keep(run_checkpoint)
 
     async def take_step(self, tokens: int, loss: float | None) -> bool:
         """See `Learner`."""
