@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 import signal
 import subprocess
 import threading
 from collections.abc import Callable
+
+from decoupled_diloco.launch.termination import send_to_all_of
 
 CYCLE_SECONDS_MAX = 2.0
 """A slowed process stands for less than this at a time, so that its leases do not run out."""
@@ -17,8 +17,8 @@ CYCLE_SECONDS_MIN = 0.05
 
 POLL_SECONDS = 0.02
 
-_GUARD = 'pids=; while read pid; do pids="$pids $pid"; done; [ -z "$pids" ] || kill -CONT $pids'
-"""Reads process ids from standard input; when that is closed, it continues these processes."""
+_GUARD = 'all=; while read pid; do all="$all -$pid"; done; [ -z "$all" ] || kill -s CONT -- $all'
+"""Reads process ids from standard input; when that is closed, it continues their groups."""
 
 
 class Guard:
@@ -46,7 +46,7 @@ class Guard:
 
 
 class Brake:
-    """Stops and continues one process.
+    """Stops and continues one process that leads a group, and those that it has started.
 
     Args:
         pid: Its current number; ``None``: there is no process.
@@ -121,12 +121,10 @@ class Brake:
         if pid not in self._known:
             self._known.add(pid)
             self._guard.watch(pid)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGSTOP)
-            self._standing = pid
+        send_to_all_of(pid, signal.SIGSTOP)
+        self._standing = pid
 
     def _let_go(self) -> None:
         if self._standing is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._standing, signal.SIGCONT)
+            send_to_all_of(self._standing, signal.SIGCONT)
             self._standing = None

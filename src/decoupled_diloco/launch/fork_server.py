@@ -14,6 +14,7 @@ Linux alone has it: on macOS what PyTorch calls does not survive a fork.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -26,10 +27,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from decoupled_diloco.launch.termination import send_to_all_of
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +73,7 @@ class ForkedProcess:
     def send_signal(self, sig: int) -> None:
         """Sends a signal; nothing happens if it has ended."""
         if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, sig)
+            send_to_all_of(self.pid, sig)
 
     def kill(self) -> None:
         """SIGKILL."""
@@ -196,7 +199,8 @@ def _stat(pid: int | str) -> list[str]:
 
 def serve() -> list[str]:
     """Forks until the launcher is gone; returns in each child, with its arguments."""
-    _import_everything()
+    with _ending_with_the_launcher():
+        _import_everything()
     gc.collect()
     gc.freeze()  # what is shared stays shared: the collector of no child writes to it
     woken, wakes = os.pipe()
@@ -219,6 +223,7 @@ def serve() -> list[str]:
             told += orders.recv(ROLE_BYTES)
         pid = os.fork()
         if pid == 0:
+            atexit.register(gc.unfreeze)  # else extensions report all of it as leaked
             signal.set_wakeup_fd(-1)
             for each in (woken, wakes):
                 os.close(each)
@@ -227,6 +232,25 @@ def serve() -> list[str]:
         for each in descriptors:
             os.close(each)
         _say(forked=pid)
+
+
+@contextlib.contextmanager
+def _ending_with_the_launcher() -> Iterator[None]:
+    """Ends the process when its input closes, for the seconds in which nobody reads it."""
+    over = threading.Event()
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(0, 0)  # whether it is closed, not what it holds
+        while not over.is_set():
+            if poll.poll(100):
+                os._exit(0)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    yield
+    over.set()
+    thread.join()  # no thread is left when it forks
 
 
 def _import_everything() -> None:

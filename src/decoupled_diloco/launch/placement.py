@@ -15,7 +15,7 @@ from typing import IO, Protocol
 
 from decoupled_diloco.config.resume import RUN_FILE
 from decoupled_diloco.launch.fork_server import AVAILABLE, ForkServer
-from decoupled_diloco.launch.termination import handling
+from decoupled_diloco.launch.termination import handling, send_to_all_of
 
 COMMAND = (sys.executable, "-m", "decoupled_diloco.cli")
 """What runs a child's arguments: the same as ``ddiloco``."""
@@ -52,6 +52,15 @@ class Placement(Protocol):
 
     def last_words(self, name: str) -> str:
         """The last line that a process wrote to its log."""
+
+
+class LaunchedProcess(subprocess.Popen[bytes]):
+    """One life of a process that leads a session; see `send_to_all_of`."""
+
+    def send_signal(self, sig: int) -> None:
+        """Sends a signal; nothing happens if it has ended."""
+        if self.poll() is None:
+            send_to_all_of(self.pid, sig)
 
 
 class ThisMachine:
@@ -97,7 +106,7 @@ class ThisMachine:
         self, arguments: list[str], standard: int, output: int | IO[bytes], errors: int | IO[bytes]
     ) -> subprocess.Popen[bytes]:
         """One way for all: what is forked must have the environment of what is not."""
-        return subprocess.Popen(
+        return LaunchedProcess(
             [*COMMAND, *arguments],
             bufsize=0,
             stdin=standard,

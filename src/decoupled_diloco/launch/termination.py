@@ -12,6 +12,22 @@ INTERRUPTED = 130
 """The exit code of a process that was told to go."""
 
 
+TO_ALL = frozenset((signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT))
+"""What no process can pass on to those that it has started."""
+
+
+def send_to_all_of(pid: int, number: int) -> None:
+    """Sends a signal to a process, and one of `TO_ALL` to its group, which it leads.
+
+    Nothing happens if it is gone; one that was forked just now may lead no group yet.
+    """
+    send = [os.killpg, os.kill] if number in TO_ALL else [os.kill]
+    for each in send:
+        with contextlib.suppress(ProcessLookupError):
+            each(pid, number)
+            return
+
+
 @contextlib.contextmanager
 def handling(
     handler: Callable[[int, FrameType | None], object] | signal.Handlers, *numbers: signal.Signals

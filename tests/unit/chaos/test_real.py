@@ -73,7 +73,9 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
         "for n in range(10**6):\n"
         "    sys.stdout.buffer.write(b'.'); sys.stdout.flush(); time.sleep(0.01)"
     )
-    process = subprocess.Popen([sys.executable, "-S", "-c", text], stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-S", "-c", text], stdout=subprocess.PIPE, start_new_session=True
+    )
     yield process
     process.kill()
     process.communicate()

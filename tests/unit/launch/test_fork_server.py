@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,9 +26,10 @@ from decoupled_diloco.observe.tape import TapeWriter
 pytestmark = pytest.mark.skipif(not module.AVAILABLE, reason="Linux alone has a fork server")
 
 CHILD = """
-import random, sys, time
+import atexit, gc, random, sys, time
 import numpy
 from decoupled_diloco.launch import fork_server
+atexit.register(lambda: print("frozen at the end:", gc.get_freeze_count(), flush=True))
 fork_server.IMPORTS = ()
 if sys.argv[1] == "fork-server":
     fork_server.serve()
@@ -112,6 +115,13 @@ def test_an_exit_code_is_told(supervisor: Supervisor) -> None:
     poll_until(supervisor, lambda: supervisor.children["b"].code == 7)
 
 
+def test_at_its_end_nothing_is_frozen(supervisor: Supervisor, tmp_path: Path) -> None:
+    """Extensions would report as leaked what nobody can collect any more."""
+    supervisor.start("b", ["learner", "7"])
+    poll_until(supervisor, lambda: supervisor.children["b"].code == 7)
+    assert "frozen at the end: 0\n" in (tmp_path / "logs" / "b.log").read_text()
+
+
 def test_without_its_server_a_child_lives_on_and_the_next_imports_by_itself(
     supervisor: Supervisor, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -137,6 +147,29 @@ def test_server_and_children_end_with_the_launcher(supervisor: Supervisor) -> No
     assert process.wait() == 0
     server._orders.close()
     assert server._process.wait(10) == 0
+
+
+def test_a_server_that_still_imports_ends_with_its_launcher(tmp_path: Path) -> None:
+    (tmp_path / "forever.py").write_text(
+        "import time\nprint('begun', flush=True)\ntime.sleep(3600)"
+    )
+    importing = CHILD.replace("IMPORTS = ()", "IMPORTS = ('forever',)")
+    launcher, theirs = socket.socketpair()
+    with theirs:
+        server = subprocess.Popen(
+            [sys.executable, "-c", importing, "fork-server"],
+            stdin=theirs.fileno(),
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        )
+    with server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == b"begun\n"
+        launcher.close()
+        try:
+            assert server.wait(20) == 0
+        finally:
+            server.kill()
 
 
 def test_the_former_name_of_the_setting_is_told() -> None:
