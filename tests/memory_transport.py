@@ -25,7 +25,7 @@ from decoupled_diloco.transport.bodies import PREFIX, BodyBooks, Download, Strea
 from decoupled_diloco.transport.channel import NOTHING_MORE, Mailbox, decode, encode, handle
 from decoupled_diloco.transport.in_process import BodyClient
 from decoupled_diloco.transport.pool import ReceivePool
-from decoupled_diloco.transport.ranges import Range, RangeSet
+from decoupled_diloco.transport.ranges import Range, RangeSet, Window
 from decoupled_diloco.transport.tokens import (
     RequestRefusal,
     Tokens,
@@ -269,11 +269,11 @@ class MemoryClient(BodyClient):
         server.accept(theirs)
         return mine
 
-    def putting(self, address: str, key: str, body: memoryview) -> _MemoryPut:
+    def putting(self, address: str, key: str, body: Window) -> _MemoryPut:
         """See `BodyClient`."""
         return _MemoryPut(self, address, key, body)
 
-    def getting(self, address: str, key: str, out: memoryview) -> _MemoryGet:
+    def getting(self, address: str, key: str, out: Window) -> _MemoryGet:
         """See `BodyClient`."""
         return _MemoryGet(self, address, key, out)
 
@@ -297,7 +297,7 @@ class _MemoryPut:
 
     digest = ""
 
-    def __init__(self, client: MemoryClient, address: str, key: str, body: memoryview) -> None:
+    def __init__(self, client: MemoryClient, address: str, key: str, body: Window) -> None:
         self._client = client
         self._address = address
         self._key = key
@@ -338,7 +338,7 @@ class _MemoryPut:
 class _MemoryGet:
     """Reads the ranges of one offer."""
 
-    def __init__(self, client: MemoryClient, address: str, key: str, out: memoryview) -> None:
+    def __init__(self, client: MemoryClient, address: str, key: str, out: Window) -> None:
         self.digest = ""
         self._client = client
         self._address = address

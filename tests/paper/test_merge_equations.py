@@ -23,7 +23,6 @@ from decoupled_diloco.merge import (
     gather,
     layout_of,
     merge,
-    offsets,
     partition,
     publish,
     receive,
@@ -32,6 +31,7 @@ from decoupled_diloco.merge import (
     tensors_of,
     token_weight,
 )
+from decoupled_diloco.protocol.options import Options
 
 N = 50
 
@@ -346,7 +346,8 @@ def test_layers_strided_and_sequential():
 @pytest.mark.parametrize(("fragments", "period"), [(24, 24), (8, 24), (5, 24), (1, 24), (3, 100)])
 def test_offsets_are_distinct_and_spread(fragments, period):
     """Offsets t_p are distinct in 0…H-1; rule: t_p = ⌊p·H/P⌋."""
-    found = offsets(fragments, period)
+    options = Options(fragments=fragments, period=period)
+    found = tuple(options.phase(p) for p in range(fragments))
     assert found == tuple(math.floor(p * period / fragments) for p in range(fragments))
     assert len(set(found)) == fragments
     assert 0 <= min(found) <= max(found) < period
@@ -354,7 +355,9 @@ def test_offsets_are_distinct_and_spread(fragments, period):
 
 def test_with_as_many_fragments_as_steps_one_is_due_in_every_step():
     """P = H: exactly one fragment leaves in every step."""
-    assert offsets(24, 24) == tuple(range(24))
+    assert [Options(fragments=24, period=24).due(step) for step in range(24)] == [
+        (step,) for step in range(24)
+    ]
 
 
 def test_tied_weights_are_merged_once():

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from difflib import get_close_matches
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -188,6 +189,54 @@ def digest(body: Body) -> str:
         '0984748b2e711515551990b516c749e3'
     """
     return xxhash.xxh3_128_hexdigest(as_bytes(body).numpy().data)
+
+
+DIGEST_NUMEL = 1 << 16
+"""Elements of a fragment that have a digest of their own, so that parts of it can be checked."""
+
+
+def is_cuttable(codec: Codec) -> bool:
+    """Whether a body can be cut after every `DIGEST_NUMEL` elements."""
+    return codec.group is not None and DIGEST_NUMEL % codec.group == 0
+
+
+def block_ranges(numel: int, count: int) -> tuple[tuple[int, int], ...]:
+    """Elements 0 to N in so many ranges that end between blocks; the last ones may be empty."""
+    blocks = -(-numel // DIGEST_NUMEL)
+    cuts = [min(numel, -(-blocks * n // count) * DIGEST_NUMEL) for n in range(count + 1)]
+    return tuple(pairwise(cuts))
+
+
+def block_digests(body: Body, codec: Codec) -> bytes:
+    """The xxh3-128 of each `DIGEST_NUMEL` elements of a body; of all, if it cannot be cut.
+
+    Those of a body's parts, one after the other, are those of the body, if each part but the last
+    ends where a block does.
+    """
+    octets = as_bytes(body).numpy().data
+    step = codec.nbytes(DIGEST_NUMEL) if is_cuttable(codec) else max(1, len(octets))
+    cuts = range(0, len(octets), step)
+    return b"".join(xxhash.xxh3_128_digest(octets[cut : cut + step]) for cut in cuts)
+
+
+def joined_digest(blocks: bytes) -> str:
+    """The digest of a whole body from those of its blocks: the digest of them, if many.
+
+    Examples:
+        >>> joined_digest(block_digests(b"decoupled", codec("fp32"))) == digest(b"decoupled")
+        True
+    """
+    return blocks.hex() if 0 < len(blocks) <= 16 else digest(blocks)
+
+
+def body_digest(body: Body, codec: Codec) -> str:
+    """What the other side is told of a body."""
+    return joined_digest(block_digests(body, codec))
+
+
+def values_digest(values: Tensor) -> str:
+    """What both sides call a fragment's values, fp32 [N]."""
+    return body_digest(values, _codecs["fp32"])
 
 
 def as_bytes(body: Body) -> Tensor:

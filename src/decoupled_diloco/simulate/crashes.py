@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from decoupled_diloco.errors import StorageError
-from decoupled_diloco.merge import digest, layout_of, make_outer
+from decoupled_diloco.merge import body_digest, digest, layout_of, make_outer, values_digest
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.protocol.versions import Asking, Version
 from decoupled_diloco.runtime import Runtime, within
@@ -137,9 +137,10 @@ class Life:
         """A round in which one learner contributes something that no other round has."""
         self._rounds += 1
         plan = self.tensors.plan
-        body = plan.codec_of(fragment, plan.uplink).encode(self._random(fragment))
+        uplink = plan.codec_of(fragment, plan.uplink)
+        body = uplink.encode(self._random(fragment))
         ask = Asking(self.term, self._rounds)
-        self.tensors.verify(fragment, ask, body, digest(body))
+        self.tensors.verify(fragment, ask, body, body_digest(body, uplink))
         self.tensors.fold(fragment, ask, 1, 1)
         version = Version.read(f"{self.term}.{self.versions[fragment].counter + 1}")
         try:
@@ -187,7 +188,7 @@ def check(found: dict[int, Durable], tensors: ShardTensors, known: Known, *, hon
             assert durable.version >= told, f"fragment {fragment}: {durable.version}, {told} told"
     for fragment, durable in found.items():
         entry, place = tensors.fragments[fragment], (fragment, durable.version)
-        assert durable.digest == digest(entry.published), f"{place} has another digest"
+        assert durable.digest == values_digest(entry.published), f"{place} has another digest"
         assert place in known.bits, f"{place} was never made"
         assert bits_of(entry) in known.bits[place], f"{place} has other bits"
 

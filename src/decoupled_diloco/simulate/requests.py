@@ -11,7 +11,7 @@ from decoupled_diloco.errors import ProtocolError, TransportError
 from decoupled_diloco.simulate.network import STALL_SECONDS
 from decoupled_diloco.simulate.runtime import VirtualProcess
 from decoupled_diloco.transport.bodies import PREFIX
-from decoupled_diloco.transport.ranges import Range, RangeSet
+from decoupled_diloco.transport.ranges import Range, RangeSet, Window
 from decoupled_diloco.transport.tokens import RequestRefusal, refusal_error
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class Request:
         self._answers = True
         return await moved
 
-    def arrived(self, body: memoryview, left: int, right: int) -> memoryview | bytes:
+    def arrived(self, body: memoryview | Window, left: int, right: int) -> memoryview | bytes:
         """A piece of a body as it is when it arrives; a link corrupts its share of all bodies."""
         client, target = self.client.process.link, self.target.process.link
         whole = (1 - client.corruption) * (1 - target.corruption)
@@ -169,7 +169,7 @@ class Put:
 
     digest = ""
 
-    def __init__(self, client: VirtualClient, address: str, key: str, body: memoryview) -> None:
+    def __init__(self, client: VirtualClient, address: str, key: str, body: Window) -> None:
         self._client, self._address, self._key, self._body = client, address, key, body
 
     async def move(self, start: int, stop: int, resumed: bool) -> None:
@@ -217,7 +217,7 @@ class Put:
 class Get:
     """Reads the ranges of one offer."""
 
-    def __init__(self, client: VirtualClient, address: str, key: str, out: memoryview) -> None:
+    def __init__(self, client: VirtualClient, address: str, key: str, out: Window) -> None:
         self.digest = ""
         self._client, self._address, self._key, self._out = client, address, key, out
         self._arrived = RangeSet()

@@ -31,6 +31,7 @@ from decoupled_diloco.transport.bodies import BodyBooks
 from decoupled_diloco.transport.channel import NOTHING_MORE, Mailbox, decode, encode, handle
 from decoupled_diloco.transport.in_process import BodyClient
 from decoupled_diloco.transport.pool import ReceivePool
+from decoupled_diloco.transport.ranges import Window
 from decoupled_diloco.transport.tokens import (
     RequestRefusal,
     Tokens,
@@ -377,10 +378,10 @@ class VirtualClient(BodyClient):
         self._keep(mine)
         return mine
 
-    def putting(self, address: str, key: str, body: memoryview) -> Put:
+    def putting(self, address: str, key: str, body: Window) -> Put:
         """See `BodyClient`."""
         return Put(self, address, key, body)
 
-    def getting(self, address: str, key: str, out: memoryview) -> Get:
+    def getting(self, address: str, key: str, out: Window) -> Get:
         """See `BodyClient`."""
         return Get(self, address, key, out)

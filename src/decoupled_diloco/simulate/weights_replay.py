@@ -20,7 +20,7 @@ import torch
 
 from decoupled_diloco.config.method import options_of, plan_of, read_settings
 from decoupled_diloco.errors import MergeError, ProtocolError, StorageError
-from decoupled_diloco.merge import digest
+from decoupled_diloco.merge import body_digest, values_digest
 from decoupled_diloco.merge.plan import values_of
 from decoupled_diloco.observe.records import Record
 from decoupled_diloco.observe.samples import PayloadsEnded
@@ -178,7 +178,10 @@ class _Shard:
         if body is None:
             self._lose(event, f"{path} was not kept")
             return
-        text = self._announced.get(event.ask) or digest(body)
+        plan = self._tensors.plan
+        text = self._announced.get(event.ask) or body_digest(
+            body, plan.codec_of(event.fragment, plan.uplink)
+        )
         try:
             self._tensors.verify(event.fragment, event.ask, body, text)
         except (ProtocolError, MergeError) as error:
@@ -208,7 +211,7 @@ class _Shard:
         for durable in self._recovered:
             fragment, version = durable.fragment, durable.version
             ours = self._states.get(fragment, {}).get(version)
-            if ours is not None and digest(ours.published) != durable.digest:
+            if ours is not None and values_digest(ours.published) != durable.digest:
                 ours = None  # another merge took this version, and its record went with the process
             theirs = kept.get(fragment)
             if ours is not None and theirs is not None and not _same(ours, theirs):
@@ -297,7 +300,7 @@ class _Shard:
             return
         self.result.versions += 1
         text = f"version {message.version} of fragment {message.fragment}"
-        if digest(entry.published) != message.digest and text not in self.result.differences:
+        if values_digest(entry.published) != message.digest and text not in self.result.differences:
             self.result.differences.append(text)
 
     def end(self, *, whole: bool) -> None:
@@ -320,4 +323,4 @@ def _same(left: FragmentTensors, right: FragmentTensors) -> bool:
 
 
 def _equal(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return digest(left) == digest(right)
+    return values_digest(left) == values_digest(right)

@@ -71,7 +71,7 @@ def load_weights(path: str | Path) -> dict[str, Tensor]:
     Raises:
         StorageError: The file is missing, torn, or no safetensors file.
     """
-    with _opened(path) as file:
+    with opened(path) as file:
         # Cloned, because the tensors of safetensors live in the mapped file.
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
         aliases = _parse_aliases(file.metadata() or {})
@@ -84,14 +84,19 @@ def load_metadata(path: str | Path) -> dict[str, str]:
     Raises:
         StorageError: The file is missing, torn, or no safetensors file.
     """
-    with _opened(path) as file:
+    with opened(path) as file:
         texts = dict(file.metadata() or {})
     texts.pop(ALIASES_KEY, None)
     return texts
 
 
 @contextlib.contextmanager
-def _opened(path: str | Path) -> Iterator[Any]:
+def opened(path: str | Path) -> Iterator[Any]:
+    """A safetensors file to read from.
+
+    Raises:
+        StorageError: It is missing, torn, or no safetensors file.
+    """
     try:
         with safe_open(Path(path), framework="pt") as file:
             yield file

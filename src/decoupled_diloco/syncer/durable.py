@@ -27,7 +27,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from torch import Tensor
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.resume import identity_of
 from decoupled_diloco.errors import ConfigError, MergeError, StorageError
-from decoupled_diloco.merge import Layout, as_bytes, digest
+from decoupled_diloco.merge import Layout, as_bytes, digest, values_digest
 from decoupled_diloco.protocol.versions import Version
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.storage.journal import Journal, JournalReader, JournalRecord
@@ -333,7 +333,7 @@ class ShardDisk:
         for fragment, version in json.loads(metadata["versions"]).items():
             entry = from_tensors(self.tensors, int(fragment), state)
             self.tensors.fragments[int(fragment)] = entry
-            found[int(fragment)] = Durable(Version.read(version), digest(entry.published))
+            found[int(fragment)] = Durable(Version.read(version), values_digest(entry.published))
         return found
 
     def _with_published(
@@ -388,7 +388,8 @@ class ShardDisk:
             return  # the checkpoint has it already
         try:
             step = self.tensors.step(fragment, _gradient(record))
-            problem = "" if step.copy.digest == durable.digest else "another digest"
+            names = step.copy.digest, digest(step.copy.whole)  # the second is an earlier release's
+            problem = "" if durable.digest in names else "another digest"
         except MergeError as error:
             problem = str(error)
         if problem:
@@ -399,7 +400,7 @@ class ShardDisk:
             )
             return
         self.tensors.commit(fragment, step)
-        found[fragment] = durable
+        found[fragment] = replace(durable, digest=step.copy.digest)
         self.memory = record.fields.get("memory", self.memory)
 
     def _path(self, number: int, suffix: str) -> Path:

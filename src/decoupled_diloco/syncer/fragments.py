@@ -25,9 +25,10 @@ from decoupled_diloco.merge import (
     Body,
     Contribution,
     OuterOptimizer,
-    digest,
+    body_digest,
     is_finite,
     publish,
+    values_digest,
 )
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.protocol.versions import Asking
@@ -104,7 +105,7 @@ class ShardTensors:
         self.fragments[fragment] = FragmentTensors(
             values.clone(), values, self.plan.outer_of(fragment)
         )
-        return digest(values)
+        return values_digest(values)
 
     def receive(self, fragment: int, values: Tensor, announced: str) -> None:
         """Keeps a whole fragment (fp32 [N], kept) aside until it is to be installed.
@@ -113,7 +114,7 @@ class ShardTensors:
             ProtocolError: its digest is not the announced one.
             MergeError: the values are not finite.
         """
-        actual = digest(values)
+        actual = values_digest(values)
         if actual != announced:
             raise ProtocolError(f"the digest is {actual}, {announced} was announced")
         if not is_finite(values):
@@ -142,12 +143,12 @@ class ShardTensors:
             ProtocolError: another digest, or another size.
             MergeError: not finite.
         """
-        actual = digest(body)
+        uplink = self.plan.codec_of(fragment, self.plan.uplink)
+        actual = body_digest(body, uplink)
         if actual != announced:
             raise ProtocolError(f"the body's digest is {actual}, {announced} was announced")
         numel = self.plan.fragments[fragment].numel
         contribution = Contribution(numel, self.plan.segments(fragment))
-        uplink = self.plan.codec_of(fragment, self.plan.uplink)
         contribution.add(0, uplink.decode(body, numel))
         self._arrived[ask] = contribution
         return contribution.norm
@@ -221,7 +222,7 @@ class ShardTensors:
         outer.load_state_dict(entry.outer.state_dict())
         outer.step(master, gradient)
         body = publish(master, published, self.plan.codec_of(fragment, self.plan.downlink))
-        copy = PublishedCopy(body, published, digest(published))
+        copy = PublishedCopy(body, published, values_digest(published))
         return OuterStep(FragmentTensors(master, published, outer), gradient, copy)
 
     def commit(self, fragment: int, step: OuterStep) -> None:

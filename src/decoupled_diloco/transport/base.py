@@ -187,12 +187,22 @@ class Client(Protocol):
             TransportError: the address does not answer.
         """
 
-    async def put(self, url: str, body: memoryview, *, base: str = "") -> TransferStats:
-        """Send a body.
+    async def put(
+        self,
+        url: str,
+        body: memoryview,
+        *,
+        base: str = "",
+        first: int = 0,
+        total: int | None = None,
+    ) -> TransferStats:
+        """Send a body, or a part of one that has other senders too.
 
         Args:
             url: What the control plane named: relative, or absolute to another host.
             base: Address a relative URL belongs to; default: the one connected to last.
+            first: Of a part: which byte of the whole is its first.
+            total: Of a part: size of the whole in bytes.
 
         Raises:
             AccessError: refused for lack of rights.
@@ -200,8 +210,10 @@ class Client(Protocol):
             TransportError: the connection failed and resuming did not help.
         """
 
-    async def get(self, url: str, out: memoryview, *, base: str = "") -> TransferStats:
-        """Fill `out` with a body of exactly that size. Arguments and errors as for `put`."""
+    async def get(
+        self, url: str, out: memoryview, *, base: str = "", first: int = 0, total: int | None = None
+    ) -> TransferStats:
+        """Fill `out` with a body of exactly that size, or a part; for the rest see `put`."""
 
     async def close(self) -> None:
         """Close all channels and connections."""

@@ -30,6 +30,7 @@ from decoupled_diloco.transport.http_server import (
 from decoupled_diloco.transport.ranges import (
     Range,
     RangeSet,
+    Window,
     read_content_range,
     read_list,
     write_content_range,
@@ -81,6 +82,10 @@ class HttpClient:
         self._slots: dict[URL, Slots] = {}
         self._sessions: dict[str, aiohttp.ClientSession] = {}
 
+    def trust(self, address: str) -> None:
+        """Shows the token to a server from now on."""
+        self._trusted.add(_origin(address))
+
     async def connect(self, address: str, role: str, principal: str) -> WebSocketChannel:
         origin = _origin(address)
         self._base = origin
@@ -116,20 +121,30 @@ class HttpClient:
         channel.start()
         return channel
 
-    async def put(self, url: str, body: memoryview, *, base: str = "") -> TransferStats:
+    async def put(
+        self,
+        url: str,
+        body: memoryview,
+        *,
+        base: str = "",
+        first: int = 0,
+        total: int | None = None,
+    ) -> TransferStats:
         target = self._resolve(url, base)
-        view = body.cast("B")
-        put = _Put(self, target, view)
-        transfer = self._transfer(target, put, len(view))
+        part = Window(body, first, total)
+        put = _Put(self, target, part)
+        transfer = self._transfer(target, put, part)
         count, seconds = await transfer.run(self._controller(target, "PUT"), self.rtt(target))
-        return TransferStats(len(view), seconds, count, transfer.retries, put.congestion)
+        return TransferStats(transfer.nbytes, seconds, count, transfer.retries, put.congestion)
 
-    async def get(self, url: str, out: memoryview, *, base: str = "") -> TransferStats:
+    async def get(
+        self, url: str, out: memoryview, *, base: str = "", first: int = 0, total: int | None = None
+    ) -> TransferStats:
         target = self._resolve(url, base)
-        view = out.cast("B")
+        part = Window(out, first, total)
         for _ in range(REPLACED_MAX):
-            get = _Get(self, target, view)
-            transfer = self._transfer(target, get, len(view))
+            get = _Get(self, target, part)
+            transfer = self._transfer(target, get, part)
             try:
                 count, seconds = await transfer.run(
                     self._controller(target, "GET"), self.rtt(target)
@@ -137,7 +152,7 @@ class HttpClient:
             except _ReplacedError:
                 continue
             return TransferStats(
-                len(view), seconds, count, transfer.retries, get.congestion, get.digest or ""
+                transfer.nbytes, seconds, count, transfer.retries, get.congestion, get.digest or ""
             )
         raise ProtocolError(f"{target} was replaced {REPLACED_MAX} times while it was fetched")
 
@@ -176,12 +191,13 @@ class HttpClient:
             headers["Authorization"] = f"Bearer {self._token}"
         return headers
 
-    def _transfer(self, target: URL, mover: _Put | _Get, nbytes: int) -> Transfer:
+    def _transfer(self, target: URL, mover: _Put | _Get, part: Window) -> Transfer:
         # Half of what a server allows, so that connections that end late are not in the way.
         slots = self._slots.setdefault(
             target.origin(), Slots(self._limits.streams_per_principal // 2)
         )
-        return Transfer(nbytes, mover, self._limits.retries, self._rng, slots)
+        nbytes, retries = len(part.view), self._limits.retries
+        return Transfer(nbytes, mover, retries, self._rng, slots, part.first)
 
     def _controller(self, target: URL, method: str) -> StripeController:
         return self._controllers.setdefault((target.origin(), method), StripeController())
@@ -237,7 +253,7 @@ class HttpClient:
 class _Put:
     """Sends the ranges of one body."""
 
-    def __init__(self, client: HttpClient, target: URL, body: memoryview) -> None:
+    def __init__(self, client: HttpClient, target: URL, body: Window) -> None:
         self.congestion = ""
         self._client = client
         self._target = target
@@ -329,7 +345,7 @@ class _ReplacedError(Exception):
 class _Get:
     """Fetches the ranges of one body into a buffer."""
 
-    def __init__(self, client: HttpClient, target: URL, out: memoryview) -> None:
+    def __init__(self, client: HttpClient, target: URL, out: Window) -> None:
         self.congestion = ""
         self.digest: str | None = None
         self._client = client

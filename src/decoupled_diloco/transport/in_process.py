@@ -12,6 +12,7 @@ from yarl import URL
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.transport.base import Channel, Limits, Stats, TransferStats
 from decoupled_diloco.transport.bodies import PREFIX
+from decoupled_diloco.transport.ranges import Window
 from decoupled_diloco.transport.transfer import Mover, Slots, StripeController, Transfer
 
 
@@ -43,11 +44,11 @@ class BodyClient(ABC):
         self._channels: set[Channel] = set()
 
     @abstractmethod
-    def putting(self, address: str, key: str, body: memoryview) -> DigestedMover:
+    def putting(self, address: str, key: str, body: Window) -> DigestedMover:
         """What writes a body into a server's books."""
 
     @abstractmethod
-    def getting(self, address: str, key: str, out: memoryview) -> DigestedMover:
+    def getting(self, address: str, key: str, out: Window) -> DigestedMover:
         """What reads an offer of a server."""
 
     def identity(self, address: str) -> tuple[str, str | None]:
@@ -55,13 +56,23 @@ class BodyClient(ABC):
         principal = self._principals.get(address, self._principals.get(self._base, ""))
         return principal, self._token
 
-    async def put(self, url: str, body: memoryview, *, base: str = "") -> TransferStats:
-        view = body.cast("B")
-        return await self._run(self.putting(*self._resolve(url, base), view), len(view))
+    async def put(
+        self,
+        url: str,
+        body: memoryview,
+        *,
+        base: str = "",
+        first: int = 0,
+        total: int | None = None,
+    ) -> TransferStats:
+        part = Window(body, first, total)
+        return await self._run(self.putting(*self._resolve(url, base), part), part)
 
-    async def get(self, url: str, out: memoryview, *, base: str = "") -> TransferStats:
-        view = out.cast("B")
-        return await self._run(self.getting(*self._resolve(url, base), view), len(view))
+    async def get(
+        self, url: str, out: memoryview, *, base: str = "", first: int = 0, total: int | None = None
+    ) -> TransferStats:
+        part = Window(out, first, total)
+        return await self._run(self.getting(*self._resolve(url, base), part), part)
 
     async def close(self) -> None:
         for channel in self._channels:
@@ -83,8 +94,8 @@ class BodyClient(ABC):
         assert base or self._base, f"connect first, or give a base for the relative url {url!r}"
         return base or self._base, key
 
-    async def _run(self, mover: DigestedMover, nbytes: int) -> TransferStats:
-        retries = self._limits.retries
-        transfer = Transfer(nbytes, mover, retries, self._rng, Slots(0))
+    async def _run(self, mover: DigestedMover, part: Window) -> TransferStats:
+        nbytes, retries = len(part.view), self._limits.retries
+        transfer = Transfer(nbytes, mover, retries, self._rng, Slots(0), part.first)
         count, seconds = await transfer.run(StripeController(), 0.0)
         return TransferStats(nbytes, seconds, count, transfer.retries, self.scheme, mover.digest)

@@ -57,6 +57,36 @@ class RangeSet:
         return gaps
 
 
+class Window:
+    """A part of a body, addressed as if the whole were there.
+
+    >>> part = Window(memoryview(bytearray(b"cd")), first=2, total=6)
+    >>> len(part), part.end, bytes(part[3:4])
+    (6, 4, b'd')
+
+    Args:
+        view: The bytes that are there.
+        first: Which byte of the whole is their first.
+        total: Size of the whole; default: there is no more.
+    """
+
+    def __init__(self, view: memoryview, first: int = 0, total: int | None = None) -> None:
+        self.view = view.cast("B")
+        self.first = first
+        self.end = first + len(self.view)
+        self.total = self.end if total is None else total
+        assert 0 <= first <= self.end <= self.total, f"{first} to {self.end} of {self.total}"
+
+    def __len__(self) -> int:
+        return self.total
+
+    def __getitem__(self, part: slice) -> memoryview:
+        return self.view[part.start - self.first : part.stop - self.first]
+
+    def __setitem__(self, part: slice, piece: bytes | memoryview) -> None:
+        self.view[part.start - self.first : part.stop - self.first] = piece
+
+
 def write_content_range(start: int, stop: int, total: int) -> str:
     """Return the `Content-Range` of a half-open range."""
     return f"bytes {start}-{stop - 1}/{total}"

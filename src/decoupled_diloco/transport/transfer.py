@@ -159,12 +159,15 @@ class Transfer:
     retries_max: int  # attempts in a row that may fail without a byte of progress
     rng: random.Random
     slots: Slots  # bounds the connections of all transfers to this server
+    first: int = 0  # where in the body it begins, if it is a part
     retries: int = field(default=0)
 
     async def run(self, controller: StripeController, rtt: float | None) -> tuple[int, float]:
         """Move everything; return the stripe count used and the seconds it took."""
         extra = self.slots.take(controller.choose(self.nbytes, rtt) - 1)
-        ranges = deque(plan(self.nbytes, 1 + extra))
+        ranges = deque(
+            (self.first + start, self.first + stop) for start, stop in plan(self.nbytes, 1 + extra)
+        )
         started = now()
         try:
             if extra == 0:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -176,6 +177,24 @@ async def test_cancelling_who_waits_does_not_cancel_the_upload(world: Any) -> No
         await asyncio.wait_for(upload.body, 0.01)
     await client.put(upload.url, body_of(MIB))
     (await upload.body).release()
+
+
+async def test_a_body_is_sent_and_fetched_in_parts(world: Any) -> None:
+    """Each part by a call of its own, as several carriers do, in any order."""
+    server, client, _, _ = await world.pair()
+    whole, cuts = body_of(3 * MIB), (0, MIB // 2, 2 * MIB, 3 * MIB)
+    upload = server.bodies.expect("a", 3 * MIB, "learner-0")
+    url = server.bodies.offer("b", whole, "")
+    out = memoryview(bytearray(3 * MIB))
+    for first, end in reversed(list(pairwise(cuts))):
+        stats = await client.put(upload.url, whole[first:end], first=first, total=3 * MIB)
+        assert stats.nbytes == end - first
+        await client.get(url, out[first:end], first=first, total=3 * MIB)
+    body = await upload.body
+    assert body.buffer == whole == out
+    body.release()
+    with pytest.raises(ProtocolError, match="bytes"):
+        await client.get(url, out[:MIB], first=0, total=2 * MIB)
 
 
 async def test_many_at_once_in_both_directions(world: Any) -> None:
