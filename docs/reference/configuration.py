@@ -9,7 +9,7 @@ import importlib
 import typing
 from collections.abc import Iterator, Mapping
 from types import UnionType
-from typing import Any, Literal, Union
+from typing import Annotated, Any, Literal, Union
 
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -46,7 +46,12 @@ def page() -> str:
         many = typing.get_origin(field.annotation) is tuple
         title = f"[[{name}]]" if many else f"[{name}]"
         parts.append(f"## `{title}` {{ #{name} }}\n\n{field.description}\n")
-        parts += [setting(name, key, each) for key, each in model.model_fields.items()]
+        for key, each in model.model_fields.items():
+            parts.append(setting(name, key, each))
+            if (inner := _table_in(each.annotation)) is not None:
+                keys = inner.model_fields.items()
+                parts += [f"- `{k}` (*{_facts(f)}*): {_text(f)}" for k, f in keys]
+                parts.append("")
         if model is WorkloadSettings:
             parts += [WORKLOADS, *_workloads()]
     return "\n".join(parts)
@@ -78,6 +83,12 @@ def model_in(annotation: Any) -> type[Settings]:
     return model
 
 
+def _table_in(annotation: Any) -> type[Settings] | None:
+    """The tables that a setting is a list of."""
+    kinds = [each for each in typing.get_args(annotation) if isinstance(each, type)]
+    return next((each for each in kinds if issubclass(each, Settings)), None)
+
+
 def setting(table: str, key: str, field: FieldInfo) -> str:
     """One setting: its name, what may be written, its default, its meaning."""
     return f"### `{key}` {{ #{table}.{key} }}\n\n*{_facts(field)}*\n\n{_text(field)}\n"
@@ -98,9 +109,14 @@ def _kind(annotation: Any) -> str:
         return " or ".join(f'`"{choice}"`' for choice in arguments)
     if origin in (Union, UnionType):
         return " or ".join(_kind(each) for each in arguments if each is not type(None))
+    if origin is Annotated:
+        return _kind(arguments[0])
     if origin is tuple:
         return f"list of {_kind(arguments[0])}"
-    if isinstance(origin, type) and issubclass(origin, Mapping):
+    if origin is Annotated:
+        return _kind(arguments[0])
+    kind = origin or annotation
+    if isinstance(kind, type) and issubclass(kind, Mapping | Settings):
         return "table"
     names = {int: "whole number", float: "number", bool: "true or false", str: "text"}
     return names.get(annotation, "path")

@@ -164,7 +164,26 @@ def test_rule_2_every_fragment_is_due_once_per_period(fragments: int, period: in
     due = [fragment for step in range(period) for fragment in options.due(step)]
     assert sorted(due) == list(range(fragments))
     for step in range(period):
-        assert all(options.offset(fragment) == step for fragment in options.due(step))
+        assert all(options.phase(fragment) == step for fragment in options.due(step))
+
+
+@pytest.mark.parametrize(
+    ("phases", "overlap", "limit"),
+    [
+        ((0, 0, 0), 1, 3),
+        ((0, 2, 4), 2, 1),
+        ((0, 5, 3), 2, 2),  # 5 and 0 follow one another
+        ((0, 1, 2), 0, 1),
+    ],
+)
+def test_rule_2_what_is_not_evenly_spread_takes_the_slots_that_it_needs(
+    phases: tuple[int, ...], overlap: int, limit: int
+) -> None:
+    options = Options(fragments=3, period=6, overlap=overlap, phases=phases)
+    assert options.open_rounds_max == limit
+    assert [options.phase(fragment) for fragment in range(3)] == list(phases)
+    assert all(fragment in options.due(12 + phases[fragment]) for fragment in range(3))
+    assert sum(len(options.due(step)) for step in range(6)) == 3
 
 
 def test_rule_2_with_p_equal_h_one_fragment_is_due_in_every_step() -> None:

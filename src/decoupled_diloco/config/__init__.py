@@ -1,15 +1,9 @@
 """The configuration of a run: one TOML file, frozen settings, errors that show the way out."""
 
 from decoupled_diloco.config.files import dump_config, load_config
-from decoupled_diloco.config.run import (
-    OuterSettings,
-    RunConfig,
-    RunSettings,
-    SyncerSettings,
-    SyncSettings,
-    WorkloadSettings,
-)
+from decoupled_diloco.config.run import RunConfig, RunSettings, SyncerSettings, WorkloadSettings
 from decoupled_diloco.config.settings import Settings, suggestion
+from decoupled_diloco.config.sync import OuterSettings, SyncSettings
 
 __all__ = [
     "OuterSettings",

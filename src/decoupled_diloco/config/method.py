@@ -13,11 +13,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from decoupled_diloco.config.run import RunConfig
+from decoupled_diloco.config.sync import OuterSettings
 from decoupled_diloco.errors import ConfigError, ProtocolError
 from decoupled_diloco.protocol.options import Options
 
 if TYPE_CHECKING:
     from decoupled_diloco.merge import Layout
+    from decoupled_diloco.merge.outer import OuterFactory
     from decoupled_diloco.merge.plan import MergePlan
 
 _SHORT = reprlib.Repr()
@@ -108,6 +110,10 @@ def plan_of(layout: Layout, config: RunConfig) -> MergePlan:
     from decoupled_diloco.merge.plan import MergePlan
 
     sync, outer = config.sync, config.outer
+
+    def factory(outer: OuterSettings) -> OuterFactory:
+        return make_outer(outer.optimizer, outer.lr, outer.momentum, outer.options)
+
     return MergePlan.make(
         synchronised(layout, config),
         fragments=sync.fragments,
@@ -116,7 +122,9 @@ def plan_of(layout: Layout, config: RunConfig) -> MergePlan:
         downlink=sync.downlink_codec,
         method=sync.merge,
         weighting=sync.weighting,
-        outer=make_outer(outer.optimizer, outer.lr, outer.momentum, outer.options),
+        outer=factory(outer),
+        other_outers={p: factory(each) for p, each in outer.of_fragments().items()},
+        modules=sync.fragment_map,
         buffers="one" if sync.buffers == "one" else "mean",
     )
 

@@ -63,8 +63,8 @@ def load_resumed(folder: Path, overrides: Sequence[str] = ()) -> RunConfig:
     if difference:
         raise ConfigError(
             f"the run in {folder} cannot go on with other settings: {difference}: take it out of "
-            "--set (a budget, addresses, ports, secrets, threads, faults and the evaluator may "
-            "change), or begin a new run"
+            "--set (a budget, addresses, ports, secrets, threads, ranks, faults and the evaluator "
+            "may change), or begin a new run"
         )
     return config
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, NoReturn, get_args
+from typing import Any, ClassVar, Literal, NoReturn, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -78,10 +78,10 @@ class Settings(BaseModel):
 
     @model_serializer(mode="wrap")
     def _tell_what_has_an_effect(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without what is pointless or not set: it would be refused where it is read back."""
+        """Without what is pointless, which would be refused where it is read back, or not set."""
         pointless = self.inapplicable()
         told = dump(self).items()
-        return {name: v for name, v in told if v is not None and name not in pointless}
+        return {name: v for name, v in told if v not in (None, (), []) and name not in pointless}
 
     @model_validator(mode="after")
     def _refuse_what_would_be_ignored(self) -> Settings:
@@ -118,8 +118,16 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 
 
 def _refuse(model: type[Settings], error: ValidationError) -> NoReturn:
-    lines = [_explain(model, details) for details in error.errors(include_url=False)]
+    found = error.errors(include_url=False)
+    lines = [_explain(model, details) for details in found if _is_meant(details, found)]
     raise ConfigError("\n".join(dict.fromkeys(lines))) from None
+
+
+def _is_meant(details: ErrorDetails, found: list[ErrorDetails]) -> bool:
+    """Where one value or a list may be written: whether this is about what was written."""
+    others = [each for each in found if each["loc"][:1] == details["loc"][:1]]
+    inside = [each for each in others if any(isinstance(key, int) for key in each["loc"])]
+    return details in inside if inside else len(others) == 1 or details["type"] != "tuple_type"
 
 
 def _explain(model: type[Settings], details: ErrorDetails) -> str:
@@ -155,4 +163,11 @@ def _explain_unknown(model: type[Settings], key: str, is_table: bool) -> str:
 
 
 def _choices(model: type[Settings], key: str) -> list[str]:
-    return [str(choice) for choice in get_args(model.model_fields[key].annotation)]
+    return _words_of(model.model_fields[key].annotation)
+
+
+def _words_of(annotation: Any) -> list[str]:
+    """The words of a `Literal`, also of one in a union or a list."""
+    if get_origin(annotation) is Literal:
+        return [str(choice) for choice in get_args(annotation)]
+    return list(dict.fromkeys(word for each in get_args(annotation) for word in _words_of(each)))

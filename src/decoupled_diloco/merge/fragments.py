@@ -15,6 +15,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import pairwise
 from typing import Literal, get_args
@@ -121,19 +122,43 @@ def partition(
     return tuple(Fragment(index, _in_order(pieces)) for index, pieces in enumerate(bins))
 
 
-def offsets(fragments: int, period: int) -> tuple[int, ...]:
-    """Spread the fragments' due steps evenly over the sync period: `t_p = floor(p · H / P)`.
+def mapped(layout: Layout, modules: Sequence[Sequence[str]]) -> tuple[Fragment, ...]:
+    """Cut a layout as it is told: one fragment for each list of modules.
 
-    Examples:
-        >>> offsets(fragments=4, period=6)
-        (0, 1, 3, 4)
+    Args:
+        modules: A name stands for the tensor or module of that name and all that is below it, as
+            `blocks.0`; `*`, `?` and `[...]` match as in file names. A tensor belongs to the first
+            list that has it.
+
+    Raises:
+        ConfigError: A tensor is in no list, or a list gets no tensor.
 
     Source:
-        Decoupled DiLoCo asks for distinct offsets; the even spread is ours.
+        torchft's DiLoCo takes such a list of modules; the names are ours.
     """
-    assert fragments >= 1, f"fragments={fragments} is below 1"
-    assert period >= 1, f"period={period} is below 1"
-    return tuple(p * period // fragments for p in range(fragments))
+    bins: list[list[Piece]] = [[] for _ in modules]
+    for index, spec in enumerate(layout.tensors):
+        for pieces, names in zip(bins, modules, strict=True):
+            if any(_is_or_is_below(spec.name, name) for name in names):
+                pieces.append(Piece(index, 0, spec.numel))
+                break
+        else:
+            raise ConfigError(
+                f"fragment_map has no place for the tensor {spec.name!r}: name it or its module in "
+                "one of the lists, or end the last list with '*'"
+            )
+    for index, pieces in enumerate(bins):
+        if not pieces:
+            raise ConfigError(
+                f"fragment_map: no tensor is left for list {index}, {list(modules[index])}: name "
+                f"modules of the model, such as {_layer_name(layout.tensors[0].name)!r}, which no "
+                "list before it has"
+            )
+    return tuple(Fragment(index, _in_order(pieces)) for index, pieces in enumerate(bins))
+
+
+def _is_or_is_below(tensor: str, name: str) -> bool:
+    return fnmatchcase(tensor, name) or fnmatchcase(tensor, f"{name}.*")
 
 
 def _balanced(
@@ -302,6 +327,18 @@ def _merge_of(spec: TensorSpec, method: MergeMethod, buffers: Buffers) -> Segmen
 def parameters_numel(fragment: Fragment, layout: Layout) -> int:
     """The elements of a flat fragment that are parameters; those behind them are buffers."""
     return sum(p.numel for p in fragment.pieces if layout.tensors[p.tensor].role != "buffer")
+
+
+def clipped(fragment: Fragment, start: int, stop: int) -> Fragment:
+    """Elements `start <= i < stop` of the flat fragment, as a fragment."""
+    pieces = []
+    for first, end, piece in _spans(fragment):
+        low, high = max(first, start), min(end, stop)
+        if low < high:
+            pieces.append(
+                Piece(piece.tensor, piece.start + low - first, piece.start + high - first)
+            )
+    return Fragment(fragment.index, tuple(pieces))
 
 
 def gather(fragment: Fragment, tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:

@@ -6,8 +6,8 @@ element belongs to which fragment, and on the size of every body, without exchan
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from decoupled_diloco.merge.fragments import (
     MergeMethod,
     Segment,
     Strategy,
+    mapped,
     parameters_numel,
     partition,
     segments,
@@ -64,6 +65,8 @@ class MergePlan:
     weighting: str  # `"tokens"`: quantity times quality; `"uniform"`: all the same
     outer: Callable[[int], OuterOptimizer]  # makes the outer optimizer of N parameters
     buffers: Buffers = "mean"  # by the `"mean"`, or from `"one"` learner
+    # fragments whose outer optimizer is another one
+    other_outers: Mapping[int, Callable[[int], OuterOptimizer]] = field(default_factory=dict)
 
     @classmethod
     def make(
@@ -78,21 +81,30 @@ class MergePlan:
         weighting: str,
         outer: Callable[[int], OuterOptimizer],
         buffers: Buffers = "mean",
+        modules: Sequence[Sequence[str]] = (),
+        other_outers: Mapping[int, Callable[[int], OuterOptimizer]] | None = None,
     ) -> MergePlan:
         """Cuts the layout and looks the codecs up.
 
+        Args:
+            modules: If there are any, they say what is in which fragment: see `mapped`.
+
         Raises:
-            ConfigError: more fragments than can be cut, or an unknown codec.
+            ConfigError: more fragments than can be cut, modules that do not fit the model, or an
+                unknown codec.
         """
         return cls(
             layout=layout,
-            fragments=partition(layout, fragments, strategy),
+            fragments=(
+                mapped(layout, modules) if modules else partition(layout, fragments, strategy)
+            ),
             uplink=codec(uplink),
             downlink=codec(downlink),
             method=method,
             weighting=weighting,
             outer=outer,
             buffers=buffers,
+            other_outers=other_outers or {},
         )
 
     def weight(self, tokens: float, steps: float) -> float:
@@ -118,9 +130,10 @@ class MergePlan:
         """A new outer optimizer of a fragment."""
         part = self.fragments[fragment]
         numel = parameters_numel(part, self.layout)
+        make = self.other_outers.get(fragment, self.outer)
         if numel == part.numel:
-            return self.outer(numel)
-        return BuffersBehind(self.outer(numel) if numel else None, numel)
+            return make(numel)
+        return BuffersBehind(make(numel) if numel else None, numel)
 
     def uplink_nbytes(self, fragment: int) -> int:
         """Size of a contribution's body."""

@@ -134,7 +134,7 @@ class _Round:
         )
         if options is None:
             return text
-        offset = options.offset(round.fragment)
+        offset = options.phase(round.fragment)
         text += f" (every H = {options.period} steps, at step mod {options.period} = {offset})"
         if round.fragment not in options.due(tick):
             text += "; it is due again at once because its last round was given up"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from math import ceil
 from typing import Literal
 
@@ -29,6 +28,8 @@ class Options:
         shards: S, syncer processes; fragment p belongs to shard p mod S.
         grace_margin: γ in [0, 1), the share of the slack of the overlap that a round may use to
             wait for stragglers; 0: it does not wait.
+        phases: t_p of each fragment, 0 to H - 1: it is due when the step mod H equals it. Empty:
+            ⌊p·H/P⌋, evenly spread.
         participants: who qualifies for a round: ``"reported"`` (paper) or ``"all"``.
         alignment: how a contributor takes the merged fragment.
         missed: how a live learner that did not take part takes it.
@@ -55,6 +56,7 @@ class Options:
     quorum: int = 1
     shards: int = 1
     grace_margin: float = 0.8
+    phases: tuple[int, ...] = ()
     participants: Participants = "reported"
     alignment: Alignment = "overwrite"
     missed: Missed = "overwrite"
@@ -81,20 +83,25 @@ class Options:
 
     @property
     def open_rounds_max(self) -> int:
-        """max(1, ⌈τ·P/H⌉): the slots for rounds of a shard (rule 2).
+        """The most fragments that are due within τ steps, ⌈τ·P/H⌉ if evenly spread; at least 1.
 
-        And how many contributions a learner has under way at most, at each shard (rule 4).
+        So many slots for rounds a shard has (rule 2). And so many contributions a learner has under
+        way at most, at each shard (rule 4).
         """
-        return max(1, ceil(self.overlap * self.fragments / self.period))
+        if not self.phases:
+            return max(1, ceil(self.overlap * self.fragments / self.period))
+        counts = [len(due) for due in self.due_by_phase] * 2
+        windows = (sum(counts[t : t + self.overlap]) for t in range(self.period))
+        return max(1, *windows)
 
     @property
     def in_step(self) -> bool:
         """Whether learners wait for one another."""
         return self.wait == "at_overlap" and self.quorum > 1
 
-    def offset(self, fragment: int) -> int:
-        """t_p: the fragment is due when t mod H equals it; ⌊p·H/P⌋."""
-        return fragment * self.period // self.fragments
+    def phase(self, fragment: int) -> int:
+        """t_p: the fragment is due when t mod H equals it."""
+        return self.phases[fragment] if self.phases else fragment * self.period // self.fragments
 
     def due(self, step: int) -> tuple[int, ...]:
         """The fragments that are due at a global step."""
@@ -103,11 +110,14 @@ class Options:
     @property
     def due_by_phase(self) -> tuple[tuple[int, ...], ...]:
         """The fragments that are due at each phase of the period."""
-        return _due(self.fragments, self.period)
+        return _due(self.fragments, self.period, self.phases)
 
 
 @cache
-def _due(fragments: int, period: int) -> tuple[tuple[int, ...], ...]:
+def _due(fragments: int, period: int, phases: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """The fragments that are due at each phase of the period."""
-    firsts = [-(-phase * fragments // period) for phase in range(period + 1)]
-    return tuple(tuple(range(a, min(b, fragments))) for a, b in pairwise(firsts))
+    spread = phases or [p * period // fragments for p in range(fragments)]
+    due: list[list[int]] = [[] for _ in range(period)]
+    for fragment, phase in enumerate(spread):
+        due[phase].append(fragment)
+    return tuple(map(tuple, due))

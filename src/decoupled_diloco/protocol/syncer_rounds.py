@@ -211,10 +211,16 @@ def _link_free(
 def declined(
     state: SyncerState, options: Options, now: float, learner: str, message: Decline
 ) -> list[SyncerEffect]:
-    """A learner says that it will not deliver; in the closing sweep only who has nothing may."""
+    """A learner says that it will not deliver; in the closing sweep only who has nothing may.
+
+    One in arrears that took a newer version while it was being asked keeps the fragment's turn.
+    """
     ask = _under_way(state, learner, message.fragment, message.ask)
     if ask is None:
         return []
+    member = state.members[learner]
+    if member.pressed and member.held.get(ask.fragment) != ask.base:
+        member.arrears.add(ask.fragment)
     keeps = state.phase == "sweeping" and not message.nothing_new
     ask_state: AskState = "refused" if keeps else "declined"
     return _fall_out(state, options, now, ask, ask_state, message.reason)

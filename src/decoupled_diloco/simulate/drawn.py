@@ -46,6 +46,14 @@ def random_options(choices: Choices, learners: int) -> Options:
     )
 
 
+def random_phases(choices: Choices, options: Options) -> tuple[int, ...]:
+    """When fragments are due, if not evenly spread: all at once, or at random."""
+    if not choices.chance(0.15):
+        return ()
+    steps = choices.integer(1, options.period)
+    return tuple(choices.integer(0, steps - 1) for _ in range(options.fragments))
+
+
 def random_budget(choices: Choices, options: Options, learners: int) -> int:
     """Steps: fewer where much happens in each, so that one world costs about as much as another."""
     events_a_step = learners * (2.0 + 9.0 * options.fragments / options.period)

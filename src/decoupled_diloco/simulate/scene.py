@@ -29,6 +29,7 @@ from decoupled_diloco.simulate.drawn import (
     random_data,
     random_learners,
     random_options,
+    random_phases,
     random_sizes,
     random_standbys,
     with_slow_links,
@@ -150,6 +151,7 @@ def draw(
     step = choices.log_uniform(0.5 if goes_on else 0.05, 2.0)
     budget = random_budget(choices, options, count)
     options = replace(options, budget_steps=budget if ends else ENDLESS_STEPS)
+    options = replace(options, phases=random_phases(choices.fork("phases"), options))
     options = replace(options, **changes.options)
     sizes = random_sizes(choices.fork("sizes"), options.fragments)
     drawn = random_learners(choices.fork("learners"), count, step)
@@ -224,6 +226,7 @@ def config_of(
         "wait": options.wait,
         "counter_cap_periods": options.counter_cap_periods,
         "late": options.late,
+        "phases": options.phases,
         "partition": "tensor",
     }
     if options.wait == "never":

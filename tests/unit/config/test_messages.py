@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from decoupled_diloco.config import RunConfig, SyncSettings
+from decoupled_diloco.config.method import public_text, read_public
 from decoupled_diloco.errors import ConfigError
 
 
@@ -33,7 +34,64 @@ CASES: list[tuple[dict[str, Any], str]] = [
     (
         {"learner": {"zzz": 1}},
         "unknown key 'zzz' in [learner]: choose one of 'give_up_seconds', "
-        "'checkpoint_every_seconds', 'listen', 'hand_in_seconds', 'threads'",
+        "'checkpoint_every_seconds', 'listen', 'hand_in_seconds', 'threads', 'ranks', "
+        "'parallelism', 'carriers'",
+    ),
+    (
+        {"learner": {"ranks": 0}},
+        "ranks=0 in [learner] is out of range: it must be at least 1 for each learner",
+    ),
+    (
+        {"learner": {"ranks": [2, "x"]}},
+        "ranks='x' in [learner] is not a whole number: write it as one",
+    ),
+    (
+        {"learner": {"ranks": 2, "parallelism": "fdsp"}},
+        "parallelism='fdsp' in [learner] is not known: did you mean 'fsdp'?",
+    ),
+    (
+        {"learner": {"ranks": 2, "parallelism": ["fdsp"]}},
+        "parallelism='fdsp' in [learner] is not known: did you mean 'fsdp'?",
+    ),
+    (
+        {"learner": {"parallelism": "tp"}},
+        "parallelism='tp' in [learner] would be ignored with ranks=1: take parallelism out",
+    ),
+    (
+        {"learner": {"ranks": 2}},
+        "ranks=2 in [learner] does not go with leases=true in [data]: leased data are for learners "
+        "of one process: set data.leases=false",
+    ),
+    (
+        {"learner": {"ranks": 2, "listen": "10.0.0.1:0"}},
+        "listen='10.0.0.1:0' in [learner] does not go with ranks=2: a learner of several ranks "
+        "gives its state to nobody: leave listen out",
+    ),
+    (
+        {"learner": {"ranks": [1, 2]}, "data": {"leases": False}},
+        "ranks in [learner] lists 2, but learners=4: give one for all, or one for each",
+    ),
+    (
+        {"learner": {"ranks": 2, "parallelism": ["tp"]}, "data": {"leases": False}},
+        "parallelism in [learner] lists 1, but learners=4: give one for all, or one for each",
+    ),
+    (
+        {"learner": {"ranks": 2, "parallelism": "plain"}, "data": {"leases": False}},
+        "parallelism='plain' in [learner] is for one rank, but learner-0 has ranks=2: choose "
+        "'ddp', 'fsdp' or 'tp', or give it one rank",
+    ),
+    (
+        {
+            "learner": {"ranks": [2, 2, 2, 1], "parallelism": ["tp", "ddp", "fsdp", "tp"]},
+            "data": {"leases": False},
+        },
+        "parallelism='tp' in [learner] would be ignored for learner-3, which has ranks=1: write "
+        "'plain', or give it more ranks",
+    ),
+    (
+        {"learner": {"ranks": 2, "carriers": 3}, "data": {"leases": False}},
+        "carriers=3 in [learner] is out of range for learner-0, which has ranks=2: choose 1 to 2, "
+        "'hosts' or 'all'",
     ),
     (
         {"run": {}},
@@ -159,6 +217,36 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"sync": 3}, "sync=3 is not a table: write it as one"),
     ({"faults": 3}, "faults=3 is not a list: write it as one"),
+    (
+        {"sync": {"fragment_map": [["a"], ["*"]], "fragments": 3}},
+        "fragments=3 in [sync], and fragment_map has 2 lists: take fragments out",
+    ),
+    ({"sync": {"fragment_map": 3}}, "fragment_map=3 in [sync] is not a list: write it as one"),
+    (
+        {"sync": {"fragment_map": [["*"]], "partition": "tensor"}},
+        "partition='tensor' in [sync] would be ignored with a fragment_map: take partition out",
+    ),
+    (
+        {"sync": {"phases": [1]}},
+        "phases in [sync] has 1 entries, but fragments=24: give one for each fragment, or none",
+    ),
+    (
+        {"sync": {"fragments": 1, "phases": [24]}},
+        "phases in [sync] has 24, which is out of range: it must be from 0 to period - 1 = 23",
+    ),
+    (
+        {"outer": {"by_fragment": [{"fragments": [99], "lr": 0.1}]}},
+        "fragment 99 in [[outer.by_fragment]] is out of range: with fragments=24 it must be from "
+        "0 to 23",
+    ),
+    (
+        {"outer": {"by_fragment": [{"fragments": [1], "lr": 0.1}, {"fragments": [1], "lr": 0.2}]}},
+        "fragment 1 is in two entries of [[outer.by_fragment]]: take it out of one",
+    ),
+    (
+        {"outer": {"by_fragment": [{"fragments": [1], "lr": -1}]}},
+        "lr=-1 in [[outer.by_fragment]] is out of range: it must be greater than 0.0",
+    ),
 ]
 
 
@@ -168,6 +256,37 @@ def test_message(tables: dict[str, Any], sentence: str) -> None:
         build(**tables)
     assert str(error.value) == sentence
     assert error.value.__cause__ is None
+
+
+def test_what_a_fragment_does_not_say_is_as_for_all() -> None:
+    config = build(
+        outer={
+            "lr": 0.5,
+            "momentum": 0.25,
+            "by_fragment": [
+                {"fragments": [1, 2], "lr": 0.1},
+                {"fragments": [3], "optimizer": "AdamW", "options": {"weight_decay": 0.5}},
+                {"fragments": [4], "optimizer": "sgd"},
+            ],
+        }
+    )
+    own = config.outer.of_fragments()
+    assert set(own) == {1, 2, 3, 4}
+    assert (own[1].optimizer, own[1].lr, own[1].momentum) == ("nesterov", 0.1, 0.25)
+    assert (own[3].lr, own[3].momentum, own[3].options) == (0.5, None, {"weight_decay": 0.5})
+    assert own[4].momentum == 0, "another optimizer has its own defaults"
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "LBFGS"])
+def test_a_fragment_s_optimizer_is_tried_out(optimizer: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^\[outer\] cannot be used: .*'{optimizer}'"):
+        build(outer={"by_fragment": [{"fragments": [1], "optimizer": optimizer}]})
+
+
+def test_a_map_counts_the_fragments() -> None:
+    config = build(sync={"fragment_map": [["a"], ["*"]], "phases": [3, 3]})
+    assert (config.sync.fragments, config.sync.phases) == (2, (3, 3))
+    assert read_public(public_text(config)).sync == config.sync
 
 
 def test_a_file_without_a_run_table_is_told() -> None:

@@ -16,13 +16,12 @@ from decoupled_diloco.merge import (
     cast_like,
     gather,
     layout_of,
-    offsets,
     partition,
     scatter,
     segments,
     tensors_of,
 )
-from decoupled_diloco.merge.fragments import dtype_runs
+from decoupled_diloco.merge.fragments import dtype_runs, mapped
 
 
 class Model(nn.Module):
@@ -380,12 +379,47 @@ def test_partition_refuses_no_fragments_and_unknown_strategies():
         partition(matrices(3), 1, "random")
 
 
-@pytest.mark.parametrize(
-    ("fragments", "period", "expected"),
-    [(1, 1, (0,)), (4, 4, (0, 1, 2, 3)), (3, 24, (0, 8, 16)), (4, 2, (0, 0, 1, 1))],
-)
-def test_offsets(fragments, period, expected):
-    assert offsets(fragments, period) == expected
+class TestMap:
+    layout = layout_of(Model())
+
+    def names(self, modules):
+        return [
+            [self.layout.tensors[piece.tensor].name for piece in fragment.pieces]
+            for fragment in mapped(self.layout, modules)
+        ]
+
+    def test_a_name_stands_for_all_below_it_and_the_first_list_has_it(self):
+        assert self.names([["blocks.0", "embed.weight"], ["blocks"], ["*"]]) == [
+            ["embed.weight", "blocks.0.weight", "blocks.0.bias"],
+            ["blocks.1.weight", "blocks.1.bias", "blocks.2.weight", "blocks.2.bias"],
+            ["norm.weight", "norm.bias"],
+        ]
+
+    def test_patterns_match_as_in_file_names(self):
+        assert self.names([["blocks.[01]"], ["blocks.?", "norm"], ["embed"]])[0] == [
+            "blocks.0.weight",
+            "blocks.0.bias",
+            "blocks.1.weight",
+            "blocks.1.bias",
+        ]
+
+    def test_every_element_is_in_one_fragment(self):
+        fragments = mapped(self.layout, [["blocks"], ["*"]])
+        assert [fragment.index for fragment in fragments] == [0, 1]
+        assert sum(fragment.numel for fragment in fragments) == self.layout.numel
+
+    @pytest.mark.parametrize(
+        ("modules", "sentence"),
+        [
+            ([["blocks"], ["embed"]], "no place for the tensor 'norm.weight'"),
+            ([["*"], ["blocks"]], r"no tensor is left for list 1, \['blocks'\]"),
+            ([["bloks"], ["*"]], r"no tensor is left for list 0, \['bloks'\]"),
+            ([["blocks", "norm"], []], "no place for the tensor 'embed.weight'"),
+        ],
+    )
+    def test_what_does_not_fit_the_model_is_refused(self, modules, sentence):
+        with pytest.raises(ConfigError, match=sentence):
+            mapped(self.layout, modules)
 
 
 class TestSegments:

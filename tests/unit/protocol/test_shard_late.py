@@ -251,6 +251,23 @@ def test_rule_4_who_is_late_with_one_fragment_is_asked_for_no_second_one(
     assert (member.under_way, member.arrears) == ({1}, {0, 1})
 
 
+@pytest.mark.parametrize("moved_on", [True, False])
+def test_rule_4_who_takes_a_newer_version_while_it_is_asked_keeps_its_turn(
+    shard_bench: Any, moved_on: bool
+) -> None:
+    """The fragment that has not heard it for longest would else hear it last."""
+    bench = slow(shard_bench, 4)
+    bench.body("b", 2)
+    bench.body("b", 3)
+    member, entry = bench.machine.state.members["b"], bench.machine.state.fragments[0]
+    assert (member.under_way, member.arrears) == ({0}, set())
+    asked = entry.asks["b"].base
+    if moved_on:
+        bench.told(Received("b", Holding(0, Version(1, asked.counter - 1))))
+    bench.decline("b", "behind", fragment=0)
+    assert (0 in asked_of(bench, "b")) is moved_on
+
+
 def test_rule_17_who_goes_is_asked_however_busy_its_link_is(shard_bench: Any) -> None:
     """It has no time to send one body after the other at its shard's pleasure."""
     bench = shard_bench("a", "b", fragments=4, period=4, overlap=1)

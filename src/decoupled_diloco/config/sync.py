@@ -1,0 +1,324 @@
+"""`[sync]` and `[outer]`: the method's settings, the same for every learner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from decoupled_diloco.config.settings import Settings, nearest
+from decoupled_diloco.errors import ConfigError
+
+BUILT_IN_CODECS = ("fp32", "bf16")
+
+MOMENTUM_DEFAULTS = {"nesterov": 0.5, "sgd": 0.0}
+"""Our own outer optimizers; every other name is a class of torch.optim."""
+
+Names = Annotated[tuple[str, ...], Field(strict=False)]
+
+
+class SyncSettings(Settings):
+    """`[sync]`: the method itself; the same for every learner, told to them by the syncer."""
+
+    table: ClassVar[str] = "[sync]"
+
+    fragments: int = Field(default=24, ge=1)
+    """P: disjoint parts of the parameters, synchronised one at a time; at least 1. With P = H one
+    fragment leaves in every step, the smoothest traffic (paper, App. C: 24)."""
+
+    period: int = Field(default=24, ge=1)
+    """H: steps between two syncs of the same fragment, at least 1. Raise it for a slower link:
+    traffic falls as 1/H, and quality a little (paper: 24)."""
+
+    overlap: int = Field(default=2, ge=0)
+    """τ: steps between sending a fragment and applying the merged one, 0 to period - 1. Raise it
+    when a round trip takes longer than the steps; what is trained meanwhile is overwritten, see
+    `alignment` (paper: 2)."""
+
+    quorum: int = Field(default=1, ge=1)
+    """K: learners whose reports the syncer needs before it may merge, 1 to learners. 1 never waits
+    for another learner; learners = synchronous (paper: 1)."""
+
+    grace_margin: float = Field(default=0.8, ge=0, lt=1)
+    """γ: share of the slack within the overlap that the syncer may spend waiting for more learners
+    than the quorum, 0 (no grace window) to less than 1 (paper, Eq. 3: below 1, unpublished; 0.8
+    leaves a fifth of the slack for jitter)."""
+
+    participants: Literal["reported", "all"] = "reported"
+    """The learners that a round asks: "reported": those that finished a step in this round's time
+    (paper, Alg. 2); "all": all live ones that have trained the fragment, also much slower ones."""
+
+    alignment: Literal["overwrite", "carry", "blend"] = "overwrite"
+    """What applying a merged fragment does with the steps taken since it was sent: "overwrite"
+    discards them (paper, Alg. 1), "carry" adds them to it, "blend" mixes by `blend_alpha`."""
+
+    blend_alpha: float = Field(default=0.5, ge=0, le=1)
+    """α: share of the learner's own weights in a blend, 0 (overwrite) to 1 (ignore the merged
+    ones). Only with alignment="blend" (Streaming DiLoCo: 0.5)."""
+
+    missed: Literal["overwrite", "rebase"] = "overwrite"
+    """What a live learner does with a merged fragment that it did not contribute to: "overwrite"
+    takes it (paper), "rebase" puts its own unsent progress on top of it. At speeds of 1, 1, 2 and 4
+    "rebase" threw 7 % of the tokens away instead of 20 %, and ended with 2.3 % more loss
+    (benchmarks/results/speeds)."""
+
+    apply: Literal["on_arrival", "at_tau"] = "on_arrival"
+    """When a merged fragment is applied: "on_arrival" at the next step (paper, Alg. 1); "at_tau"
+    exactly `overlap` steps after it was sent, if it is there (Streaming DiLoCo)."""
+
+    wait: Literal["never", "at_overlap"] = "never"
+    """"never": learners never wait (paper). "at_overlap": a learner stops `overlap` steps after
+    sending until the merged fragment is there; only for synchronous baselines."""
+
+    partition: Literal["balanced", "tensor", "layer-strided", "layer-sequential"] = "balanced"
+    """How parameters become fragments (paper, App. C; the same quality): "balanced" has the lowest
+    peak of traffic, "tensor" is uneven, "layer-strided" and "layer-sequential" come in bursts."""
+
+    fragment_map: tuple[Names, ...] = Field(default=(), strict=False)
+    """Which modules are in which fragment, in the place of `partition`: a list of names for each
+    fragment, as [["embedding", "blocks.[0-3]"], ["*"]]. A name stands for all that is below it, and
+    the first list that has a tensor gets it. `fragments` is the number of lists then."""
+
+    phases: tuple[int, ...] = Field(default=(), strict=False)
+    """t_p: for each fragment the step within the period at which it is sent, 0 to period - 1.
+    Default: evenly spread, ⌊p·H/P⌋. Fragments of the same step travel together."""
+
+    uplink_codec: str = "bf16"
+    """Number format of what learners send. "bf16" halves the traffic at the same quality (paper,
+    text 55.4 against 55.3); "fp32" loses nothing, for baselines. Or one's own, which every process
+    has registered by `merge.register_codec` before."""
+
+    downlink_codec: str = "bf16"
+    """Number format of what the syncer sends. What bf16 rounds away stays in the fp32 master and
+    goes out next time."""
+
+    buffers: Literal["mean", "one", "local"] = "mean"
+    """What becomes of the model's buffers (BatchNorm's running statistics): "mean": they travel
+    with the fragments, are the weighted mean of the learners' values, and are in the weights, which
+    can be evaluated then; "one": as well, but those of the learner whose contribution has the
+    largest weight; "local": every learner keeps its own, and the weights have none."""
+
+    merge: Literal["rda", "mean"] = "rda"
+    """How outer gradients become one: "rda" averages norms and directions apart, because nearly
+    orthogonal ones shrink a plain "mean" by 1/√M (paper; here 0.01 to 0.05 lower loss)."""
+
+    weighting: Literal["tokens", "uniform"] = "tokens"
+    """Weight of a contribution: "tokens": tokens · (tokens / steps) since the last sync (paper,
+    Alg. 2); "uniform": all the same."""
+
+    counter_cap_periods: int = Field(default=4, ge=1)
+    """A learner's counters are capped at this many periods of steps, at least 1, so that one that
+    was lost for long cannot dominate the merge (ours)."""
+
+    late: Literal["next", "drop"] = "next"
+    """What becomes of a contribution that is under way when its round merges: "next" folds it into
+    the fragment's next round, "drop" throws it away. Rounds never wait for it. (Here the loss did
+    not tell them apart: the default throws nothing away.)"""
+
+    late_rounds_max: int = Field(default=32, ge=1)
+    """A contribution that is late by more versions of its fragment than this is refused, at least
+    1. An upload of u steps is late by u / period versions."""
+
+    late_discount: float = Field(default=1.0, gt=0, le=1)
+    """The weight of a late contribution is multiplied by this once for each version that it is
+    late, greater than 0 to 1 (no discount)."""
+
+    norm_gate: float = Field(default=10.0, ge=0)
+    """k: a contribution whose norm exceeds median + k·MAD of its fragment's last 32, each brought
+    to its number of steps, is larger than can be expected; MAD counts as at least a tenth of the
+    median, so 10 is twice the median or more. A learner that is always larger than the others may
+    exceed its own usual size by as much. 0: no gate; synchronous runs (`wait`) have none."""
+
+    oversized: Literal["refuse", "clip"] = "clip"
+    """What happens to a contribution above the limit: "clip" scales it down to the limit, "refuse"
+    leaves it out of the merge, and its learner does not keep it. What cannot be true (not finite,
+    or of steps that were never reported) is always refused."""
+
+    initial_weights: Path | None = Field(default=None, strict=False)
+    """safetensors file to start from, relative to where the command is started. Default: the
+    workload's own, from the seed."""
+
+    @property
+    def grace(self) -> bool:
+        """Whether there is a grace window at all."""
+        return self.grace_margin > 0
+
+    def inapplicable(self) -> Mapping[str, str]:
+        """`blend_alpha` without a blend, the cap of counters that are not looked at, and so on."""
+        ignored = {}
+        if self.fragment_map:
+            ignored["partition"] = "with a fragment_map"
+        if self.alignment != "blend":
+            ignored["blend_alpha"] = f"with alignment={self.alignment!r}"
+        if self.weighting == "uniform":
+            ignored["counter_cap_periods"] = "with weighting='uniform'"
+        if self.wait != "never":
+            ignored["norm_gate"] = f"with wait={self.wait!r}"
+            ignored["oversized"] = f"with wait={self.wait!r}"
+        elif self.norm_gate == 0:
+            ignored["oversized"] = "with norm_gate=0"
+        if self.late == "drop":
+            ignored["late_rounds_max"] = "with late='drop'"
+            ignored["late_discount"] = "with late='drop'"
+        return ignored
+
+    @model_validator(mode="before")
+    @classmethod
+    def _count_the_map(cls, data: Any) -> Any:
+        if not (isinstance(data, dict) and isinstance(data.get("fragment_map"), list | tuple)):
+            return data
+        lists = len(data["fragment_map"])
+        if lists and data.get("fragments", lists) != lists:
+            raise ConfigError(
+                f"fragments={data['fragments']} in [sync], and fragment_map has {lists} lists: "
+                "take fragments out"
+            )
+        return {"fragments": lists, **data} if lists else data
+
+    @model_validator(mode="after")
+    def _check_phases(self) -> SyncSettings:
+        if not self.phases:
+            return self
+        if len(self.phases) != self.fragments:
+            raise ConfigError(
+                f"phases in [sync] has {len(self.phases)} entries, but fragments="
+                f"{self.fragments}: give one for each fragment, or none"
+            )
+        for phase in self.phases:
+            if not 0 <= phase < self.period:
+                raise ConfigError(
+                    f"phases in [sync] has {phase}, which is out of range: it must be from 0 to "
+                    f"period - 1 = {self.period - 1}"
+                )
+        return self
+
+    @field_validator("uplink_codec", "downlink_codec")
+    @classmethod
+    def _check_codec(cls, name: str, field: ValidationInfo) -> str:
+        if name not in BUILT_IN_CODECS:
+            from decoupled_diloco.merge import (
+                codec,
+            )  # Brings torch in, which others can do without.
+
+            try:
+                codec(name)
+            except ConfigError as error:
+                raise ConfigError(f"{field.field_name}={name!r} in [sync]: {error}") from None
+        return name
+
+    @model_validator(mode="after")
+    def _check_overlap(self) -> SyncSettings:
+        if self.overlap >= self.period:
+            raise ConfigError(
+                f"overlap={self.overlap} is not below period={self.period}: a fragment would be "
+                "sent again before its merged value is due: lower overlap or raise period"
+            )
+        return self
+
+
+class FragmentOuterSettings(Settings):
+    """One entry of `[[outer.by_fragment]]`: what is different for some fragments."""
+
+    table: ClassVar[str] = "[[outer.by_fragment]]"
+
+    fragments: tuple[int, ...] = Field(strict=False, min_length=1)
+    """Numbers of the fragments, 0 to fragments - 1; each in one entry at most."""
+
+    optimizer: str | None = None
+    """As in `[outer]`. Another one than there has its own defaults."""
+
+    lr: float | None = Field(default=None, gt=0)
+    """As in `[outer]`, greater than 0. Default: as there."""
+
+    momentum: float | None = Field(default=None, ge=0, lt=1)
+    """As in `[outer]`, 0 to less than 1. Default: as there."""
+
+    options: dict[str, Any] | None = None
+    """As in `[outer]`. Default: as there."""
+
+
+class OuterSettings(Settings):
+    """`[outer]`: the optimizer that turns merged outer gradients into global weights."""
+
+    table: ClassVar[str] = "[outer]"
+
+    optimizer: str = "nesterov"
+    """"nesterov": SGD with Nesterov momentum (paper, and all of its lineage); "sgd": with
+    heavy-ball momentum, or none; or a class of torch.optim, such as "AdamW", its arguments in
+    options."""
+
+    lr: float = Field(default=0.7, gt=0)
+    """η: outer learning rate, greater than 0. What counts is η / (1 - μρ), ρ being the likeness of
+    successive outer gradients, so lower it when momentum rises (DiLoCo 0.7; paper: unpublished)."""
+
+    momentum: float | None = Field(default=None, ge=0, lt=1)
+    """μ: outer momentum, 0 to less than 1. Default: 0.5 for "nesterov", 0 for "sgd". 0.5 is ours:
+    over 25 to 75 outer rounds it beats the lineage's 0.9 by 0.10 to 0.05 in loss; try 0.9 for runs
+    of many hundred rounds."""
+
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the torch.optim class, handed to it as they are."""
+
+    by_fragment: tuple[FragmentOuterSettings, ...] = Field(default=(), strict=False)
+    """Fragments with other settings, for example a smaller lr for the embedding."""
+
+    def of_fragments(self) -> dict[int, OuterSettings]:
+        """The settings of the fragments that have their own.
+
+        Raises:
+            ConfigError: a fragment is in two entries, or an entry does not fit.
+        """
+        found: dict[int, OuterSettings] = {}
+        for entry in self.by_fragment:
+            told = entry.model_dump(exclude={"fragments"})
+            kept: dict[str, Any] = {"optimizer": self.optimizer, "lr": self.lr}
+            if told.get("optimizer", self.optimizer) == self.optimizer:
+                kept |= {n: getattr(self, n) for n in ("momentum", "options")}
+                kept = {n: v for n, v in kept.items() if n not in self.inapplicable()}
+            own = OuterSettings(**(kept | told))
+            for fragment in entry.fragments:
+                if fragment in found:
+                    raise ConfigError(
+                        f"fragment {fragment} is in two entries of [[outer.by_fragment]]: take it "
+                        "out of one"
+                    )
+                found[fragment] = own
+        return found
+
+    def inapplicable(self) -> Mapping[str, str]:
+        """Only our own optimizers take `momentum`, only those of torch.optim take `options`."""
+        ignored = "options" if self.optimizer in MOMENTUM_DEFAULTS else "momentum"
+        return {ignored: f"with optimizer={self.optimizer!r}"}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_momentum(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        default = MOMENTUM_DEFAULTS.get(str(data.get("optimizer", "nesterov")))
+        return data if default is None else {"momentum": default, **data}
+
+    @field_validator("optimizer")
+    @classmethod
+    def _check_optimizer(cls, name: str) -> str:
+        match = nearest(name, MOMENTUM_DEFAULTS)
+        if match not in (None, name):
+            raise ConfigError(
+                f"optimizer={name!r} in [outer] is not known: did you mean {match!r}?"
+            )
+        return name
+
+    @model_validator(mode="after")
+    def _try_out(self) -> OuterSettings:
+        """A class of torch.optim is tried before a process starts; ours need no torch for that."""
+        if self.optimizer not in MOMENTUM_DEFAULTS:
+            from decoupled_diloco.merge import make_outer  # torch takes seconds
+
+            try:
+                make_outer(self.optimizer, self.lr, self.momentum, self.options)
+            except ConfigError as error:
+                raise ConfigError(f"[outer] cannot be used: {error}") from None
+        self.of_fragments()
+        return self
