@@ -17,8 +17,8 @@ from typing import Any
 from torch import Tensor
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.integrations.counting import counted
 from decoupled_diloco.integrations.part import FrameworkPart
+from decoupled_diloco.learner.counting import counted
 from decoupled_diloco.learner.learner import Learner
 
 try:

@@ -6,10 +6,10 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.learner.learner import Learner
+from decoupled_diloco.learner.modules import Model
 
 
 class FrameworkPart:
@@ -46,7 +46,7 @@ class FrameworkPart:
         self.rounds = 0
 
     def begin(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, steps: int, tokens: int
+        self, model: Model, optimizer: torch.optim.Optimizer | None, steps: int, tokens: int
     ) -> None:
         """Joins the run.
 

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.integrations.counting import TokenCounter
 from decoupled_diloco.integrations.part import FrameworkPart
+from decoupled_diloco.learner.counting import TokenCounter
 from decoupled_diloco.learner.learner import Learner
 
 try:

@@ -93,11 +93,13 @@ class Background:
         client: Makes the transport's client, inside the loop.
         tape: Where events go, or ``None``.
         patience: How long it waits for the run.
+        exchange: Carries out what is ordered about bodies.
         checkpointer: A learner's own checkpoint; ``None`` for observers.
         transfers: What a learner gives to others and takes from them.
 
     Attributes:
         restoring: The learner goes on from its own checkpoint, which the trainer puts back.
+        bodies: What carries out what is ordered about bodies.
         run_id: The id of the run, once it has let this process in.
     """
 
@@ -110,6 +112,7 @@ class Background:
         client: Callable[[], Client],
         tape: Callable[[dict[str, Any]], TapeWriter] | None,
         patience: Patience,
+        exchange: Callable[..., BodyExchange] = BodyExchange,
         checkpointer: Checkpointer | None = None,
         transfers: StateTransfers | None = None,
     ) -> None:
@@ -133,7 +136,7 @@ class Background:
         self._shards: list[str] = []
         self._alone_since = now()
         self._worker = runtime().worker("ddiloco-codec")
-        self._bodies = BodyExchange(
+        self.bodies = exchange(
             client=self._require_client,
             address_of=lambda shard: self._shards[shard],
             reaches=lambda shard: shard in self._channels,
@@ -296,11 +299,11 @@ class Background:
             case do.Send(peer, message):
                 self._say(shard_of(peer), message)
             case do.SendBody():
-                self._spawn(self._bodies.send_body(effect, captured))
+                self._spawn(self.bodies.send_body(effect, captured))
             case do.SendCopy():
-                self._spawn(self._bodies.send_copy(effect, captured))
+                self._spawn(self.bodies.send_copy(effect, captured))
             case do.Fetch():
-                self._spawn(self._bodies.fetch(effect))
+                self._spawn(self.bodies.fetch(effect))
             case do.Ready():
                 with self.changed:
                     self.ready = True
@@ -360,7 +363,9 @@ class Background:
         self._client = self._make_client()
         self._transfers.enter(self._surroundings(self._client))
         stopped = self._loop.create_task(self._stop.wait())
+        self._spawn(self._end_with_the_program())
         try:
+            await self.bodies.start()
             joining = self._loop.create_task(self._coordinator.join(self._client))
             await asyncio.wait({joining, stopped}, return_when=asyncio.FIRST_COMPLETED)
             if not joining.done():
@@ -372,7 +377,6 @@ class Background:
                 self._spawn(self._follow(shard, alternatives(address)))
             self._spawn(self._watch())
             self._spawn(self._write_tape())
-            self._spawn(self._end_with_the_program())
             await stopped
         finally:
             stopped.cancel()
@@ -383,6 +387,7 @@ class Background:
             for task in list(self._tasks):
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self.bodies.close()
             await self._transfers.close()
             await self._client.close()
 

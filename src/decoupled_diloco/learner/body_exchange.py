@@ -13,7 +13,7 @@ from torch import Tensor
 from decoupled_diloco.errors import ConfigError, MergeError, ProtocolError, TransportError
 from decoupled_diloco.learner.exchange import Capture, LearnerTensors, verified
 from decoupled_diloco.learner.store import HostCopy
-from decoupled_diloco.merge import as_bytes, digest
+from decoupled_diloco.merge import as_bytes, values_digest
 from decoupled_diloco.merge.plan import values_of
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as fact
@@ -34,7 +34,7 @@ class _InWorker(Protocol):
 
 def with_digest(values: Tensor) -> tuple[Tensor, str]:
     """The same values, and what a shard is told of them."""
-    return values, digest(values)
+    return values, values_digest(values)
 
 
 class BodyExchange:
@@ -74,6 +74,12 @@ class BodyExchange:
         self._gates: defaultdict[int, asyncio.Semaphore] = defaultdict(
             lambda: asyncio.Semaphore(FETCHES_PER_SHARD)
         )
+
+    async def start(self) -> None:
+        """The client is there, and nothing is ordered yet."""
+
+    async def close(self) -> None:
+        """Nothing more is ordered; the client is still there."""
 
     async def send_body(self, effect: do.SendBody, capture: Capture) -> None:
         """Encodes a contribution, tells its digest, and delivers it."""
@@ -118,7 +124,6 @@ class BodyExchange:
                 base = self._address_of(effect.shard)
                 await self._client().get(effect.path, body.numpy().data, base=base)
                 values = await self._in_worker(lambda: decoded(body))
-            await tensors.store.spread(plan.fragments[fragment], values)
         except (TransportError, ProtocolError, MergeError) as error:
             self._told(fact.FetchFailed(fragment, effect.version, str(error)))
             return

@@ -9,9 +9,9 @@ parameters and AdamW that is 16 bytes a parameter: 4 model, 8 optimizer, 4 publi
 run is over, its result has the weights, and of each learner the launcher keeps the `rest` alone.
 
 Files: ``<number>.safetensors``, numbers ascending, and ``<number>.cut-<cut>.safetensors`` for those
-that belong to a checkpoint of the whole run. Of a learner of several ranks the file has no model
-and no state: those are beside it, in the folder ``<number>.ranks`` (`sharded_state`), which is
-complete when the file is there.
+that belong to a checkpoint of the whole run. Of a learner of several ranks the file has no tensors:
+model and state (`sharded_state`) and published copies (`storage.ranges`) are beside it, in the
+folder ``<number>.ranks``, which is complete when the file is there.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ from typing import Any
 from torch import Tensor
 
 from decoupled_diloco.errors import StorageError
+from decoupled_diloco.learner.store import Values
 from decoupled_diloco.protocol.events import KeptFragment
 from decoupled_diloco.protocol.versions import Version
 from decoupled_diloco.runtime import runtime
+from decoupled_diloco.storage.ranges import kept_range
 from decoupled_diloco.storage.states import pack, unpack
 from decoupled_diloco.storage.weights import load_sealed, save_sealed
 
@@ -39,11 +41,32 @@ logger = logging.getLogger(__name__)
 FORMAT = 2
 """Raised whenever an older reader could not read a file."""
 
-FORMAT_OF_RANKS = 3
-"""Of a file whose model and state are beside it."""
+FORMAT_OF_RANKS = 4
+"""Of a file whose model, state and published copies are beside it."""
 
 OPTIMIZER = "optimizer"
 """The name of the inner optimizer's state among the stateful objects'."""
+
+
+@dataclass(frozen=True)
+class KeptBeside:
+    """A published copy [N] that several carriers have kept in the folder beside the file."""
+
+    folder: Path
+    fragment: int
+    size: int
+
+    def numel(self) -> int:
+        """N, as a tensor tells it."""
+        return self.size
+
+    def read(self) -> Tensor:
+        """The copy, fp32 [N].
+
+        Raises:
+            StorageError: It cannot be read.
+        """
+        return kept_range(self.folder, self.fragment, 0, self.size)
 
 
 @dataclass(frozen=True)
@@ -56,7 +79,7 @@ class HeldFragment:
         seal: By which its shard knows that it has published it.
         steps: Inner steps in the parameters and in no version that was held.
         tokens: Tokens of those steps.
-        published: The published copy, fp32 [N].
+        published: The published copy, fp32 [N]; of several ranks what stands in its place.
     """
 
     version: Version
@@ -64,7 +87,7 @@ class HeldFragment:
     seal: str
     steps: int
     tokens: int
-    published: Tensor
+    published: Values
 
 
 @dataclass(frozen=True)
@@ -112,12 +135,14 @@ class LearnerCheckpoint:
         state, state_text = pack(dict(self.state))
         tensors = {f"model.{name}": tensor for name, tensor in model.items()}
         tensors |= {f"state.{name}": tensor for name, tensor in state.items()}
-        tensors |= {f"published.{p}": held.published for p, held in enumerate(self.fragments)}
+        if not self.ranks:
+            tensors |= {f"published.{p}": held.published for p, held in enumerate(self.fragments)}
         record = {name: getattr(self, name) for name in _NUMBERS} | {
             "format": FORMAT_OF_RANKS if self.ranks else FORMAT,
             "ranks": self.ranks,
             "fragments": [
                 [str(held.version), held.digest, held.seal, held.steps, held.tokens]
+                + [held.published.numel()] * bool(self.ranks)
                 for held in self.fragments
             ],
         }
@@ -157,12 +182,14 @@ class LearnerCheckpoint:
                     f"{path} has format {record['format']}, this reads {FORMAT} and "
                     f"{FORMAT_OF_RANKS}"
                 )
+            ranks = int(record.get("ranks", 0))
             fragments = tuple(
-                _held(*told, tensors[f"published.{index}"])
+                _held(*told[:5], KeptBeside(beside_of(path), index, *told[5:]))
+                if ranks
+                else _held(*told, tensors[f"published.{index}"])
                 for index, told in enumerate(record["fragments"])
             )
             numbers = {name: record[name] for name in _NUMBERS}
-            ranks = int(record.get("ranks", 0))
             model = unpack(_under("model.", tensors), texts["model"])
             state = unpack(_under("state.", tensors), texts["state"])
         except (KeyError, TypeError, ValueError) as error:

@@ -16,14 +16,16 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from decoupled_diloco.errors import ConfigError, Error
+from decoupled_diloco.errors import ConfigError, Error, StorageError
 from decoupled_diloco.learner.checkpoint import (
     OPTIMIZER,
     CheckpointFolder,
     HeldFragment,
+    KeptBeside,
     LearnerCheckpoint,
 )
-from decoupled_diloco.merge import digest
+from decoupled_diloco.learner.store import Values
+from decoupled_diloco.merge import values_digest
 from decoupled_diloco.observe.samples import CheckpointWritten, Sample
 from decoupled_diloco.protocol.effects import Recovered
 from decoupled_diloco.protocol.events import KeptFragment
@@ -135,11 +137,30 @@ class Checkpointer:
         """The checkpoint to begin with; or why there is none, in words: nothing of it is kept."""
         problem, checkpoint = self.fits(run, fragment_numels), self.loaded
         if not problem and checkpoint is not None:
-            return checkpoint
+            try:
+                held = tuple(map(self.with_published, checkpoint.fragments))
+            except StorageError as error:
+                problem = f"its checkpoint cannot be read: {error}"
+            else:
+                self.loaded = replace(checkpoint, fragments=held)
+                return self.loaded
         if checkpoint is not None:
             logger.warning("%s: %s: it is not used", self.learner, problem)
         self.forget()
         return problem
+
+    def with_published(self, held: HeldFragment) -> HeldFragment:
+        """With the published copy itself, wherever it was kept.
+
+        Raises:
+            StorageError: It cannot be read.
+        """
+        if not isinstance(held.published, KeptBeside):
+            return held
+        values = held.published.read()
+        if values_digest(values) != held.digest:
+            raise StorageError(f"the published copies in {held.published.folder} are corrupt")
+        return replace(held, published=values)
 
     def forget(self) -> None:
         """Lets the memory of `loaded` go."""
@@ -294,13 +315,13 @@ class Checkpointer:
 
 def _with_digests(checkpoint: LearnerCheckpoint) -> LearnerCheckpoint:
     fragments = tuple(
-        held if held.digest else replace(held, digest=digest(held.published))
+        held if held.digest else replace(held, digest=values_digest(held.published))
         for held in checkpoint.fragments
     )
     return replace(checkpoint, fragments=fragments)
 
 
-def held_fragment(kept: KeptFragment, published: torch.Tensor) -> HeldFragment:
+def held_fragment(kept: KeptFragment, published: Values) -> HeldFragment:
     """A fragment of a checkpoint's outline; a digest that is not known is left to the writer."""
     return HeldFragment(kept.version, kept.digest, kept.seal, kept.steps, kept.tokens, published)
 

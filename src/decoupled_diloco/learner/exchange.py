@@ -18,8 +18,8 @@ from typing import Literal
 from torch import Tensor
 
 from decoupled_diloco.errors import MergeError
-from decoupled_diloco.learner.store import Copied, HostCopy, ParameterStore, Rounded
-from decoupled_diloco.merge import Body, codec, contribution, digest, receive
+from decoupled_diloco.learner.store import Copied, HostCopy, ParameterStore, Rounded, Values
+from decoupled_diloco.merge import Body, body_digest, codec, contribution, receive, values_digest
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.protocol.effects import Apply, Snapshot
 
@@ -33,7 +33,7 @@ class Capture:
     plan: MergePlan
     fragment: int
     copy: HostCopy
-    published: Tensor
+    published: Values
 
     def encode(self, codec_name: str) -> tuple[Tensor, str]:
         """The contribution d = θ − cast(Θ̂) in the codec that the pull has named (rule 6).
@@ -46,8 +46,9 @@ class Capture:
         """
         part = self.plan.fragments[self.fragment]
         d = contribution(part, self.plan.layout, self.copy.values(), self.published)
-        body = self.plan.codec_of(self.fragment, codec(codec_name)).encode(d)
-        return body, digest(body)
+        uplink = self.plan.codec_of(self.fragment, codec(codec_name))
+        body = uplink.encode(d)
+        return body, body_digest(body, uplink)
 
 
 class LearnerTensors:
@@ -64,8 +65,8 @@ class LearnerTensors:
         self.store = store
         self.blend_alpha = blend_alpha
         count = len(plan.fragments)
-        self.published: list[Tensor | None] = [None] * count
-        self.staged: list[Tensor | None] = [None] * count
+        self.published: list[Values | None] = [None] * count
+        self.staged: list[Values | None] = [None] * count
         self.snapshots: list[HostCopy | None] = [None] * count
         self._sent: list[HostCopy | None] = [None] * count
 
@@ -125,16 +126,19 @@ class LearnerTensors:
             MergeError: the result's digest is not the announced one.
             ProtocolError: the body's size does not fit.
         """
-        newest = self.staged[fragment]
-        if newest is None:
-            newest = self.published[fragment]
-        assert newest is not None, f"fragment {fragment} has no copy to add a difference to"
-        values = newest.clone()
+        values: Tensor = self.newest(fragment).clone()
         receive(values, body, self.plan.codec_of(fragment, self.plan.downlink))
         return self.store.prepare(verified(values, fragment, announced))
 
-    def stage(self, fragment: int, values: Tensor) -> None:
-        """Keeps verified values (fp32 [N]) for the next boundary.
+    def newest(self, fragment: int) -> Values:
+        """The newest published copy that is here, staged or not."""
+        staged, published = self.staged[fragment], self.published[fragment]
+        newest = published if staged is None else staged
+        assert newest is not None, f"fragment {fragment} has no copy to add a difference to"
+        return newest
+
+    def stage(self, fragment: int, values: Values) -> None:
+        """Keeps verified values for the next boundary.
 
         Called together with telling the machine ``Fetched``, under the same lock, so that what is
         staged here is always the version that the machine thinks it is.
@@ -148,7 +152,7 @@ def verified(values: Tensor, fragment: int, announced: str) -> Tensor:
     Raises:
         MergeError: it is not.
     """
-    actual = digest(values)
+    actual = values_digest(values)
     if actual != announced:
         raise MergeError(
             f"fragment {fragment} has digest {actual}, the shard announced {announced}: the "

@@ -13,11 +13,12 @@ learner.close()
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Literal, Self, TypeVar, cast
 
 import torch
 
@@ -34,6 +35,8 @@ from decoupled_diloco.learner.checkpointer import (
 from decoupled_diloco.learner.checks import refuse_own_copies, refuse_what_is_not_finite
 from decoupled_diloco.learner.data_leases import DataLeases
 from decoupled_diloco.learner.joining import JOIN_TIMEOUT_SECONDS
+from decoupled_diloco.learner.loops import batches_of, following
+from decoupled_diloco.learner.modules import Model, plain
 from decoupled_diloco.learner.participation import Participation
 from decoupled_diloco.learner.plan import StepPlan
 from decoupled_diloco.learner.store import ModuleStore, ParameterStore
@@ -42,11 +45,13 @@ from decoupled_diloco.protocol.checkpoints.events import PartWritten
 from decoupled_diloco.protocol.draining import drained
 from decoupled_diloco.protocol.events import DrainAsked, Paused, StepFinished
 from decoupled_diloco.protocol.recovery import kept as kept_fragments
-from decoupled_diloco.ranks.group import ranks_of_this_job
+from decoupled_diloco.ranks.group import chosen_carriers, is_sharded, ranks_of_this_job
 from decoupled_diloco.runtime import blocking, now
 from decoupled_diloco.transport.base import Client
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 FAREWELL_SECONDS = 30.0
 """How long `close` waits for the closing sweep while no shard is reachable."""
@@ -67,7 +72,8 @@ class Learner(Participation):
     Args:
         model: Its trainable parameters are synchronised, in place, and with the run's setting
             ``sync.buffers="mean"`` or ``"one"`` its floating buffers; frozen parameters are not. On
-            any one device.
+            any one device. Wrappers (`torch.compile`, DDP, Fabric's) do not change their names. If
+            this rank has several stages of a pipeline: a list of them, in the pipeline's order.
         syncer: Address of a shard, as ``"http://host:7070"``, or of several; each knows the others.
         token: The run's secret, if it has one: the text of its token file, with or without the
             newline at its end.
@@ -98,6 +104,8 @@ class Learner(Participation):
             straight from it; port 0: any. Default: a shard relays it.
         hand_in_seconds: How long `close` waits, if the run goes on without this learner, for what
             is trained and not merged yet to be taken. Default: 0, it is thrown away.
+        carriers: How many ranks of a learner of several talk to the syncer, each with its part of
+            every fragment: a number, ``"hosts"`` (one on each), or ``"all"``. Default: rank 0.
         store: How to read and write the parameters; default: `ModuleStore(model)`.
         client: Makes the transport's client. Default: HTTP.
 
@@ -111,9 +119,10 @@ class Learner(Participation):
         TransportError: ``join_timeout`` or ``give_up_seconds`` have passed.
     """
 
-    def __new__(cls, *arguments: Any, **named: Any) -> Self:
+    def __new__(cls, model: Model, *arguments: Any, **named: Any) -> Self:
         """Of a program with several ranks, one learner: see `decoupled_diloco.ranks.learner`."""
-        if cls is Learner and named.get("store") is None and ranks_of_this_job() > 1:
+        own = cls is Learner and named.get("store") is None
+        if own and (ranks_of_this_job() > 1 or is_sharded(model)):
             from decoupled_diloco.ranks.learner import kind_of_rank  # it builds on this module
 
             return cast("Self", object.__new__(kind_of_rank()))
@@ -121,7 +130,7 @@ class Learner(Participation):
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: Model,
         syncer: str | Sequence[str],
         *,
         token: str | None = None,
@@ -137,14 +146,18 @@ class Learner(Participation):
         give_up_seconds: float | None = None,
         join_timeout: float | None = JOIN_TIMEOUT_SECONDS,
         tape: str | Path | None = None,
+        carriers: int | Literal["hosts", "all"] = 1,
         store: ParameterStore | None = None,
         client: Callable[[], Client] | None = None,
     ) -> None:
-        self._model = model
+        self._require_carriers(carriers)
+        self._model = model if isinstance(model, torch.nn.Module) else plain(model)
         objects = all_stateful(optimizer, stateful)
+        self._optimizer = getattr(optimizer, "optimizer", optimizer)  # as Accelerate wraps it
         self._unchecked = optimizer if after_apply is None else None
         if self._unchecked is not None:
-            refuse_own_copies(model, self._unchecked)
+            refuse_own_copies(self._model, self._unchecked)
+        model = plain(model)
         if store is None:
             store = ModuleStore(model)  # First: what it cannot hold cannot be looked at either.
             refuse_what_is_not_finite(model)
@@ -168,6 +181,12 @@ class Learner(Participation):
             transfers=self._transfers,
         )
         self.leases = DataLeases(self._background)
+
+    def _require_carriers(self, carriers: object) -> None:
+        chosen_carriers(carriers, ["this one"])
+
+    untold = 0
+    """Tokens of the step that the end of a loader has interrupted: see `batches`."""
 
     _keeper: Callable[..., Checkpointer] = Checkpointer
 
@@ -252,6 +271,48 @@ class Learner(Participation):
             )
         return blocking(self.take_step(tokens, loss))
 
+    def batches(self, loader: Iterable[T], tokens: Callable[[T], int] | None = None) -> Iterator[T]:
+        """The loader's batches; calls `step` after each that was trained, and in the end `close`.
+
+            for batch in learner.batches(loader):
+                model(batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        Given ``optimizer=``, a step is finished when a batch's body has called ``optimizer.step``:
+        so gradient accumulation needs no help. Without it each batch is a step. A batch whose body
+        is left by ``break`` is not told of. At the end of the loader the learner stays in the run,
+        for another epoch, which goes on with a step that is not finished. When the run is over the
+        loop ends, and the model has the final weights.
+
+        Args:
+            tokens: What one batch is trained on. Default: counted where the model is called
+                (`counting.TokenCounter`: padding is left out if there is an ``attention_mask``).
+
+        Raises:
+            ConfigError, TransportError: see `step`.
+        """
+        if self._closed:
+            return iter(())
+        return batches_of(self, self._model, self._optimizer, loader, tokens)
+
+    def following(self, tokens: Callable[[], int] | None = None) -> AbstractContextManager[None]:
+        """For a loop that cannot be changed: calls `step` after each ``optimizer.step()`` in it.
+
+            with learner.following():
+                train(model, optimizer)
+
+        When the run is over the loop is left at its ``optimizer.step()``, and the learner closes.
+
+        Args:
+            tokens: What was trained on since it was called last. Default: see `batches`.
+
+        Raises:
+            ConfigError: there is no ``optimizer=``, or see `step`.
+            TransportError: see `step`.
+        """
+        return following(self, self._model, self._optimizer, tokens)
+
     async def take_step(self, tokens: int, loss: float | None) -> bool:
         """What `step` does, as a coroutine: `runtime.blocking` says what it may wait for."""
         self._raise_failure()
@@ -302,7 +363,8 @@ class Learner(Participation):
         """From now on no `step` waits for anything: the process is told to go.
 
         Only with the run's setting ``wait="at_overlap"`` is there a wait to end. A signal's handler
-        may call it.
+        may call it. Of several ranks, called on rank 0, `step` soon returns ``False`` on all, at
+        the same step: they have to `close` together.
         """
         self._waits = False
 

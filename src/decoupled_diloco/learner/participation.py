@@ -11,6 +11,7 @@ from decoupled_diloco.config.addresses import alternatives
 from decoupled_diloco.errors import ConfigError, TransportError
 from decoupled_diloco.learner import parts
 from decoupled_diloco.learner.background import Background
+from decoupled_diloco.learner.body_exchange import BodyExchange
 from decoupled_diloco.learner.checkpointer import (
     Checkpointer,
 )
@@ -68,11 +69,14 @@ class Participation:
             client=client or (lambda: HttpClient(token=secret)),
             tape=self._tape_maker(tape),
             patience=Patience(join_timeout, give_up_seconds),
+            exchange=self._exchange,
             checkpointer=checkpointer,
             transfers=transfers,
         )
         self._join_timeout = join_timeout
         self._enter()
+
+    _exchange: Callable[..., BodyExchange] = BodyExchange
 
     def _tape_maker(self, tape: str | Path | None) -> Callable[[dict[str, Any]], TapeWriter] | None:
         path = None if tape is None else Path(tape)
@@ -83,8 +87,8 @@ class Participation:
 
     async def _join(self) -> None:
         """Takes part from here on; waits until the run has let this process in."""
-        self._background.start()
         try:
+            self._background.start()
             await self._wait_until_ready(self._join_timeout)
             self._begin()
         except BaseException:

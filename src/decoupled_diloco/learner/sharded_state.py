@@ -27,10 +27,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from decoupled_diloco.errors import ConfigError, StorageError
-from decoupled_diloco.learner.checkpoint import OPTIMIZER
+from decoupled_diloco.learner.checkpoint import OPTIMIZER, LearnerCheckpoint
 from decoupled_diloco.storage.states import pack, unpack
 
 logger = logging.getLogger(__name__)
@@ -134,6 +134,50 @@ class ShardedState:
                 f"the checkpoint {folder} does not fit this learner ({error!s:.300}): build the "
                 "same model, optimizer and objects, or give another folder"
             ) from error
+
+
+def spread_out(
+    checkpoint: LearnerCheckpoint, module: nn.Module, stateful: Mapping[str, Any], folder: Path
+) -> None:
+    """Writes what a learner of one process has kept so that `ShardedState.load` reads it.
+
+    Args:
+        checkpoint: With its model and state in itself.
+        module: This rank's part of the model, which has all of its parameters.
+        stateful: As `ShardedState` has them.
+        folder: Where to, for ``load(folder, 1)``.
+
+    Raises:
+        ConfigError: It does not fit.
+        StorageError: It cannot be written.
+    """
+    objects = dict(checkpoint.state)
+    kept, inner = objects.pop(OPTIMIZER, None), stateful.get(OPTIMIZER)
+    if checkpoint.state.keys() != stateful.keys():
+        raise ConfigError(f"it has {sorted(checkpoint.state)}, not {sorted(stateful)}")
+    named = {id(parameter): name for name, parameter in module.named_parameters()}
+    trained = (
+        [named[id(p)] for group in inner.param_groups for p in group["params"]] if inner else []
+    )
+    optimizer: dict[str, Any] = {}
+    groups = kept["param_groups"] if kept else []
+    numbers = [number for group in groups for number in group["params"]]
+    if len(numbers) != len(trained) or not module.state_dict().keys() <= checkpoint.model.keys():
+        raise ConfigError("it is of another model or optimizer than rank 0 has")
+    names = dict(zip(numbers, trained, strict=True))
+    for group in groups:
+        settings = {key: value for key, value in group.items() if key != "params"}
+        for number in group["params"]:
+            for what, values in (
+                ("state", kept["state"].get(number, {})),
+                ("param_groups", settings),
+            ):
+                optimizer |= {f"{what}.{names[number]}.{k}": v for k, v in values.items()}
+    state = {"model": dict(checkpoint.model), "optimizer": optimizer}
+    try:
+        save(state | {_objects_of(0): _packed(objects)}, checkpoint_id=folder, no_dist=True)
+    except (CheckpointException, OSError) as error:
+        raise StorageError(f"{folder} cannot be written ({causes(error)})") from error
 
 
 _WAY_OUT = "delete it and the file of the same number, and the one before is used"

@@ -12,7 +12,7 @@ Shapes: N elements of a fragment.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,10 @@ from decoupled_diloco.merge import (
     scatter,
     tensors_of,
 )
+
+Values = Any
+"""A fragment's values: fp32 [N] on the CPU, or what a store has in their place, as several ranks'
+does. Whoever is not the store, nor made for it, only hands them on."""
 
 
 class HostCopy(Protocol):
@@ -46,11 +50,11 @@ class ParameterStore(Protocol):
     def snapshot(self, fragment: Fragment) -> HostCopy:
         """Copies a fragment as it is now."""
 
-    def overwrite(self, fragment: Fragment, values: Tensor) -> None:
-        """θ ← values (fp32 [N] on the CPU, never written to again), rounded to θ's dtypes."""
+    def overwrite(self, fragment: Fragment, values: Values) -> None:
+        """θ ← values (never written to again), rounded to θ's dtypes."""
 
     def combine(
-        self, fragment: Fragment, values: Tensor, minus: HostCopy | None, keep: float
+        self, fragment: Fragment, values: Values, minus: HostCopy | None, keep: float
     ) -> None:
         """θ ← (θ − minus) + values, or without ``minus`` θ ← keep·θ + (1 − keep)·values.
 
@@ -64,19 +68,17 @@ class ParameterStore(Protocol):
         Called in the background, before they are staged.
         """
 
-    async def spread(self, fragment: Fragment, values: Tensor) -> None:
-        """Brings values to where they will be written; called in the background, before `stage`."""
-
 
 @dataclass(frozen=True)
 class Copied:
     """A copy that is complete."""
 
-    tensor: Tensor
+    tensor: Values
 
     def values(self) -> Tensor:
         """See `HostCopy.values`."""
-        return self.tensor
+        copied: Tensor = self.tensor
+        return copied
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class Rounded:
 
     fragment: Fragment
     layout: Layout
-    published: Tensor
+    published: Values
 
     def values(self) -> Tensor:
         """See `HostCopy.values`."""
@@ -176,9 +178,6 @@ class ModuleStore:
     def prepare(self, values: Tensor) -> Tensor:
         """See `ParameterStore.prepare`: pinned memory for CUDA."""
         return values if self._stream is None else values.pin_memory()
-
-    async def spread(self, fragment: Fragment, values: Tensor) -> None:
-        """See `ParameterStore.spread`: they are there."""
 
     def _upload(self, values: Tensor) -> Tensor:
         if self._stream is None:

@@ -135,10 +135,10 @@ def test_one_that_belongs_to_a_newer_format_is_not_guessed_at(
 ) -> None:
     from decoupled_diloco.learner import checkpoint as module
 
-    monkeypatch.setattr(module, "FORMAT", 4)
+    monkeypatch.setattr(module, "FORMAT", 5)
     path = CheckpointFolder(tmp_path).save(checkpoint())
     monkeypatch.undo()
-    with pytest.raises(StorageError, match="format 4, this reads 2 and 3"):
+    with pytest.raises(StorageError, match="format 5, this reads 2 and 4"):
         LearnerCheckpoint.read(path)
 
 

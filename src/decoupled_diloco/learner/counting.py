@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -11,7 +12,8 @@ class TokenCounter:
     """Counts what a model is given while it trains: tokens that are no padding, or samples.
 
     Of each call: the ones in ``attention_mask``; without one, the elements of ``input_ids``;
-    without these, the length of the first tensor. Evaluation is not counted. All calls of a step
+    without these, of the first tensor: its elements if they are whole numbers in rows, as tokens
+    are, else its length. Evaluation is not counted. All calls of a step
     count, so gradient accumulation needs no help.
 
     Args:
@@ -44,6 +46,8 @@ def counted(given: tuple[Any, ...], named: dict[str, Any]) -> Tensor | int:
     4
     >>> counted((), {"input_ids": torch.zeros(4, 7)})
     28
+    >>> counted((torch.zeros(4, 7, dtype=torch.int64),), {})
+    28
     """
     mask, tokens = named.get("attention_mask"), named.get("input_ids")
     if isinstance(mask, Tensor) and mask.ndim == 2:  # A mask of more dimensions is of pairs.
@@ -51,4 +55,8 @@ def counted(given: tuple[Any, ...], named: dict[str, Any]) -> Tensor | int:
     if isinstance(tokens, Tensor):
         return tokens.numel()
     tensors = (each for each in (*given, *named.values()) if isinstance(each, Tensor))
-    return next((len(each) for each in tensors if each.ndim), 1)
+    first = next((each for each in tensors if each.ndim), None)
+    if first is None:
+        return 1
+    are_tokens = first.ndim == 2 and first.dtype in (torch.int32, torch.int64)
+    return first.numel() if are_tokens else len(first)

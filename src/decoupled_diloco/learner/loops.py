@@ -1,0 +1,112 @@
+"""Training loops that do not call `Learner.step` themselves."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.learner.counting import TokenCounter
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Steps(Protocol):
+    """What of a learner a loop needs.
+
+    Attributes:
+        untold: Tokens of batches behind the last step, when the loader ended.
+    """
+
+    untold: int
+
+    def step(self, tokens: int) -> bool:
+        """One inner step is finished; returns whether the run goes on."""
+
+    def close(self) -> None:
+        """Leaves the run."""
+
+
+class LeaveLoop(BaseException):
+    """Leaves the loop in `following` when the run is over."""
+
+
+def batches_of(
+    learner: Steps,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    batches: Iterable[T],
+    tokens: Callable[[T], int] | None,
+) -> Iterator[T]:
+    """See `Learner.batches`."""
+    stepped = optimizer is None
+    seen = made = pending = 0
+    trained, learner.untold = learner.untold, 0
+
+    def note(*_: Any) -> None:
+        nonlocal stepped
+        stepped = True
+
+    counter = TokenCounter(model) if tokens is None else None
+    hook = None if optimizer is None else optimizer.register_step_post_hook(note)
+    try:
+        for batch in batches:
+            yield batch
+            seen, pending = seen + 1, pending + 1
+            trained += 0 if tokens is None else tokens(batch)
+            if not stepped:
+                continue
+            made, stepped = made + 1, optimizer is None
+            goes_on = learner.step(trained + (0 if counter is None else counter.take()))
+            trained = pending = 0
+            if not goes_on:
+                learner.close()
+                return
+        if pending:
+            learner.untold = trained + (0 if counter is None else counter.take())
+        if seen and not made:
+            logger.warning(
+                "optimizer.step was not called in %d batches, so the run was told of no step: give "
+                "Learner the optimizer that trains the model",
+                seen,
+            )
+    finally:
+        if counter is not None:
+            counter.close()
+        if hook is not None:
+            hook.remove()
+
+
+@contextmanager
+def following(
+    learner: Steps,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    tokens: Callable[[], int] | None,
+) -> Iterator[None]:
+    """See `Learner.following`."""
+    if optimizer is None:
+        raise ConfigError("there is no optimizer to follow: give Learner the argument optimizer=")
+    counter = TokenCounter(model) if tokens is None else None
+    count = tokens or (lambda: counter.take() if counter else 1)
+
+    def made(*_: Any) -> None:
+        if not learner.step(count()):
+            raise LeaveLoop
+
+    hook = optimizer.register_step_post_hook(made)
+    try:
+        yield
+    except LeaveLoop:
+        learner.close()
+    finally:
+        hook.remove()
+        if counter is not None:
+            counter.close()

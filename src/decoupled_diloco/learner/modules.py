@@ -1,0 +1,74 @@
+"""A learner's model as one module under the names that count."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from decoupled_diloco.errors import ConfigError
+
+Model = nn.Module | Sequence[nn.Module]
+"""A model, or the parts of one that a rank has: several stages of a pipeline."""
+
+
+class JoinedParts(nn.Module):
+    """Parts of one model, under the whole model's names.
+
+    Attributes:
+        parts: They themselves, which train.
+
+    Raises:
+        ConfigError: Two parts have a parameter of one name.
+    """
+
+    parts: tuple[nn.Module, ...]
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.__dict__["parts"] = tuple(parts)  # as children their names would begin with a number
+        _graft(self, parts, "")
+
+
+def _graft(target: nn.Module, parts: Sequence[nn.Module], place: str) -> None:
+    children: dict[str, list[nn.Module]] = {}
+    for part in parts:
+        for name, parameter in part.named_parameters(recurse=False):
+            if name in target._parameters:
+                raise ConfigError(
+                    f"parameter {place + name!r} is in several parts of the model: give each of a "
+                    "rank's stages its own"
+                )
+            target.register_parameter(name, parameter)
+        for name, buffer in part.named_buffers(recurse=False):
+            kept = name not in part._non_persistent_buffers_set
+            target.register_buffer(name, buffer, persistent=kept)
+        for name, child in part.named_children():
+            children.setdefault(name, []).append(child)
+    for name, found in children.items():
+        whole = found[0]
+        if len(found) > 1:
+            whole = nn.Module()
+            _graft(whole, found, f"{place}{name}.")
+        target.add_module(name, whole)
+
+
+def parts_of(model: Model) -> Sequence[nn.Module]:
+    """The modules that train: the model itself, or its parts."""
+    if isinstance(model, JoinedParts):
+        return model.parts
+    return (model,) if isinstance(model, nn.Module) else model
+
+
+def plain(model: Model) -> nn.Module:
+    """The module that wrappers (`torch.compile`, DDP, Fabric) were put around: its names count."""
+    if not isinstance(model, nn.Module):
+        parts = [plain(part) for part in model]
+        return parts[0] if len(parts) == 1 else JoinedParts(parts)
+    while True:
+        inner = getattr(model, "_orig_mod", getattr(model, "_original_module", None))
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner

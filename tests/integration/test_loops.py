@@ -1,0 +1,242 @@
+"""Loops that do not call `step`: `Learner.batches` and `Learner.following`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from decoupled_diloco import Learner
+from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.observe.tape import TapeReader
+from integration.system import Model, System, parameters
+
+Make = Callable[..., System]
+
+
+class Reader(nn.Module):
+    """A model that is called with tokens [B, T], and perhaps a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Model()
+
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        hidden = self.inner.hidden(self.inner.embedding(input_ids))
+        return self.inner.head(hidden).logsumexp(-1).mean()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+
+def told(system: System, name: str = "learner-0") -> list[int]:
+    """The tokens of the steps that a learner told of."""
+    records = TapeReader(system.folder / "tape" / f"{name}.jsonl")
+    return [record.data["tokens"] for record in records if record.type == "StepFinished"]
+
+
+def tokens(rows: int = 2, long: int = 5) -> torch.Tensor:
+    return torch.randint(0, 11, (rows, long))
+
+
+@pytest.fixture
+def system(make: Make) -> System:
+    system = make(run={"learners": 1, "budget_steps": 12})
+    system.start()
+    return system
+
+
+def joined(system: System, model: nn.Module, **options: object) -> Learner:
+    return system.learner(model, "learner-0", **options)
+
+
+def test_two_lines_are_enough(system: System) -> None:
+    model = Reader()
+    optimizer = sgd(model)
+    seen = 0
+    learner = joined(system, model, optimizer=optimizer)
+    for _ in range(10):
+        for batch in learner.batches([tokens() for _ in range(4)]):
+            seen += 1
+            model(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert learner.over
+    assert seen == learner.steps
+    system.wait_finished()
+    assert set(told(system)) == {10}, "every batch has 2 x 5 tokens"
+
+
+def test_accumulation_and_padding_need_no_help(system: System) -> None:
+    """Steps are those of the optimizer, and masked tokens are none."""
+    model = Reader()
+    optimizer = sgd(model)
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 0, 0, 0, 0]])
+    learner = joined(system, model, optimizer=optimizer)
+    for number, batch in enumerate(learner.batches(tokens() for _ in range(100)), start=1):
+        model(batch, attention_mask=mask).backward()
+        if number % 3 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+            model.eval()
+            model(batch)
+            model.train()
+    assert learner.over
+    assert learner.steps == number // 3
+    assert set(told(system)) == {3 * 4}
+
+
+def test_what_a_batch_counts_may_be_said(system: System) -> None:
+    model = Reader()
+    with joined(system, model) as learner:
+        for batch in learner.batches([tokens(), tokens(3)], tokens=len):
+            model(batch)
+        assert (learner.steps, learner.tokens) == (2, 5), "without an optimizer each is a step"
+
+
+def test_another_optimizer_s_steps_are_missed_aloud(
+    system: System, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Reader()
+    with joined(system, model, optimizer=sgd(model)) as learner:
+        with caplog.at_level(logging.WARNING):
+            for batch in learner.batches([tokens()] * 3):
+                model(batch).backward()
+                sgd(model).step()
+        assert learner.steps == 0
+    assert "not called in 3 batches" in caplog.text
+
+
+def test_a_closed_learner_has_no_batches(system: System) -> None:
+    learner = joined(system, Reader())
+    learner.close()
+    assert list(learner.batches([1, 2])) == []
+
+
+def test_hooks_go_with_the_loop(system: System) -> None:
+    model = Reader()
+    optimizer = sgd(model)
+    with joined(system, model, optimizer=optimizer) as learner:
+        own = dict(optimizer._optimizer_step_post_hooks)
+        for batch in learner.batches([tokens()] * 3):
+            assert optimizer._optimizer_step_post_hooks != own
+            model(batch).backward()
+            optimizer.step()
+            break
+        optimizer.step()
+        assert learner.steps == 0
+        assert not model._forward_pre_hooks
+        assert optimizer._optimizer_step_post_hooks == own
+
+
+def test_a_loop_that_knows_nothing_is_followed(system: System) -> None:
+    """It is left when the run is over, its `finally` included, and the model is the global one."""
+    model = Reader()
+    optimizer = sgd(model)
+    after = [False]
+
+    def foreign() -> None:
+        try:
+            while True:
+                model(tokens()).backward()
+                try:
+                    optimizer.step()
+                except Exception:  # it swallows what it can
+                    pytest.fail("the end of a run is no error")
+                optimizer.zero_grad()
+        finally:
+            after[0] = True
+
+    learner = joined(system, model, optimizer=optimizer)
+    with learner.following():
+        foreign()
+    assert after[0]
+    assert learner.over
+    system.wait_finished()
+    assert set(told(system)) == {10}
+    before = parameters(model)
+    model(tokens()).backward()
+    optimizer.step()
+    assert any(not torch.equal(before[n], p) for n, p in parameters(model).items())
+
+
+def test_a_loop_that_ends_leaves_the_learner_in_the_run(system: System) -> None:
+    model = Reader()
+    optimizer = sgd(model)
+    counts: Iterator[int] = iter((3, 4))
+    with joined(system, model, optimizer=optimizer) as learner:
+        with learner.following(tokens=lambda: next(counts)):
+            for _ in range(2):
+                model(tokens()).backward()
+                optimizer.step()
+        assert (learner.steps, learner.tokens) == (2, 7)
+        with pytest.raises(ZeroDivisionError), learner.following():
+            raise ZeroDivisionError
+        assert learner.step(tokens=1)
+
+
+def test_without_an_optimizer_there_is_nothing_to_follow(system: System) -> None:
+    with (
+        joined(system, Reader()) as learner,
+        pytest.raises(ConfigError, match="give Learner the argument optimizer="),
+        learner.following(),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("given", [None, torch.numel])
+def test_a_step_over_two_epochs_has_the_tokens_of_both(
+    given: Callable[[torch.Tensor], int] | None, system: System
+) -> None:
+    model = Reader()
+    optimizer = sgd(model)
+    number = 0
+    with joined(system, model, optimizer=optimizer) as learner:
+        for _ in range(2):
+            for batch in learner.batches([tokens(), tokens(), tokens()], given):
+                model(batch).backward()
+                number += 1
+                if number % 2 == 0:
+                    optimizer.step()
+        assert (learner.steps, learner.tokens) == (3, 60)
+
+
+def test_a_compiled_model_s_tokens_are_counted(system: System, tmp_path: Path) -> None:
+    model = Reader()
+    optimizer = sgd(model)
+    compiled = torch.compile(model, backend="aot_eager")
+    with joined(system, model, optimizer=optimizer) as learner:
+        for batch in learner.batches([tokens(), tokens(), tokens(3, 4)]):
+            compiled(batch).backward()
+            optimizer.step()
+        assert (learner.steps, learner.tokens) == (3, 32)
+
+
+@pytest.mark.parametrize("wrapper", ["compile", "fabric"])
+def test_a_wrapped_model_joins_who_trains_it_plain(
+    wrapper: str, system: System, tmp_path: Path
+) -> None:
+    """Its parameters' names are the plain model's, in its checkpoints too."""
+    options = {"checkpoint": tmp_path / "kept"}
+    with joined(system, Reader()):
+        pass
+    for steps in (2, 4):
+        model: nn.Module = Reader()
+        optimizer = sgd(model)
+        if wrapper == "compile":
+            model = torch.compile(model, backend="aot_eager")
+        else:
+            fabric = pytest.importorskip("lightning.fabric").Fabric(accelerator="cpu", devices=1)
+            model, optimizer = fabric.setup(model, optimizer)
+        with system.learner(model, "learner-1", optimizer=optimizer, **options) as learner:
+            for batch in learner.batches([tokens(), tokens()]):
+                model(batch).backward()
+                optimizer.step()
+            assert (learner.steps, learner.tokens) == (steps, 10 * steps)

@@ -1,0 +1,46 @@
+"""A loop of one's own with Lightning Fabric, as its users start it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from decoupled_diloco.observe.tape import TapeReader
+from integration.system import System
+
+pytest.importorskip("lightning")
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "loop_fabric.py"
+ROWS, ACCUMULATED, CONTEXT = 64, 2, 64
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_its_steps_and_tokens_are_counted(ranks: int, tmp_path: Path) -> None:
+    """Two batches are accumulated to a step; of several processes all are one learner."""
+    system = System(tmp_path / "run", run={"learners": 1, "budget_steps": 12})
+    system.start()
+    try:
+        command = [sys.executable, str(EXAMPLE), "--syncer", system.addresses[0], "--name", "a"]
+        command += ["--devices", str(ranks)]
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=200
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "the model holds the run's final weights" in done.stdout
+        system.wait_finished()
+    finally:
+        system.close()
+    records = TapeReader(tmp_path / "run" / "tape" / "shard-0.jsonl")
+    told = [record.data["message"] for record in records if record.type == "Received"]
+    coordinator = json.loads((tmp_path / "run" / "coordinator.json").read_text())
+    names = [tensor["name"] for tensor in json.loads(coordinator["layout"])["tensors"]]
+    assert names == ["0.weight", "2.weight", "2.bias", "4.weight", "4.bias"], "not the wrappers'"
+    last = [each for each in told if each["type"] == "StepReport"][-1]
+    assert last["step"] >= 12
+    assert last["tokens"] == last["step"] * ranks * ACCUMULATED * ROWS * CONTEXT
