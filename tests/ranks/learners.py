@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -41,7 +42,7 @@ class Ranks:
         self.processes: list[BaseProcess] = []
         for rank in range(world):
             surroundings = {"OMP_NUM_THREADS": "1"}
-            if world > 1:
+            if job.kind != "plain":
                 numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world}
                 surroundings |= {name: str(number) for name, number in numbers.items()}
                 surroundings |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -62,14 +63,19 @@ class Ranks:
         return [process.exitcode for process in self.processes]
 
     def ends_well(self) -> None:
+        """All end, without an error; who does not says where it is."""
         codes = self.wait()
+        for rank, process in enumerate(self.processes):
+            if process.is_alive():
+                self.send(rank, signal.SIGABRT)
+                process.join(5)
         logs = "\n".join(f"rank {n}:\n{self.log(n)[-3000:]}" for n in range(len(codes)))
         assert set(codes) == {0}, f"{codes}\n{logs}"
 
-    def send(self, rank: int, signal: int) -> None:
+    def send(self, rank: int, number: int) -> None:
         pid = self.processes[rank].pid
         assert pid is not None
-        os.kill(pid, signal)
+        os.kill(pid, number)
 
     def kill(self) -> None:
         for process in self.processes:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import errno
+import faulthandler
 import logging
 import math
 import os
+import sys
 import time
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch._dynamo  # the first optimizer brings it in: once is enough for all ranks
@@ -20,7 +23,12 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -29,7 +37,11 @@ from torch.distributed.tensor.parallel import (
 )
 
 from decoupled_diloco import Learner
+from decoupled_diloco.learner.modules import parts_of, plain
 from decoupled_diloco.ranks import seat, watch
+
+PIPELINES = {"pipeline": ScheduleGPipe, "pipeline 1F1B": Schedule1F1B}
+INTERLEAVED = "pipeline, two stages a rank"
 
 VOCABULARY, WIDTH, LAYERS = 13, 8, 3
 BATCH = 12
@@ -73,8 +85,11 @@ def parallel(kind: str, model: nn.Module) -> tuple[nn.Module, int, int]:
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if kind == "plain":
         return model, 0, 1
-    if kind == "pipeline":
+    if kind in PIPELINES:
         return stage_of(model, rank, world), 0, 1
+    if kind == INTERLEAVED:
+        stages = (stage_of(deepcopy(model), each, 2 * world) for each in (rank, rank + world))
+        return plain([*stages]), 0, 1
     if kind == "ddp":
         return nn.parallel.DistributedDataParallel(model), rank, world
     if kind == "fsdp":
@@ -118,10 +133,17 @@ class Gradients:
     def __init__(self, kind: str, model: nn.Module) -> None:
         self._model = model
         self._schedule: Any = None
-        if kind == "pipeline":
+        if kind == INTERLEAVED:
+            rank, world = dist.get_rank(), dist.get_world_size()
+            stages = [
+                PipelineStage(part, rank + n * world, 2 * world, torch.device("cpu"))
+                for n, part in enumerate(parts_of(model))
+            ]
+            self._schedule = ScheduleInterleaved1F1B(stages, n_microbatches=4, loss_fn=loss_of)
+        if kind in PIPELINES:
             rank, world = dist.get_rank(), dist.get_world_size()
             stage = PipelineStage(model, rank, world, torch.device("cpu"))
-            self._schedule = ScheduleGPipe(stage, n_microbatches=3, loss_fn=loss_of)
+            self._schedule = PIPELINES[kind](stage, n_microbatches=3, loss_fn=loss_of)
 
     def __call__(self, tokens: Tensor, targets: Tensor) -> float | None:
         if self._schedule is None:
@@ -160,6 +182,9 @@ class Job:
     optimizer: str = "sgd"
     checkpoint: Path | None = None
     checkpoint_every_seconds: float = 0.0
+    carriers: int | Literal["hosts", "all"] = 1
+    block: int = 0
+    """Elements that have a digest of their own; 0: as the product has it."""
 
 
 def full(model: nn.Module) -> dict[str, Tensor]:
@@ -176,6 +201,8 @@ def main(job: Job, surroundings: Mapping[str, str]) -> None:
     """Trains until the run is over, or the job's steps are made; leaves the weights."""
     settle(job, surroundings)
     watch.LOOK_SECONDS, watch.LONG_SECONDS = 0.5, 4.0
+    if job.block:
+        sys.modules["decoupled_diloco.merge.codec"].DIGEST_NUMEL = job.block  # type: ignore[attr-defined]
     if "RANK" in os.environ:
         dist.init_process_group("gloo", timeout=timedelta(seconds=COLLECTIVE_SECONDS))
     train(job)
@@ -207,6 +234,7 @@ def settle(job: Job, surroundings: Mapping[str, str]) -> None:
     log = os.open(job.folder / f"{job.name}-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    faulthandler.enable(2)  # who does not end is asked, with SIGABRT, where it is
     logging.basicConfig(level=logging.INFO, force=True)
     torch.set_num_threads(1)
 
@@ -237,13 +265,14 @@ def train(job: Job) -> None:
     size = BATCH // parts
     gradients = Gradients(job.kind, model)
     with Learner(
-        model,
+        list(parts_of(model)) if job.kind == INTERLEAVED else model,
         syncer=job.address,
         learner_id=name,
         optimizer=optimizer,
         stateful={"schedule": schedule, "position": Position()},
         checkpoint=job.checkpoint,
         checkpoint_every_seconds=job.checkpoint_every_seconds,
+        carriers=job.carriers,
     ) as learner:
         print(f"begins at step {learner.steps}", flush=True)
         for step in range(learner.steps, job.steps - (trouble == "a step fewer")):

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from ranks.learners import ranks
-from ranks.program import Job
+from ranks.program import INTERLEAVED, Job
 from ranks.test_faults import ASYNCHRONOUS, NOWHERE, steps_told, until_told
-from ranks.test_kinds import TOLERANCE, system_in
+from ranks.test_kinds import TOLERANCE, several_carriers, system_in
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -23,12 +23,13 @@ ALONE = {"fragments": 3, "period": 3000, "overlap": 1, "quorum": 1}
 """No fragment is due: what a learner trains is its own."""
 
 
-def trained(folder: Path, *lives: tuple[str, int]) -> dict[str, Any]:
+def trained(folder: Path, *lives: tuple[str, int], **options: Any) -> dict[str, Any]:
     """What a learner has after so many steps, that it makes in lives of these kinds and ranks."""
     with system_in(folder, run={"budget_steps": 10_000}, sync=ALONE) as system:
         for number, (kind, world) in enumerate(lives, 1):
             steps = STEPS * number // len(lives)
-            job = Job(kind, system.addresses[0], "one", folder, steps, optimizer="adamw")
+            own = options if kind != "plain" else options | {"carriers": 1}
+            job = Job(kind, system.addresses[0], "one", folder, steps, optimizer="adamw", **own)
             with ranks(replace(job, checkpoint=folder / "kept"), world) as learner:
                 learner.ends_well()
                 assert f"begins at step {STEPS * (number - 1) // len(lives)}\n" in learner.log(0)
@@ -49,7 +50,9 @@ def without_a_stop(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         (("tp", 2), ("fsdp_tp", 4)),
         (("pipeline", 3), ("hsdp", 4)),
         (("hsdp", 4), ("pipeline", 3)),
-        (("fsdp", 2), ("plain", 1)),
+        (("fsdp", 2), (INTERLEAVED, 2), ("ddp", 2)),
+        (("fsdp", 2), ("plain", 1), ("tp", 2)),
+        (("plain", 1), ("fsdp_tp", 4)),
     ],
     ids=str,
 )
@@ -63,6 +66,48 @@ def test_it_goes_on_as_if_it_had_not_stopped(
         if name in found["weights"]:  # of a pipeline rank 0 has its stage
             difference = float((ours - found["weights"][name]).norm() / ours.norm())
             assert difference <= 10 * TOLERANCE, f"{name}: {difference}"
+
+
+@pytest.mark.parametrize("lives", [(("fsdp", 2), ("ddp", 3)), (("tp", 2), ("plain", 1))], ids=str)
+def test_several_carriers_keep_and_read_the_published_copies(
+    lives: tuple[tuple[str, int], ...],
+    without_a_stop: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = trained(tmp_path, *lives, **several_carriers(monkeypatch))
+    for name, ours in without_a_stop["weights"].items():
+        difference = float((ours - found["weights"][name]).norm() / ours.norm())
+        assert difference <= 10 * TOLERANCE, f"{name}: {difference}"
+    files = sorted(path.name for path in (tmp_path / "kept/one").glob("00000001.ranks/pub*"))
+    assert files == ["published-0.safetensors", "published-1.safetensors"]
+    assert "own progress goes on in 3 of 3" in (tmp_path / "one-0.log").read_text()
+
+
+def test_published_copies_that_are_lost_are_told_and_nothing_hangs(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    with system_in(tmp_path, run={"budget_steps": 10_000}, sync=ALONE) as system:
+        job = Job("fsdp", system.addresses[0], "one", tmp_path, 4, optimizer="adamw")
+        with ranks(replace(job, checkpoint=kept), 2) as learner:
+            learner.ends_well()
+        (kept / "one/00000001.ranks/published-0.safetensors").unlink()
+        with ranks(replace(job, checkpoint=kept), 2) as learner:
+            codes = learner.wait()
+            assert set(codes) & {0, None} == set(), codes
+            assert "elements of vector 0" in learner.log(0)
+
+
+def test_a_pipeline_begins_anew_after_a_plain_life(tmp_path: Path) -> None:
+    """Rank 0 has but its stage: which parameter is which in the optimizer it cannot tell."""
+    with system_in(tmp_path, run={"budget_steps": 10_000}, sync=ALONE) as system:
+        job = Job("plain", system.addresses[0], "one", tmp_path, 4, optimizer="adamw")
+        job = replace(job, checkpoint=tmp_path / "kept")
+        with ranks(job, 1) as learner:
+            learner.ends_well()
+        with ranks(replace(job, kind="pipeline"), 3) as learner:
+            learner.ends_well()
+            log = learner.log(0)
+        assert "its checkpoint is of a learner of one process: it is of another model" in log
 
 
 def test_each_rank_has_its_own_objects_back(tmp_path: Path) -> None:

@@ -10,11 +10,18 @@ import pytest
 
 from ranks.learners import Ranks, ranks
 from ranks.program import Job
-from ranks.test_kinds import system_in
+from ranks.test_kinds import several_carriers, system_in
 
 pytestmark = pytest.mark.timeout(180)
 
-ASYNCHRONOUS = {"fragments": 2, "period": 4, "overlap": 1, "quorum": 1, "wait": "never"}
+ASYNCHRONOUS = {
+    "fragments": 2,
+    "period": 4,
+    "overlap": 1,
+    "quorum": 1,
+    "wait": "never",
+    "apply": "on_arrival",
+}
 NOWHERE = "http://127.0.0.1:9"
 
 
@@ -41,13 +48,16 @@ def until_told(learner: Ranks, what: str) -> None:
             "another name",
             "rank 1 of this learner has learner_id='another', rank 0 has 'one'",
         ),
+        ("ddp", "too many carriers", "carriers=3: give 1 to 2, as this learner has 2 ranks"),
         ("fsdp", "not finite", "rank 1: the model's 'embedding.weight' has NaN"),
     ],
 )
 def test_ranks_that_do_not_fit_end_with_the_reason_on_each(
     kind: str, trouble: str, told: str, tmp_path: Path
 ) -> None:
-    with ranks(Job(kind, NOWHERE, "one", tmp_path, trouble=trouble), 2) as learner:
+    carriers = 3 if trouble == "too many carriers" else 1
+    job = Job(kind, NOWHERE, "one", tmp_path, trouble=trouble, carriers=carriers)
+    with ranks(job, 2) as learner:
         codes = learner.wait()
         assert 0 not in codes
         assert None not in codes
@@ -63,6 +73,13 @@ def test_a_rank_that_makes_no_learner_is_named(tmp_path: Path) -> None:
             time.sleep(0.2)
 
 
+def test_ranks_that_wait_for_the_run_are_not_told_apart(tmp_path: Path) -> None:
+    with ranks(Job("ddp", NOWHERE, "one", tmp_path), 2) as learner:
+        until_told(learner, "is not in the run yet")
+        time.sleep(8.0)  # twice as long as ranks may differ here
+        assert "has to make the same calls" not in learner.log(0) + learner.log(1)
+
+
 def test_a_rank_that_makes_a_step_fewer_is_named(tmp_path: Path) -> None:
     with system_in(tmp_path, run={"budget_steps": 10_000}, sync=ASYNCHRONOUS) as system:
         job = Job("ddp", system.addresses[0], "one", tmp_path, steps=6, trouble="a step fewer")
@@ -73,12 +90,17 @@ def test_a_rank_that_makes_a_step_fewer_is_named(tmp_path: Path) -> None:
             assert "rank 1 of this learner is at 'close' and rank 0 at 'step 5'" in learner.log(0)
 
 
-def test_a_stopped_rank_is_named_and_the_learner_goes_on_with_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("many", [False, True])
+def test_a_stopped_rank_is_named_and_the_learner_goes_on_with_it(
+    many: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = several_carriers(monkeypatch) if many else {}
+    alone = options | {"carriers": 1}
     with system_in(tmp_path, run={"budget_steps": 100}, sync=ASYNCHRONOUS) as system:
         address = system.addresses[0]
         with (
-            ranks(Job("plain", address, "other", tmp_path, pause=0.1), 1) as other,
-            ranks(Job("tp", address, "one", tmp_path, pause=0.1), 2) as learner,
+            ranks(Job("plain", address, "other", tmp_path, pause=0.1, **alone), 1) as other,
+            ranks(Job("tp", address, "one", tmp_path, pause=0.1, **options), 2) as learner,
         ):
             steps_told(learner, 4)
             learner.send(1, signal.SIGSTOP)
@@ -91,20 +113,22 @@ def test_a_stopped_rank_is_named_and_the_learner_goes_on_with_it(tmp_path: Path)
         system.wait_finished()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("rank", "many"), [(0, False), (1, False), (1, True)])
 def test_a_killed_rank_ends_the_others_and_the_learner_comes_back_in_another_size(
-    rank: int, tmp_path: Path
+    rank: int, many: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    options = several_carriers(monkeypatch) if many else {}
+    alone = options | {"carriers": 1}
     with system_in(tmp_path, run={"budget_steps": 60}, sync=ASYNCHRONOUS) as system:
         address = system.addresses[0]
-        with ranks(Job("plain", address, "other", tmp_path, pause=0.1), 1) as other:
-            with ranks(Job("fsdp", address, "one", tmp_path, pause=0.1), 2) as learner:
+        with ranks(Job("plain", address, "other", tmp_path, pause=0.1, **alone), 1) as other:
+            with ranks(Job("fsdp", address, "one", tmp_path, pause=0.1, **options), 2) as learner:
                 steps_told(learner, 4)
                 learner.send(rank, signal.SIGKILL)
                 codes = learner.wait(30)
                 assert codes[rank] == -signal.SIGKILL
                 assert codes[1 - rank] not in (0, None), learner.log(1 - rank)[-2000:]
-            with ranks(Job("ddp", address, "one", tmp_path, pause=0.1), 2) as again:
+            with ranks(Job("ddp", address, "one", tmp_path, pause=0.1, **options), 3) as again:
                 again.ends_well()
             other.ends_well()
         system.wait_finished()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,14 +14,22 @@ import torch
 from torch import Tensor
 
 from decoupled_diloco.syncer.fragments import ShardTensors
+from decoupled_diloco.transport.bodies import BodyBooks
 from integration.system import System
 from ranks.learners import ranks
-from ranks.program import BATCH, Job
+from ranks.program import BATCH, INTERLEAVED, Job
 
 pytestmark = pytest.mark.timeout(180)
 
 FRAGMENTS, ROUNDS = 3, 5
-SYNCHRONOUS = {"fragments": FRAGMENTS, "period": 4, "overlap": 1, "wait": "at_overlap", "quorum": 1}
+SYNCHRONOUS = {
+    "fragments": FRAGMENTS,
+    "period": 4,
+    "overlap": 1,
+    "quorum": 1,
+    "wait": "at_overlap",
+    "apply": "at_tau",  # while it waits for one fragment, another must not come a step early
+}
 TOLERANCE = 1e-6
 """Of the fragment's norm: sums over ranks have another order than those of one process."""
 
@@ -51,10 +60,12 @@ def system_in(folder: Path, **tables: Any) -> Iterator[System]:
         system.close()
 
 
-def trained(folder: Path, kind: str, world: int, merged: History) -> tuple[dict[int, Any], Any]:
+def trained(
+    folder: Path, kind: str, world: int, merged: History, **options: Any
+) -> tuple[dict[int, Any], Any]:
     """A run of one learner: the versions of each fragment, and what the learner has at its end."""
     with system_in(folder) as system:
-        with ranks(Job(kind, system.addresses[0], "one", folder), world) as learner:
+        with ranks(Job(kind, system.addresses[0], "one", folder, **options), world) as learner:
             learner.ends_well()
         system.wait_finished()
     return {p: list(v) for p, v in merged.items()}, torch.load(folder / "one.pt")
@@ -69,7 +80,20 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Tensor]]:
 
 @pytest.mark.parametrize(
     ("kind", "world"),
-    [("ddp", 2), ("fsdp", 2), ("fsdp", 3), ("hsdp", 4), ("tp", 2), ("fsdp_tp", 4), ("pipeline", 3)],
+    [
+        ("ddp", 2),
+        ("fsdp", 2),
+        ("ddp", 1),
+        ("fsdp", 1),
+        ("tp", 1),
+        ("fsdp", 3),
+        ("hsdp", 4),
+        ("tp", 2),
+        ("fsdp_tp", 4),
+        ("pipeline", 3),
+        ("pipeline 1F1B", 3),
+        (INTERLEAVED, 2),
+    ],
 )
 def test_it_publishes_what_a_plain_learner_does(
     kind: str,
@@ -79,6 +103,11 @@ def test_it_publishes_what_a_plain_learner_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cut, end = trained(tmp_path, kind, world, recorded(monkeypatch))
+    assert_the_same(plain, cut)
+    assert end["tokens"] == end["steps"] * BATCH * 4
+
+
+def assert_the_same(plain: dict[int, list[Tensor]], cut: dict[int, list[Tensor]]) -> None:
     assert plain.keys() == cut.keys() == set(range(FRAGMENTS))
     for fragment, versions in plain.items():
         assert min(len(versions), len(cut[fragment])) >= ROUNDS
@@ -86,4 +115,42 @@ def test_it_publishes_what_a_plain_learner_does(
         for number, (ours, theirs) in enumerate(pairs):
             difference = float((ours - theirs).norm() / ours.norm())
             assert difference <= TOLERANCE, f"fragment {fragment}, round {number}: {difference}"
+
+
+BLOCK = 128
+"""Elements that have a digest of their own: the model is so small."""
+
+
+def several_carriers(patch: pytest.MonkeyPatch, carriers: Any = "all") -> dict[str, Any]:
+    """A job's options; syncer and ranks have the same blocks."""
+    patch.setattr(sys.modules["decoupled_diloco.merge.codec"], "DIGEST_NUMEL", BLOCK)
+    return {"carriers": carriers, "block": BLOCK}
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "carriers"),
+    [("ddp", 2, "all"), ("fsdp", 3, 2), ("fsdp_tp", 4, "all"), ("pipeline", 3, "all")],
+)
+def test_several_carriers_do_what_one_does(
+    kind: str,
+    world: int,
+    carriers: Any,
+    plain: dict[int, list[Tensor]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = several_carriers(monkeypatch, carriers)
+    parts: list[Any] = []
+    opened = BodyBooks.open
+
+    def counted(books: BodyBooks, key: str, who: str, part: Any, *rest: Any, **named: Any) -> Any:
+        parts.append((who, part))
+        return opened(books, key, who, part, *rest, **named)
+
+    monkeypatch.setattr(BodyBooks, "open", counted)
+    cut, end = trained(tmp_path, kind, world, recorded(monkeypatch), **options)
+    assert_the_same(plain, cut)
     assert end["tokens"] == end["steps"] * BATCH * 4
+    assert {who for who, _ in parts} == {"one"}, "the syncer knows one learner"
+    count = world if carriers == "all" else carriers
+    assert len({start for _, (start, _) in parts}) >= count, "and gets its bodies in parts"

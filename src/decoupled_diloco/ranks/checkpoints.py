@@ -1,24 +1,28 @@
 """Checkpoints of a learner of several ranks, as its leader orders them.
 
 All ranks write the model and the state, each its own shards; when all of it is on the disk, the
-leader writes what the run has to know: the published copies, and what was counted.
+leader writes what the run has to know. Published copies are kept by the carriers, each its ranges.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from decoupled_diloco.learner.checkpoint import LearnerCheckpoint
+from decoupled_diloco.errors import Error, StorageError
+from decoupled_diloco.learner.checkpoint import HeldFragment, LearnerCheckpoint
 from decoupled_diloco.learner.checkpointer import Checkpointer, Written
-from decoupled_diloco.learner.sharded_state import causes
+from decoupled_diloco.learner.sharded_state import causes, spread_out
+from decoupled_diloco.merge import joined_digest
 from decoupled_diloco.observe.samples import CheckpointWritten, Sample
+from decoupled_diloco.ranks.carrier import Document
 from decoupled_diloco.ranks.store import RankedStore
 from decoupled_diloco.runtime import now, runtime
+from decoupled_diloco.storage.ranges import keep_ranges
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +34,7 @@ class _Ordered:
     outline: LearnerCheckpoint
     tell: Callable[[Sample], None]
     future: Future[Written]
+    published: Future[list[Document]]
 
 
 class LeaderCheckpointer(Checkpointer):
@@ -38,26 +43,66 @@ class LeaderCheckpointer(Checkpointer):
     Args:
         store: By which the ranks are told.
         ranks: How many there are.
+        ask: Asks every carrier: see `CarriedExchange.ask_all`.
         arguments: As `Checkpointer` has them.
     """
 
-    def __init__(self, store: RankedStore, ranks: int, *arguments: Any) -> None:
+    def __init__(
+        self,
+        store: RankedStore,
+        ranks: int,
+        ask: Callable[..., Future[list[Document]]],
+        *arguments: Any,
+    ) -> None:
         super().__init__(*arguments)
         self._store = store
         self._ranks = ranks
+        self._ask = ask
         self._ordered: dict[str, _Ordered] = {}
+        self._for_all: Path | None = None
+        self._adopting: Future[list[Document]] = Future()
 
     def fits(self, run: str, fragment_numels: tuple[int, ...]) -> str:
-        """See `Checkpointer.fits`."""
-        if self.loaded is not None and self.loaded.beside is None:
-            return "its checkpoint is of a learner of one process"
-        return super().fits(run, fragment_numels)
+        """See `Checkpointer.fits`; that of a learner of one process is written anew, for all."""
+        problem, checkpoint = super().fits(run, fragment_numels), self.loaded
+        if problem or checkpoint is None or checkpoint.beside is not None:
+            return problem
+        assert self.folder is not None
+        self._for_all = self.folder.next_beside()
+        try:
+            spread_out(checkpoint, self._model, self._stateful, self._for_all)
+            whole = {(p, 0): held.published for p, held in enumerate(checkpoint.fragments)}
+            keep_ranges(self._for_all, 0, whole)
+        except Error as error:
+            return f"its checkpoint is of a learner of one process: {error}"
+        self.loaded = replace(checkpoint, beside=self._for_all, ranks=1, model={}, state={})
+        return ""
+
+    def with_published(self, held: HeldFragment) -> HeldFragment:
+        """See `Checkpointer.with_published`: the carriers will have it."""
+        return replace(held, published=self._store.handle(held.published.numel(), held.digest))
+
+    def fitting(self, run: str, fragment_numels: tuple[int, ...]) -> LearnerCheckpoint | str:
+        """See `Checkpointer.fitting`; the carriers begin to read, since differences come to it."""
+        found = super().fitting(run, fragment_numels)
+        if not isinstance(found, str):
+            folder, numbers = str(found.beside), _numbers(found)
+            self._adopting = self._ask(do="adopt", folder=folder, numbers=numbers)
+        return found
 
     def restore(self) -> None:
         """See `Checkpointer.restore`; the ranks do it at the next boundary."""
         checkpoint = self.loaded
         assert checkpoint is not None
-        self._store.order("restore", str(checkpoint.beside), checkpoint.ranks)
+        folder, answers = str(checkpoint.beside), self._adopting.result()
+        for fragment, held in enumerate(checkpoint.fragments):
+            blocks = bytes.fromhex("".join(each["digests"][fragment] for each in answers))
+            if joined_digest(blocks) != held.digest:
+                raise StorageError(
+                    f"{folder}: the published copy of fragment {fragment} is not what was written: "
+                    "delete it and the file of the same number, and the one before is used"
+                )
+        self._store.order("restore", folder, checkpoint.ranks)
         for fragment, held in enumerate(checkpoint.fragments):
             self._store.adopt(fragment, held.published)
         self._restored(checkpoint)
@@ -68,12 +113,17 @@ class LeaderCheckpointer(Checkpointer):
         """See `Checkpointer.take`; of the boundary whose orders were given before."""
         if self.folder is None:
             return None
+        if self._for_all is not None:  # All ranks have read it: their first step came after.
+            runtime().disk.remove_folder(self._for_all)
+            self._for_all = None
         self._taken_at = now()
         beside = self.folder.next_beside()
         self.writing = Future()
-        whole = replace(outline, ranks=self._ranks, beside=beside)
-        self._ordered[str(beside)] = _Ordered(whole, tell, self.writing)
-        self._store.order("save", str(beside))
+        whole = replace(outline, ranks=self._ranks, beside=beside, fragments=_named(outline))
+        folder = str(beside)
+        published = self._ask(do="keep", folder=folder, numbers=_numbers(whole))
+        self._ordered[folder] = _Ordered(whole, tell, self.writing, published)
+        self._store.order("save", folder)
         return self.writing
 
     def saving(self, folder: str, writing: Future[Any], copy_seconds: float) -> None:
@@ -87,6 +137,10 @@ class LeaderCheckpointer(Checkpointer):
 
     def _finish(self, ordered: _Ordered, error: BaseException | None, copy_seconds: float) -> None:
         checkpoint = ordered.outline
+        try:
+            ordered.published.result()
+        except (Error, CancelledError) as lost:
+            error = error or lost
         if error is None:
             ordered.future.set_result(self._write(checkpoint, copy_seconds, ordered.tell))
             return
@@ -98,3 +152,15 @@ class LeaderCheckpointer(Checkpointer):
             CheckpointWritten(checkpoint.steps, 0, copy_seconds, seconds, problem, checkpoint.cut)
         )
         ordered.future.set_result(Written("", 0, problem))
+
+
+def _numbers(checkpoint: LearnerCheckpoint) -> list[int]:
+    return [held.published.number for held in checkpoint.fragments]
+
+
+def _named(outline: LearnerCheckpoint) -> tuple[HeldFragment, ...]:
+    """The fragments with all digests, as the carriers had them."""
+    return tuple(
+        held if held.digest else replace(held, digest=held.published.digest)
+        for held in outline.fragments
+    )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import os
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -41,10 +42,57 @@ _MEETINGS = itertools.count()
 
 
 def ranks_of_this_job() -> int:
-    """How many ranks the program's process group has; 1 without one."""
+    """How many ranks the program's process group has; 1 without one.
+
+    Raises:
+        ConfigError: The program's launcher has started several, and there is no process group.
+    """
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if ranks not in ("", "0", "1"):
+        raise ConfigError(
+            f"WORLD_SIZE={ranks} says that this is one of {ranks} ranks, and there is no process "
+            "group: call torch.distributed.init_process_group() before Learner, or unset "
+            "WORLD_SIZE if every process is a learner of its own"
+        )
     return 1
+
+
+def chosen_carriers(carriers: object, hosts: Sequence[str]) -> tuple[int, ...]:
+    """The ranks that talk to the syncer; rank 0 is one of them.
+
+    >>> chosen_carriers(2, "aaaa"), chosen_carriers("hosts", "aabb"), chosen_carriers("all", "ab")
+    ((0, 2), (0, 2), (0, 1))
+
+    Args:
+        carriers: How many, evenly spread; ``"hosts"``: one on each; ``"all"``.
+        hosts: The host of each rank.
+
+    Raises:
+        ConfigError: There are not so many ranks, or it is no such value.
+    """
+    ranks = len(hosts)
+    if carriers == "all":
+        return tuple(range(ranks))
+    if carriers == "hosts":
+        return tuple(sorted({host: rank for rank, host in reversed([*enumerate(hosts)])}.values()))
+    if type(carriers) is not int or not 1 <= carriers <= ranks:
+        raise ConfigError(
+            f"carriers={carriers!r}: give 1 to {ranks}, as this learner has {ranks} "
+            f"rank{'s' * (ranks > 1)}, or 'hosts' (one on each) or 'all'"
+        )
+    return tuple(ranks * n // carriers for n in range(carriers))
+
+
+def is_sharded(model: torch.nn.Module | Sequence[torch.nn.Module]) -> bool:
+    """Whether a process group holds the model in parts, be it a group of one rank."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return False
+    from torch.distributed.tensor import DTensor  # slow to import, and there with such a model
+
+    parts = [model] if isinstance(model, torch.nn.Module) else model
+    return any(isinstance(parameter, DTensor) for part in parts for parameter in part.parameters())
 
 
 class Exchange:
@@ -117,13 +165,18 @@ class RankGroup:
         size: How many there are.
 
     Raises:
-        ConfigError: There is no process group.
+        ConfigError: There is no process group, or PyTorch has no gloo.
         TransportError: A rank is gone.
     """
 
     def __init__(self) -> None:
-        if ranks_of_this_job() == 1:
+        if not dist.is_initialized():
             raise ConfigError("a RankGroup needs torch.distributed.init_process_group first")
+        if not dist.is_gloo_available():
+            raise ConfigError(
+                "this build of PyTorch has no gloo, by which the ranks of a learner talk in host "
+                "memory: install one that has it, as the official wheels do"
+            )
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         silence = timedelta(seconds=SILENCE_SECONDS)
         with _told("meet the other ranks"):

@@ -13,11 +13,10 @@ Source: rule 18 of the method's description (`docs/how-to/many-gpus.md`).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -25,17 +24,18 @@ import torch
 
 from decoupled_diloco.config.method import plan_of, read_public
 from decoupled_diloco.errors import ConfigError, Error
-from decoupled_diloco.learner.checkpoint import OPTIMIZER, LearnerCheckpoint
-from decoupled_diloco.learner.checkpointer import Written, all_stateful, require_stateful
-from decoupled_diloco.learner.checks import refuse_own_copies
+from decoupled_diloco.learner.checkpoint import LearnerCheckpoint
+from decoupled_diloco.learner.checkpointer import Written
 from decoupled_diloco.learner.data_leases import DataLeases
 from decoupled_diloco.learner.learner import TOLD_TO_GO, Learner
+from decoupled_diloco.learner.modules import Model, plain
 from decoupled_diloco.learner.plan import StepPlan
 from decoupled_diloco.merge import Layout
 from decoupled_diloco.observe.samples import LossMeasured
 from decoupled_diloco.protocol.events import Paused, StepFinished
+from decoupled_diloco.ranks.carriers import CarriedExchange
 from decoupled_diloco.ranks.checkpoints import LeaderCheckpointer
-from decoupled_diloco.ranks.seat import Document, RankSeat
+from decoupled_diloco.ranks.seat import Document, RankSeat, seated
 from decoupled_diloco.ranks.store import RankedStore
 from decoupled_diloco.runtime import now
 
@@ -197,9 +197,7 @@ class _OfMany(Learner):
 class LeaderRank(_OfMany):
     """Rank 0 of a learner of many ranks."""
 
-    def __init__(
-        self, model: torch.nn.Module, syncer: str | Sequence[str], **arguments: Any
-    ) -> None:
+    def __init__(self, model: Model, syncer: str | Sequence[str], **arguments: Any) -> None:
         self._seat = seated(model, arguments)
         self._count = TokenCount()
         self._plan: Document = dict(NOTHING)
@@ -210,7 +208,20 @@ class LeaderRank(_OfMany):
         self._ranked = RankedStore(self._seat.model.layout)
         self._seat.on_end = self._ranked.failed
         self._facts, self._held = dict(BEFORE), {}
-        self._keeper = partial(LeaderCheckpointer, self._ranked, self._seat.group.size)
+        self._exchange = partial(
+            CarriedExchange,
+            sharding=self._seat.model.sharding,
+            values=self._seat.carried,
+            store=self._ranked,
+            key=self._seat.key,
+            host="127.0.0.1" if len(set(self._seat.hosts)) == 1 else "0.0.0.0",  # it has a key
+        )
+        self._keeper = partial(
+            LeaderCheckpointer,
+            self._ranked,
+            self._seat.group.size,
+            lambda **asked: self._carriers.ask_all(**asked),
+        )
         arguments["donate"] = ()
         try:
             super().__init__(model, syncer, store=self._ranked, **arguments)
@@ -220,6 +231,30 @@ class LeaderRank(_OfMany):
         self.leases = NoLeases()
 
     _checkpointer: LeaderCheckpointer
+
+    def _require_carriers(self, carriers: object) -> None:
+        """The seat has looked at them."""
+
+    @property
+    def _carriers(self) -> CarriedExchange:
+        exchange = self._background.bodies
+        assert isinstance(exchange, CarriedExchange)
+        return exchange
+
+    def _begin(self) -> None:
+        self._enter_run()
+        if self._admitted:
+            self._conduct()  # the carriers can come
+        super()._begin()
+
+    @property
+    def _at(self) -> str:
+        """Where in the program this rank is, for the others' watch too."""
+        return self._seat.group.watch.place
+
+    @_at.setter
+    def _at(self, place: str) -> None:
+        self._seat.group.watch.place = place
 
     async def _join(self) -> None:
         await super()._join()
@@ -234,7 +269,9 @@ class LeaderRank(_OfMany):
         background = self._background
         self._enter_run()
         self._seat.raise_failure()
-        if not (self._ranked.waits or now() - self._met_at > KEEP_IN_TOUCH_SECONDS):
+        if not (
+            self._admitted or self._ranked.waits or now() - self._met_at > KEEP_IN_TOUCH_SECONDS
+        ):
             await super()._wait(min(seconds, KEEP_IN_TOUCH_SECONDS))
             return
         background.changed.__exit__(None, None, None)
@@ -248,14 +285,13 @@ class LeaderRank(_OfMany):
         shared = self._background.shared
         if shared is None or self._seat.tensors is not None:
             return
-        tensors = self._seat.admit(shared.tensors.plan.fragments)
-        tensors.collected = self._ranked.collected
-        tensors.saving = self._checkpointer.saving
+        self._seat.admit(shared.tensors.plan).saving = self._checkpointer.saving
         self._admitted = {
             "name": self.name,
             "layout": shared.tensors.plan.layout.to_json(),
             "settings": shared.config.public(),
             "epoch": shared.machine.epoch,
+            "addresses": self._carriers.addresses,
         }
 
     def _conduct(self, last: str = "", **besides: Any) -> tuple[int, ...]:
@@ -272,7 +308,7 @@ class LeaderRank(_OfMany):
     def _next_plan(self) -> Document:
         applied, self._applied = self._applied, {}
         tensors = self._seat.tensors
-        orders = [] if tensors is None else self._ranked.take(tensors)
+        orders = [] if tensors is None else self._ranked.take()
         facts = self._facts if self._background.shared is None else self._facts_now()
         return {"orders": orders, "applied": applied, "facts": facts}
 
@@ -288,7 +324,7 @@ class LeaderRank(_OfMany):
             "ending": state.ending,
             "over": state.over,
             "refused": self._background.refused[:200],
-            "go": not (state.ended or state.leaving),
+            "go": self._waits and not (state.ended or state.leaving),
         }
 
     def _at_boundary(self, event: StepFinished | Paused, loss: float | None = None) -> StepPlan:
@@ -422,16 +458,18 @@ class FollowerRank(_OfMany):
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: Model,
         syncer: str | Sequence[str],
         *,
         optimizer: torch.optim.Optimizer | None = None,
         after_apply: Callable[[tuple[int, ...]], None] | None = None,
         **arguments: Any,
     ) -> None:
-        self._model, self._after_apply = model, after_apply
+        self._model, self._after_apply = plain(model), after_apply
+        self._optimizer = getattr(optimizer, "optimizer", optimizer)
         self._unchecked = optimizer if after_apply is None else None
         self._closed = False
+        self._token = arguments.get("token")
         self._seat = seated(
             model, {**arguments, "optimizer": optimizer, "after_apply": after_apply}
         )
@@ -464,7 +502,9 @@ class FollowerRank(_OfMany):
         self.name, self._epoch = str(admitted["name"]), int(admitted["epoch"])
         self._public = admitted["settings"]
         config = read_public(json.dumps(self._public))
-        self._seat.admit(plan_of(Layout.from_json(admitted["layout"]), config).fragments)
+        plan = plan_of(Layout.from_json(admitted["layout"]), config)
+        self._seat.admit(plan)
+        self._seat.carry(plan, self.name, admitted["addresses"], self._token)
 
     async def take_step(self, tokens: int, loss: float | None) -> bool:
         """See `Learner.take_step`."""
@@ -518,7 +558,7 @@ class FollowerRank(_OfMany):
         self._seat.raise_failure()
 
     def stop_waiting(self) -> None:
-        """See `Learner.stop_waiting`: the leader waits."""
+        """See `Learner.stop_waiting`: of the leader alone does it end anything."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -529,52 +569,6 @@ class FollowerRank(_OfMany):
     def epoch(self) -> int:
         """See `Learner.epoch`."""
         return self._epoch
-
-
-OWN_ON_EACH = ("optimizer", "after_apply", "stateful", "token", "tape", "client", "store")
-"""Arguments that need not be the same on every rank."""
-
-
-def seated(model: torch.nn.Module, arguments: Mapping[str, Any]) -> RankSeat:
-    """This rank's place, once all ranks have come and fit together.
-
-    Raises:
-        ConfigError: On every rank, if something is wrong on one.
-    """
-    optimizer = arguments.get("optimizer")
-    objects = all_stateful(optimizer, arguments.get("stateful"))
-    folder = _folder_of(arguments)
-
-    def check() -> None:
-        if arguments.get("listen") is not None or arguments.get("donate") not in NO_DONOR:
-            raise ConfigError(
-                "a learner of several ranks gives its state to nobody and takes none: leave out "
-                "listen= and donate="
-            )
-        for name, thing in objects.items():
-            if folder is not None:
-                require_stateful(name, thing)
-        if optimizer is not None and arguments.get("after_apply") is None:
-            refuse_own_copies(model, optimizer)
-
-    told = {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, value in arguments.items()
-        if name not in OWN_ON_EACH and isinstance(value, str | int | float | tuple | list | None)
-    }
-    told |= {"checkpoint": str(folder), "stateful": sorted(objects)}
-    return RankSeat(model, told, objects, folder, check)
-
-
-NO_DONOR: tuple[object, ...] = (None, (), [], (OPTIMIZER,), [OPTIMIZER])
-"""What ``donate=`` may be: the default, or nothing."""
-
-
-def _folder_of(arguments: Mapping[str, Any]) -> Path | None:
-    checkpoint, learner_id = arguments.get("checkpoint"), arguments.get("learner_id")
-    if checkpoint is None or learner_id is None:
-        return None
-    return Path(checkpoint) / str(learner_id)
 
 
 def kind_of_rank() -> type[Learner]:

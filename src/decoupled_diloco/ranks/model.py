@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 
 from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.learner.modules import Model, parts_of
 from decoupled_diloco.merge import Layout, layout_of
 from decoupled_diloco.merge.layout import Constant, TensorSpec
 from decoupled_diloco.ranks.boxes import Box
@@ -43,14 +45,14 @@ class RankModel:
     counted: tuple[int, ...]
 
 
-def data_of(module: nn.Module) -> list[Any]:
+def data_of(module: Model) -> list[Any]:
     """Says which data this rank trains: ranks that say the same train the same, and count once.
 
     Data-parallel are the ranks of DDP and of FSDP2's mesh (a shard or a replica each); not those of
     a tensor-parallel mesh. A model of plain tensors without DDP is taken to be averaged over the
     ranks by the training loop itself; of a pipeline's stages `joined` knows better.
     """
-    for each in module.modules():
+    for each in (each for part in parts_of(module) for each in part.modules()):
         if isinstance(each, nn.parallel.DistributedDataParallel):
             return ["ddp", dist.get_rank(each.process_group)]
         if isinstance(each, FSDPModule):
@@ -58,20 +60,9 @@ def data_of(module: nn.Module) -> list[Any]:
             group = state._fsdp_param_group
             if group is not None:
                 return ["fsdp", *(group.mesh_info.mesh.get_coordinate() or [])]
-    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+    if any(isinstance(p, DTensor) for part in parts_of(module) for p in part.parameters()):
         return ["tensor parallel"]
     return ["rank", dist.get_rank()]
-
-
-def plain(module: nn.Module) -> nn.Module:
-    """The module that a wrapper (DDP, `torch.compile`) was put around, whose names count."""
-    while True:
-        inner = getattr(module, "_orig_mod", None)
-        if inner is None and isinstance(module, nn.parallel.DistributedDataParallel):
-            inner = module.module
-        if not isinstance(inner, nn.Module):
-            return module
-        module = inner
 
 
 def refuse_placements(module: nn.Module) -> None:
@@ -97,7 +88,7 @@ def refuse_placements(module: nn.Module) -> None:
             )
 
 
-def described(module: nn.Module, wrapped: nn.Module) -> dict[str, Any]:
+def described(module: nn.Module, wrapped: Model) -> dict[str, Any]:
     """What this rank tells the others: its layout, a box of each tensor, which data it trains.
 
     Args:
@@ -111,10 +102,17 @@ def described(module: nn.Module, wrapped: nn.Module) -> dict[str, Any]:
     layout = layout_of(module)
     named = _named(module)
     boxes = [_box_of(named[spec.name]) for spec in layout.tensors]
+    parts = list(enumerate(parts_of(module)))
+    part_with = {
+        id(tensor): number
+        for number, part in reversed(parts)  # what is tied belongs to the first
+        for tensor in (*part.parameters(), *part.buffers())
+    }
     return {
         "layout": layout.to_json(),
         "data": data_of(wrapped),
         "boxes": [None if box is None else [box.start, box.stop] for box in boxes],
+        "parts": [part_with[id(named[spec.name])] for spec in layout.tensors],
     }
 
 
@@ -148,7 +146,7 @@ def joined(
         ConfigError: The ranks do not fit together; the first difference and the rank are named.
     """
     layouts = [Layout.from_json(each["layout"]) for each in all_described]
-    layout = _union(layouts)
+    layout = _union(layouts, [each["parts"] for each in all_described])
     boxes: list[tuple[Box | None, ...]] = []
     where = [{spec.name: n for n, spec in enumerate(each.tensors)} for each in layouts]
     for spec in layout.tensors:
@@ -179,9 +177,16 @@ def _counted(all_described: Sequence[dict[str, Any]], *, staged: bool) -> tuple[
     return tuple(first.values())
 
 
-def _union(layouts: Sequence[Layout]) -> Layout:
-    """One layout: that of every rank, or that of stages which have no tensor in common."""
-    tensors: dict[str, TensorSpec] = {}
+def _union(layouts: Sequence[Layout], parts: Sequence[Sequence[int]]) -> Layout:
+    """One layout: that of every rank, or that of stages which have no tensor in common.
+
+    Of several stages a rank, the first of every rank come before the second, as a looped schedule
+    has them: the order is that of the whole model.
+
+    Args:
+        parts: For each rank, in which of its parts each tensor is.
+    """
+    tensors: dict[str, tuple[int, TensorSpec]] = {}
     constants: dict[str, Constant] = {}
     excluded: dict[str, None] = {}
     stages: list[tuple[int, Layout]] = []
@@ -199,9 +204,11 @@ def _union(layouts: Sequence[Layout]) -> Layout:
                 break
         else:
             stages.append((rank, layout))
-            tensors.update((spec.name, spec) for spec in layout.tensors)
+            found = zip(parts[rank], layout.tensors, strict=True)
+            tensors.update((spec.name, (part, spec)) for part, spec in found)
             constants.update((constant.name, constant) for constant in layout.constants)
             excluded.update(dict.fromkeys(layout.excluded))
-    parameters = [spec for spec in tensors.values() if spec.role != "buffer"]
-    buffers = [spec for spec in tensors.values() if spec.role == "buffer"]
+    ordered = [spec for _, spec in sorted(tensors.values(), key=itemgetter(0))]
+    parameters = [spec for spec in ordered if spec.role != "buffer"]
+    buffers = [spec for spec in ordered if spec.role == "buffer"]
     return Layout((*parameters, *buffers), tuple(excluded), tuple(constants.values()))

@@ -12,20 +12,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from decoupled_diloco.merge import Fragment
+from decoupled_diloco.merge import Fragment, block_ranges
 from decoupled_diloco.ranks.boxes import Box, at, boxes_of_range, rows_of_range
 
 CHUNK_NUMEL = 1 << 20
 """Elements of a range that are on their way at once, for each carrier."""
-
-GROUP_NUMEL = 128
-"""Ranges of carriers end at multiples of this many elements of a fragment."""
 
 
 class AllToAll(Protocol):
@@ -61,21 +57,23 @@ class Sharding:
         shapes: The logical tensors' shapes, in the layout's order.
         boxes: For each tensor, what each of the R ranks holds of it.
         carriers: The ranks that talk to the syncer, ascending.
+        uncut: Fragments whose bodies cannot be cut: the first carrier has them.
     """
 
     shapes: tuple[tuple[int, ...], ...]
     boxes: tuple[tuple[Box | None, ...], ...]
     carriers: tuple[int, ...] = (0,)
+    uncut: tuple[int, ...] = ()
 
     @cached_property
     def ranks(self) -> int:
         return len(self.boxes[0])
 
-    def ranges(self, numel: int) -> tuple[tuple[int, int], ...]:
-        """Each carrier's range of a flat fragment; the last ones may be empty."""
-        groups, count = -(-numel // GROUP_NUMEL), len(self.carriers)
-        cuts = [min(numel, groups * n // count * GROUP_NUMEL) for n in range(count + 1)]
-        return tuple(pairwise(cuts))
+    def ranges(self, fragment: Fragment) -> tuple[tuple[int, int], ...]:
+        """Each carrier's range of a flat fragment, in blocks of it; the last ones may be empty."""
+        if fragment.index in self.uncut:
+            return ((0, fragment.numel), *[(fragment.numel,) * 2] * (len(self.carriers) - 1))
+        return block_ranges(fragment.numel, len(self.carriers))
 
     def missing(self) -> int | None:
         """A tensor of which some elements are on no rank; ``None``: all are somewhere."""
@@ -137,7 +135,7 @@ class Redistribution:
         if self._rank not in self._sharding.carriers:
             return 0, 0
         own = self._sharding.carriers.index(self._rank)
-        return self._sharding.ranges(fragment.numel)[own]
+        return self._sharding.ranges(fragment)[own]
 
     def collect(self, fragment: Fragment, parts: Parts) -> Tensor:
         """From the ranks' parts to the carriers' ranges.
@@ -249,7 +247,7 @@ class Redistribution:
 
     def _chunks(self, fragment: Fragment) -> Iterator[_Chunks]:
         """The chunks of all carriers that travel at once, until all have travelled."""
-        ranges = self._sharding.ranges(fragment.numel)
+        ranges = self._sharding.ranges(fragment)
         longest = max(stop - start for start, stop in ranges)
         for behind in range(0, longest, self._chunk_numel):
             chunks = []

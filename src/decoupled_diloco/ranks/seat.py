@@ -8,21 +8,29 @@ is waited for.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from decoupled_diloco.errors import ConfigError, Error, TransportError
-from decoupled_diloco.learner.checks import refuse_what_is_not_finite
+from decoupled_diloco.learner.checkpoint import OPTIMIZER
+from decoupled_diloco.learner.checkpointer import all_stateful, require_stateful
+from decoupled_diloco.learner.checks import refuse_own_copies, refuse_what_is_not_finite
+from decoupled_diloco.learner.modules import Model, parts_of, plain
 from decoupled_diloco.learner.sharded_state import ShardedState
-from decoupled_diloco.merge import Fragment
-from decoupled_diloco.ranks.group import Exchange, RankGroup
-from decoupled_diloco.ranks.model import described, joined, plain
+from decoupled_diloco.merge.plan import MergePlan
+from decoupled_diloco.ranks.carrier import CarriedValues
+from decoupled_diloco.ranks.carriers import cut_for
+from decoupled_diloco.ranks.group import Exchange, RankGroup, chosen_carriers
+from decoupled_diloco.ranks.link import CarrierLink
+from decoupled_diloco.ranks.model import described, joined
 from decoupled_diloco.ranks.tensors import RankTensors
 from decoupled_diloco.runtime import runtime
+from decoupled_diloco.transport.tokens import read_secret
 
 Document = dict[str, Any]
 
@@ -49,7 +57,7 @@ class RankSeat:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Model,
         arguments: dict[str, Any],
         stateful: Mapping[str, Any],
         folder: Path | None,
@@ -58,11 +66,13 @@ class RankSeat:
         self._module = plain(model)
         self.group = RankGroup()
         self.tensors: RankTensors | None = None
+        self.carried = CarriedValues()
+        self.link: CarrierLink | None = None
         self.failure: BaseException | None = None
         self.under_way: Exchange | None = None
         self.on_end: Callable[[BaseException], None] = lambda error: None
         self._done_of: list[int] = [0] * self.group.size
-        mine: Document = {"arguments": arguments}
+        mine: Document = {"arguments": arguments, "host": socket.gethostname()}
         self._state: ShardedState | None = None
         try:
             refuse_what_is_not_finite(self._module)
@@ -70,6 +80,7 @@ class RankSeat:
             if folder is not None:
                 self._state = ShardedState(self._module, stateful, self.group.checkpoints)
                 mine["mark"] = _marked(folder) if self.leads else ""
+            mine["key"] = runtime().secret() if self.leads else ""
             mine |= described(self._module, model)
         except ConfigError as error:
             mine["problem"] = str(error)
@@ -78,7 +89,10 @@ class RankSeat:
             if document.get("problem"):
                 raise ConfigError(f"rank {rank}: {document['problem']}")
             _refuse_difference(documents[0]["arguments"], document["arguments"], rank)
-        self.model = joined(self._module, documents, (0,))
+        self.key = str(documents[0]["key"])
+        self.hosts = tuple(str(document["host"]) for document in documents)
+        carriers = chosen_carriers(arguments.get("carriers", 1), self.hosts)
+        self.model = joined(self._module, documents, carriers)
         if folder is not None:
             self._require_shared(folder, documents[0]["mark"])
 
@@ -96,18 +110,35 @@ class RankSeat:
                     "checkpoint= a folder on a disk that all ranks share"
                 )
 
-    def admit(self, fragments: Sequence[Fragment]) -> RankTensors:
+    def admit(self, plan: MergePlan) -> RankTensors:
         """The run's cut is known: from here on plans can be carried out."""
+        self.model = replace(self.model, sharding=cut_for(plan, self.model.sharding))
         self.tensors = RankTensors(
             self.model,
-            fragments,
+            plan.fragments,
             self.group.rank,
             self.group.all_to_all,
+            self.carried,
             before_write=self._reshard,
             failed=self._failed,
             state=self._state,
         )
         return self.tensors
+
+    def carry(self, plan: MergePlan, learner: str, addresses: Sequence[str], token: Any) -> None:
+        """Does its part as a carrier, if it is one beside the leader."""
+        if not self.leads and self.group.rank in self.model.sharding.carriers:
+            self.link = CarrierLink(
+                self.group.rank,
+                addresses,
+                self.key,
+                read_secret(token),
+                learner,
+                plan,
+                self.model.sharding,
+                self.carried,
+                self._failed,
+            )
 
     def meet(self, at: str, **said: Any) -> list[Document]:
         """What every rank says here; waits for all, and for what was ordered before."""
@@ -164,17 +195,70 @@ class RankSeat:
         if self.tensors is not None:
             self.tensors.close()
         self.group.watch.close()
-        self.on_end(TransportError(f"this learner has ended: {failed or 'it was closed'}"))
+        self._end(TransportError(f"this learner has ended: {failed or 'it was closed'}"))
+        if self.link is not None:
+            self.link.close()
 
     def _failed(self, error: BaseException) -> None:
         self.failure = error
+        self._end(error)
+
+    def _end(self, error: BaseException) -> None:
+        self.carried.fail(error)
         self.on_end(error)
 
     def _reshard(self) -> None:
         """After an evaluation FSDP2's root is unsharded: what is written would not be seen."""
-        for module in self._module.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        for part in parts_of(self._module):
+            for module in part.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
+
+OWN_ON_EACH = ("optimizer", "after_apply", "stateful", "token", "tape", "client", "store")
+"""Arguments that need not be the same on every rank."""
+
+
+def seated(model: Model, arguments: Mapping[str, Any]) -> RankSeat:
+    """This rank's place, once all ranks have come and fit together.
+
+    Raises:
+        ConfigError: On every rank, if something is wrong on one.
+    """
+    optimizer = arguments.get("optimizer")
+    objects = all_stateful(optimizer, arguments.get("stateful"))
+    folder = _folder_of(arguments)
+
+    def check() -> None:
+        if arguments.get("listen") is not None or arguments.get("donate") not in NO_DONOR:
+            raise ConfigError(
+                "a learner of several ranks gives its state to nobody and takes none: leave out "
+                "listen= and donate="
+            )
+        for name, thing in objects.items():
+            if folder is not None:
+                require_stateful(name, thing)
+        if optimizer is not None and arguments.get("after_apply") is None:
+            refuse_own_copies(plain(model), optimizer)
+
+    told = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in arguments.items()
+        if name not in OWN_ON_EACH and isinstance(value, str | int | float | tuple | list | None)
+    }
+    told |= {"checkpoint": str(folder), "stateful": sorted(objects)}
+    return RankSeat(model, told, objects, folder, check)
+
+
+NO_DONOR: tuple[object, ...] = (None, (), [], (OPTIMIZER,), [OPTIMIZER])
+"""What ``donate=`` may be: the default, or nothing."""
+
+
+def _folder_of(arguments: Mapping[str, Any]) -> Path | None:
+    checkpoint, learner_id = arguments.get("checkpoint"), arguments.get("learner_id")
+    if checkpoint is None or learner_id is None:
+        return None
+    return Path(checkpoint) / str(learner_id)
 
 
 def _marked(folder: Path) -> str:

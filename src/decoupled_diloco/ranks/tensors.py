@@ -1,8 +1,9 @@
 """One rank's own parameters: copied and written at boundaries, moved between ranks behind them.
 
 A plan's orders are the same on every rank, in the same order. What is local (copying a fragment's
-rows, writing new values into them) is done at the boundary; what needs the other ranks is queued
-for one thread, so that the collectives of all ranks are in the order of the plans.
+rows on its device, writing new values into them) is done at the boundary; what needs the host or
+the other ranks is queued for one thread, so that the collectives of all ranks are in the order of
+the plans.
 
 Host memory of a rank: 4·N/R bytes for what it holds of the published copies, in the parameters'
 dtype, and what is in flight.
@@ -24,6 +25,7 @@ from torch import Tensor
 from decoupled_diloco.learner.sharded_state import ShardedState
 from decoupled_diloco.merge import Fragment, local_of
 from decoupled_diloco.ranks.boxes import Box, boxes_of_range
+from decoupled_diloco.ranks.carrier import CarriedValues
 from decoupled_diloco.ranks.model import RankModel
 from decoupled_diloco.ranks.redistribute import AllToAll, HeldRows, Parts, Redistribution
 from decoupled_diloco.runtime import now, runtime
@@ -32,9 +34,9 @@ HELD = 0
 """In the place of a number: the values that were written last."""
 
 Orders = Sequence[Sequence[object]]
-"""``("copy", n, fragment)``, ``("spread", n, fragment)``,
-``("write", fragment, new, minus, keep)``, ``("hold", n, fragment)``, ``("forget", n)``,
-``("save", folder)``, ``("restore", folder, ranks)``."""
+"""``("copy", n, fragment, handle)``, ``("spread", n, fragment, handle)``,
+``("write", fragment, new, minus, keep)``, ``("hold", fragment, handle)``, ``("forget", handle)``,
+``("save", folder)``, ``("restore", folder, ranks)``; n numbers what is done behind the boundary."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,22 @@ class _Row:
     buffer: bool
 
 
+@dataclass
+class _Copied:
+    """A copy: on the parameters' device until it has been brought to the host, behind."""
+
+    parts: Parts
+
+
+def _on_host(rows: HeldRows | None) -> HeldRows | None:
+    return rows and replace(rows, values=rows.values.cpu())
+
+
+def _pinned(rows: HeldRows | None) -> HeldRows | None:
+    """In memory from which the step that writes them need not wait for the device."""
+    return rows and replace(rows, values=rows.values.pin_memory())
+
+
 class RankTensors:
     """What this rank does with its parameters.
 
@@ -55,13 +73,12 @@ class RankTensors:
         fragments: The run's cut.
         rank: This rank.
         exchange: See `redistribute.AllToAll`; called from one thread.
+        carried: What this rank has as a carrier.
         before_write: Called before parameters are written: FSDP2's root may be unsharded.
         failed: Told, in another thread, of what went wrong there.
         state: What checkpoints are made of.
 
     Attributes:
-        given: A fragment's values to spread, by the order's number; on carriers.
-        collected: Told of a copy that is here, on carriers.
         saving: Told of a checkpoint that this rank writes.
         done: The number of the last order that is done.
         restored: Whether this rank has gone on from a checkpoint.
@@ -73,6 +90,7 @@ class RankTensors:
         fragments: Sequence[Fragment],
         rank: int,
         exchange: AllToAll,
+        carried: CarriedValues,
         *,
         before_write: Callable[[], None] = lambda: None,
         failed: Callable[[BaseException], None] = lambda error: None,
@@ -86,13 +104,13 @@ class RankTensors:
         self._before_write = before_write
         self._failed = failed
         self._rows = [self._rows_of(fragment) for fragment in fragments]
+        self._on_cuda = any(t is not None and local_of(t).is_cuda for t in model.tensors)
         self._held: list[Parts | None] = [None] * len(fragments)
-        self._copies: dict[int, Parts] = {}
+        self._copies: dict[int, _Copied] = {}
         self._spread: dict[int, Parts] = {}
+        self._carried = carried
         self._worker = runtime().worker("ddiloco-ranks")
         self._last: Future[None] | None = None
-        self.given: dict[int, Tensor] = {}
-        self.collected: Callable[[int, Tensor], None] = lambda number, values: None
         self.saving: Callable[[str, Future[object], float], None] = lambda *arguments: None
         self.done = 0
         self.restored = False
@@ -115,26 +133,31 @@ class RankTensors:
         """Does what a plan orders at this boundary."""
         for order in orders:
             match order:
-                case ["copy", int(number), int(fragment)]:
-                    self._copy(number, fragment)
-                case ["spread", int(number), int(fragment)]:
-                    self._behind(number, partial(self._receive, number, fragment))
+                case ["copy", int(number), int(fragment), int(handle)]:
+                    self._copy(number, fragment, handle)
+                case ["spread", int(number), int(fragment), int(handle)]:
+                    self._behind(number, partial(self._receive, handle, fragment))
                 case ["write", int(fragment), int(new), minus, float(keep)]:
                     self._write(fragment, new, minus, keep)
-                case ["hold", int(number), int(fragment)]:
+                case ["hold", int(fragment), int(handle)]:
                     self.idle()
-                    self._held[fragment] = self._rounded(fragment, self._spread.pop(number))
+                    self._held[fragment] = self._rounded(fragment, self._spread.pop(handle))
                 case ["save", str(folder)]:
                     self._save(folder)
                 case ["restore", str(folder), int(ranks)]:
                     assert self._state is not None
                     self._state.load(Path(folder), ranks)
                     self.restored = True
-                case ["forget", int(number)]:
-                    self._copies.pop(number, None)
-                    self._spread.pop(number, None)
+                case ["forget", int(handle)]:
+                    self._copies.pop(handle, None)
+                    self._worker.submit(self._forget, handle)
                 case _:
                     raise AssertionError(f"no order of this version: {order}")
+
+    def _forget(self, handle: int) -> None:
+        """After what was ordered before, which may just bring it here."""
+        self._spread.pop(handle, None)
+        self._carried.forget(handle)
 
     def idle(self) -> None:
         """Waits until what was ordered is done."""
@@ -157,28 +180,36 @@ class RankTensors:
         self._last = self._worker.submit(done)
 
     @torch.no_grad()
-    def _copy(self, number: int, fragment: int) -> None:
+    def _copy(self, number: int, fragment: int, handle: int) -> None:
         """Copies this rank's rows now, and collects them at the carriers behind."""
         boxes = self._moves.parts(self._fragments[fragment])
         parts = tuple(
             None
             if row is None or box is None
-            else HeldRows(box, row.box.view(local_of(row.tensor), box).detach().cpu().clone())
+            else HeldRows(box, row.box.view(local_of(row.tensor), box).detach().clone())
             for row, box in zip(self._rows[fragment], boxes, strict=True)
         )
-        self._copies[number] = parts
+        copied = self._copies[handle] = _Copied(parts)
+        copying = torch.cuda.Event() if self._on_cuda else None  # type: ignore[no-untyped-call]
+        if copying is not None:
+            copying.record()
 
         def collect() -> None:
-            values = self._moves.collect(self._fragments[fragment], parts)
+            if copying is not None:
+                copying.synchronize()
+            copied.parts = tuple(map(_on_host, copied.parts))
+            values = self._moves.collect(self._fragments[fragment], copied.parts)
             if values.numel():
-                self.collected(number, values)
+                self._carried.put(handle, values)
 
         self._behind(number, collect)
 
-    def _receive(self, number: int, fragment: int) -> None:
+    def _receive(self, handle: int, fragment: int) -> None:
+        start, stop = self._moves.own_range(self._fragments[fragment])
         nothing = torch.empty(0, dtype=torch.float32)
-        values = self.given.pop(number, nothing)
-        self._spread[number] = self._moves.distribute(self._fragments[fragment], values)
+        values = self._carried.future(handle).result(0) if start < stop else nothing
+        parts = self._moves.distribute(self._fragments[fragment], values)
+        self._spread[handle] = tuple(map(_pinned, parts)) if self._on_cuda else parts
 
     def _save(self, folder: str) -> None:
         assert self._state is not None
@@ -203,7 +234,7 @@ class RankTensors:
         before: Parts | None = None
         if minus is not None:
             assert isinstance(minus, int)
-            before = self._held[fragment] if minus == HELD else self._copies[minus]
+            before = self._held[fragment] if minus == HELD else self._copies[minus].parts
             assert before is not None, f"nothing is held of fragment {fragment}"
         self._before_write()
         for index, row in enumerate(self._rows[fragment]):
@@ -214,11 +245,12 @@ class RankTensors:
             less = None if before is None else before[index]
             for part in row.parts:
                 target = row.box.view(local, part)
-                source = ours.box.view(ours.values, part).to(target.device)
+                source = ours.box.view(ours.values, part).to(target.device, non_blocking=True)
                 if not row.buffer and (less is not None or keep != 0.0):
                     theta = target.float()
                     if less is not None:
-                        theta.sub_(less.box.view(less.values, part).to(target.device).float())
+                        held = less.box.view(less.values, part)
+                        theta.sub_(held.to(target.device, non_blocking=True).float())
                         theta.add_(source)
                     else:
                         theta.mul_(keep).add_(source, alpha=1 - keep)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -96,6 +98,13 @@ def cut(draw: st.DrawFn, shape: tuple[int, ...], ranks: int) -> tuple[Box | None
 @settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_there_and_back(data: st.DataObject) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        block = data.draw(st.sampled_from([1, 3, 64, 1 << 16]))
+        patch.setattr(sys.modules["decoupled_diloco.merge.codec"], "DIGEST_NUMEL", block)
+        there_and_back(data)
+
+
+def there_and_back(data: st.DataObject) -> None:
     ranks = data.draw(st.integers(1, 4))
     shapes = data.draw(st.lists(SHAPES, min_size=1, max_size=3))
     boxes = tuple(data.draw(cut(shape, ranks)) for shape in shapes)
@@ -144,9 +153,15 @@ def test_there_and_back(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("numel", [1, 127, 128, 129, 1000, 4096])
 @pytest.mark.parametrize("carriers", [1, 2, 3, 8])
-def test_ranges_end_at_groups_and_are_even(numel: int, carriers: int) -> None:
+def test_ranges_end_between_blocks_and_are_even(
+    numel: int, carriers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["decoupled_diloco.merge.codec"], "DIGEST_NUMEL", 128)
     sharding = Sharding(((1,),), (tuple([Box((0,), (1,))] * 8),), tuple(range(carriers)))
-    ranges = sharding.ranges(numel)
+    fragment = Fragment(0, (Piece(0, 0, numel),))
+    uncut = replace(sharding, uncut=(0,)).ranges(fragment)
+    assert uncut == ((0, numel), *[(numel, numel)] * (carriers - 1))
+    ranges = sharding.ranges(fragment)
     assert [start for start, _ in ranges[1:]] == [stop for _, stop in ranges[:-1]]
     assert ranges[0][0] == 0
     assert ranges[-1][1] == numel

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import torch
 from torch import nn
 
 from decoupled_diloco.merge import layout_of, partition
@@ -17,7 +16,8 @@ def test_what_was_spread_for_nobody_is_acknowledged() -> None:
     (fragment,) = partition(layout, 1)
 
     async def leaves() -> None:
-        waiting = asyncio.ensure_future(store.spread(fragment, torch.zeros(fragment.numel)))
+        values = store.handle(fragment.numel, "")
+        waiting = asyncio.ensure_future(store.spread(fragment, values))
         await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)

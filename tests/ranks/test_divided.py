@@ -1,0 +1,78 @@
+"""A workload's model that is cut over ranks computes what the whole one computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from decoupled_diloco.config import RunConfig
+from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.workloads import load_workload
+from decoupled_diloco.workloads.divided import require_divisible
+from ranks import divided_program
+from ranks.divided_program import SIZES, measured
+from ranks.learners import ranks
+from ranks.program import Job
+
+pytestmark = pytest.mark.timeout(120)
+
+KINDS = ["gpt ddp", "gpt fsdp", "gpt tp", "moe ddp", "vit ddp", "vit fsdp", "vit tp"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_gradients_are_those_of_the_whole_model(kind: str, tmp_path: Path) -> None:
+    name, parallelism = kind.split()
+    with ranks(Job(kind, "", "one", tmp_path), 2, divided_program.main) as learner:
+        learner.ends_well()
+    loss, gradients = torch.load(tmp_path / "found.pt")
+    workload = load_workload(name, SIZES[name])
+    alone = [measured(workload, workload.model(), n) for n in range(1 + (parallelism != "tp"))]
+    assert loss == pytest.approx(alone[0][0], abs=1e-5), "rank 0 has the first batch"
+    assert gradients.keys() == alone[0][1].keys()
+    for key, gradient in gradients.items():
+        parts = [each[1][key] for each in alone]
+        mean = sum(torch.zeros(()) if part is None else part for part in parts) / len(parts)
+        found = torch.zeros(()) if gradient is None else gradient
+        torch.testing.assert_close(found.expand_as(mean), mean, atol=1e-5, rtol=1e-4, msg=key)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "learner", "reason"),
+    [
+        (
+            "moe",
+            {},
+            {"ranks": 2, "parallelism": "fsdp"},
+            "workload 'moe' cannot be cut by parallelism='fsdp' over ranks=2: an expert that gets "
+            "no token on one rank has no gradient there, which FSDP2 does not allow: use 'ddp'",
+        ),
+        (
+            "moe",
+            {},
+            {"ranks": 2, "parallelism": "tp"},
+            "workload 'moe' cannot be cut by parallelism='tp' over ranks=2: tensor parallel is for "
+            "'gpt', 'paced' and 'vit': use 'ddp'",
+        ),
+        (
+            "gpt",
+            {"heads": 4},
+            {"ranks": 3, "parallelism": "tp"},
+            "workload 'gpt' cannot be cut by parallelism='tp' over ranks=3: heads=4 is not a "
+            "multiple of it: change either",
+        ),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(
+    name: str, options: dict[str, object], learner: dict[str, object], reason: str
+) -> None:
+    config = RunConfig(
+        run={"budget_steps": 100},
+        learner=learner,
+        data={"leases": False},
+        workload={"name": name, "options": options},
+    )
+    with pytest.raises(ConfigError) as refused:
+        require_divisible(load_workload(name, config.workload_options()), config)
+    assert str(refused.value) == reason

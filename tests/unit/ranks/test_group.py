@@ -1,0 +1,41 @@
+"""What a program with several ranks needs before it makes a learner."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from decoupled_diloco import Learner
+from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.ranks.group import RankGroup, ranks_of_this_job
+
+NOWHERE = "http://127.0.0.1:9"
+
+
+@pytest.mark.parametrize(("said", "ranks"), [(None, 1), ("1", 1), ("", 1)])
+def test_a_program_of_its_own_has_one_rank(
+    said: str | None, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if said is not None:
+        monkeypatch.setenv("WORLD_SIZE", said)
+    assert ranks_of_this_job() == ranks
+
+
+def test_ranks_without_a_process_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ConfigError) as error:
+        Learner(torch.nn.Linear(2, 2), NOWHERE)
+    assert str(error.value) == (
+        "WORLD_SIZE=4 says that this is one of 4 ranks, and there is no process group: call "
+        "torch.distributed.init_process_group() before Learner, or unset WORLD_SIZE if every "
+        "process is a learner of its own"
+    )
+
+
+def test_a_build_without_gloo_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    monkeypatch.setattr("torch.distributed.is_gloo_available", lambda: False)
+    with pytest.raises(ConfigError, match="this build of PyTorch has no gloo"):
+        RankGroup()

@@ -1,0 +1,114 @@
+"""The link between a learner's leader and another carrier."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from decoupled_diloco.config import RunConfig
+from decoupled_diloco.config.method import plan_of
+from decoupled_diloco.errors import ConfigError, TransportError
+from decoupled_diloco.merge import block_digests, codec, layout_of
+from decoupled_diloco.merge.plan import MergePlan
+from decoupled_diloco.ranks import link as module
+from decoupled_diloco.ranks.boxes import Box
+from decoupled_diloco.ranks.carrier import CarriedValues
+from decoupled_diloco.ranks.link import CarrierLink, LeaderLink
+from decoupled_diloco.ranks.redistribute import Sharding
+from decoupled_diloco.transport.http_server import HttpServer
+from decoupled_diloco.transport.tokens import Tokens
+
+NUMEL = 200_000
+
+
+def plan() -> MergePlan:
+    layout = layout_of(nn.Linear(NUMEL, 1, bias=False))
+    return plan_of(layout, RunConfig(run={"budget_steps": 8}, sync={"fragments": 1}))
+
+
+class End:
+    """One carrier beside the leader, which has none of the ranges here."""
+
+    def __init__(self) -> None:
+        self.leader = LeaderLink()
+        self.values = CarriedValues()
+        self.failures: list[BaseException] = []
+
+    def link(self, address: str) -> CarrierLink:
+        sharding = Sharding(((1, NUMEL),), ((Box((0, 0), (1, NUMEL)),) * 2,), (0, 1))
+        return CarrierLink(
+            1, [address], "key", None, "one", plan(), sharding, self.values, self.failures.append
+        )
+
+
+@asynccontextmanager
+async def linked() -> AsyncIterator[End]:
+    end = End()
+    tokens = Tokens(run_token="key")
+    server = HttpServer(tokens=tokens, on_channel=end.leader.stay)
+    await server.start()
+    link = end.link(server.address)
+    try:
+        yield end
+    finally:
+        await asyncio.to_thread(link.close)
+        await server.stop()
+    assert not any(thread.name == "ddiloco-carrier" for thread in threading.enumerate())
+    assert not end.failures
+
+
+def digests_of(number: int) -> dict[str, object]:
+    return {"do": "copy", "job": number, "fragment": 0, "values": number}
+
+
+async def test_what_was_asked_on_a_link_that_breaks_fails_and_a_new_link_comes() -> None:
+    async with linked() as end:
+        own = torch.randn(NUMEL)
+        end.values.put(7, own)
+        answer = await end.leader.ask(digests_of(7))
+        assert answer["digests"] == block_digests(own, codec("fp32")).hex()
+        waits = asyncio.ensure_future(end.leader.ask(digests_of(8)))
+        await asyncio.sleep(0.2)
+        assert end.leader._channel is not None
+        end.leader._channel.shut("cut")
+        with pytest.raises(TransportError, match="the link to a carrier broke"):
+            await waits
+        end.values.put(8, own + 1)
+        answer = await end.leader.ask(digests_of(8))
+        assert answer["digests"] == block_digests(own + 1, codec("fp32")).hex()
+
+
+async def test_what_goes_wrong_there_is_told() -> None:
+    async with linked() as end:
+        asked = {"do": "adopt", "folder": "/none", "numbers": [1]}
+        answer = await end.leader.ask(asked)
+        assert (answer["kind"], answer["error"][:9]) == ("StorageError", "/none has")
+
+
+async def test_values_that_never_come_end_who_waits_for_them() -> None:
+    async with linked() as end:
+        waits = asyncio.ensure_future(end.leader.ask(digests_of(3)))
+        await asyncio.sleep(0.1)
+        end.values.fail(TransportError("this learner has ended"))
+        assert (await waits)["error"] == "this learner has ended"
+
+
+async def test_a_leader_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REACH_SECONDS", 0.3)
+    end = End()
+    link = end.link("http://127.0.0.1:9")
+    for _ in range(100):
+        if end.failures:
+            break
+        await asyncio.sleep(0.1)
+    await asyncio.to_thread(link.close)
+    (failure,) = end.failures
+    assert isinstance(failure, ConfigError)
+    assert "rank 1 cannot reach rank 0 at http://127.0.0.1:9" in str(failure)
+    assert "leave out carriers=" in str(failure)
