@@ -54,6 +54,48 @@ def test_two_learners_and_two_shards_agree_at_the_end(make: Make) -> None:
     assert not equal(first, parameters(Model(seed=1)))
 
 
+def test_fragments_are_cut_sent_and_merged_as_they_are_told(make: Make) -> None:
+    """One learner whose every step adds 1 to all that it trains, and that waits for its rounds."""
+    system = make(
+        run={"learners": 1, "budget_steps": 12},
+        sync={
+            "fragments": 2,
+            "fragment_map": [["embedding"], ["hidden", "head", "seen"]],
+            "phases": [3, 1],
+            "uplink_codec": "fp32",
+            "downlink_codec": "fp32",
+            "merge": "mean",
+            "wait": "at_overlap",
+            "apply": "at_tau",
+            "alignment": "carry",
+        },
+        outer={"lr": 1.0, "momentum": 0.0, "by_fragment": [{"fragments": [0], "lr": 0.25}]},
+    )
+    system.start()
+    model = Model()
+    before = parameters(model)
+    with system.learner(model, "learner-0") as learner:
+        goes_on = True
+        while goes_on:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(1.0 if parameter.requires_grad else 0.0)
+            goes_on = learner.step(tokens=TOKENS)
+    system.wait_finished()
+    plan = plan_of(read_layout(system.folder), read_public(public_text(system.config)))
+    assert [len(fragment.pieces) for fragment in plan.fragments] == [1, 5]
+    due = [
+        (record.data["step"], record.data["fragment"])
+        for record in TapeReader(system.folder / "tape" / "learner-0.jsonl")
+        if record.type == "Snapshot" and "due" in record.data["why"]
+    ]
+    assert due == [(1, 1), (3, 0), (5, 1), (7, 0), (9, 1), (11, 0)]
+    steps = learner.steps
+    for name, after in parameters(model).items():
+        expected = (0.25 if name.startswith("embedding") else 1.0) * steps
+        torch.testing.assert_close(after - before[name], torch.full_like(after, expected))
+
+
 def test_a_run_begins_from_the_weights_of_a_file(make: Make, tmp_path: Path) -> None:
     given = Model(seed=7)
     path = tmp_path / "given.safetensors"

@@ -93,14 +93,13 @@ def test_who_is_killed_is_forked_anew(tmp_path: Path) -> None:
         assert taken == dict.fromkeys(taken, server.pid)
         clock = run.global_step
         yield from when(lambda: run.global_step > clock + 20)
+        yield from when(lambda: steps_of_the_second_life(folder) > 5)
         raise Enough
 
     with local_run(config) as run:
         run.start()
         with pytest.raises(Enough):
             wait(run, script())
-    own = records(folder, "learner-1")
-    assert sum(r.life == 1 and r.type == "StepFinished" for r in own) > 5
     assert_replays(folder)
 
 
@@ -120,17 +119,18 @@ def test_a_run_goes_on_when_its_fork_server_is_killed(tmp_path: Path) -> None:
         assert isinstance(children["learner-1"].process, subprocess.Popen)
         shard = run.supervisor.children["shard-0"].process
         assert isinstance(shard, ForkedProcess)
-        yield from when(lambda: steps_of_the_second_life() > 5)
+        yield from when(lambda: steps_of_the_second_life(folder) > 5)
         raise Enough
-
-    def steps_of_the_second_life() -> int:
-        own = records(folder, "learner-1")
-        return sum(r.life == 1 and r.type == "StepFinished" for r in own)
 
     with local_run(config, own_server=True) as run:
         run.start()
         with pytest.raises(Enough):
             wait(run, script())
+
+
+def steps_of_the_second_life(folder: Path) -> int:
+    own = records(folder, "learner-1")
+    return sum(r.life == 1 and r.type == "StepFinished" for r in own)
 
 
 def parent(pid: int) -> int:

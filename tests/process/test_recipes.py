@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 ELSEWHERE = {"homelab", "mixed-speeds", "vision"}
 """Trained by other tests: by hand, with their speeds, and below."""
 
-PROCESSES = ("data-parallel", "quickstart")
+PROCESSES = ("data-parallel", "mixed-parallelism", "quickstart")
 """Trained by real processes; the others differ from them in settings only, and moe in its model,
 which real processes train in the commands of docs/how-to/vision-moe.md."""
 
@@ -70,7 +70,7 @@ def sets(recipe: Path, folder: Path, options: dict[str, Any], steps: int = 0) ->
     config = load_config(recipe)
     settings = {
         "run.folder": str(folder),
-        "run.learners": 2,
+        "run.learners": 3 if recipe.stem == "mixed-parallelism" else 2,
         "run.budget_steps": steps or max(12, min(60, 2 * config.sync.period)),
         "sync.quorum": min(2, config.sync.quorum),
         "syncer.port": 0,

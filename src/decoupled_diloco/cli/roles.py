@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -172,15 +173,20 @@ class LearnerOptions(DialOptions):
 @command(LearnerOptions)
 def learner(options: LearnerOptions) -> None:
     """One learner that trains the run's workload; start it again and it goes on."""
+    from decoupled_diloco.launch.processes import stop_with_parent
+    from decoupled_diloco.launch.rank_processes import become_ranks, is_rank
     from decoupled_diloco.launch.termination import SignalledTermination
 
     termination = SignalledTermination()  # First: what follows imports torch, which takes seconds.
-    _prepare(options.stop_with_parent)
+    config = options.config()
+    ranks = config.learner.ranks_of(options.index)
+    if ranks > 1 and not is_rank():
+        become_ranks(ranks, stop_with_parent if options.stop_with_parent else None)
+    _prepare(options.stop_with_parent, f"rank {os.environ['RANK']} " if ranks > 1 else "")
     from decoupled_diloco.launch import roles
     from decoupled_diloco.launch.folder import enter_run_folder
     from decoupled_diloco.launch.secrets import own_token
 
-    config = options.config()
     roles.run_learner(
         config,
         options.index,
@@ -220,10 +226,10 @@ def evaluator(options: EvaluatorOptions) -> None:
     )
 
 
-def _prepare(parent_matters: bool) -> None:
+def _prepare(parent_matters: bool, who: str = "") -> None:
     """Sets up logging and the watch for the parent, before torch is imported."""
     logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout
+        level=logging.INFO, format=f"%(asctime)s {who}%(levelname)s %(message)s", stream=sys.stdout
     )
     if parent_matters:
         from decoupled_diloco.launch.processes import stop_with_parent

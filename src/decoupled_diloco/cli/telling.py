@@ -49,11 +49,16 @@ def in_words(config: RunConfig, *, here: bool = True) -> str:
     budgets += [f"{format_count(run.budget_tokens)} tokens"] if run.budget_tokens else []
     parts = [
         *([f"workload {config.workload.name}"] if here else []),
-        many(run.learners, "learner") + ("" if here else " expected"),
+        many(run.learners, "learner") + _of_ranks(config) + ("" if here else " expected"),
         many(config.syncer.shards, "syncer shard") + (" with standbys" * config.syncer.standbys),
         " or ".join(budgets),
     ]
     return f"{run.name}: {', '.join(parts)}"
+
+
+def _of_ranks(config: RunConfig) -> str:
+    ranks = sum(map(config.learner.ranks_of, range(config.run.learners)))
+    return f" of {ranks} ranks" if ranks > config.run.learners else ""
 
 
 def tell_outcome(

@@ -1,4 +1,4 @@
-"""Whether each learner's part of the data has a batch, found out before anything starts."""
+"""Whether learners can train what the settings say, found out before anything starts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from decoupled_diloco.config import RunConfig
 from decoupled_diloco.errors import ConfigError, Error
 from decoupled_diloco.workloads import Batch, Workload
 from decoupled_diloco.workloads.base import Placed
+from decoupled_diloco.workloads.divided import require_divisible
 from decoupled_diloco.workloads.parts import WorkloadParts
 
 
@@ -20,8 +21,10 @@ def require_data(workload: Workload, config: RunConfig) -> int:
         Tokens of a batch.
 
     Raises:
-        ConfigError: A part has no batch; says why.
+        ConfigError: A part has no batch, or the model cannot be cut over the ranks of a learner;
+            says why.
     """
+    require_divisible(workload, config)
     name, learners = config.workload.name, config.run.learners
     if not config.data.leases:
         return _first_tokens(workload, name, learners, lambda n: workload.batches(n, learners))

@@ -243,13 +243,13 @@ def read_token(path: Path | None) -> str | None:
 
 
 class Position:
-    """How many batches a learner has trained on; kept in its checkpoints."""
+    """How many batches a learner and all its ranks have trained on; kept in its checkpoints."""
 
     def __init__(self) -> None:
         self.batches = 0
 
-    def advance(self) -> None:
-        self.batches += 1
+    def advance(self, batches: int = 1) -> None:
+        self.batches += batches
 
     def state_dict(self) -> dict[str, int]:
         return {"batches": self.batches}

@@ -20,6 +20,7 @@ from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.learner.checkpoint import (
     CheckpointFolder,
     LearnerCheckpoint,
+    beside_of,
     run_checkpoint_of,
 )
 from decoupled_diloco.observe.tape import TapeReader
@@ -117,7 +118,9 @@ def go_back(folder: Path, config: RunConfig, which: str) -> str:
     for own in sorted((folder / LEARNERS).glob("*")):
         for file in sorted(own.glob("*.safetensors")):
             if run_checkpoint_of(file) != manifest.number:
-                _move(file, aside / LEARNERS / own.name / file.name)
+                for each in (file, beside_of(file)):
+                    if each.exists():
+                        _move(each, aside / LEARNERS / own.name / each.name)
     _put_coordinator_back(folder, config, manifest)
     (folder / GOING_BACK).unlink()
     missing = f", without {', '.join(manifest.missing)}" if manifest.missing else ""

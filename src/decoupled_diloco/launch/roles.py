@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.method import difference_of_work, read_settings
@@ -25,9 +28,16 @@ from decoupled_diloco.learner.leased import LeasedBatches
 from decoupled_diloco.learner.observer import Observer
 from decoupled_diloco.observe.samples import CorpusDescribed, SampleGenerated, evaluation_of
 from decoupled_diloco.observe.tape import TapeWriter
+from decoupled_diloco.ranks.group import ranks_of_this_job
 from decoupled_diloco.runtime import blocking, now, runtime
 from decoupled_diloco.workloads import Batch, Workload, load_workload
 from decoupled_diloco.workloads.base import Placed
+from decoupled_diloco.workloads.divided import (
+    DataShare,
+    divided,
+    require_divisible,
+    share_of_data,
+)
 from decoupled_diloco.workloads.parts import WorkloadParts
 
 logger = logging.getLogger(__name__)
@@ -83,13 +93,33 @@ def run_learner(
 ) -> None:
     """Trains one learner's part of the workload until the run ends, or until it is told to go.
 
+    Of a learner of several ranks each process calls it, with the environment that torchrun gives.
+
     Raises:
-        Error: the run refuses this learner, or the syncer was out of reach for too long.
+        Error: the run refuses this learner, the syncer was out of reach for too long, a rank is
+            gone, or there are not as many as the settings say.
         KeyboardInterrupt: it was told to go.
     """
     torch.set_num_threads(config.learner.threads)
     asked = termination or SignalledTermination()
-    blocking(learn(config, index, HERE, asked, syncer=syncer, folder=folder, token=token))
+    with _process_group(config.learner.ranks_of(index)):
+        blocking(learn(config, index, HERE, asked, syncer=syncer, folder=folder, token=token))
+
+
+@contextlib.contextmanager
+def _process_group(ranks: int) -> Iterator[None]:
+    """The ranks of this learner, as long as the block lasts."""
+    if ranks == 1:
+        yield
+        return
+    dist.init_process_group("gloo")
+    if dist.get_world_size() != ranks:
+        raise ConfigError(
+            f"this learner has {dist.get_world_size()} processes, but ranks={ranks} in [learner]: "
+            "start as many (torchrun --nproc-per-node), or change ranks"
+        )
+    yield
+    dist.destroy_process_group()
 
 
 async def learn(
@@ -110,6 +140,11 @@ async def learn(
         )
     workload = seat.workload(config)
     model = workload.model()
+    ranks, share = ranks_of_this_job(), DataShare()
+    if ranks > 1:
+        parallelism = config.learner.parallelism_of(index)
+        require_divisible(workload, config)
+        model, share = divided(model, workload, parallelism), share_of_data(parallelism)
     optimizer = workload.optimizer(model)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]  # what is kept of it, and put back, is a scheduled rate
@@ -118,6 +153,7 @@ async def learn(
         workload.take_place(index, config.run.learners)
     position = Position()
     parts = LeasedBatches(WorkloadParts(workload, config.data.parts))
+    donated = ("optimizer",) if config.data.leases else ("optimizer", "data")
     every_seconds = config.learner.checkpoint_every_seconds
     async with await seat.learner(
         model,
@@ -129,9 +165,10 @@ async def learn(
         checkpoint=folder / "learners" if every_seconds else None,
         checkpoint_every_seconds=every_seconds,
         hand_in_seconds=config.learner.hand_in_seconds,
-        donate=("optimizer",) if config.data.leases else ("optimizer", "data"),
+        donate=donated if ranks == 1 else (),
         listen=config.learner.listen or None,
         give_up_seconds=config.learner.give_up_seconds,
+        carriers=config.learner.carriers if ranks > 1 else 1,
         tape=folder / "tape" / f"{name}.jsonl",
     ) as learner:
         _require_same_work(read_settings(learner.settings), config)
@@ -142,8 +179,8 @@ async def learn(
         if config.data.leases:
             next_batch = parts.of(learner).__anext__
         else:
-            next_batch = in_turn(fixed_batches(config, workload, index, position))
-        training = Training(workload, model, optimizer, learner, seat.pace)
+            next_batch = in_turn(fixed_batches(config, workload, index, position, share))
+        training = Training(workload, model, optimizer, learner, seat.pace, ranks)
         await training.run(next_batch, termination)
     if termination.asked:
         raise KeyboardInterrupt
@@ -159,12 +196,13 @@ def in_turn(batches: Iterator[Batch]) -> Callable[[], Awaitable[Batch]]:
 
 
 def fixed_batches(
-    config: RunConfig, workload: Workload, index: int, position: Position
+    config: RunConfig, workload: Workload, index: int, position: Position, share: DataShare
 ) -> Iterator[Batch]:
-    """The batches of a learner's fixed part, from where its last life was."""
+    """This rank's batches of a learner's fixed part, from where its last life was."""
     logger.info("learner-%d begins at batch %d of its data", index, position.batches)
-    for batch in workload.batches(index, config.run.learners, position.batches):
-        position.advance()  # a checkpoint of the step that trains it counts it
+    batches = workload.batches(index, config.run.learners, position.batches + share.part)
+    for batch in islice(batches, 0, None, share.parts):
+        position.advance(share.parts)  # a checkpoint of the step that trains it counts it
         yield batch
 
 
@@ -186,13 +224,17 @@ class Training:
     optimizer: torch.optim.Optimizer
     learner: Learner
     pace: Callable[[], Coroutine[Any, Any, None]]
+    ranks: int = 1
 
     async def run(
         self, next_batch: Callable[[], Awaitable[Batch]], termination: Termination
     ) -> None:
-        """Trains until the run ends; when told to go, until the next boundary."""
+        """Trains until the run ends; when told to go, until the next boundary.
+
+        Several ranks have to stop at the same one: `Learner.take_step` tells all of them when.
+        """
         goes_on = True
-        while goes_on and not termination.asked:
+        while goes_on and not (termination.asked and self.ranks == 1):
             batch = await next_batch()
             await self.pace()
             loss = self._train_on(batch)

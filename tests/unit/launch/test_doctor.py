@@ -73,8 +73,8 @@ def test_torch_and_the_devices_that_are_here(facts: TorchFacts, level: str, text
 
 
 def test_learners_that_share_cores_take_turns() -> None:
-    assert machine.judge_cores(2.0, 2, 1).level == "ok"
-    shared = machine.judge_cores(2.0, 4, 2)
+    assert machine.judge_cores(2.0, 2, 2, 1).level == "ok"
+    shared = machine.judge_cores(2.0, 4, 4, 2)
     assert shared.level == "warning"
     assert "2 for 4 learners × 2 threads" in shared.text
     assert "about 4 times as long" in shared.text

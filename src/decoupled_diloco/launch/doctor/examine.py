@@ -61,7 +61,8 @@ def examine(case: Examined) -> Iterator[Finding]:
     yield machine.judge_torch(facts.torch_facts())
     if config is not None:
         learners = 1 if case.syncer else config.run.learners
-        yield machine.judge_cores(cores, learners, config.learner.threads)
+        ranks = sum(map(config.learner.ranks_of, range(learners)))
+        yield machine.judge_cores(cores, learners, ranks, config.learner.threads)
     omp = os.environ.get("OMP_NUM_THREADS")
     yield machine.judge_threads(omp, torch.get_num_threads(), cores)
     process_bytes = facts.process_bytes()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from decoupled_diloco.config import RunConfig
+from decoupled_diloco.config.method import options_of
 from decoupled_diloco.launch.doctor.facts import ClockFacts, DiskFacts, ModelFacts, TorchFacts
 from decoupled_diloco.observe.words import many
 from decoupled_diloco.units import GIB, MIB, format_bytes, format_count, format_duration
@@ -95,10 +96,14 @@ def judge_torch(facts: TorchFacts) -> Finding:
     return ok("torch", f"{text}; no CUDA device")
 
 
-def judge_cores(cores: float, learners: int, threads: int) -> Finding:
-    """Cores against the threads of the learners; shards and evaluator take what is left."""
-    wanted = learners * threads
-    text = f"{cores:g} for {many(learners, 'learner')} × {many(threads, 'thread')}"
+def judge_cores(cores: float, learners: int, ranks: int, threads: int) -> Finding:
+    """Cores against the threads of the learners; shards and evaluator take what is left.
+
+    ``ranks``: of all learners together.
+    """
+    wanted = ranks * threads
+    who = many(learners, "learner") + (f" of {ranks} ranks" if ranks > learners else "")
+    text = f"{cores:g} for {who} × {many(threads, 'thread')}"
     if wanted <= cores:
         return ok("cores", text)
     return warning(
@@ -132,8 +137,8 @@ def need_of(
         learners: How many of them run here.
         everything: Shards, evaluator and the fork server are here too.
     """
-    numel, sync = model.layout.numel, config.sync
-    at_once = max(1, math.ceil(sync.overlap * sync.fragments / sync.period)) + 1
+    numel = model.layout.numel
+    at_once = options_of(config).open_rounds_max + 1
     in_flight = at_once * (model.fragment_bytes + 8 * model.fragment_numel)
     trained = model.model_bytes + model.gradient_bytes + model.optimizer_bytes
     syncer = config.syncer.shards * process_bytes + 16 * numel

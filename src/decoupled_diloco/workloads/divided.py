@@ -1,0 +1,109 @@
+"""How a workload's model is cut over the ranks of a learner.
+
+Any model can be cut by DDP, and by FSDP2; where it has ``blocks``, they are gathered one at a time.
+Tensor parallel needs to know what is in them: it is there for the built-in dense transformers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from decoupled_diloco.config.run import Parallelism, RunConfig
+from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.workloads.base import Workload
+from decoupled_diloco.workloads.gpt import GptWorkload
+from decoupled_diloco.workloads.moe import MoeWorkload
+from decoupled_diloco.workloads.transformer import Attention
+from decoupled_diloco.workloads.vit import VitWorkload
+
+
+@dataclass(frozen=True)
+class DataShare:
+    """Which of its learner's batches a rank trains: one in `parts`, from number `part` on."""
+
+    part: int = 0
+    parts: int = 1
+
+
+def require_divisible(workload: Workload, config: RunConfig) -> None:
+    """Finds out whether each learner's model can be cut as the settings say.
+
+    Raises:
+        ConfigError: One cannot; says what can be done.
+    """
+    for index in range(config.run.learners):
+        ranks, parallelism = config.learner.ranks_of(index), config.learner.parallelism_of(index)
+        problem = _problem(workload, parallelism, ranks)
+        if problem:
+            raise ConfigError(
+                f"workload {config.workload.name!r} cannot be cut by parallelism={parallelism!r} "
+                f"over ranks={ranks}: {problem}"
+            )
+
+
+def _problem(workload: Workload, parallelism: Parallelism, ranks: int) -> str:
+    experts = isinstance(workload, MoeWorkload)
+    if parallelism == "fsdp" and experts:
+        return (
+            "an expert that gets no token on one rank has no gradient there, which FSDP2 does not "
+            "allow: use 'ddp'"
+        )
+    if parallelism != "tp":
+        return ""
+    if experts or not isinstance(workload, GptWorkload | VitWorkload):
+        return "tensor parallel is for 'gpt', 'paced' and 'vit': use 'ddp'"
+    heads = workload.options.heads
+    return f"heads={heads} is not a multiple of it: change either" if heads % ranks else ""
+
+
+def divided(model: nn.Module, workload: Workload, parallelism: Parallelism) -> nn.Module:
+    """This rank's part of a model; every rank of the process group calls it.
+
+    Args:
+        model: Whole, the same on every rank; on the CPU.
+    """
+    if parallelism == "ddp":
+        return nn.parallel.DistributedDataParallel(
+            model, find_unused_parameters=isinstance(workload, MoeWorkload)
+        )
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    blocks = [*getattr(model, "blocks", ())]
+    if parallelism == "fsdp":
+        for each in (*blocks, model):
+            fully_shard(each, mesh=mesh)
+        return model
+    for block in blocks:
+        parallelize_module(block, mesh, _block_plan())
+    for attention in (each for each in model.modules() if isinstance(each, Attention)):
+        attention.heads //= dist.get_world_size()
+    return model
+
+
+def _block_plan() -> dict[str, ParallelStyle]:
+    """Each rank has some heads and hidden units; all else is whole on every rank."""
+    return {
+        "attention.query": ColwiseParallel(),
+        "attention.key": ColwiseParallel(),
+        "attention.value": ColwiseParallel(),
+        "attention.project": RowwiseParallel(),
+        "mlp.expand": ColwiseParallel(),
+        "mlp.project": RowwiseParallel(),
+    }
+
+
+def share_of_data(parallelism: Parallelism) -> DataShare:
+    """Of this rank: those of a tensor-parallel learner train the same batches."""
+    if parallelism in ("plain", "tp"):
+        return DataShare()
+    return DataShare(dist.get_rank(), dist.get_world_size())

@@ -1,0 +1,279 @@
+"""Learners of several ranks that the launcher starts: cut, killed, told to go, and brought back."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decoupled_diloco.config import RunConfig
+from decoupled_diloco.launch.local import LocalRun
+from process.runs import (
+    STEP_SECONDS_MAX,
+    command,
+    config_file,
+    config_of,
+    fork_server,
+    local_run,
+    logs,
+    longest_step,
+    orphans,
+    records,
+    send,
+    until,
+    wait,
+    when,
+)
+from replay import assert_replays
+
+pytestmark = pytest.mark.timeout(180)
+
+KEEPS = {"checkpoint_every_seconds": 0.5}
+MIXED = {"ranks": [1, 2, 2], "parallelism": ["plain", "fsdp", "tp"], "carriers": "all"}
+
+
+def config(folder: Path, learner: dict[str, Any], steps: int, **run: Any) -> RunConfig:
+    """A run of these learners, with fixed parts of the data."""
+    return config_of(
+        folder,
+        run={"budget_steps": steps, **run},
+        learner={**KEEPS, **learner},
+        data={"leases": False},
+    )
+
+
+def ranks_of(run: LocalRun, name: str) -> list[int]:
+    """The process ids of a learner's ranks, rank 0 first; empty: it has not begun."""
+    process = run.supervisor.children[name].process
+    if process is None:
+        return []
+    try:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+    except OSError:
+        return []
+    return [int(pid) for pid in children.split()]
+
+
+def ended(pid: int) -> bool:
+    """Whether a process is gone, or a zombie that nobody waits for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def trains(run: LocalRun, name: str, life: int = 0, steps: int = 1) -> bool:
+    """Whether a learner has made steps in a life."""
+    own = [r for r in records(run.path, name) if r.life == life] if has_tape(run, name) else []
+    return sum(r.type == "StepFinished" for r in own) >= steps
+
+
+def has_tape(run: LocalRun, name: str) -> bool:
+    return (run.path / "tape" / f"{name}.jsonl").exists()
+
+
+def kept(run: LocalRun, name: str) -> bool:
+    return bool(list((run.path / "learners" / name).glob("*.safetensors")))
+
+
+def starts(folder: Path, name: str) -> list[dict[str, Any]]:
+    """How each life of a learner began."""
+    return [r.data for r in records(folder, name) if r.type == "Recovered"]
+
+
+PROGRAM = """
+import os, sys, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+import decoupled_diloco as dd
+from decoupled_diloco.config import load_config
+from decoupled_diloco.workloads import load_workload
+
+run, syncer, token = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]).read_text()
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank, ranks = dist.get_rank(), dist.get_world_size()
+config = load_config(run / "run.toml")
+workload = load_workload(config.workload.name, config.workload_options())
+model = workload.model()
+fully_shard(model)
+optimizer = workload.optimizer(model)
+learner = dd.Learner(
+    model, syncer, token=token, learner_id="learner-1", optimizer=optimizer,
+    checkpoint=run / "learners", checkpoint_every_seconds=0.5, tape=run / "tape/learner-1.jsonl",
+)
+print(f"rank {rank} is process {os.getpid()}, begins at step {learner.steps}", flush=True)
+for batch in workload.batches(1, 2, learner.steps * ranks + rank):
+    loss = workload.loss(model, batch)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if not learner.step(workload.tokens(batch), loss.item()):
+        break
+learner.close()
+dist.destroy_process_group()
+"""
+
+
+def test_torchrun_restarts_a_learner_and_the_other_one_loses_no_step(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    script, log = tmp_path / "program.py", tmp_path / "torchrun.log"
+    script.write_text(PROGRAM)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun += ["--nproc-per-node", "2", "--max-restarts", "3", "--monitor-interval", "0.2"]
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def begun() -> list[tuple[int, int]]:
+        """Process id and first step of rank 1, for each of its lives."""
+        found = re.findall(r"rank 1 is process (\d+), begins at step (\d+)", log.read_text())
+        return [(int(pid), int(step)) for pid, step in found]
+
+    def course() -> Iterator[None]:
+        where = [str(folder), run.addresses[0], str(run.secret_file)]
+        with log.open("wb") as output:
+            processes.append(
+                subprocess.Popen(
+                    [*torchrun, str(script), *where],
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    # else a restart finds the addresses of the life before in torchrun's store
+                    env={
+                        **os.environ,
+                        "OMP_NUM_THREADS": "1",
+                        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+                    },
+                )
+            )
+        yield from when(lambda: trains(run, "learner-1", steps=5) and kept(run, "learner-1"))
+        os.kill(begun()[0][0], signal.SIGKILL)
+        yield from when(lambda: len(begun()) > 1)
+
+    run = LocalRun(config(folder, {}, 1000), absent=("learner-1",), server=fork_server())
+    try:
+        run.start()
+        outcome = wait(run, course(), seconds=150.0)
+        assert outcome.finished, outcome.reason
+        assert processes[0].wait(30) == 0, log.read_text()[-3000:]
+    finally:
+        run.close()
+        for process in processes:
+            process.terminate()
+            process.wait()
+    assert [step > 0 for _, step in begun()] == [False, True], "it goes on from its checkpoint"
+    assert starts(folder, "learner-1")[-1]["way"] == "checkpoint"
+    assert longest_step(folder, "learner-0") < STEP_SECONDS_MAX
+    assert_replays(folder)
+
+
+def test_learners_of_different_parallelism_are_killed_and_come_back_with_other_ranks(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "run"
+    killed: list[int] = []
+
+    def script() -> Iterator[None]:
+        for name in ("learner-1", "learner-2"):
+            yield from when(lambda name=name: trains(run, name) and kept(run, name))
+            killed.extend(ranks_of(run, name))
+            assert run.supervisor.kill(name, restart=True)
+            until(lambda: all(map(ended, killed)), "all ranks are killed with their learner")
+            yield from when(lambda name=name: trains(run, name, life=1))
+
+    with local_run(config(folder, MIXED, 240, learners=3)) as run:
+        run.start()
+        outcome = wait(run, script(), seconds=150.0)
+    assert outcome.finished, outcome.reason
+    assert len(killed) == 4
+    for name in ("learner-1", "learner-2"):
+        assert [each["way"] for each in starts(folder, name)[1:]] == ["checkpoint"], logs(folder)
+    assert_replays(folder)
+
+    other = {"ranks": [2, 1, 2], "parallelism": ["ddp", "plain", "ddp"]}
+    with local_run(config(folder, other, 260, learners=3), resume=True) as run:
+        run.start()
+        outcome = wait(run)
+    assert outcome.finished, outcome.reason
+    log = (folder / "logs" / "learner-1.log").read_text()
+    assert "rank" not in log.rpartition("epoch 2")[2].partition("epoch 3")[2]
+    for name in ("learner-1", "learner-2"):
+        assert starts(folder, name)[2]["why"].startswith("its own checkpoint of step"), logs(folder)
+    begins = [int(line.split()[-4]) for line in log.splitlines() if "begins at batch" in line]
+    assert 0 < begins[2] < begins[4], "rank 0's and rank 1's, twice; then one process"
+
+
+def test_a_rank_that_dies_alone_ends_its_learner_which_comes_back(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+
+    def script() -> Iterator[None]:
+        yield from when(lambda: trains(run, "learner-0") and kept(run, "learner-0"))
+        first = ranks_of(run, "learner-0")
+        os.kill(first[1], signal.SIGKILL)
+        yield from when(lambda: run.supervisor.children["learner-0"].failures == 1)
+        assert all(map(ended, first))
+        yield from when(lambda: trains(run, "learner-0", life=1))
+        head = run.supervisor.children["learner-0"].process
+        assert head is not None
+        second = ranks_of(run, "learner-0")
+        os.kill(head.pid, signal.SIGKILL)
+        until(lambda: all(map(ended, second)), "ranks end with their head", seconds=15.0)
+        # else a busy machine ends the run, and who has just begun, before it hears of the end
+        yield from when(lambda: trains(run, "learner-0", life=2))
+
+    with local_run(config(folder, {"ranks": [2, 1], "parallelism": ["ddp", "plain"]}, 500)) as run:
+        run.start()
+        outcome = wait(run, script(), seconds=150.0)
+    assert outcome.finished, outcome.reason
+    own = [r.data for r in records(folder, "launcher") if r.type == "ProcessEnded"]
+    assert [each["code"] for each in own if each["name"] == "learner-0"] == [137, None, 0]
+    assert [each["way"] for each in starts(folder, "learner-0")[1:]] == ["checkpoint"] * 2
+    assert_replays(folder)
+
+
+def test_who_is_told_to_go_stops_on_all_ranks_at_the_same_step(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+
+    def script() -> Iterator[None]:
+        yield from when(lambda: trains(run, "learner-1", steps=5))
+        child = run.supervisor.children["learner-1"]
+        process = child.process
+        send(run, "learner-1", signal.SIGTERM)
+        yield from when(lambda: child.process is not process)
+        assert child.code == 130
+
+    with local_run(config(folder, {"ranks": [1, 2], "parallelism": ["plain", "tp"]}, 200)) as run:
+        run.start()
+        outcome = wait(run, script())
+    assert outcome.finished, outcome.reason
+    first = [r for r in records(folder, "learner-1") if r.life == 0]
+    assert any(r.type == "DrainAsked" for r in first), "it hands in what it has trained"
+    assert [each["way"] for each in starts(folder, "learner-1")[1:]] == ["checkpoint"]
+    assert "Traceback" not in (folder / "logs" / "learner-1.log").read_text()
+
+
+@pytest.mark.parametrize("forks", [True, False])
+def test_ctrl_c_leaves_no_rank(tmp_path: Path, forks: bool) -> None:
+    folder = tmp_path / "run"
+    file = config_file(
+        folder,
+        run={"budget_steps": 5000, "fork_server": forks},
+        learner={"ranks": [1, 2], "parallelism": ["plain", "fsdp"]},
+        data={"leases": False},
+    )
+    process = command("train", str(file))
+    tape = folder / "tape" / "learner-1.jsonl"
+    until(lambda: tape.exists() and '"StepFinished"' in tape.read_text(), "it trains", 120.0)
+    assert len(orphans(folder)) == 5 + forks, "a shard, two learners, two ranks, the fork server"
+    os.killpg(process.pid, signal.SIGINT)
+    until(lambda: not orphans(folder), "all processes of the run are gone", seconds=15.0)
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == 130, output
+    assert "Traceback" not in output
