@@ -1,0 +1,135 @@
+"""torchtitan's `Trainer` as a learner.
+
+```python
+from decoupled_diloco.integrations.torchtitan import DilocoTrainer
+
+trainer = DilocoTrainer(config, "http://syncer:7070", token=token, learner_id="learner-0")
+trainer.train()
+trainer.close()
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.integrations.part import FrameworkPart
+from decoupled_diloco.learner.checks import refuse_own_copies
+from decoupled_diloco.learner.learner import Learner
+from decoupled_diloco.learner.modules import plain
+
+try:
+    from torchtitan.distributed.utils import dist_sum
+    from torchtitan.train import Trainer
+except ImportError as error:
+    raise ConfigError(
+        f"torchtitan cannot be imported ({error}): pip install 'decoupled-diloco[torchtitan]' (in "
+        "a clone: pip install -e '.[torchtitan]')"
+    ) from error
+
+
+class DilocoMixin:
+    """Makes a class of torchtitan trainers learners of a run: `DilocoTrainer` is the plain one.
+
+    Of another one it is ``class Mine(DilocoMixin, Another)``.
+
+    It joins when training begins: the model takes the run's weights, also if torchtitan has just
+    loaded a checkpoint, whose optimizers, schedules, step and data stay. Training stops when the
+    run's budget is spent, or at torchtitan's own ``training.steps``. If the run is over then, the
+    model has its final weights, and torchtitan's checkpointer writes them.
+
+    Steps are the optimizer's, and tokens are torchtitan's own count of them (``n_tokens_seen``),
+    whatever is accumulated or cut. All ranks are one learner: FSDP2, tensor parallel or a pipeline,
+    as in torchtitan's ``parallelism``.
+
+    Args:
+        config: torchtitan's own (``JobConfig``).
+        syncer: See `Learner`.
+        options: Further arguments of `Learner`, but not ``checkpoint`` and ``stateful``: torchtitan
+            keeps its own checkpoints.
+
+    Raises:
+        ConfigError: An option is torchtitan's own; in ``train``, see `Learner`.
+    """
+
+    def __init__(self, config: Any, syncer: str | Sequence[str], **options: Any) -> None:
+        owned = ("checkpoint", "stateful", "optimizer")
+        self._part = FrameworkPart("torchtitan Trainer", owned, syncer, {"donate": (), **options})
+        self._loss: float | None = None
+        self._goes_on = True
+        base: Any = super()
+        base.__init__(config)
+        self._log = self._trainer.metrics_processor.log
+        self._trainer.metrics_processor.log = self._logged
+
+    @property
+    def _trainer(self) -> Any:
+        """This one, as torchtitan has it: torchtitan has no types."""
+        return self
+
+    @property
+    def learner(self) -> Learner | None:
+        """The learner, from the beginning of training on."""
+        return self._part.learner
+
+    @property
+    def rounds(self) -> int:
+        """Global versions of fragments that the model has taken."""
+        return self._part.rounds
+
+    def train(self) -> None:
+        """See torchtitan's; leaves the run at its end."""
+        base: Any = super()
+        try:
+            base.train()
+        except BaseException as error:
+            self._part.end(error)
+            raise
+        self._part.end()
+        if self.learner is not None and self.learner.over:
+            self._trainer.checkpointer.save(self._trainer.step, last_step=True)
+
+    def should_continue_training(self) -> bool:
+        """See torchtitan's, which asks before each step, first when its checkpoint is loaded."""
+        if self.learner is None:
+            self._join()
+        base: Any = super()
+        return bool(base.should_continue_training()) and self._goes_on
+
+    def train_step(self, data_iterator: Any) -> None:
+        """See torchtitan's: one step of the optimizer, and the learner's after it."""
+        base: Any = super()
+        before = self._trainer.ntokens_seen
+        base.train_step(data_iterator)
+        tokens = self._trainer.ntokens_seen - before
+        self._goes_on = self._part.step(max(1, tokens), self._loss)
+        self._loss = None
+
+    def _join(self) -> None:
+        trainer = self._trainer
+        tokens = trainer.ntokens_seen  # this rank's
+        if trainer.parallel_dims.dp_cp_enabled:
+            count = torch.tensor(tokens, dtype=torch.int64, device=trainer.device)
+            tokens = dist_sum(count, trainer.parallel_dims.get_optional_mesh("loss"))
+        optimizers = trainer.optimizers.optimizers
+        for each in optimizers:
+            refuse_own_copies(plain(trainer.model_parts), each)
+        # Not torchtitan's container of several: a look at its state makes a step of each.
+        optimizer = optimizers[0] if len(optimizers) == 1 else None
+        self._part.begin(trainer.model_parts, optimizer, trainer.step, int(tokens))
+
+    def _logged(self, step: int, loss: float, *numbers: Any, **named: Any) -> None:
+        """The metrics of a step: the run's are added, and the loss goes to the run."""
+        trainer = self._trainer
+        if not trainer.parallel_dims.pp_enabled or trainer.pp_has_last_stage:
+            self._loss = float(loss)
+        extra = (named.pop("extra_metrics", None) or {}) | self._part.measured()
+        self._log(step, loss, *numbers, extra_metrics=extra, **named)
+
+
+class DilocoTrainer(DilocoMixin, Trainer):  # type: ignore[misc]
+    """torchtitan's `Trainer` as a learner: see `DilocoMixin`."""
