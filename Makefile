@@ -21,7 +21,7 @@ export OMP_NUM_THREADS ?= 1
 export MPLBACKEND ?= Agg
 export NO_MKDOCS_2_WARNING ?= 1
 
-.PHONY: train test check chaos goodput plan docs docs-serve setup clean
+.PHONY: train test check chaos goodput gpu plan docs docs-serve setup clean
 
 train: $(STAMP)  ## four learners, two syncer shards, an evaluator; one learner is killed on the way
 	$(BIN)/ddiloco train recipes/quickstart.toml
@@ -37,6 +37,10 @@ check: $(STAMP)  ## format, lint, types and the fast tests
 
 chaos: $(STAMP)  ## half an hour of failures of every kind, and the verdict
 	$(BIN)/ddiloco chaos chaos-long
+
+gpu: $(STAMP)  ## on a machine with a GPU: every CUDA path, in ten minutes: benchmarks/results/gpu
+	$(BIN)/python benchmarks/gpu.py
+	$(BIN)/python benchmarks/tables.py
 
 goodput: $(STAMP)  ## table and plots of what failures cost a million chips: benchmarks/results/goodput
 	$(BIN)/python benchmarks/goodput.py

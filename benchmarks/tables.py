@@ -24,6 +24,9 @@ is shown as smallest to largest.
 TITLES = {
     "step_overhead": "What a learner costs its training loop",
     "background": "What the background takes from the thread that trains",
+    "ranks": "A learner of several ranks",
+    "mixed": "A run of mixed parallelism, and plain learners",
+    "gpu": "On a GPU",
     "quality": "Loss at equal tokens",
     "outer": "Which outer optimizer",
     "speeds": "Learners of unequal speed",
@@ -87,6 +90,77 @@ def step_overhead(result: Any) -> str:
         ],
         rows,
     )
+
+
+def mixed(result: Any) -> str:
+    rows = [[mode, *(spread(each, 4) for each in row.values())] for mode, row in result.items()]
+    return table(["rounds", "loss of plain learners, nats", "mixed less plain, nats"], rows)
+
+
+def ranks(result: Any) -> str:
+    steps, moves = [], []
+    for case, row in result.items():
+        what, _, case = case.partition(", ")
+        if what == "step":
+            inside = " / ".join(f"{each:.1f}" for each in row["inside step(), ms, median by rank"])
+            talked = row["bytes to and from the syncer by rank"]
+            steps.append(
+                [
+                    case,
+                    f"{row['step, ms']:.0f} ms",
+                    inside,
+                    f"{row['inside step(), % of a step, rank 0']:.2f} %",
+                    spread(row["throughput, % of that without the run"], 1) + " %",
+                    " / ".join(f"{each / 1e6:.1f}" for each in talked),
+                    f"{row['start to first step, s']:.1f} s",
+                ]
+            )
+            continue
+        for carriers in ("one carrier", "all carry"):
+            sent = row[f"MB sent and taken by rank, {carriers}"]
+            moves.append(
+                [
+                    f"{case}, {carriers}",
+                    spread(row[f"collect, {carriers}, ms"], 0),
+                    spread(row[f"distribute, {carriers}, ms"], 0),
+                    f"{row['a gather on rank 0, ms']:.0f}",
+                    f"{row['a plain copy, ms']:.0f}",
+                    f"{row[f'collect, {carriers}, times a gather']:.1f}",
+                    f"{row[f'collect, {carriers}, without the exchange, times a copy']:.1f}",
+                    " / ".join(f"{s:.0f}, {t:.0f}" for s, t in sent),
+                ]
+            )
+    step_header = ["learner", "inner step", "ms inside `step()`, by rank", "of the step, rank 0"]
+    step_header += ["tokens/s, of the same loop without it", "MB to and from the syncer, by rank"]
+    step_header += ["start to first step"]
+    header = ["all fragments, once", "collected, ms", "distributed, ms", "a gather, ms"]
+    header += ["a plain copy, ms", "collected, times a gather"]
+    header += ["outside the exchange, times a copy", "MB sent, taken by rank"]
+    return "\n\n".join(table(*each) for each in ((step_header, steps), (header, moves)) if each[1])
+
+
+def gpu(result: Any) -> str:
+    rows = []
+    for case, row in result.items():
+        if isinstance(row, str):
+            rows.append([case, row, "", "", "", "", ""])
+            continue
+        beside = row["copies beside kernels, %"]
+        before, attached = row["device memory, GB"]
+        rows.append(
+            [
+                case,
+                f"{row['step, ms']:.0f} ms",
+                spread(row["inside step(), ms"]),
+                f"{row['inside step(), % of a step']:.2f} %",
+                spread(row["tokens/s, % of the same loop without it"], 1) + " %",
+                f"{before:.1f}, {attached:.1f}",
+                beside if isinstance(beside, str) else f"{beside:.0f} %",
+            ]
+        )
+    header = ["learner", "inner step", "ms inside `step()`", "of the step"]
+    header += ["tokens/s, of the same loop without it", "GB without it, with it"]
+    return table([*header, "copies that pass beside kernels"], rows)
 
 
 def background(result: Any) -> str:
@@ -437,6 +511,9 @@ def tape(result: Any) -> str:
 FORMS: dict[str, Callable[[Any], str]] = {
     "step_overhead": step_overhead,
     "background": background,
+    "ranks": ranks,
+    "mixed": mixed,
+    "gpu": gpu,
     "quality": quality,
     "outer": outer,
     "speeds": speeds,
