@@ -18,7 +18,7 @@ NAMES = {
     "src/decoupled_diloco/workloads/base.py": ("class Workload",),
     "src/decoupled_diloco/workloads/__init__.py": ("BUILT_IN", "def load_workload"),
     "src/decoupled_diloco/workloads/vit.py": ("class VitOptions",),
-    "src/decoupled_diloco/config/run.py": ("uplink_codec", "downlink_codec"),
+    "src/decoupled_diloco/config/sync.py": ("uplink_codec", "downlink_codec"),
     "src/decoupled_diloco/protocol/syncer.py": ("def handle", "def check", "def snapshot"),
     "src/decoupled_diloco/protocol/learner.py": ("def handle", "def check", "def snapshot"),
     "src/decoupled_diloco/protocol/coordinator.py": ("def handle", "def check", "def snapshot"),
