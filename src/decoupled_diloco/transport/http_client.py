@@ -276,23 +276,28 @@ class _Put:
             await response.read()
 
     async def gaps(self, start: int, stop: int) -> list[Range]:
-        state, received = await self._ask()
+        state, received = await self._ask(self._client.watch(self._target).seconds)
         return [] if state == "arrived" else received.missing(start, stop)
 
     async def _moves(self, start: int, stop: int, watch: _StallWatch) -> bool:
         """Ask the server, when nothing moved here, whether it moves there or waits for memory."""
         try:
-            async with asyncio.timeout(watch.seconds):
-                state, received = await self._ask()
-        except (TransportError, ProtocolError, TimeoutError):
+            state, received = await self._ask(watch.seconds)
+        except (TransportError, ProtocolError):
             return False
         left = sum(right - left for left, right in received.missing(start, stop))
         return state in ("queued", "arrived") or watch.shrinks(left)
 
-    async def _ask(self) -> tuple[str, RangeSet]:
-        async with self._client.request("HEAD", self._target, {}) as response:
-            received = read_list(response.headers.get("X-Received", ""))
-            return response.headers.get("X-State", ""), RangeSet(received)
+    async def _ask(self, seconds: float) -> tuple[str, RangeSet]:
+        try:
+            async with (
+                asyncio.timeout(seconds),
+                self._client.request("HEAD", self._target, {}) as response,
+            ):
+                received = read_list(response.headers.get("X-Received", ""))
+                return response.headers.get("X-State", ""), RangeSet(received)
+        except TimeoutError:
+            raise TransportError(f"{self._target}: no answer within {seconds:.1f} s") from None
 
     def sent(self, nbytes: int) -> None:
         self._client.stats.data_bytes_sent += nbytes

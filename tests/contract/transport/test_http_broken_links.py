@@ -112,6 +112,26 @@ async def test_bodies_survive_broken_connections(seed: int) -> None:
         assert server.pool.in_use == 0
 
 
+async def test_a_put_of_which_nothing_is_heard_is_given_up() -> None:
+    """The network has gone silent: nothing comes back over a connection, old or new."""
+    over = asyncio.Event()
+
+    async def keep_silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await over.wait()
+        writer.transport.abort()
+
+    listener = await asyncio.start_server(keep_silent, "127.0.0.1", 0)
+    address = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+    client = HttpClient(limits=Limits(stall_seconds=0.1, retries=2))
+    with pytest.raises(TransportError, match="no answer within"):
+        async with asyncio.timeout(20):
+            await client.put("/bodies/a", memoryview(b"body"), base=address)
+    await client.close()
+    over.set()
+    listener.close()
+    await listener.wait_closed()
+
+
 async def test_a_body_replaced_under_a_get_is_never_mixed() -> None:
     async def keep(channel: Channel) -> None:
         with pytest.raises(TransportError):
