@@ -38,6 +38,7 @@ class LeaderLink:
 
     async def stay(self, channel: Channel) -> None:
         """Hears what the carrier answers, until the link breaks."""
+        self.lost("the carrier has made it again")  # and has dropped what it was asked before
         self._channel = channel
         self._came.set()
         try:

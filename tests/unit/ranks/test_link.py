@@ -21,6 +21,7 @@ from decoupled_diloco.ranks.boxes import Box
 from decoupled_diloco.ranks.carrier import CarriedValues
 from decoupled_diloco.ranks.link import CarrierLink, LeaderLink
 from decoupled_diloco.ranks.redistribute import Sharding
+from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.http_server import HttpServer
 from decoupled_diloco.transport.tokens import Tokens
 
@@ -39,6 +40,7 @@ class End:
         self.leader = LeaderLink()
         self.values = CarriedValues()
         self.failures: list[BaseException] = []
+        self.address = ""
 
     def link(self, address: str) -> CarrierLink:
         sharding = Sharding(((1, NUMEL),), ((Box((0, 0), (1, NUMEL)),) * 2,), (0, 1))
@@ -53,6 +55,7 @@ async def linked() -> AsyncIterator[End]:
     tokens = Tokens(run_token="key")
     server = HttpServer(tokens=tokens, on_channel=end.leader.stay)
     await server.start()
+    end.address = server.address
     link = end.link(server.address)
     try:
         yield end
@@ -82,6 +85,19 @@ async def test_what_was_asked_on_a_link_that_breaks_fails_and_a_new_link_comes()
         end.values.put(8, own + 1)
         answer = await end.leader.ask(digests_of(8))
         assert answer["digests"] == block_digests(own + 1, codec("fp32")).hex()
+
+
+async def test_what_was_asked_on_a_link_fails_when_it_is_made_again() -> None:
+    """The carrier has found the old one dead first."""
+    async with linked() as end:
+        waits = asyncio.ensure_future(end.leader.ask(digests_of(8)))
+        await asyncio.wait([waits], timeout=0.2)
+        client = HttpClient(token="key")
+        await client.connect(end.address, "learner", "rank-1")
+        async with asyncio.timeout(10):
+            with pytest.raises(TransportError, match="the carrier has made it again"):
+                await waits
+        await client.close()
 
 
 async def test_what_goes_wrong_there_is_told() -> None:
