@@ -108,6 +108,7 @@ def test_a_stopped_rank_is_named_and_the_learner_goes_on_with_it(
             until_told(learner, "rank 1 of this learner says nothing")
             assert other.log(0).count("step") > made + 20, "the other one waited"
             learner.send(1, signal.SIGCONT)
+            until_told(learner, "rank 1 of this learner goes on")
             learner.ends_well()
             other.ends_well()
         system.wait_finished()

@@ -26,7 +26,9 @@ from decoupled_diloco.errors import (
 )
 from decoupled_diloco.learner.body_exchange import BodyExchange
 from decoupled_diloco.learner.exchange import Capture
+from decoupled_diloco.learner.joining import TRAINING_GOES_ON
 from decoupled_diloco.learner.store import Copied, HostCopy
+from decoupled_diloco.learner.trouble import TroubleLog
 from decoupled_diloco.merge import Fragment, is_cuttable, joined_digest
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.protocol import effects as do
@@ -90,6 +92,7 @@ class CarriedExchange(BodyExchange):
         self._jobs = itertools.count(1)
         self._local: Carrier | None = None
         self._links = {rank: LeaderLink() for rank in sharding.carriers if rank != 0}
+        self._troubles = {rank: TroubleLog() for rank in self._links}
         self._server: Server | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -145,12 +148,28 @@ class CarriedExchange(BodyExchange):
 
     async def _answer(self, rank: int, asked: Document) -> Document:
         if rank != 0:
-            return await self._links[rank].ask(asked)
+            return await self._answer_of(rank, asked)
         if self._local is None:
             plan = self._tensors().plan
             own = [self._sharding.ranges(fragment)[0] for fragment in plan.fragments]
             self._local = Carrier(plan, own, 0, self._values, self._client, self._in_worker)
         return await self._local.answer(asked)
+
+    async def _answer_of(self, rank: int, asked: Document) -> Document:
+        """What another carrier answers; who cannot reach the syncer, or is out of reach, is told.
+
+        The leader may reach both, and nothing else would say why no fragment goes through.
+        """
+        trouble = self._troubles[rank]
+        try:
+            answer = raised(await self._links[rank].ask(asked))
+        except TransportError as error:
+            subject = f"rank {rank} of this learner carries no fragments"
+            trouble.tell("out of reach", f"{subject} ({error}): {TRAINING_GOES_ON}")
+            raise
+        if "url" in asked:
+            trouble.over(f"rank {rank} of this learner carries fragments again")
+        return answer
 
     def ask_all(self, **asked: Any) -> Future[list[Document]]:
         """Asks every carrier; for another thread."""

@@ -89,6 +89,8 @@ class Watch:
             trouble = self._trouble(rank, seen, at)
             if trouble and trouble != seen.told:
                 logger.warning("%s", trouble)
+            if seen.told and not trouble:
+                logger.warning("rank %d of this learner goes on", rank)
             seen.told = trouble
 
     def _has(self, rank: int) -> bool:
