@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from decoupled_diloco.config.method import plan_of
+from decoupled_diloco.storage.weights import load_weights
+from decoupled_diloco.syncer.result import RESULT, assemble, read_layout
 from ranks.learners import ranks
 from ranks.program import Job
 from ranks.test_kinds import recorded, system_in
@@ -38,6 +41,7 @@ def trained(
         with ranks(job, world, titan_program.main) as learner:
             learner.ends_well()
         system.wait_finished()
+        assemble(system.folder, plan_of(read_layout(system.folder), system.config), 1)
     return {p: versions[:ROUNDS] for p, versions in merged.items()}
 
 
@@ -60,17 +64,24 @@ def test_it_publishes_what_a_plain_learner_does(
     assert plain.keys() == cut.keys()
     for fragment, versions in plain.items():
         assert len(versions) == len(cut[fragment]) == ROUNDS
+        assert not torch.equal(versions[0], versions[-1])
         for number, (ours, theirs) in enumerate(zip(versions, cut[fragment], strict=True)):
             difference = float((ours - theirs).norm() / ours.norm())
             assert difference <= TOLERANCE, f"fragment {fragment}, round {number}: {difference}"
+    end, held = load_weights(tmp_path / "run" / RESULT), set[str]()
     for told in found(tmp_path):
         assert told["over"]
+        held |= told["weights"].keys()
+        for name, weights in told["weights"].items():
+            assert torch.equal(weights, end[name]), f"{name} is not the run's, on every rank"
+            assert weights.isfinite().all()
         assert told["tokens"] == told["steps"] * titan_program.ROWS * titan_program.LENGTH
         assert told["rounds"] >= ROUNDS
         last = told["logged"][-1]
         assert last["diloco/run_step"] > 0
         assert last["diloco/rounds"] >= ROUNDS
         assert last["diloco/discarded_tokens"] >= 0
+    assert held == end.keys()
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "pipeline", "interleaved"])
