@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -159,6 +160,29 @@ class Gradients:
         return sum(each.item() for each in losses) / len(losses) if losses else None
 
 
+def accumulated(model: nn.Module, tokens: Tensor, targets: Tensor) -> float:
+    """The loss of a batch in two halves; the first one's gradients stay on their rank."""
+    halves = [*zip(tokens.chunk(2), targets.chunk(2), strict=True)]
+    total = 0.0
+    for last, half in enumerate(halves):
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(bool(last))
+        alone = isinstance(model, nn.parallel.DistributedDataParallel) and not last
+        with model.no_sync() if alone else nullcontext():
+            loss = loss_of(model(half[0]), half[1]) / len(halves)
+            loss.backward()
+        total += loss.item()
+    return total
+
+
+def evaluate(model: nn.Module, tokens: Tensor) -> None:
+    """Between two steps; it leaves the root of FSDP2 unsharded."""
+    model.eval()
+    with torch.no_grad():
+        model(tokens)
+    model.train()
+
+
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
@@ -185,6 +209,14 @@ class Job:
     carriers: int | Literal["hosts", "all"] = 1
     block: int = 0
     """Elements that have a digest of their own; 0: as the product has it."""
+    manner: str = ""
+    """Of its loop or its model: one of the following."""
+
+
+THOROUGH = "thorough"
+"""Tied and frozen weights, gradients accumulated and clipped, an evaluation at first and after each
+step."""
+CLIP_NORM = 0.1
 
 
 def full(model: nn.Module) -> dict[str, Tensor]:
@@ -247,6 +279,9 @@ def train(job: Job) -> None:
     if trouble == "another model":
         net.blocks["1"].up = nn.Linear(WIDTH, 4 * WIDTH + 2)
         net.blocks["1"].down = nn.Linear(4 * WIDTH + 2, WIDTH)
+    if job.manner == THOROUGH:
+        net.head.weight = net.embedding.weight
+        net.blocks["0"].norm.weight.requires_grad_(False)
     model, part, parts = parallel(job.kind, net)
     name = "another" if trouble == "another name" else job.name
     if trouble == "no learner":
@@ -264,6 +299,8 @@ def train(job: Job) -> None:
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.9)
     size = BATCH // parts
     gradients = Gradients(job.kind, model)
+    if job.manner == THOROUGH:
+        evaluate(model, batch_of(job.seed, 0)[0])
     with Learner(
         list(parts_of(model)) if job.kind == INTERLEAVED else model,
         syncer=job.address,
@@ -278,10 +315,16 @@ def train(job: Job) -> None:
         for step in range(learner.steps, job.steps - (trouble == "a step fewer")):
             time.sleep(job.pause)
             tokens, targets = (t[part * size : (part + 1) * size] for t in batch_of(job.seed, step))
-            loss = gradients(tokens, targets)
+            if job.manner == THOROUGH:
+                loss: float | None = accumulated(model, tokens, targets)
+                nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+            else:
+                loss = gradients(tokens, targets)
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
+            if job.manner == THOROUGH:
+                evaluate(model, tokens)
             going_on = learner.step(tokens=tokens.numel(), loss=loss)
             print(f"step {step + 1}", flush=True)
             if not going_on:

@@ -17,7 +17,7 @@ from decoupled_diloco.syncer.fragments import ShardTensors
 from decoupled_diloco.transport.bodies import BodyBooks
 from integration.system import System
 from ranks.learners import ranks
-from ranks.program import BATCH, INTERLEAVED, Job
+from ranks.program import BATCH, INTERLEAVED, THOROUGH, Job
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -71,11 +71,22 @@ def trained(
     return {p: list(v) for p, v in merged.items()}, torch.load(folder / "one.pt")
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Tensor]]:
+def alone(folder: Path, **options: Any) -> dict[int, list[Tensor]]:
     """What a learner of one process publishes."""
     with pytest.MonkeyPatch.context() as patch:
-        return trained(tmp_path_factory.mktemp("plain"), "plain", 1, recorded(patch))[0]
+        return trained(folder, "plain", 1, recorded(patch), **options)[0]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Tensor]]:
+    """See `alone`."""
+    return alone(tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture(scope="module")
+def thorough(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Tensor]]:
+    """See `alone`."""
+    return alone(tmp_path_factory.mktemp("thorough"), manner=THOROUGH)
 
 
 @pytest.mark.parametrize(
@@ -115,6 +126,18 @@ def assert_the_same(plain: dict[int, list[Tensor]], cut: dict[int, list[Tensor]]
         for number, (ours, theirs) in enumerate(pairs):
             difference = float((ours - theirs).norm() / ours.norm())
             assert difference <= TOLERANCE, f"fragment {fragment}, round {number}: {difference}"
+
+
+@pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("fsdp", 3), ("fsdp", 1)])
+def test_a_thorough_loop_publishes_what_a_plain_learner_does(
+    kind: str,
+    world: int,
+    thorough: dict[int, list[Tensor]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cut, _ = trained(tmp_path, kind, world, recorded(monkeypatch), manner=THOROUGH)
+    assert_the_same(thorough, cut)
 
 
 BLOCK = 128

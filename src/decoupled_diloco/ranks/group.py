@@ -89,10 +89,14 @@ def is_sharded(model: torch.nn.Module | Sequence[torch.nn.Module]) -> bool:
     """Whether a process group holds the model in parts, be it a group of one rank."""
     if not (dist.is_available() and dist.is_initialized()):
         return False
-    from torch.distributed.tensor import DTensor  # slow to import, and there with such a model
+    from torch.distributed.fsdp import FSDPModule  # slow to import, and there with such a model
+    from torch.distributed.tensor import DTensor
 
     parts = [model] if isinstance(model, torch.nn.Module) else model
-    return any(isinstance(parameter, DTensor) for part in parts for parameter in part.parameters())
+    modules = (module for part in parts for module in part.modules())
+    return any(isinstance(module, FSDPModule) for module in modules) or any(
+        isinstance(parameter, DTensor) for part in parts for parameter in part.parameters()
+    )
 
 
 class Exchange:

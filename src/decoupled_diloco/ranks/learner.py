@@ -174,6 +174,11 @@ class _OfMany(Learner):
         if tensors is not None and tensors.restored and self._after_apply is not None:
             self._after_apply(applied)
 
+    def _check_optimizer(self) -> None:
+        if self._unchecked is not None:
+            self._seat.reshard()
+        super()._check_optimizer()
+
     def _step_name(self) -> str:
         self._calls += 1
         return f"step {self._calls}"
@@ -465,7 +470,6 @@ class FollowerRank(_OfMany):
         after_apply: Callable[[tuple[int, ...]], None] | None = None,
         **arguments: Any,
     ) -> None:
-        self._model, self._after_apply = plain(model), after_apply
         self._optimizer = getattr(optimizer, "optimizer", optimizer)
         self._unchecked = optimizer if after_apply is None else None
         self._closed = False
@@ -473,6 +477,7 @@ class FollowerRank(_OfMany):
         self._seat = seated(
             model, {**arguments, "optimizer": optimizer, "after_apply": after_apply}
         )
+        self._model, self._after_apply = plain(model), after_apply
         self._facts, self._held = dict(BEFORE), {}
         self.leases = NoLeases()
         self._told_of_restored(self._follow(JOINING, "joined"))

@@ -45,6 +45,14 @@ class RankModel:
     counted: tuple[int, ...]
 
 
+def reshard(module: Model) -> None:
+    """Has FSDP2 hold the parameters that are trained: after an evaluation its root holds others."""
+    for part in parts_of(module):
+        for each in part.modules():
+            if isinstance(each, FSDPModule):
+                each.reshard()
+
+
 def data_of(module: Model) -> list[Any]:
     """Says which data this rank trains: ranks that say the same train the same, and count once.
 

@@ -14,20 +14,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.fsdp import FSDPModule
-
 from decoupled_diloco.errors import ConfigError, Error, TransportError
 from decoupled_diloco.learner.checkpoint import OPTIMIZER
 from decoupled_diloco.learner.checkpointer import all_stateful, require_stateful
 from decoupled_diloco.learner.checks import refuse_own_copies, refuse_what_is_not_finite
-from decoupled_diloco.learner.modules import Model, parts_of, plain
+from decoupled_diloco.learner.modules import Model, plain
 from decoupled_diloco.learner.sharded_state import ShardedState
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.ranks.carrier import CarriedValues
 from decoupled_diloco.ranks.carriers import cut_for
 from decoupled_diloco.ranks.group import Exchange, RankGroup, chosen_carriers
 from decoupled_diloco.ranks.link import CarrierLink
-from decoupled_diloco.ranks.model import described, joined
+from decoupled_diloco.ranks.model import described, joined, reshard
 from decoupled_diloco.ranks.tensors import RankTensors
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.transport.tokens import read_secret
@@ -119,7 +117,7 @@ class RankSeat:
             self.group.rank,
             self.group.all_to_all,
             self.carried,
-            before_write=self._reshard,
+            before_write=self.reshard,
             failed=self._failed,
             state=self._state,
         )
@@ -207,12 +205,9 @@ class RankSeat:
         self.carried.fail(error)
         self.on_end(error)
 
-    def _reshard(self) -> None:
-        """After an evaluation FSDP2's root is unsharded: what is written would not be seen."""
-        for part in parts_of(self._module):
-            for module in part.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+    def reshard(self) -> None:
+        """See `model.reshard`."""
+        reshard(self._module)
 
 
 OWN_ON_EACH = ("optimizer", "after_apply", "stateful", "token", "tape", "client", "store")
@@ -225,6 +220,7 @@ def seated(model: Model, arguments: Mapping[str, Any]) -> RankSeat:
     Raises:
         ConfigError: On every rank, if something is wrong on one.
     """
+    reshard(model)
     optimizer = arguments.get("optimizer")
     objects = all_stateful(optimizer, arguments.get("stateful"))
     folder = _folder_of(arguments)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed import HashStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from decoupled_diloco import Learner
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.ranks.group import RankGroup, ranks_of_this_job
+from decoupled_diloco.ranks.group import RankGroup, is_sharded, ranks_of_this_job
 
 NOWHERE = "http://127.0.0.1:9"
 
@@ -39,3 +43,16 @@ def test_a_build_without_gloo_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("torch.distributed.is_gloo_available", lambda: False)
     with pytest.raises(ConfigError, match="this build of PyTorch has no gloo"):
         RankGroup()
+
+
+def test_a_model_of_fsdp2_is_sharded_after_an_evaluation_too() -> None:
+    torch.distributed.init_process_group(store=HashStore(), rank=0, world_size=1, backend="gloo")
+    try:
+        model = fully_shard(torch.nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
+        assert is_sharded(model)
+        with torch.no_grad():
+            model(torch.ones(2))
+        assert not isinstance(model.weight, DTensor), "it has gathered its parameters"
+        assert is_sharded(model)
+    finally:
+        torch.distributed.destroy_process_group()
