@@ -21,6 +21,7 @@ import torch
 import torch._dynamo  # the first optimizer brings it in: once is enough for all ranks
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -216,6 +217,8 @@ class Job:
 THOROUGH = "thorough"
 """Tied and frozen weights, gradients accumulated and clipped, an evaluation at first and after each
 step."""
+WRAPPED = "wrapped"
+"""Blocks that recompute their activations, each compiled by itself."""
 CLIP_NORM = 0.1
 
 
@@ -282,6 +285,9 @@ def train(job: Job) -> None:
     if job.manner == THOROUGH:
         net.head.weight = net.embedding.weight
         net.blocks["0"].norm.weight.requires_grad_(False)
+    if job.manner == WRAPPED:
+        for name, block in net.blocks.items():
+            net.blocks[name] = torch.compile(checkpoint_wrapper(block), backend="eager")
     model, part, parts = parallel(job.kind, net)
     name = "another" if trouble == "another name" else job.name
     if trouble == "no learner":

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ranks.learners import Ranks, ranks
-from ranks.program import Job
+from ranks.program import WRAPPED, Job
 from ranks.test_kinds import several_carriers, system_in
 
 pytestmark = pytest.mark.timeout(180)
@@ -141,7 +141,7 @@ def test_learners_of_different_parallelism_train_in_one_run(tmp_path: Path) -> N
         address = system.addresses[0]
         with (
             ranks(Job("plain", address, "a", tmp_path, seed=1), 1) as plain,
-            ranks(Job("fsdp", address, "b", tmp_path, seed=2), 2) as fsdp,
+            ranks(Job("fsdp", address, "b", tmp_path, seed=2, manner=WRAPPED), 2) as fsdp,
             ranks(Job("tp", address, "c", tmp_path, seed=3), 2) as tensor,
         ):
             for learner in (plain, fsdp, tensor):

@@ -15,6 +15,7 @@ from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.method import plan_of
 from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.merge import layout_of
+from decoupled_diloco.merge.layout import unwrapped
 from decoupled_diloco.storage.weights import load_metadata, load_weights
 from decoupled_diloco.syncer.coordinator_disk import FILE as COORDINATOR_FILE
 from decoupled_diloco.syncer.coordinator_disk import newest_state
@@ -103,8 +104,9 @@ def misfit(model: nn.Module, tensors: Mapping[str, Tensor]) -> str:
 
 
 def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    own = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
-    return own | dict(model.named_parameters(remove_duplicate=False))
+    state = unwrapped(model.state_dict().items())
+    own = {name: value for name, value in state if isinstance(value, Tensor)}
+    return own | dict(unwrapped(model.named_parameters(remove_duplicate=False)))
 
 
 def _versions(path: Path) -> dict[str, str]:

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.learner.checkpoint import OPTIMIZER, LearnerCheckpoint
+from decoupled_diloco.merge.layout import unwrapped
 from decoupled_diloco.storage.states import pack, unpack
 
 logger = logging.getLogger(__name__)
@@ -155,14 +156,16 @@ def spread_out(
     kept, inner = objects.pop(OPTIMIZER, None), stateful.get(OPTIMIZER)
     if checkpoint.state.keys() != stateful.keys():
         raise ConfigError(f"it has {sorted(checkpoint.state)}, not {sorted(stateful)}")
-    named = {id(parameter): name for name, parameter in module.named_parameters()}
+    named = {id(parameter): name for name, parameter in unwrapped(module.named_parameters())}
     trained = (
         [named[id(p)] for group in inner.param_groups for p in group["params"]] if inner else []
     )
     optimizer: dict[str, Any] = {}
     groups = kept["param_groups"] if kept else []
     numbers = [number for group in groups for number in group["params"]]
-    if len(numbers) != len(trained) or not module.state_dict().keys() <= checkpoint.model.keys():
+    states = (checkpoint.model, module.state_dict())
+    model, own = (dict(unwrapped(each.items())) for each in states)
+    if len(numbers) != len(trained) or not own.keys() <= model.keys():
         raise ConfigError("it is of another model or optimizer than rank 0 has")
     names = dict(zip(numbers, trained, strict=True))
     for group in groups:
@@ -173,7 +176,7 @@ def spread_out(
                 ("param_groups", settings),
             ):
                 optimizer |= {f"{what}.{names[number]}.{k}": v for k, v in values.items()}
-    state = {"model": dict(checkpoint.model), "optimizer": optimizer}
+    state = {"model": model, "optimizer": optimizer}
     try:
         save(state | {_objects_of(0): _packed(objects)}, checkpoint_id=folder, no_dist=True)
     except (CheckpointException, OSError) as error:

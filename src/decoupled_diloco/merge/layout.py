@@ -10,11 +10,11 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import torch
 from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError
@@ -22,6 +22,8 @@ from torch import Tensor, nn
 
 from decoupled_diloco.errors import ConfigError, ProtocolError
 from decoupled_diloco.merge.blocks import is_finite
+
+T = TypeVar("T")
 
 Role = Literal["matrix", "embedding", "buffer"]
 
@@ -38,6 +40,9 @@ WHOLE_DTYPES: dict[str, torch.dtype] = {
     for dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 }
 """Dtypes of constants, by the name used in a layout."""
+
+WRAPPED = ("_orig_mod.", "_checkpoint_wrapped_module.")
+"""What is in the names of a part that is compiled, or recomputes its activations."""
 
 CONSTANT_NUMEL_MAX = 64
 """A constant travels within the layout, so it has to be small."""
@@ -213,17 +218,18 @@ def _explained(error: ValidationError) -> str:
 def layout_of(module: nn.Module) -> Layout:
     """List what a module would synchronise.
 
-    Trainable parameters in module order; tied weights are one tensor by storage: the first name
-    wins, the others are its aliases, and if any of them belongs to an `nn.Embedding` the tensor's
-    role is `"embedding"`. Behind them come the buffers that a state dict has, if they are of a
-    floating dtype and finite (a mask of -inf has no mean); small ones of whole numbers are
-    constants. Frozen parameters, other buffers and what has no elements are excluded.
+    Trainable parameters in module order, under the names that they have without wrappers; tied
+    weights are one tensor by storage: the first name wins, the others are its aliases, and if any
+    of them belongs to an `nn.Embedding` the tensor's role is `"embedding"`. Behind them come the
+    buffers that a state dict has, if they are of a floating dtype and finite (a mask of -inf has no
+    mean); small ones of whole numbers are constants. Frozen parameters, other buffers and what has
+    no elements are excluded.
 
     Raises:
         ConfigError: Nothing is trainable, a trainable parameter has a dtype that is not supported,
             or two parameters share only a part of their storage.
     """
-    tied = _tied(module.named_parameters(remove_duplicate=False))
+    tied = _tied(unwrapped(module.named_parameters(remove_duplicate=False)))
     _refuse_overlap(tied)
     embeddings = _embedding_names(module)
     tensors: list[TensorSpec] = []
@@ -246,11 +252,11 @@ def layout_of(module: nn.Module) -> Layout:
 
 def _buffers_of(module: nn.Module) -> tuple[list[TensorSpec], tuple[Constant, ...], list[str]]:
     """Buffers to be merged, those that are kept as they are, and those that stay local."""
-    saved = module.state_dict(keep_vars=True).keys()
+    saved = dict(unwrapped(module.state_dict(keep_vars=True).items())).keys()
     merged: list[TensorSpec] = []
     constants: list[Constant] = []
     local: list[str] = []
-    for names, buffer in _tied(module.named_buffers(remove_duplicate=False)):
+    for names, buffer in _tied(unwrapped(module.named_buffers(remove_duplicate=False))):
         shape, dtype = tuple(buffer.shape), str(buffer.dtype).removeprefix("torch.")
         if not saved.isdisjoint(names) and buffer.numel() and _has_a_mean(buffer):
             merged.append(TensorSpec(names[0], shape, dtype, "buffer", tuple(names[1:])))
@@ -286,9 +292,22 @@ def tensors_of(module: nn.Module, layout: Layout) -> list[Tensor]:
         raise ConfigError(
             f"the model does not fit the layout (ours; theirs is the model): {difference}"
         )
-    by_name: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
-    by_name |= module.named_buffers(remove_duplicate=False)
+    by_name = named_tensors(module)
     return [by_name[spec.name] for spec in layout.tensors]
+
+
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by a layout's names."""
+    named: dict[str, Tensor] = dict(unwrapped(module.named_parameters(remove_duplicate=False)))
+    return named | dict(unwrapped(module.named_buffers(remove_duplicate=False)))
+
+
+def unwrapped(named: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
+    """The same by the names that the model has without wrappers of its parts."""
+    for name, thing in named:
+        for each in WRAPPED:
+            name = name.replace(each, "")
+        yield name, thing
 
 
 def _tied(named: Iterable[tuple[str, Tensor]]) -> list[tuple[list[str], Tensor]]:
@@ -339,12 +358,13 @@ def _extent_bytes(tensor: Tensor) -> int:
 
 def _embedding_names(module: nn.Module) -> set[str]:
     """Names of the parameters that an embedding module owns."""
-    return {
-        f"{prefix}.{name}" if prefix else name
+    found = {
+        f"{prefix}.{name}" if prefix else name: parameter
         for prefix, child in module.named_modules(remove_duplicate=False)
         if isinstance(child, nn.Embedding | nn.EmbeddingBag)
-        for name, _ in child.named_parameters(recurse=False)
+        for name, parameter in child.named_parameters(recurse=False)
     }
+    return {name for name, _ in unwrapped(found.items())}
 
 
 def _dtype_name(name: str, dtype: torch.dtype) -> str:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Partial
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.learner.modules import Model, parts_of
 from decoupled_diloco.merge import Layout, layout_of
-from decoupled_diloco.merge.layout import Constant, TensorSpec
+from decoupled_diloco.merge.layout import Constant, TensorSpec, named_tensors
 from decoupled_diloco.ranks.boxes import Box
 from decoupled_diloco.ranks.redistribute import Sharding
 
@@ -108,7 +108,7 @@ def described(module: nn.Module, wrapped: Model) -> dict[str, Any]:
     """
     refuse_placements(module)
     layout = layout_of(module)
-    named = _named(module)
+    named = named_tensors(module)
     boxes = [_box_of(named[spec.name]) for spec in layout.tensors]
     parts = list(enumerate(parts_of(module)))
     part_with = {
@@ -122,11 +122,6 @@ def described(module: nn.Module, wrapped: Model) -> dict[str, Any]:
         "boxes": [None if box is None else [box.start, box.stop] for box in boxes],
         "parts": [part_with[id(named[spec.name])] for spec in layout.tensors],
     }
-
-
-def _named(module: nn.Module) -> dict[str, Tensor]:
-    named: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
-    return named | dict(module.named_buffers(remove_duplicate=False))
 
 
 def _box_of(tensor: Tensor) -> Box | None:
@@ -170,7 +165,7 @@ def joined(
             f"tensor {layout.tensors[missing].name!r} is not whole on the {len(layouts)} ranks of "
             "this learner: all ranks of its mesh have to be in the process group, and nobody else"
         )
-    named = _named(module)
+    named = named_tensors(module)
     tensors = tuple(named.get(spec.name) for spec in layout.tensors)
     staged = any(each.fingerprint != layout.fingerprint for each in layouts)
     return RankModel(layout, sharding, tensors, _counted(all_described, staged=staged))

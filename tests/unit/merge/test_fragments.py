@@ -5,8 +5,10 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from decoupled_diloco.errors import ConfigError, ProtocolError
+from decoupled_diloco.learner.store import ModuleStore
 from decoupled_diloco.merge import (
     Fragment,
     Layout,
@@ -119,6 +121,21 @@ class TestLayoutOf:
             "norm.running_var",
             "norm.num_batches_tracked",
         )
+
+    def test_wrapped_parts_keep_their_names(self):
+        model = Model()
+        model.norm = nn.BatchNorm1d(4)
+        plain = layout_of(model)
+        model.embed = torch.compile(model.embed)
+        model.blocks[1] = torch.compile(checkpoint_wrapper(model.blocks[1]))
+        model.norm = checkpoint_wrapper(model.norm)
+        assert layout_of(model) == plain
+        named = dict(
+            zip((spec.name for spec in plain.tensors), tensors_of(model, plain), strict=True)
+        )
+        assert named["blocks.1.weight"] is model.blocks[1].weight
+        assert named["norm.running_mean"] is model.norm.running_mean
+        assert ModuleStore(model).layout == plain
 
     def test_the_meta_device_gives_the_same_layout(self):
         model = Model()
