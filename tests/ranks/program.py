@@ -24,7 +24,12 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -82,8 +87,12 @@ def batch_of(seed: int, step: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def parallel(kind: str, model: nn.Module) -> tuple[nn.Module, int, int]:
-    """The model as this kind has it; this rank's part of the batch, and of how many."""
+def parallel(kind: str, model: nn.Module, **policies: Any) -> tuple[nn.Module, int, int]:
+    """The model as this kind has it; this rank's part of the batch, and of how many.
+
+    Args:
+        policies: FSDP2's.
+    """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if kind == "plain":
         return model, 0, 1
@@ -112,8 +121,8 @@ def parallel(kind: str, model: nn.Module) -> tuple[nn.Module, int, int]:
         mesh = whole["dp"]
     if kind != "tp":
         for block in model.blocks.values():
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+            fully_shard(block, mesh=mesh, **policies)
+        fully_shard(model, mesh=mesh, **policies)
     return model, part, parts
 
 
@@ -219,6 +228,8 @@ THOROUGH = "thorough"
 step."""
 WRAPPED = "wrapped"
 """Blocks that recompute their activations, each compiled by itself."""
+HALF = "half"
+"""FSDP2 computes in bf16, and keeps its parameters in host memory."""
 CLIP_NORM = 0.1
 
 
@@ -288,7 +299,11 @@ def train(job: Job) -> None:
     if job.manner == WRAPPED:
         for name, block in net.blocks.items():
             net.blocks[name] = torch.compile(checkpoint_wrapper(block), backend="eager")
-    model, part, parts = parallel(job.kind, net)
+    policies: dict[str, Any] = {}
+    if job.manner == HALF:
+        policies["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        policies["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    model, part, parts = parallel(job.kind, net, **policies)
     name = "another" if trouble == "another name" else job.name
     if trouble == "no learner":
         time.sleep(60)

@@ -17,7 +17,7 @@ from decoupled_diloco.syncer.fragments import ShardTensors
 from decoupled_diloco.transport.bodies import BodyBooks
 from integration.system import System
 from ranks.learners import ranks
-from ranks.program import BATCH, INTERLEAVED, THOROUGH, Job
+from ranks.program import BATCH, HALF, INTERLEAVED, THOROUGH, Job
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -138,6 +138,16 @@ def test_a_thorough_loop_publishes_what_a_plain_learner_does(
 ) -> None:
     cut, _ = trained(tmp_path, kind, world, recorded(monkeypatch), manner=THOROUGH)
     assert_the_same(thorough, cut)
+
+
+def test_what_computes_in_bf16_stays_close_to_a_plain_learner(
+    plain: dict[int, list[Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut, _ = trained(tmp_path, "fsdp", 2, recorded(monkeypatch), manner=HALF)
+    for fragment, versions in plain.items():
+        change = float((versions[ROUNDS - 1] - versions[0]).norm())
+        difference = float((versions[ROUNDS - 1] - cut[fragment][ROUNDS - 1]).norm())
+        assert 0 < difference < 0.05 * change
 
 
 BLOCK = 128
