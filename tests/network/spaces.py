@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,8 +17,13 @@ WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
 """Tests that run at the same time have namespaces of their own."""
 
 FAR, NEAR = f"ddtest{WORKER}-far", f"ddtest{WORKER}-near"
-FAR_ADDRESS = "10.88.0.1"
+NETWORKS = ("10.88.0", "10.89.0")
+"""The link has two, each of which can be silenced alone."""
+FAR_ADDRESS = f"{NETWORKS[0]}.1"
 ENDS = ((NEAR, "dd1"), (FAR, "dd0"))
+NOBODY = "02:00:00:00:00:99"
+"""A hardware address that no device has."""
+CLONE_NEWNET, CLONE_NEWUTS = 0x40000000, 0x04000000
 
 
 def unavailable() -> str:
@@ -31,6 +38,23 @@ def unavailable() -> str:
 
 def _run(*words: str) -> None:
     subprocess.run(words, check=True, capture_output=True)
+
+
+def enter(space: str) -> None:
+    """From here on this thread makes its sockets in a namespace."""
+    with Path("/run/netns", space).open() as entry:
+        _require(ctypes.CDLL(None, use_errno=True).setns(entry.fileno(), CLONE_NEWNET))
+
+
+def name_machine(name: str) -> None:
+    """From here on this process has a host name of its own."""
+    _require(ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWUTS))
+    socket.sethostname(name)
+
+
+def _require(result: int) -> None:
+    if result != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 @dataclass
@@ -62,6 +86,18 @@ class Link:
         """Brings it up again."""
         _run("ip", "netns", "exec", NEAR, "ip", "link", "set", "dd1", "up")
 
+    def silence(self, network: str) -> None:
+        """From here on the packets of one network are lost, both ways; nobody is told."""
+        for (space, device), other in zip(ENDS, (1, 2), strict=True):
+            neighbour = ("ip", "neigh", "replace", f"{network}.{other}", "lladdr", NOBODY)
+            _run("ip", "netns", "exec", space, *neighbour, "dev", device, "nud", "permanent")
+
+    def hear(self, network: str) -> None:
+        """Takes back `silence`."""
+        for (space, device), other in zip(ENDS, (1, 2), strict=True):
+            neighbour = ("ip", "neigh", "del", f"{network}.{other}")
+            _run("ip", "netns", "exec", space, *neighbour, "dev", device)
+
     def narrow(self, mbit: float, *, both_ways: bool = False) -> None:
         """From here on the near end sends, or gets as well, at no more than this rate."""
         for space, device in ENDS[: 1 + both_ways]:
@@ -88,9 +124,10 @@ def link(folder: Path, mbit: float | None) -> Iterator[Link]:
             _run("ip", "netns", "add", space)
             _run("ip", "netns", "exec", space, "ip", "link", "set", "lo", "up")
         _run("ip", "link", "add", "dd0", "netns", FAR, "type", "veth", "peer", "dd1", "netns", NEAR)
-        for space, device, address in ((FAR, "dd0", FAR_ADDRESS), (NEAR, "dd1", "10.88.0.2")):
+        for (space, device), own in zip(ENDS, (2, 1), strict=True):
             inside = ("ip", "netns", "exec", space)
-            _run(*inside, "ip", "addr", "add", f"{address}/24", "dev", device)
+            for network in NETWORKS:
+                _run(*inside, "ip", "addr", "add", f"{network}.{own}/24", "dev", device)
             _run(*inside, "ip", "link", "set", device, "up")
             if mbit is not None:
                 _shape(space, device, mbit, burst="16kb")

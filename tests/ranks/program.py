@@ -219,6 +219,8 @@ class Job:
     carriers: int | Literal["hosts", "all"] = 1
     block: int = 0
     """Elements that have a digest of their own; 0: as the product has it."""
+    token: str | None = None
+    tape: Path | None = None
     manner: str = ""
     """Of its loop or its model: one of the following."""
 
@@ -331,6 +333,8 @@ def train(job: Job) -> None:
         checkpoint=job.checkpoint,
         checkpoint_every_seconds=job.checkpoint_every_seconds,
         carriers=job.carriers,
+        token=job.token,
+        tape=job.tape,
     ) as learner:
         print(f"begins at step {learner.steps}", flush=True)
         for step in range(learner.steps, job.steps - (trouble == "a step fewer")):

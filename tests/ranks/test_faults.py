@@ -30,9 +30,9 @@ def steps_told(learner: Ranks, steps: int) -> None:
     until_told(learner, f"step {steps}\n")
 
 
-def until_told(learner: Ranks, what: str) -> None:
+def until_told(learner: Ranks, what: str, seconds: float = 60.0) -> None:
     """Waits until rank 0 has said so."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + seconds
     while what not in learner.log(0):
         assert time.monotonic() < deadline, learner.log(0)[-3000:]
         assert None in learner.wait(0.0), learner.log(0)[-3000:]

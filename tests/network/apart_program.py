@@ -1,0 +1,25 @@
+"""One rank of a learner, on a machine of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from network.spaces import ENDS, FAR_ADDRESS, enter, name_machine
+from ranks import program
+from ranks.program import Job
+
+
+def main(job: Job, surroundings: Mapping[str, str]) -> None:
+    """The program's own collectives bear a cut."""
+    program.COLLECTIVE_SECONDS = 300
+    hasty(job, surroundings)
+
+
+def hasty(job: Job, surroundings: Mapping[str, str]) -> None:
+    """They do not. Rank 1 is at the near end of the link."""
+    near, far = ENDS
+    space, device = near if surroundings.get("RANK") == "1" else far
+    enter(space)
+    name_machine(space)
+    own = {"MASTER_ADDR": FAR_ADDRESS, "GLOO_SOCKET_IFNAME": device}
+    program.main(job, {**surroundings, **own})
