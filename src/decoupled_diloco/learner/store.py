@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from decoupled_diloco.learner.checks import refuse_what_is_nowhere
 from decoupled_diloco.merge import (
     Fragment,
     Layout,
@@ -118,10 +119,11 @@ class ModuleStore:
         module: The model; its parameters are changed in place.
 
     Raises:
-        ConfigError: nothing is trainable, or a dtype is not supported.
+        ConfigError: nothing is trainable, a dtype is not supported, or a tensor has no values.
     """
 
     def __init__(self, module: nn.Module) -> None:
+        refuse_what_is_nowhere(module)
         self._layout = layout_of(module)
         tensors = tensors_of(module, self._layout)
         names = [spec.name for spec in self._layout.tensors if spec.role == "buffer"]
