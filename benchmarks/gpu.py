@@ -141,7 +141,8 @@ def run(part: Part, limit: float, folder: Path, device: str) -> Any:
     with a_shard(part, folder) as address:
         command = [sys.executable, *me, "--syncer", address]
         finished([command] * max(1, part.ranks), limit, folder, as_ranks=part.ranks > 0)
-    return told_by(folder, 0)
+    others = [told_by(folder, rank) for rank in range(1, part.ranks)]
+    return told_by(folder, 0) | {"other ranks": others}
 
 
 def told_by(folder: Path, rank: int) -> Any:
@@ -289,7 +290,11 @@ def claims_of_comparison(raw: dict[str, Any], whole: bool) -> list[str]:
 def claims_of(part: Part, raw: Any, device: str) -> list[str]:
     """What a part has to show, and did not."""
     if part.is_learner:
-        return claims_of_learner(raw, device == "cuda")
+        found = claims_of_learner(raw, device == "cuda")
+        for rank, other in enumerate(raw.get("other ranks", ()), start=1):
+            own = claims_of_learner(other, device == "cuda")
+            found += [f"rank {rank}: {each}" for each in own]
+        return found
     if part.kind == "comparison":
         return claims_of_comparison(raw, not part.size)
     if part.kind == "paths":
@@ -334,6 +339,7 @@ def run_all(parts: list[Part], device: str, seconds: float) -> tuple[Any, Any, l
     raw: dict[str, Any] = {}
     result: dict[str, Any] = {}
     problems: list[str] = []
+    traced = next((each for each in parts if each.is_learner and each.size != "tiny"), None)
     for part in parts:
         left = seconds - (time.monotonic() - begun)
         if left < min(part.limit, part.seconds + 10):
@@ -345,7 +351,8 @@ def run_all(parts: list[Part], device: str, seconds: float) -> tuple[Any, Any, l
                 raw[part.name] = run(part, min(part.limit, left), Path(name), device)
                 result[part.name] = summarise(part, raw[part.name])
                 found = claims_of(part, raw[part.name], device)
-                keep_trace(Path(name))
+                if part is traced:
+                    keep_trace(Path(name))
             except Failed as error:
                 found, result[part.name] = [str(error)], f"failed: {error}"
         problems += [f"{part.name}: {each}" for each in found]
@@ -355,7 +362,7 @@ def run_all(parts: list[Part], device: str, seconds: float) -> tuple[Any, Any, l
 
 
 def keep_trace(folder: Path) -> None:
-    """The first trace that there is: for chrome://tracing or Perfetto."""
+    """The first learner's trace, for chrome://tracing or Perfetto."""
     found, kept = folder / "trace.json.gz", RESULTS / "gpu" / "trace.json.gz"
     if found.exists() and found.stat().st_size < 4 << 20:
         kept.parent.mkdir(parents=True, exist_ok=True)

@@ -176,6 +176,14 @@ def test_a_claim_that_does_not_hold_is_named(
     assert told is None or found[0].startswith(told), found
 
 
+def test_every_rank_has_to_show_it(gpu: ModuleType) -> None:
+    part = gpu.Part("x", "learner", 1.0, 9.0, "tiny", "bf16", 2)
+    other = GOOD | {"applied while measured": 0}
+    found = gpu.claims_of(part, GOOD | {"other ranks": [GOOD, other]}, "cuda")
+    told = "rank 2: no fragment was applied while it was measured: the numbers show nothing"
+    assert found == [told]
+
+
 def test_a_part_that_fails_or_hangs_is_named_and_the_next_one_runs(
     gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
