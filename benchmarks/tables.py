@@ -98,7 +98,7 @@ def mixed(result: Any) -> str:
 
 
 def ranks(result: Any) -> str:
-    steps, moves = [], []
+    steps, moves, ways = [], [], ("collect", "distribute")
     for case, row in result.items():
         what, _, case = case.partition(", ")
         if what == "step":
@@ -125,8 +125,14 @@ def ranks(result: Any) -> str:
                     spread(row[f"distribute, {carriers}, ms"], 0),
                     f"{row['a gather on rank 0, ms']:.0f}",
                     f"{row['a plain copy, ms']:.0f}",
-                    f"{row[f'collect, {carriers}, times a gather']:.1f}",
-                    f"{row[f'collect, {carriers}, without the exchange, times a copy']:.1f}",
+                    *(
+                        " / ".join(f"{row[f'{way}, {carriers}{what}']:.1f}" for way in ways)
+                        for what in (
+                            ", times a gather",
+                            ", times a copy",
+                            ", without the exchange, times a copy",
+                        )
+                    ),
                     " / ".join(f"{s:.0f}, {t:.0f}" for s, t in sent),
                 ]
             )
@@ -134,7 +140,7 @@ def ranks(result: Any) -> str:
     step_header += ["tokens/s, of the same loop without it", "MB to and from the syncer, by rank"]
     step_header += ["start to first step"]
     header = ["all fragments, once", "collected, ms", "distributed, ms", "a gather, ms"]
-    header += ["a plain copy, ms", "collected, times a gather"]
+    header += ["a plain copy, ms", "both, times a gather", "both, times a copy"]
     header += ["outside the exchange, times a copy", "MB sent, taken by rank"]
     return "\n\n".join(table(*each) for each in ((step_header, steps), (header, moves)) if each[1])
 
