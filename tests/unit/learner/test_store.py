@@ -10,7 +10,7 @@ from torch import nn
 
 from decoupled_diloco.learner.store import ModuleStore, Rounded
 from decoupled_diloco.merge import Fragment, partition
-from fake_side_stream import FakeSideStream
+from fake_side_stream import FakeSideStream, MetaSideStream, OnOneDevice
 
 DEVICES = [
     "cpu",
@@ -117,3 +117,26 @@ def test_buffers_are_overwritten_where_parameters_are_combined(place: Place) -> 
     for minus, keep in ((theta, 1.0), (None, 0.5)):
         normed.combine(fragment, new, minus, keep)
         assert torch.equal(normed.snapshot(fragment).values()[6:], new[6:])
+
+
+@pytest.mark.parametrize("mode", ["overwrite", "carry", "rebase", "blend"])
+def test_nothing_goes_to_the_device_but_by_the_stream_beside(mode: str) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(torch.bfloat16)
+    store = ModuleStore(module)
+    module.to("meta")  # in the place of a GPU
+    store._parameters = [*module.parameters()]
+    store._device, store._side = torch.device("meta"), MetaSideStream()  # type: ignore[assignment]
+    (fragment,) = partition(store.layout, 1)
+    old, new = torch.zeros(fragment.numel), torch.ones(fragment.numel)
+    with OnOneDevice():
+        sent = store.snapshot(fragment)
+        match mode:
+            case "overwrite":
+                store.overwrite(fragment, new)
+            case "carry":
+                store.combine(fragment, new, sent, 1.0)
+            case "rebase":
+                store.combine(fragment, new, Rounded(fragment, store.layout, old), 1.0)
+            case _:
+                store.combine(fragment, new, None, 0.5)
+    assert sent.values().device.type == "cpu"

@@ -15,7 +15,7 @@ from decoupled_diloco.ranks.carrier import CarriedValues
 from decoupled_diloco.ranks.model import RankModel
 from decoupled_diloco.ranks.redistribute import Sharding
 from decoupled_diloco.ranks.tensors import HELD, RankTensors
-from fake_side_stream import FakeSideStream
+from fake_side_stream import FakeSideStream, MetaSideStream, OnOneDevice
 
 
 class Mixed(nn.Module):
@@ -114,3 +114,22 @@ def test_a_rank_of_its_own_writes_what_a_plain_store_does(one: One) -> None:
             one.tensors.carry_out([["write", number, *told], ["forget", copied]])
             held = new
             assert torch.equal(one.now(number), store.snapshot(part).values()), how
+
+
+def test_nothing_goes_to_the_device_but_by_the_stream_beside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: True)
+    one = One("meta")  # in the place of a GPU
+    one.tensors._side = MetaSideStream()  # type: ignore[assignment]
+    for number, part in enumerate(one.fragments):
+        one.order("copy", number, number)
+        for handle, minus, keep in ((10, None, 0.0), (20, number, 1.0), (30, HELD, 1.0)):
+            one.carried.put(handle + number, torch.ones(part.numel))
+            one.order("spread", number, handle + number)
+            with OnOneDevice():
+                one.tensors.carry_out([["write", number, handle + number, minus, keep]])
+        with OnOneDevice():
+            one.tensors.carry_out([["write", number, HELD, None, 0.5]])
+        assert one.carried.future(number).result(0).device.type == "cpu"
+    one.tensors.close()
