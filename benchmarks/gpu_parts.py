@@ -50,6 +50,9 @@ BLOCKS = 3
 """Of steps with `step`, and as many without."""
 
 STEPS_OF_A_BLOCK = (4, 48)
+SHARES = {"warm up": 0.35, "by turns": 0.35, "asleep": 0.15}
+"""Of a learner's seconds; to start, to join and to end come on top."""
+
 ASLEEP_SECONDS = 0.1
 TRACED_STEPS = (6, 24)
 COPY_MICROSECONDS_MIN = 20.0
@@ -153,7 +156,10 @@ class LearnerPart:
     """
 
     def __init__(self, part: Any, device: torch.device, into: Path) -> None:
-        self._begun, self._seconds, self._into = time.monotonic(), part.seconds, into
+        if device.type == "cuda":
+            torch.set_float32_matmul_precision("high")  # TF32, as fp32 is trained there
+        self._seconds = {what: share * part.seconds for what, share in SHARES.items()}
+        self._into = into
         self._sharded = "RANK" in os.environ
         if self._sharded:
             if device.type == "cuda":
@@ -206,10 +212,11 @@ class LearnerPart:
             syncer,
             token="benchmark",
             learner_id="learner-0",
-            join_timeout=60.0,
+            join_timeout=90.0,
             after_apply=self._applied.extend,
         ) as learner:
             self._warm_up(learner)
+            raw["fragments before"] = len(set(self._applied))
             raw |= self._by_turns(learner)
             memory.append(device_bytes(self.device))
             after = host_bytes(self.device)
@@ -229,21 +236,17 @@ class LearnerPart:
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
-    def _spent(self) -> float:
-        """Which part of the time is over."""
-        return (time.monotonic() - self._begun) / self._seconds
-
     def _warm_up(self, learner: Learner) -> None:
-        """Until every fragment was applied once, so that all memory is there."""
-        while self._agreed(len(set(self._applied)) < FRAGMENTS and self._spent() < 0.5):
+        """Until every fragment was applied once, so that all memory is there; or so long."""
+        end = time.monotonic() + self._seconds["warm up"]
+        while self._agreed(len(set(self._applied)) < FRAGMENTS and time.monotonic() < end):
             for _ in range(4):
                 learner.step(tokens=self.train())
         finish(self.device)
 
     def _by_turns(self, learner: Learner) -> dict[str, Any]:
         least, most = STEPS_OF_A_BLOCK
-        seconds = 0.6 * self._seconds * max(0.1, 1 - self._spent())
-        steps = int(seconds / (2 * BLOCKS * max(1e-6, self._step_seconds)))
+        steps = int(self._seconds["by turns"] / (2 * BLOCKS * max(1e-6, self._step_seconds)))
         steps = self._agreed(max(least, min(most, steps)))
         found: dict[str, Any] = {"attached": [], "detached": [], "inside": []}
         before = len(self._applied)
@@ -271,7 +274,10 @@ class LearnerPart:
     def _asleep(self, learner: Learner) -> dict[str, Any]:
         """Calls of `step` while the device is kept busy."""
         sleeper, before, steps = Sleeper(self.device), len(self._applied), []
-        while self._agreed(len(steps) < FRAGMENTS and (len(steps) < 6 or self._spent() < 0.95)):
+        least, end = STEPS_OF_A_BLOCK[0], time.monotonic() + self._seconds["asleep"]
+        while self._agreed(
+            len(steps) < FRAGMENTS and (len(steps) < least or time.monotonic() < end)
+        ):
             tokens = self.train()
             finish(self.device)
             is_busy = sleeper.begin(ASLEEP_SECONDS)

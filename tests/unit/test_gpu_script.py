@@ -70,6 +70,11 @@ def test_the_parts_fit_into_ten_minutes(gpu: ModuleType) -> None:
     learners = {(part.size, part.dtype) for part in planned if part.is_learner}
     assert learners == {(s, d) for s in ("0.1B", "0.5B", "1.5B") for d in ("bf16", "fp32")}
     assert [part.ranks for part in planned if part.ranks] == [8]
+    assert not any(gpu.lacking(part, 80e9, 128e9) for part in planned), "on an H100"
+    left_out = {part.name: told for part in planned if (told := gpu.lacking(part, 24e9, 32e9))}
+    assert left_out.keys() == {"0.5B, fp32", "1.5B, bf16", "1.5B, fp32"}
+    told = "it needs some 34 GB of the device's memory, there are 24"
+    assert left_out["1.5B, bf16"] == told
 
 
 def test_a_learner_s_part(
@@ -121,6 +126,7 @@ GOOD: dict[str, Any] = {
     "detached": [0.1, 0.1, 0.1],
     "inside": [0.001],
     "applied while measured": 3,
+    "fragments before": 24,
     "beside a sleeping kernel": {
         "steps": [{"seconds": 0.001, "returned before its end": True}],
         "applied": 1,
