@@ -39,8 +39,8 @@ chaos: $(STAMP)  ## half an hour of failures of every kind, and the verdict
 	$(BIN)/ddiloco chaos chaos-long
 
 gpu: $(STAMP)  ## on a machine with a GPU: every CUDA path, in ten minutes: benchmarks/results/gpu
-	$(BIN)/python benchmarks/gpu.py
-	$(BIN)/python benchmarks/tables.py
+	@code=0; $(BIN)/python benchmarks/gpu.py || code=$$?; \
+		$(BIN)/python benchmarks/tables.py && exit $$code
 
 goodput: $(STAMP)  ## table and plots of what failures cost a million chips: benchmarks/results/goodput
 	$(BIN)/python benchmarks/goodput.py

@@ -6,9 +6,9 @@
 *step*: each learner trains a GPT by DDP in blocks of steps, by turns with and without
 ``learner.step()``, against a shard in another process. *redistribute*: all fragments of an FSDP2
 and a tensor-parallel model go to the carriers and back; beside it a plain copy of the same bytes
-within one process, and a gather of each tensor on rank 0. *start*: from the command to the first
-finished step. All in one run; ranks are processes of this machine, so with more ranks than cores
-they wait for one another.
+within one process, into memory that stays as what is collected stays, and a gather of each tensor
+on rank 0. *start*: from the command to the first finished step. All in one run; ranks are processes
+of this machine, so with more ranks than cores they wait for one another.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from torch.distributed.tensor.parallel import (
 from decoupled_diloco import Learner
 from decoupled_diloco.config import RunConfig, dump_config
 from decoupled_diloco.merge import Fragment, layout_of, local_of, partition
+from decoupled_diloco.ranks.carrier import Carrier
 from decoupled_diloco.ranks.group import RankGroup
 from decoupled_diloco.ranks.model import described, joined
 from decoupled_diloco.ranks.redistribute import HeldRows, Parts, Redistribution
@@ -48,9 +49,9 @@ from decoupled_diloco.workloads import load_workload
 ESTIMATE = (
     "step(): two collectives of 1 kB and a plan, 1 to 3 ms of a step of some 300 ms with 2 ranks "
     "on 2 cores, as a plain learner's 1 ms; 4 ranks wait for cores. Only rank 0 talks to the "
-    "syncer. Redistribution copies each byte three times and sends it over loopback: 2 to 4 times "
-    "a plain copy with 2 ranks, as long as a gather. Start: importing torch, 3 s, times ranks over "
-    "cores"
+    "syncer; of four carriers each brings a quarter. Redistribution copies what stays on its rank "
+    "once, all else twice and over loopback: 1 to 2 times a plain copy outside the exchange, as "
+    "long as a gather with it. Start: importing torch, 3 s, times ranks over cores"
 )
 GPT = {"layers": 4, "width": 128, "heads": 4, "batch_size": 16, "total_steps": 10**6}
 BLOCKS, WIDTH = 8, 512
@@ -58,6 +59,14 @@ BLOCKS, WIDTH = 8, 512
 
 FRAGMENTS = 24
 PORT = 7312
+LEARNERS: dict[str, dict[str, Any]] = {
+    "one process": {"ranks": 1},
+    "DDP, 2 ranks": {"ranks": 2},
+    "DDP, 4 ranks": {"ranks": 4},
+    "DDP, 4 ranks, all carry": {"ranks": 4, "carriers": "all", "fragments": 2},
+}
+"""A fragment is cut between blocks of 65,536 elements, so of this model carriers share large ones
+only."""
 
 
 class Block(nn.Module):
@@ -161,10 +170,12 @@ def redistribute(kind: str, repetitions: int) -> dict[str, Any]:
             )
     source = [torch.empty(numel // FRAGMENTS) for _ in range(FRAGMENTS)]
 
+    kept: dict[int, Tensor] = {}
+
     def copy() -> None:
         if dist.get_rank() == 0:
-            for each in source:
-                each.clone()
+            for index, each in enumerate(source):
+                kept[index] = each.clone()
 
     def gather() -> None:
         for parameter in model.parameters():
@@ -178,8 +189,24 @@ def redistribute(kind: str, repetitions: int) -> dict[str, Any]:
     return found
 
 
-def step(address: str, token: str, blocks: int, steps: int) -> dict[str, Any]:
+class Carried:
+    """Bytes of bodies that this process has carried."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        answer = Carrier.answer
+
+        async def counted(carrier: Carrier, asked: dict[str, Any]) -> dict[str, Any]:
+            found = await answer(carrier, asked)
+            self.nbytes += found.get("sent", 0) + found.get("received", 0)
+            return found
+
+        Carrier.answer = counted  # type: ignore[method-assign]
+
+
+def step(address: str, token: str, blocks: int, steps: int, carriers: Any) -> dict[str, Any]:
     """One rank's part of a learner that trains by turns with and without the run."""
+    carried = Carried()
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     workload = load_workload("gpt", GPT)
@@ -199,7 +226,7 @@ def step(address: str, token: str, blocks: int, steps: int) -> dict[str, Any]:
     for _ in range(3):
         train()
     raw: dict[str, Any] = {"attached": [], "detached": [], "inside": []}
-    with Learner(model, address, token=token, learner_id="learner-0") as learner:
+    with Learner(model, address, token=token, learner_id="learner-0", carriers=carriers) as learner:
         learner.step(tokens=train())
         raw["first step at"] = time.time()
         for block in range(2 * blocks):
@@ -216,7 +243,10 @@ def step(address: str, token: str, blocks: int, steps: int) -> dict[str, Any]:
                     raw["inside"] += [done - inside] if attached else []
         background = getattr(learner, "_background", None)
         stats = vars(background._client.stats) if background is not None else {}
-        raw["bytes to and from the syncer"] = sum(stats.values())
+        control = sum(value for name, value in stats.items() if name.startswith("control"))
+        # The leader's own count of bodies has those of all carriers.
+        bodies = carried.nbytes if dist.is_initialized() else sum(stats.values()) - control
+        raw["bytes to and from the syncer"] = control + bodies
     raw["parameters"] = sum(p.numel() for p in model.parameters())
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -233,7 +263,9 @@ def launched(ranks: int, *arguments: str, folder: Path) -> list[Any]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
-def with_a_shard(ranks: int, blocks: int, steps: int) -> dict[str, Any]:
+def with_a_shard(
+    blocks: int, steps: int, ranks: int, carriers: int | str = 1, fragments: int = FRAGMENTS
+) -> dict[str, Any]:
     """A learner of so many ranks, and what its `step` took."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -246,7 +278,7 @@ def with_a_shard(ranks: int, blocks: int, steps: int) -> dict[str, Any]:
         }
         tables: dict[str, Any] = {
             "run": run,
-            "sync": {"fragments": FRAGMENTS, "period": FRAGMENTS, "overlap": 2},
+            "sync": {"fragments": fragments, "period": FRAGMENTS, "overlap": 2},
             "syncer": {"port": PORT, "token_file": str(folder / "token")},
             "workload": {"options": GPT},
         }
@@ -259,6 +291,7 @@ def with_a_shard(ranks: int, blocks: int, steps: int) -> dict[str, Any]:
             time.sleep(5.0)
             begun = time.time()
             told = ["--measure", "step", "--blocks", str(blocks), "--steps", str(steps)]
+            told += ["--carriers", str(carriers)]
             found = launched(ranks, *told, folder=folder)
         finally:
             shard.terminate()
@@ -299,6 +332,7 @@ def summary_of_redistribution(raw: dict[str, Any]) -> dict[str, Any]:
             median, exchange = statistics.median(seconds), raw[name][f"{way}, the exchange"]
             found[f"{way}, {name}, ms"] = spread([1e3 * each for each in seconds])
             found[f"{way}, {name}, times a gather"] = median / gather
+            found[f"{way}, {name}, times a copy"] = median / copy
             found[f"{way}, {name}, without the exchange, times a copy"] = (
                 statistics.mean(seconds) - exchange
             ) / copy
@@ -312,7 +346,8 @@ def measured(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     if arguments.measure == "step":
         address = f"http://127.0.0.1:{PORT}"
-        found = step(address, "benchmark", arguments.blocks, arguments.steps)
+        carriers = int(arguments.carriers) if arguments.carriers.isdecimal() else arguments.carriers
+        found = step(address, "benchmark", arguments.blocks, arguments.steps, carriers)
     else:
         found = redistribute(arguments.measure, arguments.repetitions)
     rank = os.environ.get("RANK", "0")
@@ -326,12 +361,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--measure", choices=("step", "fsdp", "tp"), help=argparse.SUPPRESS)
+    parser.add_argument("--carriers", default="1", help=argparse.SUPPRESS)
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
         measured(arguments)
         return
-    raw, result = {}, {}
+    raw, result, loads = {}, {}, [os.getloadavg()[0]]
     if arguments.only != "step":
         for kind in ("fsdp", "tp"):
             for ranks in (2, 4):
@@ -342,18 +378,27 @@ def main() -> None:
                 result[name] = summary_of_redistribution(raw[name])
                 print(name, json.dumps(result[name], indent=1), flush=True)
     if arguments.only != "redistribute":
-        for ranks in (1, 2, 4):
-            name = f"step, DDP, {ranks} ranks"
-            raw[name] = with_a_shard(ranks, arguments.blocks, arguments.steps)
+        for learner, options in LEARNERS.items():
+            name = f"step, {learner}"
+            raw[name] = with_a_shard(arguments.blocks, arguments.steps, **options)
             result[name] = summary_of_step(raw[name])
             print(name, json.dumps(result[name], indent=1), flush=True)
+    loads.append(os.getloadavg()[0])
     keep(
         "ranks",
         estimate=ESTIMATE,
-        config={"gpt": GPT, "blocks": BLOCKS, "width": WIDTH, "fragments": FRAGMENTS},
+        config={
+            "gpt": GPT,
+            "blocks": BLOCKS,
+            "width": WIDTH,
+            "fragments": FRAGMENTS,
+            "learners": LEARNERS,
+        },
         raw=raw,
         result=result,
-        not_measured="CUDA, NCCL, several machines; carriers above 1 in a run",
+        not_measured="CUDA, NCCL, several machines, ranks that have a core each; an idle machine: "
+        f"{loads[0]:.1f} processes were ready to run at the start and {loads[1]:.1f} at the end, "
+        f"on {os.cpu_count()} cores",
     )
 
 

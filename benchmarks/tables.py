@@ -98,7 +98,7 @@ def mixed(result: Any) -> str:
 
 
 def ranks(result: Any) -> str:
-    steps, moves = [], []
+    steps, moves, ways = [], [], ("collect", "distribute")
     for case, row in result.items():
         what, _, case = case.partition(", ")
         if what == "step":
@@ -125,8 +125,14 @@ def ranks(result: Any) -> str:
                     spread(row[f"distribute, {carriers}, ms"], 0),
                     f"{row['a gather on rank 0, ms']:.0f}",
                     f"{row['a plain copy, ms']:.0f}",
-                    f"{row[f'collect, {carriers}, times a gather']:.1f}",
-                    f"{row[f'collect, {carriers}, without the exchange, times a copy']:.1f}",
+                    *(
+                        " / ".join(f"{row[f'{way}, {carriers}{what}']:.1f}" for way in ways)
+                        for what in (
+                            ", times a gather",
+                            ", times a copy",
+                            ", without the exchange, times a copy",
+                        )
+                    ),
                     " / ".join(f"{s:.0f}, {t:.0f}" for s, t in sent),
                 ]
             )
@@ -134,33 +140,47 @@ def ranks(result: Any) -> str:
     step_header += ["tokens/s, of the same loop without it", "MB to and from the syncer, by rank"]
     step_header += ["start to first step"]
     header = ["all fragments, once", "collected, ms", "distributed, ms", "a gather, ms"]
-    header += ["a plain copy, ms", "collected, times a gather"]
+    header += ["a plain copy, ms", "both, times a gather", "both, times a copy"]
     header += ["outside the exchange, times a copy", "MB sent, taken by rank"]
     return "\n\n".join(table(*each) for each in ((step_header, steps), (header, moves)) if each[1])
 
 
 def gpu(result: Any) -> str:
-    rows = []
+    told, learners, losses = [], [], []
     for case, row in result.items():
-        if isinstance(row, str):
-            rows.append([case, row, "", "", "", "", ""])
-            continue
-        beside = row["copies beside kernels, %"]
-        before, attached = row["device memory, GB"]
-        rows.append(
-            [
-                case,
-                f"{row['step, ms']:.0f} ms",
-                spread(row["inside step(), ms"]),
-                f"{row['inside step(), % of a step']:.2f} %",
-                spread(row["tokens/s, % of the same loop without it"], 1) + " %",
-                f"{before:.1f}, {attached:.1f}",
-                beside if isinstance(beside, str) else f"{beside:.0f} %",
+        if case == "claims that do not hold":
+            told += [f"*Does not hold:* {each}." for each in row]
+        elif case == "comparison" and not isinstance(row, str):
+            reference = row["data-parallel"]["loss"]
+            losses += [
+                [name, f"{each['loss']:.4f}", f"{100 * (each['loss'] / reference - 1):+.2f} %"]
+                for name, each in row.items()
             ]
-        )
-    header = ["learner", "inner step", "ms inside `step()`", "of the step"]
-    header += ["tokens/s, of the same loop without it", "GB without it, with it"]
-    return table([*header, "copies that pass beside kernels"], rows)
+        elif isinstance(row, str):
+            told.append(f"{case}: {row}.")
+        else:
+            learners.append([case, *_learner_on_gpu(row)])
+    header = ["learner", "inner step", "ms inside `step()`", "ms, while the device sleeps"]
+    header += ["of the step", "tokens/s, of the same loop without it", "GPU, GB", "pinned, GB"]
+    header += ["copies that pass beside kernels"]
+    shown = [table(header, learners)] if learners else []
+    if losses:
+        shown.append(table(["eight learners", "loss", "against data-parallel"], losses))
+    return "\n\n".join([*shown, *told])
+
+
+def _learner_on_gpu(row: Any) -> list[str]:
+    beside = row["copies beside kernels, %"]
+    memory = [row["device memory, GB"], row["host memory, GB"]["pinned"]]
+    return [
+        f"{row['step, ms']:.0f} ms",
+        spread(row["inside step(), ms"]),
+        spread(row["inside step() beside a sleeping kernel, ms"]),
+        f"{row['inside step(), % of a step']:.2f} %",
+        spread(row["tokens/s, % of the same loop without it"], 1) + " %",
+        *(f"{before:.1f}, with it {after:.1f}" for before, after in memory),
+        beside if isinstance(beside, str) else f"{beside:.0f} %",
+    ]
 
 
 def background(result: Any) -> str:

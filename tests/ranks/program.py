@@ -36,7 +36,7 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -312,6 +312,13 @@ def train(job: Job) -> None:
     if trouble == "not finite":
         with torch.no_grad():
             next(model.parameters()).fill_(math.nan)
+    if trouble == "on the meta device":
+        net.blocks["1"].up.to("meta")
+    if job.trouble == "partial":  # whoever makes a mesh does so on all ranks
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        if trouble:
+            own = DTensor.from_local(net.head.weight.detach(), mesh, [Partial()])
+            net.head.weight = nn.Parameter(own)
     if trouble == "another disk":
         seat.MARK = ".elsewhere"
     if trouble == "full disk":

@@ -49,6 +49,17 @@ def until_told(learner: Ranks, what: str, seconds: float = 60.0) -> None:
             "rank 1 of this learner has learner_id='another', rank 0 has 'one'",
         ),
         ("ddp", "too many carriers", "carriers=3: give 1 to 2, as this learner has 2 ranks"),
+        (
+            "ddp",
+            "on the meta device",
+            "rank 1: parameter 'blocks.1.up.weight' is on the meta device: give it memory",
+        ),
+        (
+            "tp",
+            "partial",
+            "rank 1: parameter 'head.weight' is placed as (Partial(sum),): what is Partial has no "
+            "values of its own; redistribute it to Shard or Replicate",
+        ),
         ("fsdp", "not finite", "rank 1: the model's 'embedding.weight' has NaN"),
     ],
 )

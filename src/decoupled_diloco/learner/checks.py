@@ -49,6 +49,22 @@ def layout_text(layout: Layout) -> str:
     return text
 
 
+def refuse_what_is_nowhere(model: nn.Module) -> None:
+    """A tensor on the meta device has a shape and no values.
+
+    Raises:
+        ConfigError: A trainable parameter or a buffer is on it; the first one is named.
+    """
+    parameters = ((n, p) for n, p in model.named_parameters() if p.requires_grad)
+    for kind, tensors in (("parameter", parameters), ("buffer", model.named_buffers())):
+        for name, tensor in tensors:
+            if local_of(tensor).is_meta:
+                raise ConfigError(
+                    f"{kind} {name!r} is on the meta device: give it memory and values "
+                    "(module.to_empty(device=…), then its initialization) before the Learner"
+                )
+
+
 def refuse_what_is_not_finite(model: nn.Module) -> None:
     """A learner whose weights are NaN or infinite has nothing to bring into a run.
 

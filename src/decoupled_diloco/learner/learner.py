@@ -99,7 +99,7 @@ class Learner(Participation):
             in the loop. The step waits for the copy to host memory alone. 0: only in `close`.
         donate: What this learner gives to one that begins without a checkpoint, and takes if it is
             such a one itself: ``"optimizer"`` and names of ``stateful`` objects that are not each
-            learner's own. Empty: nothing.
+            learner's own. Empty: nothing. A learner of several ranks gives and takes nothing.
         listen: ``"host:port"`` at which other learners reach this one, to fetch what it gives
             straight from it; port 0: any. Default: a shard relays it.
         hand_in_seconds: How long `close` waits, if the run goes on without this learner, for what
@@ -252,8 +252,10 @@ class Learner(Participation):
         report over; all else goes on in the background.
 
         Args:
-            tokens: What was trained on since the last call, in tokens (or samples); at least 1.
-            loss: The step's training loss, for the displays here and at the syncer.
+            tokens: What was trained on since the last call, in tokens (or samples), at least 1: all
+                accumulated batches, without padding. Of several ranks each gives its own.
+            loss: The step's training loss, for the displays here and at the syncer: a number, since
+                a tensor on a GPU would be waited for.
 
         Returns:
             Whether the run goes on. After ``False``, stop training and `close`.

@@ -17,6 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from decoupled_diloco.learner.checks import refuse_what_is_nowhere
+from decoupled_diloco.learner.side_stream import SideStream
 from decoupled_diloco.merge import (
     Fragment,
     Layout,
@@ -118,19 +120,18 @@ class ModuleStore:
         module: The model; its parameters are changed in place.
 
     Raises:
-        ConfigError: nothing is trainable, or a dtype is not supported.
+        ConfigError: nothing is trainable, a dtype is not supported, or a tensor has no values.
     """
 
     def __init__(self, module: nn.Module) -> None:
+        refuse_what_is_nowhere(module)
         self._layout = layout_of(module)
         tensors = tensors_of(module, self._layout)
         names = [spec.name for spec in self._layout.tensors if spec.role == "buffer"]
         self._parameters = tensors[: len(tensors) - len(names)]
         self._buffers = [(_owner_of(module, name), name.rpartition(".")[2]) for name in names]
         self._device = self._parameters[0].device
-        self._stream: torch.cuda.Stream | None = None
-        if self._device.type == "cuda":
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._side = SideStream(self._device) if self._device.type == "cuda" else None
 
     @property
     def layout(self) -> Layout:
@@ -144,17 +145,11 @@ class ModuleStore:
 
     def snapshot(self, fragment: Fragment) -> HostCopy:
         """See `ParameterStore.snapshot`."""
-        if self._stream is None:
+        if self._side is None:
             return Copied(gather(fragment, self._tensors))
         flat = torch.empty(fragment.numel, dtype=torch.float32, device=self._device)
         gather(fragment, self._tensors, flat)
-        pinned = torch.empty(fragment.numel, dtype=torch.float32, pin_memory=True)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            pinned.copy_(flat, non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(self._stream)
-        flat.record_stream(self._stream)
+        (pinned,), event = self._side.download([flat], self._side.mark())
         return Copying(pinned, event)
 
     def overwrite(self, fragment: Fragment, values: Tensor) -> None:
@@ -167,25 +162,26 @@ class ModuleStore:
         """See `ParameterStore.combine`."""
         theta = torch.empty(fragment.numel, dtype=torch.float32, device=self._device)
         gather(fragment, self._tensors, theta)
+        new = self._upload(values)
         if minus is not None:
-            theta.sub_(self._upload(minus.values())).add_(self._upload(values))
+            theta.sub_(self._reference(minus)).add_(new)
         else:
-            theta.mul_(keep).add_(self._upload(values), alpha=1 - keep)
+            theta.mul_(keep).add_(new, alpha=1 - keep)
         trained = parameters_numel(fragment, self._layout)
-        theta[trained:].copy_(values[trained:])  # a mean of buffers leaves nothing to carry
+        theta[trained:].copy_(new[trained:])  # a mean of buffers leaves nothing to carry
         scatter(fragment, theta, self._tensors)
 
     def prepare(self, values: Tensor) -> Tensor:
         """See `ParameterStore.prepare`: pinned memory for CUDA."""
-        return values if self._stream is None else values.pin_memory()
+        return values if self._side is None else values.pin_memory()
+
+    def _reference(self, minus: HostCopy) -> Tensor:
+        """What is subtracted, where the parameters are; the host neither waits nor rounds."""
+        if isinstance(minus, Rounded):
+            return cast_like(minus.fragment, minus.layout, self._upload(minus.published))
+        if isinstance(minus, Copying):  # It left on the stream on which it comes back.
+            return self._upload(minus.pinned)
+        return self._upload(minus.values())
 
     def _upload(self, values: Tensor) -> Tensor:
-        if self._stream is None:
-            return values
-        source = values if values.is_pinned() else values.pin_memory()
-        training = torch.cuda.current_stream(self._device)
-        with torch.cuda.stream(self._stream):
-            flat = source.to(self._device, non_blocking=True)
-        training.wait_stream(self._stream)
-        flat.record_stream(training)
-        return flat
+        return values if self._side is None else self._side.upload([values])[0]

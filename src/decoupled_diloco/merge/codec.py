@@ -23,7 +23,7 @@ from torch import Tensor
 from decoupled_diloco.errors import ConfigError, ProtocolError
 
 Body = Tensor | bytes | bytearray | memoryview
-"""Bytes to read: a contiguous CPU tensor of any dtype, or any buffer, writable or not."""
+"""Bytes to read: a contiguous tensor of any dtype, or any buffer, writable or not."""
 
 
 class Codec(Protocol):
@@ -48,8 +48,8 @@ class Codec(Protocol):
         """Encode a vector.
 
         Args:
-            vector: [N], fp32, on the CPU.
-            out: [B], uint8, writable; a new one if None.
+            vector: [N], fp32, on any device.
+            out: [B], uint8, writable; a new one where the vector is if None.
         """
 
     def decode(self, body: Body, numel: int, out: Tensor | None = None) -> Tensor:
@@ -58,7 +58,7 @@ class Codec(Protocol):
         Args:
             body: B bytes, never trusted to be of the right size.
             numel: N.
-            out: [N], fp32, to fill; a new one if None.
+            out: [N], fp32, to fill; a new one where the body is if None.
 
         Raises:
             ProtocolError: The body's size is not `nbytes(numel)`.
@@ -86,8 +86,7 @@ class RawCodec:
         return numel * self._dtype.itemsize
 
     def encode(self, vector: Tensor, out: Tensor | memoryview | None = None) -> Tensor:
-        size = self.nbytes(vector.numel())
-        body = room_for(size, out)
+        body = room_for(self.nbytes(vector.numel()), out, vector.device)
         if _is_aligned(body, self._dtype):
             body.view(self._dtype).copy_(vector)
         else:
@@ -100,7 +99,7 @@ class RawCodec:
         if not _is_aligned(source, self._dtype):
             source = source.clone()
         if out is None:
-            out = torch.empty(numel, dtype=torch.float32)
+            out = torch.empty(numel, dtype=torch.float32, device=source.device)
         return out.copy_(source.view(self._dtype))
 
 
@@ -123,7 +122,8 @@ class BuffersExact:
         return self._parameters.nbytes(self._numel) + self._buffers.nbytes(numel - self._numel)
 
     def encode(self, vector: Tensor, out: Tensor | memoryview | None = None) -> Tensor:
-        body, cut = room_for(self.nbytes(vector.numel()), out), self._parameters.nbytes(self._numel)
+        body = room_for(self.nbytes(vector.numel()), out, vector.device)
+        cut = self._parameters.nbytes(self._numel)
         self._parameters.encode(vector[: self._numel], body[:cut])
         self._buffers.encode(vector[self._numel :], body[cut:])
         return body
@@ -132,7 +132,7 @@ class BuffersExact:
         source, cut = as_bytes(body), self._parameters.nbytes(self._numel)
         check_size(source, self, numel)
         if out is None:
-            out = torch.empty(numel, dtype=torch.float32)
+            out = torch.empty(numel, dtype=torch.float32, device=source.device)
         self._parameters.decode(source[:cut], self._numel, out[: self._numel])
         self._buffers.decode(source[cut:], numel - self._numel, out[self._numel :])
         return out
@@ -246,7 +246,6 @@ def as_bytes(body: Body) -> Tensor:
     """
     if isinstance(body, Tensor):
         assert body.is_contiguous(), "bytes are read from contiguous tensors"
-        assert body.device.type == "cpu", f"bytes are read on the CPU, not on {body.device}"
         return body.detach().view(-1).view(torch.uint8)
     array = np.frombuffer(body, dtype=np.uint8)
     if not array.flags.writeable:
@@ -254,10 +253,12 @@ def as_bytes(body: Body) -> Tensor:
     return torch.from_numpy(array)
 
 
-def room_for(size: int, out: Tensor | memoryview | None) -> Tensor:
-    """Give `out`, or new memory, as a uint8 tensor [size]."""
+def room_for(
+    size: int, out: Tensor | memoryview | None, device: torch.device | None = None
+) -> Tensor:
+    """Give `out`, or new memory on a device, as a uint8 tensor [size]."""
     if out is None:
-        return torch.empty(size, dtype=torch.uint8)
+        return torch.empty(size, dtype=torch.uint8, device=device)
     assert isinstance(out, Tensor) or not out.readonly, "out is a read-only buffer"
     body = as_bytes(out)
     assert body.numel() == size, f"out has {body.numel()} bytes, the body has {size}"

@@ -77,8 +77,8 @@ def publish(
     """
     assert master.shape == published.shape, f"{tuple(master.shape)}, {tuple(published.shape)}"
     numel = published.numel()
-    body = room_for(codec.nbytes(numel), out)
-    for elements, octets, scratch in _cuts(codec, numel):
+    body = room_for(codec.nbytes(numel), out, master.device)
+    for elements, octets, scratch in _cuts(codec, numel, master.device):
         torch.sub(master[elements], published[elements], out=scratch)
         codec.encode(scratch, body[octets])
         if not is_finite(codec.decode(body[octets], scratch.numel(), scratch)):
@@ -101,14 +101,14 @@ def receive(published: Tensor, body: Body, codec: Codec) -> None:
     """
     source, numel = as_bytes(body), published.numel()
     check_size(source, codec, numel)
-    for elements, octets, scratch in _cuts(codec, numel):
+    for elements, octets, scratch in _cuts(codec, numel, published.device):
         published[elements].add_(codec.decode(source[octets], scratch.numel(), scratch))
 
 
-def _cuts(codec: Codec, numel: int) -> Iterator[tuple[slice, slice, Tensor]]:
+def _cuts(codec: Codec, numel: int, device: torch.device) -> Iterator[tuple[slice, slice, Tensor]]:
     """Cut a fragment into cache-sized parts: their elements, their bytes, and an fp32 scratch."""
     step = numel if codec.group is None else codec.group * max(1, BLOCK // codec.group)
-    scratch = torch.empty(min(step, numel), dtype=torch.float32)
+    scratch = torch.empty(min(step, numel), dtype=torch.float32, device=device)
     position = 0
     for start in range(0, numel, step):
         stop = min(start + step, numel)

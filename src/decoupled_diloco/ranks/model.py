@@ -74,19 +74,14 @@ def data_of(module: Model) -> list[Any]:
 
 
 def refuse_placements(module: nn.Module) -> None:
-    """Refuses what is nowhere, or in parts that only add up.
+    """Refuses what is in parts that only add up.
 
     Raises:
-        ConfigError: A trainable parameter is on the meta device, or its placement is `Partial`.
+        ConfigError: A trainable parameter is placed as `Partial`.
     """
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:
             continue
-        if parameter.device.type == "meta":
-            raise ConfigError(
-                f"parameter {name!r} is on the meta device: give it memory and values "
-                "(module.to_empty(device=…), then its initialization) before the Learner"
-            )
         if isinstance(parameter, DTensor) and any(
             isinstance(placement, Partial) for placement in parameter.placements
         ):

@@ -2,7 +2,8 @@
 
 The learner's ranks hold boxes of its tensors; its *carriers*, the ranks that talk to the syncer,
 hold contiguous ranges of each fragment's flat vector. Both ways the elements travel by one
-all-to-all of bounded chunks in host memory. What several ranks hold alike is sent by one of them.
+all-to-all of bounded chunks in host memory; what stays on its rank is copied once, beside it. What
+several ranks hold alike is sent by one of them.
 
 Shapes: R ranks, W carriers, N elements of a fragment.
 """
@@ -25,7 +26,7 @@ CHUNK_NUMEL = 1 << 20
 
 
 class AllToAll(Protocol):
-    """Every rank sends a part of its vector to each rank, itself among them."""
+    """Every rank sends a part of its vector to each other rank."""
 
     def __call__(
         self, out: Tensor, given: Tensor, out_sizes: list[int], given_sizes: list[int], /
@@ -153,14 +154,18 @@ class Redistribution:
             given = torch.empty(sum(sizes[0]), dtype=torch.float32)
             out = torch.empty(sum(sizes[1]), dtype=torch.float32)
             filled = 0
-            for (_, runs), carrier in zip(chunks, self._sharding.carriers, strict=True):
+            for (first, runs), carrier in zip(chunks, self._sharding.carriers, strict=True):
                 for run in runs:
-                    if self._giver(run, carrier) == self._rank:
-                        held = parts[run.piece]
-                        assert held is not None
+                    if self._giver(run, carrier) != self._rank:
+                        continue
+                    held = parts[run.piece]
+                    assert held is not None
+                    if carrier == self._rank:
+                        target = self._in_chunk(flat[first - start :], run)
+                    else:
                         target = given[filled : filled + run.part.numel].view(run.part.shape)
-                        target.copy_(held.box.view(held.values, run.part))
                         filled += run.part.numel
+                    target.copy_(held.box.view(held.values, run.part))
             self._exchange(out, given, sizes[1], sizes[0])
             self._unpack(out, chunks, flat, start)
         return flat
@@ -170,12 +175,15 @@ class Redistribution:
             return
         first, runs = chunks[self._sharding.carriers.index(self._rank)]
         chunk, read = flat[first - start :], 0
-        for giver in range(self._sharding.ranks):
+        for giver in self._others():
             for run in runs:
                 if self._giver(run, self._rank) == giver:
                     part = out[read : read + run.part.numel].view(run.part.shape)
                     self._in_chunk(chunk, run).copy_(part)
                     read += run.part.numel
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self._sharding.ranks) if rank != self._rank]
 
     def distribute(self, fragment: Fragment, flat: Tensor) -> Parts:
         """From the carriers' ranges to the ranks' parts.
@@ -199,14 +207,18 @@ class Redistribution:
             out = torch.empty(sum(sizes[1]), dtype=torch.float32)
             self._exchange(out, given, sizes[1], sizes[0])
             read = 0
-            for _, runs in chunks:
+            for (first, runs), carrier in zip(chunks, self._sharding.carriers, strict=True):
                 for run in runs:
-                    if self._rank in run.holders:
-                        held = parts[run.piece]
-                        assert held is not None
+                    if self._rank not in run.holders:
+                        continue
+                    held = parts[run.piece]
+                    assert held is not None
+                    if carrier == self._rank:
+                        source = self._in_chunk(flat[first - start :], run)
+                    else:
                         source = out[read : read + run.part.numel].view(run.part.shape)
-                        held.box.view(held.values, run.part).copy_(source)
                         read += run.part.numel
+                    held.box.view(held.values, run.part).copy_(source)
         return parts
 
     def _pack(self, chunks: _Chunks, flat: Tensor, start: int, numel: int) -> Tensor:
@@ -215,7 +227,7 @@ class Redistribution:
             return given
         first, runs = chunks[self._sharding.carriers.index(self._rank)]
         chunk, filled = flat[first - start :], 0
-        for taker in range(self._sharding.ranks):
+        for taker in self._others():
             for run in runs:
                 if taker in run.holders:
                     target = given[filled : filled + run.part.numel].view(run.part.shape)
@@ -232,11 +244,12 @@ class Redistribution:
         return carrier if carrier in run.holders else run.holders[carrier % len(run.holders)]
 
     def _sizes(self, chunks: _Chunks, *, to_carriers: bool) -> tuple[list[int], list[int]]:
-        """How many elements this rank gives to and takes from each rank."""
+        """How many elements this rank gives to and takes from each other rank."""
         gives, takes = [0] * self._sharding.ranks, [0] * self._sharding.ranks
         for (_, runs), carrier in zip(chunks, self._sharding.carriers, strict=True):
             for run in runs:
-                peers = (self._giver(run, carrier),) if to_carriers else run.holders
+                holders = (self._giver(run, carrier),) if to_carriers else run.holders
+                peers = [rank for rank in holders if rank != carrier]
                 at_ranks, at_carrier = (gives, takes) if to_carriers else (takes, gives)
                 if self._rank in peers:
                     at_ranks[carrier] += run.part.numel

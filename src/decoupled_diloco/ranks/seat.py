@@ -17,7 +17,11 @@ from typing import Any
 from decoupled_diloco.errors import ConfigError, Error, TransportError
 from decoupled_diloco.learner.checkpoint import OPTIMIZER
 from decoupled_diloco.learner.checkpointer import all_stateful, require_stateful
-from decoupled_diloco.learner.checks import refuse_own_copies, refuse_what_is_not_finite
+from decoupled_diloco.learner.checks import (
+    refuse_own_copies,
+    refuse_what_is_not_finite,
+    refuse_what_is_nowhere,
+)
 from decoupled_diloco.learner.modules import Model, plain
 from decoupled_diloco.learner.sharded_state import ShardedState
 from decoupled_diloco.merge.plan import MergePlan
@@ -73,6 +77,7 @@ class RankSeat:
         mine: Document = {"arguments": arguments, "host": socket.gethostname()}
         self._state: ShardedState | None = None
         try:
+            refuse_what_is_nowhere(self._module)
             refuse_what_is_not_finite(self._module)
             check()
             if folder is not None:

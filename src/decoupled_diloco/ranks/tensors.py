@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from decoupled_diloco.learner.sharded_state import ShardedState
+from decoupled_diloco.learner.side_stream import SideStream
 from decoupled_diloco.merge import Fragment, local_of
 from decoupled_diloco.ranks.boxes import Box, boxes_of_range
 from decoupled_diloco.ranks.carrier import CarriedValues
@@ -56,13 +57,29 @@ class _Copied:
     parts: Parts
 
 
-def _on_host(rows: HeldRows | None) -> HeldRows | None:
-    return rows and replace(rows, values=rows.values.cpu())
+@dataclass(frozen=True)
+class _Received:
+    """A fragment's values that are here for the next boundary."""
+
+    values: Parts  # fp32
+    rounded: Parts  # in the parameters' dtypes, as they are held afterwards
 
 
 def _pinned(rows: HeldRows | None) -> HeldRows | None:
     """In memory from which the step that writes them need not wait for the device."""
-    return rows and replace(rows, values=rows.values.pin_memory())
+    if rows is None or rows.values.is_pinned():
+        return rows
+    return replace(rows, values=rows.values.pin_memory())
+
+
+def _with_values(parts: Parts, values: Sequence[Tensor]) -> Parts:
+    """The same rows, with other tensors in the order of those that are there."""
+    rest = iter(values)
+    return tuple(None if rows is None else replace(rows, values=next(rest)) for rows in parts)
+
+
+def _values_of(parts: Parts) -> list[Tensor]:
+    return [rows.values for rows in parts if rows is not None]
 
 
 class RankTensors:
@@ -104,10 +121,12 @@ class RankTensors:
         self._before_write = before_write
         self._failed = failed
         self._rows = [self._rows_of(fragment) for fragment in fragments]
-        self._on_cuda = any(t is not None and local_of(t).is_cuda for t in model.tensors)
+        devices = [local_of(each).device for each in model.tensors if each is not None]
+        cuda = next((device for device in devices if device.type == "cuda"), None)
+        self._side = None if cuda is None else SideStream(cuda)
         self._held: list[Parts | None] = [None] * len(fragments)
         self._copies: dict[int, _Copied] = {}
-        self._spread: dict[int, Parts] = {}
+        self._spread: dict[int, _Received] = {}
         self._carried = carried
         self._worker = runtime().worker("ddiloco-ranks")
         self._last: Future[None] | None = None
@@ -141,7 +160,7 @@ class RankTensors:
                     self._write(fragment, new, minus, keep)
                 case ["hold", int(fragment), int(handle)]:
                     self.idle()
-                    self._held[fragment] = self._rounded(fragment, self._spread.pop(handle))
+                    self._held[fragment] = self._spread.pop(handle).rounded
                 case ["save", str(folder)]:
                     self._save(folder)
                 case ["restore", str(folder), int(ranks)]:
@@ -190,14 +209,14 @@ class RankTensors:
             for row, box in zip(self._rows[fragment], boxes, strict=True)
         )
         copied = self._copies[handle] = _Copied(parts)
-        copying = torch.cuda.Event() if self._on_cuda else None  # type: ignore[no-untyped-call]
-        if copying is not None:
-            copying.record()
+        side = self._side
+        ready = None if side is None else side.mark()
 
         def collect() -> None:
-            if copying is not None:
-                copying.synchronize()
-            copied.parts = tuple(map(_on_host, copied.parts))
+            if side is not None and ready is not None:
+                on_host, done = side.download(_values_of(parts), ready)
+                done.synchronize()
+                copied.parts = _with_values(parts, on_host)
             values = self._moves.collect(self._fragments[fragment], copied.parts)
             if values.numel():
                 self._carried.put(handle, values)
@@ -209,7 +228,12 @@ class RankTensors:
         nothing = torch.empty(0, dtype=torch.float32)
         values = self._carried.future(handle).result(0) if start < stop else nothing
         parts = self._moves.distribute(self._fragments[fragment], values)
-        self._spread[handle] = tuple(map(_pinned, parts)) if self._on_cuda else parts
+        if self._side is not None:
+            parts = tuple(map(_pinned, parts))
+        rounded = self._rounded(fragment, parts)
+        if self._side is not None:
+            rounded = tuple(map(_pinned, rounded))
+        self._spread[handle] = _Received(parts, rounded)
 
     def _save(self, folder: str) -> None:
         assert self._state is not None
@@ -229,13 +253,20 @@ class RankTensors:
 
     @torch.no_grad()
     def _write(self, fragment: int, new: int, minus: object, keep: float) -> None:
-        values = self._held[fragment] if new == HELD else self._spread.pop(new)
-        assert values is not None, f"nothing is held of fragment {fragment}"
+        held = self._held[fragment]
+        if new != HELD:
+            received = self._spread.pop(new)
+            values, rounded = received.values, received.rounded
+        else:
+            assert held is not None, f"nothing is held of fragment {fragment}"
+            values = rounded = held
         before: Parts | None = None
         if minus is not None:
             assert isinstance(minus, int)
-            before = self._held[fragment] if minus == HELD else self._copies[minus].parts
+            before = held if minus == HELD else self._copies[minus].parts
             assert before is not None, f"nothing is held of fragment {fragment}"
+            before = self._on_device(before)
+        values = self._on_device(values)
         self._before_write()
         for index, row in enumerate(self._rows[fragment]):
             ours = values[index]
@@ -245,15 +276,20 @@ class RankTensors:
             less = None if before is None else before[index]
             for part in row.parts:
                 target = row.box.view(local, part)
-                source = ours.box.view(ours.values, part).to(target.device, non_blocking=True)
+                source = ours.box.view(ours.values, part)
                 if not row.buffer and (less is not None or keep != 0.0):
                     theta = target.float()
                     if less is not None:
-                        held = less.box.view(less.values, part)
-                        theta.sub_(held.to(target.device, non_blocking=True).float())
+                        theta.sub_(less.box.view(less.values, part).float())
                         theta.add_(source)
                     else:
                         theta.mul_(keep).add_(source, alpha=1 - keep)
                     source = theta
                 target.copy_(source)
-        self._held[fragment] = self._rounded(fragment, values)
+        self._held[fragment] = rounded
+
+    def _on_device(self, parts: Parts) -> Parts:
+        """Where the parameters are."""
+        if self._side is None:
+            return parts
+        return _with_values(parts, self._side.upload(_values_of(parts)))

@@ -43,6 +43,19 @@ def test_weights_that_are_not_finite_are_refused_before_joining(value: float) ->
     refuse_what_is_not_finite(model)
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"), [("0.weight", "parameter"), ("1.running_mean", "buffer")]
+)
+def test_a_tensor_without_values_is_refused_before_joining(name: str, kind: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    if kind == "parameter":
+        model[0].to("meta")
+    else:
+        model[1].running_mean = model[1].running_mean.to("meta")
+    with pytest.raises(ConfigError, match=f"^{kind} '{name}' is on the meta device: give it mem"):
+        Learner(model, "http://127.0.0.1:9")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_ordinary_optimizers_are_taken(dtype: torch.dtype) -> None:
     refuse_own_copies(*stepped(dtype))

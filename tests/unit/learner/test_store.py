@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
 
-from decoupled_diloco.learner.store import ModuleStore
+from decoupled_diloco.learner.store import ModuleStore, Rounded
 from decoupled_diloco.merge import Fragment, partition
+from fake_side_stream import FakeSideStream, MetaSideStream, OnOneDevice
 
 DEVICES = [
     "cpu",
@@ -28,10 +31,29 @@ class Mixed(nn.Module):
         self.register_buffer("running", torch.zeros(2), persistent=False)
 
 
-@pytest.fixture(params=DEVICES)
-def store(request: pytest.FixtureRequest) -> ModuleStore:
+def beside(store: ModuleStore) -> ModuleStore:
+    """As on a GPU: what comes and goes does so by a stream beside."""
+    store._side = FakeSideStream()  # type: ignore[assignment]
+    return store
+
+
+PLACES: dict[str, Callable[[nn.Module], ModuleStore]] = {
+    "cpu": ModuleStore,
+    "beside": lambda module: beside(ModuleStore(module)),
+    "cuda": lambda module: ModuleStore(module.to("cuda")),
+}
+Place = Callable[[nn.Module], ModuleStore]
+
+
+@pytest.fixture(params=[*DEVICES, "beside"])
+def place(request: pytest.FixtureRequest) -> Place:
+    return PLACES[request.param]
+
+
+@pytest.fixture
+def store(place: Place) -> ModuleStore:
     torch.manual_seed(0)
-    return ModuleStore(Mixed().to(request.param))
+    return place(Mixed())
 
 
 def fragments_of(store: ModuleStore) -> tuple[Fragment, ...]:
@@ -76,3 +98,45 @@ def test_combining_without_a_reference_blends(store: ModuleStore) -> None:
         store.overwrite(fragment, torch.full((fragment.numel,), 2.0))
         store.combine(fragment, torch.full((fragment.numel,), 4.0), None, 0.25)
         assert torch.equal(store.snapshot(fragment).values(), torch.full((fragment.numel,), 3.5))
+
+
+def test_combining_with_what_was_written_subtracts_it_as_it_was_rounded(store: ModuleStore) -> None:
+    for fragment in fragments_of(store):
+        written = torch.linspace(-1, 1, fragment.numel)
+        store.overwrite(fragment, written)
+        new = torch.linspace(3, 4, fragment.numel).to(torch.bfloat16).float()
+        store.combine(fragment, new, Rounded(fragment, store.layout, written), 1.0)
+        assert torch.equal(store.snapshot(fragment).values(), new)
+
+
+def test_buffers_are_overwritten_where_parameters_are_combined(place: Place) -> None:
+    normed = place(nn.BatchNorm1d(3))
+    (fragment,) = partition(normed.layout, 1)
+    theta = normed.snapshot(fragment)
+    new = torch.arange(12.0)  # weight, bias, mean, variance
+    for minus, keep in ((theta, 1.0), (None, 0.5)):
+        normed.combine(fragment, new, minus, keep)
+        assert torch.equal(normed.snapshot(fragment).values()[6:], new[6:])
+
+
+@pytest.mark.parametrize("mode", ["overwrite", "carry", "rebase", "blend"])
+def test_nothing_goes_to_the_device_but_by_the_stream_beside(mode: str) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(torch.bfloat16)
+    store = ModuleStore(module)
+    module.to("meta")  # in the place of a GPU
+    store._parameters = [*module.parameters()]
+    store._device, store._side = torch.device("meta"), MetaSideStream()  # type: ignore[assignment]
+    (fragment,) = partition(store.layout, 1)
+    old, new = torch.zeros(fragment.numel), torch.ones(fragment.numel)
+    with OnOneDevice():
+        sent = store.snapshot(fragment)
+        match mode:
+            case "overwrite":
+                store.overwrite(fragment, new)
+            case "carry":
+                store.combine(fragment, new, sent, 1.0)
+            case "rebase":
+                store.combine(fragment, new, Rounded(fragment, store.layout, old), 1.0)
+            case _:
+                store.combine(fragment, new, None, 0.5)
+    assert sent.values().device.type == "cpu"

@@ -24,6 +24,7 @@ from decoupled_diloco.merge import (
     tensors_of,
 )
 from decoupled_diloco.merge.blocks import BLOCK
+from decoupled_diloco.merge.codec import BuffersExact
 
 BOTH = ["fp32", "bf16"]
 MANY = BLOCK + 5
@@ -125,6 +126,16 @@ class TestCodecs:
     def test_a_body_of_the_wrong_size(self, name, body):
         with pytest.raises(ProtocolError, match=f"{len(body)} bytes, codec '{name}' needs"):
             codec(name).decode(body, 7)
+
+    @pytest.mark.parametrize("name", BOTH)
+    def test_bodies_and_values_stay_on_their_device(self, name):
+        values = torch.empty(7, device="meta")
+        body = codec(name).encode(values)
+        assert body.device.type == "meta"
+        assert codec(name).decode(body, 7).device.type == "meta"
+        receive(values, body, codec(name))  # on one device, or torch would refuse
+        exact = BuffersExact(codec(name), 5)
+        assert exact.decode(exact.encode(values), 7).device.type == "meta"
 
     def test_a_read_only_buffer_is_not_written_to(self):
         with pytest.raises(AssertionError, match="read-only"):

@@ -11,7 +11,12 @@ from torch.distributed.tensor import DTensor
 
 from decoupled_diloco import Learner
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.ranks.group import RankGroup, is_sharded, ranks_of_this_job
+from decoupled_diloco.ranks.group import (
+    RankGroup,
+    chosen_carriers,
+    is_sharded,
+    ranks_of_this_job,
+)
 
 NOWHERE = "http://127.0.0.1:9"
 
@@ -34,6 +39,16 @@ def test_ranks_without_a_process_group_are_refused(monkeypatch: pytest.MonkeyPat
         "WORLD_SIZE=4 says that this is one of 4 ranks, and there is no process group: call "
         "torch.distributed.init_process_group() before Learner, or unset WORLD_SIZE if every "
         "process is a learner of its own"
+    )
+
+
+@pytest.mark.parametrize("carriers", [0, 3, "some", None, True, 1.5])
+def test_carriers_that_are_not_there_are_refused(carriers: object) -> None:
+    with pytest.raises(ConfigError) as error:
+        chosen_carriers(carriers, ["here", "there"])
+    assert str(error.value) == (
+        f"carriers={carriers!r}: give 1 to 2, as this learner has 2 ranks, or 'hosts' (one on "
+        "each) or 'all'"
     )
 
 
