@@ -21,6 +21,7 @@ from decoupled_diloco.ranks.boxes import Box
 from decoupled_diloco.ranks.carrier import CarriedValues
 from decoupled_diloco.ranks.link import CarrierLink, LeaderLink
 from decoupled_diloco.ranks.redistribute import Sharding
+from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.http_server import HttpServer
 from decoupled_diloco.transport.tokens import Tokens
 
@@ -43,7 +44,14 @@ class End:
     def link(self, address: str) -> CarrierLink:
         sharding = Sharding(((1, NUMEL),), ((Box((0, 0), (1, NUMEL)),) * 2,), (0, 1))
         return CarrierLink(
-            1, [address], "key", None, "one", plan(), sharding, self.values, self.failures.append
+            1,
+            [address],
+            lambda: HttpClient(token="key", trusted=[address], principal="carrier"),
+            lambda: HttpClient(principal="one"),
+            plan(),
+            sharding,
+            self.values,
+            self.failures.append,
         )
 
 
