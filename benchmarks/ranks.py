@@ -44,6 +44,7 @@ from decoupled_diloco.ranks.carrier import Carrier
 from decoupled_diloco.ranks.group import RankGroup
 from decoupled_diloco.ranks.model import described, joined
 from decoupled_diloco.ranks.redistribute import HeldRows, Parts, Redistribution
+from decoupled_diloco.runtime import blocking
 from decoupled_diloco.workloads import load_workload
 
 ESTIMATE = (
@@ -107,8 +108,8 @@ class Moves:
     """A redistribution of the whole model, and what of it is the exchange."""
 
     def __init__(self, model: nn.Module, carriers: tuple[int, ...], group: RankGroup) -> None:
-        layout, told = layout_of(model), described(model, model)
-        self._group, self._rank = group, dist.get_rank()
+        layout, told = layout_of(model), described(model, model, group.rank)
+        self._group, self._rank = group, group.rank
         self._own = joined(model, [each or {} for each in gathered(told)], carriers)
         self._moves = Redistribution(self._own.sharding, self._rank, self._exchange)
         self._fragments = partition(layout, FRAGMENTS)
@@ -116,9 +117,11 @@ class Moves:
         self.sent = self.taken = 0
         self.exchange_seconds = 0.0
 
-    def _exchange(self, out: Tensor, given: Tensor, outs: list[int], gives: list[int]) -> None:
+    async def _exchange(
+        self, out: Tensor, given: Tensor, outs: list[int], gives: list[int]
+    ) -> None:
         begun = time.perf_counter()
-        self._group.all_to_all(out, given, outs, gives)
+        await self._group.all_to_all(out, given, outs, gives)
         self.exchange_seconds += time.perf_counter() - begun
         self.sent += 4 * (sum(gives) - gives[self._rank])
         self.taken += 4 * (sum(outs) - outs[self._rank])
@@ -137,12 +140,13 @@ class Moves:
     def collect(self) -> None:
         """All fragments from the ranks to the carriers."""
         for fragment in self._fragments:
-            self._flat[fragment.index] = self._moves.collect(fragment, self._parts(fragment))
+            parts = self._parts(fragment)
+            self._flat[fragment.index] = blocking(self._moves.collect(fragment, parts))
 
     def distribute(self) -> None:
         """And back."""
         for fragment in self._fragments:
-            self._moves.distribute(fragment, self._flat[fragment.index])
+            blocking(self._moves.distribute(fragment, self._flat[fragment.index]))
 
 
 def gathered(mine: Any) -> list[Any]:

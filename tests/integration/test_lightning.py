@@ -93,7 +93,7 @@ def test_a_trainer_takes_part_until_the_budget_is_spent(system: System, tmp_path
     system.wait_finished()
     assert 24 <= learner.steps == trainer.global_step < 60
     assert learner.tokens == 8 * learner.steps, "two batches of four a step"
-    assert callback.rounds >= 3
+    assert callback.rounds >= 1
     assert trainer.callback_metrics["diloco/rounds"] >= 1
 
 

@@ -87,7 +87,7 @@ def test_a_trainer_takes_part_until_the_budget_is_spent(system: System, tmp_path
     assert learner.over
     system.wait_finished()
     assert 24 <= learner.steps == trainer.state.global_step < 40
-    assert callback.rounds >= 3
+    assert callback.rounds >= 1
     logged = [each for each in trainer.state.log_history if "loss" in each]
     assert logged[-1]["step"] > 10
     # The model has the run's final weights.

@@ -50,12 +50,28 @@ EVALUATOR_GIVES_UP_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
+class Cut:
+    """What a process has of its learner.
+
+    Attributes:
+        model: Its part of the model.
+        ranks: How many processes there are.
+        share: Its part of the learner's data.
+    """
+
+    model: torch.nn.Module
+    ranks: int
+    share: DataShare
+
+
+@dataclass(frozen=True)
 class Seat:
     """How a role takes part from where it runs: this machine, or a virtual one."""
 
     learner: Callable[..., Coroutine[Any, Any, Learner]]
     observer: Callable[..., Coroutine[Any, Any, Observer]]
     workload: Callable[[RunConfig], Workload]
+    cut: Callable[[RunConfig, int, Workload, torch.nn.Module], Cut]
     # awaited in each step, before the model is touched; here steps take their own time
     pace: Callable[[], Coroutine[Any, Any, None]]
     open_tape: Callable[[Path, str, Mapping[str, Any]], TapeWriter]
@@ -78,7 +94,16 @@ def workload_of(config: RunConfig) -> Workload:
     return load_workload(config.workload.name, config.workload_options())
 
 
-HERE = Seat(_learner, _observer, workload_of, _at_once, open_tape)
+def _cut(config: RunConfig, index: int, workload: Workload, model: torch.nn.Module) -> Cut:
+    ranks = ranks_of_this_job()
+    if ranks == 1:
+        return Cut(model, ranks, DataShare())
+    parallelism = config.learner.parallelism_of(index)
+    require_divisible(workload, config)
+    return Cut(divided(model, workload, parallelism), ranks, share_of_data(parallelism))
+
+
+HERE = Seat(_learner, _observer, workload_of, _cut, _at_once, open_tape)
 """This machine."""
 
 
@@ -139,12 +164,8 @@ async def learn(
             "learners, or leave data.leases=true, so that there may be any number"
         )
     workload = seat.workload(config)
-    model = workload.model()
-    ranks, share = ranks_of_this_job(), DataShare()
-    if ranks > 1:
-        parallelism = config.learner.parallelism_of(index)
-        require_divisible(workload, config)
-        model, share = divided(model, workload, parallelism), share_of_data(parallelism)
+    cut = seat.cut(config, index, workload, workload.model())
+    model, ranks = cut.model, cut.ranks
     optimizer = workload.optimizer(model)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]  # what is kept of it, and put back, is a scheduled rate
@@ -179,7 +200,7 @@ async def learn(
         if config.data.leases:
             next_batch = parts.of(learner).__anext__
         else:
-            next_batch = in_turn(fixed_batches(config, workload, index, position, share))
+            next_batch = in_turn(fixed_batches(config, workload, index, position, cut.share))
         training = Training(workload, model, optimizer, learner, seat.pace, ranks)
         await training.run(next_batch, termination)
     if termination.asked:

@@ -59,7 +59,7 @@ FAREWELL_SECONDS = 30.0
 TOLD_TO_GO = "it is told to go"
 
 CHECKPOINT_SECONDS = 30.0
-"""How long `close` waits for the disk to have the last checkpoint."""
+"""How long `close` waits for the disk to have the checkpoint that is being written."""
 
 
 class Learner(Participation):
@@ -190,7 +190,7 @@ class Learner(Participation):
 
     _keeper: Callable[..., Checkpointer] = Checkpointer
 
-    def _begin(self) -> None:
+    async def _begin(self) -> None:
         """The first boundary: what an earlier life has kept, then what is newer."""
         restoring = self._background.restoring
         if restoring:
@@ -485,6 +485,7 @@ class Learner(Participation):
             return
         if self.finished and self._background.failure is None:
             await self._finish()
+            await self._written(CHECKPOINT_SECONDS)
         elif self._background.failure is None:
             await self._hand_in(self._hand_in_seconds, TOLD_TO_GO)
             self.checkpoint()

@@ -90,7 +90,7 @@ class Participation:
         try:
             self._background.start()
             await self._wait_until_ready(self._join_timeout)
-            self._begin()
+            await self._begin()
         except BaseException:
             self._background.stop("", abrupt=True)
             self._closed = True
@@ -124,7 +124,7 @@ class Participation:
                 "be reached from here (--addresses), or raise join_timeout (None: for ever)"
             )
 
-    def _begin(self) -> None:
+    async def _begin(self) -> None:
         """The first boundary."""
         self._boundary()
 

@@ -11,6 +11,8 @@ Shapes:
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from itertools import pairwise
 from typing import Protocol
@@ -193,6 +195,17 @@ def digest(body: Body) -> str:
 
 DIGEST_NUMEL = 1 << 16
 """Elements of a fragment that have a digest of their own, so that parts of it can be checked."""
+
+
+@contextmanager
+def digested_by(numel: int) -> Iterator[None]:
+    """In this block of a program so few elements have a digest of their own: for tiny models."""
+    global DIGEST_NUMEL
+    before, DIGEST_NUMEL = DIGEST_NUMEL, numel
+    try:
+        yield
+    finally:
+        DIGEST_NUMEL = before
 
 
 def is_cuttable(codec: Codec) -> bool:

@@ -203,9 +203,12 @@ class Carrier:
 
     async def _keep(self, asked: Document) -> Document:
         """Published copies to the disk; each carrier has a file of its own."""
-        values = [await self._value(number) for number in asked["numbers"]]
         named = {
-            (p, start): values[p] for p, (start, stop) in enumerate(self._ranges) if start < stop
+            (p, start): await self._value(number)
+            for p, (number, (start, stop)) in enumerate(
+                zip(asked["numbers"], self._ranges, strict=True)
+            )
+            if start < stop  # else nobody brings it here
         }
         folder = Path(asked["folder"])
         await self._in_worker(lambda: keep_ranges(folder, self._number, named))

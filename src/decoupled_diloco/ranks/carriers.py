@@ -10,8 +10,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import os
-import socket
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -38,9 +36,8 @@ from decoupled_diloco.ranks.carrier import CarriedValues, Carrier, Document, rai
 from decoupled_diloco.ranks.link import LeaderLink
 from decoupled_diloco.ranks.redistribute import Sharding
 from decoupled_diloco.ranks.store import Handle, RankedStore
+from decoupled_diloco.ranks.surroundings import Surroundings
 from decoupled_diloco.transport.base import Channel, Server
-from decoupled_diloco.transport.http_server import HttpServer
-from decoupled_diloco.transport.tokens import Tokens, is_loopback
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +62,8 @@ class CarriedExchange(BodyExchange):
         values: What the leader holds as a carrier.
         store: By which the ranks are told of what has been fetched.
         key: Opens the leader's server to the other carriers.
-        host: Where it listens.
+        hosts: Of each rank.
+        around: Has the server.
         surroundings: As `BodyExchange` has them.
 
     Attributes:
@@ -79,7 +77,8 @@ class CarriedExchange(BodyExchange):
         values: CarriedValues,
         store: RankedStore,
         key: str,
-        host: str,
+        hosts: Sequence[str],
+        around: Surroundings,
         **surroundings: Any,
     ) -> None:
         super().__init__(**surroundings)
@@ -88,7 +87,8 @@ class CarriedExchange(BodyExchange):
         self._values = values
         self._store = store
         self._key = key
-        self._host = host
+        self._hosts = hosts
+        self._around = around
         self._jobs = itertools.count(1)
         self._local: Carrier | None = None
         self._links = {rank: LeaderLink() for rank in sharding.carriers if rank != 0}
@@ -100,14 +100,9 @@ class CarriedExchange(BodyExchange):
         """See `BodyExchange.start`: other carriers can come."""
         self._loop = asyncio.get_running_loop()
         if self._links:
-            tokens = Tokens(run_token=self._key)
-            server = HttpServer(host=self._host, tokens=tokens, on_channel=self._linked)
-            await server.start()
-            self._server = server
-            port = server.address.rpartition(":")[2]
-            names = [os.environ.get("MASTER_ADDR", ""), socket.gethostname()]
-            names = [self._host] if is_loopback(self._host) else [*filter(None, names)]
-            self.addresses = [f"http://{name}:{port}" for name in dict.fromkeys(names)]
+            self._server = self._around.server(self._hosts, self._key, self._linked)
+            await self._server.start()
+            self.addresses = self._around.addresses(self._server)
 
     async def close(self) -> None:
         """See `BodyExchange.close`."""

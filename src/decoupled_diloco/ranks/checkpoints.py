@@ -6,6 +6,7 @@ leader writes what the run has to know. Published copies are kept by the carrier
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
@@ -61,6 +62,7 @@ class LeaderCheckpointer(Checkpointer):
         self._ordered: dict[str, _Ordered] = {}
         self._for_all: Path | None = None
         self._adopting: Future[list[Document]] = Future()
+        self._adopted: list[Document] = []
 
     def fits(self, run: str, fragment_numels: tuple[int, ...]) -> str:
         """See `Checkpointer.fits`; that of a learner of one process is written anew, for all."""
@@ -90,11 +92,20 @@ class LeaderCheckpointer(Checkpointer):
             self._adopting = self._ask(do="adopt", folder=folder, numbers=numbers)
         return found
 
+    def raise_failure(self) -> None:
+        """What the carriers have kept, and cannot read, would be waited for in vain."""
+        if self._adopting.done():
+            self._adopting.result()
+
+    async def read(self) -> None:
+        """Waits until the carriers have read what they have kept, before `restore`."""
+        self._adopted = await runtime().outcome(self._adopting)
+
     def restore(self) -> None:
         """See `Checkpointer.restore`; the ranks do it at the next boundary."""
         checkpoint = self.loaded
         assert checkpoint is not None
-        folder, answers = str(checkpoint.beside), self._adopting.result()
+        folder, answers = str(checkpoint.beside), self._adopted
         for fragment, held in enumerate(checkpoint.fragments):
             blocks = bytes.fromhex("".join(each["digests"][fragment] for each in answers))
             if joined_digest(blocks) != held.digest:
@@ -130,10 +141,11 @@ class LeaderCheckpointer(Checkpointer):
         """The ranks have begun to write: see `RankTensors`."""
         ordered = self._ordered.pop(folder)
 
-        def written(done: Future[Any]) -> None:
-            self._writer.submit(self._finish, ordered, done.exception(), copy_seconds)
+        def finish(done: Future[Any]) -> None:
+            with contextlib.suppress(RuntimeError):  # the learner has left meanwhile
+                self._writer.submit(self._finish, ordered, done.exception(), copy_seconds)
 
-        writing.add_done_callback(written)
+        ordered.published.add_done_callback(lambda _: writing.add_done_callback(finish))
 
     def _finish(self, ordered: _Ordered, error: BaseException | None, copy_seconds: float) -> None:
         checkpoint = ordered.outline

@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -99,8 +99,46 @@ def is_sharded(model: torch.nn.Module | Sequence[torch.nn.Module]) -> bool:
     )
 
 
-class Exchange:
+class Exchange(Protocol):
     """One document of every rank, on its way."""
+
+    async def wait(self) -> list[dict[str, Any]]:
+        """What each rank said, by rank.
+
+        Raises:
+            TransportError: A rank is gone, or silent for too long.
+        """
+        ...
+
+
+class Watched(Protocol):
+    """See `Watch`."""
+
+    place: str
+
+    def close(self) -> None: ...
+
+
+class Group(Protocol):
+    """The ranks of one learner; see `RankGroup`."""
+
+    rank: int
+    size: int
+
+    @property
+    def watch(self) -> Watched: ...
+
+    def exchange(self, document: dict[str, Any]) -> Exchange: ...
+
+    async def exchanged(self, document: dict[str, Any]) -> list[dict[str, Any]]: ...
+
+    async def all_to_all(
+        self, out: Tensor, given: Tensor, out_sizes: list[int], given_sizes: list[int]
+    ) -> None: ...
+
+
+class _Exchange:
+    """An `Exchange` by gloo."""
 
     def __init__(self, group: RankGroup, mine: bytes) -> None:
         self._group = group
@@ -113,12 +151,8 @@ class Exchange:
         with _told("start an exchange"):
             self._work = dist.all_gather(self._slots, slot, group.boundary, async_op=True)
 
-    def wait(self) -> list[dict[str, Any]]:
-        """What each rank said, by rank.
-
-        Raises:
-            TransportError: A rank is gone, or silent for too long.
-        """
+    async def wait(self) -> list[dict[str, Any]]:
+        """See `Exchange`; blocks this thread."""
         with _told("wait for the other ranks"):
             assert self._work is not None
             self._work.wait()
@@ -193,15 +227,15 @@ class RankGroup:
         """A rank of this group, as the program counts it."""
         return rank
 
-    def exchange(self, document: dict[str, Any]) -> Exchange:
+    def exchange(self, document: dict[str, Any]) -> _Exchange:
         """Tells all ranks a document and begins to hear theirs."""
-        return Exchange(self, json.dumps(document, separators=(",", ":")).encode())
+        return _Exchange(self, json.dumps(document, separators=(",", ":")).encode())
 
-    def exchanged(self, document: dict[str, Any]) -> list[dict[str, Any]]:
+    async def exchanged(self, document: dict[str, Any]) -> list[dict[str, Any]]:
         """The same, and waits for theirs."""
-        return self.exchange(document).wait()
+        return await self.exchange(document).wait()
 
-    def all_to_all(
+    async def all_to_all(
         self, out: Tensor, given: Tensor, out_sizes: list[int], given_sizes: list[int]
     ) -> None:
         """See `redistribute.AllToAll`."""

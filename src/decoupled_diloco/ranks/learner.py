@@ -37,7 +37,7 @@ from decoupled_diloco.ranks.carriers import CarriedExchange
 from decoupled_diloco.ranks.checkpoints import LeaderCheckpointer
 from decoupled_diloco.ranks.seat import Document, RankSeat, seated
 from decoupled_diloco.ranks.store import RankedStore
-from decoupled_diloco.runtime import now
+from decoupled_diloco.runtime import blocking, now
 
 KEEP_IN_TOUCH_SECONDS = 30.0
 """While the leader waits it lets the others know at least so often that it is there."""
@@ -185,11 +185,11 @@ class _OfMany(Learner):
 
     _calls = 0
 
-    def _carry_out(self, plan: Document) -> tuple[int, ...]:
+    async def _carry_out(self, plan: Document) -> tuple[int, ...]:
         """Does what a plan says; returns the fragments whose global weights are taken."""
         try:
             if self._seat.tensors is not None:
-                self._seat.tensors.carry_out(plan["orders"])
+                await self._seat.tensors.carry_out(plan["orders"])
         except Error as error:
             self._seat.leave(error)
             raise
@@ -202,8 +202,15 @@ class _OfMany(Learner):
 class LeaderRank(_OfMany):
     """Rank 0 of a learner of many ranks."""
 
-    def __init__(self, model: Model, syncer: str | Sequence[str], **arguments: Any) -> None:
-        self._seat = seated(model, arguments)
+    def __init__(
+        self,
+        model: Model,
+        syncer: str | Sequence[str],
+        *,
+        seat: RankSeat | None = None,
+        **arguments: Any,
+    ) -> None:
+        self._seat = seat or blocking(seated(model, arguments))
         self._count = TokenCount()
         self._plan: Document = dict(NOTHING)
         self._applied: dict[str, str] = {}
@@ -219,7 +226,8 @@ class LeaderRank(_OfMany):
             values=self._seat.carried,
             store=self._ranked,
             key=self._seat.key,
-            host="127.0.0.1" if len(set(self._seat.hosts)) == 1 else "0.0.0.0",  # it has a key
+            hosts=self._seat.hosts,
+            around=self._seat.around,
         )
         self._keeper = partial(
             LeaderCheckpointer,
@@ -246,11 +254,13 @@ class LeaderRank(_OfMany):
         assert isinstance(exchange, CarriedExchange)
         return exchange
 
-    def _begin(self) -> None:
+    async def _begin(self) -> None:
         self._enter_run()
         if self._admitted:
-            self._conduct()  # the carriers can come
-        super()._begin()
+            await self._conduct()  # the carriers can come
+        if self._background.restoring:
+            await self._checkpointer.read()
+        await super()._begin()
 
     @property
     def _at(self) -> str:
@@ -267,13 +277,14 @@ class LeaderRank(_OfMany):
         self._applied |= {
             str(p): str(view.held) for p, view in enumerate(self._shared.machine.state.fragments)
         }
-        self._told_of_restored(self._conduct("joined"))
+        self._told_of_restored(await self._conduct("joined"))
 
     async def _wait(self, seconds: float) -> None:
         """Has the other ranks do what is ordered while this one waits."""
         background = self._background
         self._enter_run()
         self._seat.raise_failure()
+        self._checkpointer.raise_failure()
         if not (
             self._admitted or self._ranked.waits or now() - self._met_at > KEEP_IN_TOUCH_SECONDS
         ):
@@ -281,7 +292,7 @@ class LeaderRank(_OfMany):
             return
         background.changed.__exit__(None, None, None)
         try:
-            self._conduct()
+            await self._conduct()
         finally:
             background.changed.__enter__()
 
@@ -299,16 +310,14 @@ class LeaderRank(_OfMany):
             "addresses": self._carriers.addresses,
         }
 
-    def _conduct(self, last: str = "", **besides: Any) -> tuple[int, ...]:
+    async def _conduct(self, last: str = "", **besides: Any) -> tuple[int, ...]:
         """One exchange with all ranks, which wait; ``last``: they wait no longer."""
         plan = self._next_plan() | besides
         if self._admitted:
             plan["admitted"], self._admitted = self._admitted, {}
-        self._seat.meet(self._at, plan=plan, last=last)
+        await self._seat.meet(self._at, plan=plan, last=last)
         self._met_at = now()
-        applied = self._carry_out(plan)
-        self._ranked.acknowledged(self._seat.done_everywhere)
-        return applied
+        return await self._carry_out(plan)
 
     def _next_plan(self) -> Document:
         applied, self._applied = self._applied, {}
@@ -346,17 +355,17 @@ class LeaderRank(_OfMany):
         self._check_optimizer()
         said = {"tokens": int(tokens), "loss": None if loss is None else float(loss)}
         if self._seat.under_way is None:
-            self._reported(self._seat.meet(FIRST, **said))
+            self._reported(await self._seat.meet(FIRST, **said))
             self._decide()
             self._seat.start(FIRST, plan=self._plan)
             said = {}
-        self._reported(self._seat.arrive())
+        self._reported(await self._seat.arrive())
         plan = self._plan
-        applied = self._carry_out(plan)
+        applied = await self._carry_out(plan)
         if plan["hold"]:
             self._at = HOLDING
             applied += await self._hold()
-            applied += self._conduct("released")
+            applied += await self._conduct("released")
         if applied and self._after_apply is not None:
             self._after_apply(applied)
         self._decide()
@@ -403,7 +412,6 @@ class LeaderRank(_OfMany):
         )
 
     def _reported(self, documents: Sequence[Document]) -> None:
-        self._ranked.acknowledged(self._seat.done_everywhere)
         self._met_at = now()
         if "tokens" not in documents[0]:
             return
@@ -430,26 +438,29 @@ class LeaderRank(_OfMany):
 
     def hand_in(self, seconds: float, why: str = TOLD_TO_GO) -> bool:
         """See `Learner.hand_in`; every rank calls it."""
-        self._last_plan()
+        return blocking(self._hand_in_together(seconds, why))
+
+    async def _hand_in_together(self, seconds: float, why: str) -> bool:
+        await self._last_plan()
         self._at = HANDING_IN
-        handed = super().hand_in(seconds, why)
-        self._conduct("handed", handed=handed)
+        handed = await self._hand_in(seconds, why)
+        await self._conduct("handed", handed=handed)
         return handed
 
     async def _close(self) -> None:
         if self._closed:
             return
-        self._last_plan()
+        await self._last_plan()
         self._at = CLOSING
         await super()._close()
-        self._conduct("closed")
+        await self._conduct("closed")
         self._seat.leave()
 
-    def _last_plan(self) -> None:
+    async def _last_plan(self) -> None:
         """What was planned for a step that will not come is done now."""
         if self._seat.under_way is not None:
-            self._reported(self._seat.arrive())
-            self._carry_out(self._plan)
+            self._reported(await self._seat.arrive())
+            await self._carry_out(self._plan)
             self._untrained = self._count.ahead
 
     _untrained = (0, 0)
@@ -468,19 +479,22 @@ class FollowerRank(_OfMany):
         *,
         optimizer: torch.optim.Optimizer | None = None,
         after_apply: Callable[[tuple[int, ...]], None] | None = None,
+        seat: RankSeat | None = None,
         **arguments: Any,
     ) -> None:
         self._optimizer = getattr(optimizer, "optimizer", optimizer)
         self._unchecked = optimizer if after_apply is None else None
         self._closed = False
         self._token = arguments.get("token")
-        self._seat = seated(
-            model, {**arguments, "optimizer": optimizer, "after_apply": after_apply}
-        )
+        told = {**arguments, "optimizer": optimizer, "after_apply": after_apply}
+        self._seat = seat or blocking(seated(model, told))
         self._model, self._after_apply = plain(model), after_apply
         self._facts, self._held = dict(BEFORE), {}
         self.leases = NoLeases()
-        self._told_of_restored(self._follow(JOINING, "joined"))
+        self._enter()
+
+    async def _join(self) -> None:
+        self._told_of_restored(await self._follow(JOINING, "joined"))
 
     def checkpoint(self, run_checkpoint: int | None = None) -> None:
         """See `Learner.checkpoint`: the leader tells when; on other ranks this is nothing."""
@@ -491,14 +505,14 @@ class FollowerRank(_OfMany):
             raise ConfigError(f"the state is of learner {state.get('learner')!r}, not {self.name}")
         self._facts |= {"steps": int(state["steps"]), "tokens": int(state["tokens"])}
 
-    def _follow(self, at: str, last: str) -> tuple[int, ...]:
+    async def _follow(self, at: str, last: str) -> tuple[int, ...]:
         """Does what the leader orders, until it says the last."""
         applied = tuple[int, ...]()
         while True:
-            document = self._seat.meet(at)[0]
+            document = (await self._seat.meet(at))[0]
             if "admitted" in document["plan"]:
                 self._admit(document["plan"]["admitted"])
-            applied += self._carry_out(document["plan"])
+            applied += await self._carry_out(document["plan"])
             self._handed = bool(document["plan"].get("handed"))
             if document["last"] == last:
                 return applied
@@ -517,13 +531,13 @@ class FollowerRank(_OfMany):
         self._check_optimizer()
         said = {"tokens": int(tokens), "loss": None if loss is None else float(loss)}
         if self._seat.under_way is None:
-            self._seat.meet(FIRST, **said)
+            await self._seat.meet(FIRST, **said)
             self._seat.start(FIRST)
             said = {}
-        plan = self._seat.arrive()[0]["plan"]
-        applied = self._carry_out(plan)
+        plan = (await self._seat.arrive())[0]["plan"]
+        applied = await self._carry_out(plan)
         if plan["hold"]:
-            applied += self._follow(HOLDING, "released")
+            applied += await self._follow(HOLDING, "released")
         if applied and self._after_apply is not None:
             self._after_apply(applied)
         self._seat.start(self._step_name(), **said)
@@ -531,21 +545,24 @@ class FollowerRank(_OfMany):
 
     def hand_in(self, seconds: float, why: str = TOLD_TO_GO) -> bool:
         """See `Learner.hand_in`; every rank calls it."""
-        self._last_plan()
-        self._follow(HANDING_IN, "handed")
+        return blocking(self._hand_in(seconds, why))
+
+    async def _hand_in(self, seconds: float, why: str) -> bool:
+        await self._last_plan()
+        await self._follow(HANDING_IN, "handed")
         return self._handed
 
     async def _close(self) -> None:
         if self._closed:
             return
-        self._last_plan()
+        await self._last_plan()
         self._closed = True
-        self._follow(CLOSING, "closed")
+        await self._follow(CLOSING, "closed")
         self._seat.leave()
 
-    def _last_plan(self) -> None:
+    async def _last_plan(self) -> None:
         if self._seat.under_way is not None:
-            self._carry_out(self._seat.arrive()[0]["plan"])
+            await self._carry_out((await self._seat.arrive())[0]["plan"])
 
     async def __aexit__(
         self,

@@ -19,7 +19,6 @@ from decoupled_diloco.ranks.redistribute import Sharding
 from decoupled_diloco.runtime import now, runtime
 from decoupled_diloco.transport.backoff import Backoff
 from decoupled_diloco.transport.base import Channel, Client
-from decoupled_diloco.transport.http_client import HttpClient
 
 T = TypeVar("T")
 
@@ -81,9 +80,8 @@ class CarrierLink:
     Args:
         rank: This one.
         addresses: Where the leader may be found; the first that answers is taken.
-        key: Opens it.
-        token: The run's secret, if there is one.
-        learner: Under whose name the syncer's data plane is used.
+        leader: The client that dials it.
+        data: The client of the syncer's data plane, under the learner's name.
         plan: The run's.
         sharding: Who carries what.
         values: What this carrier holds.
@@ -94,16 +92,15 @@ class CarrierLink:
         self,
         rank: int,
         addresses: Sequence[str],
-        key: str,
-        token: str | None,
-        learner: str,
+        leader: Callable[[], Client],
+        data: Callable[[], Client],
         plan: MergePlan,
         sharding: Sharding,
         values: CarriedValues,
         failed: Callable[[BaseException], None],
     ) -> None:
-        self._rank, self._addresses, self._key = rank, tuple(addresses), key
-        self._token, self._learner = token, learner
+        self._rank, self._addresses = rank, tuple(addresses)
+        self._leader, self._data = leader, data
         self._number = sharding.carriers.index(rank)
         self._plan, self._values, self._failed = plan, values, failed
         self._ranges = [sharding.ranges(fragment)[self._number] for fragment in plan.fragments]
@@ -111,7 +108,6 @@ class CarrierLink:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self._stopped = False
-        self._data: dict[str, HttpClient] = {}
         self._beside = runtime().beside(self._main, "ddiloco-carrier")
 
     def close(self, wait_seconds: float = 5.0) -> None:
@@ -142,8 +138,7 @@ class CarrierLink:
 
     async def _stay(self) -> None:
         """Keeps a link to the leader."""
-        leader = HttpClient(token=self._key, trusted=self._addresses, principal="carrier")
-        data = HttpClient(token=self._token, principal=self._learner)
+        leader, data = self._leader(), self._data()
         carrier = Carrier(
             self._plan, self._ranges, self._number, self._values, lambda: data, self._in_worker
         )
@@ -176,7 +171,7 @@ class CarrierLink:
                 failure = error
         raise failure
 
-    async def _serve(self, channel: Channel, carrier: Carrier, data: HttpClient) -> None:
+    async def _serve(self, channel: Channel, carrier: Carrier, data: Client) -> None:
         tasks: set[asyncio.Task[None]] = set()
 
         async def answer(asked: Document) -> None:

@@ -53,7 +53,7 @@ def reshard(module: Model) -> None:
                 each.reshard()
 
 
-def data_of(module: Model) -> list[Any]:
+def data_of(module: Model, rank: int) -> list[Any]:
     """Says which data this rank trains: ranks that say the same train the same, and count once.
 
     Data-parallel are the ranks of DDP and of FSDP2's mesh (a shard or a replica each); not those of
@@ -70,7 +70,7 @@ def data_of(module: Model) -> list[Any]:
                 return ["fsdp", *(group.mesh_info.mesh.get_coordinate() or [])]
     if any(isinstance(p, DTensor) for part in parts_of(module) for p in part.parameters()):
         return ["tensor parallel"]
-    return ["rank", dist.get_rank()]
+    return ["rank", rank]
 
 
 def refuse_placements(module: nn.Module) -> None:
@@ -91,12 +91,13 @@ def refuse_placements(module: nn.Module) -> None:
             )
 
 
-def described(module: nn.Module, wrapped: Model) -> dict[str, Any]:
+def described(module: nn.Module, wrapped: Model, rank: int) -> dict[str, Any]:
     """What this rank tells the others: its layout, a box of each tensor, which data it trains.
 
     Args:
         module: The model without its wrappers (`plain`).
         wrapped: The model as it was given.
+        rank: This one.
 
     Raises:
         ConfigError: See `refuse_placements` and `layout_of`.
@@ -113,7 +114,7 @@ def described(module: nn.Module, wrapped: Model) -> dict[str, Any]:
     }
     return {
         "layout": layout.to_json(),
-        "data": data_of(wrapped),
+        "data": data_of(wrapped, rank),
         "boxes": [None if box is None else [box.start, box.stop] for box in boxes],
         "parts": [part_with[id(named[spec.name])] for spec in layout.tensors],
     }

@@ -28,7 +28,7 @@ CHUNK_NUMEL = 1 << 20
 class AllToAll(Protocol):
     """Every rank sends a part of its vector to each other rank."""
 
-    def __call__(
+    async def __call__(
         self, out: Tensor, given: Tensor, out_sizes: list[int], given_sizes: list[int], /
     ) -> None: ...
 
@@ -138,7 +138,7 @@ class Redistribution:
         own = self._sharding.carriers.index(self._rank)
         return self._sharding.ranges(fragment)[own]
 
-    def collect(self, fragment: Fragment, parts: Parts) -> Tensor:
+    async def collect(self, fragment: Fragment, parts: Parts) -> Tensor:
         """From the ranks' parts to the carriers' ranges.
 
         Args:
@@ -166,7 +166,7 @@ class Redistribution:
                         target = given[filled : filled + run.part.numel].view(run.part.shape)
                         filled += run.part.numel
                     target.copy_(held.box.view(held.values, run.part))
-            self._exchange(out, given, sizes[1], sizes[0])
+            await self._exchange(out, given, sizes[1], sizes[0])
             self._unpack(out, chunks, flat, start)
         return flat
 
@@ -185,7 +185,7 @@ class Redistribution:
     def _others(self) -> list[int]:
         return [rank for rank in range(self._sharding.ranks) if rank != self._rank]
 
-    def distribute(self, fragment: Fragment, flat: Tensor) -> Parts:
+    async def distribute(self, fragment: Fragment, flat: Tensor) -> Parts:
         """From the carriers' ranges to the ranks' parts.
 
         Args:
@@ -205,7 +205,7 @@ class Redistribution:
             sizes = self._sizes(chunks, to_carriers=False)
             given = self._pack(chunks, flat, start, sum(sizes[0]))
             out = torch.empty(sum(sizes[1]), dtype=torch.float32)
-            self._exchange(out, given, sizes[1], sizes[0])
+            await self._exchange(out, given, sizes[1], sizes[0])
             read = 0
             for (first, runs), carrier in zip(chunks, self._sharding.carriers, strict=True):
                 for run in runs:

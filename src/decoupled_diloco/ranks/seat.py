@@ -11,6 +11,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,13 @@ from decoupled_diloco.learner.checks import (
     refuse_what_is_nowhere,
 )
 from decoupled_diloco.learner.modules import Model, plain
-from decoupled_diloco.learner.sharded_state import ShardedState
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.ranks.carrier import CarriedValues
 from decoupled_diloco.ranks.carriers import cut_for
-from decoupled_diloco.ranks.group import Exchange, RankGroup, chosen_carriers
+from decoupled_diloco.ranks.group import Exchange, chosen_carriers
 from decoupled_diloco.ranks.link import CarrierLink
-from decoupled_diloco.ranks.model import described, joined, reshard
+from decoupled_diloco.ranks.model import RankModel, described, joined, reshard
+from decoupled_diloco.ranks.surroundings import RankState, Surroundings
 from decoupled_diloco.ranks.tensors import RankTensors
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.transport.tokens import read_secret
@@ -47,47 +48,63 @@ class RankSeat:
 
     Args:
         model: This rank's part of the model.
-        arguments: What has to be the same on every rank, by name.
-        stateful: What checkpoints keep beside the model, the inner optimizer among it.
-        folder: Where checkpoints are, or ``None``: none are kept.
-        check: What else may be wrong on this rank alone; raises `ConfigError`.
+        around: By which it meets the others.
 
-    Raises:
-        ConfigError: On every rank, if something is wrong on one; the rank is named.
-        TransportError: A rank is gone.
+    Attributes:
+        model: This rank's part of the learner's model, once it has met the others.
+        key: By which carriers open the leader's server.
+        hosts: Of each rank.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        arguments: dict[str, Any],
-        stateful: Mapping[str, Any],
-        folder: Path | None,
-        check: Callable[[], None],
-    ) -> None:
+    model: RankModel
+    key: str
+    hosts: tuple[str, ...]
+
+    def __init__(self, model: Model, around: Surroundings) -> None:
+        self._given = model
         self._module = plain(model)
-        self.group = RankGroup()
+        self.around = around
+        self.group = around.group
         self.tensors: RankTensors | None = None
         self.carried = CarriedValues()
         self.link: CarrierLink | None = None
         self.failure: BaseException | None = None
         self.under_way: Exchange | None = None
         self.on_end: Callable[[BaseException], None] = lambda error: None
-        self._done_of: list[int] = [0] * self.group.size
+        self._state: RankState | None = None
+
+    async def take(
+        self,
+        arguments: dict[str, Any],
+        stateful: Mapping[str, Any],
+        folder: Path | None,
+        check: Callable[[], None],
+    ) -> RankSeat:
+        """Meets the others, once; returns itself.
+
+        Args:
+            arguments: What has to be the same on every rank, by name.
+            stateful: What checkpoints keep beside the model, the inner optimizer among it.
+            folder: Where checkpoints are, or ``None``: none are kept.
+            check: What else may be wrong on this rank alone; raises `ConfigError`.
+
+        Raises:
+            ConfigError: On every rank, if something is wrong on one; the rank is named.
+            TransportError: A rank is gone.
+        """
         mine: Document = {"arguments": arguments, "host": socket.gethostname()}
-        self._state: ShardedState | None = None
         try:
             refuse_what_is_nowhere(self._module)
             refuse_what_is_not_finite(self._module)
             check()
             if folder is not None:
-                self._state = ShardedState(self._module, stateful, self.group.checkpoints)
+                self._state = self.around.sharded_state(self._module, stateful)
                 mine["mark"] = _marked(folder) if self.leads else ""
             mine["key"] = runtime().secret() if self.leads else ""
-            mine |= described(self._module, model)
+            mine |= described(self._module, self._given, self.group.rank)
         except ConfigError as error:
             mine["problem"] = str(error)
-        documents = self.group.exchanged(mine)
+        documents = await self.group.exchanged(mine)
         for rank, document in enumerate(documents):
             if document.get("problem"):
                 raise ConfigError(f"rank {rank}: {document['problem']}")
@@ -97,16 +114,17 @@ class RankSeat:
         carriers = chosen_carriers(arguments.get("carriers", 1), self.hosts)
         self.model = joined(self._module, documents, carriers)
         if folder is not None:
-            self._require_shared(folder, documents[0]["mark"])
+            await self._require_shared(folder, documents[0]["mark"])
+        return self
 
     @property
     def leads(self) -> bool:
         return self.group.rank == 0
 
-    def _require_shared(self, folder: Path, mark: str) -> None:
+    async def _require_shared(self, folder: Path, mark: str) -> None:
         """Refuses a folder that is another one on another machine."""
         sees = (folder / MARK).is_file() and (folder / MARK).read_text() == mark
-        for rank, document in enumerate(self.group.exchanged({"sees": sees})):
+        for rank, document in enumerate(await self.group.exchanged({"sees": sees})):
             if not document["sees"]:
                 raise ConfigError(
                     f"rank {rank} does not see what rank 0 has written in {folder}: give "
@@ -134,31 +152,29 @@ class RankSeat:
             self.link = CarrierLink(
                 self.group.rank,
                 addresses,
-                self.key,
-                read_secret(token),
-                learner,
+                partial(self.around.client, "carrier", self.key, addresses),
+                partial(self.around.client, learner, read_secret(token)),
                 plan,
                 self.model.sharding,
                 self.carried,
                 self._failed,
             )
 
-    def meet(self, at: str, **said: Any) -> list[Document]:
+    async def meet(self, at: str, **said: Any) -> list[Document]:
         """What every rank says here; waits for all, and for what was ordered before."""
         self.group.watch.place = at
         if self.tensors is not None:
-            self.tensors.idle()
+            await self.tensors.idle()
         self.start(at, **said)
-        return self.arrive()
+        return await self.arrive()
 
     def start(self, at: str, **said: Any) -> None:
         """Begins an exchange."""
         assert self.under_way is None
         self.group.watch.place = at
-        done = 0 if self.tensors is None else self.tensors.done
-        self.under_way = self.group.exchange({"at": at, "done": done, **said})
+        self.under_way = self.group.exchange({"at": at, **said})
 
-    def arrive(self) -> list[Document]:
+    async def arrive(self) -> list[Document]:
         """Ends the exchange that is under way.
 
         Raises:
@@ -167,7 +183,7 @@ class RankSeat:
         """
         exchange, self.under_way = self.under_way, None
         assert exchange is not None
-        documents = exchange.wait()
+        documents = await exchange.wait()
         for rank, document in enumerate(documents):
             if "failed" in document:
                 kind = _ERRORS.get(document.get("kind", ""), TransportError)
@@ -178,13 +194,7 @@ class RankSeat:
                     f"rank {rank} of this learner is at {document['at']}, rank 0 at "
                     f"{documents[0]['at']}: every rank makes the same calls, step by step"
                 )
-        self._done_of = [int(document["done"]) for document in documents]
         return documents
-
-    @property
-    def done_everywhere(self) -> int:
-        """The number of the last order that every rank has done."""
-        return min(self._done_of)
 
     def raise_failure(self) -> None:
         """What went wrong behind."""
@@ -215,11 +225,13 @@ class RankSeat:
         reshard(self._module)
 
 
-OWN_ON_EACH = ("optimizer", "after_apply", "stateful", "token", "tape", "client", "store")
+OWN_ON_EACH = ("optimizer", "after_apply", "stateful", "token", "tape", "client", "store", "seat")
 """Arguments that need not be the same on every rank."""
 
 
-def seated(model: Model, arguments: Mapping[str, Any]) -> RankSeat:
+async def seated(
+    model: Model, arguments: Mapping[str, Any], around: Surroundings | None = None
+) -> RankSeat:
     """This rank's place, once all ranks have come and fit together.
 
     Raises:
@@ -248,7 +260,7 @@ def seated(model: Model, arguments: Mapping[str, Any]) -> RankSeat:
         if name not in OWN_ON_EACH and isinstance(value, str | int | float | tuple | list | None)
     }
     told |= {"checkpoint": str(folder), "stateful": sorted(objects)}
-    return RankSeat(model, told, objects, folder, check)
+    return await RankSeat(model, around or Surroundings()).take(told, objects, folder, check)
 
 
 NO_DONOR: tuple[object, ...] = (None, (), [], (OPTIMIZER,), [OPTIMIZER])

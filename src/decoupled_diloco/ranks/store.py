@@ -53,10 +53,8 @@ class RankedStore:
         self._layout = layout
         self._lock = threading.Lock()
         self._orders: list[list[object]] = []
-        self._issued = 0
-        self._acknowledged = 0
         self._handles = 0
-        self._spreads: dict[int, Future[None]] = {}
+        self._spreads: list[Future[None]] = []
         self._held: dict[int, Handle] = {}
         self._error: BaseException | None = None
 
@@ -67,30 +65,24 @@ class RankedStore:
 
     @property
     def waits(self) -> bool:
-        """Whether there is something that the ranks have not been told, or have not done."""
-        return bool(self._orders) or self._acknowledged < self._issued
+        """Whether there is something that the ranks have not been told."""
+        return bool(self._orders)
 
     def take(self) -> list[list[object]]:
         """The orders since it was asked last, for the next plan."""
         with self._lock:
             orders, self._orders = self._orders, []
-        return orders
-
-    def acknowledged(self, number: int) -> None:
-        """All ranks have done what has this number, and everything before."""
-        with self._lock:
-            self._acknowledged = number
-            ready = [n for n in self._spreads if n <= number]
-            futures = [self._spreads.pop(n) for n in ready]
-        for future in futures:
+            told, self._spreads = self._spreads, []
+        for future in told:
             with contextlib.suppress(InvalidStateError):  # Who waited has left.
                 future.set_result(None)
+        return orders
 
     def failed(self, error: BaseException) -> None:
         """Nothing that is ordered will come: who waits for it, or will, gets this error."""
         with self._lock:
             self._error = error
-            for future in self._spreads.values():
+            for future in self._spreads:
                 if not future.done():
                     future.set_exception(error)
             self._spreads.clear()
@@ -110,7 +102,7 @@ class RankedStore:
         """See `ParameterStore.snapshot`."""
         with self._lock:
             copy = self._new_handle(fragment.numel)
-            self._order("copy", fragment.index, copy.number)
+            self._orders.append(["copy", fragment.index, copy.number])
         return copy
 
     def overwrite(self, fragment: Fragment, values: Handle) -> None:
@@ -129,20 +121,23 @@ class RankedStore:
         return values
 
     async def spread(self, fragment: Fragment, values: Handle) -> None:
-        """Returns when every rank holds its part of what the carriers have."""
+        """Has every rank fetch its part of what the carriers have; returns when a plan says so.
+
+        A step later each has it: what is written by the next plan waits for nothing.
+        """
         with self._lock:
-            number = self._order("spread", fragment.index, values.number)
-            done = Future[None]()
+            self._orders.append(["spread", fragment.index, values.number])
+            told = Future[None]()
             if self._error is None:
-                self._spreads[number] = done
+                self._spreads.append(told)
             else:
-                done.set_exception(self._error)
-        await asyncio.wrap_future(done)
+                told.set_exception(self._error)
+        await asyncio.wrap_future(told)
 
     def adopt(self, fragment: int, values: Handle) -> None:
         """A published copy that a checkpoint has kept: every rank holds its part of it."""
         with self._lock:
-            self._order("spread", fragment, values.number)
+            self._orders.append(["spread", fragment, values.number])
             self._orders.append(["hold", fragment, values.number])
             self._held[fragment] = values
 
@@ -150,11 +145,6 @@ class RankedStore:
         """Anything else that every rank does at the boundary."""
         with self._lock:
             self._orders.append(list(what))
-
-    def _order(self, what: str, fragment: int, handle: int) -> int:
-        self._issued += 1
-        self._orders.append([what, self._issued, fragment, handle])
-        return self._issued
 
     def _write(self, fragment: int, values: Handle, minus: int | None, keep: float) -> None:
         with self._lock:

@@ -13,31 +13,32 @@ Shapes: R ranks, N elements of a fragment.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from decoupled_diloco.learner.sharded_state import ShardedState
 from decoupled_diloco.learner.side_stream import SideStream
 from decoupled_diloco.merge import Fragment, local_of
 from decoupled_diloco.ranks.boxes import Box, boxes_of_range
 from decoupled_diloco.ranks.carrier import CarriedValues
 from decoupled_diloco.ranks.model import RankModel
 from decoupled_diloco.ranks.redistribute import AllToAll, HeldRows, Parts, Redistribution
+from decoupled_diloco.ranks.surroundings import RankState
 from decoupled_diloco.runtime import now, runtime
 
 HELD = 0
 """In the place of a number: the values that were written last."""
 
 Orders = Sequence[Sequence[object]]
-"""``("copy", n, fragment, handle)``, ``("spread", n, fragment, handle)``,
+"""``("copy", fragment, handle)``, ``("spread", fragment, handle)``,
 ``("write", fragment, new, minus, keep)``, ``("hold", fragment, handle)``, ``("forget", handle)``,
-``("save", folder)``, ``("restore", folder, ranks)``; n numbers what is done behind the boundary."""
+``("save", folder)``, ``("restore", folder, ranks)``."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class RankTensors:
         model: The rank's part of the model.
         fragments: The run's cut.
         rank: This rank.
-        exchange: See `redistribute.AllToAll`; called from one thread.
+        exchange: See `redistribute.AllToAll`; called by one strand.
         carried: What this rank has as a carrier.
         before_write: Called before parameters are written: FSDP2's root may be unsharded.
         failed: Told, in another thread, of what went wrong there.
@@ -97,7 +98,6 @@ class RankTensors:
 
     Attributes:
         saving: Told of a checkpoint that this rank writes.
-        done: The number of the last order that is done.
         restored: Whether this rank has gone on from a checkpoint.
     """
 
@@ -111,7 +111,7 @@ class RankTensors:
         *,
         before_write: Callable[[], None] = lambda: None,
         failed: Callable[[BaseException], None] = lambda error: None,
-        state: ShardedState | None = None,
+        state: RankState | None = None,
     ) -> None:
         self._model = model
         self._state = state
@@ -128,10 +128,9 @@ class RankTensors:
         self._copies: dict[int, _Copied] = {}
         self._spread: dict[int, _Received] = {}
         self._carried = carried
-        self._worker = runtime().worker("ddiloco-ranks")
+        self._strand = runtime().strand("ddiloco-ranks")
         self._last: Future[None] | None = None
         self.saving: Callable[[str, Future[object], float], None] = lambda *arguments: None
-        self.done = 0
         self.restored = False
 
     def _rows_of(self, fragment: Fragment) -> list[_Row | None]:
@@ -148,18 +147,20 @@ class RankTensors:
             rows.append(_Row(tensor, box, inside, spec.role == "buffer"))
         return rows
 
-    def carry_out(self, orders: Orders) -> None:
+    async def carry_out(self, orders: Orders) -> None:
         """Does what a plan orders at this boundary."""
         for order in orders:
             match order:
-                case ["copy", int(number), int(fragment), int(handle)]:
-                    self._copy(number, fragment, handle)
-                case ["spread", int(number), int(fragment), int(handle)]:
-                    self._behind(number, partial(self._receive, handle, fragment))
+                case ["copy", int(fragment), int(handle)]:
+                    self._copy(fragment, handle)
+                case ["spread", int(fragment), int(handle)]:
+                    self._behind(partial(self._receive, handle, fragment))
                 case ["write", int(fragment), int(new), minus, float(keep)]:
+                    if new != HELD and new not in self._spread:
+                        await self.idle()  # else it has come while a step was trained
                     self._write(fragment, new, minus, keep)
                 case ["hold", int(fragment), int(handle)]:
-                    self.idle()
+                    await self.idle()
                     self._held[fragment] = self._spread.pop(handle).rounded
                 case ["save", str(folder)]:
                     self._save(folder)
@@ -169,37 +170,36 @@ class RankTensors:
                     self.restored = True
                 case ["forget", int(handle)]:
                     self._copies.pop(handle, None)
-                    self._worker.submit(self._forget, handle)
+                    self._strand.submit(partial(self._forget, handle))
                 case _:
                     raise AssertionError(f"no order of this version: {order}")
 
-    def _forget(self, handle: int) -> None:
+    async def _forget(self, handle: int) -> None:
         """After what was ordered before, which may just bring it here."""
         self._spread.pop(handle, None)
         self._carried.forget(handle)
 
-    def idle(self) -> None:
+    async def idle(self) -> None:
         """Waits until what was ordered is done."""
         if self._last is not None:
-            self._last.result()
+            await runtime().outcome(self._last)
 
     def close(self) -> None:
         """Nothing more is moved."""
-        self._worker.shutdown(wait=False, cancel_futures=True)
+        self._strand.close()
 
-    def _behind(self, number: int, work: Callable[[], None]) -> None:
-        def done() -> None:
+    def _behind(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        async def done() -> None:
             try:
-                work()
+                await work()
             except BaseException as error:
                 self._failed(error)
                 raise
-            self.done = number
 
-        self._last = self._worker.submit(done)
+        self._last = self._strand.submit(done)
 
     @torch.no_grad()
-    def _copy(self, number: int, fragment: int, handle: int) -> None:
+    def _copy(self, fragment: int, handle: int) -> None:
         """Copies this rank's rows now, and collects them at the carriers behind."""
         boxes = self._moves.parts(self._fragments[fragment])
         parts = tuple(
@@ -212,22 +212,22 @@ class RankTensors:
         side = self._side
         ready = None if side is None else side.mark()
 
-        def collect() -> None:
+        async def collect() -> None:
             if side is not None and ready is not None:
                 on_host, done = side.download(_values_of(parts), ready)
                 done.synchronize()
                 copied.parts = _with_values(parts, on_host)
-            values = self._moves.collect(self._fragments[fragment], copied.parts)
+            values = await self._moves.collect(self._fragments[fragment], copied.parts)
             if values.numel():
                 self._carried.put(handle, values)
 
-        self._behind(number, collect)
+        self._behind(collect)
 
-    def _receive(self, handle: int, fragment: int) -> None:
+    async def _receive(self, handle: int, fragment: int) -> None:
         start, stop = self._moves.own_range(self._fragments[fragment])
         nothing = torch.empty(0, dtype=torch.float32)
         values = self._carried.future(handle).result(0) if start < stop else nothing
-        parts = self._moves.distribute(self._fragments[fragment], values)
+        parts = await self._moves.distribute(self._fragments[fragment], values)
         if self._side is not None:
             parts = tuple(map(_pinned, parts))
         rounded = self._rounded(fragment, parts)

@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, Protocol, Self, TypeVar
@@ -57,6 +57,18 @@ class Beside(Protocol):
         ...
 
 
+class Strand(Protocol):
+    """Coroutines, one after the other, beside the caller."""
+
+    def submit(self, work: Callable[[], Coroutine[Any, Any, _T]]) -> Future[_T]:
+        """Runs a coroutine to its end, after those that were given before."""
+        ...
+
+    def close(self) -> None:
+        """What has not begun never will."""
+        ...
+
+
 class Runtime:
     """The machine's own surroundings; virtual ones override what they replace.
 
@@ -94,6 +106,14 @@ class Runtime:
     def worker(self, name: str) -> Executor:
         """One thread that does what it is given, in order."""
         return ThreadPoolExecutor(1, thread_name_prefix=name)
+
+    def strand(self, name: str) -> Strand:
+        """One thread that runs coroutines as `blocking` does, in order."""
+        return _ThreadStrand(name)
+
+    async def outcome(self, future: Future[_T]) -> _T:
+        """What a worker's task comes to; the thread that asks waits for it."""
+        return future.result()
 
     def monitor(self) -> Monitor:
         """A lock for the thread that trains and an event loop beside it."""
@@ -138,7 +158,7 @@ def now() -> float:
 
 
 def blocking(work: Coroutine[Any, Any, _T]) -> _T:
-    """Runs a coroutine to its end in this thread; it waits for nothing but a `Monitor`."""
+    """Runs a coroutine to its end in this thread; what it waits for blocks the thread."""
     try:
         work.send(None)
     except StopIteration as end:
@@ -146,6 +166,17 @@ def blocking(work: Coroutine[Any, Any, _T]) -> _T:
         return result
     work.close()
     raise AssertionError("it waits for an event loop, and this thread has none")
+
+
+class _ThreadStrand:
+    def __init__(self, name: str) -> None:
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix=name)
+
+    def submit(self, work: Callable[[], Coroutine[Any, Any, _T]]) -> Future[_T]:
+        return self._executor.submit(lambda: blocking(work()))
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)
 
 
 class _ThreadMonitor:

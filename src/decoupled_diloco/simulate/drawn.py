@@ -86,6 +86,26 @@ def random_learners(choices: Choices, count: int, step_seconds: float) -> list[L
     return specs
 
 
+def with_ranks(choices: Choices, learners: list[LearnerSpec]) -> list[LearnerSpec]:
+    """In a third of all worlds some learners have several ranks."""
+    if not choices.chance(0.33):
+        return learners
+
+    def ranked(spec: LearnerSpec) -> LearnerSpec:
+        if spec.role != "learner" or not choices.chance(0.6):
+            return spec
+        ranks = choices.integer(2, 3)
+        return replace(
+            spec,
+            ranks=ranks,
+            carriers=choices.integer(1, ranks),
+            staged=choices.chance(0.6),
+            variance=min(spec.variance, 0.02),  # all wait for the slowest
+        )
+
+    return [ranked(spec) for spec in learners]
+
+
 def random_sizes(choices: Choices, fragments: int) -> list[int]:
     """Elements of the fragments: in a third of all worlds one is far larger than the rest."""
     sizes = [choices.integer(2, 250) for _ in range(fragments)]

@@ -22,6 +22,16 @@ class Vectors(nn.Module):
         self.vectors = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in sizes])
 
 
+class Stage(nn.Module):
+    """Some of the vectors of a model, one after the other: what one rank has of it."""
+
+    def __init__(self, whole: Vectors, rank: int, ranks: int) -> None:
+        super().__init__()
+        count = len(whole.vectors)
+        own = range(count * rank // ranks, count * (rank + 1) // ranks)
+        self.vectors = nn.ParameterDict({str(n): whole.vectors[n] for n in own})
+
+
 class Drift(Workload):
     """Every batch moves all parameters a little, each batch by as much as its number says.
 

@@ -48,6 +48,8 @@ class Fault:
         peer: the other end of a cut, break or slip; empty: everybody.
         factor: how many times longer steps take, or less the link carries.
         way: which way a link carries less.
+        rank: of a learner of several ranks the one that is killed, stopped or cut off, from the
+            syncer or, with the learner itself as ``peer``, from rank 0; 0: all of it.
     """
 
     at: float
@@ -57,6 +59,7 @@ class Fault:
     peer: str = ""
     factor: float = 1.0
     way: Way = "up"
+    rank: int = 0
 
 
 def strike(system: System, faults: Iterable[Fault]) -> None:
@@ -64,10 +67,33 @@ def strike(system: System, faults: Iterable[Fault]) -> None:
     hosts = {host.name: host for host in system.hosts}
     for fault in faults:
         host = hosts[fault.process]
+        if fault.rank:
+            system.clockwork.at(fault.at, _strike_rank, system, fault, host)
+            continue
         peers = [hosts[fault.peer]] if fault.peer else _peers(system, host)
         system.clockwork.at(fault.at, _begin, system, fault, host, peers)
         if fault.seconds < float("inf"):
             system.clockwork.at(fault.at + fault.seconds, _end, system, fault, host, peers)
+
+
+def _strike_rank(system: System, fault: Fault, learner: Host) -> None:
+    assert isinstance(learner, LearnerHost)
+    rank = learner.rank(fault.rank)
+    if rank is None or not rank.alive:
+        return
+    peers: list[Host] = [learner] if fault.peer else [*system.shard_processes]
+    match fault.kind:
+        case "crash":
+            rank.kill()
+        case "pause":
+            system.pause(rank)
+            system.clockwork.after(fault.seconds, system.resume, rank)
+        case "cut":
+            for peer in peers:
+                system.cut(rank, peer)
+                system.clockwork.after(fault.seconds, system.heal, rank, peer)
+        case _:
+            raise AssertionError(f"no fault of one rank: {fault}")
 
 
 def _peers(system: System, host: Host) -> list[Host]:
@@ -218,6 +244,30 @@ def random_hardships(
                 at += choices.log_uniform(0.1, 10.0)
         at += choices.exponential(mean_seconds)
     return [fault for fault in faults if fault.at < until]
+
+
+def random_rank_faults(
+    choices: Choices, learners: Sequence[LearnerSpec], *, until: float, mean_seconds: float
+) -> list[Fault]:
+    """A Poisson process of what befalls one rank of a learner of several.
+
+    Args:
+        choices: where they are drawn from.
+        learners: those of several ranks.
+        until: when the last has ended, seconds.
+        mean_seconds: mean time between two faults.
+    """
+    kinds: list[Kind] = ["crash", "pause", "cut", "cut"]
+    faults: list[Fault] = []
+    at = choices.exponential(mean_seconds)
+    while at < until:
+        learner, kind = choices.pick(learners), choices.pick(kinds)
+        peer = learner.name if kind == "cut" and choices.chance(0.5) else ""
+        lasts = min(choices.log_uniform(0.05, 40.0), until - at)
+        rank = choices.integer(1, learner.ranks - 1)
+        faults.append(Fault(at, kind, learner.name, lasts, peer, rank=rank))
+        at += choices.exponential(mean_seconds)
+    return faults
 
 
 def random_takeovers(

@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from decoupled_diloco.config import RunConfig
 from decoupled_diloco.errors import Error
 from decoupled_diloco.launch.processes import process_of
-from decoupled_diloco.launch.roles import Seat, evaluate, learn
+from decoupled_diloco.launch.roles import Cut, Seat, evaluate, learn
 from decoupled_diloco.launch.shard_role import ShardRole
 from decoupled_diloco.launch.termination import INTERRUPTED, Termination
 from decoupled_diloco.learner.checkpointer import Written
 from decoupled_diloco.learner.learner import Learner
 from decoupled_diloco.learner.observer import Observer
-from decoupled_diloco.merge import digest
+from decoupled_diloco.merge import body_digest, codec
 from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.runtime import now
 from decoupled_diloco.runtime.disk import Disk
@@ -35,6 +36,7 @@ from decoupled_diloco.storage.claims import CLAIMS
 from decoupled_diloco.syncer.fragments import ShardTensors
 from decoupled_diloco.syncer.shard_lease import NO_STANDBY, NoStandby, ShardLease
 from decoupled_diloco.workloads import Workload
+from decoupled_diloco.workloads.divided import DataShare
 
 if TYPE_CHECKING:
     from decoupled_diloco.simulate.system import System
@@ -254,8 +256,15 @@ class VirtualLearner(Learner):
         return self
 
     def _keep(self, run_checkpoint: int | None) -> Future[Written] | None:
-        self.host.system.on_checkpoint(self.host.name, self.steps)
+        outline = self._outline(run_checkpoint)
+        if outline is not None:
+            self.host.system.on_checkpoint(self.host.name, outline.steps, self._not_trained)
         return super()._keep(run_checkpoint)
+
+    @property
+    def _not_trained(self) -> int:
+        """Steps that the machine was told of, and that will not come."""
+        return 0
 
     async def take_step(self, tokens: int, loss: float | None) -> bool:
         """See `Learner`."""
@@ -316,8 +325,17 @@ class ParticipantHost(Host):
     def seat(self, workload: Workload) -> Seat:
         """Where its role takes part from."""
         return Seat(
-            self._learner, self._observer, lambda config: workload, self._pace, self.open_tape
+            self._learner,
+            self._observer,
+            lambda config: workload,
+            self.divide,
+            self._pace,
+            self.open_tape,
         )
+
+    def divide(self, config: RunConfig, index: int, workload: Workload, model: Any) -> Cut:
+        """See `Seat`."""
+        return Cut(model, 1, DataShare())
 
     async def _learner(self, *arguments: Any, **named: Any) -> Learner:
         raise NotImplementedError
@@ -394,11 +412,16 @@ class LearnerHost(ParticipantHost):
         self.model: torch.nn.Module | None = None
         self._goes = asyncio.Event()
 
-    def bits_of(self, fragment: int) -> str:
-        """The digest of a fragment's parameters as they are."""
+    def rank(self, number: int) -> Host | None:
+        """One of its processes that is there; 0: this one."""
+        return None if number else self
+
+    def bits_of(self, fragment: int) -> str | None:
+        """The digest of a fragment's parameters, if they are those of its machine's boundary."""
         assert self.participant is not None
         tensors = self.participant._shared.tensors
-        return digest(tensors.store.snapshot(tensors.plan.fragments[fragment]).values())
+        values = tensors.store.snapshot(tensors.plan.fragments[fragment]).values()
+        return body_digest(values, codec("fp32"))
 
     def stand_still(self) -> None:
         """See `ParticipantHost`."""

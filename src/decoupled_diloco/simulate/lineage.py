@@ -108,7 +108,7 @@ class Trainer:
     life: Life
     steps: int = 0
     fragments: list[Local] = field(default_factory=list)
-    restored: list[str] = field(default_factory=list)
+    restored: list[str | None] = field(default_factory=list)
 
 
 class Lineage:
@@ -127,7 +127,7 @@ class Lineage:
         self.merging: dict[tuple[str, int, int], tuple[Merge, Steps]] = {}
         self.epochs: dict[tuple[str, int], int] = {}
         self.kept: dict[tuple[str, int], list[Local]] = {}
-        self.bits: dict[tuple[str, int], list[str]] = {}
+        self.bits: dict[tuple[str, int], list[str | None]] = {}
         system.recorders.append(self)
 
     def __call__(self, who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
@@ -149,11 +149,16 @@ class Lineage:
             assert other == host.life, f"two processes of {who} have epoch {epoch}"
         return trainer
 
-    def checkpoint(self, who: str, steps: int) -> None:
-        """A learner keeps what it has at this moment, after so many steps of all its lives."""
+    def checkpoint(self, who: str, steps: int, told: int) -> None:
+        """A learner keeps what it has at this moment, after so many steps of all its lives.
+
+        Args:
+            told: How many more its machine was told of, which will not come.
+        """
         trainer = self._trainer(who)
         host = self.system.learners[who]
-        self.kept[who, steps] = [Local(f.held, dict(f.own)) for f in trainer.fragments]
+        last = steps_of(trainer.life, trainer.steps - told, trainer.steps)
+        self.kept[who, steps] = [Local(f.held, without(f.own, last)) for f in trainer.fragments]
         self.bits[who, steps] = [host.bits_of(p) for p in range(len(trainer.fragments))]
 
     def _learner(self, trainer: Trainer, event: Any, effects: Sequence[Any]) -> None:

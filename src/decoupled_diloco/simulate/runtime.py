@@ -17,13 +17,15 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, Future
 from contextvars import Context, copy_context
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from decoupled_diloco.runtime import CURRENT, Runtime
 from decoupled_diloco.runtime.disk import Disk
 from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.clockwork import Clockwork
 from decoupled_diloco.simulate.network import Endpoint
+
+_T = TypeVar("_T")
 
 EPOCH = 946_684_800.0
 """When a virtual world begins, seconds since the Unix epoch: 2000-01-01, 00:00 UTC."""
@@ -261,6 +263,45 @@ class VirtualWorker(Executor):
         self._closed = True
 
 
+class VirtualStrand:
+    """See `Strand`: each coroutine takes a worker's time, and what it waits for."""
+
+    def __init__(self, loop: VirtualLoop, seconds: float) -> None:
+        self._loop = loop
+        self._seconds = seconds
+        self._last: asyncio.Task[None] | None = None
+        self._closed = False
+
+    def submit(self, work: Callable[[], Coroutine[Any, Any, _T]]) -> Future[_T]:
+        """See `Strand`."""
+        future: Future[_T] = Future()
+        self._last = self._loop.create_task(self._do(self._last, work, future))
+        return future
+
+    async def _do(
+        self,
+        before: asyncio.Task[None] | None,
+        work: Callable[[], Coroutine[Any, Any, _T]],
+        future: Future[_T],
+    ) -> None:
+        if before is not None:
+            await asyncio.wait([before])
+        await asyncio.sleep(self._seconds)
+        if self._closed:
+            future.cancel()
+            return
+        try:
+            result = await work()
+        except Exception as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    def close(self) -> None:
+        """See `Strand`."""
+        self._closed = True
+
+
 class VirtualMonitor:
     """The trainer and the background take turns in one loop: there is nothing to lock."""
 
@@ -325,6 +366,14 @@ class VirtualRuntime(Runtime):
     def worker(self, name: str) -> Executor:
         """See `Runtime`."""
         return VirtualWorker(self._loop, self._loop.process.seconds_of(name))
+
+    def strand(self, name: str) -> VirtualStrand:
+        """See `Runtime`."""
+        return VirtualStrand(self._loop, self._loop.process.seconds_of(name))
+
+    async def outcome(self, future: Future[_T]) -> _T:
+        """See `Runtime`."""
+        return await asyncio.wrap_future(future)
 
     def monitor(self) -> VirtualMonitor:
         """See `Runtime`."""

@@ -32,6 +32,7 @@ from decoupled_diloco.simulate.drawn import (
     random_phases,
     random_sizes,
     random_standbys,
+    with_ranks,
     with_slow_links,
 )
 from decoupled_diloco.simulate.drift import Drift
@@ -39,6 +40,7 @@ from decoupled_diloco.simulate.faults import (
     Fault,
     random_faults,
     random_hardships,
+    random_rank_faults,
     random_takeovers,
     strike,
 )
@@ -83,6 +85,7 @@ class Mishaps:
             back.
         preempted: that a learner that is struck down is told before, and hands in what it has.
         clocks_leap: that a process's clock leaps ahead now and then.
+        plans_late: that what the ranks of a learner tell one another takes up to ten steps.
     """
 
     spurious_ticks: float = 0.0
@@ -97,6 +100,7 @@ class Mishaps:
     poison: float = 0.0
     preempted: float = 0.0
     clocks_leap: float = 0.0
+    plans_late: float = 0.0
 
 
 @dataclass
@@ -157,15 +161,19 @@ def draw(
     drawn = random_learners(choices.fork("learners"), count, step)
     links = choices.fork("links")
     drawn = with_slow_links(links, drawn, options, sizes, waited_for=goes_on)
+    data = random_data(choices.fork("data"))
+    if data is None:
+        drawn = with_ranks(choices.fork("ranks"), drawn)
     learners = [
         replace(spec, **changes.learners)
         for spec in drawn
         if spec.name not in changes.without_learners
     ]
+    if any(spec.ranks > 1 for spec in learners):
+        data = None  # leased data are for learners of one process
     standbys = random_standbys(choices.fork("standbys"))
     if changes.without_standbys:
         standbys = None
-    data = random_data(choices.fork("data"))
     mishaps = replace(_mishaps(choices), **changes.mishaps)
     folder.mkdir(parents=True)
     power = choices.fork("power")
@@ -285,6 +293,7 @@ def _mishaps(choices: Choices) -> Mishaps:
         poison=often("poison", 0.0, 0.0, 0.02),
         preempted=often("preempted", 0.0, 0.5),
         clocks_leap=often("leaps", 0.0, 0.0, 1.0),
+        plans_late=often("plans", 0.0, 0.05),
     )
 
 
@@ -320,7 +329,8 @@ def _watched(
             parts = checker.parts
             mine = drawn[host.name] = Drawn(host, parts, checker.trained)
             made = Drift(system.sizes, host.spec.tokens_per_step, parts.batches, mine.take)
-        made.poisoned = lambda: system.now < scene.calm_at and poison.chance(mishaps.poison)
+        if host.spec.ranks == 1:  # else all of them would have to be, in the same step
+            made.poisoned = lambda: system.now < scene.calm_at and poison.chance(mishaps.poison)
         return made
 
     def stepped(host: LearnerHost) -> None:
@@ -354,6 +364,7 @@ def _go_wrong(scene: Scene, choices: Choices, standbys: Standbys | None) -> None
     if mishaps.impatience:
         system.limits = Limits(retries=1)
     system.stalls, system.preempted = mishaps.stalls, mishaps.preempted
+    system.plans_late = mishaps.plans_late
     if standbys is not None:
         system.claim_seconds = standbys.storage_seconds
         system.storage_fails = standbys.storage_fails
@@ -366,7 +377,7 @@ def _go_wrong(scene: Scene, choices: Choices, standbys: Standbys | None) -> None
 
 def _be_calm(system: System) -> None:
     system.streets.be_sound()
-    system.stalls = 0.0
+    system.stalls = system.plans_late = 0.0
 
 
 def _tick_early(scene: Scene, choices: Choices) -> None:
@@ -442,6 +453,11 @@ def _faults(choices: Choices, scene: Scene, standbys: Standbys | None) -> list[F
             until=until,
             mean_seconds=often,
         )
+    ranked = [host.spec for host in system.learners.values() if host.spec.ranks > 1]
+    if ranked:
+        faults += random_rank_faults(
+            choices.fork("rank faults"), ranked, until=until, mean_seconds=often
+        )
     if standbys is not None:
         takeovers = choices.fork("takeovers")
         faults += random_takeovers(takeovers, shards, until=until, mean_seconds=2 * often)
@@ -486,3 +502,7 @@ def heal(scene: Scene) -> None:
         if isinstance(host, LearnerHost):
             host.slowness = 1.0
         system.restart(host)
+    for rank in system.rank_hosts:
+        system.resume(rank)
+        for other in system.hosts:
+            system.heal(rank, other)

@@ -35,6 +35,9 @@ SIMPLE_OPTIONS: tuple[tuple[str, tuple[Any, ...]], ...] = (
 """Simpler values of each option, the simplest first."""
 
 SIMPLE_LEARNERS: tuple[tuple[str, Any], ...] = (
+    ("ranks", 1),
+    ("carriers", 1),
+    ("staged", False),
     ("variance", 0.0),
     ("jitter", 0.0),
     ("joins_at", 0.0),

@@ -24,6 +24,9 @@ class LearnerSpec:
         shared_link: name of a link that it shares with every learner that names it too: their
             bodies queue behind each other. The first one's bandwidths count.
         role: observers follow the published copies and no more.
+        ranks: how many processes it has.
+        carriers: how many of them talk to the syncer.
+        staged: each rank has tensors of its own, as the stages of a pipeline; else all have all.
     """
 
     name: str
@@ -37,3 +40,6 @@ class LearnerSpec:
     joins_at: float = 0.0
     role: Role = "learner"
     shared_link: str = ""
+    ranks: int = 1
+    carriers: int = 1
+    staged: bool = False

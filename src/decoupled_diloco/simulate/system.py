@@ -36,6 +36,7 @@ from decoupled_diloco.simulate.hosts import (
     ShardHost,
 )
 from decoupled_diloco.simulate.network import Link
+from decoupled_diloco.simulate.rank_hosts import RankedHost, RankHost
 from decoupled_diloco.simulate.runtime import WORK_SECONDS, VirtualProcess, VirtualRuntime
 from decoupled_diloco.simulate.spec import LearnerSpec
 from decoupled_diloco.simulate.stage import Recorder, Stage
@@ -148,13 +149,14 @@ class System(Stage):
         self.workload = workload or self._drift
         self.power = power
         self.checks = checks
-        self.stalls = self.storage_fails = self.preempted = 0.0
+        self.stalls = self.storage_fails = self.preempted = self.plans_late = 0.0
+        self.rank_hosts: list[RankHost] = []
         self.claim_seconds = WORK_SECONDS
         self.options = options_of(config)
         self.limits = Limits()
         self.recorders: list[Recorder] = []
         self.finished = False
-        self.on_checkpoint: Callable[[str, int], None] = lambda who, steps: None
+        self.on_checkpoint: Callable[[str, int, int], None] = lambda who, steps, told: None
         self.on_step: Callable[[LearnerHost], None] = lambda learner: None
         self.link_of_shards = Link()
         self._shared_links: dict[str, Link] = {}
@@ -176,9 +178,8 @@ class System(Stage):
         self.addresses = tuple(BETWEEN.join(map(self._addresses.__getitem__, n)) for n in names)
         self.shards = [ShardHost(self, shard) for shard in shards]
         self.standbys = [ShardHost(self, s, standby=True) for s in shards if standbys]
-        kinds = {"learner": LearnerHost, "observer": EvaluatorHost}
         self.participants: dict[str, ParticipantHost] = {
-            spec.name: kinds[spec.role](self, spec) for spec in learners
+            spec.name: _kind_of(spec)(self, spec) for spec in learners
         }
         self.learners = {
             name: host for name, host in self.participants.items() if isinstance(host, LearnerHost)
@@ -346,12 +347,18 @@ class System(Stage):
 
     def close(self) -> None:
         """Lets go of what the processes held, and ends the launcher's tape."""
-        for host in self.hosts:
+        for host in (*self.hosts, *self.rank_hosts):
             if host.alive:
                 host.close_tapes()
             for loop in host.graves:
                 loop.bury()
         self.tape.close()
+
+
+def _kind_of(spec: LearnerSpec) -> type[ParticipantHost]:
+    if spec.role == "observer":
+        return EvaluatorHost
+    return RankedHost if spec.ranks > 1 else LearnerHost
 
 
 def _allow_open_files(tapes: int) -> None:

@@ -339,9 +339,14 @@ class VirtualClient(BodyClient):
     scheme = SCHEME
 
     def __init__(
-        self, place: Place, *, token: str | None = None, limits: Limits | None = None
+        self,
+        place: Place,
+        *,
+        token: str | None = None,
+        limits: Limits | None = None,
+        principal: str = "",
     ) -> None:
-        super().__init__(token=token, limits=limits)
+        super().__init__(token=token, limits=limits, principal=principal)
         self.place = place
 
     async def connect(self, address: str, role: str, principal: str) -> VirtualChannel:

@@ -28,8 +28,10 @@ import torch
 
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.launch.resume import go_back
+from decoupled_diloco.merge import digested_by
 from decoupled_diloco.simulate.checkers import Checker
 from decoupled_diloco.simulate.choices import Choices
+from decoupled_diloco.simulate.hosts import LearnerHost, VirtualLearner
 from decoupled_diloco.simulate.liveness import must_go_on, pace, transfer_seconds
 from decoupled_diloco.simulate.scene import Scene, draw, heal
 from decoupled_diloco.simulate.shrink import Changes, shrink, signature
@@ -43,6 +45,9 @@ SETTLE_SECONDS = 120.0
 
 RESUMED = 0.3
 """Share of the worlds with checkpoints of the whole run in which it goes on from the last one."""
+
+BLOCK = 16
+"""Elements that have a digest of their own: models are small, and carriers have whole blocks."""
 
 RAM = "/dev/shm"
 """Where a world's files are, if this machine has it: nothing of them need last."""
@@ -69,7 +74,7 @@ def run(
     """
     started = time.process_time()
     torch.set_num_threads(1)
-    with a_folder() as folder:
+    with digested_by(BLOCK), a_folder() as folder:
         scene = draw(seed, folder, changes)
         system = scene.system
         if recorder is not None:
@@ -115,6 +120,14 @@ def must_end(scene: Scene) -> None:
     system.run(until=system.now + 60.0)
     scene.checker.check_end()
     scene.lineage.check_end()
+    unwritten = [host.name for host in system.learners.values() if host.over and _writes(host)]
+    assert not unwritten, f"{unwritten} have left, and their checkpoints were never written"
+
+
+def _writes(host: LearnerHost) -> bool:
+    learner = host.participant
+    writing = learner._checkpointer.writing if isinstance(learner, VirtualLearner) else None
+    return writing is not None and not writing.done()
 
 
 def must_go_on_from_a_checkpoint(scene: Scene) -> int:
@@ -238,7 +251,7 @@ def _shrink(seed: int, changes: Changes | None) -> int:
 
 
 def _repeat(seed: int, changes: Changes | None, *, quiet: bool) -> int:
-    with a_folder() as folder:
+    with digested_by(BLOCK), a_folder() as folder:
         scene = draw(seed, folder, changes)
         print(scene.options, scene.mishaps, *scene.learners, *scene.faults, sep="\n")
     print(run(seed, None if quiet else tape, changes))

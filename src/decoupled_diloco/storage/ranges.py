@@ -19,11 +19,14 @@ from decoupled_diloco.storage.weights import opened, save_weights
 def keep_ranges(folder: Path, writer: int, ranges: Mapping[tuple[int, int], Tensor]) -> None:
     """Writes a process's ranges, by the vector's number and the range's first element.
 
+    A process without any writes no file.
+
     Raises:
         StorageError: They cannot be written.
     """
     named = {f"{vector}.{start}": values for (vector, start), values in ranges.items()}
-    save_weights(folder / f"published-{writer}.safetensors", named)
+    if named:
+        save_weights(folder / f"published-{writer}.safetensors", named)
 
 
 def kept_range(folder: Path, vector: int, start: int, stop: int) -> Tensor:

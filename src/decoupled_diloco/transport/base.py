@@ -179,6 +179,9 @@ class Client(Protocol):
     def stats(self) -> Stats:
         """Bytes moved so far."""
 
+    def trust(self, address: str) -> None:
+        """Shows the token to a server from now on."""
+
     async def connect(self, address: str, role: str, principal: str) -> Channel:
         """Open a control channel; one attempt.
 

@@ -34,12 +34,14 @@ class BodyClient(ABC):
         token: str | None = None,
         limits: Limits | None = None,
         rng: random.Random | None = None,
+        principal: str = "",
     ) -> None:
         self.stats = Stats()
         self._token = token
         self._limits = limits or Limits()
         self._rng = rng or runtime().rng()
         self._base = ""
+        self._principal = principal
         self._principals: dict[str, str] = {}
         self._channels: set[Channel] = set()
 
@@ -53,8 +55,11 @@ class BodyClient(ABC):
 
     def identity(self, address: str) -> tuple[str, str | None]:
         """The principal and the token of this client at an address."""
-        principal = self._principals.get(address, self._principals.get(self._base, ""))
+        principal = self._principals.get(address, self._principals.get(self._base, self._principal))
         return principal, self._token
+
+    def trust(self, address: str) -> None:  # noqa: B027  # there is nothing to do
+        """See `Client.trust`: no address within one process is a stranger's."""
 
     async def put(
         self,

@@ -45,7 +45,14 @@ class End:
     def link(self, address: str) -> CarrierLink:
         sharding = Sharding(((1, NUMEL),), ((Box((0, 0), (1, NUMEL)),) * 2,), (0, 1))
         return CarrierLink(
-            1, [address], "key", None, "one", plan(), sharding, self.values, self.failures.append
+            1,
+            [address],
+            lambda: HttpClient(token="key", trusted=[address], principal="carrier"),
+            lambda: HttpClient(principal="one"),
+            plan(),
+            sharding,
+            self.values,
+            self.failures.append,
         )
 
 

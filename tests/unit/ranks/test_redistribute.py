@@ -17,6 +17,7 @@ from decoupled_diloco.merge import Fragment, gather
 from decoupled_diloco.merge.fragments import Piece
 from decoupled_diloco.ranks.boxes import Box, at, boxes_of_range, rows_of_range
 from decoupled_diloco.ranks.redistribute import HeldRows, Redistribution, Sharding
+from decoupled_diloco.runtime import blocking
 
 
 class Room:
@@ -28,7 +29,7 @@ class Room:
         self.most = 0
 
     def of(self, rank: int):  # type: ignore[no-untyped-def]
-        def exchange(out: Tensor, given: Tensor, outs: list[int], gives: list[int]) -> None:
+        async def exchange(out: Tensor, given: Tensor, outs: list[int], gives: list[int]) -> None:
             self.most = max(self.most, out.numel(), given.numel())
             self._given[rank] = list(given.split(gives))
             self._barrier.wait(20)
@@ -130,8 +131,8 @@ def there_and_back(data: st.DataObject) -> None:
             else HeldRows(rows, Box.whole(shapes[n]).view(tensors[n], rows).clone())
             for n, rows in enumerate(moves.parts(fragment))
         )
-        flat = moves.collect(fragment, parts)
-        back = moves.distribute(fragment, flat)
+        flat = blocking(moves.collect(fragment, parts))
+        back = blocking(moves.distribute(fragment, flat))
         same = True
         for n, (piece, rows, held) in enumerate(
             zip(pieces, moves.parts(fragment), back, strict=True)

@@ -10,7 +10,7 @@ from decoupled_diloco.merge import layout_of, partition
 from decoupled_diloco.ranks.store import RankedStore
 
 
-def test_what_was_spread_for_nobody_is_acknowledged() -> None:
+def test_what_is_spread_for_nobody_is_ordered_all_the_same() -> None:
     layout = layout_of(nn.Linear(3, 2))
     store = RankedStore(layout)
     (fragment,) = partition(layout, 1)
@@ -23,5 +23,5 @@ def test_what_was_spread_for_nobody_is_acknowledged() -> None:
         await asyncio.gather(waiting, return_exceptions=True)
 
     asyncio.run(leaves())
-    store.acknowledged(1)
-    assert not store._spreads
+    assert ["spread", 0, 1] in store.take()
+    assert not store.waits

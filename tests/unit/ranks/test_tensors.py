@@ -15,6 +15,7 @@ from decoupled_diloco.ranks.carrier import CarriedValues
 from decoupled_diloco.ranks.model import RankModel
 from decoupled_diloco.ranks.redistribute import Sharding
 from decoupled_diloco.ranks.tensors import HELD, RankTensors
+from decoupled_diloco.runtime import blocking
 from fake_side_stream import FakeSideStream, MetaSideStream, OnOneDevice
 
 
@@ -42,17 +43,18 @@ class One:
         self.fragments = partition(layout, 2)
         self.carried = CarriedValues()
         self.tensors = RankTensors(model, self.fragments, 0, self._exchange, self.carried)
-        self._orders = 0
 
     @staticmethod
-    def _exchange(out: Tensor, given: Tensor, outs: list[int], gives: list[int]) -> None:
+    async def _exchange(out: Tensor, given: Tensor, outs: list[int], gives: list[int]) -> None:
         out.copy_(given)
 
     def order(self, what: str, fragment: int, handle: int) -> None:
         """A copy or a spread, and waits until it is done."""
-        self._orders += 1
-        self.tensors.carry_out([[what, self._orders, fragment, handle]])
-        self.tensors.idle()
+        self.carry_out([what, fragment, handle])
+        blocking(self.tensors.idle())
+
+    def carry_out(self, *orders: list[object]) -> None:
+        blocking(self.tensors.carry_out(orders))
 
     def now(self, fragment: int) -> Tensor:
         return gather(self.fragments[fragment], self.own)
@@ -111,7 +113,7 @@ def test_a_rank_of_its_own_writes_what_a_plain_store_does(one: One) -> None:
                     new = held
                     store.overwrite(part, new)
                     told = [HELD, None, 0.0]
-            one.tensors.carry_out([["write", number, *told], ["forget", copied]])
+            one.carry_out(["write", number, *told], ["forget", copied])
             held = new
             assert torch.equal(one.now(number), store.snapshot(part).values()), how
 
@@ -128,8 +130,8 @@ def test_nothing_goes_to_the_device_but_by_the_stream_beside(
             one.carried.put(handle + number, torch.ones(part.numel))
             one.order("spread", number, handle + number)
             with OnOneDevice():
-                one.tensors.carry_out([["write", number, handle + number, minus, keep]])
+                one.carry_out(["write", number, handle + number, minus, keep])
         with OnOneDevice():
-            one.tensors.carry_out([["write", number, HELD, None, 0.5]])
+            one.carry_out(["write", number, HELD, None, 0.5])
         assert one.carried.future(number).result(0).device.type == "cpu"
     one.tensors.close()
