@@ -6,7 +6,6 @@ The ranks talk in one network, learner and syncer in another.
 
 from __future__ import annotations
 
-import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -140,21 +139,17 @@ def test_cut_off_from_rank_0_for_a_while_the_learner_goes_on(tmp_path: Path) -> 
     assert_whole(tmp_path)
 
 
-@pytest.mark.parametrize("by_hand", [True, False])
-def test_cut_off_for_good_its_ranks_end_and_it_comes_back(by_hand: bool, tmp_path: Path) -> None:
-    """By hand, or by the timeouts of the program's own collectives on both sides."""
+def test_cut_off_for_good_its_ranks_end_and_it_comes_back(tmp_path: Path) -> None:
+    """They end by the timeouts of the program's own collectives, on both sides."""
     with (
         link(tmp_path, mbit=None) as made,
         system_in(tmp_path, 250) as system,
         ranks(job_of(system, "other", "plain"), 1, main) as other,
     ):
-        patience = main if by_hand else hasty
-        with ranks(job_of(system, "one", "fsdp"), 2, patience) as learner:
+        with ranks(job_of(system, "one", "fsdp"), 2, hasty) as learner:
             steps_told(learner, 10)
             made.silence(RANKS)
             until_told(learner, "rank 1 of this learner says nothing")
-            for rank in range(2 * by_hand):
-                learner.send(rank, signal.SIGTERM)
             assert set(learner.wait(60)) & {0, None} == set(), learner.log(1)[-3000:]
         ended_at = time.monotonic()
         with ranks(job_of(system, "one", "plain"), 1, main) as again:

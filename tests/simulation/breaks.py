@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from decoupled_diloco.learner.store import Rounded
+from decoupled_diloco.learner.store import ModuleStore
 from decoupled_diloco.protocol import (
     asking,
     learner_fragments,
@@ -367,10 +367,10 @@ STORAGE = (
 SHELLS = (
     Break(
         "a rebase keeps what a published copy has lost in a parameter's dtype",
-        Rounded,
-        "values",
-        "cast_like(self.fragment, self.layout, self.published)",
-        "self.published",
+        ModuleStore,
+        "_reference",
+        "cast_like(minus.fragment, minus.layout, self._upload(minus.published))",
+        "self._upload(minus.published)",
     ),
     Break(
         "leases are looked at before what has arrived is heard",

@@ -8,6 +8,10 @@ from decoupled_diloco.learner.checkpointer import Checkpointer
 from decoupled_diloco.learner.exchange import LearnerTensors
 from decoupled_diloco.learner.joining import CoordinatorSession as Joining
 from decoupled_diloco.learner.learner import Learner
+from decoupled_diloco.ranks.carrier import Carrier
+from decoupled_diloco.ranks.carriers import CarriedExchange
+from decoupled_diloco.ranks.tensors import RankTensors
+from decoupled_diloco.simulate.shrink import Changes
 from decoupled_diloco.syncer.bodies import Downloads, Uploads
 from decoupled_diloco.syncer.coordinator import CoordinatorHost
 from decoupled_diloco.syncer.coordinator_disk import CoordinatorDisk
@@ -164,4 +168,54 @@ COORDINATOR = (
     ),
 )
 
-SHELLS = (*LEARNERS, *SHARDS, *COORDINATOR)
+TWO_RANKS = {"ranks": 2, "carriers": 2, "staged": False}
+
+RANKS = (
+    Break(
+        "a carrier without a part of a fragment keeps what never comes to it",
+        Carrier,
+        "_keep",
+        "if start < stop",
+        "if True",
+        Changes(learners=TWO_RANKS),
+        noticed_by=13,
+    ),
+    Break(
+        "a rank writes what it does not have yet",
+        RankTensors,
+        "carry_out",
+        "await runtime().outcome(self._receiving.pop(new))",
+        "self._receiving.pop(new)",
+        Changes(learners=TWO_RANKS),
+        noticed_by=2,
+    ),
+    Break(
+        "a copy is taken of which a carrier's part is wrong",
+        CarriedExchange,
+        "_fetched",
+        "if actual != effect.digest:",
+        "if False:",
+        Changes(learners=TWO_RANKS, mishaps={"corruption": 0.2}),
+        noticed_by=1,
+    ),
+    Break(
+        "the carriers keep nothing of the published copies",
+        Carrier,
+        "_keep",
+        "await self._in_worker(lambda: keep_ranges(folder, self._number, named))",
+        "pass",
+        Changes(learners=TWO_RANKS),
+        noticed_by=5,
+    ),
+    Break(
+        "a checkpoint is deleted from which a learner is about to go on",
+        Checkpointer,
+        "forget_checkpoints",
+        "{*keep, self._reading}",
+        "set(keep)",
+        Changes(learners=TWO_RANKS),
+        noticed_by=37,
+    ),
+)
+
+SHELLS = (*LEARNERS, *SHARDS, *COORDINATOR, *RANKS)

@@ -72,7 +72,7 @@ def ticks(folder: Path) -> None:
     asyncio.run(test_late_ticks.test_what_has_arrived_is_told_before_the_tick(folder))
 
 
-CHECKS: dict[str, Callable[[Path], None]] = {"values": rebases, "_tick": ticks}
+CHECKS: dict[str, Callable[[Path], None]] = {"_reference": rebases, "_tick": ticks}
 
 
 @pytest.mark.parametrize("each", SHELLS, ids=names(SHELLS))

@@ -8,6 +8,7 @@ from hashlib import sha256
 import pytest
 
 from decoupled_diloco.simulate import worlds
+from decoupled_diloco.simulate.shrink import Changes
 from simulation.breaks import Break
 from simulation.shell_breaks import SHELLS
 
@@ -23,6 +24,13 @@ def test_a_world_holds(seed: int) -> None:
         command = worlds.COMMAND.format(seed=seed)
         raise AssertionError(f"{error}\nrepeat it with: {command}") from error
     assert report.events > 0
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("seed", range(40, 45))
+def test_a_world_of_several_ranks_holds(seed: int, staged: bool) -> None:
+    learners = {"ranks": 3, "carriers": 2, "staged": staged}
+    assert worlds.run(seed, changes=Changes(learners=learners)).events > 0
 
 
 def test_a_world_repeats_exactly() -> None:
@@ -42,6 +50,6 @@ def test_a_world_repeats_exactly() -> None:
 def test_a_broken_shell_is_caught(each: Break) -> None:
     with each.broken():
         seeds = (each.noticed_by, *range(SEEDS_MAX))
-        caught = next((seed for seed in seeds if worlds.failure(seed)), None)
+        caught = next((seed for seed in seeds if worlds.failure(seed, each.changes)), None)
     assert caught is not None, f"nobody notices that {each.what}"
-    assert worlds.failure(caught) is None, "the shell itself holds"
+    assert worlds.failure(caught, each.changes) is None, "the shell itself holds"

@@ -301,12 +301,16 @@ class Checkpointer:
     def forget_checkpoints(self, keep: tuple[int, ...], before: int) -> None:
         """Deletes, in time, those that belong to checkpoints of the run that nobody needs."""
         if self.folder is not None:
-            forget, unneeded = (
-                self.folder.forget_checkpoints,
-                lambda n: n < before and n not in keep,
-            )
+            needed = {*keep, self._reading}
             with contextlib.suppress(RuntimeError):  # closing
-                self._writer.submit(forget, unneeded)
+                self._writer.submit(
+                    self.folder.forget_checkpoints, lambda n: n < before and n not in needed
+                )
+
+    @property
+    def _reading(self) -> int | None:
+        """The checkpoint of the run from which this learner is about to go on."""
+        return None if self.loaded is None else self.loaded.cut
 
     def close(self) -> None:
         """Nothing more will be kept; what is being written is brought to its end."""

@@ -36,7 +36,7 @@ from decoupled_diloco.ranks.carrier import CarriedValues, Carrier, Document, rai
 from decoupled_diloco.ranks.link import LeaderLink
 from decoupled_diloco.ranks.redistribute import Sharding
 from decoupled_diloco.ranks.store import Handle, RankedStore
-from decoupled_diloco.ranks.surroundings import Surroundings
+from decoupled_diloco.ranks.surroundings import RankSurroundings
 from decoupled_diloco.transport.base import Channel, Server
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class CarriedExchange(BodyExchange):
         store: RankedStore,
         key: str,
         hosts: Sequence[str],
-        around: Surroundings,
+        around: RankSurroundings,
         **surroundings: Any,
     ) -> None:
         super().__init__(**surroundings)

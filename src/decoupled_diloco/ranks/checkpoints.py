@@ -63,6 +63,7 @@ class LeaderCheckpointer(Checkpointer):
         self._for_all: Path | None = None
         self._adopting: Future[list[Document]] = Future()
         self._adopted: list[Document] = []
+        self._read: int | None = None
 
     def fits(self, run: str, fragment_numels: tuple[int, ...]) -> str:
         """See `Checkpointer.fits`; that of a learner of one process is written anew, for all."""
@@ -90,7 +91,13 @@ class LeaderCheckpointer(Checkpointer):
         if not isinstance(found, str):
             folder, numbers = str(found.beside), _numbers(found)
             self._adopting = self._ask(do="adopt", folder=folder, numbers=numbers)
+            self._read = found.cut
         return found
+
+    @property
+    def _reading(self) -> int | None:
+        """See `Checkpointer`: the ranks read it at a boundary to come."""
+        return super()._reading if self._read is None else self._read
 
     def raise_failure(self) -> None:
         """What the carriers have kept, and cannot read, would be waited for in vain."""
@@ -124,7 +131,8 @@ class LeaderCheckpointer(Checkpointer):
         """See `Checkpointer.take`; of the boundary whose orders were given before."""
         if self.folder is None:
             return None
-        if self._for_all is not None:  # All ranks have read it: their first step came after.
+        self._read = None  # All ranks have read it: their first step came after.
+        if self._for_all is not None:
             runtime().disk.remove_folder(self._for_all)
             self._for_all = None
         self._taken_at = now()

@@ -119,7 +119,7 @@ class Watched(Protocol):
     def close(self) -> None: ...
 
 
-class Group(Protocol):
+class Collectives(Protocol):
     """The ranks of one learner; see `RankGroup`."""
 
     rank: int

@@ -30,7 +30,7 @@ from decoupled_diloco.ranks.carriers import cut_for
 from decoupled_diloco.ranks.group import Exchange, chosen_carriers
 from decoupled_diloco.ranks.link import CarrierLink
 from decoupled_diloco.ranks.model import RankModel, described, joined, reshard
-from decoupled_diloco.ranks.surroundings import RankState, Surroundings
+from decoupled_diloco.ranks.surroundings import RankState, RankSurroundings
 from decoupled_diloco.ranks.tensors import RankTensors
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.transport.tokens import read_secret
@@ -60,7 +60,7 @@ class RankSeat:
     key: str
     hosts: tuple[str, ...]
 
-    def __init__(self, model: Model, around: Surroundings) -> None:
+    def __init__(self, model: Model, around: RankSurroundings) -> None:
         self._given = model
         self._module = plain(model)
         self.around = around
@@ -230,7 +230,7 @@ OWN_ON_EACH = ("optimizer", "after_apply", "stateful", "token", "tape", "client"
 
 
 async def seated(
-    model: Model, arguments: Mapping[str, Any], around: Surroundings | None = None
+    model: Model, arguments: Mapping[str, Any], around: RankSurroundings | None = None
 ) -> RankSeat:
     """This rank's place, once all ranks have come and fit together.
 
@@ -260,7 +260,7 @@ async def seated(
         if name not in OWN_ON_EACH and isinstance(value, str | int | float | tuple | list | None)
     }
     told |= {"checkpoint": str(folder), "stateful": sorted(objects)}
-    return await RankSeat(model, around or Surroundings()).take(told, objects, folder, check)
+    return await RankSeat(model, around or RankSurroundings()).take(told, objects, folder, check)
 
 
 NO_DONOR: tuple[object, ...] = (None, (), [], (OPTIMIZER,), [OPTIMIZER])

@@ -1,6 +1,6 @@
 """What a rank asks of its surroundings: the other ranks, and how it reaches them and the syncer.
 
-The ranks of a real learner have `Surroundings`; virtual ones override what they replace.
+The ranks of a real learner have `RankSurroundings`; virtual ones override what they replace.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from decoupled_diloco.learner.sharded_state import ShardedState
-from decoupled_diloco.ranks.group import Group, RankGroup
+from decoupled_diloco.ranks.group import Collectives, RankGroup
 from decoupled_diloco.transport.base import Client, OnChannel, Server
 from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.http_server import HttpServer
@@ -30,7 +30,7 @@ class RankState(Protocol):
     def load(self, folder: Path, ranks: int) -> None: ...
 
 
-class Surroundings:
+class RankSurroundings:
     """A real rank's: torch.distributed and HTTP.
 
     Attributes:
@@ -40,7 +40,7 @@ class Surroundings:
         ConfigError, TransportError: See `RankGroup`.
     """
 
-    group: Group
+    group: Collectives
 
     def __init__(self) -> None:
         self._ranks = self.group = RankGroup()

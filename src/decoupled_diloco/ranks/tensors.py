@@ -127,6 +127,7 @@ class RankTensors:
         self._held: list[Parts | None] = [None] * len(fragments)
         self._copies: dict[int, _Copied] = {}
         self._spread: dict[int, _Received] = {}
+        self._receiving: dict[int, Future[None]] = {}
         self._carried = carried
         self._strand = runtime().strand("ddiloco-ranks")
         self._last: Future[None] | None = None
@@ -154,13 +155,13 @@ class RankTensors:
                 case ["copy", int(fragment), int(handle)]:
                     self._copy(fragment, handle)
                 case ["spread", int(fragment), int(handle)]:
-                    self._behind(partial(self._receive, handle, fragment))
+                    self._receiving[handle] = self._behind(partial(self._receive, handle, fragment))
                 case ["write", int(fragment), int(new), minus, float(keep)]:
-                    if new != HELD and new not in self._spread:
-                        await self.idle()  # else it has come while a step was trained
+                    if new != HELD:  # it came while a step was trained, or is about to
+                        await runtime().outcome(self._receiving.pop(new))
                     self._write(fragment, new, minus, keep)
                 case ["hold", int(fragment), int(handle)]:
-                    await self.idle()
+                    await runtime().outcome(self._receiving.pop(handle))
                     self._held[fragment] = self._spread.pop(handle).rounded
                 case ["save", str(folder)]:
                     self._save(folder)
@@ -177,6 +178,7 @@ class RankTensors:
     async def _forget(self, handle: int) -> None:
         """After what was ordered before, which may just bring it here."""
         self._spread.pop(handle, None)
+        self._receiving.pop(handle, None)
         self._carried.forget(handle)
 
     async def idle(self) -> None:
@@ -188,7 +190,7 @@ class RankTensors:
         """Nothing more is moved."""
         self._strand.close()
 
-    def _behind(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def _behind(self, work: Callable[[], Coroutine[Any, Any, None]]) -> Future[None]:
         async def done() -> None:
             try:
                 await work()
@@ -197,6 +199,7 @@ class RankTensors:
                 raise
 
         self._last = self._strand.submit(done)
+        return self._last
 
     @torch.no_grad()
     def _copy(self, fragment: int, handle: int) -> None:

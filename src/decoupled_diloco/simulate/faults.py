@@ -251,6 +251,8 @@ def random_rank_faults(
 ) -> list[Fault]:
     """A Poisson process of what befalls one rank of a learner of several.
 
+    Each learner, or one of its ranks, is killed once more when it may have a checkpoint.
+
     Args:
         choices: where they are drawn from.
         learners: those of several ranks.
@@ -267,6 +269,9 @@ def random_rank_faults(
         rank = choices.integer(1, learner.ranks - 1)
         faults.append(Fault(at, kind, learner.name, lasts, peer, rank=rank))
         at += choices.exponential(mean_seconds)
+    for learner in learners:
+        at, rank = choices.uniform(0.6, 1.0) * until, choices.integer(0, learner.ranks - 1)
+        faults.append(Fault(at, "crash", learner.name, min(1.0, until - at), rank=rank))
     return faults
 
 

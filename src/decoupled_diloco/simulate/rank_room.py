@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from decoupled_diloco.errors import StorageError, TransportError
-from decoupled_diloco.ranks.surroundings import RankState, Surroundings
+from decoupled_diloco.ranks.surroundings import RankState, RankSurroundings
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.network import Network
@@ -150,7 +150,7 @@ class _Unwatched:
 
 
 class RoomGroup:
-    """A rank's `Group` in a room."""
+    """A rank's `Collectives` in a room."""
 
     def __init__(self, room: Room, rank: int) -> None:
         self.rank, self.size = rank, len(room.members)
@@ -158,18 +158,18 @@ class RoomGroup:
         self._room = room
 
     def exchange(self, document: dict[str, Any]) -> _Exchange:
-        """See `Group`."""
+        """See `Collectives`."""
         text = json.dumps(document, separators=(",", ":"))
         return _Exchange(self._room.bring("boundary", self.rank, text))
 
     async def exchanged(self, document: dict[str, Any]) -> list[dict[str, Any]]:
-        """See `Group`."""
+        """See `Collectives`."""
         return await self.exchange(document).wait()
 
     async def all_to_all(
         self, out: Tensor, given: Tensor, out_sizes: list[int], given_sizes: list[int]
     ) -> None:
-        """See `Group`."""
+        """See `Collectives`."""
         parts = [part.clone() for part in torch.split(given, given_sizes)]
         brought = await self._room.bring("bodies", self.rank, parts)
         received = [brought[rank][self.rank] for rank in range(self.size)]
@@ -242,7 +242,7 @@ class RoomState:
         return f"rank-{self._rank}.pt"
 
 
-class RoomSurroundings(Surroundings):
+class RoomSurroundings(RankSurroundings):
     """A virtual rank's.
 
     Args:
@@ -257,21 +257,21 @@ class RoomSurroundings(Surroundings):
         self._room, self._rank, self._place, self._limits = room, rank, place, limits
 
     def sharded_state(self, module: nn.Module, stateful: Mapping[str, Any]) -> RankState:
-        """See `Surroundings`."""
+        """See `RankSurroundings`."""
         return RoomState(self._room, self._rank, module, stateful)
 
     def client(
         self, principal: str, token: str | None, trusted: Sequence[str] = ()
     ) -> VirtualClient:
-        """See `Surroundings`."""
+        """See `RankSurroundings`."""
         return VirtualClient(self._place, token=token, limits=self._limits, principal=principal)
 
     def server(self, hosts: Sequence[str], key: str, on_channel: OnChannel) -> Server:
-        """See `Surroundings`."""
+        """See `RankSurroundings`."""
         address = self._place.world.address(self._place.process.name)
         tokens = Tokens(run_token=key)
         return VirtualServer(self._place, address, on_channel=on_channel, tokens=tokens)
 
     def addresses(self, server: Server) -> list[str]:
-        """See `Surroundings`."""
+        """See `RankSurroundings`."""
         return [server.address]

@@ -169,7 +169,8 @@ def draw(
         for spec in drawn
         if spec.name not in changes.without_learners
     ]
-    if any(spec.ranks > 1 for spec in learners):
+    ranked = any(spec.ranks > 1 for spec in learners)
+    if ranked:
         data = None  # leased data are for learners of one process
     standbys = random_standbys(choices.fork("standbys"))
     if changes.without_standbys:
@@ -178,7 +179,8 @@ def draw(
     folder.mkdir(parents=True)
     power = choices.fork("power")
     loses_power = power.chance(0.4) and standbys is None
-    checkpoints = choices.fork("checkpoints").pick([0.0, 2.0, 10.0]) * step
+    often = [0.0, 1.0, 2.0] if ranked else [0.0, 2.0, 10.0]
+    checkpoints = choices.fork("checkpoints").pick(often) * step
     initial = _initial_weights(folder, sizes) if choices.fork("file").chance(0.2) else None
     config = config_of(
         options,

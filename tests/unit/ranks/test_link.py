@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from decoupled_diloco.merge import block_digests, codec, layout_of
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.ranks import link as module
 from decoupled_diloco.ranks.boxes import Box
-from decoupled_diloco.ranks.carrier import CarriedValues
+from decoupled_diloco.ranks.carrier import CarriedValues, Carrier
 from decoupled_diloco.ranks.link import CarrierLink, LeaderLink
 from decoupled_diloco.ranks.redistribute import Sharding
 from decoupled_diloco.transport.http_client import HttpClient
@@ -105,6 +106,14 @@ async def test_what_was_asked_on_a_link_fails_when_it_is_made_again() -> None:
             with pytest.raises(TransportError, match="the carrier has made it again"):
                 await waits
         await client.close()
+
+
+async def test_a_carrier_without_a_part_of_a_fragment_keeps_nothing_of_it(tmp_path: Path) -> None:
+    ranges = [(0, 0)]
+    carrier = Carrier(plan(), ranges, 1, CarriedValues(), lambda: HttpClient(), asyncio.to_thread)
+    asked = {"do": "keep", "folder": str(tmp_path), "numbers": [1]}
+    assert await asyncio.wait_for(carrier.answer(asked), 20.0) == {}
+    assert not list(tmp_path.iterdir())  # noqa: ASYNC240
 
 
 async def test_what_goes_wrong_there_is_told() -> None:
