@@ -9,6 +9,7 @@ import pytest
 
 from docs.snippets import ROOT
 from simulation.breaks import CORE
+from simulation.shell_breaks import RANKS
 
 TOP = ("ARCHITECTURE.md", "CONTRIBUTING.md", "README.md")
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / name for name in TOP)]
@@ -28,4 +29,4 @@ def test_every_break_that_a_page_names_is_there() -> None:
     table = text.split("## Faults that were found from outside")[1]
     named = re.findall(r'"([^"]+)"', table)
     assert len(named) >= 5
-    assert set(named) <= {each.what for each in CORE}
+    assert set(named) <= {each.what for each in (*CORE, *RANKS)}
