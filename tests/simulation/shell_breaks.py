@@ -196,7 +196,7 @@ RANKS = (
         "if actual != effect.digest:",
         "if False:",
         Changes(learners=TWO_RANKS, mishaps={"corruption": 0.2}),
-        noticed_by=1,
+        noticed_by=5,
     ),
     Break(
         "the carriers keep nothing of the published copies",
