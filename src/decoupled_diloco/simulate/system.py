@@ -124,7 +124,8 @@ class System(Stage):
         checks: Assert every invariant of a machine after each of its events.
 
     Raises:
-        ConfigError: This system does not allow as many open files as there are tapes.
+        ConfigError: This system does not allow as many open files as there are tapes; or the
+            settings cut a model over ranks.
     """
 
     def __init__(
@@ -141,6 +142,7 @@ class System(Stage):
         power: Loss | None = None,
         checks: bool = True,
     ) -> None:
+        _require_one_process_each(config)
         super().__init__(seed)
         self.config = config
         self.folder = folder
@@ -353,6 +355,15 @@ class System(Stage):
             for loop in host.graves:
                 loop.bury()
         self.tape.close()
+
+
+def _require_one_process_each(config: RunConfig) -> None:
+    """A `LearnerSpec` may have ranks, which take no part of the workload's arithmetic."""
+    if any(config.learner.ranks_of(index) > 1 for index in range(config.run.learners)):
+        raise ConfigError(
+            f"ranks={config.learner.ranks!r} in [learner] would be ignored: in virtual time a "
+            "learner trains in one process. Leave out ranks, parallelism and carriers"
+        )
 
 
 def _kind_of(spec: LearnerSpec) -> type[ParticipantHost]:

@@ -1,0 +1,135 @@
+"""Where the virtual ranks of a learner meet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from decoupled_diloco.config import RunConfig
+from decoupled_diloco.errors import ConfigError, TransportError
+from decoupled_diloco.runtime import runtime
+from decoupled_diloco.runtime.disk import Disk
+from decoupled_diloco.simulate.choices import Choices
+from decoupled_diloco.simulate.clockwork import Clockwork
+from decoupled_diloco.simulate.network import Network
+from decoupled_diloco.simulate.rank_room import Room, RoomGroup
+from decoupled_diloco.simulate.runtime import VirtualProcess
+from decoupled_diloco.simulate.system import System
+
+Work = Callable[[RoomGroup], Coroutine[Any, Any, Any]]
+
+
+class Ranks:
+    """Processes that meet in a room, and what each has come to."""
+
+    def __init__(self, size: int) -> None:
+        self.clockwork = Clockwork()
+        self.network = Network(self.clockwork, Choices(0))
+        self.room = Room(self.network, Choices(1), seconds=0.01, late=lambda: 0.0)
+        self.ranks = [VirtualProcess(f"rank-{n}", self.clockwork, Choices(n)) for n in range(size)]
+        self.results: dict[int, Any] = {}
+        for rank in self.ranks:
+            self.room.enter(rank)
+
+    def begin(self, work: Work) -> None:
+        for number, rank in enumerate(self.ranks):
+            rank.boot(lambda number=number: self._run(number, work), Disk())
+
+    async def _run(self, number: int, work: Work) -> None:
+        try:
+            self.results[number] = await work(RoomGroup(self.room, number))
+        except TransportError as error:
+            self.results[number] = str(error)
+
+    def go(self, until: float) -> None:
+        while self.clockwork.next is not None and self.clockwork.next <= until:
+            self.clockwork.step()
+
+
+async def twice(group: RoomGroup) -> list[Any]:
+    first = await group.exchanged({"rank": group.rank})
+    return [first, await group.exchanged({"rank": 10 * group.rank})]
+
+
+def test_each_hears_what_all_have_said() -> None:
+    ranks = Ranks(3)
+    ranks.begin(twice)
+    ranks.go(1.0)
+    said = [[{"rank": 0}, {"rank": 1}, {"rank": 2}], [{"rank": 0}, {"rank": 10}, {"rank": 20}]]
+    assert ranks.results == dict.fromkeys(range(3), said)
+
+
+async def swap(group: RoomGroup) -> list[float]:
+    given = torch.tensor([10.0 * group.rank, 10.0 * group.rank + 1])
+    out = torch.empty(2)
+    await group.all_to_all(out, given, [1, 1], [1, 1])
+    return list(out.tolist())
+
+
+def test_each_gets_its_part_of_what_all_give() -> None:
+    ranks = Ranks(2)
+    ranks.begin(swap)
+    ranks.go(1.0)
+    assert ranks.results == {0: [0.0, 10.0], 1: [1.0, 11.0]}
+
+
+def test_whoever_is_cut_off_has_the_others_wait() -> None:
+    ranks = Ranks(2)
+    ranks.network.cut(ranks.ranks[0], ranks.ranks[1])
+    ranks.begin(twice)
+    ranks.go(5.0)
+    assert not ranks.results
+    ranks.network.heal(ranks.ranks[0], ranks.ranks[1])
+    ranks.go(10.0)
+    assert ranks.results.keys() == {0, 1}
+
+
+async def alone(group: RoomGroup) -> Any:
+    if group.rank == 1:
+        await asyncio.sleep(60.0)
+    return await group.exchanged({})
+
+
+def test_whoever_dies_fails_what_the_others_wait_for() -> None:
+    ranks = Ranks(3)
+    ranks.begin(alone)
+    ranks.go(1.0)
+    ranks.ranks[1].crash()
+    ranks.room.left(1)
+    ranks.go(2.0)
+    assert ranks.results == dict.fromkeys((0, 2), "a virtual collective: rank 1 is gone")
+
+
+async def in_order(group: RoomGroup) -> list[Any]:
+    strand, done = runtime().strand("test"), []
+
+    async def work(number: int) -> int:
+        await asyncio.sleep(1.0 / number)
+        done.append(number)
+        return number
+
+    futures = [strand.submit(lambda number=number: work(number)) for number in (1, 2, 3)]
+    last = await runtime().outcome(futures[-1])
+    return [last, *done]
+
+
+def test_a_strand_does_one_thing_after_the_other() -> None:
+    ranks = Ranks(1)
+    ranks.begin(in_order)
+    ranks.go(10.0)
+    assert ranks.results == {0: [3, 1, 2, 3]}
+
+
+def test_settings_that_cut_a_model_are_refused_in_virtual_time(tmp_path: Path) -> None:
+    config = RunConfig(
+        run={"learners": 1, "budget_steps": 4},
+        learner={"ranks": 2, "parallelism": "ddp"},
+        data={"leases": False},
+    )
+    with pytest.raises(ConfigError, match="would be ignored"):
+        System(config, [], tmp_path)
