@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 ELSEWHERE = {"homelab", "mixed-speeds", "vision"}
 """Trained by other tests: by hand, with their speeds, and below."""
 
-PROCESSES = ("data-parallel", "mixed-parallelism", "quickstart")
+PROCESSES = ("data-parallel", "fsdp", "mixed-parallelism", "quickstart")
 """Trained by real processes; the others differ from them in settings only, and moe in its model,
 which real processes train in the commands of docs/how-to/vision-moe.md."""
 
