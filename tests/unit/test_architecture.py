@@ -22,7 +22,7 @@ LAYERS = (
     ("transport",),
     ("config", "storage", "observe", "workloads"),
     ("learner", "ranks", "syncer"),
-    ("dashboard", "evaluate", "export", "integrations", "launch"),
+    ("engines", "export", "integrations", "launch"),
     ("simulate",),
     ("chaos",),
     ("cli", "__main__"),

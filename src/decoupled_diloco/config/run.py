@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 
 from decoupled_diloco.config.settings import Settings, suggestion
 from decoupled_diloco.config.sync import OuterSettings, SyncSettings
+from decoupled_diloco.config.where import WhereSettings
 from decoupled_diloco.errors import ConfigError
 
 PORT_MAX = 65_535
@@ -27,6 +28,7 @@ _PRIVATE: dict[str, Any] = {
     "syncer": True,
     "learner": True,
     "faults": True,
+    "where": True,
 }
 """What learners are not told."""
 
@@ -353,6 +355,9 @@ class RunConfig(Settings):
     faults: tuple[FaultSettings, ...] = Field(default=(), strict=False)
     """Learners to kill on the way."""
 
+    where: WhereSettings = Field(default_factory=WhereSettings)
+    """On what `ddiloco launch` places the processes. Other commands do not look at it."""
+
     @property
     def learner_ids(self) -> tuple[str, ...]:
         """The names of the learners, in the order of their parts of the data."""
@@ -423,6 +428,11 @@ class RunConfig(Settings):
                 raise ConfigError(
                     f"parallelism={word!r} in [learner] would be ignored for {name}, which has "
                     "ranks=1: write 'plain', or give it more ranks"
+                )
+            if ranks % self.where.learner.hosts:
+                raise ConfigError(
+                    f"hosts={self.where.learner.hosts} in [where.learner] does not divide the "
+                    f"ranks={ranks} of {name}: change one of them"
                 )
             carriers = learner.carriers
             if ranks > 1 and isinstance(carriers, int) and not 1 <= carriers <= ranks:
