@@ -19,6 +19,7 @@ from decoupled_diloco.cli.checkpoint import checkpoint
 from decoupled_diloco.cli.doctor import doctor
 from decoupled_diloco.cli.explain import explain
 from decoupled_diloco.cli.export import export
+from decoupled_diloco.cli.launch import launch, stop
 from decoupled_diloco.cli.ledger import ledger
 from decoupled_diloco.cli.options import fail
 from decoupled_diloco.cli.recipes import recipes, scenarios
@@ -87,7 +88,7 @@ app = Commands(
     "anything else.",
 )
 
-for each in (train, syncer, learner, evaluator, recipes, scenarios, simulate):
+for each in (train, launch, stop, syncer, learner, evaluator, recipes, scenarios, simulate):
     app.command()(each)
 add_command(app, "plan")
 for each in (chaos, export, doctor, status, watch, timing, explain, report, tape, replay):

@@ -76,7 +76,12 @@ Sets = Annotated[
 ]
 TokenFile = Annotated[Path | None, typer.Option("--token-file", help="File with the run's secret.")]
 SyncerAddresses = Annotated[
-    str, typer.Option("--syncer", metavar="URL[,URL…]", help="Where the shards are.")
+    str,
+    typer.Option(
+        "--syncer",
+        metavar="URL[,URL…]|RUN",
+        help="Where the shards are; or the run folder, which the syncer's machine shares.",
+    ),
 ]
 RunSource = Annotated[
     str,

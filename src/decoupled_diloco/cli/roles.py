@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -153,6 +153,9 @@ class DialOptions(CommandOptions):
     settings: Sets = None
     syncer: SyncerAddresses = ""
     token_file: TokenFile = None
+    supervised: Annotated[bool, typer.Option("--supervised")] = False
+    """Start it again, here, when it fails: for a job of a cluster, or a machine without systemd."""
+
     stop_with_parent: StopWithParent = False
 
     def config(self) -> RunConfig:
@@ -160,7 +163,29 @@ class DialOptions(CommandOptions):
 
     def addresses(self, config: RunConfig) -> tuple[str, ...]:
         """Where it finds the shards: as given, or on this machine."""
-        return listed(self.syncer) or tuple(map(on_this_machine, advertised(config)))
+        told = listed(self.syncer)
+        if self.shared_folder is not None:
+            from decoupled_diloco.launch.shared_folder import shared_addresses
+
+            return shared_addresses(self.shared_folder)
+        return told or tuple(map(on_this_machine, advertised(config)))
+
+    @property
+    def shared_folder(self) -> Path | None:
+        """The run folder that says where the shards are, if ``--syncer`` names one."""
+        return Path(self.syncer) if self.syncer and "://" not in self.syncer else None
+
+    def under_supervision(self, config: RunConfig, name: str, *arguments: str) -> NoReturn:
+        """Runs the same command as a child, for as long as that makes sense."""
+        from decoupled_diloco.launch.supervised import supervise
+
+        self.addresses(config)  # once it is known where the shards are, the run folder is theirs
+        told = [arguments[0], str(self.run), *arguments[1:]]
+        for override in self.settings or ():
+            told += ["--set", override]
+        for option, value in (("--syncer", self.syncer), ("--token-file", self.token_file)):
+            told += [option, str(value)] if value else []
+        exit_with(supervise(config, name, told))
 
 
 class LearnerOptions(DialOptions):
@@ -177,6 +202,9 @@ def learner(options: LearnerOptions) -> None:
     from decoupled_diloco.launch.rank_processes import become_ranks, is_rank
     from decoupled_diloco.launch.termination import SignalledTermination
 
+    if options.supervised:
+        at = str(options.index)
+        options.under_supervision(options.config(), f"learner-{at}", "learner", "--index", at)
     termination = SignalledTermination()  # First: what follows imports torch, which takes seconds.
     config = options.config()
     ranks = config.learner.ranks_of(options.index)
@@ -193,6 +221,7 @@ def learner(options: LearnerOptions) -> None:
         syncer=options.addresses(config),
         folder=enter_run_folder(config),
         token=own_token(config, f"learner-{options.index}", options.token_file),
+        shared=options.shared_folder,
         termination=termination,
     )
 
@@ -207,6 +236,8 @@ class EvaluatorOptions(DialOptions):
 @command(EvaluatorOptions)
 def evaluator(options: EvaluatorOptions) -> None:
     """An observer that scores the published weights on held-out data."""
+    if options.supervised:
+        options.under_supervision(options.config(), "evaluator", "evaluator")
     _prepare(options.stop_with_parent)
     from decoupled_diloco.launch import roles
     from decoupled_diloco.launch.folder import enter_run_folder, require_ours_or_unused
@@ -223,6 +254,7 @@ def evaluator(options: EvaluatorOptions) -> None:
         syncer=options.addresses(config),
         folder=enter_run_folder(config),
         token=own_token(config, EVALUATOR, options.token_file),
+        shared=options.shared_folder,
     )
 
 

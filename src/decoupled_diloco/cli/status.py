@@ -11,6 +11,9 @@ from decoupled_diloco.cli.options import RunSource, TokenFile, make_console
 from decoupled_diloco.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from decoupled_diloco.engines.base import JobState
     from decoupled_diloco.observe.sources import Source
 
 
@@ -26,6 +29,11 @@ def status(
     from decoupled_diloco.observe.status import status_of
     from decoupled_diloco.observe.status_view import render_status
 
+    jobs = _jobs_of(source) if source and not as_json else []
+    for job in jobs:
+        typer.echo(f"{job.name}: job {job.id} {job.state} {job.where}".rstrip())
+    if jobs and not _has_tape(Path(source)):
+        return
     opened = source_of(source or newest_run("ddiloco status runs/quickstart"), token_file)
     run = run_of(opened.poll(), "now" if opened.live else "run")
     account = None if opened.live else run.account
@@ -36,6 +44,15 @@ def status(
     console = make_console()
     width = console.width
     console.print(render_status(found, width=width))
+
+
+def _jobs_of(source: str) -> Sequence[JobState]:
+    """The jobs of a run that was launched on a cluster, as far as they are not gone."""
+    from decoupled_diloco.engines.base import JOBS
+    from decoupled_diloco.engines.launch import Launch, launch_folder
+
+    folder = launch_folder(Path(source))
+    return Launch(folder).states() if (folder / JOBS).exists() else ()
 
 
 def source_of(text: str, token_file: Path | None, *, detail: bool = False) -> Source:

@@ -16,7 +16,7 @@ from decoupled_diloco.config.settings import Settings
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.units import GIB, KIB, MIB, TIB
 
-Engine = Literal["local", "ray", "slurm", "kubernetes"]
+Engine = Literal["local", "slurm"]
 
 _UNITS = {"KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}
 _MEMORY = re.compile(r"([1-9][0-9]*)(KiB|MiB|GiB|TiB)")
@@ -104,15 +104,6 @@ class SlurmSettings(Settings):
     """Further options of sbatch, each as on its command line: "--constraint=h100"."""
 
 
-class RaySettings(Settings):
-    """`[where.ray]`: the Ray cluster."""
-
-    table: ClassVar[str] = "[where.ray]"
-
-    address: str = "auto"
-    """The cluster: "auto" for that of this machine, or "HOST:PORT"."""
-
-
 class KubernetesSettings(Settings):
     """`[where.kubernetes]`: the cluster's objects."""
 
@@ -139,7 +130,7 @@ class WhereSettings(Settings):
     table: ClassVar[str] = "[where]"
 
     engine: Engine = "local"
-    """"local": this machine; "ray", "slurm" or "kubernetes": a cluster that has it."""
+    """"local": this machine; "slurm": a cluster that has it."""
 
     setup: tuple[str, ...] = Field(default=(), strict=False)
     """Lines of shell before each process (Slurm): "module load cuda", "source .venv/bin/activate".
@@ -156,9 +147,6 @@ class WhereSettings(Settings):
 
     slurm: SlurmSettings = Field(default_factory=SlurmSettings)
     """For Slurm alone."""
-
-    ray: RaySettings = Field(default_factory=RaySettings)
-    """For Ray alone."""
 
     kubernetes: KubernetesSettings = Field(default_factory=KubernetesSettings)
     """For Kubernetes alone."""

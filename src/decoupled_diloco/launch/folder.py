@@ -1,7 +1,7 @@
 """The run folder: who may use it, and where things are in it.
 
 ```
-RUN/run.toml  lock  token  addresses  coordinator.json  logs/*.log
+RUN/run.toml  lock  token  addresses  host  launcher  coordinator.json  logs/*.log
     tape/*.jsonl  tape/*.segments/*.jsonl.xz
     learners/  checkpoints/shard-*.safetensors  weights.safetensors  report.html  report.png
     export/  durable/shard-*/  payloads/shard-*/  data.ledger
@@ -14,6 +14,7 @@ import contextlib
 import fcntl
 import os
 import secrets
+import socket
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,6 +28,12 @@ from decoupled_diloco.storage.files import write_text
 
 ADDRESSES = "addresses"
 """The file that says where the shards listen."""
+
+HOST = "host"
+"""The file with the name of their machine, for those that share the run folder."""
+
+LAUNCHER = "launcher"
+"""The file with the launcher's process number, and the name of its machine."""
 
 MADE = ("logs", FOLDER_NAME, "learners")
 """The folders that every run folder has from the first."""
@@ -119,6 +126,10 @@ class RunFolder:
         Else a run that begins after this process was killed would meet the children of the last.
         """
         return () if self._lock is None else (self._lock.fileno(),)
+
+    def tell_launcher(self) -> None:
+        """Writes down who launched the run, for those who want to stop it."""
+        write_text(self.path / LAUNCHER, f"{os.getpid()} {socket.gethostname()}\n")
 
     def token_file(self) -> Path:
         """A secret of this run's own, readable by this user only; one that goes on keeps it."""
@@ -260,7 +271,35 @@ class Position:
 
 def write_addresses(run: Path, addresses: Sequence[str]) -> None:
     """Keeps where the shards listen, in order: with port 0 nothing else tells."""
+    write_text(run / HOST, socket.gethostname() + "\n")
     write_text(run / ADDRESSES, "\n".join(addresses) + "\n")
+
+
+def launcher_of(run: Path) -> tuple[int, str]:
+    """The process that launched a run which is under way, and its machine.
+
+    Raises:
+        ConfigError: it does not run, or it is no run folder.
+    """
+    try:
+        number, host = (run / LAUNCHER).read_text().split()
+    except OSError as error:
+        raise ConfigError(
+            f"{run} does not say who launched it ({error.strerror}): give the run folder of a run "
+            "that ddiloco train, syncer or launch has started"
+        ) from None
+    if host == socket.gethostname() and not _is_locked(run):
+        raise ConfigError(f"{run} does not run: there is nothing to stop")
+    return int(number), host
+
+
+def _is_locked(run: Path) -> bool:
+    try:
+        with (run / "lock").open("a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False
 
 
 def read_addresses(run: Path) -> tuple[str, ...]:

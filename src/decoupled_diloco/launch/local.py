@@ -104,6 +104,7 @@ class LocalRun:
         if resume:
             self._take_up(cut)
         write_text(self.path / RUN_FILE, dump_config(config))
+        self.folder.tell_launcher()
         settings = config.syncer
         self.secret_file: Path = (
             settings.principals_file or settings.token_file or self.folder.token_file()

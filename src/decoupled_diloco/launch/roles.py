@@ -8,7 +8,8 @@ import logging
 import os
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.export.weights import fill, find_weights
 from decoupled_diloco.launch.folder import Position
 from decoupled_diloco.launch.processes import EVALUATOR, open_tape
+from decoupled_diloco.launch.shared_folder import FindingClient
 from decoupled_diloco.launch.termination import SignalledTermination, Termination, interrupt
 from decoupled_diloco.learner.learner import Learner
 from decoupled_diloco.learner.leased import LeasedBatches
@@ -30,6 +32,7 @@ from decoupled_diloco.observe.samples import CorpusDescribed, SampleGenerated, e
 from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.ranks.group import ranks_of_this_job
 from decoupled_diloco.runtime import blocking, now, runtime
+from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.workloads import Batch, Workload, load_workload
 from decoupled_diloco.workloads.base import Placed
 from decoupled_diloco.workloads.divided import (
@@ -85,6 +88,19 @@ async def _observer(*arguments: Any, **named: Any) -> Observer:
     return Observer(*arguments, **named)
 
 
+def _seat_at(shared: Path | None, token: str | None) -> Seat:
+    """This machine; where the shards are is looked up in a run folder that theirs shares."""
+    if shared is None:
+        return HERE
+
+    def client() -> FindingClient:
+        return FindingClient(HttpClient(token=token), shared)
+
+    return replace(
+        HERE, learner=partial(_learner, client=client), observer=partial(_observer, client=client)
+    )
+
+
 async def _at_once() -> None:
     pass
 
@@ -114,11 +130,15 @@ def run_learner(
     syncer: tuple[str, ...],
     folder: Path,
     token: str | None,
+    shared: Path | None = None,
     termination: Termination | None = None,
 ) -> None:
     """Trains one learner's part of the workload until the run ends, or until it is told to go.
 
     Of a learner of several ranks each process calls it, with the environment that torchrun gives.
+
+    Args:
+        shared: The run folder, if it is to say where the shards are whenever they are dialled.
 
     Raises:
         Error: the run refuses this learner, the syncer was out of reach for too long, a rank is
@@ -126,9 +146,9 @@ def run_learner(
         KeyboardInterrupt: it was told to go.
     """
     torch.set_num_threads(config.learner.threads)
-    asked = termination or SignalledTermination()
+    asked, seat = termination or SignalledTermination(), _seat_at(shared, token)
     with _process_group(config.learner.ranks_of(index)):
-        blocking(learn(config, index, HERE, asked, syncer=syncer, folder=folder, token=token))
+        blocking(learn(config, index, seat, asked, syncer=syncer, folder=folder, token=token))
 
 
 @contextlib.contextmanager
@@ -273,13 +293,18 @@ class Training:
 
 
 def run_evaluator(
-    config: RunConfig, *, syncer: tuple[str, ...], folder: Path, token: str | None
+    config: RunConfig,
+    *,
+    syncer: tuple[str, ...],
+    folder: Path,
+    token: str | None,
+    shared: Path | None = None,
 ) -> None:
-    """Scores the published weights on held-out data until the run is over."""
+    """Scores the published weights on held-out data until the run is over; see `run_learner`."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGTERM, interrupt)
     os.nice(EVALUATOR_NICENESS)
-    blocking(evaluate(config, HERE, syncer=syncer, folder=folder, token=token))
+    blocking(evaluate(config, _seat_at(shared, token), syncer=syncer, folder=folder, token=token))
 
 
 async def evaluate(

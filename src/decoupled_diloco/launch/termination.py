@@ -8,9 +8,14 @@ import signal
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+from decoupled_diloco.runtime import now
+
 INTERRUPTED = 130
 """The exit code of a process that was told to go."""
 
+
+SAME_SECONDS = 1.0
+"""SIGTERMs that are no further apart are one."""
 
 TO_ALL = frozenset((signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT))
 """What no process can pass on to those that it has started."""
@@ -76,16 +81,21 @@ class SignalledTermination(Termination):
 
     Until `at_boundary` is called for the first time there is nothing to hand in, and the process
     ends at once, by its exit code. Then the first signal only asks; the second interrupts whatever
-    goes on.
+    goes on, unless it is a SIGTERM that comes with the first: Slurm sends one to every process of a
+    job, and those among them that have children pass it on.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self._asked_at = 0.0
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._signalled)
 
     def _signalled(self, number: int, frame: object) -> None:
         if self.asked:
+            if number == signal.SIGTERM and now() - self._asked_at < SAME_SECONDS:
+                return
             raise KeyboardInterrupt
+        self._asked_at = now()
         if not self.told():
             os._exit(INTERRUPTED)

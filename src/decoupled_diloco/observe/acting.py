@@ -8,7 +8,7 @@ from decoupled_diloco.observe.samples import TookOver
 from decoupled_diloco.units import format_duration
 
 _OTHERS = frozenset({"coordinator", "evaluator", "launcher"})
-"""Processes that are neither learners nor shards."""
+"""Processes that are neither learners nor shards; ``launcher.NAME`` launches that one alone."""
 
 _SHARD = re.compile(r"shard-\d+")
 """The name of a shard, which is also that of the process that is meant to act for it."""
@@ -21,7 +21,7 @@ def is_shard(who: str) -> bool:
 
 def is_learner(who: str) -> bool:
     """Whether a process is a learner, by its name."""
-    return who not in _OTHERS and not who.startswith("shard-")
+    return who.partition(".")[0] not in _OTHERS and not who.startswith("shard-")
 
 
 class Acting:

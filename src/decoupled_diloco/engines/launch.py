@@ -1,0 +1,164 @@
+"""The launch folder: what is submitted to an engine, and what has become of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+from decoupled_diloco.config import RunConfig, dump_config
+from decoupled_diloco.config.files import load_config
+from decoupled_diloco.engines.base import JOBS, SETTINGS, TOKEN, Job, JobState, PlacingEngine
+from decoupled_diloco.engines.slurm import Slurm
+from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.launch.folder import RunFolder, require_ours_or_unused
+from decoupled_diloco.storage.files import write_text
+from decoupled_diloco.transport.tokens import is_loopback
+
+ENGINES: Mapping[str, type[PlacingEngine]] = {"slurm": Slurm}
+"""Those that are told by files; "local" needs none."""
+
+EVERYWHERE = "0.0.0.0"
+
+
+def launch_folder(run: Path) -> Path:
+    """The launch folder of a run folder; of itself, if it is one.
+
+    >>> launch_folder(Path("runs/big")), launch_folder(Path("runs/big.launch"))
+    (PosixPath('runs/big.launch'), PosixPath('runs/big.launch'))
+    """
+    return run if run.name.endswith(".launch") else run.with_name(run.name + ".launch")
+
+
+class Launch:
+    """One launch folder.
+
+    Args:
+        folder: It must hold the settings.
+
+    Raises:
+        ConfigError: it does not.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if not (folder / SETTINGS).exists():
+            raise ConfigError(
+                f"{folder} is no launch folder: give the run's TOML file, or the folder "
+                "<run folder>.launch that ddiloco launch --dry-run has written"
+            )
+        self.folder = folder
+        self.config = load_config(folder / SETTINGS)
+        self.engine = engine_of(self.config)
+
+    @property
+    def jobs(self) -> list[Job]:
+        """What was submitted."""
+        path = self.folder / JOBS
+        told = json.loads(path.read_text()) if path.exists() else []
+        return [Job(each["name"], each["id"]) for each in told]
+
+    def states(self) -> list[JobState]:
+        """How the jobs are that are not gone yet."""
+        return list(self.engine.states(self.jobs))
+
+    def submit(self) -> list[Job]:
+        """Submits the files as they are.
+
+        Raises:
+            ConfigError: the engine refuses them, or they are submitted already.
+        """
+        self.require_idle()
+        # As any command that begins a run: an earlier one in its folder is moved aside, now.
+        with RunFolder(self.config.run.folder):
+            pass
+        jobs = list(self.engine.submit(self.folder))
+        told = [{"name": job.name, "id": job.id} for job in jobs]
+        write_text(self.folder / JOBS, json.dumps(told, indent=1) + "\n")
+        return jobs
+
+    def require_idle(self) -> None:
+        """Refuses if jobs of it are there."""
+        alive = self.states()
+        if alive:
+            raise ConfigError(
+                f"{self.folder} is launched already: {alive[0].name} (job {alive[0].id}) is "
+                f"{alive[0].state}: ddiloco stop {self.config.run.folder}, or choose another name "
+                "with --set run.name=…"
+            )
+
+    def stop(self) -> int:
+        """Ends what was submitted; returns how many jobs there were."""
+        alive = {state.id for state in self.states()}
+        jobs = [job for job in self.jobs if job.id in alive]
+        if jobs:
+            self.engine.stop(jobs)
+        return len(jobs)
+
+
+def engine_of(config: RunConfig) -> PlacingEngine:
+    """The engine of `[where]`, which is not "local"."""
+    return ENGINES[config.where.engine]()
+
+
+def write_launch(config: RunConfig) -> Launch:
+    """Writes the launch folder of a run; files of an earlier launch are replaced.
+
+    Raises:
+        ConfigError: a launch in the folder is under way, or the run folder is not for this.
+        StorageError: it cannot be written.
+    """
+    require_ours_or_unused(config.run.folder)
+    folder = launch_folder(config.run.folder.absolute())
+    if (folder / SETTINGS).exists():
+        Launch(folder).require_idle()
+    folder.mkdir(parents=True, exist_ok=True)
+    placed = placed_config(config, folder)
+    if placed.syncer.token_file == folder / TOKEN:
+        _write_secret(folder / TOKEN)
+    engine = engine_of(placed)
+    for path in folder.glob("*.sbatch"):
+        path.unlink()
+    (folder / JOBS).unlink(missing_ok=True)
+    for name, text in {SETTINGS: dump_config(placed), **engine.files(placed, folder)}.items():
+        write_text(folder / name, text)
+    return Launch(folder)
+
+
+def placed_config(config: RunConfig, folder: Path) -> RunConfig:
+    """The settings of a run whose processes share a file system, but no machine.
+
+    Paths become absolute. Shards listen on all interfaces, and on any free ports, unless the file
+    says otherwise. There is a secret.
+    """
+    run, syncer, where = config.run, config.syncer, config.where
+    host = EVERYWHERE if is_loopback(syncer.host) else syncer.host
+    port = syncer.port if "port" in syncer.model_fields_set else 0
+    paths = {
+        name: path and path.absolute()
+        for name, path in (
+            ("token_file", syncer.token_file),
+            ("principals_file", syncer.principals_file),
+        )
+    }
+    if syncer.principals_file is None and syncer.token_file is None:
+        paths["token_file"] = folder / TOKEN
+    weights = config.sync.initial_weights
+    return config.model_copy(
+        update={
+            "run": run.model_copy(update={"folder": run.folder.absolute()}),
+            "sync": config.sync.model_copy(
+                update={"initial_weights": weights and weights.absolute()}
+            ),
+            "syncer": syncer.model_copy(update={"host": host, "port": port, **paths}),
+            "where": where.model_copy(update={"workdir": where.workdir or Path.cwd()}),
+        }
+    )
+
+
+def _write_secret(path: Path) -> None:
+    """A secret of this run's own, readable by this user only; one that is there is kept."""
+    if not path.exists():
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_urlsafe(24) + "\n")

@@ -1,0 +1,163 @@
+"""A run on a real Slurm: submitted, disturbed in every way that Slurm has, finished."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from decoupled_diloco.config import dump_config
+from decoupled_diloco.engines.launch import Launch, launch_folder
+from decoupled_diloco.observe.run_data import LearnerLog
+from decoupled_diloco.observe.run_model import read_run
+from decoupled_diloco.observe.tape import TapeReader
+from engines.one_node_slurm import missing, one_node_slurm
+from process.runs import config_of
+
+pytestmark = [
+    pytest.mark.skipif(bool(missing()), reason=missing() or "Slurm is here"),
+    pytest.mark.timeout(420),
+    pytest.mark.xdist_group("slurm"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with one_node_slurm(tmp_path_factory.mktemp("slurm")):
+        yield
+
+
+def ddiloco(*arguments: object, code: int = 0) -> str:
+    command = [sys.executable, "-m", "decoupled_diloco.cli", *map(str, arguments)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert ended.returncode == code, ended.stdout + ended.stderr
+    return ended.stdout + ended.stderr
+
+
+def settings(folder: Path, *, steps: int, **where: object) -> Path:
+    """A run's file: two learners, for so many steps."""
+    path = folder / "small.toml"
+    slurm = {"partition": "spot", "syncer_partition": "safe", **where}
+    config = config_of(
+        folder / "runs/small",
+        run={"budget_steps": steps, "evaluator": True, "evaluate_every_seconds": 2.0},
+        sync={"quorum": 1},
+        learner={"checkpoint_every_seconds": 1.0},
+    )
+    told = config.model_dump(mode="json") | {"where": {"engine": "slurm", "slurm": slurm}}
+    path.write_text(dump_config(type(config)(**told)))
+    return path
+
+
+def until(happened: Callable[[], object], what: str, seconds: float = 90.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline, f"it never happens: {what}"
+        time.sleep(0.3)
+
+
+def states(run: Path) -> dict[str, str]:
+    return {job.name: job.state for job in Launch(launch_folder(run)).states()}
+
+
+def learner(run: Path, name: str) -> LearnerLog:
+    begun = any(run.glob("tape/*.jsonl"))
+    return read_run(run).learners.get(name, LearnerLog(name)) if begun else LearnerLog(name)
+
+
+def restarts(job: str) -> int:
+    shown = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True)
+    return int(re.findall(r"Restarts=(\d+)", shown.stdout)[0])
+
+
+def hurry(run: Path) -> None:
+    """What was queued again may start now: Slurm lets it wait for two minutes."""
+    shown = subprocess.run(
+        ["squeue", "--all", "--noheader", "--states=PENDING", "--format=%A"],
+        capture_output=True,
+        text=True,
+    )
+    for job in shown.stdout.split():
+        subprocess.run(["scontrol", "update", f"jobid={job}", "StartTime=now"], capture_output=True)
+
+
+def test_a_run_survives_what_slurm_does_to_it(tmp_path: Path) -> None:
+    run = tmp_path / "runs/small"
+    shown = ddiloco("launch", settings(tmp_path, steps=1200), "--dry-run")
+    assert "#SBATCH --array=0-1" in shown
+    assert not run.exists()
+    submitted = ddiloco("launch", launch_folder(run))
+    syncer, learners = (
+        re.findall(rf"{n}: job (\d+)", submitted)[0] for n in ("syncer", "learners")
+    )
+    until(lambda: learner(run, "learner-1").steps > 20, "learner-1 trains")
+    assert "is launched already" in ddiloco("launch", tmp_path / "small.toml", code=2)
+    assert "learner-1: job" in ddiloco("status", run)
+
+    killed = [r.value() for r in TapeReader(run) if r.type == "ProcessStarted"]
+    os.kill([each.pid for each in killed if each.name == "learner-1"][-1], signal.SIGKILL)
+    until(lambda: learner(run, "learner-1").epoch == 2, "it is back, in the same job")
+    assert restarts(f"{learners}_1") == 0
+
+    others = ["--partition=safe", "--cpus-per-task=5", "--output=/dev/null", "--wrap=sleep 3"]
+    subprocess.run(["sbatch", *others], check=True, capture_output=True)
+    until(lambda: "PENDING" in states(run).values(), "a learner makes room")
+    (gone,) = (name for name, state in states(run).items() if state == "PENDING")
+    assert learner(run, gone).left  # it was told in time to hand in, and said goodbye
+    epoch, other = learner(run, gone).epoch, {"learner-0": "learner-1"}.get(gone, "learner-0")
+    steps = learner(run, other).steps
+    until(lambda: [hurry(run), learner(run, gone).epoch > epoch][1], "it is back")
+    assert learner(run, other).steps > steps
+
+    steps = learner(run, other).steps
+    subprocess.run(["scontrol", "requeue", syncer], check=True, capture_output=True)
+    until(lambda: restarts(syncer) == 1, "the syncer makes room")
+    until(lambda: learner(run, other).steps > steps + 20, "training goes on without a syncer")
+    clock = read_run(run).global_step
+    until(lambda: [hurry(run), read_run(run).global_step > clock][1], "the clock goes on")
+
+    subprocess.run(["scancel", f"{learners}_0"], check=True, capture_output=True)
+    until(lambda: [hurry(run), (run / "weights.safetensors").exists()][1], "the run ends")
+    until(lambda: not states(run), "all jobs end")
+    assert learner(run, "learner-0").left
+    found = read_run(run, "run")
+    assert found.finished
+    assert found.evaluations
+
+
+def test_a_run_is_stopped_and_goes_on(tmp_path: Path) -> None:
+    run = tmp_path / "runs/small"
+    file = settings(tmp_path, steps=400)
+    ddiloco("launch", file)
+    until(lambda: learner(run, "learner-0").steps > 20, "it trains")
+    assert "jobs are told to end" in ddiloco("stop", run)
+    until(lambda: not states(run), "all jobs end")
+    assert learner(run, "learner-0").left
+    assert "no job of it" in ddiloco("stop", run)
+    step = read_run(run).global_step
+    ddiloco("train", run, "--resume", "--set", f"run.budget_steps={step + 40}")
+    assert (run / "weights.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("where", "problem"),
+    [
+        ({"partition": "nowhere"}, "invalid partition"),
+        ({"directives": ["--cpus-per-task=1000"]}, "Requested node configuration"),
+        ({"directives": ["--colour=red"]}, "unrecognized option"),
+    ],
+)
+def test_what_can_never_be_had_is_refused(
+    tmp_path: Path, where: dict[str, object], problem: str
+) -> None:
+    told = ddiloco("launch", settings(tmp_path, steps=10, **where), code=2)
+    assert problem in told
+    assert told.startswith("error: ")
+    assert not launch_folder(tmp_path / "runs/small").exists()

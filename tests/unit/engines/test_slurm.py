@@ -1,0 +1,136 @@
+"""What is submitted to Slurm, and who finds whom; without a Slurm."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from decoupled_diloco.config import RunConfig, load_config
+from decoupled_diloco.engines.launch import Launch, launch_folder, placed_config, write_launch
+from decoupled_diloco.engines.slurm import Slurm
+from decoupled_diloco.errors import ConfigError
+
+
+def config_of(folder: Path, ranks: dict[str, object] | None = None, **where: object) -> RunConfig:
+    return RunConfig(
+        run={"name": "big", "folder": folder / "runs/big", "learners": 3, "budget_steps": 10},
+        learner=ranks or {},
+        data={"leases": not ranks},
+        where={"engine": "slurm", **where},
+    )
+
+
+def files(config: RunConfig, folder: Path) -> dict[str, str]:
+    launched = launch_folder(config.run.folder)
+    return dict(Slurm().files(placed_config(config, launched), launched))
+
+
+def directives(script: str) -> set[str]:
+    return {line.removeprefix("#SBATCH ") for line in script.splitlines() if "#SBATCH" in line}
+
+
+def test_each_role_gets_what_it_asks_for(tmp_path: Path) -> None:
+    config = config_of(
+        tmp_path,
+        syncer={"cpus": 4, "memory": "32GiB"},
+        learner={"gpus": 8, "cpus": 64, "memory": "1TiB"},
+        slurm={"partition": "gpu", "syncer_partition": "cpu", "time": "1-0", "account": "lab"},
+    )
+    told = files(config, tmp_path)
+    assert set(told) == {"syncer.sbatch", "learners.sbatch", "evaluator.sbatch"}
+    learners, syncer = directives(told["learners.sbatch"]), directives(told["syncer.sbatch"])
+    assert {
+        "--array=0-2",
+        "--gpus-per-node=8",
+        "--cpus-per-task=64",
+        "--mem=1048576M",
+        "--partition=gpu",
+    } <= learners
+    assert {"--cpus-per-task=4", "--mem=32768M", "--partition=cpu"} <= syncer
+    assert {"--time=1-0", "--account=lab", "--requeue", "--signal=TERM@60"} <= learners & syncer
+
+
+def test_shards_share_one_job_and_get_what_each_needs(tmp_path: Path) -> None:
+    config = config_of(tmp_path, syncer={"cpus": 2, "memory": "1GiB"})
+    several = config.syncer.model_copy(update={"shards": 3, "standbys": 1})
+    told = files(config.model_copy(update={"syncer": several}), tmp_path)
+    assert {"--cpus-per-task=12", "--mem=6144M"} <= directives(told["syncer.sbatch"])
+
+
+def test_learners_of_unequal_ranks_are_arrays_of_their_own(tmp_path: Path) -> None:
+    told = files(config_of(tmp_path, {"ranks": [2, 2, 4], "parallelism": "ddp"}), tmp_path)
+    assert "--array=0-1" in directives(told["learners-0.sbatch"])
+    assert "--array=2-2" in directives(told["learners-2.sbatch"])
+
+
+def test_ranks_on_several_hosts_meet_by_torchrun(tmp_path: Path) -> None:
+    config = config_of(tmp_path, {"ranks": 16}, learner={"hosts": 2, "gpus": 16, "cpus": 32})
+    script = files(config, tmp_path)["learners.sbatch"]
+    assert {"--nodes=2", "--gpus-per-node=8", "--cpus-per-task=16"} <= directives(script)
+    assert "torch.distributed.run --nnodes=2 --nproc-per-node=8" in script
+    assert "--supervised" not in script  # torchrun starts the ranks again, on both hosts
+
+
+@pytest.mark.parametrize("setup", [[], ["module load cuda", "source 'my env/bin/activate'"]])
+def test_bash_can_read_every_script(tmp_path: Path, setup: list[str]) -> None:
+    folder = tmp_path / "it's here"
+    config = config_of(folder, {"ranks": 4}, setup=setup, learner={"hosts": 2})
+    for script in files(config, tmp_path).values():
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+        assert ("ddiloco " in script) == bool(setup) or "-m decoupled_diloco.cli" in script
+        assert all(line in script for line in setup)
+
+
+def test_the_launch_folder_says_all_and_is_read_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    launched = write_launch(config_of(Path()))
+    assert launched.folder == tmp_path / "runs/big.launch"
+    token = launched.folder / "token"
+    assert token.stat().st_mode & 0o777 == 0o600
+    told = load_config(launched.folder / "run.toml")
+    assert told.run.folder == tmp_path / "runs/big"
+    assert told.syncer.token_file == token
+    assert (told.syncer.host, told.syncer.port) == ("0.0.0.0", 0)
+    assert token.read_text().strip() not in "".join(
+        path.read_text() for path in launched.folder.iterdir() if path != token
+    )
+    assert Launch(launched.folder).config == told
+    assert not told.run.folder.exists()
+
+
+def test_a_secret_of_ones_own_is_kept(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    own = config.syncer.model_copy(update={"token_file": tmp_path / "mine"})
+    launched = write_launch(config.model_copy(update={"syncer": own}))
+    assert not (launched.folder / "token").exists()
+    assert f"--token-file {tmp_path}/mine" in (launched.folder / "learners.sbatch").read_text()
+
+
+def test_what_is_no_launch_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is no launch folder: give the run's TOML file"):
+        Launch(tmp_path)
+
+
+def test_a_machine_without_slurm_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError, match=r"sbatch is not here: run this on a login node"):
+        Slurm().require(config_of(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("where", "problem"),
+    [
+        ({"learner": {"memory": "64"}}, r"memory='64' in \[where.learner\] is no amount of memory"),
+        ({"engine": "slrum"}, r"engine='slrum' in \[where\] is not known: did you mean 'slurm'"),
+        ({"learner": {"hosts": 2}}, r"hosts=2 in \[where.learner\] does not divide the ranks=1"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(
+    tmp_path: Path, where: dict[str, object], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        config_of(tmp_path, **where)
