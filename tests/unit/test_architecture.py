@@ -21,6 +21,7 @@ LAYERS = (
     ("protocol", "merge"),
     ("transport",),
     ("config", "storage", "observe", "workloads"),
+    ("monitor",),
     ("learner", "ranks", "syncer"),
     ("engines", "export", "integrations", "launch"),
     ("simulate",),

@@ -33,6 +33,24 @@ _PRIVATE: dict[str, Any] = {
 """What learners are not told."""
 
 
+def host_and_port(name: str, address: str) -> tuple[str, int]:
+    """The parts of an address.
+
+    >>> host_and_port("metrics", "[::1]:9400")
+    ('::1', 9400)
+
+    Raises:
+        ConfigError: It is none.
+    """
+    host, colon, port = address.rpartition(":")
+    if not (colon and host and port.isascii() and port.isdigit() and int(port) <= PORT_MAX):
+        raise ConfigError(
+            f"{name}={address!r} is no address: write it as 'host:port', for example "
+            "'127.0.0.1:9400'; port 0 means any free one"
+        )
+    return host.strip("[]"), int(port)
+
+
 class RunSettings(Settings):
     """`[run]`: what the run is called, how many learners it has, and when it ends."""
 
@@ -219,6 +237,11 @@ class LearnerSettings(Settings):
     "host:port"; port 0: any free one. Default: nowhere, a shard relays it, which takes the syncer's
     bandwidth twice."""
 
+    metrics: str = ""
+    """Where Prometheus can scrape the learners, "host:port" of the first; learner 1 has the next
+    port, and so on, so that several fit on one machine. Port 0: any free one, which the log tells.
+    Default: nowhere; what the shards know of each learner they tell in any case."""
+
     hand_in_seconds: float = Field(default=10.0, ge=0)
     """How long a learner that is told to go (SIGTERM) waits for what it has trained to be taken, 0
     and up; 0: it goes at once. The notice of a cloud's preemption leaves 30 to 120 seconds."""
@@ -248,6 +271,17 @@ class LearnerSettings(Settings):
         told = self.ranks
         return told[min(index, len(told) - 1)] if isinstance(told, tuple) else told
 
+    def metrics_of(self, index: int) -> str | None:
+        """Where a learner can be scraped, if it can.
+
+        >>> LearnerSettings(metrics="0.0.0.0:9400").metrics_of(2)
+        '0.0.0.0:9402'
+        """
+        if not self.metrics:
+            return None
+        _, port = host_and_port("metrics", self.metrics)
+        return f"{self.metrics.rpartition(':')[0]}:{port + index if port else 0}"
+
     def parallelism_of(self, index: int) -> Parallelism:
         """How a learner's model is cut."""
         if self.ranks_of(index) == 1:
@@ -259,6 +293,12 @@ class LearnerSettings(Settings):
         """One rank has nothing to cut."""
         names = ("parallelism", "carriers") if self.ranks == 1 else ()
         return dict.fromkeys(names, "with ranks=1")
+
+    @model_validator(mode="after")
+    def _check_metrics(self) -> LearnerSettings:
+        if self.metrics:
+            host_and_port("metrics", self.metrics)
+        return self
 
     @model_validator(mode="after")
     def _check_ranks(self) -> LearnerSettings:
@@ -403,6 +443,12 @@ class RunConfig(Settings):
                         f"fragment {fragment} in [[outer.by_fragment]] is out of range: with "
                         f"fragments={fragments} it must be from 0 to {fragments - 1}"
                     )
+        last = self.learner.metrics_of(learners - 1)
+        if last is not None and int(last.rpartition(":")[2]) > PORT_MAX:
+            raise ConfigError(
+                f"metrics={self.learner.metrics!r} in [learner] with learners={learners} needs "
+                f"ports up to {last.rpartition(':')[2]}, but {PORT_MAX} is the last: lower the port"
+            )
         self._check_ranks()
         self._check_faults()
         return self

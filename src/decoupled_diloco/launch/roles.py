@@ -208,6 +208,7 @@ async def learn(
         hand_in_seconds=config.learner.hand_in_seconds,
         donate=donated if ranks == 1 else (),
         listen=config.learner.listen or None,
+        metrics=config.learner.metrics_of(index),
         give_up_seconds=config.learner.give_up_seconds,
         carriers=config.learner.carriers if ranks > 1 else 1,
         tape=folder / "tape" / f"{name}.jsonl",

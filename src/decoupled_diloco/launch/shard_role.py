@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.launch.collecting import Survivors
 from decoupled_diloco.launch.processes import open_tape, process_of
 from decoupled_diloco.launch.secrets import accepted_tokens
+from decoupled_diloco.monitor.measures import METRICS_PATH
 from decoupled_diloco.observe.open_files import SPARE, open_files_allowed
 from decoupled_diloco.observe.samples import TookOver
 from decoupled_diloco.observe.sources import TAPE_PATH
@@ -32,6 +33,9 @@ from decoupled_diloco.transport.documents import Document
 from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.http_server import HttpServer
 from decoupled_diloco.units import MIB
+
+if TYPE_CHECKING:
+    from decoupled_diloco.monitor.shard import ShardMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +76,11 @@ def run_shard(
             on_channel=on_channel,
             health=lambda: role.acting.health(),
             about=lambda: role.acting.describe(),
-            queries={TAPE_PATH: role.tape_documents(), CHECKPOINT_PATH: role.checkpoint_asked},
+            queries={
+                TAPE_PATH: role.tape_documents(),
+                CHECKPOINT_PATH: role.checkpoint_asked,
+                METRICS_PATH: role.metrics,
+            },
             pool_bytes=config.syncer.pool_mib * MIB,
             limits=limits,
         )
@@ -113,6 +121,7 @@ class ShardRole:
     process: Shard | None = None  # the shard, once it is this process's turn
     shard_lease: ShardLease | NoStandby = NO_STANDBY
     _tapes: list[TapeWriter] = field(default_factory=list)
+    _metrics: ShardMetrics | None = None  # from the first scrape on
 
     @property
     def name(self) -> str:
@@ -198,6 +207,14 @@ class ShardRole:
         """What gives readers elsewhere this process's tapes."""
         paths = {who: self.folder / "tape" / f"{file}.jsonl" for who, file in self._files.items()}
         return TapeDocuments(self.config.run.name, self.shard, self.addresses, paths)
+
+    async def metrics(self, query: Mapping[str, str]) -> Document:
+        """Answers a scrape."""
+        from decoupled_diloco.monitor.shard import ShardMetrics  # a library that few runs need
+
+        if self._metrics is None:
+            self._metrics = ShardMetrics(self.acting.watched())
+        return await self._metrics(query)
 
     async def checkpoint_asked(self, query: Mapping[str, str]) -> Document:
         """Answers who asks for a cut of the run, or about one."""

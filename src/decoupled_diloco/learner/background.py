@@ -391,6 +391,11 @@ class Background:
             await self._transfers.close()
             await self._client.close()
 
+    @property
+    def moved(self) -> BytesMoved:
+        """Bytes that were sent and received."""
+        return BytesMoved.of(self._require_client().stats)
+
     def _require_client(self) -> Client:
         assert self._client is not None, "the loop runs"
         return self._client
@@ -429,15 +434,7 @@ class Background:
         """Bytes to the tape now and then; gives up when nobody was there for too long."""
         while True:
             await asyncio.sleep(min(STATS_SECONDS, self._give_up_seconds or STATS_SECONDS))
-            stats = self._require_client().stats
-            self.sample(
-                BytesMoved(
-                    stats.control_bytes_sent,
-                    stats.control_bytes_received,
-                    stats.data_bytes_sent,
-                    stats.data_bytes_received,
-                )
-            )
+            self.sample(self.moved)
             self._check_patience("no shard has been reachable")
 
     async def _write_tape(self) -> None:

@@ -40,6 +40,8 @@ from decoupled_diloco.learner.modules import Model, plain
 from decoupled_diloco.learner.participation import Participation
 from decoupled_diloco.learner.plan import StepPlan
 from decoupled_diloco.learner.store import ModuleStore, ParameterStore
+from decoupled_diloco.monitor.tally import LearnerTally
+from decoupled_diloco.monitor.watched import WatchedLearner
 from decoupled_diloco.observe.samples import LossMeasured
 from decoupled_diloco.protocol.checkpoints.events import PartWritten
 from decoupled_diloco.protocol.draining import drained
@@ -106,6 +108,8 @@ class Learner(Participation):
             is trained and not merged yet to be taken. Default: 0, it is thrown away.
         carriers: How many ranks of a learner of several talk to the syncer, each with its part of
             every fragment: a number, ``"hosts"`` (one on each), or ``"all"``. Default: rank 0.
+        metrics: ``"host:port"`` at which Prometheus can scrape `/metrics` of this learner, with the
+            token; port 0: any free one, which the log tells. Of several ranks, rank 0 listens.
         store: How to read and write the parameters; default: `ModuleStore(model)`.
         client: Makes the transport's client. Default: HTTP.
 
@@ -116,7 +120,8 @@ class Learner(Participation):
             be none.
         StorageError: the checkpoints cannot be read.
         AccessError: the syncer refuses the token.
-        TransportError: ``join_timeout`` or ``give_up_seconds`` have passed.
+        TransportError: ``join_timeout`` or ``give_up_seconds`` have passed, or the port of
+            ``metrics`` is taken.
     """
 
     def __new__(cls, model: Model, *arguments: Any, **named: Any) -> Self:
@@ -147,6 +152,7 @@ class Learner(Participation):
         join_timeout: float | None = JOIN_TIMEOUT_SECONDS,
         tape: str | Path | None = None,
         carriers: int | Literal["hosts", "all"] = 1,
+        metrics: str | None = None,
         store: ParameterStore | None = None,
         client: Callable[[], Client] | None = None,
     ) -> None:
@@ -167,6 +173,8 @@ class Learner(Participation):
         self._checkpointer = parts.checkpointer_of(
             learner_id, model, objects, checkpoint, checkpoint_every_seconds, self._keeper
         )
+        self._tally = LearnerTally()
+        self._endpoint = parts.endpoint_of(metrics, token, self._look)
         super().__init__(
             store,
             syncer,
@@ -201,6 +209,8 @@ class Learner(Participation):
         applied = self._at_boundary(Paused()).applied
         if restoring and self._after_apply is not None:
             self._after_apply(applied)
+        if self._endpoint is not None:
+            self._endpoint.start(self.name)
 
     def checkpoint(self, run_checkpoint: int | None = None) -> Future[Written] | None:
         """Takes a checkpoint now; call it between two steps, in the thread of the training loop.
@@ -319,6 +329,7 @@ class Learner(Participation):
         """What `step` does, as a coroutine: `runtime.blocking` says what it may wait for."""
         self._raise_failure()
         self._check_optimizer()
+        began = now()
         loss = None if loss is None else float(loss)
         plan = self._at_boundary(StepFinished(int(tokens), self.leases.taken()), loss)
         applied = plan.applied + (await self._hold() if plan.hold else ())
@@ -330,6 +341,7 @@ class Learner(Participation):
         self._checkpointer.prepare()
         if self._checkpointer.due:
             self.checkpoint()
+        self._tally.stepped(began, now(), len(applied), loss)
         state = self._shared.machine.state
         return not (state.ended or state.leaving)
 
@@ -508,8 +520,29 @@ class Learner(Participation):
                 await self._wait(max(0.0, deadline - now()))
 
     def _leave(self, farewell: str, *, abrupt: bool = False) -> None:
+        if self._endpoint is not None:
+            self._endpoint.close()
         super()._leave(farewell, abrupt=abrupt)
         self._checkpointer.close()
+
+    def _look(self, read: Callable[[WatchedLearner], T]) -> T:
+        """What is read of this learner as it is now, by another thread."""
+        background = self._background
+        with background.changed:
+            return read(
+                WatchedLearner(
+                    name=self.name,
+                    run=self._shared.config.run.name,
+                    epoch=self.epoch,
+                    steps=self.steps,
+                    tokens=self.tokens,
+                    discarded_tokens=self.discarded_tokens,
+                    run_step=self.global_step,
+                    state=self._shared.machine.state,
+                    tally=self._tally,
+                    moved=background.moved,
+                )
+            )
 
     async def _finish(self) -> None:
         background = self._background

@@ -7,12 +7,13 @@ import os
 import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from decoupled_diloco.config.run import PORT_MAX
+from decoupled_diloco.config.run import host_and_port
 from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.learner.checkpoint import OPTIMIZER, CheckpointFolder
 from decoupled_diloco.learner.checkpointer import Checkpointer
@@ -21,7 +22,11 @@ from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.transport.base import Channel
 from decoupled_diloco.transport.http_server import HttpServer
-from decoupled_diloco.transport.tokens import Tokens
+from decoupled_diloco.transport.tokens import Tokens, read_secret
+
+if TYPE_CHECKING:
+    from decoupled_diloco.monitor.endpoint import MetricsEndpoint
+    from decoupled_diloco.monitor.watched import WatchedLearner
 
 logger = logging.getLogger(__name__)
 
@@ -96,10 +101,26 @@ def transfers_of(
     given = {name: objects[name] for name in donate if name in objects}
     if listen is None:
         return StateTransfers(given)
-    host, colon, port = listen.rpartition(":")
-    if not (colon and host and port.isdigit() and int(port) <= PORT_MAX):
-        raise ConfigError(f"listen={listen!r} is no address: write it as 'host:port'")
-    return StateTransfers(given, lambda key: _server(host.strip("[]"), int(port), key))
+    host, port = host_and_port("listen", listen)
+    return StateTransfers(given, lambda key: _server(host, port, key))
+
+
+def endpoint_of(
+    metrics: str | None,
+    token: str | None,
+    look: Callable[[Callable[[WatchedLearner], dict[str, Any]]], dict[str, Any]],
+) -> MetricsEndpoint | None:
+    """Where a `Learner` can be scraped, if it can.
+
+    Raises:
+        ConfigError: The address is none, or it is open to others without a token.
+    """
+    if metrics is None:
+        return None
+    from decoupled_diloco.monitor.endpoint import MetricsEndpoint  # a library that few need
+    from decoupled_diloco.monitor.learner import learner_metrics
+
+    return MetricsEndpoint(metrics, read_secret(token), partial(learner_metrics, look))
 
 
 def _server(host: str, port: int, key: str) -> HttpServer:

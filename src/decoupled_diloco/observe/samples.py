@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.transport.base import Stats
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +152,16 @@ class BytesMoved:
     control_received: int
     data_sent: int
     data_received: int
+
+    @classmethod
+    def of(cls, stats: Stats) -> BytesMoved:
+        """What a server or client has counted."""
+        return cls(
+            stats.control_bytes_sent,
+            stats.control_bytes_received,
+            stats.data_bytes_sent,
+            stats.data_bytes_received,
+        )
 
     @property
     def seen_from_there(self) -> BytesMoved:

@@ -353,6 +353,7 @@ class LeaderRank(_OfMany):
         self._raise_failure()
         self._seat.raise_failure()
         self._check_optimizer()
+        began = now()
         said = {"tokens": int(tokens), "loss": None if loss is None else float(loss)}
         if self._seat.under_way is None:
             self._reported(await self._seat.meet(FIRST, **said))
@@ -370,6 +371,7 @@ class LeaderRank(_OfMany):
             self._after_apply(applied)
         self._decide()
         self._seat.start(self._step_name(), plan=self._plan, **said)
+        self._tally.stepped(began, now(), len(applied), self._loss)
         return bool(plan["facts"]["go"])
 
     def _decide(self) -> None:

@@ -143,6 +143,7 @@ class System(Stage):
         checks: bool = True,
     ) -> None:
         _require_one_process_each(config)
+        _require_nobody_scrapes(config)
         super().__init__(seed)
         self.config = config
         self.folder = folder
@@ -363,6 +364,14 @@ def _require_one_process_each(config: RunConfig) -> None:
         raise ConfigError(
             f"ranks={config.learner.ranks!r} in [learner] would be ignored: in virtual time a "
             "learner trains in one process. Leave out ranks, parallelism and carriers"
+        )
+
+
+def _require_nobody_scrapes(config: RunConfig) -> None:
+    if config.learner.metrics:
+        raise ConfigError(
+            f"metrics={config.learner.metrics!r} in [learner] would be ignored: in virtual time "
+            "nobody scrapes. Leave it out"
         )
 
 

@@ -149,6 +149,10 @@ class Sessions:
                 heard.append(learner)
         return tuple(heard)
 
+    def last_heard(self) -> dict[str, float]:
+        """When the last byte of each who is connected was received."""
+        return {who: session.channel.last_received for who, session in self.sessions.items()}
+
     def _hear(self, checkpoint: int) -> None:
         """A shard takes its part of a checkpoint before a message of it does anything here."""
         known = self._checkpoint()

@@ -29,6 +29,8 @@ from decoupled_diloco.errors import (
     TransportError,
 )
 from decoupled_diloco.merge import Layout
+from decoupled_diloco.monitor.tally import ShardTally
+from decoupled_diloco.monitor.watched import WatchedShard
 from decoupled_diloco.observe.samples import BytesMoved, PayloadsEnded
 from decoupled_diloco.observe.tape import FLUSH_SECONDS, Recorder, TapeWriter
 from decoupled_diloco.protocol import effects as do
@@ -153,6 +155,7 @@ class Shard:
         self._admitted: say.ShardAdmitted | None = None
         self._worker = runtime().worker("merge")
         self._tasks: set[asyncio.Task[None]] = set()
+        self._tally = ShardTally()
         self._sessions = Sessions(
             handle=self._handle,
             said=self._said,
@@ -245,6 +248,22 @@ class Shard:
             "layout": None if self._layout is None else self._layout.to_json(),
         }
 
+    def watched(self) -> WatchedShard:
+        """What its metrics are read from."""
+        return WatchedShard(
+            self.config,
+            self.machine,
+            self._tally,
+            self._server.stats,
+            self._sessions.last_heard,
+            self._folder,
+            self._durable,
+        )
+
+    @property
+    def _durable(self) -> Path:
+        return self._folder / DURABLE / f"shard-{self.shard}"
+
     def _handle(self, event: fact.SyncerEvent) -> None:
         if self._stopping.is_set() or not self._shard_lease.holds():
             return  # peers may still talk; what they say belongs to the next life
@@ -305,15 +324,8 @@ class Shard:
             self._bytes_moved()
 
     def _bytes_moved(self) -> None:
-        stats = self._server.stats
-        moved = BytesMoved(
-            stats.control_bytes_sent,
-            stats.control_bytes_received,
-            stats.data_bytes_sent,
-            stats.data_bytes_received,
-        )
         with contextlib.suppress(StorageError):  # a full disk was told of already
-            self._tape.sample(now(), moved)
+            self._tape.sample(now(), BytesMoved.of(self._server.stats))
 
     def _hear(self) -> None:
         heard = self._sessions.heard_since(HEARD_SECONDS / 2)
@@ -377,6 +389,7 @@ class Shard:
         if isinstance(message, say.Upload | say.Copy) and self._uploads is not None:
             self._uploads.announce(learner, message)
         assert self._seals is not None
+        self._tally.said(learner, message)
         if not isinstance(message, Holding) or self._seals.genuine([message]):
             self._handle(fact.Received(learner, message))
 
@@ -408,7 +421,9 @@ class Shard:
                 | do.Stop()
             ):
                 self._in_order.put((effect, self.machine.state.checkpoint))
-            case do.ClockAdvanced() | do.RoundOpened() | do.RoundFinished():
+            case do.RoundFinished():
+                self._tally.finished(effect)
+            case do.ClockAdvanced() | do.RoundOpened():
                 pass
             case do.Note(text, why):
                 logger.info("%s (%s)", text, why)
@@ -559,8 +574,7 @@ class Shard:
         if not self.config.syncer.durable:
             return None
         identity = identity_of_shard(self.config, layout)
-        folder = self._folder / DURABLE / f"shard-{self.shard}"
-        return ShardDisk(folder, identity, tensors, claim=self._shard_lease.number)
+        return ShardDisk(self._durable, identity, tensors, claim=self._shard_lease.number)
 
     def _recorded(self, tensors: ShardTensors) -> Payloads | None:
         if not self.config.syncer.record_payloads:

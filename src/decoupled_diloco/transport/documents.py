@@ -34,6 +34,7 @@ class Document:
 
     body: bytes
     facts: dict[str, str] = field(default_factory=dict)
+    content_type: str = "application/octet-stream"
 
 
 Query = Callable[[Mapping[str, str]], Awaitable[Document]]

@@ -213,8 +213,8 @@ class HttpServer:
         try:
             document = await query(dict(request.rel_url.query))
             headers = {f"{FACT_PREFIX}{name}": value for name, value in document.facts.items()}
+            headers["Content-Type"] = document.content_type
             response = web.StreamResponse(headers=headers)
-            response.content_type = "application/octet-stream"
             response.content_length = len(document.body)
             await self._give(request, response, memoryview(document.body))
             return response

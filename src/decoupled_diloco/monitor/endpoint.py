@@ -1,0 +1,90 @@
+"""Where a learner can be scraped: a server in an event loop beside the training loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from concurrent.futures import Future
+
+from decoupled_diloco.config.run import host_and_port
+from decoupled_diloco.errors import Error
+from decoupled_diloco.monitor.measures import METRICS_PATH
+from decoupled_diloco.runtime import runtime
+from decoupled_diloco.transport.base import Channel
+from decoupled_diloco.transport.documents import Query
+from decoupled_diloco.transport.http_server import HttpServer
+from decoupled_diloco.transport.tokens import Tokens
+
+logger = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 2.0
+"""How long `close` waits for a scrape that is under way."""
+
+
+class MetricsEndpoint:
+    """Serves `/metrics` until it is closed, or the program has ended.
+
+    Args:
+        address: ``"host:port"``; port 0: any free one.
+        token: What a scraper has to show, if anything.
+        answer: Answers a scrape.
+
+    Raises:
+        ConfigError: The address is none, or others reach it and there is no token.
+    """
+
+    def __init__(self, address: str, token: str | None, answer: Query) -> None:
+        host, port = host_and_port("metrics", address)
+
+        async def refuse(channel: Channel) -> None:
+            await channel.close("only metrics are here: dial the syncer")
+
+        self._server = HttpServer(
+            host=host,
+            port=port,
+            tokens=Tokens(token),
+            on_channel=refuse,
+            pool_bytes=1 << 20,
+            queries={METRICS_PATH: answer},
+        )
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+
+    def start(self, who: str) -> None:
+        """Begins to listen, and says where.
+
+        Raises:
+            TransportError: The port is taken, or the host is not of this machine.
+        """
+        started: Future[None] = Future()
+        self._beside = runtime().beside(lambda: self._serve(started), "ddiloco-metrics")
+        started.result()
+        logger.info("%s: metrics at %s%s", who, self._server.address, METRICS_PATH)
+
+    @property
+    def address(self) -> str:
+        """Where it listens, as a URL."""
+        return self._server.address
+
+    def close(self) -> None:
+        """Ends it; nothing if it was not started."""
+        loop, stop = self._loop, self._stop
+        if loop is not None and stop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(stop.set)
+            self._beside.join(CLOSE_SECONDS)
+
+    async def _serve(self, started: Future[None]) -> None:
+        try:
+            await self._server.start()
+        except Error as error:
+            started.set_exception(error)
+            return
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        started.set_result(None)
+        ends = [
+            asyncio.ensure_future(each) for each in (self._stop.wait(), runtime().program_ended())
+        ]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        for each in ends:
+            each.cancel()
+        await self._server.stop()
