@@ -1,7 +1,7 @@
 """Prometheus' text format, made by its own client library, one metric at a time.
 
 A scrape of a shard with thousands of learners is megabytes of text. So it is made in turns of the
-event loop, one metric each (`page`): with 4,000 learners a turn takes 20 ms on a slow core.
+event loop, one metric each (`page`): with 4,000 learners 0.2 s of a core, and no turn above 0.1 s.
 """
 
 from __future__ import annotations

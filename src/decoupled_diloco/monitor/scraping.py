@@ -1,0 +1,92 @@
+"""The files that Prometheus and Grafana are given: alert rules, dashboard, scrape configuration."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from decoupled_diloco.config import RunConfig
+from decoupled_diloco.config.addresses import alternatives, on_this_machine, url_of
+from decoupled_diloco.config.run import host_and_port
+from decoupled_diloco.monitor.measures import METRICS_PATH
+
+JOB = "ddiloco"
+"""The job's name, by which the alert rules know its targets."""
+
+RULES_FILE = "ddiloco-rules.yml"
+"""The rule file that the scrape configuration names."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A process that can be scraped: where, and the labels that say which it is."""
+
+    url: str
+    labels: dict[str, str]
+
+
+def shipped_file(name: str) -> str:
+    """The text of a file beside this one."""
+    return (Path(__file__).parent / name).read_text(encoding="utf-8")
+
+
+def targets_of(config: RunConfig, addresses: Iterable[str]) -> list[Target]:
+    """The processes of a run, as far as it is known where they are.
+
+    Args:
+        config: The run's.
+        addresses: Of the shards, in order, each with its standby's.
+    """
+    found = [
+        Target(url, {"run": config.run.name, "shard": str(shard)})
+        for shard, address in enumerate(addresses)
+        for url in alternatives(address)
+    ]
+    for index, name in enumerate(config.learner_ids):
+        address = config.learner.metrics_of(index)
+        if address is not None and not address.endswith(":0"):
+            url = on_this_machine(url_of(*host_and_port("metrics", address)))
+            found.append(Target(url, {"run": config.run.name, "learner": name}))
+    return found
+
+
+def scrape_config(targets: Iterable[Target], token_file: Path | None, note: str = "") -> str:
+    """A configuration of Prometheus, in YAML; quoted texts are as in JSON.
+
+    Args:
+        targets: What is scraped.
+        token_file: The file with what is shown to them.
+        note: A comment for its head.
+    """
+    told = list(targets)
+    schemes = sorted({urlsplit(target.url).scheme for target in told})
+    lines = [f"# {line}" for line in note.splitlines()]
+    lines += ["global:", "  scrape_interval: 15s", "  evaluation_interval: 15s", ""]
+    lines += [f"rule_files: [{RULES_FILE}]  # ddiloco metrics rules > {RULES_FILE}", ""]
+    lines += ["scrape_configs:"]
+    for scheme in schemes:
+        lines += _job(scheme, [t for t in told if urlsplit(t.url).scheme == scheme], token_file)
+    return "\n".join(lines) + "\n"
+
+
+def _job(scheme: str, targets: list[Target], token_file: Path | None) -> Iterator[str]:
+    name = JOB if scheme == "http" else f"{JOB}-{scheme}"
+    yield f"  - job_name: {name}"
+    yield f"    scheme: {scheme}"
+    yield f"    metrics_path: {METRICS_PATH}"
+    if token_file is not None:
+        yield f"    authorization: {{credentials_file: {json.dumps(str(token_file))}}}"
+    if name != JOB:
+        yield f"    relabel_configs: [{{target_label: job, replacement: {JOB}}}]"
+    yield "    static_configs:"
+    for target in targets:
+        parts = urlsplit(target.url)
+        labels = dict(target.labels)
+        if parts.path.strip("/"):
+            labels["__metrics_path__"] = parts.path.rstrip("/") + METRICS_PATH
+        yield f"      - targets: [{json.dumps(parts.netloc)}]"
+        told = ", ".join(f"{key}: {json.dumps(value)}" for key, value in labels.items())
+        yield f"        labels: {{{told}}}"

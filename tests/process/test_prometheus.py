@@ -1,0 +1,139 @@
+"""A real Prometheus watches a real run: it scrapes every process, and an alert comes and goes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import socket
+import subprocess
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from process.runs import config_of, free_ports, local_run, stopped_at_exit, until
+from process.test_live import told
+from unit.monitor.promtool import needs_prometheus, promtool
+
+
+def ask(address: str, path: str, **query: str) -> Any:
+    """What Prometheus answers; ``None``: it does not yet."""
+    url = f"{address}/api/v1/{path}?{urllib.parse.urlencode(query)}"
+    with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as answer:
+        return json.load(answer)["data"]
+    return None
+
+
+def value(address: str, query: str) -> dict[str, float]:
+    """A query's value by run, shard and learner."""
+    found = ask(address, "query", query=query) or {"result": []}
+    return {
+        each["metric"].get("shard", "") + each["metric"].get("learner", ""): float(each["value"][1])
+        for each in found["result"]
+    }
+
+
+def firing(address: str) -> dict[str, dict[str, str]]:
+    alerts = (ask(address, "alerts") or {"alerts": []})["alerts"]
+    return {a["labels"]["alertname"]: a["labels"] for a in alerts if a["state"] == "firing"}
+
+
+def neighbours() -> int:
+    """A port that nobody listens on, nor on the next."""
+    while True:
+        (port,) = free_ports(1)
+        with contextlib.suppress(OSError, OverflowError):
+            socket.create_server(("127.0.0.1", port + 1)).close()
+            return port
+
+
+@contextlib.contextmanager
+def prometheus(folder: Path, run: Path) -> Iterator[str]:
+    """One that watches a run by the shipped files, with short times."""
+    config = told("metrics", "config", str(run)).replace("15s", "1s")
+    rules = re.sub(r"for: \w+", "for: 1s", told("metrics", "rules")).replace("> 60", "> 3")
+    (folder / "prometheus.yml").write_text(config)
+    (folder / "ddiloco-rules.yml").write_text(rules)
+    assert "SUCCESS" in promtool("check", "config", str(folder / "prometheus.yml"))
+    (port,) = free_ports(1)
+    process = subprocess.Popen(
+        [
+            "prometheus",
+            f"--config.file={folder / 'prometheus.yml'}",
+            f"--web.listen-address=127.0.0.1:{port}",
+            f"--storage.tsdb.path={folder / 'data'}",
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    with stopped_at_exit(process):
+        yield f"http://127.0.0.1:{port}"
+
+
+@needs_prometheus
+def test_prometheus_watches_a_run_and_tells_of_a_learner_that_is_gone(tmp_path: Path) -> None:
+    config = config_of(
+        tmp_path / "run",
+        run={"budget_steps": 1_000_000},
+        syncer={"shards": 2},
+        learner={"metrics": f"127.0.0.1:{neighbours()}"},
+    )
+    with local_run(config) as run:
+
+        def seen(condition: Callable[[], object]) -> Callable[[], object]:
+            def look() -> object:
+                run.supervisor.poll()
+                return condition()
+
+            return look
+
+        run.start()
+        run.wait_for_shards()
+        with prometheus(tmp_path, run.path) as there:
+            up = {"0": 1.0, "1": 1.0, "learner-0": 1.0, "learner-1": 1.0}
+            until(seen(lambda: value(there, "up") == up), "all processes are scraped", 60)
+            rate = "rate(ddiloco_shard_tokens_total[10s]) > 0"
+            until(seen(lambda: value(there, rate).keys() == {"0", "1"}), "tokens are counted", 60)
+            step = "ddiloco_learner_steps_total > 20"
+            until(seen(lambda: len(value(there, step)) == 2), "learners step", 60)
+            merged = 'ddiloco_shard_rounds_total{verdict="merged"} > 4'
+            until(seen(lambda: len(value(there, merged)) == 2), "rounds are merged", 60)
+            assert not firing(there)
+
+            run.supervisor.take_down("learner-1")
+            until(seen(lambda: "DilocoLearnerSilent" in firing(there)), "the alert fires", 90)
+            assert firing(there)["DilocoLearnerSilent"]["learner"] == "learner-1"
+            assert firing(there).keys() == {"DilocoLearnerSilent"}
+            up = value(there, "up")
+            assert (up["learner-0"], up["learner-1"]) == (1.0, 0.0)
+
+            until(seen(lambda: run.supervisor.bring_back("learner-1")), "its process has ended")
+            until(seen(lambda: not firing(there)), "the alert is over", 60)
+
+
+def test_metrics_are_behind_the_token(tmp_path: Path) -> None:
+    config = config_of(tmp_path / "run", run={"budget_steps": 1_000_000})
+    with local_run(config) as run:
+        run.start()
+        run.wait_for_shards()
+        request = urllib.request.Request(f"{run.addresses[0]}/metrics")
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request, timeout=5)
+        assert refused.value.code == 401
+        request.add_header("Authorization", f"Bearer {run.secret_file.read_text().strip()}")
+        with urllib.request.urlopen(request, timeout=5) as answer:
+            assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+            promtool_says(answer.read().decode())
+
+
+def promtool_says(text: str) -> None:
+    """Prometheus' linter finds nothing, where it is installed."""
+    if not needs_prometheus.args[0]:
+        promtool("check", "metrics", given=text)
+    assert "# HELP ddiloco_shard_clock_steps" in text

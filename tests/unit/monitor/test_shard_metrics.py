@@ -1,0 +1,136 @@
+"""What a shard tells a scraper, from its state; with thousands of learners in turns of the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from decoupled_diloco.config import RunConfig
+from decoupled_diloco.config.method import options_of
+from decoupled_diloco.monitor.measures import PROCESS, SHARD
+from decoupled_diloco.monitor.shard import ShardMetrics
+from decoupled_diloco.monitor.tally import SECONDS_BOUNDS, Durations, ShardTally
+from decoupled_diloco.monitor.watched import WatchedShard
+from decoupled_diloco.protocol.membership import Identity, Member
+from decoupled_diloco.protocol.messages import LOSS_MAX, Leave, StepReport
+from decoupled_diloco.protocol.syncer import SyncerMachine
+from decoupled_diloco.runtime import now
+from decoupled_diloco.transport.base import Stats
+
+FRAGMENTS = 4
+
+
+@pytest.fixture
+def shard(tmp_path: Path) -> WatchedShard:
+    config = RunConfig(run={"budget_steps": 9, "learners": 3}, sync={"fragments": FRAGMENTS})
+    machine = SyncerMachine(options_of(config), 0)
+    heard = dict[str, float]()
+    durable = tmp_path / "durable"
+    durable.mkdir()
+    (durable / "journal").write_bytes(b"x" * 77)
+    return WatchedShard(
+        config, machine, ShardTally(), Stats(1, 2, 3, 4), lambda: heard, tmp_path, durable
+    )
+
+
+def join(shard: WatchedShard, learner: str, tokens: int = 100, loss: float = 2.0) -> None:
+    state = shard.machine.state
+    state.members[learner] = Member(learner, 1, 10, 5, now() + 10)
+    state.identities[learner] = Identity(1, "n", tokens=tokens, steps=5)
+    shard.heard()[learner] = now()
+    shard.tally.said(learner, StepReport(5, tokens, 0.5, 40, loss))
+
+
+def leave(shard: WatchedShard, learner: str) -> None:
+    del shard.machine.state.members[learner]
+    del shard.heard()[learner]
+
+
+async def scraped(metrics: ShardMetrics) -> dict[tuple[str, ...], float]:
+    """Values by name and labels."""
+    text = (await metrics({})).body.decode()
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+async def test_all_that_is_declared_is_told(shard: WatchedShard) -> None:
+    join(shard, "a")
+    shard.machine.state.members["a"].step_seconds = 0.5
+    shard.tally.contributions["folded"] += 1
+    found = {name for name, *_ in await scraped(ShardMetrics(shard))}
+    assert found == {name for each in SHARD for name in each.series} | set(PROCESS)
+
+
+async def test_numbers_are_those_of_the_state(shard: WatchedShard) -> None:
+    join(shard, "a", loss=2.5)
+    join(shard, "b", tokens=300, loss=LOSS_MAX)
+    found = await scraped(ShardMetrics(shard))
+    assert found["ddiloco_shard_learners",] == 2
+    assert found["ddiloco_shard_tokens_total",] == 400
+    assert found["ddiloco_shard_learner_run_step", "a"] == 15
+    assert found["ddiloco_shard_learner_discarded_tokens_total", "a"] == 40 / FRAGMENTS
+    assert found["ddiloco_shard_discarded_tokens_total",] == 80 / FRAGMENTS
+    assert found["ddiloco_shard_learner_loss", "a"] == 2.5
+    assert found["ddiloco_shard_learner_loss", "b"] == math.inf
+    assert found["ddiloco_shard_sent_bytes_total", "control"] == 1
+    assert found["ddiloco_shard_received_bytes_total", "data"] == 4
+    assert found["ddiloco_shard_durable_bytes",] == 77
+    assert ("ddiloco_shard_learner_step_seconds", "a") not in found, "it is not known yet"
+
+
+async def test_who_is_gone_without_a_word_is_told_of_and_who_leaves_is_not(
+    shard: WatchedShard,
+) -> None:
+    metrics = ShardMetrics(shard)
+    for learner in ("crashed", "left"):
+        join(shard, learner)
+    before = await scraped(metrics)
+    shard.tally.said("left", Leave("bye"))
+    for learner in ("crashed", "left"):
+        leave(shard, learner)
+    found = await scraped(metrics)
+    heard = "ddiloco_shard_learner_heard_timestamp_seconds"
+    assert found[heard, "crashed"] == pytest.approx(before[heard, "crashed"])
+    assert found["ddiloco_shard_learner_connected", "crashed"] == 0
+    assert ("ddiloco_shard_learner_run_step", "crashed") not in found
+    assert (heard, "left") not in found
+
+
+def test_discarded_tokens_are_counted_over_lives() -> None:
+    tally = ShardTally()
+    for discarded in (10, 30, 0, 5):  # its process has died after the second
+        tally.said("a", StepReport(1, 1, 0.1, discarded))
+    assert tally.discarded_fragment_tokens == 35
+
+
+def test_durations_are_counted_by_their_bounds() -> None:
+    durations = Durations()
+    for seconds in (SECONDS_BOUNDS[0], SECONDS_BOUNDS[0] * 1.01, 1e9):
+        durations.add(seconds)
+    assert (durations.counts[0], durations.counts[1], durations.counts[-1]) == (1, 1, 1)
+    assert sum(durations.counts) == 3
+
+
+async def test_others_have_their_turn_during_a_scrape_of_4000_learners(shard: WatchedShard) -> None:
+    for number in range(4000):
+        join(shard, f"learner-{number}")
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    beside = asyncio.create_task(other())
+    found = await scraped(ShardMetrics(shard))
+    beside.cancel()
+    assert sum(name == "ddiloco_shard_learner_loss" for name, *_ in found) == 4000
+    assert turns >= len(SHARD)
