@@ -21,6 +21,7 @@ from decoupled_diloco.cli.explain import explain
 from decoupled_diloco.cli.export import export
 from decoupled_diloco.cli.launch import launch, stop
 from decoupled_diloco.cli.ledger import ledger
+from decoupled_diloco.cli.log import log
 from decoupled_diloco.cli.metrics import metrics
 from decoupled_diloco.cli.options import fail
 from decoupled_diloco.cli.recipes import recipes, scenarios
@@ -92,7 +93,20 @@ app = Commands(
 for each in (train, launch, stop, syncer, learner, evaluator, recipes, scenarios, simulate):
     app.command()(each)
 add_command(app, "plan")
-for each in (chaos, export, doctor, status, watch, metrics, timing, explain, report, tape, replay):
+for each in (
+    chaos,
+    export,
+    doctor,
+    status,
+    watch,
+    log,
+    metrics,
+    timing,
+    explain,
+    report,
+    tape,
+    replay,
+):
     app.command()(each)
 add_command(app, "goodput")
 for each in (ledger, checkpoint):

@@ -23,7 +23,7 @@ Parallelism: TypeAlias = Literal["plain", "ddp", "fsdp", "tp"]
 """How a model is cut over the ranks of a learner; "plain": it has one rank."""
 
 _PRIVATE: dict[str, Any] = {
-    "run": {"folder", "evaluator", "evaluate_every_seconds", "fork_server"},
+    "run": {"folder", "evaluator", "evaluate_every_seconds", "fork_server", "log"},
     "sync": {"initial_weights"},
     "syncer": True,
     "learner": True,
@@ -91,6 +91,11 @@ class RunSettings(Settings):
     evaluate_every_seconds: float = Field(default=10.0, gt=0)
     """Seconds from one evaluation's start to the next one's, greater than 0. Raise it when
     evaluations take processor time that the learners need."""
+
+    log: tuple[str, ...] = Field(default=(), strict=False)
+    """Where a process of its own logs the run's numbers and each learner's: "tensorboard" (to
+    `RUN/tensorboard`), "wandb", "mlflow", or one of them with what it is called there, as
+    "tensorboard:FOLDER", "wandb:PROJECT", "mlflow:TRACKING_URI". Default: nowhere."""
 
     fork_server: bool = True
     """On Linux one process imports PyTorch, and learners, shards and evaluator are forked from it:

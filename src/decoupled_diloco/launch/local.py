@@ -19,7 +19,13 @@ from decoupled_diloco.launch.folder import RunFolder, read_token, write_addresse
 from decoupled_diloco.launch.fork_server import ForkServer
 from decoupled_diloco.launch.placement import ThisMachine
 from decoupled_diloco.launch.ports import free_ports
-from decoupled_diloco.launch.processes import EVALUATOR, open_tape, process_of, reopen_claims
+from decoupled_diloco.launch.processes import (
+    EVALUATOR,
+    LOGGER,
+    open_tape,
+    process_of,
+    reopen_claims,
+)
 from decoupled_diloco.launch.secrets import accepted_tokens, read_principals, require_principals
 from decoupled_diloco.launch.supervisor import Child, Supervisor
 from decoupled_diloco.observe.following import FollowedRun
@@ -94,6 +100,10 @@ class LocalRun:
 
             require_data(load_workload(config.workload.name, config.workload_options()), config)
         self._with_learners = learners
+        if config.run.log:
+            from decoupled_diloco.monitor.sinks import require_places
+
+            require_places(config.run.log)
         self._require_syncer()  # before there is a folder, or an earlier run is moved aside
         self.folder = RunFolder(
             config.run.folder, resume=resume, spare=(lambda folder: None) if anew else _require_over
@@ -176,6 +186,9 @@ class LocalRun:
             arguments = ["syncer", run_file, "--shard", str(shard), "--port", str(port)]
             arguments += ["--addresses", joined, *(["--standby"] if turn else [])]
             self.supervisor.start(process_of(shard, standby=turn > 0), [*arguments, *common])
+        if config.run.log:
+            places = [part for place in config.run.log for part in ("--to", place)]
+            self.supervisor.start(LOGGER, ["log", str(self.path), *places, "--stop-with-parent"])
         if not self._with_learners:
             return
         for index, name in enumerate(config.learner_ids):
@@ -237,7 +250,7 @@ class LocalRun:
         running = {name for name, child in self.supervisor.children.items() if child.running}
         if not running:
             return 0.0
-        return EVALUATOR_SECONDS if EVALUATOR in running else FAREWELL_SECONDS
+        return EVALUATOR_SECONDS if running & {EVALUATOR, LOGGER} else FAREWELL_SECONDS
 
     def _hopeless(self) -> str | None:
         children = self.supervisor.children

@@ -18,6 +18,7 @@ from decoupled_diloco.storage.claims import CLAIMS, ClaimStore
 logger = logging.getLogger(__name__)
 
 EVALUATOR = "evaluator"
+LOGGER = "logger"
 
 
 def process_of(shard: int, *, standby: bool) -> str:

@@ -108,6 +108,9 @@ class Learner(Participation):
             is trained and not merged yet to be taken. Default: 0, it is thrown away.
         carriers: How many ranks of a learner of several talk to the syncer, each with its part of
             every fragment: a number, ``"hosts"`` (one on each), or ``"all"``. Default: rank 0.
+        log: Where this learner's numbers are logged about once a second: ``"tensorboard"``,
+            ``"wandb"`` or ``"mlflow"``, or with what it is called there, as
+            ``"tensorboard:runs/x"``. Of several ranks, rank 0 logs.
         metrics: ``"host:port"`` at which Prometheus can scrape `/metrics` of this learner, with the
             token; port 0: any free one, which the log tells. Of several ranks, rank 0 listens.
         store: How to read and write the parameters; default: `ModuleStore(model)`.
@@ -152,6 +155,7 @@ class Learner(Participation):
         join_timeout: float | None = JOIN_TIMEOUT_SECONDS,
         tape: str | Path | None = None,
         carriers: int | Literal["hosts", "all"] = 1,
+        log: str | None = None,
         metrics: str | None = None,
         store: ParameterStore | None = None,
         client: Callable[[], Client] | None = None,
@@ -174,11 +178,14 @@ class Learner(Participation):
             learner_id, model, objects, checkpoint, checkpoint_every_seconds, self._keeper
         )
         self._tally = LearnerTally()
-        self._endpoint = parts.endpoint_of(metrics, token, self._look)
+        name = self._checkpointer.learner
+        endpoint = parts.endpoint_of(metrics, name, token, self._look)
+        self._log = parts.log_of(log, name)
+        self._watchers = [each for each in (endpoint, self._log) if each is not None]
         super().__init__(
             store,
             syncer,
-            name=self._checkpointer.learner,
+            name=name,
             role="learner",
             token=token,
             give_up_seconds=give_up_seconds,
@@ -198,6 +205,13 @@ class Learner(Participation):
 
     _keeper: Callable[..., Checkpointer] = Checkpointer
 
+    async def _join(self) -> None:
+        try:
+            await super()._join()
+        except BaseException:
+            self._end_watching()
+            raise
+
     async def _begin(self) -> None:
         """The first boundary: what an earlier life has kept, then what is newer."""
         restoring = self._background.restoring
@@ -209,8 +223,8 @@ class Learner(Participation):
         applied = self._at_boundary(Paused()).applied
         if restoring and self._after_apply is not None:
             self._after_apply(applied)
-        if self._endpoint is not None:
-            self._endpoint.start(self.name)
+        for each in self._watchers:
+            each.start()
 
     def checkpoint(self, run_checkpoint: int | None = None) -> Future[Written] | None:
         """Takes a checkpoint now; call it between two steps, in the thread of the training loop.
@@ -341,9 +355,15 @@ class Learner(Participation):
         self._checkpointer.prepare()
         if self._checkpointer.due:
             self.checkpoint()
-        self._tally.stepped(began, now(), len(applied), loss)
+        self._stepped(began, applied, loss)
         state = self._shared.machine.state
         return not (state.ended or state.leaving)
+
+    def _stepped(self, began: float, applied: tuple[int, ...], loss: float | None) -> None:
+        """What others are told of a step that began to be handled then."""
+        self._tally.stepped(began, now(), len(applied), loss)
+        if self._log is not None:
+            self._log.stepped(began, self.global_step, self._look)
 
     def _check_optimizer(self) -> None:
         if self._unchecked is not None:
@@ -520,10 +540,13 @@ class Learner(Participation):
                 await self._wait(max(0.0, deadline - now()))
 
     def _leave(self, farewell: str, *, abrupt: bool = False) -> None:
-        if self._endpoint is not None:
-            self._endpoint.close()
+        self._end_watching()
         super()._leave(farewell, abrupt=abrupt)
         self._checkpointer.close()
+
+    def _end_watching(self) -> None:
+        for each in self._watchers:
+            each.close()
 
     def _look(self, read: Callable[[WatchedLearner], T]) -> T:
         """What is read of this learner as it is now, by another thread."""

@@ -26,6 +26,7 @@ from decoupled_diloco.transport.tokens import Tokens, read_secret
 
 if TYPE_CHECKING:
     from decoupled_diloco.monitor.endpoint import MetricsEndpoint
+    from decoupled_diloco.monitor.step_log import StepLog
     from decoupled_diloco.monitor.watched import WatchedLearner
 
 logger = logging.getLogger(__name__)
@@ -107,6 +108,7 @@ def transfers_of(
 
 def endpoint_of(
     metrics: str | None,
+    name: str,
     token: str | None,
     look: Callable[[Callable[[WatchedLearner], dict[str, Any]]], dict[str, Any]],
 ) -> MetricsEndpoint | None:
@@ -120,7 +122,20 @@ def endpoint_of(
     from decoupled_diloco.monitor.endpoint import MetricsEndpoint  # a library that few need
     from decoupled_diloco.monitor.learner import learner_metrics
 
-    return MetricsEndpoint(metrics, read_secret(token), partial(learner_metrics, look))
+    return MetricsEndpoint(metrics, name, read_secret(token), partial(learner_metrics, look))
+
+
+def log_of(log: str | None, name: str) -> StepLog | None:
+    """What logs a `Learner`'s numbers, if anything does.
+
+    Raises:
+        ConfigError: It is no place for them, or its library is not installed.
+    """
+    if log is None:
+        return None
+    from decoupled_diloco.monitor.step_log import StepLog
+
+    return StepLog(log, name, Path())
 
 
 def _server(host: str, port: int, key: str) -> HttpServer:

@@ -26,6 +26,7 @@ class MetricsEndpoint:
 
     Args:
         address: ``"host:port"``; port 0: any free one.
+        who: Whose metrics these are.
         token: What a scraper has to show, if anything.
         answer: Answers a scrape.
 
@@ -33,12 +34,13 @@ class MetricsEndpoint:
         ConfigError: The address is none, or others reach it and there is no token.
     """
 
-    def __init__(self, address: str, token: str | None, answer: Query) -> None:
+    def __init__(self, address: str, who: str, token: str | None, answer: Query) -> None:
         host, port = host_and_port("metrics", address)
 
         async def refuse(channel: Channel) -> None:
             await channel.close("only metrics are here: dial the syncer")
 
+        self._who = who
         self._server = HttpServer(
             host=host,
             port=port,
@@ -50,7 +52,7 @@ class MetricsEndpoint:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
 
-    def start(self, who: str) -> None:
+    def start(self) -> None:
         """Begins to listen, and says where.
 
         Raises:
@@ -59,7 +61,7 @@ class MetricsEndpoint:
         started: Future[None] = Future()
         self._beside = runtime().beside(lambda: self._serve(started), "ddiloco-metrics")
         started.result()
-        logger.info("%s: metrics at %s%s", who, self._server.address, METRICS_PATH)
+        logger.info("%s: metrics at %s%s", self._who, self._server.address, METRICS_PATH)
 
     @property
     def address(self) -> str:

@@ -371,7 +371,7 @@ class LeaderRank(_OfMany):
             self._after_apply(applied)
         self._decide()
         self._seat.start(self._step_name(), plan=self._plan, **said)
-        self._tally.stepped(began, now(), len(applied), self._loss)
+        self._stepped(began, applied, self._loss)
         return bool(plan["facts"]["go"])
 
     def _decide(self) -> None:

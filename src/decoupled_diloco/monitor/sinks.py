@@ -1,0 +1,204 @@
+"""Where numbers of an experiment go: TensorBoard, Weights & Biases, MLflow, behind one small sink.
+
+A place is written as ``"tensorboard"``, ``"wandb"`` or ``"mlflow"``, or with what it is called
+there: ``"tensorboard:FOLDER"``, ``"wandb:PROJECT"``, ``"mlflow:TRACKING_URI"``. What else these
+libraries want to know (keys, entities, offline or not) they read from their own settings.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from decoupled_diloco.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+PROJECT = "decoupled-diloco"
+"""The project of Weights & Biases, and the experiment of MLflow."""
+
+
+class Sink(Protocol):
+    """A place for numbers by step."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Keeps these numbers of a step; steps never go back."""
+
+    def close(self) -> None:
+        """Nothing more will come; waits until all is kept."""
+
+
+def open_sink(place: str, name: str, folder: Path, settings: Mapping[str, Any]) -> Sink:
+    """A place for numbers.
+
+    Args:
+        place: See the head of this file.
+        name: What is logged: of a run, or of a learner.
+        folder: Where files go if ``place`` does not say.
+        settings: What is shown as the configuration of the experiment.
+
+    Raises:
+        ConfigError: There is no such place, its library is not installed, or it refuses.
+    """
+    kind, _, where = place.partition(":")
+    require_places([place])
+    try:
+        return _KINDS[kind](where, name, folder, settings)
+    except Exception as error:
+        raise ConfigError(f"log={place!r}: {kind} refuses: {error}") from error
+
+
+def require_places(places: Iterable[str]) -> None:
+    """Checks that these are places, and that their libraries are installed.
+
+    Raises:
+        ConfigError: One is not.
+    """
+    for place in places:
+        kind = place.partition(":")[0]
+        if kind not in _KINDS:
+            raise ConfigError(
+                f"log={place!r} is no place: write {', '.join(map(repr, _KINDS))}, or one of them "
+                "with what it is called there, as 'tensorboard:runs/x'"
+            )
+        _library(kind)
+
+
+def _library(kind: str) -> ModuleType:
+    try:
+        return importlib.import_module(kind)
+    except ImportError as error:
+        raise ConfigError(f"{kind} is not installed: {_INSTALL[kind]}") from error
+
+
+class TensorBoardSink:
+    """Event files in a folder, for `tensorboard --logdir`."""
+
+    def __init__(self, where: str, name: str, folder: Path, settings: Mapping[str, Any]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        path = where or str(folder / "tensorboard")
+        self._writer: Any = SummaryWriter(path, flush_secs=10)
+        self._writer.add_text("settings", _as_table(settings))
+        logger.info("%s: tensorboard --logdir %s", name, path)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """See `Sink`."""
+        for key, value in values.items():
+            self._writer.add_scalar(key, value, step)
+
+    def close(self) -> None:
+        """See `Sink`."""
+        self._writer.close()
+
+
+class WandbSink:
+    """A run of Weights & Biases; ``WANDB_MODE=offline`` keeps it in the folder."""
+
+    def __init__(self, where: str, name: str, folder: Path, settings: Mapping[str, Any]) -> None:
+        self._run: Any = _library("wandb").init(
+            project=where or PROJECT,
+            name=name,
+            dir=str(folder),
+            config=dict(settings),
+            reinit="create_new",
+        )
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """See `Sink`."""
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """See `Sink`."""
+        self._run.finish()
+
+
+class MlflowSink:
+    """A run of MLflow, at its tracking server."""
+
+    def __init__(self, where: str, name: str, folder: Path, settings: Mapping[str, Any]) -> None:
+        mlflow: Any = _library("mlflow")
+        self._metric = importlib.import_module("mlflow.entities").Metric
+        self._client: Any = mlflow.MlflowClient(tracking_uri=where or None)
+        known = self._client.get_experiment_by_name(PROJECT)
+        experiment = known.experiment_id if known else self._client.create_experiment(PROJECT)
+        self._run: str = self._client.create_run(experiment, run_name=name).info.run_id
+        for key, value in _flat(settings).items():
+            self._client.log_param(self._run, key, value[:250])
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """See `Sink`."""
+        instant = int(time.time() * 1000)
+        told = [self._metric(key, value, instant, step) for key, value in values.items()]
+        self._client.log_batch(self._run, metrics=told)
+
+    def close(self) -> None:
+        """See `Sink`."""
+        self._client.set_terminated(self._run)
+
+
+class Carefully:
+    """A sink whose failures are told once and end it, and nothing else: it is another's code.
+
+    Numbers that are not finite are left out: not every place can keep them.
+    """
+
+    def __init__(self, sink: Sink, place: str) -> None:
+        self._sink: Sink | None = sink
+        self._place = place
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """See `Sink`."""
+        finite = {key: value for key, value in values.items() if math.isfinite(value)}
+        self._do(lambda sink: sink.log(step, finite))
+
+    def close(self) -> None:
+        """See `Sink`."""
+        self._do(lambda sink: sink.close())
+        self._sink = None
+
+    def _do(self, work: Callable[[Sink], None]) -> None:
+        if self._sink is None:
+            return
+        try:
+            work(self._sink)
+        except Exception as error:
+            self._sink = None
+            logger.error("nothing more is logged to %s, training goes on: %s", self._place, error)
+
+
+def _flat(settings: Mapping[str, Any], before: str = "") -> dict[str, str]:
+    """Tables in tables as dotted keys."""
+    found: dict[str, str] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{before}{key}.")
+        else:
+            found[f"{before}{key}"] = str(value)
+    return found
+
+
+def _as_table(settings: Mapping[str, Any]) -> str:
+    """The settings as TensorBoard shows a text: Markdown."""
+    rows = [f"| {key} | {value} |" for key, value in _flat(settings).items()]
+    return "\n".join(["| setting | value |", "|---|---|", *rows])
+
+
+_KINDS: dict[str, Callable[[str, str, Path, Mapping[str, Any]], Sink]] = {
+    "tensorboard": TensorBoardSink,
+    "wandb": WandbSink,
+    "mlflow": MlflowSink,
+}
+
+_INSTALL = {
+    "tensorboard": "pip install 'decoupled-diloco[tensorboard]' (in a clone: "
+    "pip install -e '.[tensorboard]')",
+    "wandb": "pip install 'decoupled-diloco[wandb]' (in a clone: pip install -e '.[wandb]')",
+    "mlflow": "pip install 'decoupled-diloco[mlflow]' (in a clone: pip install -e '.[mlflow]')",
+}

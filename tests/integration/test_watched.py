@@ -1,0 +1,91 @@
+"""A learner of one's own loop, scraped and logged."""
+
+from __future__ import annotations
+
+import logging
+import re
+import socket
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from decoupled_diloco import Learner
+from decoupled_diloco.errors import ConfigError, TransportError
+from decoupled_diloco.monitor.measures import LEARNER, PROCESS
+from integration.system import Model, System
+
+Make = Callable[..., System]
+
+
+def scraped(url: str) -> dict[str, float]:
+    with urllib.request.urlopen(url, timeout=5) as answer:
+        text = answer.read().decode()
+    return {
+        sample.name + "".join(sample.labels.get(label, "") for label in ("plane",)): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_a_learner_is_scraped_and_logged(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    system = make(run={"learners": 1, "budget_steps": 1000})
+    system.start()
+    learner = Learner(
+        Model(),
+        system.addresses,
+        learner_id="mine",
+        metrics="127.0.0.1:0",
+        log=f"tensorboard:{tmp_path / 'log'}",
+    )
+    (url,) = re.findall(r"mine: metrics at (\S+)", caplog.text)
+    before = scraped(url)
+    assert "ddiloco_learner_loss" not in before, "none was told yet"
+    for step in range(5):
+        assert learner.step(tokens=8, loss=3.0 - step)
+    found = scraped(url)
+    assert found["ddiloco_learner_steps_total"] == 5
+    assert found["ddiloco_learner_tokens_total"] == 40
+    assert found["ddiloco_learner_loss"] == -1.0
+    assert found["ddiloco_learner_step_overhead_seconds_count"] == 5
+    assert found["ddiloco_learner_connected_shards"] == 1
+    assert found["ddiloco_learner_sent_bytes_totalcontrol"] > 0
+    told = {name.removesuffix("control").removesuffix("data") for name in found}
+    later = {"ddiloco_learner_applied_timestamp_seconds"}  # once a version is applied
+    assert told | later == {n for each in LEARNER for n in each.series} | set(PROCESS) | later
+    learner.close()
+    with pytest.raises(OSError):
+        scraped(url)
+
+    read = EventAccumulator(str(tmp_path / "log"))
+    read.Reload()
+    assert next((e.step, e.value) for e in read.Scalars("loss")) == (1, 3.0)
+    assert read.Scalars("diloco/tokens")[0].value == 8
+
+
+def test_a_port_that_is_taken_is_told_and_leaves_nothing_behind(make: Make) -> None:
+    system = make(run={"learners": 1})
+    system.start()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(TransportError, match=str(port)):
+            Learner(Model(), system.addresses, learner_id="mine", metrics=f"127.0.0.1:{port}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"metrics": "9400"}, "metrics='9400' is no address: write it as 'host:port'"),
+        ({"metrics": "0.0.0.0:9400"}, "without a token would let anyone"),
+        ({"log": "csv"}, "log='csv' is no place: write 'tensorboard', 'wandb', 'mlflow'"),
+    ],
+)
+def test_what_cannot_be_is_told_before_it_joins(arguments: dict[str, str], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        Learner(Model(), "http://127.0.0.1:1", learner_id="mine", **arguments)
