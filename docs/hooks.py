@@ -15,12 +15,14 @@ sys.path.insert(0, str(Path(__file__).parent / "reference"))
 
 import commands
 import configuration
+import metrics
 import scenario
 import tape
 
 GENERATED = {
     "reference/commands.md": commands.page,
     "reference/configuration.md": configuration.page,
+    "reference/metrics.md": metrics.page,
     "reference/scenario.md": scenario.page,
     "reference/tape.md": tape.page,
 }

@@ -8,6 +8,7 @@ from decoupled_diloco.observe.samples import TookOver
 from decoupled_diloco.units import format_duration
 
 _OTHERS = frozenset({"coordinator", "evaluator", "launcher", "logger"})
+"""Processes that are neither learners nor shards; ``launcher.NAME`` launches that one alone."""
 
 _SHARD = re.compile(r"shard-\d+")
 """The name of a shard, which is also that of the process that is meant to act for it."""
