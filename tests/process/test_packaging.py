@@ -136,6 +136,15 @@ def test_the_wheel_alone_trains_a_shipped_recipe(installed: Environment, tmp_pat
     assert any(True for _ in lines_of(tape, [])), "its tape, in segments or not"
 
 
+@pytest.mark.parametrize("what", ["rules", "dashboard"])
+def test_the_wheel_alone_has_what_watches_a_run(
+    installed: Environment, tmp_path: Path, what: str
+) -> None:
+    done = installed.run("ddiloco", "metrics", what, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "ddiloco_shard_learners" in done.stdout
+
+
 PLAN = ("plan", "--params", "1e9", "--step-seconds", "1s", "--sites", "2", "--link", "1Gbit")
 GOODPUT = ("goodput", "--chips", "10k", "--days", "0.1", "--seeds", "1", "--system", "elastic")
 
