@@ -72,6 +72,9 @@ class SyncerOptions(TrainOptions):
     standby: Annotated[bool, typer.Option("--standby")] = False
     """Stand by for this shard, until it is needed."""
 
+    linger: Annotated[bool, typer.Option("--linger")] = False
+    """Serve on when the run is over, until SIGTERM: for what would start it again (Kubernetes)."""
+
     addresses: Annotated[
         tuple[str, ...], setting(SyncerSettings, "addresses", metavar="URL[,URL…]", parser=listed)
     ] = ()
@@ -95,6 +98,8 @@ def syncer(options: SyncerOptions) -> None:
     if options.shard is not None:
         _serve_shard(config, options.shard, options)
         return
+    if options.linger:
+        fail("--linger is for one shard that others start again: give --shard, too")
     from decoupled_diloco.cli.train import serve_locally
 
     console, resume = make_console(), options.resume
@@ -122,6 +127,7 @@ def _serve_shard(config: RunConfig, shard: int, options: SyncerOptions) -> None:
         shard,
         port=port,
         standby=options.standby,
+        linger=options.linger,
         addresses=addresses,
         folder=enter_run_folder(config),
         token=token,

@@ -123,6 +123,16 @@ class KubernetesSettings(Settings):
     one for each learner, whose hosts are started again together. They need the JobSet or Kubeflow
     Trainer operator."""
 
+    learner_nodes: dict[str, str] = Field(default_factory=dict)
+    """Labels of the nodes that learners may run on: {"cloud.google.com/gke-spot" = "true"}."""
+
+    tolerated: tuple[str, ...] = Field(default=(), strict=False)
+    """Taints of nodes that learners may run on in spite of them, "key" or "key=value":
+    "nvidia.com/gpu"."""
+
+    sources: tuple[str, ...] = Field(default=(), strict=False)
+    """Networks outside of the cluster that may reach the shards: "203.0.113.0/24"."""
+
 
 class WhereSettings(Settings):
     """`[where]`: the engine that places the processes, and what they get."""

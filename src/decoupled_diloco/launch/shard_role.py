@@ -55,8 +55,12 @@ def run_shard(
     folder: Path,
     token: str | None,
     standby: bool = False,
+    linger: bool = False,
 ) -> None:
     """Serves one shard until the run is over, or SIGTERM or SIGINT.
+
+    One that lingers stays when the run is over, until a signal: it says so at `/healthz`, and tells
+    who comes late.
 
     Where the shard has a standby, this process waits for its turn before it listens.
 
@@ -91,6 +95,7 @@ def run_shard(
         addresses=addresses,
         folder=folder,
         standby=standby,
+        linger=linger,
         server=server,
         client=lambda: HttpClient(token=token),
         open_tape=open_tape,
@@ -118,6 +123,7 @@ class ShardRole:
     server: Callable[[OnChannel], Server]
     client: Callable[[], Client]
     open_tape: OpenTape
+    linger: bool = False  # whether it serves on when the run is over
     process: Shard | None = None  # the shard, once it is this process's turn
     shard_lease: ShardLease | NoStandby = NO_STANDBY
     _tapes: list[TapeWriter] = field(default_factory=list)
@@ -194,6 +200,7 @@ class ShardRole:
             tape=tape,
             coordinator_tape=partial(self._begin_tape, "coordinator") if self.shard == 0 else None,
             shard_lease=shard_lease,
+            linger=self.linger,
         )
         _when_told_to_end(process.stop)
         await process.run()

@@ -97,6 +97,7 @@ class Shard:
         tape: This shard's tape.
         coordinator_tape: Makes the coordinator's tape (shard 0), given its header.
         shard_lease: The claim by which this process acts for the shard.
+        linger: Serve on when the run is over, until `stop`.
 
     Raises:
         StorageError: the coordinator's state on disk cannot be read.
@@ -115,6 +116,7 @@ class Shard:
         tape: TapeWriter,
         coordinator_tape: Callable[[Mapping[str, Any]], TapeWriter] | None = None,
         shard_lease: ShardLease | NoStandby = NO_STANDBY,
+        linger: bool = False,
     ) -> None:
         assert (shard == 0) == (coordinator_tape is not None), "shard 0 hosts the coordinator"
         self.config = config
@@ -169,6 +171,7 @@ class Shard:
         self._stopping = asyncio.Event()
         self._error: BaseException | None = None
         self._shard_lease = shard_lease
+        self._linger = linger
         shard_lease.when_lost(self._fail)
 
     @property
@@ -476,7 +479,10 @@ class Shard:
         """The coordinator's process stays until the other shards have heard that all is over."""
         if self._host is not None:
             await self._host.everyone_gone()
-        self._stopping.set()
+        if not self._linger:
+            self._stopping.set()
+            return
+        logger.info("shard %d has finished, and lingers until SIGTERM", self.shard)
 
     def _located(self, message: say.Message) -> say.Message:
         """The message with the path of an expected body replaced by its URL."""

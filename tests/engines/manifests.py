@@ -1,0 +1,192 @@
+"""Manifests of small runs, and the processes that they ask for, started on this machine."""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from decoupled_diloco.config import RunConfig, dump_config
+from decoupled_diloco.engines.kubernetes import Kubernetes
+from process.runs import SMALL, free_ports
+
+Manifest = dict[str, Any]
+TOKEN = "hush-hush-hush"
+
+BIN = Path(sys.executable).parent
+
+
+def tool(name: str) -> str:
+    """A program, of this environment or of the machine; a skip if it is not here."""
+    found = shutil.which(name, path=f"{BIN}:{os.environ['PATH']}")
+    if found is None:
+        pytest.skip(f"{name} is not here")
+    return found
+
+
+def output_of(*command: str) -> str:
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def placed(*, kubernetes: Manifest | None = None, **tables: Any) -> RunConfig:
+    """A run with two shards and two learners that is to be placed."""
+    where = {"engine": "kubernetes", "kubernetes": kubernetes or {}, **tables.pop("where", {})}
+    return RunConfig(
+        run={"name": "spread", "learners": 2, "budget_steps": 60, **tables.pop("run", {})},
+        sync={"fragments": 4, "period": 4, "overlap": 1},
+        syncer={"shards": 2, **tables.pop("syncer", {})},
+        workload={"name": "paced", "options": SMALL},
+        where=where,
+        **tables,
+    )
+
+
+def write(config: RunConfig, folder: Path) -> Path:
+    """The launch folder."""
+    folder.mkdir(exist_ok=True)
+    files = {"run.toml": dump_config(config), "token": TOKEN + "\n"}
+    for name, text in {**files, **Kubernetes().files(config, folder)}.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def rendered(config: RunConfig, folder: Path) -> list[Manifest]:
+    """The objects as `kubectl apply -k` sends them."""
+    text = output_of(tool("kubectl"), "kustomize", str(write(config, folder)))
+    return list(yaml.safe_load_all(text))
+
+
+def named(manifests: list[Manifest], kind: str, name: str) -> Manifest:
+    (found,) = (m for m in manifests if (m["kind"], m["metadata"]["name"]) == (kind, name))
+    return found
+
+
+def pod_of(manifest: Manifest) -> Manifest:
+    return dict(manifest["spec"]["template"]["spec"])
+
+
+class Cluster:
+    """Starts the pods of manifests as processes: addresses and paths become this machine's."""
+
+    def __init__(self, manifests: list[Manifest], folder: Path) -> None:
+        self.manifests = manifests
+        self.folder = folder
+        self.ports = free_ports(
+            named(manifests, "StatefulSet", "spread-syncer")["spec"]["replicas"]
+        )
+        self.started: list[subprocess.Popen[str]] = []
+
+    def shard(self, index: int, *, labelled: bool = True) -> subprocess.Popen[str]:
+        """A pod of the StatefulSet; one that is not labelled is of an older Kubernetes."""
+        pod = pod_of(named(self.manifests, "StatefulSet", "spread-syncer"))
+        name = f"spread-syncer-{index}"
+        path = {"metadata.labels['apps.kubernetes.io/pod-index']": str(index) if labelled else ""}
+        return self._start(pod, name, path, {}, index)
+
+    def learner(self, index: int) -> subprocess.Popen[str]:
+        """A pod of the Indexed Job."""
+        pod = pod_of(named(self.manifests, "Job", "spread-learners"))
+        completion = {"JOB_COMPLETION_INDEX": str(index)}
+        return self._start(pod, f"spread-learners-{index}", {}, completion)
+
+    def evaluator(self) -> subprocess.Popen[str]:
+        return self._start(
+            pod_of(named(self.manifests, "Job", "spread-evaluator")), "spread-evaluator", {}, {}
+        )
+
+    def address(self, index: int) -> str:
+        return f"http://127.0.0.1:{self.ports[index]}"
+
+    def kill(self) -> None:
+        for process in self.started:
+            process.kill()
+            process.communicate()
+
+    def _start(
+        self,
+        pod: Manifest,
+        name: str,
+        fields: dict[str, str],
+        environment: dict[str, str],
+        shard: int | None = None,
+    ) -> subprocess.Popen[str]:
+        (container,) = pod["containers"]
+        for each in container["env"]:
+            source = each.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
+            environment[each["name"]] = each["value"] if source is None else fields[source]
+        life = self.folder / f"{name}.{len(self.started)}"
+        mounts = self._mounts(pod, container, name, life)
+        command = [self._here(word, mounts, environment) for word in container["command"]]
+        if shard is not None:
+            (port,) = container["ports"]
+            own, told = f"--port {self.ports[shard]} ", f"--port {port['containerPort']} "
+            assert told in command[-1], "it listens where the Service sends"
+            command[-1] = command[-1].replace(told, own)
+        with (self.folder / f"{name}.log").open("a") as log:
+            process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env={
+                    "PATH": f"{BIN}:{os.environ['PATH']}",
+                    "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+                    "OMP_NUM_THREADS": "1",
+                    "HOSTNAME": name,
+                    **environment,
+                    "HOME": str(mounts["/tmp"]),
+                },
+                cwd=life,
+            )
+        self.started.append(process)
+        return process
+
+    def _mounts(self, pod: Manifest, container: Manifest, name: str, life: Path) -> dict[str, Path]:
+        """Where each mounted volume is here; a pod that is started again has new ones, but for
+        what it claims."""
+        mounts = {}
+        volumes = {each["name"]: each for each in pod["volumes"]}
+        for mount in container["volumeMounts"]:
+            volume = volumes.get(mount["name"])
+            path = life / mount["name"] if volume else self.folder / f"{name}-{mount['name']}"
+            path.mkdir(parents=True, exist_ok=True)
+            if volume and "configMap" in volume:
+                data = named(self.manifests, "ConfigMap", volume["configMap"]["name"])["data"]
+                self._fill(path, data)
+            elif volume and "secret" in volume:
+                secret = named(self.manifests, "Secret", volume["secret"]["secretName"])
+                self._fill(path, secret_data(secret))
+            mounts[mount["mountPath"]] = path
+        return mounts
+
+    @staticmethod
+    def _fill(path: Path, data: dict[str, str]) -> None:
+        for file, text in data.items():
+            (path / file).write_text(text)
+
+    def _here(self, word: str, mounts: dict[str, Path], environment: dict[str, str]) -> str:
+        for index, port in enumerate(self.ports):
+            word = re.sub(
+                rf"http://spread-syncer-{index}\.spread-syncer\.default\.svc:\d+",
+                f"http://127.0.0.1:{port}",
+                word,
+            )
+        for mounted, path in mounts.items():
+            if mounted != "/tmp":  # the folders here may lie in it, too
+                word = word.replace(mounted, str(path))
+        return re.sub(r"\$\((\w+)\)", lambda found: environment[found[1]], word)
+
+
+def secret_data(secret: Manifest) -> dict[str, str]:
+    told = {k: base64.b64decode(v).decode() for k, v in secret.get("data", {}).items()}
+    return {**told, **secret.get("stringData", {})}
