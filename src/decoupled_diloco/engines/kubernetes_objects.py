@@ -76,19 +76,11 @@ def require_placeable(config: RunConfig) -> None:
             'learners are one pod each: write learners = "jobset" or "trainjob" in '
             "[where.kubernetes], or hosts = 1"
         )
-    for index in range(config.run.learners):
-        _require_even(config, index)
-
-
-def _require_even(config: RunConfig, index: int) -> None:
-    hosts, ranks = config.where.learner.hosts, config.learner.ranks_of(index)
-    uneven = {"ranks": ranks, "gpus": config.where.learner.gpus}
-    for key, number in uneven.items():
-        if number % hosts:
-            raise ConfigError(
-                f"{key}={number} of learner {index} cannot be spread evenly over hosts={hosts} in "
-                f"[where.learner]: choose a multiple"
-            )
+    if learner.gpus % learner.hosts:
+        raise ConfigError(
+            f"gpus={learner.gpus} in [where.learner] cannot be spread evenly over "
+            f"hosts={learner.hosts}: choose a multiple"
+        )
 
 
 def labels_of(config: RunConfig, role: str = "") -> dict[str, str]:
