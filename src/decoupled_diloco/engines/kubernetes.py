@@ -242,5 +242,5 @@ def _way_out(stderr: str) -> str:
         "refused": "give kubectl the right cluster (kubectl config use-context)",
         "nable to connect": "give kubectl the right cluster (kubectl config use-context)",
     }
-    way = next((way for word, way in ways.items() if word in stderr), "look with kubectl describe")
-    return f"kubectl says: {said.rstrip('.?')}: {way}"
+    way = next((f": {way}" for word, way in ways.items() if word in stderr), "")
+    return f"kubectl says: {said.rstrip('.?')}{way}"

@@ -1,0 +1,91 @@
+"""What the engine has kubectl do, against an API in memory: real commands and requests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decoupled_diloco.engines.base import Job
+from decoupled_diloco.engines.kubernetes import Kubernetes
+from decoupled_diloco.errors import ConfigError
+from engines.api_server import JOBSET, KINDS, ApiServer, serving
+from engines.manifests import placed, tool, write
+
+
+def use(address: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has kubectl speak to this server."""
+    cluster: Any = {"name": "here", "cluster": {"server": address}}
+    context = {"name": "here", "context": {"cluster": "here", "user": ""}}
+    config = {"clusters": [cluster], "contexts": [context], "current-context": "here"}
+    (folder / "kubeconfig").write_text(json.dumps(config))
+    monkeypatch.setenv("KUBECONFIG", str(folder / "kubeconfig"))
+    monkeypatch.setenv("PATH", f"{Path(tool('kubectl')).parent}:/bin:/usr/bin")
+    monkeypatch.setenv("HOME", str(folder))
+
+
+@pytest.fixture
+def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
+    with serving() as server:
+        use(f"http://127.0.0.1:{server.server_port}", tmp_path, monkeypatch)
+        yield server
+
+
+def test_a_run_is_submitted_shown_and_stopped(api: ApiServer, tmp_path: Path) -> None:
+    engine, config = Kubernetes(), placed()
+    engine.require(config)
+    jobs = engine.submit(write(config, tmp_path / "spread.launch"))
+    assert jobs == [
+        Job("syncer", "default/statefulset.apps/spread-syncer"),
+        Job("evaluator", "default/job.batch/spread-evaluator"),
+        Job("learners", "default/job.batch/spread-learners"),
+    ]
+    made = {path.rpartition("/")[2] for path in api.objects}
+    assert made >= {"spread-settings", "spread-secret", "spread-syncer", "spread-learners"}
+    assert [state.state for state in engine.states(jobs)] == [
+        "0 of 2 ready",
+        "0 active, 0 of 1 complete",
+        "0 active, 0 of 2 complete",
+    ]
+
+    base = "/apis/batch/v1/namespaces/default/jobs/spread-learners"
+    api.objects[base]["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
+    assert engine.states(jobs)[-1].state == "Complete"
+
+    engine.stop(jobs)
+    assert engine.states(jobs) == []
+    assert [path.rpartition("/")[2] for path in api.deleted][:3] == [
+        "spread-evaluator",
+        "spread-learners",
+        "spread-syncer",
+    ], "what trains goes first, and hands in what it has"
+    assert list(api.objects) == ["/api/v1/namespaces/default"]
+    engine.stop(jobs)  # what is gone already is no mistake
+
+
+def test_a_namespace_that_is_not_there(api: ApiServer) -> None:
+    with pytest.raises(ConfigError, match="create it, or choose another"):
+        Kubernetes().require(placed(kubernetes={"namespace": "elsewhere"}))
+
+
+def test_who_may_not_create_a_job_is_told_so(api: ApiServer) -> None:
+    api.refused.add("jobs")
+    with pytest.raises(ConfigError, match=r"you may not create job\.batch .* the role 'edit'"):
+        Kubernetes().require(placed())
+
+
+def test_a_cluster_without_the_operator_is_told_so(
+    api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = placed(kubernetes={"learners": "jobset"})
+    with pytest.raises(ConfigError, match="have the JobSet operator installed"):
+        Kubernetes().require(config)
+    with serving({**KINDS, **JOBSET}) as server:
+        use(f"http://127.0.0.1:{server.server_port}", tmp_path, monkeypatch)
+        Kubernetes().require(config)
+        jobs = Kubernetes().submit(write(config, tmp_path / "spread.launch"))
+        assert [job.name for job in jobs] == ["syncer", "evaluator", "learner-0", "learner-1"]
+        assert [each.state for each in Kubernetes().states(jobs)][2:] == ["Pending", "Pending"]
