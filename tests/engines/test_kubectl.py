@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from decoupled_diloco.config import dump_config
 from decoupled_diloco.engines.base import Job
 from decoupled_diloco.engines.kubernetes import Kubernetes
 from decoupled_diloco.errors import ConfigError
 from engines.api_server import JOBSET, KINDS, ApiServer, serving
-from engines.manifests import placed, tool, write
+from engines.manifests import output_of, placed, tool, write
+
+DDILOCO = (sys.executable, "-m", "decoupled_diloco.cli")
 
 
 def use(address: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,3 +93,16 @@ def test_a_cluster_without_the_operator_is_told_so(
         jobs = Kubernetes().submit(write(config, tmp_path / "spread.launch"))
         assert [job.name for job in jobs] == ["syncer", "evaluator", "learner-0", "learner-1"]
         assert [each.state for each in Kubernetes().states(jobs)][2:] == ["Pending", "Pending"]
+
+
+def test_the_commands_launch_and_stop_a_run(api: ApiServer, tmp_path: Path) -> None:
+    file, folder = tmp_path / "spread.toml", tmp_path / "runs" / "spread"
+    file.write_text(dump_config(placed(run={"folder": folder})))
+    told = output_of(*DDILOCO, "launch", str(file), "--dry-run")
+    assert "kind: StatefulSet" in told
+    assert api.objects.keys() == {"/api/v1/namespaces/default"}, "nothing is submitted"
+    told = output_of(*DDILOCO, "launch", f"{folder}.launch")
+    assert "syncer: job default/statefulset.apps/spread-syncer of kubernetes" in told
+    assert "kubectl logs -n default -l app.kubernetes.io/instance=spread" in told
+    assert "3 jobs are told to end" in output_of(*DDILOCO, "stop", str(folder))
+    assert api.objects.keys() == {"/api/v1/namespaces/default"}

@@ -76,7 +76,8 @@ def _submit(launch: Launch, dry_run: bool) -> None:
     for job in launch.submit():
         typer.echo(f"{job.name}: job {job.id} of {launch.config.where.engine}")
     run = os.path.relpath(launch.config.run.folder)
-    typer.echo(f"\nlook: ddiloco status {run}, logs in {folder}/logs\nend it: ddiloco stop {run}")
+    logs = launch.engine.logs(launch.config, Path(folder))
+    typer.echo(f"\nlook: ddiloco status {run}\nlogs: {logs}\nend it: ddiloco stop {run}")
 
 
 def stop(

@@ -16,7 +16,7 @@ from decoupled_diloco.config.settings import Settings
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.units import GIB, KIB, MIB, TIB
 
-Engine = Literal["local", "slurm"]
+Engine = Literal["local", "slurm", "kubernetes"]
 
 _UNITS = {"KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}
 _MEMORY = re.compile(r"([1-9][0-9]*)(KiB|MiB|GiB|TiB)")
@@ -140,7 +140,7 @@ class WhereSettings(Settings):
     table: ClassVar[str] = "[where]"
 
     engine: Engine = "local"
-    """"local": this machine; "slurm": a cluster that has it."""
+    """"local": this machine; "slurm" or "kubernetes": a cluster that has it."""
 
     setup: tuple[str, ...] = Field(default=(), strict=False)
     """Lines of shell before each process (Slurm): "module load cuda", "source .venv/bin/activate".

@@ -62,6 +62,9 @@ class PlacingEngine(Protocol):
     def files(self, config: RunConfig, folder: Path) -> Mapping[str, str]:
         """The files that it reads, by name, for a launch folder."""
 
+    def logs(self, config: RunConfig, folder: Path) -> str:
+        """Where the processes' logs are: a folder, or the command that shows them."""
+
     def submit(self, folder: Path) -> Sequence[Job]:
         """Submits the files of a launch folder as they are."""
 

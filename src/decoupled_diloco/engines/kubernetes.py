@@ -97,6 +97,11 @@ class Kubernetes:
             "learners.yaml": _documents(learner_objects(config)),
         }
 
+    def logs(self, config: RunConfig, folder: Path) -> str:
+        """A command, since Kubernetes has them."""
+        namespace = config.where.kubernetes.namespace
+        return f"kubectl logs -n {namespace} -l {INSTANCE}={config.run.name} --prefix"
+
     def submit(self, folder: Path) -> list[Job]:
         told = _kubectl("apply", "-k", str(folder), "-o", "json", what=f"{folder}: ")
         found = json.loads(told)

@@ -11,13 +11,14 @@ from pathlib import Path
 from decoupled_diloco.config import RunConfig, dump_config
 from decoupled_diloco.config.files import load_config
 from decoupled_diloco.engines.base import JOBS, SETTINGS, TOKEN, Job, JobState, PlacingEngine
+from decoupled_diloco.engines.kubernetes import Kubernetes
 from decoupled_diloco.engines.slurm import Slurm
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.folder import RunFolder, require_ours_or_unused
 from decoupled_diloco.storage.files import write_text
 from decoupled_diloco.transport.tokens import is_loopback
 
-ENGINES: Mapping[str, type[PlacingEngine]] = {"slurm": Slurm}
+ENGINES: Mapping[str, type[PlacingEngine]] = {"slurm": Slurm, "kubernetes": Kubernetes}
 """Those that are told by files; "local" needs none."""
 
 EVERYWHERE = "0.0.0.0"

@@ -73,6 +73,9 @@ class Slurm:
             files[f"{EVALUATOR}.sbatch"] = _evaluator(config, folder)
         return files
 
+    def logs(self, config: RunConfig, folder: Path) -> str:
+        return f"{folder}/logs"
+
     def submit(self, folder: Path) -> list[Job]:
         """Submits the syncer's job, and the others to start once it has."""
         (folder / "logs").mkdir(exist_ok=True)
