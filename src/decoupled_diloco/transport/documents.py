@@ -16,19 +16,17 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
-from aiohttp import BasicAuth
 from yarl import URL
 
 from decoupled_diloco.errors import ConfigError, ProtocolError, TransportError
 from decoupled_diloco.transport.tls import (
     Tls,
+    hung_up_problem,
     require_used,
-    speaks_tls,
     tls_problem,
-    wants_https,
 )
 from decoupled_diloco.transport.tokens import refusal_error
-from decoupled_diloco.transport.ways import proxy_for
+from decoupled_diloco.transport.ways import headers_for, proxy_for
 
 ANSWER_SECONDS = 10.0
 """How long a server may take to answer, as long as a control connection may be silent."""
@@ -73,17 +71,17 @@ def fetch(
         connection.request("GET", f"{prefix}{path}?{urlencode(query)}", headers=headers)
         answer = connection.getresponse()
         body = answer.read(ANSWER_BYTES_MAX + 1)
-    except ValueError:  # the secret itself is not repeated
-        raise ConfigError(
-            "the token has characters that no token has: check --token-file"
-        ) from None
     except (OSError, http.client.HTTPException) as error:
-        problem = tls_problem(error, address) or _plain_to_tls(error, address)
+        problem = tls_problem(error, address) or _hung_up(error, address, tls)
         if problem is not None:
             raise problem from None
         raise TransportError(
             f"cannot reach the syncer at {address}: {_in_words(error)}: is it running, is this its "
             "address, and can this machine reach it?"
+        ) from None
+    except ValueError:  # the secret itself is not repeated
+        raise ConfigError(
+            "the token has characters that no token has: check --token-file"
         ) from None
     finally:
         connection.close()
@@ -117,11 +115,9 @@ def _connection(
 ) -> tuple[http.client.HTTPConnection, str, dict[str, str]]:
     """A connection, what goes before each path, and headers: those of a proxy, if one is asked."""
     require_used(tls, address)
-    url, headers = _server_of(address), {}
+    url = _server_of(address)
     proxy = proxy_for(url)
-    via = proxy or url
-    if proxy is not None and proxy.user:
-        headers["Proxy-Authorization"] = BasicAuth.from_url(proxy).encode()  # type: ignore[union-attr]
+    via, headers = proxy or url, {} if proxy is None else headers_for(proxy)
     host, port = via.host or "", via.port
     if url.scheme == "http":
         plain = http.client.HTTPConnection(host, port, timeout=ANSWER_SECONDS)
@@ -147,14 +143,13 @@ def _server_of(address: str) -> URL:
     raise ConfigError(f"{address!r} is no address of a syncer: {problem}")
 
 
-def _plain_to_tls(error: Exception, address: str) -> TransportError | None:
-    """Whether a server that hung up on plain text expects encrypted connections."""
-    hung_up = isinstance(error, ConnectionResetError)  # as `RemoteDisconnected` is
+def _hung_up(error: Exception, address: str, tls: Tls | None) -> TransportError | None:
+    """What a server means that hung up without a word, if that is about encryption."""
     url = URL(address)
-    if not hung_up or url.scheme != "http" or proxy_for(url) is not None:
-        return None
-    encrypted = asyncio.run(speaks_tls(url.host or "", url.port or 80))
-    return wants_https(address) if encrypted else None
+    if not isinstance(error, ConnectionResetError) or proxy_for(url) is not None:
+        return None  # `RemoteDisconnected` is such an error, too
+    shown = tls.new_context() if tls is not None and tls.certificate is not None else None
+    return asyncio.run(hung_up_problem(url, address, shown))
 
 
 def _in_words(error: Exception) -> str:

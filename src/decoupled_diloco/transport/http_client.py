@@ -40,11 +40,10 @@ from decoupled_diloco.transport.ranges import (
 from decoupled_diloco.transport.tls import (
     LiveTls,
     Tls,
+    hung_up_problem,
     left_seconds_of,
     peer_certificate,
-    speaks_tls,
     tls_problem,
-    wants_https,
 )
 from decoupled_diloco.transport.tokens import is_loopback, refusal_error
 from decoupled_diloco.transport.transfer import Slots, StripeController, Transfer
@@ -137,9 +136,7 @@ class HttpClient:
                 f"{address} did not answer within {self._limits.lost_seconds:g} s"
             ) from None
         except (aiohttp.ClientError, OSError) as error:
-            problem = tls_problem(error, address)
-            if problem is None and await _is_encrypted(origin, error):
-                problem = wants_https(address)
+            problem = tls_problem(error, address) or await self._hung_up(origin, error)
             if problem is not None:
                 raise problem from error
             raise TransportError(f"cannot reach {address}: {_in_words(error)}") from error
@@ -240,6 +237,13 @@ class HttpClient:
     def _way(self, target: URL) -> dict[str, Any]:
         context = None if self._tls is None else self._tls.context()
         return way_to(target, context, self._server_name)
+
+    async def _hung_up(self, origin: URL, error: Exception) -> TransportError | None:
+        hung_up = isinstance(error, aiohttp.ServerDisconnectedError | ConnectionResetError)
+        if not hung_up or proxy_for(origin) is not None:
+            return None
+        shown = self._tls.context() if self._tls is not None and self._tls.shows else None
+        return await hung_up_problem(origin, str(origin), shown)
 
     def _watch_certificate(self, origin: URL) -> None:
         """Tells of what may be read on the way, and has the own certificate's end watched."""
@@ -523,14 +527,6 @@ def _origin(address: str) -> URL:
         return URL(address).origin()
     except ValueError as error:
         raise TransportError(f"{address!r:.200} is no address: {error}") from None
-
-
-async def _is_encrypted(origin: URL, error: Exception) -> bool:
-    """Whether a server that hung up on plain text expects another kind."""
-    hung_up = isinstance(error, aiohttp.ServerDisconnectedError | ConnectionResetError)
-    if origin.scheme != "http" or not hung_up or proxy_for(origin) is not None:
-        return False
-    return await speaks_tls(origin.host or "", origin.port or 80)
 
 
 def _reason(status: int, headers: Any) -> str:

@@ -24,7 +24,7 @@ from yarl import URL
 
 from decoupled_diloco.transport.http_server import CONTROL, RUN
 from decoupled_diloco.transport.probe import PROBE, PROBE_BYTES_MAX
-from decoupled_diloco.transport.tls import Tls, require_used, speaks_tls, tls_problem, wants_https
+from decoupled_diloco.transport.tls import Tls, hung_up_problem, require_used, tls_problem
 from decoupled_diloco.transport.ways import proxy_for, way_to
 from decoupled_diloco.units import KIB, MIB
 
@@ -105,13 +105,14 @@ async def look(
     """
     require_used(tls, address)
     context = None if tls is None else tls.new_context()
+    shows = tls is not None and tls.certificate is not None
     seen = Seen(address)
     try:
         async with asyncio.timeout(seconds):
             await _find(seen)
             timeout = aiohttp.ClientTimeout(total=None)
             async with aiohttp.ClientSession(timeout=timeout) as session:
-                await _Look(seen, session, token, context).go()
+                await _Look(seen, session, token, context, shows).go()
     except TimeoutError:
         seen.trouble = LookTrouble("time", "silent", f"too slow: not done within {seconds:.1f} s")
     except LookTrouble as trouble:
@@ -173,11 +174,12 @@ class _Look:
         session: aiohttp.ClientSession,
         token: str | None,
         context: ssl.SSLContext | None,
+        shows: bool,
     ) -> None:
         self._seen = seen
         self._session = session
         self._url = URL(seen.address).origin()
-        self._way = way_to(self._url, context)
+        self._way, self._shown = way_to(self._url, context), context if shows else None
         # A name of its own: under a learner's, it could be taken for it.
         self._headers = {"X-Principal": f"doctor-{uuid.uuid4().hex[:8]}", "X-Role": "observer"}
         if token is not None:
@@ -214,9 +216,7 @@ class _Look:
         except (aiohttp.ClientError, OSError, ValueError) as error:
             problem = tls_problem(error, self._seen.address)
             if isinstance(error, ConnectionResetError | aiohttp.ServerDisconnectedError):
-                host, port = self._url.host or "", self._url.port or 80
-                if self._url.scheme == "http" and await speaks_tls(host, port):
-                    problem = wants_https(self._seen.address)
+                problem = await hung_up_problem(self._url, self._seen.address, self._shown)
             if problem is not None:
                 raise LookTrouble(name, "tls", str(problem)) from None
             kind: Cause = "stranger" if name == "health" else "broken"

@@ -16,6 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from yarl import URL
+
 from decoupled_diloco.errors import AccessError, ConfigError, TransportError
 from decoupled_diloco.runtime import now
 
@@ -154,6 +156,11 @@ class LiveTls:
     def left_seconds(self) -> float | None:
         """Until the own certificate ends; ``None`` without one."""
         return None if self._ends is None else self._ends - time.time()
+
+    @property
+    def shows(self) -> bool:
+        """Whether there is a certificate of one's own."""
+        return self._ends is not None
 
     async def watch(self) -> None:
         """Tells in the log, once a day, that the own certificate is about to end."""
@@ -304,26 +311,22 @@ def tls_problem(error: BaseException, where: str) -> TransportError | None:
     reason = cause.reason or str(cause)
     if reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE"):
         return AccessError(f"{where} does not speak TLS: write http://, or give it a certificate")
-    if "CERTIFICATE_EXPIRED" in reason:
-        return AccessError(f"{where} says that our certificate has expired: {RENEW}")
-    if "UNKNOWN_CA" in reason:
+    if "ALERT" in reason and ("CERTIFICATE" in reason or "UNKNOWN_CA" in reason):
         return AccessError(
-            f"{where} does not know the authority of our certificate: give one that the syncer's "
-            "client_authority has signed"
-        )
-    if "ALERT" in reason and "CERTIFICATE" in reason:
-        return AccessError(
-            f"{where} does not accept our certificate ({reason}): give one that the syncer's "
-            "client_authority has signed for a client"
+            f"{where} does not accept our certificate ({reason.lower()}): give one that the "
+            "syncer's client_authority has signed"
         )
     return TransportError(f"{where}: no agreement on encryption ({reason})")
 
 
 def _ssl_cause(error: BaseException | None) -> ssl.SSLError | None:
-    while error is not None and not isinstance(error, ssl.SSLError):
+    while error is not None:
+        # aiohttp's own errors count as such, too, and have what was found in an attribute.
         inner = getattr(error, "certificate_error", None) or getattr(error, "os_error", None)
+        if inner is None and isinstance(error, ssl.SSLError):
+            return error
         error = inner or error.__cause__
-    return error
+    return None
 
 
 def _unverified(error: ssl.SSLCertVerificationError, where: str) -> TransportError:
@@ -360,19 +363,45 @@ def require_used(tls: Tls | None, address: str) -> None:
         )
 
 
-async def speaks_tls(host: str, port: int) -> bool:
-    """Whether who listens there expects encrypted connections."""
+async def hung_up_problem(
+    target: URL, where: str, shown: ssl.SSLContext | None
+) -> AccessError | None:
+    """Why a server hung up without an answer, if encryption is the reason: it is asked again.
+
+    It hangs up without a word on who speaks plain text to an encrypted port, and on who shows a
+    certificate that it does not accept.
+
+    Args:
+        shown: What was dialled with, if a certificate was shown.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    if target.scheme == "http":
+        if await _answers(target, context):
+            return AccessError(
+                f"{where} speaks TLS: write https://, and give its authority if it has one"
+            )
+    elif (
+        shown is not None and not await _answers(target, shown) and await _answers(target, context)
+    ):
+        return AccessError(
+            f"{where} does not accept our certificate: it has expired, or an authority has signed "
+            "it that the syncer's client_authority does not name: give another one, or renew it "
+            "(ddiloco certificates)"
+        )
+    return None
+
+
+async def _answers(target: URL, context: ssl.SSLContext) -> bool:
+    """Whether a server answers a request over an encrypted connection."""
+    writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(DIAGNOSIS_SECONDS):
-            _, writer = await asyncio.open_connection(host, port, ssl=context)
+            reader, writer = await asyncio.open_connection(target.host, target.port, ssl=context)
+            writer.write(b"GET /healthz HTTP/1.1\r\nHost: here\r\n\r\n")
+            return bool(await reader.read(1))
     except (OSError, TimeoutError):
         return False
-    writer.transport.abort()
-    return True
-
-
-def wants_https(where: str) -> AccessError:
-    """The error of who dials an encrypted port in plain text."""
-    return AccessError(f"{where} speaks TLS: write https://, and give its authority if it has one")
+    finally:
+        if writer is not None:
+            writer.transport.abort()

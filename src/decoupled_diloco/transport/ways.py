@@ -7,11 +7,11 @@ reached by a proxy.
 
 from __future__ import annotations
 
+import base64
 import ssl
 from typing import Any
 from urllib.request import getproxies, proxy_bypass
 
-import aiohttp
 from yarl import URL
 
 from decoupled_diloco.errors import ConfigError
@@ -32,8 +32,16 @@ def way_to(
         way = {"ssl": context or True, "server_hostname": server_name}
     proxy = proxy_for(target)
     if proxy is not None:
-        way |= {"proxy": proxy.with_user(None), "proxy_auth": aiohttp.BasicAuth.from_url(proxy)}
+        way |= {"proxy": proxy.with_user(None), "proxy_headers": headers_for(proxy)}
     return way
+
+
+def headers_for(proxy: URL) -> dict[str, str]:
+    """What a proxy wants to know of who asks it."""
+    if proxy.user is None:
+        return {}
+    told = f"{proxy.user}:{proxy.password or ''}".encode()
+    return {"Proxy-Authorization": f"Basic {base64.b64encode(told).decode()}"}
 
 
 def proxy_for(target: URL) -> URL | None:
