@@ -50,6 +50,17 @@ def dialled(path: Path, name: str | None = None) -> Tls:
     return Tls(path / "authority.pem", path / f"{name}.pem", path / f"{name}.key")
 
 
+def tables(path: Path) -> dict[str, str]:
+    """`[tls]` with certificates for both sides."""
+    return {
+        "certificate": f"{path}/syncer.pem",
+        "key": f"{path}/syncer.key",
+        "authority": f"{path}/authority.pem",
+        "client_authority": f"{path}/authority.pem",
+        "clients": str(path),
+    }
+
+
 @contextmanager
 def another_day(later: timedelta) -> Iterator[None]:
     """Certificates are made as if it were so much later."""

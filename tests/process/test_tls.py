@@ -48,17 +48,6 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
-def tables(folder: Path) -> dict[str, str]:
-    """`[tls]` with certificates for both sides."""
-    return {
-        "certificate": f"{folder}/syncer.pem",
-        "key": f"{folder}/syncer.key",
-        "authority": f"{folder}/authority.pem",
-        "client_authority": f"{folder}/authority.pem",
-        "clients": str(folder),
-    }
-
-
 def options(folder: Path, name: str) -> list[str]:
     return [
         *("--authority", f"{folder}/authority.pem"),
@@ -81,7 +70,7 @@ def test_a_learner_comes_back_and_certificates_are_renewed(folder: Path, tmp_pat
         tmp_path / "run",
         run={"budget_steps": 400},
         syncer={"shards": 2},
-        tls=tables(folder),
+        tls=encrypted.tables(folder),
     )
 
     def script(run: LocalRun) -> Iterator[None]:
@@ -120,7 +109,7 @@ ENDLESS = {"budget_steps": 100_000}
 def test_commands_are_let_in_by_a_certificate_and_told_what_they_lack(
     folder: Path, tmp_path: Path
 ) -> None:
-    config = config_of(tmp_path / "run", run=ENDLESS, tls=tables(folder))
+    config = config_of(tmp_path / "run", run=ENDLESS, tls=encrypted.tables(folder))
     with local_run(config) as run:
         run.start()
         until(lambda: steps(run) > 2, "a few steps")
@@ -151,8 +140,8 @@ def test_a_learner_that_trusts_another_authority_ends_and_says_so(
 ) -> None:
     """It would be refused for ever, so it does not try for ever."""
     other = encrypted.made(tmp_path / "other")
-    file = config_file(tmp_path / "run", tls=tables(folder))
-    config = config_of(tmp_path / "run", run=ENDLESS, tls=tables(folder))
+    file = config_file(tmp_path / "run", tls=encrypted.tables(folder))
+    config = config_of(tmp_path / "run", run=ENDLESS, tls=encrypted.tables(folder))
     with local_run(config) as run:
         run.start()
         for arguments, words in (
@@ -171,16 +160,16 @@ def test_a_learner_that_trusts_another_authority_ends_and_says_so(
 def test_what_lacks_is_said_before_anything_starts(folder: Path, tmp_path: Path) -> None:
     (folder / "learner-1.pem").unlink()
     with pytest.raises(ConfigError, match=r"has no learner-1\.pem: make it with ddiloco cert"):
-        LocalRun(config_of(tmp_path / "run", tls=tables(folder)))
+        LocalRun(config_of(tmp_path / "run", tls=encrypted.tables(folder)))
     (folder / "syncer.key").unlink()
     with pytest.raises(ConfigError, match=r"syncer\.key' cannot be read"):
-        LocalRun(config_of(tmp_path / "run", tls=tables(folder)))
+        LocalRun(config_of(tmp_path / "run", tls=encrypted.tables(folder)))
     assert not (tmp_path / "run").exists()
 
 
 def test_a_syncer_at_a_folder_of_its_own_says_how_to_join(folder: Path, tmp_path: Path) -> None:
     """`ddiloco syncer` prints a command that works as soon as the files are filled in."""
-    file = config_file(tmp_path / "run", tls=tables(folder))
+    file = config_file(tmp_path / "run", tls=encrypted.tables(folder))
     process = command("syncer", str(file))
     assert process.stdout is not None
     try:

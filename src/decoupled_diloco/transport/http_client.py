@@ -273,6 +273,7 @@ class HttpClient:
                 read_bufsize=READ_BUFFER_BYTES,
                 headers={"Accept-Encoding": "identity"},
                 cookie_jar=aiohttp.DummyCookieJar(),
+                ws_response_class=_Conversation,
             )
         return self._sessions[plane]
 
@@ -313,6 +314,24 @@ class HttpClient:
         """Return the congestion control to ask for on the way to a server."""
         rtt = self.rtt(target)
         return self._congestion if rtt is not None and rtt > NEAR_RTT_SECONDS else None
+
+
+class _Conversation(aiohttp.ClientWebSocketResponse):
+    """A WebSocket whose connection is gone once it is closed.
+
+    Both sides have said goodbye by then. TLS would say it once more, and an event loop that ends
+    meanwhile would leave the connection open.
+    """
+
+    async def close(self, *, code: int = aiohttp.WSCloseCode.OK, message: bytes = b"") -> bool:
+        connection = self._response.connection
+        transport = None if connection is None else connection.transport
+        try:
+            return await super().close(code=code, message=message)
+        finally:
+            secure = self._response.url.scheme in ("https", "wss")
+            if secure and isinstance(transport, asyncio.WriteTransport):
+                transport.abort()
 
 
 class _Put:

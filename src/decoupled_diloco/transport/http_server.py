@@ -164,7 +164,12 @@ class HttpServer:
         for task in list(self._handlers):
             task.cancel()
         await asyncio.gather(*self._handlers, return_exceptions=True)
+        connections = [] if self._tls is None else list(self._web.connections)
+        transports = [each.transport for each in connections]
         await self._web.shutdown(timeout=0.1)
+        for transport in transports:  # TLS would wait for its peer's goodbye.
+            if isinstance(transport, asyncio.WriteTransport):
+                transport.abort()
         await self._listener.wait_closed()
         cut_off.cancel()
         self._listener = self._web = None
