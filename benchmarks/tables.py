@@ -43,6 +43,7 @@ TITLES = {
     "durability_worker": "What a durable commit costs the shard's merge worker",
     "data_plane_wan": "Bodies over a long link",
     "data_plane_loopback": "Bodies on loopback",
+    "tls": "What TLS costs bodies",
     "merging": "Merging",
     "large": "A shard with thousands of learners",
     "tape": "The tapes of a long run",

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         leased,
     )
     from decoupled_diloco.learner.observer import Observer
+    from decoupled_diloco.transport.tls import Tls
 
 __version__ = "0.1.0"
 
@@ -46,6 +47,7 @@ __all__ = [
     "ProtocolError",
     "StorageError",
     "StreamParts",
+    "Tls",
     "TransportError",
     "__version__",
     "leased",
@@ -67,6 +69,10 @@ def __getattr__(name: str) -> Any:
         from decoupled_diloco.learner import leased
 
         return getattr(leased, name)
+    if name == "Tls":
+        from decoupled_diloco.transport.tls import Tls
+
+        return Tls
     if name == "load_exported":
         from decoupled_diloco.export.run import load_exported
 

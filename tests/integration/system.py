@@ -19,6 +19,7 @@ from decoupled_diloco import Learner, Observer
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.addresses import advertised, on_this_machine
 from decoupled_diloco.launch.processes import open_tape
+from decoupled_diloco.launch.secrets import accepted_tokens, own_tls, served_tls
 from decoupled_diloco.syncer.shard import Shard
 from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.http_server import HttpServer
@@ -63,11 +64,12 @@ class System:
             sync={**sync, **tables.get("sync", {})},
             outer={"lr": 0.7, "momentum": 0.5, **tables.get("outer", {})},
             syncer={"shards": 1, **tables.get("syncer", {})},
+            tls=tables.get("tls", {}),
             workload=tables.get("workload", {}),
         )
         self.pool_bytes = pool_bytes
         self.token = token
-        self.tokens = tokens or Tokens(token)
+        self.tokens = tokens or accepted_tokens(self.config, token)
         self.ports = free_ports(self.config.syncer.shards)
         self.addresses = advertised(self.config, self.ports)
         self.shards: dict[int, Shard] = {}
@@ -107,8 +109,9 @@ class System:
                     tokens=self.tokens,
                     on_channel=on_channel,
                     pool_bytes=self.pool_bytes,
+                    tls=served_tls(config),
                 ),
-                client=HttpClient(token=self.token),
+                client=HttpClient(token=self.token, tls=own_tls(config, f"shard-{shard}")),
                 tape=tapes[0],
                 coordinator_tape=coordinator_tape if shard == 0 else None,
             )

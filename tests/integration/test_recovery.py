@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+import encrypted
 from decoupled_diloco import Learner
 from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.learner.checkpoint import CheckpointFolder
@@ -445,17 +446,25 @@ def test_who_hands_in_takes_part_in_a_cut(make: Make) -> None:
     assert (part["number"], part["problem"]) == (1, "it keeps no checkpoints")
 
 
-@pytest.mark.parametrize("listen", [None, "127.0.0.1:0"])
+@pytest.mark.parametrize(
+    ("listen", "secure"), [(None, False), ("127.0.0.1:0", False), ("127.0.0.1:0", True)]
+)
 def test_who_begins_with_nothing_takes_the_optimizer_of_a_healthy_learner(
-    make: Make, tmp_path: Path, listen: str | None
+    make: Make, tmp_path: Path, listen: str | None, secure: bool
 ) -> None:
-    system = make(run={"budget_steps": 100_000}, token="secret")
+    folder = encrypted.folder()
+    tls = encrypted.tables(folder) if secure else {}
+    system = make(run={"budget_steps": 100_000}, token="secret", tls=tls)
     system.start()
-    options = {"donate": ("optimizer", "data"), "listen": listen, "token": "secret"}
-    donor = Loop(system, tmp_path / "donor", **options)
+    options: dict[str, Any] = {"donate": ("optimizer", "data"), "listen": listen}
+    options["token"] = "secret"
+    shown = [encrypted.dialled(folder, f"learner-{n}") if secure else None for n in range(2)]
+    donor = Loop(system, tmp_path / "donor", tls=shown[0], **options)
     donor.steps(5)
     with stepping(donor):
-        joiner = Loop(system, tmp_path / "joiner", seed=1, name="learner-1", **options)
+        joiner = Loop(
+            system, tmp_path / "joiner", seed=1, name="learner-1", tls=shown[1], **options
+        )
         moments = joiner.optimizer.state_dict()["state"]
         assert moments, "it has the donor's moments"
         assert joiner.position.batches >= 5
@@ -470,6 +479,15 @@ def test_who_begins_with_nothing_takes_the_optimizer_of_a_healthy_learner(
     assert how["nbytes"] > 0
     system.stop()
     assert_replays(system.folder)
+
+
+def test_a_state_is_not_given_in_plain_text_in_an_encrypted_run(tmp_path: Path) -> None:
+    trusting = encrypted.dialled(encrypted.folder())
+    for tls in (None, trusting):
+        with pytest.raises(ConfigError, match=r"would give .* leave listen out"):
+            Learner(Model(), "https://127.0.0.1:1", listen="127.0.0.1:0", tls=tls)
+    with pytest.raises(ConfigError, match="certificates would be ignored for http://127"):
+        Learner(Model(), "http://127.0.0.1:1", tls=trusting)
 
 
 def test_a_donor_that_is_out_of_reach_is_relayed(make: Make, tmp_path: Path) -> None:

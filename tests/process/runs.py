@@ -55,6 +55,7 @@ def config_of(folder: Path, **tables: Any) -> RunConfig:
         },
         sync={"fragments": 4, "period": 4, "overlap": 1, **tables.get("sync", {})},
         syncer={"shards": 1, "port": 0, **tables.get("syncer", {})},
+        tls=tables.get("tls", {}),
         learner=tables.get("learner", {}),
         data=tables.get("data", {}),
         workload={"name": "paced", "options": {**SMALL, **tables.get("workload", {})}},

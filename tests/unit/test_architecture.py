@@ -243,6 +243,7 @@ OF_REAL_MACHINES = {
     "transport/documents.py": "a command reads a running syncer's tapes",
     "transport/http_client.py": "real sockets",
     "transport/http_server.py": "real sockets",
+    "transport/tls.py": "certificates of real sockets",
     "transport/reach.py": "the doctor looks at real sockets",
 }
 """Files that no virtual machine runs, and what they are for."""

@@ -7,7 +7,14 @@ from typing import Annotated
 
 import typer
 
-from decoupled_diloco.cli.options import TokenFile, fail
+from decoupled_diloco.cli.options import (
+    Authority,
+    Certificate,
+    CertificateKey,
+    TokenFile,
+    fail,
+    tls_of,
+)
 
 GIVEN_UP = 1
 
@@ -22,6 +29,9 @@ def checkpoint(
         ),
     ],
     token_file: TokenFile = None,
+    authority: Authority = None,
+    certificate: Certificate = None,
+    key: CertificateKey = None,
     timeout: Annotated[
         float, typer.Option(min=0.1, metavar="SECONDS", help="How long to wait for all parts.")
     ] = 120.0,
@@ -41,7 +51,8 @@ def checkpoint(
         address = on_this_machine(read_addresses(Path(run))[0])
         own = Path(run) / "token"
         token_file = token_file or (own if own.exists() else None)
-    found = take_checkpoint(address, read_token(token_file), timeout)
+    tls = tls_of(authority, certificate, key)
+    found = take_checkpoint(address, read_token(token_file), timeout, tls)
     if found.state != "complete":
         cut = f"cut {found.number}" if found.number else "no cut"
         late = f" after {timeout:g} s: it may still be completed" if found.state == "open" else ""

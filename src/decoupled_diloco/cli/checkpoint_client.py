@@ -12,12 +12,15 @@ from decoupled_diloco.observe.sources import TAPE_PATH
 from decoupled_diloco.syncer.checkpoint_requests import CHECKPOINT_PATH
 from decoupled_diloco.syncer.checkpoints import CheckpointAnswer, State
 from decoupled_diloco.transport.documents import Document, fetch, read_object
+from decoupled_diloco.transport.tls import Tls
 
 ASK_SECONDS = 0.3
 """How often it is asked whether the checkpoint is complete."""
 
 
-def take_checkpoint(address: str, token: str | None, timeout_seconds: float) -> CheckpointAnswer:
+def take_checkpoint(
+    address: str, token: str | None, timeout_seconds: float, tls: Tls | None = None
+) -> CheckpointAnswer:
     """Has a running syncer take a checkpoint of the run, and waits until it is complete.
 
     It may also be refused, given up, or still open after the time.
@@ -27,16 +30,16 @@ def take_checkpoint(address: str, token: str | None, timeout_seconds: float) -> 
         TransportError: It cannot be reached.
     """
     deadline = time.monotonic() + timeout_seconds
-    where = _coordinator_of(address, token)
-    found = _ask(where, {}, token)
+    where = _coordinator_of(address, token, tls)
+    found = _ask(where, {}, token, tls)
     while found.state == "open" and time.monotonic() < deadline:
         time.sleep(min(ASK_SECONDS, max(0.0, deadline - time.monotonic())))
-        found = _ask(where, {"number": str(found.number)}, token)
+        found = _ask(where, {"number": str(found.number)}, token, tls)
     return found
 
 
-def _coordinator_of(address: str, token: str | None) -> tuple[str, ...]:
-    about = read_object(fetch(address, TAPE_PATH, {}, token), address)
+def _coordinator_of(address: str, token: str | None, tls: Tls | None) -> tuple[str, ...]:
+    about = read_object(fetch(address, TAPE_PATH, {}, token, tls), address)
     shards = about.get("shards")
     if not isinstance(shards, list) or not shards or not isinstance(shards[0], str):
         raise ProtocolError(f"{address} does not say where the shards are")
@@ -44,12 +47,12 @@ def _coordinator_of(address: str, token: str | None) -> tuple[str, ...]:
 
 
 def _ask(
-    addresses: tuple[str, ...], query: Mapping[str, str], token: str | None
+    addresses: tuple[str, ...], query: Mapping[str, str], token: str | None, tls: Tls | None
 ) -> CheckpointAnswer:
     failure: TransportError | None = None
     for address in addresses:
         try:
-            document = fetch(address, CHECKPOINT_PATH, query, token)
+            document = fetch(address, CHECKPOINT_PATH, query, token, tls)
         except AccessError:
             raise
         except TransportError as error:

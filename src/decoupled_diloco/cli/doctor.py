@@ -17,6 +17,9 @@ from urllib.parse import urlsplit
 import typer
 
 from decoupled_diloco.cli.options import (
+    Authority,
+    Certificate,
+    CertificateKey,
     Sets,
     SyncerAddresses,
     TokenFile,
@@ -26,12 +29,14 @@ from decoupled_diloco.cli.options import (
     find_recipe,
     listed,
     make_console,
+    tls_of,
 )
 
 if TYPE_CHECKING:
     from decoupled_diloco.config import RunConfig
     from decoupled_diloco.launch.doctor.machine import Finding
     from decoupled_diloco.observe.terminal import SteadyConsole
+    from decoupled_diloco.transport.tls import Tls
 
 LEVEL_WIDTH = 9
 CHECK_WIDTH = 12
@@ -51,6 +56,9 @@ def doctor(
     settings: Sets = None,
     syncer: SyncerAddresses = "",
     token_file: TokenFile = None,
+    authority: Authority = None,
+    certificate: Certificate = None,
+    key: CertificateKey = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="A JSON list of check, level, text and advice.")
     ] = False,
@@ -67,7 +75,9 @@ def doctor(
         fail(f"--syncer {syncer!r} is not a URL: write it as http://host:port")
     from decoupled_diloco.launch.doctor.examine import Examined, any_left_behind, examine
 
-    case = Examined(config, addresses, _token(config, addresses, token_file), started)
+    tls = tls_of(authority, certificate, key)
+    own = _tls(config, addresses, tls)
+    case = Examined(config, addresses, _token(config, addresses, token_file), started, own)
     findings = examine(case)
     code = _print_json(findings) if as_json else _print(findings, make_console())
     if any_left_behind():
@@ -101,6 +111,17 @@ def _token(
     if not addresses or token_file is not None or config is None:
         return read_token(token_file)
     return own_token(config, config.learner_ids[0])
+
+
+def _tls(config: RunConfig | None, addresses: tuple[str, ...], given: Tls | None) -> Tls | None:
+    """What a learner here would trust and show: of the options, or of the run's settings."""
+    from decoupled_diloco.launch.secrets import own_tls
+    from decoupled_diloco.transport.tls import require_used
+
+    if not addresses or config is None:
+        require_used(given, addresses[0] if addresses else "this machine alone")
+        return given
+    return own_tls(config, config.learner_ids[0], given)
 
 
 def _print(findings: Iterable[Finding], console: SteadyConsole) -> int:

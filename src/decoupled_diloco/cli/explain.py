@@ -7,7 +7,14 @@ from typing import Annotated
 
 import typer
 
-from decoupled_diloco.cli.options import TokenFile, make_console
+from decoupled_diloco.cli.options import (
+    Authority,
+    Certificate,
+    CertificateKey,
+    TokenFile,
+    make_console,
+    tls_of,
+)
 from decoupled_diloco.cli.status import newest_run, source_of
 from decoupled_diloco.errors import ConfigError
 
@@ -43,6 +50,9 @@ def explain(
         ),
     ] = "",
     token_file: TokenFile = None,
+    authority: Authority = None,
+    certificate: Certificate = None,
+    key: CertificateKey = None,
     shard: Annotated[
         int | None, typer.Option(help="Of this shard only: each counts its own rounds.")
     ] = None,
@@ -60,7 +70,7 @@ def explain(
     if what not in list(What):
         raise ConfigError(f"{what!r} cannot be explained: choose one of {', '.join(What)}")
     of = of or newest_run(f"ddiloco explain {what} {which} --of runs/quickstart")
-    source = source_of(of, token_file, detail=True)
+    source = source_of(of, token_file, tls_of(authority, certificate, key), detail=True)
     run = run_of(source.poll(), "details")
     if not run.records:
         raise ConfigError(f"nothing is on the tape of {of} yet: there is nothing to explain")

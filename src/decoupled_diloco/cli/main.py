@@ -14,6 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from decoupled_diloco import __version__
 from decoupled_diloco.cli.added import add_command
+from decoupled_diloco.cli.certificates import certificates
 from decoupled_diloco.cli.chaos import chaos
 from decoupled_diloco.cli.checkpoint import checkpoint
 from decoupled_diloco.cli.doctor import doctor
@@ -109,7 +110,7 @@ for each in (
 ):
     app.command()(each)
 add_command(app, "goodput")
-for each in (ledger, checkpoint):
+for each in (ledger, checkpoint, certificates):
     app.command()(each)
 
 

@@ -13,6 +13,7 @@ from decoupled_diloco.config.files import Kind, find_shipped, shipped, title_of
 
 if TYPE_CHECKING:
     from decoupled_diloco.observe.terminal import SteadyConsole
+    from decoupled_diloco.transport.tls import Tls
 
 TITLE_WIDTH_MAX = 60
 """Characters of a recipe's title beside its name: a shell shows one line for each."""
@@ -75,6 +76,23 @@ Sets = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, as sync.period=48."),
 ]
 TokenFile = Annotated[Path | None, typer.Option("--token-file", help="File with the run's secret.")]
+Authority = Annotated[
+    Path | None,
+    typer.Option(
+        "--authority",
+        metavar="PEM",
+        help="For https://: the authority that has signed the syncer's certificate.",
+    ),
+]
+Certificate = Annotated[
+    Path | None,
+    typer.Option(
+        "--certificate", metavar="PEM", help="Certificate of one's own, if the syncer wants one."
+    ),
+]
+CertificateKey = Annotated[
+    Path | None, typer.Option("--key", metavar="PEM", help="Private key of --certificate.")
+]
 SyncerAddresses = Annotated[
     str,
     typer.Option(
@@ -97,6 +115,18 @@ StopWithParent = Annotated[bool, typer.Option("--stop-with-parent", hidden=True)
 def listed(text: str) -> tuple[str, ...]:
     """The items of an option that takes several, separated by commas."""
     return tuple(item.strip() for item in text.split(",") if item.strip())
+
+
+def tls_of(authority: Path | None, certificate: Path | None, key: Path | None) -> Tls | None:
+    """What a command trusts and shows.
+
+    Raises:
+        ConfigError: only one of certificate and key is given.
+    """
+    from decoupled_diloco.transport.tls import Tls
+
+    given = (authority, certificate, key)
+    return None if given == (None, None, None) else Tls(*given)
 
 
 def make_console() -> SteadyConsole:

@@ -6,11 +6,14 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from decoupled_diloco.cli.options import (
+    Authority,
+    Certificate,
+    CertificateKey,
     CutToGoBackTo,
     Resume,
     RunFile,
@@ -23,11 +26,15 @@ from decoupled_diloco.cli.options import (
     fail,
     listed,
     make_console,
+    tls_of,
 )
 from decoupled_diloco.config import RunConfig, SyncerSettings, load_config
 from decoupled_diloco.config.addresses import advertised, on_this_machine
 from decoupled_diloco.config.command_line import CommandOptions, command, overrides, setting
 from decoupled_diloco.config.files import find_shipped
+
+if TYPE_CHECKING:
+    from decoupled_diloco.transport.tls import Tls
 
 
 class TrainOptions(CommandOptions):
@@ -159,6 +166,9 @@ class DialOptions(CommandOptions):
     settings: Sets = None
     syncer: SyncerAddresses = ""
     token_file: TokenFile = None
+    authority: Authority = None
+    certificate: Certificate = None
+    key: CertificateKey = None
     supervised: Annotated[bool, typer.Option("--supervised")] = False
     """Start it again, here, when it fails: for a job of a cluster, or a machine without systemd."""
 
@@ -189,9 +199,17 @@ class DialOptions(CommandOptions):
         told = [arguments[0], str(self.run), *arguments[1:]]
         for override in self.settings or ():
             told += ["--set", override]
-        for option, value in (("--syncer", self.syncer), ("--token-file", self.token_file)):
+        given = {"--syncer": self.syncer, "--token-file": self.token_file}
+        given |= {"--authority": self.authority, "--certificate": self.certificate}
+        for option, value in (given | {"--key": self.key}).items():
             told += [option, str(value)] if value else []
         exit_with(supervise(config, name, told))
+
+    def tls(self, config: RunConfig, name: str) -> Tls | None:
+        """What it trusts and shows."""
+        from decoupled_diloco.launch.secrets import own_tls
+
+        return own_tls(config, name, tls_of(self.authority, self.certificate, self.key))
 
 
 class LearnerOptions(DialOptions):
@@ -228,6 +246,7 @@ def learner(options: LearnerOptions) -> None:
         folder=enter_run_folder(config),
         token=own_token(config, f"learner-{options.index}", options.token_file),
         shared=options.shared_folder,
+        tls=options.tls(config, f"learner-{options.index}"),
         termination=termination,
     )
 
@@ -261,6 +280,7 @@ def evaluator(options: EvaluatorOptions) -> None:
         folder=enter_run_folder(config),
         token=own_token(config, EVALUATOR, options.token_file),
         shared=options.shared_folder,
+        tls=options.tls(config, EVALUATOR),
     )
 
 

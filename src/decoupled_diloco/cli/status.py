@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from decoupled_diloco.cli.options import RunSource, TokenFile, make_console
+from decoupled_diloco.cli.options import (
+    Authority,
+    Certificate,
+    CertificateKey,
+    RunSource,
+    TokenFile,
+    make_console,
+    tls_of,
+)
 from decoupled_diloco.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -15,11 +23,15 @@ if TYPE_CHECKING:
 
     from decoupled_diloco.engines.base import JobState
     from decoupled_diloco.observe.sources import Source
+    from decoupled_diloco.transport.tls import Tls
 
 
 def status(
     source: RunSource = "",
     token_file: TokenFile = None,
+    authority: Authority = None,
+    certificate: Certificate = None,
+    key: CertificateKey = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """How a run is doing: phase, clock, every learner and shard; live or from its tape."""
@@ -34,7 +46,8 @@ def status(
         typer.echo(f"{job.name}: job {job.id} {job.state} {job.where}".rstrip())
     if jobs and not _has_tape(Path(source)):
         return
-    opened = source_of(source or newest_run("ddiloco status runs/quickstart"), token_file)
+    tls = tls_of(authority, certificate, key)
+    opened = source_of(source or newest_run("ddiloco status runs/quickstart"), token_file, tls)
     run = run_of(opened.poll(), "now" if opened.live else "run")
     account = None if opened.live else run.account
     found = status_of(run, opened.now(), opened.problems(), account)
@@ -55,12 +68,14 @@ def _jobs_of(source: str) -> Sequence[JobState]:
     return Launch(folder).states() if (folder / JOBS).exists() else ()
 
 
-def source_of(text: str, token_file: Path | None, *, detail: bool = False) -> Source:
-    """The source that a command line names, with its secret."""
+def source_of(
+    text: str, token_file: Path | None, tls: Tls | None = None, *, detail: bool = False
+) -> Source:
+    """The source that a command line names, with its secret and certificates."""
     from decoupled_diloco.launch.folder import read_token
     from decoupled_diloco.observe.sources import open_source
 
-    return open_source(text, read_token(token_file), detail=detail)
+    return open_source(text, read_token(token_file), tls, detail=detail)
 
 
 def newest_run(example: str) -> str:

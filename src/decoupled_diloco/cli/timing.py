@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from decoupled_diloco.cli.options import Sets, TokenFile, fail, make_console
+from decoupled_diloco.cli.options import (
+    Authority,
+    Certificate,
+    CertificateKey,
+    Sets,
+    TokenFile,
+    fail,
+    make_console,
+    tls_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -29,6 +38,9 @@ def timing(
     ],
     settings: Sets = None,
     token_file: TokenFile = None,
+    authority: Authority = None,
+    certificate: Certificate = None,
+    key: CertificateKey = None,
 ) -> None:
     """Every interval, window, lease and deadline, and what it is derived from: none is set."""
     from decoupled_diloco.cli.status import source_of
@@ -46,7 +58,7 @@ def timing(
         return
     if settings:
         fail("--set changes a configuration, and this is a run that has one: leave it out")
-    source = source_of(run, token_file)
+    source = source_of(run, token_file, tls_of(authority, certificate, key))
     measured = RunModel()
     measured.take_all(source.poll())
     found = options_in(measured)

@@ -120,11 +120,23 @@ def _tell_how_to_join(config: RunConfig, run: LocalRun, console: SteadyConsole) 
     secret = "FILE_WITH_ITS_OWN" if each else run.secret_file
     kept = each or own or run.folder.resumed
     new = "" if kept else "\n  (new in each run: learners of an earlier one need it again)"
-    console.say(
-        f"syncer of {config.run.name}: {', '.join(reached)}{more}\n"
-        f"secret: {run.secret_file}{new}\n"
-        "join with:\n"
-        f'  dd.Learner(model, syncer="{reached[0]}", token=…)\n'
-        f"  ddiloco learner {run.path}/run.toml --index 0 "
-        f"--syncer {reached[0]} --token-file {secret}\n"
-    )
+    told, options = [f"secret: {run.secret_file}{new}"], f" --token-file {secret}"
+    arguments = ", token=…"
+    if run.secret_file is None:
+        told, options, arguments = [], "", ""
+    if config.tls.serves:
+        options += " --authority AUTHORITY.pem"
+        arguments += ", tls=dd.Tls(authority=…"
+        if config.tls.client_authority is not None:
+            told.append("each shows a certificate of its own: ddiloco certificates add")
+            options += " --certificate ITS_OWN.pem --key ITS_OWN.key"
+            arguments += ", certificate=…, key=…"
+        arguments += ")"
+    lines = [
+        f"syncer of {config.run.name}: {', '.join(reached)}{more}",
+        *told,
+        "join with:",
+        f'  dd.Learner(model, syncer="{reached[0]}"{arguments})',
+        f"  ddiloco learner {run.path}/run.toml --index 0 --syncer {reached[0]}{options}\n",
+    ]
+    console.say("\n".join(lines))

@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from decoupled_diloco.cli.options import RunSource, TokenFile, fail, make_console
+from decoupled_diloco.cli.options import (
+    Authority,
+    Certificate,
+    CertificateKey,
+    RunSource,
+    TokenFile,
+    fail,
+    make_console,
+    tls_of,
+)
 from decoupled_diloco.cli.status import newest_run, source_of
 from decoupled_diloco.errors import AccessError, TransportError
 from decoupled_diloco.launch.termination import handling, interrupt
@@ -43,13 +52,16 @@ ESCAPE = "\x1b"
 def watch(
     source: RunSource = "",
     token_file: TokenFile = None,
+    authority: Authority = None,
+    certificate: Certificate = None,
+    key: CertificateKey = None,
     every: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.2)] = 1.0,
 ) -> None:
     """The status over and over, on the whole terminal, until the run is over or you press q."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         fail("watch needs a terminal: use ddiloco status, for example with watch(1)")
     source = source or newest_run("ddiloco watch runs/quickstart")
-    reader = Reader(source_of(source, token_file), every)
+    reader = Reader(source_of(source, token_file, tls_of(authority, certificate, key)), every)
     console = make_console()
     # The terminal is given back as it was, whichever signal ends this.
     told_to_end = handling(interrupt, signal.SIGTERM, signal.SIGHUP)

@@ -42,7 +42,8 @@ def advertised(config: RunConfig, ports: Sequence[int] = ()) -> tuple[str, ...]:
         )
     shards = settings.shards
     ports = ports or range(settings.port, settings.port + shards * (1 + settings.standbys))
-    urls = [url_of(settings.host, port) for port in ports]
+    scheme = "https" if config.tls.serves else "http"
+    urls = [url_of(settings.host, port, scheme) for port in ports]
     return tuple(BETWEEN.join(urls[shard::shards]) for shard in range(shards))
 
 

@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 
 from decoupled_diloco.config.settings import Settings, suggestion
 from decoupled_diloco.config.sync import OuterSettings, SyncSettings
+from decoupled_diloco.config.tls import TlsSettings
 from decoupled_diloco.config.where import WhereSettings
 from decoupled_diloco.errors import ConfigError
 
@@ -26,6 +27,7 @@ _PRIVATE: dict[str, Any] = {
     "run": {"folder", "evaluator", "evaluate_every_seconds", "fork_server", "log"},
     "sync": {"initial_weights"},
     "syncer": True,
+    "tls": True,
     "learner": True,
     "faults": True,
     "where": True,
@@ -388,6 +390,9 @@ class RunConfig(Settings):
     syncer: SyncerSettings = Field(default_factory=SyncerSettings)
     """The syncer's processes and addresses."""
 
+    tls: TlsSettings = Field(default_factory=TlsSettings)
+    """Certificates."""
+
     learner: LearnerSettings = Field(default_factory=LearnerSettings)
     """The learner's processes."""
 
@@ -454,9 +459,18 @@ class RunConfig(Settings):
                 f"metrics={self.learner.metrics!r} in [learner] with learners={learners} needs "
                 f"ports up to {last.rpartition(':')[2]}, but {PORT_MAX} is the last: lower the port"
             )
+        self._check_addresses()
         self._check_ranks()
         self._check_faults()
         return self
+
+    def _check_addresses(self) -> None:
+        plain = [each for each in self.syncer.addresses if "http://" in each]
+        if self.tls.serves and plain:
+            raise ConfigError(
+                f"address {plain[0]!r} in [syncer] is not encrypted, but [tls] has a certificate: "
+                "write https://, or take the certificate out"
+            )
 
     def _check_ranks(self) -> None:
         learner, learners = self.learner, self.run.learners

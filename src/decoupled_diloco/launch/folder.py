@@ -212,7 +212,8 @@ def is_run_folder(path: Path) -> bool:
     has_tape = (path / FOLDER_NAME).is_dir() or (path / MERGED_NAME).is_file()
     with contextlib.suppress(OSError, ValueError):  # TOML and UTF-8 both
         tables = tomllib.loads((path / RUN_FILE).read_text(encoding="utf-8"))
-        return has_tape and tables.keys() >= set(RunConfig.model_fields) - {"faults", "where"}
+        optional = {"faults", "tls", "where"}
+        return has_tape and tables.keys() >= set(RunConfig.model_fields) - optional
     return False
 
 

@@ -26,13 +26,21 @@ from decoupled_diloco.launch.processes import (
     process_of,
     reopen_claims,
 )
-from decoupled_diloco.launch.secrets import accepted_tokens, read_principals, require_principals
+from decoupled_diloco.launch.secrets import (
+    accepted_tokens,
+    needs_token,
+    own_tls,
+    read_principals,
+    require_principals,
+    served_tls,
+)
 from decoupled_diloco.launch.supervisor import Child, Supervisor
 from decoupled_diloco.observe.following import FollowedRun
 from decoupled_diloco.observe.run_model import RunModel, read_run
 from decoupled_diloco.observe.samples import FaultInjected, Sample, WeightsSaved, WentBack
 from decoupled_diloco.observe.tape import pack_tapes
 from decoupled_diloco.storage.files import write_text
+from decoupled_diloco.transport.tls import LiveTls, require_used
 
 # What needs torch is imported where it is needed: it takes seconds, and a syncer's learners wait.
 if TYPE_CHECKING:
@@ -116,9 +124,9 @@ class LocalRun:
         write_text(self.path / RUN_FILE, dump_config(config))
         self.folder.tell_launcher()
         settings = config.syncer
-        self.secret_file: Path = (
-            settings.principals_file or settings.token_file or self.folder.token_file()
-        )
+        self.secret_file: Path | None = settings.principals_file or settings.token_file
+        if self.secret_file is None and needs_token(config):
+            self.secret_file = self.folder.token_file()
         told = {"machine": "launcher", "settings": config.public()}
         self._tape = open_tape(self.path, "launcher", told)
         self.placement = ThisMachine(
@@ -150,6 +158,7 @@ class LocalRun:
         if settings.principals_file is not None:
             self._require_principals(settings.principals_file)
         accepted_tokens(self.config, read_token(settings.token_file))
+        self._require_certificates()
         if weights is not None and not weights.is_file():
             raise ConfigError(
                 f"initial_weights={str(weights)!r} does not exist: correct the path, or leave "
@@ -157,12 +166,27 @@ class LocalRun:
             )
         _ports(self.config)
 
+    def _require_certificates(self) -> None:
+        served = served_tls(self.config)
+        if served is not None:
+            LiveTls(served)
+        for name in self._dialling():
+            tls = own_tls(self.config, name)
+            if tls is not None:
+                LiveTls(tls)
+            for address in self.config.syncer.addresses or ("https://" if served else "http://",):
+                require_used(tls, address)
+
     def _require_principals(self, path: Path) -> None:
+        require_principals(path, read_principals(path), self._dialling())
+
+    def _dialling(self) -> list[str]:
+        """The ids of those that dial."""
         config = self.config
         names = [f"shard-{shard}" for shard in range(1, config.syncer.shards)]
         if self._with_learners:
             names += [*config.learner_ids, *([EVALUATOR] if config.run.evaluator else [])]
-        require_principals(path, read_principals(path), names)
+        return names
 
     def start(self) -> None:
         """Starts the shards, then the learners and the evaluator.
@@ -175,7 +199,7 @@ class LocalRun:
         self.addresses = advertised(config, ports)
         write_addresses(self.path, self.addresses)
         common = ["--stop-with-parent"]
-        if config.syncer.principals_file is None:
+        if config.syncer.principals_file is None and self.secret_file is not None:
             common += ["--token-file", str(self.secret_file)]
         run_file = str(self.path / RUN_FILE)
         joined = ",".join(self._told(self.addresses))

@@ -33,6 +33,7 @@ from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.ranks.group import ranks_of_this_job
 from decoupled_diloco.runtime import blocking, now, runtime
 from decoupled_diloco.transport.http_client import HttpClient
+from decoupled_diloco.transport.tls import Tls
 from decoupled_diloco.workloads import Batch, Workload, load_workload
 from decoupled_diloco.workloads.base import Placed
 from decoupled_diloco.workloads.divided import (
@@ -88,13 +89,13 @@ async def _observer(*arguments: Any, **named: Any) -> Observer:
     return Observer(*arguments, **named)
 
 
-def _seat_at(shared: Path | None, token: str | None) -> Seat:
+def _seat_at(shared: Path | None, token: str | None, tls: Tls | None) -> Seat:
     """This machine; where the shards are is looked up in a run folder that theirs shares."""
     if shared is None:
         return HERE
 
     def client() -> FindingClient:
-        return FindingClient(HttpClient(token=token), shared)
+        return FindingClient(HttpClient(token=token, tls=tls), shared)
 
     return replace(
         HERE, learner=partial(_learner, client=client), observer=partial(_observer, client=client)
@@ -131,6 +132,7 @@ def run_learner(
     folder: Path,
     token: str | None,
     shared: Path | None = None,
+    tls: Tls | None = None,
     termination: Termination | None = None,
 ) -> None:
     """Trains one learner's part of the workload until the run ends, or until it is told to go.
@@ -146,9 +148,10 @@ def run_learner(
         KeyboardInterrupt: it was told to go.
     """
     torch.set_num_threads(config.learner.threads)
-    asked, seat = termination or SignalledTermination(), _seat_at(shared, token)
+    asked, seat = termination or SignalledTermination(), _seat_at(shared, token, tls)
     with _process_group(config.learner.ranks_of(index)):
-        blocking(learn(config, index, seat, asked, syncer=syncer, folder=folder, token=token))
+        role = learn(config, index, seat, asked, syncer=syncer, folder=folder, token=token, tls=tls)
+        blocking(role)
 
 
 @contextlib.contextmanager
@@ -176,6 +179,7 @@ async def learn(
     syncer: tuple[str, ...],
     folder: Path,
     token: str | None,
+    tls: Tls | None = None,
 ) -> None:
     """What the process of a learner does; see `run_learner`."""
     if index < 0 or (index >= config.run.learners and not config.data.leases):
@@ -200,6 +204,7 @@ async def learn(
         model,
         syncer,
         token=token,
+        tls=tls,
         learner_id=name,
         optimizer=optimizer,
         stateful={"data": parts if config.data.leases else position},
@@ -300,16 +305,24 @@ def run_evaluator(
     folder: Path,
     token: str | None,
     shared: Path | None = None,
+    tls: Tls | None = None,
 ) -> None:
     """Scores the published weights on held-out data until the run is over; see `run_learner`."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGTERM, interrupt)
     os.nice(EVALUATOR_NICENESS)
-    blocking(evaluate(config, _seat_at(shared, token), syncer=syncer, folder=folder, token=token))
+    seat = _seat_at(shared, token, tls)
+    blocking(evaluate(config, seat, syncer=syncer, folder=folder, token=token, tls=tls))
 
 
 async def evaluate(
-    config: RunConfig, seat: Seat, *, syncer: tuple[str, ...], folder: Path, token: str | None
+    config: RunConfig,
+    seat: Seat,
+    *,
+    syncer: tuple[str, ...],
+    folder: Path,
+    token: str | None,
+    tls: Tls | None = None,
 ) -> None:
     """What the process of an evaluator does; see `run_evaluator`."""
     workload = seat.workload(config)
@@ -320,6 +333,7 @@ async def evaluate(
             syncer,
             name=_evaluator_name(config),
             token=token,
+            tls=tls,
             give_up_seconds=EVALUATOR_GIVES_UP_SECONDS,
         ) as observer:
             tape.sample(now(), CorpusDescribed(json.dumps(workload.describe())))
@@ -362,9 +376,9 @@ def _sample_text(workload: Workload, model: torch.nn.Module, tape: TapeWriter) -
 def _evaluator_name(config: RunConfig) -> str:
     """A name of its own, since a second one of the same name would take over from the first.
 
-    Where ids have secrets there is one evaluator, by the name that the secret is for.
+    Where ids have secrets or certificates there is one evaluator, by the name that they are for.
     """
-    if config.syncer.principals_file is not None:
+    if config.syncer.principals_file is not None or config.tls.client_authority is not None:
         return EVALUATOR
     return f"{EVALUATOR}-{runtime().unique_id()[:8]}"
 

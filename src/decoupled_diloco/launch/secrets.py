@@ -1,4 +1,4 @@
-"""The secret that each process shows: one for the whole run, or one for each id."""
+"""What each process shows: a secret for the whole run or for its id, and a certificate."""
 
 from __future__ import annotations
 
@@ -9,13 +9,56 @@ from pathlib import Path
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.folder import read_token
+from decoupled_diloco.transport.tls import ServerTls, Tls
 from decoupled_diloco.transport.tokens import Tokens
 
 
 def accepted_tokens(config: RunConfig, token: str | None) -> Tokens:
     """What a shard accepts: the secret of each id if the settings name them, or the run's one."""
-    path = config.syncer.principals_file
-    return Tokens(token) if path is None else Tokens(principals=read_principals(path))
+    path, certificates = config.syncer.principals_file, config.tls.client_authority is not None
+    if path is None:
+        return Tokens(token, certificates=certificates)
+    return Tokens(principals=read_principals(path), certificates=certificates)
+
+
+def needs_token(config: RunConfig) -> bool:
+    """Whether a run without a token of the user's needs one that is made up."""
+    return config.tls.client_authority is None
+
+
+def served_tls(config: RunConfig) -> ServerTls | None:
+    """What the shards show and accept; `None`: plain HTTP."""
+    tls = config.tls
+    if tls.certificate is None or tls.key is None:
+        return None
+    return ServerTls(tls.certificate, tls.key, tls.client_authority)
+
+
+def own_tls(config: RunConfig, name: str, given: Tls | None = None) -> Tls | None:
+    """What the process of this id trusts and shows; files given by hand go before the settings.
+
+    A shard shows the certificate that it has as a server.
+
+    Raises:
+        ConfigError: the folder of certificates has none for this id.
+    """
+    tls = config.tls
+    authority: str | Path | None = tls.authority
+    certificate: str | Path | None = None
+    key: str | Path | None = None
+    if name.startswith("shard-"):
+        certificate, key = (tls.certificate, tls.key) if tls.client_authority else (None, None)
+    elif tls.clients is not None and (given is None or given.certificate is None):
+        certificate, key = tls.clients / f"{name}.pem", tls.clients / f"{name}.key"
+        if not Path(certificate).exists():
+            raise ConfigError(
+                f"clients={str(tls.clients)!r} in [tls] has no {name}.pem: make it with ddiloco "
+                f"certificates add FOLDER {name}, or give --certificate and --key"
+            )
+    if given is not None:
+        authority = given.authority or authority
+        certificate, key = given.certificate or certificate, given.key or key
+    return Tls(authority, certificate, key) if authority or certificate else None
 
 
 def own_token(config: RunConfig, name: str, token_file: Path | None = None) -> str | None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.launch.collecting import Survivors
 from decoupled_diloco.launch.processes import open_tape, process_of
-from decoupled_diloco.launch.secrets import accepted_tokens
+from decoupled_diloco.launch.secrets import accepted_tokens, own_tls, served_tls
 from decoupled_diloco.monitor.measures import METRICS_PATH
 from decoupled_diloco.observe.open_files import SPARE, open_files_allowed
 from decoupled_diloco.observe.samples import TookOver
@@ -32,6 +32,7 @@ from decoupled_diloco.transport.base import Client, Limits, OnChannel, Server
 from decoupled_diloco.transport.documents import Document
 from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.http_server import HttpServer
+from decoupled_diloco.transport.tokens import is_loopback
 from decoupled_diloco.units import MIB
 
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ def run_shard(
         KeyboardInterrupt: it was told to end.
     """
     tokens = accepted_tokens(config, token)
+    own, served = own_tls(config, f"shard-{shard}"), served_tls(config)
+    warn_if_readable(config, token)
     limits = limits_here(config.run.learners)
 
     def server(on_channel: OnChannel) -> HttpServer:
@@ -87,6 +90,7 @@ def run_shard(
             },
             pool_bytes=config.syncer.pool_mib * MIB,
             limits=limits,
+            tls=served,
         )
 
     role = ShardRole(
@@ -97,7 +101,7 @@ def run_shard(
         standby=standby,
         linger=linger,
         server=server,
-        client=lambda: HttpClient(token=token),
+        client=lambda: HttpClient(token=token, tls=own),
         open_tape=open_tape,
     )
     survivors = Survivors()
@@ -226,6 +230,19 @@ class ShardRole:
     async def checkpoint_asked(self, query: Mapping[str, str]) -> Document:
         """Answers who asks for a cut of the run, or about one."""
         return checkpoint_requests.answer(self.acting.host, query)
+
+
+def warn_if_readable(config: RunConfig, token: str | None) -> None:
+    """Tells that a token that goes over a network in plain text can be read on the way."""
+    syncer = config.syncer
+    has_token = token is not None or syncer.principals_file is not None
+    encrypted = config.tls.serves or any(each.startswith("https://") for each in syncer.addresses)
+    if has_token and not encrypted and not is_loopback(syncer.host):
+        logger.warning(
+            "host=%r serves plain HTTP: whoever is on the way can read tokens and what is trained: "
+            "set [tls] (ddiloco certificates), or use a VPN or a tunnel",
+            syncer.host,
+        )
 
 
 def _when_told_to_end(end: Callable[[], None]) -> None:

@@ -50,6 +50,7 @@ from decoupled_diloco.protocol.recovery import kept as kept_fragments
 from decoupled_diloco.ranks.group import chosen_carriers, is_sharded, ranks_of_this_job
 from decoupled_diloco.runtime import blocking, now
 from decoupled_diloco.transport.base import Client
+from decoupled_diloco.transport.tls import Tls
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,8 @@ class Learner(Participation):
         syncer: Address of a shard, as ``"http://host:7070"``, or of several; each knows the others.
         token: The run's secret, if it has one: the text of its token file, with or without the
             newline at its end.
+        tls: Certificates for a syncer at ``https://``: whom to trust, and what to show. Default:
+            the system's authorities, and nothing.
         learner_id: A name of its own that stays the same across restarts: 1 to 64 letters, digits,
             ``.``, ``_``, ``-``. Default: host name and process id.
         optimizer: The inner optimizer; given without ``after_apply``, it is checked, here and in
@@ -142,6 +145,7 @@ class Learner(Participation):
         syncer: str | Sequence[str],
         *,
         token: str | None = None,
+        tls: Tls | None = None,
         learner_id: str | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         stateful: Mapping[str, Any] | None = None,
@@ -173,7 +177,7 @@ class Learner(Participation):
             refuse_what_is_not_finite(model)
         self._after_apply, self._waits = after_apply, True
         self._hand_in_seconds = parts.not_negative("hand_in_seconds", hand_in_seconds)
-        self._transfers = parts.transfers_of(objects, donate, stateful or {}, listen)
+        self._transfers = parts.transfers_of(objects, donate, stateful or {}, listen, tls)
         self._checkpointer = parts.checkpointer_of(
             learner_id, model, objects, checkpoint, checkpoint_every_seconds, self._keeper
         )
@@ -182,12 +186,14 @@ class Learner(Participation):
         endpoint = parts.endpoint_of(metrics, name, token, self._look)
         self._log = parts.log_of(log, name)
         self._watchers = [each for each in (endpoint, self._log) if each is not None]
+        parts.require_listening_encrypted(listen, syncer, tls)
         super().__init__(
             store,
             syncer,
             name=name,
             role="learner",
             token=token,
+            tls=tls,
             give_up_seconds=give_up_seconds,
             join_timeout=join_timeout,
             tape=tape,

@@ -13,6 +13,7 @@ from decoupled_diloco.learner.participation import Participation
 from decoupled_diloco.learner.store import ModuleStore
 from decoupled_diloco.runtime import blocking, now
 from decoupled_diloco.transport.base import Client
+from decoupled_diloco.transport.tls import Tls
 
 
 class Observer(Participation):
@@ -24,6 +25,7 @@ class Observer(Participation):
         name: The observer's name, its own among all that take part. Default: made of host name
             and process id.
         token: As for `Learner`.
+        tls: As for `Learner`.
         give_up_seconds: As for `Learner`.
         join_timeout: As for `Learner`.
         tape: As for `Learner`.
@@ -42,6 +44,7 @@ class Observer(Participation):
         *,
         name: str | None = None,
         token: str | None = None,
+        tls: Tls | None = None,
         give_up_seconds: float | None = None,
         join_timeout: float | None = JOIN_TIMEOUT_SECONDS,
         tape: str | Path | None = None,
@@ -53,6 +56,7 @@ class Observer(Participation):
             name=name or f"observer-{parts.default_id()}",
             role="observer",
             token=token,
+            tls=tls,
             give_up_seconds=give_up_seconds,
             join_timeout=join_timeout,
             tape=tape,

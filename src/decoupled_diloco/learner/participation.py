@@ -25,6 +25,7 @@ from decoupled_diloco.protocol.peers import name_problem
 from decoupled_diloco.runtime import blocking, now, runtime
 from decoupled_diloco.transport.base import Client
 from decoupled_diloco.transport.http_client import HttpClient
+from decoupled_diloco.transport.tls import Tls, require_used
 from decoupled_diloco.transport.tokens import read_secret
 
 
@@ -39,6 +40,7 @@ class Participation:
         name: str,
         role: Literal["learner", "observer"],
         token: str | None,
+        tls: Tls | None,
         give_up_seconds: float | None,
         join_timeout: float | None,
         tape: str | Path | None,
@@ -56,6 +58,7 @@ class Participation:
                 raise ConfigError(
                     f"syncer={address!r} is not a URL: write it as 'http://host:port'"
                 )
+            require_used(tls, address)
         if join_timeout is not None and not join_timeout > 0:
             raise ConfigError(f"join_timeout={join_timeout}: give more than 0 seconds, or None")
         secret = read_secret(token)
@@ -66,7 +69,7 @@ class Participation:
             ProcessIdentity(name, runtime().unique_id(), role),
             addresses,
             store,
-            client=client or (lambda: HttpClient(token=secret)),
+            client=client or (lambda: HttpClient(token=secret, tls=tls)),
             tape=self._tape_maker(tape),
             patience=Patience(join_timeout, give_up_seconds),
             exchange=self._exchange,

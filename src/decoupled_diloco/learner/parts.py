@@ -22,6 +22,7 @@ from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.transport.base import Channel
 from decoupled_diloco.transport.http_server import HttpServer
+from decoupled_diloco.transport.tls import ServerTls, Tls
 from decoupled_diloco.transport.tokens import Tokens, read_secret
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ def transfers_of(
     donate: Sequence[str],
     stateful: Mapping[str, Any],
     listen: str | None,
+    tls: Tls | None = None,
 ) -> StateTransfers:
     """What a `Learner` gives and takes.
 
@@ -101,9 +103,10 @@ def transfers_of(
         raise ConfigError(f"donate has {unknown[0]!r}, which is none of {', '.join(sorted(known))}")
     given = {name: objects[name] for name in donate if name in objects}
     if listen is None:
-        return StateTransfers(given)
+        return StateTransfers(given, tls=tls)
     host, port = host_and_port("listen", listen)
-    return StateTransfers(given, lambda key: _server(host, port, key))
+    served = _served(tls)
+    return StateTransfers(given, lambda key: _server(host, port, key, served), tls)
 
 
 def endpoint_of(
@@ -138,14 +141,37 @@ def log_of(log: str | None, name: str) -> StepLog | None:
     return StepLog(log, name, Path())
 
 
-def _server(host: str, port: int, key: str) -> HttpServer:
+def require_listening_encrypted(
+    listen: str | None, syncer: str | Sequence[str], tls: Tls | None
+) -> None:
+    """Refuses to give a state in plain text in a run that is encrypted.
+
+    Raises:
+        ConfigError: There is no certificate to listen with.
+    """
+    first = syncer if isinstance(syncer, str) else next(iter(syncer), "")
+    if listen is not None and first.startswith("https://") and _served(tls) is None:
+        raise ConfigError(
+            f"listen={listen!r} would give this learner's state without encryption: give it a "
+            "certificate and a key of its own (tls=), or leave listen out: a shard relays it"
+        )
+
+
+def _served(tls: Tls | None) -> ServerTls | None:
+    """What this learner shows to those who fetch its state: the certificate of its id."""
+    if tls is None or tls.certificate is None or tls.key is None:
+        return None
+    return ServerTls(Path(tls.certificate), Path(tls.key))
+
+
+def _server(host: str, port: int, key: str, tls: ServerTls | None) -> HttpServer:
     """What serves this learner's state; it holds no conversations."""
 
     async def refuse(channel: Channel) -> None:
         await channel.close("a learner is no shard: dial the syncer")
 
     return HttpServer(
-        host=host, port=port, tokens=Tokens(key), on_channel=refuse, pool_bytes=1 << 20
+        host=host, port=port, tokens=Tokens(key), on_channel=refuse, pool_bytes=1 << 20, tls=tls
     )
 
 

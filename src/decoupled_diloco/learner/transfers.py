@@ -41,6 +41,7 @@ from decoupled_diloco.runtime import runtime
 from decoupled_diloco.transport.base import Client, Server
 from decoupled_diloco.transport.bodies import body_url
 from decoupled_diloco.transport.http_client import HttpClient
+from decoupled_diloco.transport.tls import Tls
 
 logger = logging.getLogger(__name__)
 
@@ -81,14 +82,19 @@ class StateTransfers:
         stateful: What this learner gives away, and takes, by name.
         make_server: Makes the server by which others reach this learner, given the key that opens
             it; `None`: they cannot.
+        tls: Whom this learner trusts: a donor's certificate must name the donor.
 
     Attributes:
         taken: A donor's state, once it is here.
     """
 
     def __init__(
-        self, stateful: Mapping[str, Any], make_server: Callable[[str], Server] | None = None
+        self,
+        stateful: Mapping[str, Any],
+        make_server: Callable[[str], Server] | None = None,
+        tls: Tls | None = None,
     ) -> None:
+        self._tls = tls
         self._key = runtime().secret()
         self.taken: Mapping[str, Any] | None = None
         self._stateful = dict(stateful)
@@ -198,7 +204,15 @@ class StateTransfers:
         if order.path:
             return await self._fetched_by(order, me, self._here.client())
         # The run's own token is not for another learner to see.
-        client = HttpClient(token=order.key, trusted=(order.address,), principal=me)
+        if self._tls is not None and not order.address.startswith("https://"):
+            raise TransportError(f"{order.donor} gives its state at {order.address} in plain text")
+        client = HttpClient(
+            token=order.key,
+            trusted=(order.address,),
+            principal=me,
+            tls=self._tls,
+            server_name=order.donor,
+        )
         try:
             return await self._fetched_by(order, me, client)
         finally:

@@ -29,6 +29,7 @@ from decoupled_diloco.observe.reader import (
 )
 from decoupled_diloco.observe.records import FOLDER_NAME, Parser, Record
 from decoupled_diloco.transport.documents import fetch, read_object
+from decoupled_diloco.transport.tls import Tls, require_used
 
 TAPE_PATH = "/tape"
 
@@ -67,13 +68,16 @@ class Source(Protocol):
         ...
 
 
-def open_source(text: str, token: str | None = None, *, detail: bool = False) -> Source:
+def open_source(
+    text: str, token: str | None = None, tls: Tls | None = None, *, detail: bool = False
+) -> Source:
     """The source that a command line names.
 
     Args:
         text: A run folder, tape folder or tape file; or one or several addresses of a running
             syncer, ``http://host:port``, separated by commas; every shard knows the others.
         token: The run's secret, for a syncer.
+        tls: Whom to trust and what to show, for a syncer at ``https://``.
         detail: Have a syncer tell every step report.
 
     Raises:
@@ -82,7 +86,8 @@ def open_source(text: str, token: str | None = None, *, detail: bool = False) ->
     if text.startswith(("http://", "https://")):
         parts = [part.strip() for part in text.split(",") if part.strip()]
         addresses = tuple(each for part in parts for each in alternatives(part))
-        return SyncerSource(addresses, token, detail=detail)
+        return SyncerSource(addresses, token, tls, detail=detail)
+    require_used(tls, text)
     return FolderSource(Path(text))
 
 
@@ -137,10 +142,15 @@ class SyncerSource:
     live = True
 
     def __init__(
-        self, addresses: tuple[str, ...], token: str | None, *, detail: bool = False
+        self,
+        addresses: tuple[str, ...],
+        token: str | None,
+        tls: Tls | None = None,
+        *,
+        detail: bool = False,
     ) -> None:
         self.generation = 0
-        self._addresses, self._token = addresses, token
+        self._addresses, self._token, self._tls = addresses, token, tls
         self._detail = "1" if detail else "0"
         self._shards: tuple[str, ...] = ()
         self._skew = 0.0
@@ -181,7 +191,7 @@ class SyncerSource:
 
     def _find(self, address: str) -> tuple[str, ...]:
         """Where all shards are."""
-        about = read_object(fetch(address, TAPE_PATH, {}, self._token), address)
+        about = read_object(fetch(address, TAPE_PATH, {}, self._token, self._tls), address)
         shards, wall = about.get("shards"), about.get("wall")
         if not isinstance(shards, list) or not all(isinstance(s, str) for s in shards):
             raise ProtocolError(f"{address} does not say where the shards are")
@@ -198,7 +208,7 @@ class SyncerSource:
         while True:
             start = self._offsets.get(who, 0)
             query = {"who": who, "from": str(start), "detail": self._detail}
-            document = fetch(address, TAPE_PATH, query, self._token)
+            document = fetch(address, TAPE_PATH, query, self._token, self._tls)
             following, size = _fact(document.facts, "next"), _fact(document.facts, "size")
             identity = document.facts.get("tape") or self._identities.get(who, "")
             if size < start or self._identities.setdefault(who, identity) != identity:

@@ -487,7 +487,7 @@ class FollowerRank(_OfMany):
         self._optimizer = getattr(optimizer, "optimizer", optimizer)
         self._unchecked = optimizer if after_apply is None else None
         self._closed = False
-        self._token = arguments.get("token")
+        self._token, self._tls = arguments.get("token"), arguments.get("tls")
         told = {**arguments, "optimizer": optimizer, "after_apply": after_apply}
         self._seat = seat or blocking(seated(model, told))
         self._model, self._after_apply = plain(model), after_apply
@@ -525,7 +525,7 @@ class FollowerRank(_OfMany):
         config = read_public(json.dumps(self._public))
         plan = plan_of(Layout.from_json(admitted["layout"]), config)
         self._seat.admit(plan)
-        self._seat.carry(plan, self.name, admitted["addresses"], self._token)
+        self._seat.carry(plan, self.name, admitted["addresses"], self._token, self._tls)
 
     async def take_step(self, tokens: int, loss: float | None) -> bool:
         """See `Learner.take_step`."""

@@ -33,6 +33,7 @@ from decoupled_diloco.ranks.model import RankModel, described, joined, reshard
 from decoupled_diloco.ranks.surroundings import RankState, RankSurroundings
 from decoupled_diloco.ranks.tensors import RankTensors
 from decoupled_diloco.runtime import runtime
+from decoupled_diloco.transport.tls import Tls
 from decoupled_diloco.transport.tokens import read_secret
 
 Document = dict[str, Any]
@@ -146,14 +147,21 @@ class RankSeat:
         )
         return self.tensors
 
-    def carry(self, plan: MergePlan, learner: str, addresses: Sequence[str], token: Any) -> None:
+    def carry(
+        self,
+        plan: MergePlan,
+        learner: str,
+        addresses: Sequence[str],
+        token: Any,
+        tls: Tls | None = None,
+    ) -> None:
         """Does its part as a carrier, if it is one beside the leader."""
         if not self.leads and self.group.rank in self.model.sharding.carriers:
             self.link = CarrierLink(
                 self.group.rank,
                 addresses,
                 partial(self.around.client, "carrier", self.key, addresses),
-                partial(self.around.client, learner, read_secret(token)),
+                partial(self.around.client, learner, read_secret(token), tls=tls),
                 plan,
                 self.model.sharding,
                 self.carried,
@@ -225,7 +233,17 @@ class RankSeat:
         reshard(self._module)
 
 
-OWN_ON_EACH = ("optimizer", "after_apply", "stateful", "token", "tape", "client", "store", "seat")
+OWN_ON_EACH = (
+    "optimizer",
+    "after_apply",
+    "stateful",
+    "token",
+    "tls",
+    "tape",
+    "client",
+    "store",
+    "seat",
+)
 """Arguments that need not be the same on every rank."""
 
 

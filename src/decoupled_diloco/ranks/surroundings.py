@@ -19,6 +19,7 @@ from decoupled_diloco.ranks.group import Collectives, RankGroup
 from decoupled_diloco.transport.base import Client, OnChannel, Server
 from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.http_server import HttpServer
+from decoupled_diloco.transport.tls import Tls
 from decoupled_diloco.transport.tokens import Tokens, is_loopback
 
 
@@ -49,9 +50,15 @@ class RankSurroundings:
         """What checkpoints are made of."""
         return ShardedState(module, stateful, self._ranks.checkpoints)
 
-    def client(self, principal: str, token: str | None, trusted: Sequence[str] = ()) -> Client:
+    def client(
+        self,
+        principal: str,
+        token: str | None,
+        trusted: Sequence[str] = (),
+        tls: Tls | None = None,
+    ) -> Client:
         """A carrier's, to rank 0 or to the syncer."""
-        return HttpClient(token=token, trusted=trusted, principal=principal)
+        return HttpClient(token=token, trusted=trusted, principal=principal, tls=tls)
 
     def server(self, hosts: Sequence[str], key: str, on_channel: OnChannel) -> Server:
         """Rank 0's, for the other carriers; the key opens it."""

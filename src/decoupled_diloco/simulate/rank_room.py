@@ -26,6 +26,7 @@ from decoupled_diloco.simulate.runtime import WORK_SECONDS, VirtualProcess
 from decoupled_diloco.simulate.transport import Place, VirtualClient, VirtualServer
 from decoupled_diloco.storage.states import pack, unpack
 from decoupled_diloco.transport.base import Limits, OnChannel, Server
+from decoupled_diloco.transport.tls import Tls
 from decoupled_diloco.transport.tokens import Tokens
 
 LATE_FACTOR = 5000.0
@@ -261,7 +262,11 @@ class RoomSurroundings(RankSurroundings):
         return RoomState(self._room, self._rank, module, stateful)
 
     def client(
-        self, principal: str, token: str | None, trusted: Sequence[str] = ()
+        self,
+        principal: str,
+        token: str | None,
+        trusted: Sequence[str] = (),
+        tls: Tls | None = None,
     ) -> VirtualClient:
         """See `RankSurroundings`."""
         return VirtualClient(self._place, token=token, limits=self._limits, principal=principal)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import random
 import socket
@@ -36,8 +37,19 @@ from decoupled_diloco.transport.ranges import (
     write_content_range,
     write_range,
 )
-from decoupled_diloco.transport.tokens import refusal_error
+from decoupled_diloco.transport.tls import (
+    LiveTls,
+    Tls,
+    hung_up_problem,
+    left_seconds_of,
+    peer_certificate,
+    tls_problem,
+)
+from decoupled_diloco.transport.tokens import is_loopback, refusal_error
 from decoupled_diloco.transport.transfer import Slots, StripeController, Transfer
+from decoupled_diloco.transport.ways import proxy_for, way_to
+
+logger = logging.getLogger(__name__)
 
 FIRST_PIECE_BYTES = 64 << 10
 """Pieces begin small and grow with the link's speed, so that on a slow link progress is seen."""
@@ -56,6 +68,11 @@ class HttpClient:
             None keeps the kernel's default.
         trusted: Further addresses (`http://host:port`) that may see the token.
         principal: Whose requests they are where nothing was connected to before.
+        tls: What is trusted and shown at ``https://`` addresses.
+        server_name: The name that a server's certificate must have; default: that of its address.
+
+    Raises:
+        ConfigError: a file of `tls` cannot be used.
     """
 
     def __init__(
@@ -66,9 +83,15 @@ class HttpClient:
         congestion: str | None = BBR,
         trusted: Iterable[str] = (),
         principal: str = "",
+        tls: Tls | None = None,
+        server_name: str | None = None,
         rng: random.Random | None = None,
     ) -> None:
         self.stats = Stats()
+        self._tls = None if tls is None else LiveTls(tls)
+        self._server_name = server_name
+        self._watch_of_end: asyncio.Task[None] | None = None
+        self._told_plain = False
         self._token = token
         self._principal = principal
         self._limits = limits or Limits()
@@ -92,11 +115,13 @@ class HttpClient:
         self._principals[origin] = principal
         self._trusted.add(origin)
         headers = {**self._headers(origin), "X-Role": role}
+        self._watch_certificate(origin)
         try:
             async with asyncio.timeout(self._limits.lost_seconds):
                 socket = await self._session("control").ws_connect(
                     origin.with_path(CONTROL),
                     headers=headers,
+                    **self._way(origin),
                     autoping=False,
                     compress=0,
                     max_msg_size=self._limits.message_bytes,
@@ -111,7 +136,11 @@ class HttpClient:
                 f"{address} did not answer within {self._limits.lost_seconds:g} s"
             ) from None
         except (aiohttp.ClientError, OSError) as error:
+            problem = tls_problem(error, address) or await self._hung_up(origin, error)
+            if problem is not None:
+                raise problem from error
             raise TransportError(f"cannot reach {address}: {_in_words(error)}") from error
+        self._look_at_certificate(socket, address)
         channel = WebSocketChannel(
             socket, Peer(principal, role, str(origin)), self._limits, self.stats
         )
@@ -157,6 +186,9 @@ class HttpClient:
         raise ProtocolError(f"{target} was replaced {REPLACED_MAX} times while it was fetched")
 
     async def close(self) -> None:
+        if self._watch_of_end is not None:
+            self._watch_of_end.cancel()
+            self._watch_of_end = None
         channels = [channel for some in self._channels.values() for channel in some]
         await asyncio.gather(*(channel.close("the client closes") for channel in channels))
         while self._sessions:
@@ -202,6 +234,35 @@ class HttpClient:
     def _controller(self, target: URL, method: str) -> StripeController:
         return self._controllers.setdefault((target.origin(), method), StripeController())
 
+    def _way(self, target: URL) -> dict[str, Any]:
+        context = None if self._tls is None else self._tls.context()
+        return way_to(target, context, self._server_name)
+
+    async def _hung_up(self, origin: URL, error: Exception) -> TransportError | None:
+        hung_up = isinstance(error, aiohttp.ServerDisconnectedError | ConnectionResetError)
+        if not hung_up or proxy_for(origin) is not None:
+            return None
+        shown = self._tls.context() if self._tls is not None and self._tls.shows else None
+        return await hung_up_problem(origin, str(origin), shown)
+
+    def _watch_certificate(self, origin: URL) -> None:
+        """Tells of what may be read on the way, and has the own certificate's end watched."""
+        if self._tls is not None and self._watch_of_end is None:
+            self._watch_of_end = asyncio.create_task(self._tls.watch())
+        open_secret = self._token is not None and origin.scheme == "http"
+        if open_secret and not self._told_plain and not is_loopback(origin.host or ""):
+            self._told_plain = True
+            logger.warning(
+                "%s is dialled without encryption: whoever is on the way can read the token and "
+                "what is trained: use TLS (ddiloco certificates), a VPN or a tunnel",
+                origin,
+            )
+
+    def _look_at_certificate(self, socket: Any, address: str) -> None:
+        certificate = peer_certificate(socket)
+        if self._tls is not None and certificate:
+            self._tls.tell(f"the certificate of {address}", left_seconds_of(certificate))
+
     def _session(self, plane: str) -> aiohttp.ClientSession:
         """Return the session of a plane; made late, because it belongs to the running loop."""
         if plane not in self._sessions:
@@ -212,6 +273,7 @@ class HttpClient:
                 read_bufsize=READ_BUFFER_BYTES,
                 headers={"Accept-Encoding": "identity"},
                 cookie_jar=aiohttp.DummyCookieJar(),
+                ws_response_class=_Conversation,
             )
         return self._sessions[plane]
 
@@ -227,12 +289,16 @@ class HttpClient:
                 headers={**self._headers(target), **headers},
                 data=data,
                 allow_redirects=False,
+                **self._way(target),
             ) as response:
                 if response.status >= 300:
                     reason = _reason(response.status, response.headers)
                     raise refusal_error(response.status, reason, str(target))
                 yield response
         except (aiohttp.ClientError, OSError) as error:
+            problem = tls_problem(error, str(target.origin()))
+            if problem is not None:
+                raise problem from error
             raise TransportError(f"{method} {target} failed: {_in_words(error)}") from error
 
     def heard(self, target: URL) -> None:
@@ -248,6 +314,24 @@ class HttpClient:
         """Return the congestion control to ask for on the way to a server."""
         rtt = self.rtt(target)
         return self._congestion if rtt is not None and rtt > NEAR_RTT_SECONDS else None
+
+
+class _Conversation(aiohttp.ClientWebSocketResponse):
+    """A WebSocket whose connection is gone once it is closed.
+
+    Both sides have said goodbye by then. TLS would say it once more, and an event loop that ends
+    meanwhile would leave the connection open.
+    """
+
+    async def close(self, *, code: int = aiohttp.WSCloseCode.OK, message: bytes = b"") -> bool:
+        connection = self._response.connection
+        transport = None if connection is None else connection.transport
+        try:
+            return await super().close(code=code, message=message)
+        finally:
+            secure = self._response.url.scheme in ("https", "wss")
+            if secure and isinstance(transport, asyncio.WriteTransport):
+                transport.abort()
 
 
 class _Put:

@@ -38,9 +38,13 @@ from decoupled_diloco.transport.ranges import (
     write_content_range,
     write_list,
 )
+from decoupled_diloco.transport.tls import LiveTls, ServerTls, names_of
 from decoupled_diloco.transport.tokens import RequestRefusal, Tokens, check_role
 
 logger = logging.getLogger(__name__)
+
+CERTIFICATE_LEFT = "certificate_left_seconds"
+"""Of `/healthz`: until the certificate ends."""
 
 CONTROL = "/control"
 RUN = "/run"
@@ -67,9 +71,11 @@ class HttpServer:
     Args:
         on_channel: Run for each control connection; the channel closes when it returns.
         queries: Answers GETs with parameters at further paths, to a peer with any token.
+        tls: Serve HTTPS by these files; default: plain HTTP.
 
     Raises:
-        ConfigError: no token on an address that others can reach.
+        ConfigError: no token on an address that others can reach, or a file of `tls` cannot be
+            used.
     """
 
     def __init__(
@@ -85,6 +91,7 @@ class HttpServer:
         limits: Limits | None = None,
         congestion: str | None = BBR,
         queries: Mapping[str, Query] | None = None,
+        tls: ServerTls | None = None,
     ) -> None:
         self.stats = Stats()
         self._queries = dict(queries or {})
@@ -92,6 +99,8 @@ class HttpServer:
         self._port = port
         self._tokens = tokens or Tokens()
         self._tokens.check_bind(host)
+        self._tls = None if tls is None else LiveTls(tls)
+        self._watch_of_end: asyncio.Task[None] | None = None
         self._on_channel = on_channel
         self._health = health
         self._about = about
@@ -109,7 +118,7 @@ class HttpServer:
     @property
     def address(self) -> str:
         host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{host}:{self._port}"
+        return f"{'https' if self._tls else 'http'}://{host}:{self._port}"
 
     async def start(self) -> None:
         self._web = web.Server(
@@ -124,20 +133,29 @@ class HttpServer:
             keepalive_timeout=KEEP_ALIVE_SECONDS,
         )
         loop = asyncio.get_running_loop()
+        encryption: dict[str, Any] = {}
+        if self._tls is not None:
+            encryption["ssl"] = self._tls.listening()
+            encryption["ssl_handshake_timeout"] = self._limits.lost_seconds
+            encryption["ssl_shutdown_timeout"] = STOP_SECONDS
         try:
             self._listener = await loop.create_server(
-                self._accept, self._host, self._port, backlog=512
+                self._accept, self._host, self._port, backlog=512, **encryption
             )
         except OSError as error:
             raise TransportError(
                 f"cannot listen on {self._host}:{self._port}: {error.strerror or error}"
             ) from error
         self._port = self._listener.sockets[0].getsockname()[1]
+        if self._tls is not None:
+            self._watch_of_end = asyncio.create_task(self._tls.watch())
 
     async def stop(self) -> None:
         if self._listener is None or self._web is None:
             return
         self._listener.close()
+        if self._watch_of_end is not None:
+            self._watch_of_end.cancel()
         channels = [channel for some in self._channels.values() for channel in some]
         self.bodies.stop("the server stops")
         cut_off = asyncio.get_running_loop().call_later(STOP_SECONDS, self._cut_off)
@@ -146,7 +164,12 @@ class HttpServer:
         for task in list(self._handlers):
             task.cancel()
         await asyncio.gather(*self._handlers, return_exceptions=True)
+        connections = [] if self._tls is None else list(self._web.connections)
+        transports = [each.transport for each in connections]
         await self._web.shutdown(timeout=0.1)
+        for transport in transports:  # TLS would wait for its peer's goodbye.
+            if isinstance(transport, asyncio.WriteTransport):
+                transport.abort()
         await self._listener.wait_closed()
         cut_off.cancel()
         self._listener = self._web = None
@@ -182,14 +205,19 @@ class HttpServer:
     async def _dispatch(self, request: web.BaseRequest) -> web.StreamResponse:
         path = request.rel_url.raw_path
         if path == "/healthz" and request.method == "GET":
-            return web.Response(text=json.dumps(self._health()), content_type="application/json")
+            return web.Response(
+                text=json.dumps(self._health_and_end()), content_type="application/json"
+            )
         if "Origin" in request.headers:
             raise RequestRefusal(403, "browsers may not speak here: this is the plane of learners")
         authorization = request.headers.get("Authorization")
+        names = names_of(request.transport)
         if path in self._queries and request.method == "GET":
-            self._tokens.recognize(authorization)
+            self._tokens.recognize(authorization, names)
             return await self._query(self._queries[path], request)
-        principal = self._tokens.authorize(authorization, request.headers.get("X-Principal", ""))
+        principal = self._tokens.authorize(
+            authorization, request.headers.get("X-Principal", ""), names
+        )
         if path == CONTROL and request.method == "GET":
             return await self._control(request, principal)
         if path.startswith(PREFIX):
@@ -205,6 +233,11 @@ class HttpServer:
             text = json.dumps(self._about(), default=str)
             return web.Response(text=text, content_type="application/json")
         raise RequestRefusal(404, f"nothing is served at {path[:200]}")
+
+    def _health_and_end(self) -> dict[str, object]:
+        if self._tls is None:
+            return self._health()
+        return {**self._health(), CERTIFICATE_LEFT: self._tls.left_seconds}
 
     async def _query(self, query: Query, request: web.BaseRequest) -> web.StreamResponse:
         if self._open_queries >= QUERIES_MAX:

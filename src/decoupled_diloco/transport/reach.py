@@ -24,6 +24,8 @@ from yarl import URL
 
 from decoupled_diloco.transport.http_server import CONTROL, RUN
 from decoupled_diloco.transport.probe import PROBE, PROBE_BYTES_MAX
+from decoupled_diloco.transport.tls import Tls, hung_up_problem, require_used, tls_problem
+from decoupled_diloco.transport.ways import proxy_for, way_to
 from decoupled_diloco.units import KIB, MIB
 
 NAME_SECONDS = 2.0
@@ -93,15 +95,24 @@ class Seen:
     trouble: LookTrouble | None = None
 
 
-async def look(address: str, token: str | None, seconds: float = 10.0) -> Seen:
-    """Looks at a server as far as it lets us, for so many seconds at most."""
+async def look(
+    address: str, token: str | None, seconds: float = 10.0, tls: Tls | None = None
+) -> Seen:
+    """Looks at a server as far as it lets us, for so many seconds at most.
+
+    Raises:
+        ConfigError: A file of ``tls`` cannot be used, or it would be ignored.
+    """
+    require_used(tls, address)
+    context = None if tls is None else tls.new_context()
+    shows = tls is not None and tls.certificate is not None
     seen = Seen(address)
     try:
         async with asyncio.timeout(seconds):
             await _find(seen)
             timeout = aiohttp.ClientTimeout(total=None)
             async with aiohttp.ClientSession(timeout=timeout) as session:
-                await _Look(seen, session, token).go()
+                await _Look(seen, session, token, context, shows).go()
     except TimeoutError:
         seen.trouble = LookTrouble("time", "silent", f"too slow: not done within {seconds:.1f} s")
     except LookTrouble as trouble:
@@ -124,6 +135,7 @@ async def _find(seen: Seen) -> None:
         url = URL(seen.address)
     except ValueError as error:
         raise LookTrouble("name", "name", f"{seen.address!r}: {error}") from None
+    url = proxy_for(url) or url
     host, port = url.host or "", url.port or 80
     loop = asyncio.get_running_loop()
     try:
@@ -156,10 +168,18 @@ async def _find(seen: Seen) -> None:
 class _Look:
     """The steps over HTTP."""
 
-    def __init__(self, seen: Seen, session: aiohttp.ClientSession, token: str | None) -> None:
+    def __init__(
+        self,
+        seen: Seen,
+        session: aiohttp.ClientSession,
+        token: str | None,
+        context: ssl.SSLContext | None,
+        shows: bool,
+    ) -> None:
         self._seen = seen
         self._session = session
         self._url = URL(seen.address).origin()
+        self._way, self._shown = way_to(self._url, context), context if shows else None
         # A name of its own: under a learner's, it could be taken for it.
         self._headers = {"X-Principal": f"doctor-{uuid.uuid4().hex[:8]}", "X-Role": "observer"}
         if token is not None:
@@ -186,8 +206,6 @@ class _Look:
             raise LookTrouble(name, "silent", text) from None
         except _Busy as busy:
             raise LookTrouble(name, "busy", str(busy)) from None
-        except (aiohttp.ClientSSLError, ssl.SSLError) as error:
-            raise LookTrouble(name, "tls", str(error)) from None
         except aiohttp.WSServerHandshakeError as error:
             reason = error.headers.get("X-Reason") if error.headers else None
             raise LookTrouble(name, "broken", reason or f"it answered {error.status}") from None
@@ -196,13 +214,18 @@ class _Look:
                 name, "stranger", f"it does not speak HTTP: {error.message}"
             ) from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
+            problem = tls_problem(error, self._seen.address)
+            if isinstance(error, ConnectionResetError | aiohttp.ServerDisconnectedError):
+                problem = await hung_up_problem(self._url, self._seen.address, self._shown)
+            if problem is not None:
+                raise LookTrouble(name, "tls", str(problem)) from None
             kind: Cause = "stranger" if name == "health" else "broken"
             raise LookTrouble(name, kind, str(error) or type(error).__name__) from None
 
     def _get(self, path: str, headers: Mapping[str, str] | None = None) -> Any:
         """A redirection is an answer like any other: the token goes to this server only."""
         url = self._url.join(URL(path))
-        return self._session.get(url, headers=headers, allow_redirects=False)
+        return self._session.get(url, headers=headers, allow_redirects=False, **self._way)
 
     async def _health(self) -> None:
         before = time.time()
@@ -248,7 +271,7 @@ class _Look:
     async def _upgrade(self) -> None:
         """Opens a control connection and closes it before a word is said."""
         async with self._session.ws_connect(
-            self._url.with_path(CONTROL), headers=self._headers, autoping=True
+            self._url.with_path(CONTROL), headers=self._headers, autoping=True, **self._way
         ):
             self._seen.upgraded = True
 
@@ -275,7 +298,7 @@ class _Look:
     async def _send(self, count: int) -> None:
         body = io.BytesIO(bytes(count))
         async with self._session.put(
-            self._url.with_path(PROBE), data=body, headers=self._headers
+            self._url.with_path(PROBE), data=body, headers=self._headers, **self._way
         ) as response:
             await _require_status(response, 204)
 

@@ -1,11 +1,11 @@
-"""Bearer tokens, and the principals they stand for."""
+"""Bearer tokens and certificates, and the principals they stand for."""
 
 from __future__ import annotations
 
 import hmac
 import ipaddress
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from decoupled_diloco.errors import AccessError, ConfigError, ProtocolError, TransportError
 
@@ -23,6 +23,13 @@ _STRANGER = (
     "the token is not this run's: a syncer that began a new run has a new secret: read its token "
     "file again"
 )
+_NO_CERTIFICATE = (
+    "the syncer wants a certificate that its client_authority has signed: give one and its key "
+    "(--certificate, --key, or Tls(certificate=…, key=…))"
+)
+SHARDS = "shard-*"
+"""A name in a certificate that stands for every shard: all of them may have one file."""
+
 _NO_TOKEN = "the syncer wants the run's secret: give its token file (--token-file)"
 
 
@@ -42,17 +49,28 @@ class Tokens:
     Three kinds, strictest last: none at all (open; loopback only), one run token that every
     participant shares and under which any principal may be claimed, one token per principal.
 
+    Args:
+        run_token: The one token.
+        principals: One token for each principal.
+        certificates: Whether a certificate that names the principal is needed, too. Alone, it is
+            enough.
+
     Raises:
         ConfigError: both kinds at once, an empty token, or one token for two principals.
     """
 
     def __init__(
-        self, run_token: str | None = None, principals: Mapping[str, str] | None = None
+        self,
+        run_token: str | None = None,
+        principals: Mapping[str, str] | None = None,
+        *,
+        certificates: bool = False,
     ) -> None:
         if run_token is not None and principals is not None:
             raise ConfigError(
                 "both a run token and tokens per principal are set: keep one of the two"
             )
+        self._certificates = certificates
         self._run_token = run_token
         self._principals = dict(principals) if principals is not None else None
         values = [run_token] if run_token is not None else list((principals or {}).values())
@@ -63,6 +81,10 @@ class Tokens:
 
     @property
     def open(self) -> bool:
+        return self._no_token and not self._certificates
+
+    @property
+    def _no_token(self) -> bool:
         return self._run_token is None and self._principals is None
 
     def check_bind(self, host: str) -> None:
@@ -77,12 +99,17 @@ class Tokens:
                 "set a token, or bind to 127.0.0.1"
             )
 
-    def authorize(self, authorization: str | None, principal: str) -> str:
-        """Return the principal, if the `Authorization` header allows it.
+    def authorize(
+        self, authorization: str | None, principal: str, names: Sequence[str] | None = None
+    ) -> str:
+        """Return the principal, if the `Authorization` header and the certificate allow it.
+
+        Args:
+            names: What the peer's certificate names; None: it has shown none.
 
         Raises:
-            RequestRefusal: 401 without a good token, 403 for another principal's, 400 for a
-                bad name.
+            RequestRefusal: 401 without a good token or certificate, 403 for another principal's,
+                400 for a bad name.
         """
         if not PRINCIPAL.fullmatch(principal):
             raise RequestRefusal(
@@ -90,7 +117,15 @@ class Tokens:
                 f"principal {principal[:140]!r} is not a name: use 1 to 128 letters, digits, "
                 "'.', '_', ':', '@' or '-'",
             )
-        bound = self.recognize(authorization)
+        bound = self.recognize(authorization, names)
+        if self._certificates and not _speaks_for(names or (), principal):
+            known = [name for name in names or () if PRINCIPAL.fullmatch(name)]
+            raise RequestRefusal(
+                403,
+                f"this certificate is that of {', '.join(names or ()) or 'nobody'}, not of "
+                f"{principal!r}: use your own certificate",
+                {"X-Principal": known[0] if known else ""},  # Its owner may know.
+            )
         if bound not in (None, principal):
             raise RequestRefusal(
                 403,
@@ -99,13 +134,17 @@ class Tokens:
             )
         return principal
 
-    def recognize(self, authorization: str | None) -> str | None:
+    def recognize(
+        self, authorization: str | None, names: Sequence[str] | None = None
+    ) -> str | None:
         """Let a peer in that holds any of the tokens; whose it is, if it is not the run's.
 
         Raises:
-            RequestRefusal: 401 without a good token.
+            RequestRefusal: 401 without a good token, or without a certificate where one is needed.
         """
-        if self.open:
+        if self._certificates and names is None:
+            raise RequestRefusal(401, _NO_CERTIFICATE)
+        if self._no_token:
             return None
         scheme, _, token = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not token:
@@ -180,6 +219,10 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _speaks_for(names: Sequence[str], principal: str) -> bool:
+    return principal in names or (SHARDS in names and principal.startswith(SHARDS[:-1]))
 
 
 def _same(left: str, right: str) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import encrypted
 from decoupled_diloco.transport.base import Channel, Client, Limits
 from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.http_server import HttpServer
@@ -34,7 +35,9 @@ class World:
         options.setdefault("limits", QUICK)
         options.setdefault("pool_bytes", 64 << 20)
         server: Any
-        if self.kind == "http":
+        if self.kind == "https":
+            options.setdefault("tls", encrypted.served(encrypted.folder()))
+        if self.kind != "memory":
             server = HttpServer(**options)
         else:
             server = MemoryServer(self.network, **options)
@@ -45,7 +48,9 @@ class World:
     def client(self, **options: Any) -> Any:
         options.setdefault("limits", QUICK)
         client: Client
-        if self.kind == "http":
+        if self.kind == "https":
+            options.setdefault("tls", encrypted.dialled(encrypted.folder()))
+        if self.kind != "memory":
             client = HttpClient(**options)
         else:
             client = MemoryClient(self.network, **options)
@@ -72,7 +77,7 @@ class World:
             await server.stop()
 
 
-@pytest.fixture(params=["memory", "http"])
+@pytest.fixture(params=["memory", "http", "https"])
 async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
     world = World(request.param)
     yield world

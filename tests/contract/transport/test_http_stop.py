@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -28,13 +29,13 @@ class Hasty(Tokens):
 
     server: HttpServer
 
-    def recognize(self, authorization: str | None) -> None:
+    def recognize(self, *shown: Any) -> None:
         self.server._cut_off()
-        super().recognize(authorization)
+        super().recognize(*shown)
 
-    def authorize(self, authorization: str | None, principal: str) -> str:
+    def authorize(self, *shown: Any) -> str:
         self.server._cut_off()
-        return super().authorize(authorization, principal)
+        return super().authorize(*shown)
 
 
 @pytest.mark.parametrize("path", ["/control", "/document", "/probe?bytes=9", "/bodies/one"])

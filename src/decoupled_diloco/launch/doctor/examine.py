@@ -26,8 +26,9 @@ from decoupled_diloco.launch.doctor import facts, machine
 from decoupled_diloco.launch.doctor import syncer as judge
 from decoupled_diloco.launch.doctor.machine import Finding, error, ok, warning
 from decoupled_diloco.launch.folder import read_token
-from decoupled_diloco.launch.secrets import accepted_tokens
+from decoupled_diloco.launch.secrets import accepted_tokens, served_tls
 from decoupled_diloco.transport.reach import LookTrouble, Seen, listens, look
+from decoupled_diloco.transport.tls import LiveTls, Tls
 from decoupled_diloco.workloads import Workload
 
 SECONDS_MAX = 15.0
@@ -47,6 +48,7 @@ class Examined:
     syncer: tuple[str, ...]  # addresses of shards; empty: the run is to be on this machine alone
     token: str | None
     started: float
+    tls: Tls | None = None
 
     @property
     def left_seconds(self) -> float:
@@ -151,6 +153,12 @@ def _here(config: RunConfig) -> Iterator[Finding]:
         accepted_tokens(config, read_token(settings.token_file))
     except ConfigError as problem:
         yield error("secrets", str(problem), "correct [syncer] of the file")
+    try:
+        served = served_tls(config)
+        if served is not None:
+            yield judge.judge_certificate(LiveTls(served).left_seconds or 0.0)
+    except ConfigError as problem:
+        yield error("certificate", str(problem), "correct [tls] of the file")
     weights = config.sync.initial_weights
     if weights is not None and not weights.is_file():
         text = f"initial_weights={str(weights)!r} does not exist"
@@ -160,7 +168,7 @@ def _here(config: RunConfig) -> Iterator[Finding]:
 def _syncer(case: Examined, model: facts.ModelFacts | None) -> Iterator[Finding]:
     # At least a moment: this machine may have been slow, and the syncer is what was asked about.
     seconds = max(5.0, case.left_seconds - 0.5)
-    seen, shards = asyncio.run(look_at_all(case.syncer, case.token, seconds))
+    seen, shards = asyncio.run(look_at_all(case.syncer, case.token, seconds, case.tls))
     yield from judge.judge_seen(seen, __version__)
     config = case.config
     yield from judge.judge_rates(seen, model, config.sync.overlap if config else 0)
@@ -171,10 +179,10 @@ def _syncer(case: Examined, model: facts.ModelFacts | None) -> Iterator[Finding]
 
 
 async def look_at_all(
-    addresses: tuple[str, ...], token: str | None, seconds: float
+    addresses: tuple[str, ...], token: str | None, seconds: float, tls: Tls | None = None
 ) -> tuple[Seen, dict[str, LookTrouble | None]]:
     """The first of the addresses in depth, and whether all shards can be reached."""
-    seen = await look(addresses[0], token, seconds)
+    seen = await look(addresses[0], token, seconds, tls)
     given = seen.run.get("addresses") if seen.run is not None else None
     known_to_it = given if isinstance(given, list) else []  # It may be anybody's server.
     told = [reached_by(str(address), addresses[0]) for address in known_to_it]

@@ -13,7 +13,9 @@ from decoupled_diloco.errors import ProtocolError
 from decoupled_diloco.launch.doctor.facts import ModelFacts
 from decoupled_diloco.launch.doctor.machine import Finding, error, ok, warning
 from decoupled_diloco.merge import Layout
+from decoupled_diloco.transport.http_server import CERTIFICATE_LEFT
 from decoupled_diloco.transport.reach import LookTrouble, Seen
+from decoupled_diloco.transport.tls import DAY_SECONDS, RENEW, TELL_SECONDS
 from decoupled_diloco.units import format_bytes, format_duration
 
 CLOCK_SECONDS_MAX = 2.0
@@ -28,8 +30,8 @@ ADVICE = {
     "unreachable": "check the network, or the VPN, of both machines",
     "timeout": "a firewall may drop it: open the shards' ports there, or tunnel them (ssh -L)",
     "silent": "the process may be stopped, or be something else than a syncer: look at its log",
-    "tls": "write http:// for a syncer without TLS; https:// needs a certificate that this "
-    "machine trusts",
+    "tls": "give what it wants: --authority, and --certificate and --key if it asks for them; "
+    "ddiloco certificates makes them",
     "stranger": "something else listens there: correct the address (the syncer prints its own)",
     "token": "give the run's secret with --token-file: `ddiloco syncer` prints where it is",
     "busy": "others measure just now: ask again in a while",
@@ -56,6 +58,9 @@ def judge_seen(seen: Seen, version: str) -> Iterator[Finding]:
         yield ok("reach", f"{seen.address} ({seen.ip}), connected in {took}")
     if seen.health is not None:
         yield judge_health(seen.health, version)
+        left = seen.health.get(CERTIFICATE_LEFT)
+        if isinstance(left, int | float):
+            yield judge_certificate(left)
     if seen.clock_ahead_seconds is not None:
         yield judge_offset(seen.clock_ahead_seconds)
     if seen.round_trips:
@@ -97,6 +102,17 @@ def judge_health(health: Mapping[str, Any], version: str) -> Finding:
         text += f"; version {theirs}, here {version}"
         return warning("health", text, ADVICE["older"])
     return ok("health", f"{text}; version {theirs}")
+
+
+def judge_certificate(left_seconds: float) -> Finding:
+    """How long the shard's certificate is still good."""
+    days = left_seconds / DAY_SECONDS
+    if left_seconds > TELL_SECONDS:
+        return ok("certificate", f"the syncer's is valid for {days:.0f} days more")
+    if left_seconds > 0:
+        text = f"the syncer's ends in {days:.1f} days"
+        return warning("certificate", text, f"{RENEW}; it is loaded without a restart")
+    return error("certificate", "the syncer's has expired", RENEW)
 
 
 def judge_offset(seconds: float) -> Finding:

@@ -1,0 +1,158 @@
+"""The environment's proxies: on the way to every other machine, and never to this one."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+import pytest
+
+import encrypted
+from decoupled_diloco.errors import ConfigError, TransportError
+from decoupled_diloco.transport.base import Channel
+from decoupled_diloco.transport.documents import Document, fetch
+from decoupled_diloco.transport.http_client import HttpClient
+from decoupled_diloco.transport.http_server import HttpServer
+from decoupled_diloco.transport.reach import look
+
+NAME = "syncer.example"
+"""No resolver knows it: only the proxy does."""
+
+
+class Proxy:
+    """Forwards to one server whatever host it is asked for, and remembers what that was."""
+
+    def __init__(self, port: int) -> None:
+        self.asked: list[str] = []
+        self.passwords: set[str] = set()
+        self._port = port
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        except asyncio.IncompleteReadError:  # The doctor finds out how far it is.
+            writer.close()
+            return
+        lines = head.split("\r\n")
+        method, target, _ = lines[0].split(" ")
+        self.asked.append(f"{method} {target}")
+        for line in lines:
+            if line.lower().startswith("proxy-authorization: basic "):
+                self.passwords.add(base64.b64decode(line.split(" ")[2]).decode())
+        there, here = await asyncio.open_connection("127.0.0.1", self._port)
+        if method == "CONNECT":
+            writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
+        else:
+            path = "/" + target.split("/", 3)[3]
+            here.write(head.replace(target, path, 1).encode())
+        await asyncio.gather(_copy(reader, here), _copy(there, writer))
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with suppress(OSError):
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+    writer.close()
+
+
+@pytest.fixture(params=["http", "https"])
+async def world(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[str, Proxy, HttpServer]]:
+    """The address by which a server is reached through the proxy alone."""
+    for name in ("http_proxy", "https_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+
+    async def keep(channel: Channel) -> None:
+        await channel.receive()
+
+    async def document(query: object) -> Document:
+        return Document(b"text")
+
+    scheme = request.param
+    server = HttpServer(
+        on_channel=keep,
+        queries={"/document": document},
+        health=lambda: {"shard": 0},
+        tls=encrypted.served(encrypted.folder()) if scheme == "https" else None,
+    )
+    await server.start()
+    proxy = Proxy(int(server.address.rsplit(":", 1)[1]))
+    listener = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
+    port = listener.sockets[0].getsockname()[1]
+    monkeypatch.setenv(f"{scheme}_proxy", f"http://me:word@127.0.0.1:{port}")
+    yield f"{scheme}://{NAME}:7070", proxy, server
+    await server.stop()
+    listener.close()
+    await listener.wait_closed()
+
+
+async def test_all_requests_go_by_the_proxy(world: tuple[str, Proxy, HttpServer]) -> None:
+    address, proxy, server = world
+    secure = address.startswith("https")
+    tls = encrypted.dialled(encrypted.folder()) if secure else None
+    client = HttpClient(tls=tls)
+    channel = await client.connect(address, "learner", "learner-0")
+    server.bodies.offer("one", memoryview(b"body"), "digest")
+    out = memoryview(bytearray(4))
+    await client.get("/bodies/one", out)
+    await channel.close()
+    await client.close()
+    found = await asyncio.to_thread(fetch, address, "/document", {}, None, tls)
+    assert (bytes(out), found.body) == (b"body", b"text")
+    way = f"CONNECT {NAME}:7070" if secure else f"GET http://{NAME}:7070/"
+    assert len(proxy.asked) == 3
+    assert all(each.startswith(way) for each in proxy.asked), proxy.asked
+    assert proxy.passwords == {"me:word"}
+
+
+async def test_the_doctor_goes_by_it_too(
+    world: tuple[str, Proxy, HttpServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("decoupled_diloco.transport.reach.RATE_SECONDS", 0.05)
+    address, proxy, _ = world
+    tls = encrypted.dialled(encrypted.folder()) if address.startswith("https") else None
+    seen = await look(address, None, tls=tls)
+    assert seen.trouble is None
+    assert proxy.asked
+
+
+async def test_this_machine_is_dialled_directly(world: tuple[str, Proxy, HttpServer]) -> None:
+    address, proxy, server = world
+    tls = encrypted.dialled(encrypted.folder()) if address.startswith("https") else None
+    client = HttpClient(tls=tls)
+    await client.connect(server.address, "learner", "learner-0")
+    await client.close()
+    await asyncio.to_thread(fetch, server.address, "/document", {}, None, tls)
+    assert not proxy.asked
+
+
+async def test_no_proxy_is_honoured(
+    world: tuple[str, Proxy, HttpServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, proxy, _ = world
+    monkeypatch.setenv("no_proxy", NAME)
+    client = HttpClient()
+    with pytest.raises(TransportError):
+        await client.connect(address, "learner", "learner-0")
+    await client.close()
+    with pytest.raises(TransportError):
+        await asyncio.to_thread(fetch, address, "/document", {}, None)
+    assert not proxy.asked
+
+
+async def test_what_is_no_proxy_is_said_without_its_password(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("no_proxy", raising=False)
+    for named in ("socks5://me:word@proxy:1080", "http://"):
+        monkeypatch.setenv("http_proxy", named)
+        client = HttpClient()
+        with pytest.raises(ConfigError, match=r"http_proxy: .* is no http://HOST:PORT") as caught:
+            await client.connect(f"http://{NAME}:7070", "learner", "learner-0")
+        assert "word" not in str(caught.value)
+        await client.close()

@@ -1,0 +1,187 @@
+"""Real processes over TLS: certificates of the command line, renewed while a learner is away."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import encrypted
+from decoupled_diloco.errors import AccessError, ConfigError
+from decoupled_diloco.launch.local import LocalRun
+from decoupled_diloco.transport.documents import fetch
+from decoupled_diloco.transport.tls import Tls
+from process.runs import command, config_file, config_of, local_run, logs, until, wait
+from replay import assert_replays
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def ddiloco(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A command that ends."""
+    return subprocess.run(
+        [sys.executable, "-m", "decoupled_diloco.cli", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=60,
+    )
+
+
+def certificates(folder: Path, *arguments: str) -> str:
+    what, *more = arguments
+    done = ddiloco("certificates", what, str(folder), *more)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "tls"
+    certificates(path, "new", "--days", "3")
+    certificates(path, "add", "learner-0", "learner-1", "evaluator", "--days", "3")
+    return path
+
+
+def options(folder: Path, name: str) -> list[str]:
+    return [
+        *("--authority", f"{folder}/authority.pem"),
+        *("--certificate", f"{folder}/{name}.pem", "--key", f"{folder}/{name}.key"),
+    ]
+
+
+def steps(run: LocalRun) -> int:
+    run.followed.poll()
+    return run.followed.run.global_step
+
+
+def log(run: LocalRun, name: str) -> str:
+    return (run.path / "logs" / f"{name}.log").read_text()
+
+
+def test_a_learner_comes_back_and_certificates_are_renewed(folder: Path, tmp_path: Path) -> None:
+    """Mutual TLS and no token: killed, back, cut off, renewed, to the end of the budget."""
+    config = config_of(
+        tmp_path / "run",
+        run={"budget_steps": 400},
+        syncer={"shards": 2},
+        tls=encrypted.tables(folder),
+    )
+
+    def script(run: LocalRun) -> Iterator[None]:
+        while run.global_step < 20:
+            yield
+        assert all(address.startswith("https://") for address in run.addresses)
+        assert run.secret_file is None
+        assert not (run.path / "token").exists()
+        for name, file in (("shard-0", "syncer"), ("shard-1", "syncer"), ("learner-0",) * 2):
+            assert f"{folder}/{file}.pem ends in 72 hours: renew it" in log(run, name)
+        certificates(folder, "renew", "--days", "90")
+        for name in ("learner-0", "shard-1"):  # The shard dials the coordinator, and is dialled.
+            child, process = (children := run.supervisor.children)[name], children[name].process
+            run.supervisor.kill(name, restart=True)
+            while child.process in (None, process):
+                yield
+        back = run.global_step + 20
+        while run.global_step < back:
+            yield
+        tls = Tls(*options(folder, "learner-0")[1::2])
+        for address in run.addresses:
+            assert b"shards" in fetch(address, "/tape", {}, None, tls).body
+
+    with local_run(config) as run:
+        run.start()
+        outcome = wait(run, script(run))
+        assert outcome.finished, (outcome.reason, logs(run.path))
+        assert "new certificates" in log(run, "shard-0")
+        assert log(run, "learner-0").count(".pem ends in") == 1, "the renewed one does not"
+    assert_replays(run.path)
+
+
+ENDLESS = {"budget_steps": 100_000}
+
+
+def test_commands_are_let_in_by_a_certificate_and_told_what_they_lack(
+    folder: Path, tmp_path: Path
+) -> None:
+    config = config_of(tmp_path / "run", run=ENDLESS, tls=encrypted.tables(folder))
+    with local_run(config) as run:
+        run.start()
+        until(lambda: steps(run) > 2, "a few steps")
+        _readers(run.addresses[0], folder)
+
+
+def _readers(address: str, folder: Path) -> None:
+    for name in ("status", "checkpoint", "doctor"):
+        where = ["--syncer", address] if name == "doctor" else [address]
+        done = ddiloco(name, *where, *options(folder, "learner-1"))
+        assert done.returncode == 0, (done.stdout, done.stderr)
+        if name == "doctor":
+            assert "ends in 3.0 days" in done.stdout
+            assert "it is that of learner-1" in done.stdout
+    trusting = ["--authority", f"{folder}/authority.pem"]
+    for given, code, words in (
+        ([address, *trusting], 5, "wants a certificate"),
+        ([address], 5, "no authority that is trusted here"),
+        ([address.replace("https", "http")], 5, "speaks TLS: write https://"),
+        ([address.replace("https", "http"), *trusting], 2, "would be ignored"),
+    ):
+        done = ddiloco("status", *given)
+        assert (done.returncode, words in done.stderr) == (code, True), done.stderr
+
+
+def test_a_learner_that_trusts_another_authority_ends_and_says_so(
+    folder: Path, tmp_path: Path
+) -> None:
+    """It would be refused for ever, so it does not try for ever."""
+    other = encrypted.made(tmp_path / "other")
+    file = config_file(tmp_path / "run", tls=encrypted.tables(folder))
+    config = config_of(tmp_path / "run", run=ENDLESS, tls=encrypted.tables(folder))
+    with local_run(config) as run:
+        run.start()
+        for arguments, words in (
+            (["--authority", f"{other}/authority.pem"], "no authority that is trusted here"),
+            (
+                [f"--certificate={other}/learner-0.pem", f"--key={other}/learner-0.key"],
+                "does not accept our certificate",
+            ),
+        ):
+            address = ["--syncer", run.addresses[0]]
+            process = command("learner", str(file), "--index", "0", *address, *arguments)
+            output, _ = process.communicate(timeout=60)
+            assert (process.returncode, words in output) == (AccessError.exit_code, True), output
+
+
+def test_what_lacks_is_said_before_anything_starts(folder: Path, tmp_path: Path) -> None:
+    (folder / "learner-1.pem").unlink()
+    with pytest.raises(ConfigError, match=r"has no learner-1\.pem: make it with ddiloco cert"):
+        LocalRun(config_of(tmp_path / "run", tls=encrypted.tables(folder)))
+    (folder / "syncer.key").unlink()
+    with pytest.raises(ConfigError, match=r"syncer\.key' cannot be read"):
+        LocalRun(config_of(tmp_path / "run", tls=encrypted.tables(folder)))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_syncer_at_a_folder_of_its_own_says_how_to_join(folder: Path, tmp_path: Path) -> None:
+    """`ddiloco syncer` prints a command that works as soon as the files are filled in."""
+    file = config_file(tmp_path / "run", tls=encrypted.tables(folder))
+    process = command("syncer", str(file))
+    assert process.stdout is not None
+    try:
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if "ddiloco learner" in line:
+                break
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    told = "".join(lines)
+    assert "--authority AUTHORITY.pem --certificate ITS_OWN.pem --key ITS_OWN.key" in told, told
+    assert "--token-file" not in told
+    assert "tls=dd.Tls(authority=…, certificate=…, key=…)" in told

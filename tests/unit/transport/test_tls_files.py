@@ -1,0 +1,213 @@
+"""Files of certificates: what is wrong with them is said in a sentence; whom they speak for."""
+
+from __future__ import annotations
+
+import shutil
+import stat
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+
+import encrypted
+from decoupled_diloco.errors import ConfigError, StorageError
+from decoupled_diloco.launch.certificates import CertificateFolder
+from decoupled_diloco.transport.tls import LiveTls, ServerTls, Tls
+from decoupled_diloco.transport.tokens import RequestRefusal, Tokens
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return encrypted.made(tmp_path / "tls")
+
+
+def days_left(folder: Path) -> dict[str, int]:
+    return {each.name: round(each.days_left) for each in CertificateFolder(folder).listing()}
+
+
+def test_only_the_owner_can_read_a_key(folder: Path) -> None:
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.glob("*.key")}
+    assert modes == dict.fromkeys(
+        ["authority.key", "syncer.key", "learner-0.key", "learner-1.key", "evaluator.key"], 0o600
+    )
+
+
+def test_nothing_is_overwritten(folder: Path) -> None:
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    for attempt in (
+        lambda: CertificateFolder(folder).begin([], 1),
+        lambda: CertificateFolder(folder).add(["learner-9", "learner-0"], 1),
+    ):
+        with pytest.raises(ConfigError, match="nothing is overwritten"):
+            attempt()
+    (folder / "learner-0.pem").unlink()
+    with pytest.raises(ConfigError, match="remove it and its key"):
+        CertificateFolder(folder).add(["learner-0"], 1)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == {
+        path: data for path, data in before.items() if path.name != "learner-0.pem"
+    }
+
+
+def test_a_renewed_certificate_keeps_key_and_names(folder: Path) -> None:
+    key = (folder / "syncer.key").read_bytes()
+    assert CertificateFolder(folder).renew([], 90) == [
+        "evaluator",
+        "learner-0",
+        "learner-1",
+        "syncer",
+    ]
+    CertificateFolder(folder).renew(["syncer"], 60, ["10.0.0.7", "localhost"])
+    assert (folder / "syncer.key").read_bytes() == key
+    found = days_left(folder)
+    assert found == {
+        "authority": 3650,
+        "evaluator": 90,
+        "learner-0": 90,
+        "learner-1": 90,
+        "syncer": 60,
+    }
+    (syncer,) = (e for e in CertificateFolder(folder).listing() if e.name == "syncer")
+    assert syncer.names == (
+        *("syncer.example", "localhost", "127.0.0.1", "::1", "shard-*"),
+        "10.0.0.7",
+    )
+    LiveTls(encrypted.served(folder))
+
+
+def test_nothing_outlives_its_authority(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"longer than the authority lives.*renew"):
+        CertificateFolder(folder).renew([], 4000)
+    CertificateFolder(folder).renew(["authority"], 5000)
+    CertificateFolder(folder).renew(["learner-0"], 4000)
+    assert days_left(folder)["learner-0"] == 4000
+
+
+def test_the_authority_signs_nothing_that_signs(folder: Path) -> None:
+    authority = x509.load_pem_x509_certificate((folder / "authority.pem").read_bytes())
+    syncer = x509.load_pem_x509_certificate((folder / "syncer.pem").read_bytes())
+    of = [c.extensions.get_extension_for_class(x509.BasicConstraints) for c in (authority, syncer)]
+    assert [(each.value.ca, each.value.path_length) for each in of] == [(True, 0), (False, None)]
+    assert all(each.critical for each in of)
+
+
+@pytest.mark.parametrize("name", ["authority", "syncer", "a/b", "", "../x", "-x"])
+def test_what_can_be_no_id(folder: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="can be no id"):
+        CertificateFolder(folder).add([name], 1)
+
+
+@pytest.mark.parametrize("host", ["http://x", "x:70", "ü.example", ""])
+def test_what_is_no_host(tmp_path: Path, host: str) -> None:
+    with pytest.raises(ConfigError, match="is no host"):
+        CertificateFolder(tmp_path / "new").begin([host], 1)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_without_what_is_needed(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no authority\.pem: make one"):
+        CertificateFolder(tmp_path).listing()
+    with pytest.raises(ConfigError, match="has no certificate 'learner-7'"):
+        CertificateFolder(folder).renew(["learner-7"], 1)
+    (folder / "authority.key").unlink()
+    with pytest.raises(StorageError, match="where the authority's key is"):
+        CertificateFolder(folder).add(["learner-7"], 1)
+
+
+def test_half_of_a_pair_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"certificate='c.pem' has no key: give both"):
+        Tls(certificate="c.pem")
+    with pytest.raises(ConfigError, match=r"key='c.key' has no certificate"):
+        Tls("a.pem", key="c.key")
+    with pytest.raises(ConfigError, match="neither authority nor certificate"):
+        Tls()
+
+
+def test_files_that_cannot_be_used(folder: Path) -> None:
+    (folder / "text").write_text("no certificate")
+    for files, words in (
+        (Tls(folder / "gone.pem"), "authority=.*gone.pem' cannot be read: No such file"),
+        (Tls(folder / "text"), "authority=.*text' holds no certificate in PEM"),
+        (Tls(None, folder / "syncer.pem", folder / "gone"), "key=.*gone' cannot be read"),
+        (Tls(None, folder / "text", folder / "syncer.key"), "are not a certificate and its key"),
+        (
+            ServerTls(folder / "syncer.pem", folder / "learner-0.key"),
+            "learner-0.key' does not belong to certificate=.*syncer.pem",
+        ),
+        (
+            ServerTls(folder / "syncer.pem", folder / "syncer.key", folder / "gone"),
+            "client_authority=.*cannot be read",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            LiveTls(files)
+
+
+def test_a_key_with_a_passphrase_asks_nobody(folder: Path) -> None:
+    key = serialization.load_pem_private_key((folder / "syncer.key").read_bytes(), None)
+    closed = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.BestAvailableEncryption(b"secret"),
+    )
+    (folder / "syncer.key").write_bytes(closed)
+    with pytest.raises(ConfigError, match="has a passphrase"):
+        LiveTls(encrypted.served(folder))
+
+
+def test_a_certificate_of_another_time_is_refused_at_the_start(folder: Path) -> None:
+    for later, words in (
+        (encrypted.PAST, "has expired on"),
+        (encrypted.FUTURE, "not valid before"),
+    ):
+        with encrypted.another_day(later):
+            CertificateFolder(folder).renew(["learner-0"], 30)
+        with pytest.raises(ConfigError, match=words):
+            LiveTls(encrypted.dialled(folder, "learner-0"))
+
+
+def test_a_context_is_made_again_only_when_a_file_has_changed(folder: Path) -> None:
+    live = LiveTls(encrypted.dialled(folder, "learner-0"))
+    first = live.context()
+    assert live.context() is first
+    CertificateFolder(folder).renew(["learner-0"], 60)
+    assert live.context() is not first
+    assert round((live.left_seconds or 0) / 86_400) == 60
+    (folder / "learner-0.pem").unlink()
+    kept = live.context()
+    shutil.copy(folder / "learner-1.pem", folder / "learner-0.pem")
+    assert live.context() is kept, "its key is another's"
+
+
+@pytest.mark.parametrize(
+    ("names", "principal", "status"),
+    [
+        (("learner-0",), "learner-0", None),
+        (("learner-0", "learner-1"), "learner-1", None),
+        (("host", "shard-*"), "shard-12", None),
+        (("learner-0",), "learner-1", 403),
+        (("learner-0",), "learner-0x", 403),
+        (("shard-*",), "learner-0", 403),
+        (("learner-*",), "learner-0", 403),
+        (("*",), "learner-0", 403),
+        ((), "learner-0", 403),
+        (None, "learner-0", 401),
+    ],
+)
+def test_whom_a_certificate_speaks_for(
+    names: tuple[str, ...] | None, principal: str, status: int | None
+) -> None:
+    tokens = Tokens(certificates=True)
+    assert not tokens.open
+    tokens.check_bind("0.0.0.0")
+    if status is None:
+        assert tokens.authorize(None, principal, names) == principal
+    else:
+        with pytest.raises(RequestRefusal) as caught:
+            tokens.authorize(None, principal, names)
+        assert caught.value.status == status
+
+
+def test_names_of_a_certificate_mean_nothing_where_none_is_wanted() -> None:
+    """Whoever the system trusts might have signed it."""
+    assert Tokens("secret").authorize("Bearer secret", "learner-1", ("learner-0",)) == "learner-1"
