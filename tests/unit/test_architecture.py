@@ -22,6 +22,7 @@ LAYERS = (
     ("transport",),
     ("config", "storage", "observe", "workloads"),
     ("learner", "ranks", "syncer"),
+    ("page",),
     ("engines", "export", "integrations", "launch"),
     ("simulate",),
     ("chaos",),
@@ -67,7 +68,7 @@ DECISIONS = {
 """Names of what decides quorum, grace, clock and versions."""
 
 
-EDGES = {"chaos", "cli", "config", "export", "launch", "observe", "transport", "workloads"}
+EDGES = {"chaos", "cli", "config", "export", "launch", "observe", "page", "transport", "workloads"}
 """Packages around the protocol and its shells."""
 
 

@@ -12,14 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from decoupled_diloco.config import RunConfig
+from decoupled_diloco.config.addresses import on_this_machine
 from decoupled_diloco.launch.collecting import Survivors
 from decoupled_diloco.launch.processes import open_tape, process_of
-from decoupled_diloco.launch.secrets import accepted_tokens
+from decoupled_diloco.launch.secrets import accepted_tokens, read_principals
 from decoupled_diloco.observe.open_files import SPARE, open_files_allowed
 from decoupled_diloco.observe.samples import TookOver
 from decoupled_diloco.observe.sources import TAPE_PATH
 from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.observe.versions import versions
+from decoupled_diloco.page.access import Access
+from decoupled_diloco.page.feed import Feed
+from decoupled_diloco.page.site import Site
 from decoupled_diloco.runtime import now, runtime
 from decoupled_diloco.storage.claims import CLAIMS, ClaimStore
 from decoupled_diloco.syncer import checkpoint_requests
@@ -31,6 +35,7 @@ from decoupled_diloco.transport.base import Client, Limits, OnChannel, Server
 from decoupled_diloco.transport.documents import Document
 from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.http_server import HttpServer
+from decoupled_diloco.transport.tokens import Tokens
 from decoupled_diloco.units import MIB
 
 logger = logging.getLogger(__name__)
@@ -75,6 +80,7 @@ def run_shard(
             queries={TAPE_PATH: role.tape_documents(), CHECKPOINT_PATH: role.checkpoint_asked},
             pool_bytes=config.syncer.pool_mib * MIB,
             limits=limits,
+            website=website_of(role, tokens, token),
         )
 
     role = ShardRole(
@@ -202,6 +208,29 @@ class ShardRole:
     async def checkpoint_asked(self, query: Mapping[str, str]) -> Document:
         """Answers who asks for a cut of the run, or about one."""
         return checkpoint_requests.answer(self.acting.host, query)
+
+
+def website_of(role: ShardRole, tokens: Tokens, token: str | None) -> Site:
+    """The page of the run; its process reads the other shards' tapes with ``token``."""
+    syncer, path = role.config.syncer, role.config.syncer.principals_file
+    if token is None and path is not None:
+        token = next(iter(read_principals(path).values()))
+    told = {
+        "folder": str(role.folder.absolute()),
+        "tapes": [
+            [process_of(shard, standby=standby) for standby in (False, True)]
+            for shard in range(syncer.shards)
+        ],
+        "shards": list(map(on_this_machine, role.addresses)),
+        "token": token,
+    }
+    feed = Feed(told) if role.shard == 0 else None
+
+    def ending() -> dict[str, object]:
+        how = "finished" if role.acting.finished else "stopped"
+        return {"how": how, "step": role.acting.health()["clock"], "folder": str(role.folder)}
+
+    return Site(Access(tokens), feed, role.addresses[0], ending)
 
 
 def _when_told_to_end(end: Callable[[], None]) -> None:

@@ -66,6 +66,13 @@ class Follower:
         records = [record for file in tape_files(self.path) for record in self._read_on(file)]
         return sorted(records, key=read_on_order)
 
+    def stream(self) -> Iterator[Record]:
+        """The same one by one, to be read to its end: of a long tape no more is in memory."""
+        files = tape_files(self.path)
+        open_files_allowed(len(files))
+        streams = [_ordered(self._read_on(file)) for file in files]
+        return (record for _, record in heapq.merge(*streams, key=lambda item: item[0]))
+
     def replaced(self) -> bool:
         """Whether another run has taken the place: a tape is gone, another one, or shorter."""
         return any(self._is_another(path) for path in self._offsets)

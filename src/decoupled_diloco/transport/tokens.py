@@ -65,6 +65,11 @@ class Tokens:
     def open(self) -> bool:
         return self._run_token is None and self._principals is None
 
+    def derived_key(self, purpose: bytes) -> bytes:
+        """A key that only who knows all these secrets can make, and that does not tell them."""
+        values = [self._run_token or "", *sorted((self._principals or {}).values())]
+        return hmac.digest("\n".join(values).encode("utf-8", "replace"), purpose, "sha256")
+
     def check_bind(self, host: str) -> None:
         """Refuse to be open on an address that others can reach.
 
