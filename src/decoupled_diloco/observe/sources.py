@@ -114,7 +114,7 @@ class FolderSource:
         return Follower(path)
 
     def stream(self) -> Iterator[Record]:
-        """What `poll` gives, one by one; to be read to its end."""
+        """What `poll` gives, one by one and thinned; to be read to its end."""
         self._look_for_another_run()
         return self._follower.stream()
 

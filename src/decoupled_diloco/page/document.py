@@ -14,14 +14,20 @@ from decoupled_diloco.observe.run_model import RunModel
 from decoupled_diloco.observe.status import ROUTINE, LearnerStatus, RunStatus, ShardStatus
 from decoupled_diloco.observe.status_view import budget_share, headline, position
 from decoupled_diloco.observe.words import ABSENT, clock_face, percent
-from decoupled_diloco.page.history import LINES_MAX, History
-from decoupled_diloco.page.waits import few, not_training, open_rounds, recent_rounds
+from decoupled_diloco.page.history import LINES_MAX, PageHistory
+from decoupled_diloco.page.waits import (
+    few,
+    not_training,
+    open_rounds,
+    recent_rounds,
+    time_of_rounds,
+)
 from decoupled_diloco.units import format_bytes, format_count, format_duration
 
 LEARNERS_MAX = 2000
 """So many learners have a row and a lane; more are counted."""
 
-ROWS_MAX = 60
+ROWS_MAX = 200
 """Rows of learners in one change, beside those whose state is another one."""
 
 REMARKS_MAX = 120
@@ -29,7 +35,7 @@ REMARKS_MAX = 120
 Document = dict[str, Any]
 
 
-def state_of_page(run: RunModel, status: RunStatus, history: History) -> Document:
+def state_of_page(run: RunModel, status: RunStatus, history: PageHistory) -> Document:
     """Everything that the page shows.
 
     Args:
@@ -45,6 +51,7 @@ def state_of_page(run: RunModel, status: RunStatus, history: History) -> Documen
         "shards": [_shard(run, shard) for shard in status.shards],
         "open": open_rounds(run, status),
         "waits": not_training(run, status),
+        "time": time_of_rounds(run),
         "recent": recent_rounds(run),
         "learners": {learner.name: _learner(learner) for learner in learners},
         "unlisted": len(status.learners) - len(learners),
@@ -75,11 +82,17 @@ def _run(status: RunStatus) -> Document:
     }
 
 
-def _cards(status: RunStatus, history: History) -> list[list[str]]:
+def _cards(status: RunStatus, history: PageHistory) -> list[list[str]]:
     """The numbers at the top: name, value, detail."""
     training = sum(learner.state == "stepping" for learner in status.learners)
     there = sum(learner.state != "left" for learner in status.learners)
-    cards = [["step", position(status), f"{clock_face(status.elapsed_seconds)} so far"]]
+    cards = [
+        [
+            "global step",
+            position(status).removeprefix("step "),
+            f"{clock_face(status.elapsed_seconds)} so far",
+        ]
+    ]
     if status.evaluation_loss is not None:
         told = f"of the global weights at step {status.evaluation_step}"
         cards.append(["evaluation loss", f"{status.evaluation_loss:.4f}", told])
@@ -110,7 +123,7 @@ def _others(status: RunStatus) -> str:
     return ", ".join(f"{count} {state}" for state, count in counts.items())
 
 
-def _goodput(status: RunStatus, history: History) -> list[str]:
+def _goodput(status: RunStatus, history: PageHistory) -> list[str]:
     """An estimate, from samples; the report has the account."""
     in_steps = history.time_in_steps
     if in_steps is None:
@@ -156,7 +169,7 @@ def _shard(run: RunModel, shard: ShardStatus) -> list[Any]:
     ]
 
 
-class Changes:
+class PageChanges:
     """Tells one state after the other as changes."""
 
     def __init__(self, state: Document) -> None:
@@ -185,10 +198,6 @@ class Changes:
         for name in change["gone"]:
             del self._learners[name]
         return change
-
-    def told(self) -> Document:
-        """The state as it has been told so far: some rows of learners are older."""
-        return {**self._told, "learners": dict(self._learners)}
 
     def _rows(self, rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
         """Those in another state, and some of the others that differ, in turn."""

@@ -23,8 +23,8 @@ from decoupled_diloco.observe.records import Record
 from decoupled_diloco.observe.run_model import RunModel
 from decoupled_diloco.observe.sources import FolderSource, Source, SyncerSource
 from decoupled_diloco.observe.status import RunStatus, status_of
-from decoupled_diloco.page.document import Changes, state_of_page
-from decoupled_diloco.page.history import History
+from decoupled_diloco.page.document import PageChanges, state_of_page
+from decoupled_diloco.page.history import PageHistory
 
 LOOK_SECONDS = 1.0
 """From one look at the tape to the next."""
@@ -60,7 +60,7 @@ class Places:
         return all(here.intersection(names) for names in self._names)
 
 
-class Fold:
+class LiveFold:
     """Keeps the page's state up to date, and writes it."""
 
     def __init__(self, places: Places, out: BinaryIO) -> None:
@@ -71,9 +71,10 @@ class Fold:
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        self._run, self._history = RunModel(), History()
-        self._changes: Changes | None = None
+        self._run, self._history = RunModel(), PageHistory()
+        self._changes: PageChanges | None = None
         self._thinned = self._told = 0
+        self._reading = False
 
     def look(self) -> None:
         """Takes in what is new, and tells of it; of a long tape also while it is read."""
@@ -118,15 +119,17 @@ class Fold:
         state = state_of_page(self._run, status, self._history)
         state["run"]["whole"] = isinstance(self._source, FolderSource)
         state["run"]["reading"] = reading
-        if self._changes is None or self._history.thinned != self._thinned:
+        whole = self._reading and not reading  # many rows are old then
+        self._reading = reading
+        if self._changes is None or self._history.thinned != self._thinned or whole:
             self._thinned = self._history.thinned
-            self._changes = Changes(state)
+            self._changes = PageChanges(state)
             self._write(b"F", state)
             return
         self._write(b"D", self._changes.to(state))
         self._told += 1
         if self._told % STATES_EVERY == 0:
-            self._write(b"K", self._changes.told())
+            self._write(b"K", state)
 
     def _write(self, kind: bytes, message: dict[str, Any]) -> None:
         text = json.dumps(message, separators=(",", ":"), allow_nan=False)
@@ -138,7 +141,7 @@ def main() -> None:
     told = json.loads(sys.stdin.buffer.readline())
     os.nice(NICENESS)
     places = Places(Path(told["folder"]), told["tapes"], tuple(told["shards"]), told["token"])
-    fold = Fold(places, sys.stdout.buffer)
+    fold = LiveFold(places, sys.stdout.buffer)
     while True:
         fold.look()
         if select.select([sys.stdin], [], [], LOOK_SECONDS)[0]:

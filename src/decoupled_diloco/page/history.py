@@ -31,7 +31,7 @@ Span = list[Any]
 
 
 @dataclass
-class History:
+class PageHistory:
     """Samples of a run, and what follows from them.
 
     Attributes:

@@ -1,16 +1,18 @@
-"""Who waits for what, and why, in words; and what became of the latest rounds."""
+"""Who waits for what, and why, in words; what became of the latest rounds, and of their time."""
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any
 
+from decoupled_diloco.observe.figures import ROUND_PARTS, round_parts
 from decoupled_diloco.observe.run_data import LearnerLog
 from decoupled_diloco.observe.run_model import RunModel
 from decoupled_diloco.observe.shard_data import RoundLog, ShardLog
 from decoupled_diloco.observe.status import LearnerStatus, OpenRound, RunStatus, ShardStatus
-from decoupled_diloco.observe.words import ending_in_words, many
+from decoupled_diloco.observe.words import ending_in_words, many, natural, percent
 from decoupled_diloco.units import format_duration
 
 NAMES_MAX = 6
@@ -30,14 +32,14 @@ _FOR = {
 }
 
 
-def few(names: Sequence[str]) -> str:
-    """Names, of many the first ones.
+def few(names: Collection[str]) -> str:
+    """Names in order, of many the first ones.
 
     >>> few(["a", "b"]), few([str(n) for n in range(8)])
     ('a, b', '0, 1, 2, 3, 4, 5 and 2 more')
     """
-    more = len(names) - NAMES_MAX
-    shown = ", ".join(names[:NAMES_MAX])
+    more, ordered = len(names) - NAMES_MAX, sorted(names, key=natural)
+    shown = ", ".join(ordered[:NAMES_MAX])
     return f"{shown} and {more} more" if more > 0 else shown
 
 
@@ -134,6 +136,38 @@ def _of_learner(run: RunModel, learner: LearnerLog, state: str, as_of: float) ->
     if learner.seen_at is not None:
         return f": last heard of {format_duration(round(max(0.0, as_of - learner.seen_at), 1))} ago"
     return ""
+
+
+def time_of_rounds(run: RunModel) -> dict[str, Any]:
+    """What the time of the latest merged rounds went to, and for whom they waited last."""
+    rounds = [each for shard in run.shards.values() for each in shard.rounds if each.merged]
+    if not rounds:
+        return {"text": "", "parts": [], "last": []}
+    means = [statistics.fmean(part) for part in zip(*map(round_parts, rounds), strict=True)]
+    whole = sum(means) or 1.0
+    parts = [
+        [css, name, percent(mean / whole), format_duration(mean)]
+        for (css, name), mean in zip(ROUND_PARTS, means, strict=True)
+    ]
+    told = f"Where the time of the last {many(len(rounds), 'merged round')} went, in the mean"
+    return {"text": told, "parts": parts, "last": _last_ones(rounds)}
+
+
+def _last_ones(rounds: Collection[RoundLog]) -> list[str]:
+    """Who completed the quorum, and who delivered last, most often."""
+    quorum = Counter(r.outcome.quorum_learner for r in rounds if r.outcome.quorum_learner)
+    slowest: Counter[str] = Counter()
+    for each in rounds:
+        bodies = [p for p in each.folded if p.delivered_seconds is not None]
+        if len(bodies) > 1:
+            slowest[max(bodies, key=lambda p: p.delivered_seconds or 0.0).learner] += 1
+    lines = []
+    for counts, told in ((quorum, "The quorum was complete with"), (slowest, "The last body was")):
+        if counts:
+            name, count = counts.most_common(1)[0]
+            whose = name if counts is quorum else f"{name}'s"
+            lines.append(f"{told} {whose} most often: in {count} of {counts.total()}.")
+    return lines
 
 
 def recent_rounds(run: RunModel) -> list[dict[str, Any]]:

@@ -142,7 +142,7 @@ function draw() {
   asked = true;
   requestAnimationFrame(() => {
     asked = false;
-    for (const part of [drawHead, drawCards, drawLoss, drawWaits, drawLanes, drawRounds, drawTraffic, drawLog]) part();
+    for (const part of [drawHead, drawCards, drawLoss, drawWaits, drawTime, drawLanes, drawRounds, drawTraffic, drawLog]) part();
   });
 }
 
@@ -199,6 +199,8 @@ function drawLoss() {
     lines.push({ css: "ink", points: evaluations, dots: true, title: "global weights", end: evaluations.at(-1)[1].toFixed(3) });
     told = `, global weights ${evaluations.at(-1)[1].toFixed(3)}${told}`;
   }
+  by("loss-chart").hidden = !lines.length;
+  by("no-loss").hidden = lines.length > 0;
   const label = lines.length ? `Loss over time; now${told.slice(1)}.` : "No loss is told yet.";
   lineChart(by("loss-chart"), { lines, band, high: now(), name: "mean loss per token", label });
   const keys = lines.map((line) => [line.css, line.title]);
@@ -230,6 +232,24 @@ function drawWaits() {
   }
 }
 
+function drawTime() {
+  const { text, parts, last } = state.time;
+  by("time").hidden = !parts.length;
+  if (!parts.length) return;
+  put(by("time-title"), text);
+  let at = 0;
+  const bars = parts.map(([css, , share]) => {
+    const width = 10 * (Number.parseFloat(share.replace("<", "")) || 0), bar = element("rect", { x: at, width, height: 10, class: css });
+    at += width;
+    return bar;
+  });
+  by("time-bar").replaceChildren(...bars);
+  const told = parts.map(([css, name, share, mean]) => [css, `${name}: ${share}, ${mean}`]);
+  by("time-bar").setAttribute("aria-label", told.map((each) => each[1]).join("; "));
+  rows(by("time-keys"), told, makeKey, fillKey);
+  rows(by("time-last"), last, () => document.createElement("p"), put);
+}
+
 function chosen() {
   const wanted = by("wanted").value.trim().toLowerCase(), kind = by("state").value;
   let names = learnersOf().filter((name) => name.toLowerCase().includes(wanted));
@@ -255,6 +275,7 @@ function drawLanes() {
   const ticks = [0, 0.5, 1].map((share) => clock(share * now()));
   rows(axis, ticks, () => document.createElement("span"), put);
   drawCounts(many);
+  by("key-training").setAttribute("class", fewEnough() ? "c0" : "training");
   rows(by("learners").tBodies[0], names.map((name) => [name, ...state.learners[name]]), () => makeRow(10), fillRow);
   rows(by("shards").tBodies[0], state.shards, () => makeRow(10), fillRow);
 }
