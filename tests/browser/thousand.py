@@ -11,7 +11,7 @@ from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.simulate.protocol_run import ProtocolRun
 from decoupled_diloco.simulate.scenario import load_scenario
 
-SECONDS = 80.0
+SECONDS = 40.0
 """How far the run has come."""
 
 SCENARIO = """
@@ -32,16 +32,16 @@ quorum = 600
 shards = 2
 
 [[events]]
-at_seconds = 30.0
+at_seconds = 15.0
 kind = "kill"
 target = "learner-17"
 for_seconds = 1000.0
 
 [[events]]
-at_seconds = 40.0
+at_seconds = 20.0
 kind = "kill"
 target = "learner-400"
-for_seconds = 15.0
+for_seconds = 5.0
 """
 
 
