@@ -51,14 +51,14 @@ class Browser:
     def __init__(self, driver: webdriver.Chrome) -> None:
         self.driver = driver
 
-    def open(self, page: Path, width: int, scheme: str = "light") -> None:
-        """Opens a page in a window of this width, light or dark."""
+    def open(self, page: Path | str, width: int, scheme: str = "light") -> None:
+        """Opens a file or an address in a window of this width, light or dark."""
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         self.paint(scheme)
         self.driver.get_log("performance")
         self.driver.get_log("browser")
-        self.driver.get(page.as_uri())
+        self.driver.get(page.as_uri() if isinstance(page, Path) else page)
 
     def paint(self, scheme: str) -> None:
         """What the system prefers: ``light`` or ``dark``."""

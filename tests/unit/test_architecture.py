@@ -23,6 +23,7 @@ LAYERS = (
     ("config", "storage", "observe", "workloads"),
     ("monitor",),
     ("learner", "ranks", "syncer"),
+    ("page",),
     ("engines", "export", "integrations", "launch"),
     ("simulate",),
     ("chaos",),
@@ -68,7 +69,7 @@ DECISIONS = {
 """Names of what decides quorum, grace, clock and versions."""
 
 
-EDGES = {"chaos", "cli", "config", "export", "launch", "observe", "transport", "workloads"}
+EDGES = {"chaos", "cli", "config", "export", "launch", "observe", "page", "transport", "workloads"}
 """Packages around the protocol and its shells."""
 
 

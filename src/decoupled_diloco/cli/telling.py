@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from decoupled_diloco.cli.timing import print_essential
+from decoupled_diloco.config.addresses import alternatives, from_elsewhere
 
 if TYPE_CHECKING:
     from decoupled_diloco.config import RunConfig
+    from decoupled_diloco.launch.local import LocalRun
     from decoupled_diloco.observe.run_model import RunModel
     from decoupled_diloco.observe.terminal import SteadyConsole
     from decoupled_diloco.simulate.scenario import Happening
@@ -32,6 +34,12 @@ def tell_beginning(
         console.say(f"the earlier run is kept in {moved_to}")
     console.say(f"in {folder}; from another terminal: ddiloco watch {folder}\n")
     print_essential(config, folder, console)
+
+
+def tell_page(run: LocalRun, console: SteadyConsole) -> None:
+    """Where the run's page is; the secret itself is shown nowhere."""
+    address = alternatives(from_elsewhere(run.addresses[0]))[0]
+    console.say(f"page: {address}/ (to sign in: the secret in {run.secret_file})")
 
 
 def in_words(config: RunConfig, *, here: bool = True) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from decoupled_diloco.cli.telling import tell_beginning, tell_outcome, what_remains
+from decoupled_diloco.cli.telling import tell_beginning, tell_outcome, tell_page, what_remains
 from decoupled_diloco.cli.timing import import_intervals
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.addresses import from_elsewhere
@@ -28,7 +28,7 @@ def train_locally(
         return 0
     run = LocalRun(config, resume=resume, cut=cut)
     tell_beginning(config, run.path, run.folder.moved_to, console)
-    outcome = carry_out(run, config, console)
+    outcome = carry_out(run, config, console, lambda: tell_page(run, console))
     tell_outcome(run.path, outcome.weights, console, run.model)
     if not outcome.finished:
         console.print(f"the run did not finish: {outcome.reason}", style="bold red")
@@ -85,6 +85,7 @@ def serve_locally(
         import_intervals()  # while the shards import the same
         run.wait_for_shards()
         _tell_how_to_join(config, run, console)
+        tell_page(run, console)
         tell_beginning(config, run.path, run.folder.moved_to, console, here=False)
 
     outcome = carry_out(run, config, console, begun)

@@ -70,6 +70,11 @@ def require_placeable(config: RunConfig) -> None:
             f"{key} in [syncer] does not go with Kubernetes yet, which starts a shard again by "
             f"itself, and gives all pods one secret: leave {key} out"
         )
+    if config.tls.serves:
+        raise ConfigError(
+            f"certificate={str(config.tls.certificate)!r} in [tls] does not go with Kubernetes: "
+            "leave [tls] out, and let the cluster's network encrypt"
+        )
     if learner.hosts > 1 and settings.learners == "job":
         raise ConfigError(
             f'hosts={learner.hosts} in [where.learner] does not go with learners="job", whose '

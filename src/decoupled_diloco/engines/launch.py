@@ -146,6 +146,7 @@ def placed_config(config: RunConfig, folder: Path) -> RunConfig:
     if syncer.principals_file is None and syncer.token_file is None:
         paths["token_file"] = folder / TOKEN
     weights = config.sync.initial_weights
+    tls = {name: path and path.absolute() for name, path in dict(config.tls).items()}
     return config.model_copy(
         update={
             "run": run.model_copy(update={"folder": run.folder.absolute()}),
@@ -153,6 +154,7 @@ def placed_config(config: RunConfig, folder: Path) -> RunConfig:
                 update={"initial_weights": weights and weights.absolute()}
             ),
             "syncer": syncer.model_copy(update={"host": host, "port": port, **paths}),
+            "tls": config.tls.model_copy(update=tls),
             "where": where.model_copy(update={"workdir": where.workdir or Path.cwd()}),
         }
     )

@@ -6,21 +6,30 @@ import asyncio
 import logging
 import signal
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from decoupled_diloco.config import RunConfig
+from decoupled_diloco.config.addresses import on_this_machine
 from decoupled_diloco.launch.collecting import Survivors
 from decoupled_diloco.launch.processes import open_tape, process_of
-from decoupled_diloco.launch.secrets import accepted_tokens, own_tls, served_tls
+from decoupled_diloco.launch.secrets import (
+    accepted_tokens,
+    own_tls,
+    read_principals,
+    served_tls,
+)
 from decoupled_diloco.monitor.measures import METRICS_PATH
 from decoupled_diloco.observe.open_files import SPARE, open_files_allowed
 from decoupled_diloco.observe.samples import TookOver
 from decoupled_diloco.observe.sources import TAPE_PATH
 from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.observe.versions import versions
+from decoupled_diloco.page.access import Access
+from decoupled_diloco.page.feed import Feed
+from decoupled_diloco.page.site import Site
 from decoupled_diloco.runtime import now, runtime
 from decoupled_diloco.storage.claims import CLAIMS, ClaimStore
 from decoupled_diloco.syncer import checkpoint_requests
@@ -32,7 +41,8 @@ from decoupled_diloco.transport.base import Client, Limits, OnChannel, Server
 from decoupled_diloco.transport.documents import Document
 from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.http_server import HttpServer
-from decoupled_diloco.transport.tokens import is_loopback
+from decoupled_diloco.transport.tls import Tls
+from decoupled_diloco.transport.tokens import Tokens, is_loopback
 from decoupled_diloco.units import MIB
 
 if TYPE_CHECKING:
@@ -91,6 +101,7 @@ def run_shard(
             pool_bytes=config.syncer.pool_mib * MIB,
             limits=limits,
             tls=served,
+            website=website_of(role, tokens, token, own),
         )
 
     role = ShardRole(
@@ -243,6 +254,30 @@ def warn_if_readable(config: RunConfig, token: str | None) -> None:
             "set [tls] (ddiloco certificates), or use a VPN or a tunnel",
             syncer.host,
         )
+
+
+def website_of(role: ShardRole, tokens: Tokens, token: str | None, own: Tls | None) -> Site:
+    """The page of the run; its process reads the other shards' tapes with ``token``."""
+    syncer, path = role.config.syncer, role.config.syncer.principals_file
+    if token is None and path is not None:
+        token = next(iter(read_principals(path).values()))
+    told = {
+        "folder": str(role.folder.absolute()),
+        "tapes": [
+            [process_of(shard, standby=standby) for standby in (False, True)]
+            for shard in range(syncer.shards)
+        ],
+        "shards": list(map(on_this_machine, role.addresses)),
+        "token": token,
+        "tls": None if own is None else [each and str(each) for each in astuple(own)],
+    }
+    feed = Feed(told) if role.shard == 0 else None
+
+    def ending() -> dict[str, object]:
+        how = "finished" if role.acting.finished else "stopped"
+        return {"how": how, "step": role.acting.health()["clock"], "folder": str(role.folder)}
+
+    return Site(Access(tokens), feed, role.addresses[0], ending)
 
 
 def _when_told_to_end(end: Callable[[], None]) -> None:

@@ -177,16 +177,15 @@ class Learner(Participation):
             refuse_what_is_not_finite(model)
         self._after_apply, self._waits = after_apply, True
         self._hand_in_seconds = parts.not_negative("hand_in_seconds", hand_in_seconds)
-        self._transfers = parts.transfers_of(objects, donate, stateful or {}, listen, tls)
+        self._transfers = parts.transfers_of(objects, donate, stateful or {}, listen, syncer, tls)
         self._checkpointer = parts.checkpointer_of(
             learner_id, model, objects, checkpoint, checkpoint_every_seconds, self._keeper
         )
         self._tally = LearnerTally()
         name = self._checkpointer.learner
-        endpoint = parts.endpoint_of(metrics, name, token, self._look)
         self._log = parts.log_of(log, name)
-        self._watchers = [each for each in (endpoint, self._log) if each is not None]
-        parts.require_listening_encrypted(listen, syncer, tls)
+        watchers = (parts.endpoint_of(metrics, name, token, self._look), self._log)
+        self._watchers = [each for each in watchers if each is not None]
         super().__init__(
             store,
             syncer,

@@ -88,13 +88,16 @@ def transfers_of(
     donate: Sequence[str],
     stateful: Mapping[str, Any],
     listen: str | None,
-    tls: Tls | None = None,
+    syncer: str | Sequence[str],
+    tls: Tls | None,
 ) -> StateTransfers:
     """What a `Learner` gives and takes.
 
     Raises:
-        ConfigError: Nothing has one of the names, or the address is none.
+        ConfigError: Nothing has one of the names, the address is none, or there is no certificate
+            to listen with.
     """
+    _require_listening_encrypted(listen, syncer, tls)
     if isinstance(donate, str):
         raise ConfigError(f"donate={donate!r} is a text: write several names, as ({donate!r},)")
     known = {OPTIMIZER, *stateful}
@@ -141,7 +144,7 @@ def log_of(log: str | None, name: str) -> StepLog | None:
     return StepLog(log, name, Path())
 
 
-def require_listening_encrypted(
+def _require_listening_encrypted(
     listen: str | None, syncer: str | Sequence[str], tls: Tls | None
 ) -> None:
     """Refuses to give a state in plain text in a run that is encrypted.

@@ -9,9 +9,20 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from decoupled_diloco.errors import ConfigError, StorageError
+from decoupled_diloco.observe.excerpt import excerpt
 from decoupled_diloco.observe.open_files import open_files_allowed
 from decoupled_diloco.observe.records import FOLDER_NAME, MERGED_NAME, Parser, Record
-from decoupled_diloco.observe.segments import Newest, lines_of, newest_of, segments_of, tapes_in
+from decoupled_diloco.observe.segments import (
+    Line,
+    Newest,
+    lines_of,
+    newest_of,
+    segments_of,
+    tapes_in,
+)
+
+SKIMMED_BYTES = 1 << 20
+"""How much of a tape is looked through at once where not every record matters."""
 
 
 class TapeReader:
@@ -66,6 +77,16 @@ class Follower:
         records = [record for file in tape_files(self.path) for record in self._read_on(file)]
         return sorted(records, key=read_on_order)
 
+    def stream(self) -> Iterator[Record]:
+        """What `poll` gives, one by one and thinned as by `excerpt`; to be read to its end.
+
+        Of a long tape no more than a piece of each process is in memory.
+        """
+        files = tape_files(self.path)
+        open_files_allowed(len(files))
+        streams = [_ordered(self._read_on(file, skim=True)) for file in files]
+        return (record for _, record in heapq.merge(*streams, key=lambda item: item[0]))
+
     def replaced(self) -> bool:
         """Whether another run has taken the place: a tape is gone, another one, or shorter."""
         return any(self._is_another(path) for path in self._offsets)
@@ -82,23 +103,41 @@ class Follower:
         another = now.begin == known.begin and len(files) > 1
         return another or now.end < self._offsets[path]
 
-    def _read_on(self, path: Path) -> Iterator[Record]:
+    def _read_on(self, path: Path, *, skim: bool = False) -> Iterator[Record]:
         if path in self._newest and _is_as_before(path, self._newest[path]):
             return
         parser = self._parsers.setdefault(path, Parser(path, self.problems))
         try:
             self._newest[path] = newest_of(path)
-            for line in lines_of(path, self.problems, self._offsets.setdefault(path, 0)):
-                if line.text and not line.text.endswith(b"\n"):
-                    break  # it is being written
-                self._offsets[path] = line.next
-                record = parser.parse(line.text)
-                if record is not None:
-                    yield record
+            lines = lines_of(path, self.problems, self._offsets.setdefault(path, 0))
+            for texts, following in _pieces(lines) if skim else _whole(lines):
+                self._offsets[path] = following
+                yield from filter(None, map(parser.parse, texts))
         except FileNotFoundError:
             return
         except OSError as error:
             raise StorageError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _whole(lines: Iterable[Line]) -> Iterator[tuple[list[bytes], int]]:
+    """Line by line, but one that is being written."""
+    for line in lines:
+        if line.text and not line.text.endswith(b"\n"):
+            return
+        yield [line.text], line.next
+
+
+def _pieces(lines: Iterable[Line]) -> Iterator[tuple[list[bytes], int]]:
+    """Lines of a piece of the tape that matter for the present state, and where the next begins."""
+    piece, nbytes, following = list[bytes](), 0, 0
+    for [text], following in _whole(lines):
+        piece.append(text)
+        nbytes += len(text)
+        if nbytes >= SKIMMED_BYTES:
+            yield excerpt(b"".join(piece), detail=False).splitlines(), following
+            piece, nbytes = [], 0
+    if piece:
+        yield excerpt(b"".join(piece), detail=False).splitlines(), following
 
 
 def _is_as_before(path: Path, known: Newest) -> bool:

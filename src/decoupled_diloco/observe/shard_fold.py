@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable
 from itertools import compress
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from decoupled_diloco.observe.shard_data import Asked, RoundLog, ShardLog, Stay,
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
-from decoupled_diloco.protocol.versions import Holding
+from decoupled_diloco.protocol.versions import Asking, Holding
 from decoupled_diloco.units import format_duration
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class ShardFold:
 
     def __init__(self, run: RunModel, shard: ShardLog) -> None:
         self._run, self._shard = run, shard
+        self._ended = deque[tuple[RoundLog, set[Asking]]](maxlen=LATE_ROUNDS_MAX)
 
     def started(self) -> None:
         """A new life: it knows no learner, and what was open is given up."""
@@ -121,8 +123,8 @@ class ShardFold:
             case fact.BodyArrived(learner=learner, nbytes=nbytes):
                 self._run.learner(learner).bytes_up += nbytes
                 self._seen(learner)
-                for round in shard.rounds[-LATE_ROUNDS_MAX:]:
-                    if any(p.ask == value.ask for p in round.outcome.participants):
+                for round, asks in self._ended:
+                    if value.ask in asks:
                         round.late_bodies[learner] = at
             case do.ClockAdvanced():
                 self._ticked(value)
@@ -326,6 +328,7 @@ class ShardFold:
         round.folds = dict(round.folds)  # what a round that is given up leaves goes into the next
         self._note_live(round)
         shard.rounds.append(round)
+        self._ended.append((round, {participant.ask for participant in result.participants}))
         self._forget(shard.rounds)
         if self._run.keep == "run" and len(shard.rounds) > LATE_ROUNDS_MAX:
             shard.rounds[-LATE_ROUNDS_MAX - 1] = shard.rounds[-LATE_ROUNDS_MAX - 1].summed_up()

@@ -7,7 +7,7 @@ run that is still going is a tape that grows.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -118,11 +118,19 @@ class FolderSource:
         check_name(path)
         return Follower(path)
 
-    def poll(self) -> list[Record]:
+    def stream(self) -> Iterator[Record]:
+        """What `poll` gives, one by one and thinned; to be read to its end."""
+        self._look_for_another_run()
+        return self._follower.stream()
+
+    def _look_for_another_run(self) -> None:
         if self._follower.replaced():
             self._follower = self._new()
             self.generation += 1
             self._records = 0
+
+    def poll(self) -> list[Record]:
+        self._look_for_another_run()
         records = self._follower.poll()
         self._records += len(records)
         if not self._records:

@@ -270,7 +270,7 @@ def _learner(
         for shard in run.shards.values()
         if learner.name in shard.members
     ]
-    state = _learner_state(run, learner, [member for _, member in members], as_of)
+    state = state_of(run, learner, as_of)
     recent, merged, fragments = Counter(learner.recent), run.rounds_merged, run.fragments or 1
     discarded = learner.discarded_fragment_tokens / fragments
     if account is not None:  # also what died with a process or was left behind
@@ -302,10 +302,15 @@ def _learner(
     )
 
 
-def _learner_state(run: RunModel, learner: LearnerLog, members: list[Stay], as_of: float) -> str:
-    """What it does now: as the syncer sees it, and its own tape where that knows better."""
+def state_of(run: RunModel, learner: LearnerLog, as_of: float) -> str:
+    """What it does now: as the syncer sees it, and its own tape where that knows better.
+
+    The words are those of `LearnerStatus`; ``as_of``: seconds since the run's first record.
+    """
     if run.finished:
         return "finished"
+    shards = run.shards.values()
+    members = [shard.members[learner.name] for shard in shards if learner.name in shard.members]
     state = _state_told(learner, members, as_of)
     if run.interrupted and state != "finished":
         return "ended" if learner.name in run.told_to_end else OUT_OF_REACH

@@ -7,6 +7,8 @@ GET  /bodies/PATH     a body or, with Range, a part of one; ETag is the digest
 GET  /healthz         a JSON object, without a token
 GET  /run             what the run is, as JSON
 GET, PUT /probe       bytes for a measurement of the link, see `probe`
+
+A `Website` answers browsers at paths of its own, and lets people in by itself.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from decoupled_diloco.transport.ranges import (
 )
 from decoupled_diloco.transport.tls import LiveTls, ServerTls, names_of
 from decoupled_diloco.transport.tokens import RequestRefusal, Tokens, check_role
+from decoupled_diloco.transport.website import Website
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +75,7 @@ class HttpServer:
         on_channel: Run for each control connection; the channel closes when it returns.
         queries: Answers GETs with parameters at further paths, to a peer with any token.
         tls: Serve HTTPS by these files; default: plain HTTP.
+        website: Answers browsers.
 
     Raises:
         ConfigError: no token on an address that others can reach, or a file of `tls` cannot be
@@ -92,8 +96,10 @@ class HttpServer:
         congestion: str | None = BBR,
         queries: Mapping[str, Query] | None = None,
         tls: ServerTls | None = None,
+        website: Website | None = None,
     ) -> None:
         self.stats = Stats()
+        self._website = website
         self._queries = dict(queries or {})
         self._host = host
         self._port = port
@@ -156,6 +162,8 @@ class HttpServer:
         self._listener.close()
         if self._watch_of_end is not None:
             self._watch_of_end.cancel()
+        if self._website is not None:
+            await self._website.farewell()
         channels = [channel for some in self._channels.values() for channel in some]
         self.bodies.stop("the server stops")
         cut_off = asyncio.get_running_loop().call_later(STOP_SECONDS, self._cut_off)
@@ -208,6 +216,8 @@ class HttpServer:
             return web.Response(
                 text=json.dumps(self._health_and_end()), content_type="application/json"
             )
+        if self._website is not None and self._website.serves(path):
+            return await self._website.answer(request)
         if "Origin" in request.headers:
             raise RequestRefusal(403, "browsers may not speak here: this is the plane of learners")
         authorization = request.headers.get("Authorization")

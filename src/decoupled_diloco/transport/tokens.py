@@ -83,9 +83,23 @@ class Tokens:
     def open(self) -> bool:
         return self._no_token and not self._certificates
 
+    def lacks_certificate(self, names: Sequence[str] | None) -> bool:
+        """Whether a peer whose certificate names these (None: it has shown none) needs one."""
+        return self._certificates and names is None
+
+    @property
+    def without_secret(self) -> bool:
+        """Whether no token is known: the server is open, or certificates alone decide."""
+        return self._no_token
+
     @property
     def _no_token(self) -> bool:
         return self._run_token is None and self._principals is None
+
+    def derived_key(self, purpose: bytes) -> bytes:
+        """A key that only who knows all these secrets can make, and that does not tell them."""
+        values = [self._run_token or "", *sorted((self._principals or {}).values())]
+        return hmac.digest("\n".join(values).encode("utf-8", "replace"), purpose, "sha256")
 
     def check_bind(self, host: str) -> None:
         """Refuse to be open on an address that others can reach.
@@ -142,7 +156,7 @@ class Tokens:
         Raises:
             RequestRefusal: 401 without a good token, or without a certificate where one is needed.
         """
-        if self._certificates and names is None:
+        if self.lacks_certificate(names):
             raise RequestRefusal(401, _NO_CERTIFICATE)
         if self._no_token:
             return None

@@ -1,0 +1,223 @@
+"""The live page in a real browser: of real runs, and of a thousand virtual learners."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from selenium.webdriver.common.keys import Keys
+
+from browser.chromium import Browser
+from browser.thousand import write_thousand
+from decoupled_diloco.launch.local import LocalRun
+from decoupled_diloco.page.access import Access
+from decoupled_diloco.page.feed import Feed
+from decoupled_diloco.page.site import Site
+from decoupled_diloco.transport.http_server import HttpServer
+from decoupled_diloco.transport.tokens import Tokens
+from process.runs import config_of, health, local_run, send, until, wait, when
+
+LANES = 40
+"""So many learners have a lane before somebody asks for more."""
+
+
+def text(browser: Browser, id: str) -> str:
+    return str(browser.run(f"document.getElementById('{id}').innerText"))
+
+
+def shows(browser: Browser, id: str, words: str) -> Callable[[], bool]:
+    return lambda: words in text(browser, id)
+
+
+def sign_in(browser: Browser, run: LocalRun) -> None:
+    """As people do, with the keyboard alone: the field has the focus."""
+    browser.open(f"{run.addresses[0]}/", 1200)
+    secret = run.secret_file.read_text().strip()
+    browser.driver.switch_to.active_element.send_keys(secret + Keys.ENTER)
+
+
+def press(browser: Browser, *keys: str) -> str:
+    """Presses keys where the focus is; returns the id of what has the focus then."""
+    for key in keys:
+        browser.driver.switch_to.active_element.send_keys(key)
+    return str(browser.run("document.activeElement.id"))
+
+
+def test_a_run_as_it_goes_on_through_a_killed_learner_and_a_killed_syncer(
+    browser: Browser, tmp_path: Path
+) -> None:
+    config = config_of(
+        tmp_path / "run",
+        run={"learners": 4, "budget_steps": 1_000_000, "evaluator": True},
+        syncer={"shards": 2},
+    )
+
+    def script(run: LocalRun) -> Iterator[None]:
+        yield from when(lambda: health(run.addresses[0]).get("clock", 0) > 4)
+        sign_in(browser, run)
+        yield from when(shows(browser, "headline", "running"))
+        first = text(browser, "position")
+        yield from when(lambda: text(browser, "position") not in ("", first))
+        yield from when(lambda: browser.run("document.querySelectorAll('#loss polyline').length"))
+        send(run, "learner-1", signal.SIGKILL)
+        yield from when(shows(browser, "log", "learner-1 was killed (SIGKILL)"))
+        yield from when(shows(browser, "log", "learner-1 is back"))
+        assert browser.run("document.querySelectorAll('#lane-list li').length") == 6
+        assert browser.run("document.querySelectorAll('#recent tbody tr').length") > 0
+        send(run, "shard-0", signal.SIGKILL)
+        yield from when(lambda: browser.run("document.getElementById('link').innerText") == "away")
+        assert "goes on by itself" in text(browser, "notice")
+        yield from when(lambda: browser.run("document.getElementById('link').innerText") == "live")
+        yield from when(shows(browser, "log", "shard-0 was killed"))
+        gone_on = text(browser, "position")
+        yield from when(lambda: text(browser, "position") != gone_on)
+
+    with local_run(config) as run, contextlib.suppress(StopIteration):
+        run.start()
+        steps = script(run)
+        while True:
+            run.supervisor.poll()
+            next(steps)
+    asked, refused = browser.network()
+    assert {urlsplit(url).netloc for url in asked} == {urlsplit(run.addresses[0]).netloc}
+    assert not any(refused)
+    told = [line for line in browser.complaints() if "Content Security" in line or "Error:" in line]
+    assert not told
+
+
+def test_the_page_says_how_the_run_ended_and_where_its_report_is(
+    browser: Browser, tmp_path: Path
+) -> None:
+    def script() -> Iterator[None]:
+        yield from when(lambda: health(run.addresses[0]).get("clock", 0) > 1)
+        sign_in(browser, run)
+        yield from when(shows(browser, "headline", "running"))
+
+    with local_run(config_of(tmp_path / "run", run={"budget_steps": 300})) as run:
+        run.start()
+        assert wait(run, script()).finished
+    until(shows(browser, "notice", "finished at step 300"), "the page tells the end")
+    assert f"{run.path}/report.html" in text(browser, "notice")
+    assert text(browser, "link") == "finished"
+
+
+@pytest.fixture(scope="module")
+def thousand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of the page of a thousand learners."""
+    folder = tmp_path_factory.mktemp("thousand") / "run"
+    write_thousand(folder)
+    ready, over = threading.Event(), threading.Event()
+    address = ""
+
+    async def serve() -> None:
+        nonlocal address
+        told = {
+            "folder": str(folder),
+            "tapes": [["shard-0"], ["shard-1"]],
+            "shards": ["http://127.0.0.1:1"],
+            "token": None,
+        }
+        site = Site(Access(Tokens()), Feed(told), "http://127.0.0.1:1", dict)
+        server = HttpServer(on_channel=lambda channel: asyncio.sleep(0), website=site)
+        await server.start()
+        address = server.address
+        ready.set()
+        await asyncio.to_thread(over.wait)
+        await server.stop()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), name="page")
+    thread.start()
+    ready.wait()
+    yield f"{address}/"
+    over.set()
+    thread.join()
+
+
+@pytest.fixture
+def crowd(browser: Browser, thousand: str) -> Browser:
+    """The page of a thousand learners, once the tape is read."""
+    browser.open(thousand, 1200)
+    until(lambda: "reading the tape" not in text(browser, "headline"), "the tape is read", 120)
+    return browser
+
+
+def lanes(browser: Browser) -> list[str]:
+    names = browser.run(
+        "[...document.querySelectorAll('#lane-list li')].map(it => it.firstChild.innerText)"
+    )
+    return [name for name in names if name.startswith("learner-")]
+
+
+def test_a_thousand_learners_are_summed_up_and_found(crowd: Browser) -> None:
+    assert len(lanes(crowd)) == LANES
+    assert "learner-17" in lanes(crowd), "those in trouble come first"
+    assert "40 of 1000" in text(crowd, "shown")
+    assert "1000 " not in text(crowd, "waits"), "names are few"
+    assert crowd.run("document.querySelectorAll('*').length") < 3000
+    assert crowd.run("document.getElementById('counts-chart').checkVisibility()")
+    field = crowd.driver.find_element("id", "wanted")
+    field.send_keys("learner-99")
+    until(lambda: len(lanes(crowd)) == 11, "those whose names match")
+    assert set(lanes(crowd)) == {"learner-99", *(f"learner-99{n}" for n in range(10))}
+    field.send_keys(Keys.BACKSPACE * 10)
+    until(lambda: len(lanes(crowd)) == LANES, "all again")
+    crowd.driver.find_element("id", "more").send_keys(Keys.ENTER)
+    until(lambda: len(lanes(crowd)) == 2 * LANES, "more of them")
+
+
+@pytest.mark.parametrize("width", [320, 400, 768, 1200])
+def test_nothing_sticks_out_of_the_page(crowd: Browser, thousand: str, width: int) -> None:
+    crowd.open(thousand, width)
+    until(lambda: len(lanes(crowd)) == LANES, "it is drawn")
+    assert crowd.run("document.documentElement.scrollWidth") <= width
+    letters = crowd.run(
+        "[...document.querySelectorAll('svg.chart')].filter(it => it.checkVisibility())"
+        ".map(it => it.getBoundingClientRect().width / it.viewBox.baseVal.width)"
+    )
+    assert letters
+    assert min(letters) >= 0.9
+
+
+def test_light_and_dark_follow_the_system_and_the_reader(crowd: Browser) -> None:
+    def light() -> bool:
+        color = crowd.run("getComputedStyle(document.body).backgroundColor")
+        return sum(map(int, color.removeprefix("rgb(").removesuffix(")").split(","))) > 384
+
+    crowd.paint("light")
+    assert light()
+    crowd.paint("dark")
+    assert not light()
+    crowd.run("document.getElementById('colors-light').click()")
+    assert light()
+    crowd.run("document.getElementById('colors-auto').click()")
+    crowd.paint("light")
+
+
+def test_the_page_is_used_without_a_mouse_and_heard_without_a_screen(crowd: Browser) -> None:
+    crowd.run("document.body.focus()")
+    assert press(crowd, Keys.TAB) == ""
+    assert crowd.driver.switch_to.active_element.text == "Skip to the numbers"
+    assert press(crowd, Keys.TAB) == "colors-auto"
+    assert press(crowd, Keys.TAB) == "pause"
+    outline = "getComputedStyle(document.activeElement).outlineStyle"
+    assert crowd.run(outline) == "solid"
+    press(crowd, Keys.SPACE)
+    assert text(crowd, "link") == "paused"
+    assert crowd.run("document.activeElement.getAttribute('aria-pressed')") == "true"
+    press(crowd, Keys.SPACE)
+    assert text(crowd, "link") == "live"
+    nameless = crowd.run(
+        "[...document.querySelectorAll('svg[role=img], [role=region], section, nav')].filter(it =>"
+        " it.checkVisibility() && !it.getAttribute('aria-label')"
+        " && !it.getAttribute('aria-labelledby')).length"
+    )
+    assert nameless == 0
+    label = crowd.run("document.querySelector('#counts-chart svg').getAttribute('aria-label')")
+    assert "1000" in label or "999" in label
+    assert crowd.run("document.querySelectorAll('[role=status]').length") == 2

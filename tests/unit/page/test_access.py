@@ -1,0 +1,167 @@
+"""Who is let in to the live page, by a real server and a plain client."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import aiohttp
+
+from decoupled_diloco.page.access import ATTEMPT_SECONDS, ATTEMPTS_MAX, PASS_SECONDS, Access
+from decoupled_diloco.page.feed import Feed
+from decoupled_diloco.page.site import Site
+from decoupled_diloco.transport.base import Channel
+from decoupled_diloco.transport.http_server import HttpServer
+from decoupled_diloco.transport.tokens import Tokens
+
+SECRET = "correct horse"
+
+
+class Wall:
+    """A clock that stands until it is moved."""
+
+    def __init__(self) -> None:
+        self.seconds = 1_000_000_000.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+async def nobody(channel: Channel) -> None:
+    """No learner comes."""
+
+
+@asynccontextmanager
+async def served(
+    tokens: Tokens, wall: Wall | None = None, feed: Feed | None = None, first: str = "http://h:1"
+) -> AsyncIterator[str]:
+    access = Access(tokens, wall or Wall())
+    site = Site(access, feed, first, lambda: {"how": "stopped", "step": 0, "folder": "run"})
+    server = HttpServer(tokens=tokens, on_channel=nobody, website=site)
+    await server.start()
+    try:
+        yield server.address
+    finally:
+        await server.stop()
+
+
+def browser() -> aiohttp.ClientSession:
+    """Keeps cookies of numeric hosts, too, as browsers do, and follows nothing by itself."""
+    return aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True))
+
+
+async def status(session: aiohttp.ClientSession, url: str, **options: object) -> int:
+    async with session.get(url, allow_redirects=False, **options) as answer:  # type: ignore[arg-type]
+        return answer.status
+
+
+async def sign_in(session: aiohttp.ClientSession, address: str, secret: str) -> int:
+    url = f"{address}/page/sign-in"
+    async with session.post(url, data={"secret": secret}, allow_redirects=False) as answer:
+        return answer.status
+
+
+def quiet() -> Feed:
+    """A feed whose process says nothing."""
+    return Feed({}, ("cat",))
+
+
+async def test_a_secret_shown_once_lets_in_and_the_cookie_is_not_the_secret() -> None:
+    async with served(Tokens(SECRET), feed=quiet()) as address, browser() as session:
+        assert await status(session, f"{address}/") == 401
+        assert await status(session, f"{address}/page/events") == 401
+        assert await sign_in(session, address, "wrong") == 401
+        assert await status(session, f"{address}/") == 401
+        assert await sign_in(session, address, f" {SECRET}\n") == 303
+        assert await status(session, f"{address}/") == 200
+        [cookie] = session.cookie_jar
+        assert SECRET not in cookie.value
+        assert cookie["httponly"]
+        assert cookie["samesite"] == "Strict"
+
+
+async def test_a_pass_outlives_a_restart_and_ends_with_the_secret_and_with_time() -> None:
+    wall = Wall()
+    async with browser() as session:
+        async with served(Tokens(SECRET), wall, quiet()) as address:
+            await sign_in(session, address, SECRET)
+            [cookie] = session.cookie_jar
+        value = {"Cookie": f"ddiloco-PORT={cookie.value}"}
+    for tokens, later, expected in (
+        (Tokens(SECRET), 0.0, 200),
+        (Tokens("another"), 0.0, 401),
+        (Tokens(SECRET), PASS_SECONDS + 1.0, 401),
+    ):
+        now = Wall()
+        now.seconds += later
+        async with served(tokens, now, quiet()) as address, browser() as session:
+            port = address.rpartition(":")[2]
+            headers = {"Cookie": value["Cookie"].replace("PORT", port)}
+            assert await status(session, f"{address}/", headers=headers) == expected
+
+
+async def test_a_pass_that_was_changed_is_none() -> None:
+    async with served(Tokens(SECRET), feed=quiet()) as address, browser() as session:
+        await sign_in(session, address, SECRET)
+        [cookie] = session.cookie_jar
+        until, _, code = cookie.value.partition(".")
+        port = address.rpartition(":")[2]
+        for forged in (f"{int(until) + 1}.{code}", f"{until}.", f"{until}.{'0' * 64}", "é.x", ""):
+            headers = {"Cookie": f"ddiloco-{port}={forged}"}
+            async with browser() as other:
+                assert await status(other, f"{address}/", headers=headers) == 401
+
+
+async def test_wrong_secrets_are_limited_and_forgotten_with_time() -> None:
+    wall = Wall()
+    async with served(Tokens(SECRET), wall, quiet()) as address, browser() as session:
+        for _ in range(ATTEMPTS_MAX):
+            assert await sign_in(session, address, "guess") == 401
+        assert await sign_in(session, address, "guess") == 429
+        assert await sign_in(session, address, SECRET) == 429
+        wall.seconds += 2 * ATTEMPT_SECONDS
+        assert await sign_in(session, address, SECRET) == 303
+
+
+async def test_the_secret_of_any_id_lets_in() -> None:
+    tokens = Tokens(principals={"learner-0": "a", "learner-1": "b"})
+    async with served(tokens, feed=quiet()) as address, browser() as session:
+        assert await sign_in(session, address, "c") == 401
+        assert await sign_in(session, address, "b") == 303
+        assert await status(session, f"{address}/") == 200
+
+
+async def test_other_sites_and_other_names_are_refused() -> None:
+    async with served(Tokens(), feed=quiet()) as address, browser() as session:
+        assert await status(session, f"{address}/") == 200
+        elsewhere = {"Origin": "http://evil.example"}
+        assert await status(session, f"{address}/page/events", headers=elsewhere) == 403
+        rebound = {"Host": "evil.example:80"}
+        assert await status(session, f"{address}/", headers=rebound) == 403
+        assert await status(session, f"{address}/run", headers={"Origin": address}) == 403
+
+
+async def test_files_are_served_strictly_and_nothing_else_is() -> None:
+    async with served(Tokens(SECRET), feed=quiet()) as address, browser() as session:
+        for name in ("page.css", "live.css", "live.js", "charts.js", "colors.css", "icon.svg"):
+            async with session.get(f"{address}/page/{name}") as answer:
+                assert answer.status == 200
+                policy = answer.headers["Content-Security-Policy"]
+                assert "default-src 'none'" in policy
+                assert "unsafe" not in policy
+                assert "http" not in (await answer.text()).replace("http://www.w3.org/2000/svg", "")
+        for path in ("/page/%2e%2e%2fsite.py", "/page/index.html", "/page/"):
+            assert await status(session, f"{address}{path}") in (403, 404)
+        async with session.post(f"{address}/") as answer:
+            assert answer.status == 405
+
+
+async def test_other_shards_lead_to_the_first_one_by_the_host_that_was_dialled() -> None:
+    tokens, first = Tokens(SECRET), "http://0.0.0.0:7070"
+    async with (
+        served(tokens, first=first) as address,
+        browser() as session,
+        session.get(f"{address}/", allow_redirects=False) as answer,
+    ):
+        assert answer.status == 303
+        assert answer.headers["Location"] == "http://127.0.0.1:7070/"
