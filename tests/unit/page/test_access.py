@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -165,3 +166,22 @@ async def test_other_shards_lead_to_the_first_one_by_the_host_that_was_dialled()
     ):
         assert answer.status == 303
         assert answer.headers["Location"] == "http://127.0.0.1:7070/"
+
+
+async def test_where_certificates_decide_no_pass_that_anybody_can_make_lets_in() -> None:
+    """Without a secret the key of the passes is no secret either."""
+    tokens = Tokens(certificates=True)
+    until = str(int(Wall()() + PASS_SECONDS))
+    code = hmac.new(tokens.derived_key(b"the live page"), until.encode(), "sha256").hexdigest()
+    async with served(tokens, feed=quiet()) as address, browser() as session:
+        port = address.rpartition(":")[2]
+        headers = {"Cookie": f"ddiloco-{port}={until}.{code}"}
+        for path in ("/", "/page/events"):
+            assert await status(session, f"{address}{path}", headers=headers) == 401
+        assert await sign_in(session, address, "anything") == 401
+
+
+async def test_a_secret_alone_is_not_enough_where_a_certificate_is_needed_too() -> None:
+    tokens = Tokens(SECRET, certificates=True)
+    async with served(tokens, feed=quiet()) as address, browser() as session:
+        assert await sign_in(session, address, SECRET) == 401
