@@ -56,7 +56,10 @@ def certificates(
     try:
         from decoupled_diloco.launch.certificates import CertificateFolder
     except ImportError:
-        fail("certificates need the extra tls: pip install 'decoupled-diloco[tls]'")
+        fail(
+            "certificates need the extra tls: pip install 'decoupled-diloco[tls]' (in a clone: "
+            "pip install -e '.[tls]')"
+        )
     names, hosts = names or [], hosts or []
     if names and what in (Action.new, Action.list):
         fail(f"{what.value} takes no NAME: the hosts of the syncer are given by --name")

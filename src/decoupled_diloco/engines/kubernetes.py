@@ -167,8 +167,9 @@ def _require_yaml() -> Any:
         import yaml
     except ImportError:
         raise ConfigError(
-            'engine="kubernetes" in [where] needs PyYAML: pip install '
-            '"decoupled-diloco[kubernetes]"'
+            'engine="kubernetes" in [where] needs PyYAML: '
+            "pip install 'decoupled-diloco[kubernetes]' (in a clone: "
+            "pip install -e '.[kubernetes]')"
         ) from None
     return yaml
 

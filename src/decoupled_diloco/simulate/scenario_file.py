@@ -383,6 +383,9 @@ class ScenarioFile(Settings):
     syncer: dict[str, Any] | None = None
     """See `sync`."""
 
+    tls: dict[str, Any] | None = None
+    """As in a RUN.toml; nothing travels in virtual time that could be read."""
+
     learner: dict[str, Any] | None = None
     """See `sync`."""
 
@@ -394,6 +397,9 @@ class ScenarioFile(Settings):
 
     faults: list[dict[str, Any]] | None = None
     """As in a RUN.toml: learners to kill at a share of the budget."""
+
+    where: dict[str, Any] | None = None
+    """As in a RUN.toml; `ddiloco launch` alone looks at it."""
 
     @model_validator(mode="after")
     def _check_run_is_in_one_place(self) -> ScenarioFile:
@@ -424,7 +430,18 @@ class ScenarioFile(Settings):
         return run
 
 
-RUN_TABLES = ("run", "sync", "outer", "syncer", "learner", "data", "workload", "faults")
+RUN_TABLES = (
+    "run",
+    "sync",
+    "outer",
+    "syncer",
+    "tls",
+    "learner",
+    "data",
+    "workload",
+    "faults",
+    "where",
+)
 """The tables of a RUN.toml."""
 
 

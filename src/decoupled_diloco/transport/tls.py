@@ -256,7 +256,8 @@ def _end_of(path: Path) -> float:
         from cryptography import x509
     except ImportError:
         raise ConfigError(
-            "certificates need the extra tls: pip install 'decoupled-diloco[tls]'"
+            "certificates need the extra tls: pip install 'decoupled-diloco[tls]' (in a clone: "
+            "pip install -e '.[tls]')"
         ) from None
     chain = x509.load_pem_x509_certificates(_read("certificate", path))
     begins = max(each.not_valid_before_utc for each in chain)
