@@ -146,7 +146,7 @@ class LiveFold:
 def main() -> None:
     told = json.loads(sys.stdin.buffer.readline())
     os.nice(NICENESS)
-    tls = None if told["tls"] is None else Tls(*told["tls"])
+    tls = Tls(*told["tls"]) if told.get("tls") else None
     places = Places(Path(told["folder"]), told["tapes"], tuple(told["shards"]), told["token"], tls)
     fold = LiveFold(places, sys.stdout.buffer)
     while True:

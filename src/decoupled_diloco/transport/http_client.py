@@ -192,7 +192,11 @@ class HttpClient:
         channels = [channel for some in self._channels.values() for channel in some]
         await asyncio.gather(*(channel.close("the client closes") for channel in channels))
         while self._sessions:
-            await self._sessions.popitem()[1].close()
+            session = self._sessions.popitem()[1]
+            if isinstance(session.connector, aiohttp.TCPConnector):
+                # All is said. TLS would say goodbye once more, and the loop may end meanwhile.
+                await session.connector.close(abort_ssl=True)
+            await session.close()
 
     def rtt(self, target: URL) -> float | None:
         """Return the round trip to a server in seconds, if a channel to it has measured it."""
