@@ -51,6 +51,9 @@ from decoupled_diloco.transport.ways import proxy_for, way_to
 
 logger = logging.getLogger(__name__)
 
+GOODBYE_SECONDS = 0.1
+"""What connections that were not made yet may take to end, where they are encrypted."""
+
 FIRST_PIECE_BYTES = 64 << 10
 """Pieces begin small and grow with the link's speed, so that on a slow link progress is seen."""
 STALL_RTTS = 20
@@ -197,6 +200,9 @@ class HttpClient:
                 # All is said. TLS would say goodbye once more, and the loop may end meanwhile.
                 await session.connector.close(abort_ssl=True)
             await session.close()
+        if self._tls is not None:
+            # Who was cancelled while it shook hands takes leave, too, before the loop ends.
+            await asyncio.sleep(GOODBYE_SECONDS)
 
     def rtt(self, target: URL) -> float | None:
         """Return the round trip to a server in seconds, if a channel to it has measured it."""
