@@ -30,8 +30,8 @@ ADVICE = {
     "unreachable": "check the network, or the VPN, of both machines",
     "timeout": "a firewall may drop it: open the shards' ports there, or tunnel them (ssh -L)",
     "silent": "the process may be stopped, or be something else than a syncer: look at its log",
-    "tls": "give what it wants: --authority, and --certificate and --key if it asks for them; "
-    "ddiloco certificates makes them",
+    "tls": "write http:// for a syncer without TLS; else give what it wants: --authority, and "
+    "--certificate and --key if it asks for them (ddiloco certificates makes them)",
     "stranger": "something else listens there: correct the address (the syncer prints its own)",
     "token": "give the run's secret with --token-file: `ddiloco syncer` prints where it is",
     "busy": "others measure just now: ask again in a while",
