@@ -168,6 +168,8 @@ class MemoryChannel:
 class MemoryServer:
     """A `Server` in this process; arguments as for `HttpServer`."""
 
+    certificate_ends_at: float | None = None
+
     def __init__(
         self,
         network: MemoryNetwork,

@@ -155,6 +155,15 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             },
         ),
         Panel(
+            "Until a certificate ends",
+            "s",
+            {
+                "{{shard}}{{learner}}": "min by (run, shard, learner) "
+                f"(ddiloco_certificate_expiry_timestamp_seconds{{{RUN}}}) - time()"
+            },
+            "Of runs with encrypted connections.",
+        ),
+        Panel(
             "Processor cores",
             "none",
             {

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from decoupled_diloco.monitor.measures import INFO, LEARNER, PROCESS, SHARD, Measure
+from decoupled_diloco.monitor.measures import EVERY, LEARNER, PROCESS, SHARD, Measure
 
 HEAD = """\
 # Metrics
@@ -19,11 +19,11 @@ begin again with their process. `label` in the tables is what tells a metric's s
 
 def page() -> str:
     """The page, in Markdown."""
-    parts = [HEAD, "## Of every process\n", _table([INFO])]
+    parts = [HEAD, "## Of every process\n", _table(EVERY)]
     parts += [f"\nBesides these, on Linux: {', '.join(f'`{name}`' for name in PROCESS)}.\n"]
-    parts += ["## Of a shard\n", _table(SHARD[1:])]
+    parts += ["## Of a shard\n", _table(SHARD[len(EVERY) :])]
     parts += ["\n## Of a learner\n", "With `metrics`, a learner tells these itself.\n"]
-    return "\n".join([*parts, _table(LEARNER[1:]), ""])
+    return "\n".join([*parts, _table(LEARNER[len(EVERY) :]), ""])
 
 
 def _table(measures: Iterable[Measure]) -> str:

@@ -57,7 +57,10 @@ def test_a_learner_is_scraped_and_logged(
     assert found["ddiloco_learner_connected_shards"] == 1
     assert found["ddiloco_learner_sent_bytes_totalcontrol"] > 0
     told = {name.removesuffix("control").removesuffix("data") for name in found}
-    later = {"ddiloco_learner_applied_timestamp_seconds"}  # once a version is applied
+    later = {
+        "ddiloco_learner_applied_timestamp_seconds",  # once a version is applied
+        "ddiloco_certificate_expiry_timestamp_seconds",  # nothing is encrypted
+    }
     assert told | later == {n for each in LEARNER for n in each.series} | set(PROCESS) | later
     learner.close()
     with pytest.raises(OSError):

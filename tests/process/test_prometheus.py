@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+import encrypted
 from process.runs import config_of, free_ports, local_run, stopped_at_exit, until
 from process.test_live import told
 from unit.monitor.promtool import needs_prometheus, promtool
@@ -24,8 +25,13 @@ from unit.monitor.promtool import needs_prometheus, promtool
 def ask(address: str, path: str, **query: str) -> Any:
     """What Prometheus answers; ``None``: it does not yet."""
     url = f"{address}/api/v1/{path}?{urllib.parse.urlencode(query)}"
-    with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as answer:
-        return json.load(answer)["data"]
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return json.load(answer)["data"]
+    except urllib.error.HTTPError as error:
+        error.close()
+    except OSError:
+        pass
     return None
 
 
@@ -117,6 +123,37 @@ def test_prometheus_watches_a_run_and_tells_of_a_learner_that_is_gone(tmp_path: 
             until(seen(lambda: not firing(there)), "the alert is over", 60)
 
 
+@needs_prometheus
+def test_prometheus_tells_in_time_that_certificates_end(tmp_path: Path) -> None:
+    """Mutual TLS, and no token: it shows a certificate of its own."""
+    tls = tmp_path / "tls"
+    told("certificates", "new", str(tls), "--days", "3")
+    told("certificates", "add", str(tls), "learner-0", "learner-1", "prometheus", "--days", "3")
+    config = config_of(
+        tmp_path / "run",
+        run={"budget_steps": 1_000_000},
+        learner={"metrics": f"127.0.0.1:{neighbours()}"},
+        tls=encrypted.tables(tls),
+    )
+    alert = "DilocoCertificateEnds"
+    left = "min by (shard, learner) (ddiloco_certificate_expiry_timestamp_seconds) - time()"
+    with local_run(config) as run:
+        run.start()
+        run.wait_for_shards()
+        with prometheus(tmp_path, run.path) as there:
+            everyone = {"0", "learner-0", "learner-1"}
+            until(lambda: value(there, "up == 1").keys() == everyone, "all are scraped", 60)
+            until(lambda: alert in firing(there), "the alert fires", 30)
+            assert firing(there).keys() == {alert}
+            days = {round(seconds / 86_400) for seconds in value(there, left).values()}
+            assert days == {3}
+
+            told("certificates", "renew", str(tls), "--days", "90")
+            until(lambda: not firing(there), "the alert is over", 60)
+            days = {round(seconds / 86_400) for seconds in value(there, left).values()}
+            assert days == {90}
+
+
 def test_metrics_are_behind_the_token(tmp_path: Path) -> None:
     config = config_of(tmp_path / "run", run={"budget_steps": 1_000_000})
     with local_run(config) as run:
@@ -126,6 +163,7 @@ def test_metrics_are_behind_the_token(tmp_path: Path) -> None:
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(request, timeout=5)
         assert refused.value.code == 401
+        refused.value.close()
         request.add_header("Authorization", f"Bearer {run.secret_file.read_text().strip()}")
         with urllib.request.urlopen(request, timeout=5) as answer:
             assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")

@@ -69,6 +69,10 @@ class FindingClient:
     def stats(self) -> Stats:
         return self._client.stats
 
+    @property
+    def certificate_ends_at(self) -> float | None:
+        return self._client.certificate_ends_at
+
     def trust(self, address: str) -> None:
         self._client.trust(address)
 

@@ -137,7 +137,7 @@ class Background:
         self._alone_since = now()
         self._worker = runtime().worker("ddiloco-codec")
         self.bodies = exchange(
-            client=self._require_client,
+            client=lambda: self.client,
             address_of=lambda shard: self._shards[shard],
             reaches=lambda shard: shard in self._channels,
             tensors=lambda: self._require_shared().tensors,
@@ -392,11 +392,8 @@ class Background:
             await self._client.close()
 
     @property
-    def moved(self) -> BytesMoved:
-        """Bytes that were sent and received."""
-        return BytesMoved.of(self._require_client().stats)
-
-    def _require_client(self) -> Client:
+    def client(self) -> Client:
+        """What dials."""
         assert self._client is not None, "the loop runs"
         return self._client
 
@@ -434,7 +431,7 @@ class Background:
         """Bytes to the tape now and then; gives up when nobody was there for too long."""
         while True:
             await asyncio.sleep(min(STATS_SECONDS, self._give_up_seconds or STATS_SECONDS))
-            self.sample(self.moved)
+            self.sample(BytesMoved.of(self.client.stats))
             self._check_patience("no shard has been reachable")
 
     async def _write_tape(self) -> None:
@@ -533,7 +530,7 @@ class Background:
 
     async def _dial(self, shard: int, addresses: tuple[str, ...]) -> Channel:
         """Connects to the one that answers; last of all to the one that did before."""
-        client, failure = self._require_client(), cast("TransportError | None", None)
+        client, failure = self.client, cast("TransportError | None", None)
         for address in sorted(addresses, key=lambda each: each == self._shards[shard]):
             try:
                 channel = await client.connect(address, self.identity.role, self.identity.name)

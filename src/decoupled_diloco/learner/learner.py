@@ -568,7 +568,7 @@ class Learner(Participation):
                     run_step=self.global_step,
                     state=self._shared.machine.state,
                     tally=self._tally,
-                    moved=background.moved,
+                    client=background.client,
                 )
             )
 

@@ -8,12 +8,16 @@ from functools import partial
 from decoupled_diloco.monitor.exposition import Values, info, page, planes
 from decoupled_diloco.monitor.measures import LEARNER
 from decoupled_diloco.monitor.watched import WatchedLearner
+from decoupled_diloco.observe.samples import BytesMoved
 from decoupled_diloco.runtime import now, runtime
 from decoupled_diloco.transport.documents import Document
 
+Asked = dict[str, Callable[[], Values]]
+"""What gives the value of each metric."""
+
 
 async def learner_metrics(
-    look: Callable[[Callable[[WatchedLearner], dict[str, Values]]], dict[str, Values]],
+    look: Callable[[Callable[[WatchedLearner], Asked]], Asked],
     query: Mapping[str, str],
 ) -> Document:
     """Answers a scrape.
@@ -22,8 +26,16 @@ async def learner_metrics(
         look: Calls a function with the learner as it is now, its lock held.
         query: See `transport.documents`; there are no parameters.
     """
-    values = look(_values)
-    return await page(LEARNER, {name: partial(_as_is, value) for name, value in values.items()})
+    return await page(LEARNER, look(_asked))
+
+
+def _asked(learner: WatchedLearner) -> Asked:
+    """The values as they are now, and what needs no lock, and may look at files."""
+    client = learner.client
+    return {
+        **{name: partial(_as_is, value) for name, value in _values(learner).items()},
+        "ddiloco_certificate_expiry_timestamp_seconds": lambda: client.certificate_ends_at,
+    }
 
 
 def _as_is(value: Values) -> Values:
@@ -32,7 +44,7 @@ def _as_is(value: Values) -> Values:
 
 def _values(learner: WatchedLearner) -> dict[str, Values]:
     state, tally = learner.state, learner.tally
-    sent, received = planes(learner.moved)
+    sent, received = planes(BytesMoved.of(learner.client.stats))
     behind = [
         view.latest is not None and view.latest.version != view.held for view in state.fragments
     ]

@@ -52,8 +52,17 @@ def _counter(name: str, help: str, *labels: str) -> Measure:
 
 INFO = _gauge("ddiloco_info", "Always 1: which process this is", "process", "run_name", "version")
 
-SHARD = (
+EVERY = (
     INFO,
+    _gauge(
+        "ddiloco_certificate_expiry_timestamp_seconds",
+        "When the certificate that the process shows ends; of encrypted connections",
+    ),
+)
+"""What every process tells."""
+
+SHARD = (
+    *EVERY,
     _gauge("ddiloco_shard_clock_steps", "The shard's clock, the run's global step"),
     _gauge("ddiloco_shard_phase", "Always 1: what the shard does now", "phase"),
     _gauge("ddiloco_shard_term", "The shard's term, which grows when it begins again"),
@@ -114,7 +123,7 @@ SHARD = (
 """What `/metrics` of a shard tells."""
 
 LEARNER = (
-    INFO,
+    *EVERY,
     _counter("ddiloco_learner_steps_total", "Inner steps, those of earlier lives included"),
     _counter("ddiloco_learner_tokens_total", "Tokens trained on, in earlier lives too"),
     _counter("ddiloco_learner_discarded_tokens_total", "Tokens whose training was overwritten"),

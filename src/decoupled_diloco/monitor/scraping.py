@@ -12,6 +12,7 @@ from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.addresses import alternatives, on_this_machine, url_of
 from decoupled_diloco.config.run import host_and_port
 from decoupled_diloco.monitor.measures import METRICS_PATH
+from decoupled_diloco.transport.tls import Tls
 
 JOB = "ddiloco"
 """The job's name, by which the alert rules know its targets."""
@@ -53,13 +54,16 @@ def targets_of(config: RunConfig, addresses: Iterable[str]) -> list[Target]:
     return found
 
 
-def scrape_config(targets: Iterable[Target], token_file: Path | None, note: str = "") -> str:
+def scrape_config(
+    targets: Iterable[Target], token_file: Path | None, note: str = "", tls: Tls | None = None
+) -> str:
     """A configuration of Prometheus, in YAML; quoted texts are as in JSON.
 
     Args:
         targets: What is scraped.
         token_file: The file with what is shown to them.
         note: A comment for its head.
+        tls: What is trusted and shown where connections are encrypted.
     """
     told = list(targets)
     schemes = sorted({urlsplit(target.url).scheme for target in told})
@@ -68,17 +72,25 @@ def scrape_config(targets: Iterable[Target], token_file: Path | None, note: str 
     lines += [f"rule_files: [{RULES_FILE}]  # ddiloco metrics rules > {RULES_FILE}", ""]
     lines += ["scrape_configs:"]
     for scheme in schemes:
-        lines += _job(scheme, [t for t in told if urlsplit(t.url).scheme == scheme], token_file)
+        own = [target for target in told if urlsplit(target.url).scheme == scheme]
+        lines += _job(scheme, own, token_file, tls if scheme == "https" else None)
     return "\n".join(lines) + "\n"
 
 
-def _job(scheme: str, targets: list[Target], token_file: Path | None) -> Iterator[str]:
+def _job(
+    scheme: str, targets: list[Target], token_file: Path | None, tls: Tls | None
+) -> Iterator[str]:
     name = JOB if scheme == "http" else f"{JOB}-{scheme}"
     yield f"  - job_name: {name}"
     yield f"    scheme: {scheme}"
     yield f"    metrics_path: {METRICS_PATH}"
     if token_file is not None:
         yield f"    authorization: {{credentials_file: {json.dumps(str(token_file))}}}"
+    if tls is not None:
+        given = {"ca_file": tls.authority, "cert_file": tls.certificate, "key_file": tls.key}
+        files = {key: str(Path(file).absolute()) for key, file in given.items() if file is not None}
+        told = ", ".join(f"{key}: {json.dumps(file)}" for key, file in files.items())
+        yield f"    tls_config: {{{told}}}"
     if name != JOB:
         yield f"    relabel_configs: [{{target_label: job, replacement: {JOB}}}]"
     yield "    static_configs:"

@@ -60,7 +60,7 @@ class ShardMetrics:
     def _values(self, space: _Space | None) -> Mapping[str, Callable[[], Values]]:
         shard, state, tally = self._shard, self._shard.machine.state, self._shard.tally
         fragments = shard.config.sync.fragments
-        sent, received = planes(BytesMoved.of(shard.stats))
+        sent, received = planes(BytesMoved.of(shard.server.stats))
         rows = list(self._rows())
         rounds, instant = list(state.rounds.values()), now()
         waiting = [round for round in rounds if round.quorum_at is None]
@@ -77,6 +77,9 @@ class ShardMetrics:
         name = f"shard-{shard.machine.shard}"
         return {
             "ddiloco_info": lambda: info(name, shard.config.run.name),
+            "ddiloco_certificate_expiry_timestamp_seconds": (
+                lambda: shard.server.certificate_ends_at
+            ),
             "ddiloco_shard_clock_steps": lambda: state.clock,
             "ddiloco_shard_phase": lambda: [((state.phase,), 1)],
             "ddiloco_shard_term": lambda: state.term,

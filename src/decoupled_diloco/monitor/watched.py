@@ -8,10 +8,9 @@ from pathlib import Path
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.monitor.tally import LearnerTally, ShardTally
-from decoupled_diloco.observe.samples import BytesMoved
 from decoupled_diloco.protocol.learner_state import LearnerState
 from decoupled_diloco.protocol.syncer import SyncerMachine
-from decoupled_diloco.transport.base import Stats
+from decoupled_diloco.transport.base import Client, Server
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class WatchedShard:
     config: RunConfig
     machine: SyncerMachine
     tally: ShardTally
-    stats: Stats
+    server: Server
     heard: Callable[[], Mapping[str, float]]
     folder: Path
     durable: Path
@@ -49,4 +48,4 @@ class WatchedLearner:
     run_step: int
     state: LearnerState
     tally: LearnerTally
-    moved: BytesMoved
+    client: Client

@@ -271,6 +271,9 @@ class VirtualChannel:
 class VirtualServer:
     """A `Server` of a virtual process."""
 
+    certificate_ends_at: float | None = None
+    """Nothing within one process is encrypted."""
+
     def __init__(
         self,
         place: Place,

@@ -257,7 +257,7 @@ class Shard:
             self.config,
             self.machine,
             self._tally,
-            self._server.stats,
+            self._server,
             self._sessions.last_heard,
             self._folder,
             self._durable,

@@ -165,6 +165,10 @@ class Server(Protocol):
     def stats(self) -> Stats:
         """Bytes moved so far."""
 
+    @property
+    def certificate_ends_at(self) -> float | None:
+        """When the certificate that it shows ends, in seconds since the epoch; None: no such."""
+
     async def start(self) -> None:
         """Bind and accept. Raises TransportError if the address cannot be bound."""
 
@@ -178,6 +182,10 @@ class Client(Protocol):
     @property
     def stats(self) -> Stats:
         """Bytes moved so far."""
+
+    @property
+    def certificate_ends_at(self) -> float | None:
+        """When the certificate that it shows ends, in seconds since the epoch; None: no such."""
 
     def trust(self, address: str) -> None:
         """Shows the token to a server from now on."""

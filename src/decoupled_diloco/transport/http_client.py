@@ -108,6 +108,10 @@ class HttpClient:
         self._slots: dict[URL, Slots] = {}
         self._sessions: dict[str, aiohttp.ClientSession] = {}
 
+    @property
+    def certificate_ends_at(self) -> float | None:
+        return None if self._tls is None else self._tls.ends_at
+
     def trust(self, address: str) -> None:
         """Shows the token to a server from now on."""
         self._trusted.add(_origin(address))

@@ -126,6 +126,10 @@ class HttpServer:
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"{'https' if self._tls else 'http'}://{host}:{self._port}"
 
+    @property
+    def certificate_ends_at(self) -> float | None:
+        return None if self._tls is None else self._tls.ends_at
+
     async def start(self) -> None:
         self._web = web.Server(
             self._handle,

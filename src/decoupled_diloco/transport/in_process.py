@@ -28,6 +28,9 @@ class BodyClient(ABC):
     scheme = ""
     """What the addresses of its servers begin with."""
 
+    certificate_ends_at: float | None = None
+    """Nothing within one process is encrypted."""
+
     def __init__(
         self,
         *,

@@ -153,9 +153,16 @@ class LiveTls:
         return context
 
     @property
+    def ends_at(self) -> float | None:
+        """When the own certificate ends, in seconds since the epoch; ``None`` without one."""
+        self.context()  # A renewed one counts at once.
+        return self._ends
+
+    @property
     def left_seconds(self) -> float | None:
         """Until the own certificate ends; ``None`` without one."""
-        return None if self._ends is None else self._ends - time.time()
+        ends_at = self.ends_at
+        return None if ends_at is None else ends_at - time.time()
 
     @property
     def shows(self) -> bool:
@@ -165,9 +172,9 @@ class LiveTls:
     async def watch(self) -> None:
         """Tells in the log, once a day, that the own certificate is about to end."""
         while True:
-            self.context()
-            if self.left_seconds is not None:
-                self.tell(f"the certificate {self._files.certificate}", self.left_seconds)
+            left_seconds = self.left_seconds
+            if left_seconds is not None:
+                self.tell(f"the certificate {self._files.certificate}", left_seconds)
             await asyncio.sleep(LOOK_SECONDS)
 
     def tell(self, what: str, left_seconds: float) -> None:

@@ -69,7 +69,7 @@ def test_a_counter_is_asked_for_its_rate() -> None:
 @needs_prometheus
 def test_promtool_likes_the_rules(tmp_path: Path) -> None:
     (tmp_path / "rules.yml").write_text(shipped_file("alerts.yml"))
-    assert "8 rules found" in promtool("check", "rules", str(tmp_path / "rules.yml"))
+    assert "9 rules found" in promtool("check", "rules", str(tmp_path / "rules.yml"))
 
 
 @needs_prometheus

@@ -19,7 +19,8 @@ from decoupled_diloco.protocol.membership import Identity, Member
 from decoupled_diloco.protocol.messages import LOSS_MAX, Leave, StepReport
 from decoupled_diloco.protocol.syncer import SyncerMachine
 from decoupled_diloco.runtime import now
-from decoupled_diloco.transport.base import Stats
+from decoupled_diloco.transport.base import Channel, Stats
+from memory_transport import MemoryNetwork, MemoryServer
 
 FRAGMENTS = 4
 
@@ -29,12 +30,18 @@ def shard(tmp_path: Path) -> WatchedShard:
     config = RunConfig(run={"budget_steps": 9, "learners": 3}, sync={"fragments": FRAGMENTS})
     machine = SyncerMachine(options_of(config), 0)
     heard = dict[str, float]()
+    network = MemoryNetwork()
+
+    async def refuse(channel: Channel) -> None:
+        await channel.close("only metrics are here")
+
+    server = MemoryServer(network, on_channel=refuse)
+    server.stats = Stats(1, 2, 3, 4)
+    server.certificate_ends_at = 2e9
     durable = tmp_path / "durable"
     durable.mkdir()
     (durable / "journal").write_bytes(b"x" * 77)
-    return WatchedShard(
-        config, machine, ShardTally(), Stats(1, 2, 3, 4), lambda: heard, tmp_path, durable
-    )
+    return WatchedShard(config, machine, ShardTally(), server, lambda: heard, tmp_path, durable)
 
 
 def join(shard: WatchedShard, learner: str, tokens: int = 100, loss: float = 2.0) -> None:
@@ -82,6 +89,7 @@ async def test_numbers_are_those_of_the_state(shard: WatchedShard) -> None:
     assert found["ddiloco_shard_sent_bytes_total", "control"] == 1
     assert found["ddiloco_shard_received_bytes_total", "data"] == 4
     assert found["ddiloco_shard_durable_bytes",] == 77
+    assert found["ddiloco_certificate_expiry_timestamp_seconds",] == 2e9
     assert ("ddiloco_shard_learner_step_seconds", "a") not in found, "it is not known yet"
 
 
