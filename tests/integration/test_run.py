@@ -89,7 +89,8 @@ def test_fragments_are_cut_sent_and_merged_as_they_are_told(make: Make) -> None:
         for record in TapeReader(system.folder / "tape" / "learner-0.jsonl")
         if record.type == "Snapshot" and "due" in record.data["why"]
     ]
-    assert due == [(1, 1), (3, 0), (5, 1), (7, 0), (9, 1), (11, 0)]
+    # One that hears of the end late may train on for a step or two.
+    assert due[:6] == [(1, 1), (3, 0), (5, 1), (7, 0), (9, 1), (11, 0)]
     steps = learner.steps
     for name, after in parameters(model).items():
         expected = (0.25 if name.startswith("embedding") else 1.0) * steps

@@ -18,7 +18,8 @@ from decoupled_diloco.launch.roles import Cut, learn
 from decoupled_diloco.launch.termination import Termination
 from decoupled_diloco.learner.learner import Learner
 from decoupled_diloco.merge import body_digest, codec, gather
-from decoupled_diloco.ranks.learner import FollowerRank, LeaderRank
+from decoupled_diloco.ranks.follower import FollowerRank
+from decoupled_diloco.ranks.leader import LeaderRank
 from decoupled_diloco.ranks.seat import seated
 from decoupled_diloco.simulate.drift import Stage, Vectors
 from decoupled_diloco.simulate.hosts import Host, LearnerHost, ParticipantHost, VirtualLearner

@@ -8,15 +8,14 @@ coordinator; the other shards dial it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import gc
 import json
 import logging
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, assert_never, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -25,14 +24,13 @@ from decoupled_diloco.config.run import RunConfig
 from decoupled_diloco.errors import (
     Error,
     ProtocolError,
-    StorageError,
     TransportError,
 )
 from decoupled_diloco.merge import Layout
 from decoupled_diloco.monitor.tally import ShardTally
 from decoupled_diloco.monitor.watched import WatchedShard
-from decoupled_diloco.observe.samples import BytesMoved, PayloadsEnded
-from decoupled_diloco.observe.tape import FLUSH_SECONDS, Recorder, TapeWriter
+from decoupled_diloco.observe.samples import PayloadsEnded
+from decoupled_diloco.observe.tape import Recorder, TapeWriter
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
@@ -41,45 +39,30 @@ from decoupled_diloco.protocol.peers import COORDINATOR
 from decoupled_diloco.protocol.syncer import SyncerMachine
 from decoupled_diloco.protocol.syncer_memory import remembered
 from decoupled_diloco.protocol.versions import Holding
-from decoupled_diloco.protocol.wire import decode, encode, number_of, numbered
+from decoupled_diloco.protocol.wire import decode, encode, number_of
 from decoupled_diloco.runtime import now, runtime
 from decoupled_diloco.syncer.bodies import Downloads, Uploads
 from decoupled_diloco.syncer.checkpoints import forget_checkpoints
 from decoupled_diloco.syncer.coordinator import CoordinatorHost
 from decoupled_diloco.syncer.durable import DURABLE, ShardDisk, identity_of_shard
+from decoupled_diloco.syncer.flushing import Flushing
 from decoupled_diloco.syncer.fragments import ShardTensors
 from decoupled_diloco.syncer.health import health_of
 from decoupled_diloco.syncer.link import CoordinatorLink
 from decoupled_diloco.syncer.merging import Merging
+from decoupled_diloco.syncer.outbox import Outbox
 from decoupled_diloco.syncer.payloads import Payloads
 from decoupled_diloco.syncer.seals import Seals
 from decoupled_diloco.syncer.sessions import Sessions, first_message
 from decoupled_diloco.syncer.shard_lease import NO_STANDBY, NoStandby, ShardLease
-from decoupled_diloco.syncer.slices import SLICE, Slices
 from decoupled_diloco.transport.base import Channel, Client, Server
 
 logger = logging.getLogger(__name__)
-
-STATS_SECONDS = 5.0
-"""How often the bytes moved are written to the tape."""
 
 HEARD_SECONDS = 1.0
 """How often the shard looks at who was heard: every ping interval."""
 
 _T = TypeVar("_T")
-
-_InOrder = (
-    do.Accept
-    | do.Reject
-    | do.Send
-    | do.Broadcast
-    | do.Evict
-    | do.Expect
-    | do.ExpectCopy
-    | do.Unexpect
-    | do.Stop
-)
-"""What a shard's peers hear of, or may do."""
 
 ServerFactory = Callable[[Callable[[Channel], Coroutine[Any, Any, None]]], Server]
 
@@ -125,7 +108,6 @@ class Shard:
         self._folder = folder
         self._server = server(self._serve)
         self._client = client
-        self._tape = tape
         self.machine = SyncerMachine(options_of(config), shard)
         self._recorder = Recorder(self.machine, tape)
         self._host = (
@@ -141,6 +123,8 @@ class Shard:
             if coordinator_tape is not None
             else None
         )
+        tapes = [tape] if self._host is None else [tape, self._host.tape]
+        self._flushing = Flushing(tapes, self._server.stats)
         self._coordinator = CoordinatorLink(
             say.ShardHello(shard, runtime().unique_id(), public_text(config), shard_lease.number),
             self._ordered,
@@ -164,9 +148,17 @@ class Shard:
             spawn=self._spawn,
             checkpoint=lambda: self.machine.state.checkpoint,
         )
-        self._in_order = Slices(self._do_in_order, self._fail)
         self._uploads: Uploads | None = None
         self._downloads = Downloads(self._server.bodies)
+        self._outbox = Outbox(
+            self._sessions,
+            self._downloads,
+            uploads=self._require_uploads,
+            seals=self._require_seals,
+            checkpoint=lambda: self.machine.state.checkpoint,
+            stop=lambda: self._spawn(self._stop_last()),
+            fail=self._fail,
+        )
         self._timer: asyncio.TimerHandle | None = None
         self._stopping = asyncio.Event()
         self._error: BaseException | None = None
@@ -202,8 +194,8 @@ class Shard:
         logger.info("shard %d listens on %s", self.shard, self.address)
         self._spawn(self._coordinator.run())
         self._spawn(self._listen())
-        self._spawn(self._write_tapes())
-        self._spawn(self._count_bytes())
+        self._spawn(self._flushing.run())
+        self._spawn(self._flushing.count_bytes())
         started()
         try:
             await self._stopping.wait()
@@ -222,7 +214,6 @@ class Shard:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._bytes_moved()
         if self._host is not None:
             self._host.close()
         await self._server.stop()
@@ -230,14 +221,7 @@ class Shard:
         self._worker.shutdown(wait=True, cancel_futures=True)
         if self._merging is not None and self._merging.disk is not None:
             self._merging.disk.close()
-        await asyncio.to_thread(self._flush)
-
-    def _tapes(self) -> list[TapeWriter]:
-        return [self._tape] if self._host is None else [self._tape, self._host.tape]
-
-    def _flush(self) -> None:
-        for tape in self._tapes():
-            tape.flush()
+        await self._flushing.close()
 
     def health(self) -> dict[str, object]:
         """What `/healthz` answers."""
@@ -279,7 +263,7 @@ class Shard:
                 gc.enable()
         for effect in effects:
             self._do(effect)
-        self._in_order.go_on()
+        self._outbox.go_on()
         self._arm()
 
     def _arm(self) -> None:
@@ -306,29 +290,6 @@ class Shard:
         while True:
             await asyncio.sleep(HEARD_SECONDS)
             self._hear()
-
-    async def _write_tapes(self) -> None:
-        """Brings the tapes to the disk: heartbeats wait neither for it nor for the text.
-
-        The text is made here, some records in each turn of the loop: a thread that made it would
-        keep the interpreter from the loop for as long.
-        """
-        while True:
-            await asyncio.sleep(FLUSH_SECONDS)
-            for tape in self._tapes():
-                while tape.make_text(SLICE):  # noqa: ASYNC110  # other tasks take turns
-                    await asyncio.sleep(0)
-            if any(tape.waiting for tape in self._tapes()):
-                await asyncio.to_thread(self._flush)
-
-    async def _count_bytes(self) -> None:
-        while True:
-            await asyncio.sleep(STATS_SECONDS)
-            self._bytes_moved()
-
-    def _bytes_moved(self) -> None:
-        with contextlib.suppress(StorageError):  # a full disk was told of already
-            self._tape.sample(now(), BytesMoved.of(self._server.stats))
 
     def _hear(self) -> None:
         heard = self._sessions.heard_since(HEARD_SECONDS / 2)
@@ -391,25 +352,16 @@ class Shard:
     def _said(self, learner: str, message: say.FromLearner) -> None:
         if isinstance(message, say.Upload | say.Copy) and self._uploads is not None:
             self._uploads.announce(learner, message)
-        assert self._seals is not None
         self._tally.said(learner, message)
-        if not isinstance(message, Holding) or self._seals.genuine([message]):
+        if not isinstance(message, Holding) or self._require_seals().genuine([message]):
             self._handle(fact.Received(learner, message))
 
     def _genuine(self, hello: say.Hello) -> say.Hello:
-        assert self._seals is not None
-        return dataclasses.replace(hello, held=self._seals.genuine(hello.held))
+        return dataclasses.replace(hello, held=self._require_seals().genuine(hello.held))
 
     def _do(self, effect: do.SyncerEffect) -> None:
         """Does at once what the worker does, and in order, in slices, what peers hear of."""
         match effect:
-            case (
-                do.Send(message=say.Published() as news)
-                | do.Broadcast(message=say.Published() as news)
-            ):
-                # Where the copy is now: it may be withdrawn before everybody has heard of it.
-                located = dataclasses.replace(effect, message=self._offered(news))
-                self._in_order.put((located, self.machine.state.checkpoint))
             case do.Send(peer, message) if peer == COORDINATOR:
                 self._report(cast("say.FromShard", message))
             case (
@@ -423,7 +375,7 @@ class Shard:
                 | do.Unexpect()
                 | do.Stop()
             ):
-                self._in_order.put((effect, self.machine.state.checkpoint))
+                self._outbox.put(effect)
             case do.RoundFinished():
                 self._tally.finished(effect)
             case do.ClockAdvanced() | do.RoundOpened():
@@ -438,35 +390,13 @@ class Shard:
             case _:
                 self._require_merging().carry_out(effect)
 
-    def _do_in_order(self, ordered: tuple[_InOrder, int]) -> Iterator[object] | None:
-        """Does what peers hear of; every message is of the checkpoint in which it was ordered."""
-        effect, checkpoint = ordered
-        match effect:
-            case do.Accept(connection, learner, epoch):
-                self._sessions.accept(connection, learner, epoch)
-            case do.Reject(connection, reason, final):
-                self._sessions.reject(
-                    connection, numbered(say.Refusal(reason, final), checkpoint), reason
-                )
-            case do.Send(learner, message):
-                self._sessions.send(learner, numbered(self._located(message), checkpoint))
-            case do.Broadcast(message):
-                return self._sessions.broadcast(numbered(message, checkpoint))
-            case do.Evict(learner, reason):
-                self._sessions.evict(learner, reason)
-            case do.Stop():
-                self._spawn(self._stop_last())
-            case do.Expect() | do.ExpectCopy():
-                self._require_uploads().expect(effect)
-            case do.Unexpect(path, why):
-                self._require_uploads().unexpect(path, why)
-            case _:
-                assert_never(effect)
-        return None
-
     def _require_uploads(self) -> Uploads:
         assert self._uploads is not None, "bodies are spoken of only after the layout is set"
         return self._uploads
+
+    def _require_seals(self) -> Seals:
+        assert self._seals is not None, "versions are spoken of only after the shard is admitted"
+        return self._seals
 
     def _require_merging(self) -> Merging:
         assert self._merging is not None, "bodies are spoken of only after the layout is set"
@@ -483,21 +413,6 @@ class Shard:
             self._stopping.set()
             return
         logger.info("shard %d has finished, and lingers until SIGTERM", self.shard)
-
-    def _located(self, message: say.Message) -> say.Message:
-        """The message with the path of an expected body replaced by its URL."""
-        if not isinstance(message, say.Pull | say.CopyWanted):
-            return message
-        return dataclasses.replace(message, path=self._require_uploads().url(message.path))
-
-    def _offered(self, message: say.Published) -> say.Published:
-        """The message with the shard's seal, and the paths of copies replaced by their URLs."""
-        assert self._seals is not None
-        return dataclasses.replace(
-            self._seals.sealed(message),
-            difference=self._downloads.url(message.difference),
-            whole=self._downloads.url(message.whole),
-        )
 
     def _report(self, message: say.FromShard) -> None:
         merging = self._merging
@@ -592,5 +507,4 @@ class Shard:
 
     def _payloads_end(self, problem: str) -> None:
         logger.warning("recording payloads ends: %s", problem)
-        with contextlib.suppress(StorageError):  # a full disk was told of already
-            self._tape.sample(now(), PayloadsEnded(problem))
+        self._flushing.sample(PayloadsEnded(problem))
