@@ -10,13 +10,14 @@ import pytest
 
 from engines.manifests import Cluster, placed, rendered
 from process.runs import health, records, until
+from process.test_log import scalars
 
 pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    config = placed(run={"budget_steps": 120, "evaluator": False})
+    config = placed(run={"budget_steps": 120, "evaluator": False, "log": ("tensorboard",)})
     cluster = Cluster(rendered(config, tmp_path / "spread.launch"), tmp_path)
     yield cluster
     cluster.kill()
@@ -48,6 +49,9 @@ def test_the_pods_of_the_manifests_train_a_run_to_its_end(cluster: Cluster) -> N
         until(lambda log=log: "lingers until SIGTERM" in log.read_text(), "it lingers")
         run = cluster.folder / f"spread-syncer-{shard}-data" / "run"
         assert (run / "checkpoints" / f"shard-{shard}.safetensors").exists()
+    logged = scalars(cluster.folder / "spread-syncer-0-data/run/tensorboard")
+    assert logged["diloco/run_step"][-1][1] >= 120
+    assert {"learner-0/loss", "learner-1/loss"} <= logged.keys()
     joined = records(cluster.folder / "spread-syncer-0-data" / "run", "coordinator")
     assert any("learner-1" in str(record.data) for record in joined)
 

@@ -20,6 +20,7 @@ from decoupled_diloco.observe.run_model import read_run
 from decoupled_diloco.observe.tape import TapeReader
 from engines.one_node_slurm import missing, one_node_slurm
 from process.runs import config_of
+from process.test_log import scalars
 
 pytestmark = [
     pytest.mark.skipif(bool(missing()), reason=missing() or "Slurm is here"),
@@ -47,7 +48,12 @@ def settings(folder: Path, *, steps: int, **where: object) -> Path:
     slurm = {"partition": "spot", "syncer_partition": "safe", **where}
     config = config_of(
         folder / "runs/small",
-        run={"budget_steps": steps, "evaluator": True, "evaluate_every_seconds": 2.0},
+        run={
+            "budget_steps": steps,
+            "evaluator": True,
+            "evaluate_every_seconds": 2.0,
+            "log": ("tensorboard",),
+        },
         sync={"quorum": 1},
         learner={"checkpoint_every_seconds": 1.0},
     )
@@ -130,6 +136,9 @@ def test_a_run_survives_what_slurm_does_to_it(tmp_path: Path) -> None:
     found = read_run(run, "run")
     assert found.finished
     assert found.evaluations
+    logged = scalars(run / "tensorboard")
+    assert logged["diloco/run_step"][-1][1] >= 1200
+    assert {"learner-0/loss", "learner-1/loss", "evaluation/loss"} <= logged.keys()
 
 
 def test_a_run_is_stopped_and_goes_on(tmp_path: Path) -> None:

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
+import subprocess
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import encrypted
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.local import LocalRun
-from process.runs import config_of, local_run, logs, wait
+from process.runs import (
+    command,
+    config_file,
+    config_of,
+    free_ports,
+    local_run,
+    logs,
+    stopped_at_exit,
+    until,
+    wait,
+)
 
 SHORT = {"budget_steps": 240, "evaluator": True, "evaluate_every_seconds": 1.0}
 
@@ -68,6 +84,88 @@ def test_a_run_is_logged_to_all_places_at_once(
     assert one.info.status == "FINISHED"
     assert one.data.metrics["diloco/run_step"] == steps[-1]
     assert math.isfinite(one.data.metrics["learner-0/loss"])
+
+
+def learners(file: Path, stack: ExitStack, *options: str) -> list[subprocess.Popen[str]]:
+    """Both learners of a run, started by hand."""
+    told = [["learner", str(file), "--index", str(index), *options] for index in (0, 1)]
+    return [stack.enter_context(stopped_at_exit(command(*arguments))) for arguments in told]
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == 0, output
+    return output
+
+
+def assert_logged_to_the_end(folder: Path) -> None:
+    found = scalars(folder / "tensorboard")
+    assert found["diloco/run_step"][-1][1] >= SHORT["budget_steps"], logs(folder)
+    assert {"learner-0/loss", "learner-1/loss", "diloco/bytes_up"} <= found.keys()
+
+
+def test_a_syncer_started_by_hand_logs_its_run(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    file = config_file(folder, run={**SHORT, "log": ("tensorboard",)}, syncer={"shards": 2})
+    with ExitStack() as stack:
+        syncer = stack.enter_context(stopped_at_exit(command("syncer", str(file))))
+        until(lambda: (folder / "addresses").exists(), "it tells where it is")
+        for learner in learners(file, stack, "--syncer", str(folder), *token_of(folder)):
+            ended(learner)
+        ended(syncer)
+    assert_logged_to_the_end(folder)
+
+
+def token_of(folder: Path) -> tuple[str, ...]:
+    return ("--token-file", str(folder / "token"))
+
+
+@pytest.mark.parametrize("encryption", ["mutual TLS", "a token"])
+def test_shard_0_alone_logs_the_run(tmp_path: Path, encryption: str) -> None:
+    """No launcher is there: it starts the logger, waits for it at the end, and starts it anew."""
+    ports, places = free_ports(2), {**SHORT, "log": ("tensorboard",)}
+    tables: dict[str, Any] = {"run": places, "syncer": {"shards": 2}}
+    scheme, token = "https", []
+    if encryption == "mutual TLS":
+        tables["tls"] = encrypted.tables(encrypted.made(tmp_path / "tls"))
+    else:
+        scheme, token = "http", ["--token-file", str(tmp_path / "secret")]
+        (tmp_path / "secret").write_text("hush-hush-hush")
+    told = ",".join(f"{scheme}://127.0.0.1:{port}" for port in ports)
+    folders = [tmp_path / f"shard-{shard}" for shard in (0, 1)]
+    files = [config_file(folder, **tables) for folder in folders]
+    with ExitStack() as stack:
+        shards = [
+            stack.enter_context(
+                stopped_at_exit(
+                    command(
+                        *("syncer", str(files[shard]), "--shard", str(shard)),
+                        *("--port", str(ports[shard]), "--addresses", told, *token),
+                    )
+                )
+            )
+            for shard in (0, 1)
+        ]
+        mine = learners(config_file(tmp_path / "l", **tables), stack, "--syncer", told, *token)
+        until(lambda: list((folders[0] / "tensorboard").glob("events*")), "it logs", 60)
+        (logger,) = loggers(folders[0])
+        os.kill(logger, signal.SIGKILL)
+        for learner in mine:
+            ended(learner)
+        output = ended(shards[0])
+        ended(shards[1])
+    assert "the logger has ended with code -9: it is started again" in output
+    assert not loggers(folders[0])
+    assert not (folders[1] / "tensorboard").exists()
+    assert_logged_to_the_end(folders[0])
+
+
+def loggers(folder: Path) -> list[int]:
+    """The processes that log a run to its folder."""
+    found = subprocess.run(
+        ["pgrep", "-f", f"cli log .* --folder {folder}"], capture_output=True, text=True
+    )
+    return [int(number) for number in found.stdout.split()]
 
 
 @pytest.mark.parametrize(

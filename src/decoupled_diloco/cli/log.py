@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from decoupled_diloco.cli.options import RunSource, StopWithParent, TokenFile
+from decoupled_diloco.cli.options import (
+    Authority,
+    Certificate,
+    CertificateKey,
+    RunSource,
+    StopWithParent,
+    TokenFile,
+    tls_of,
+)
 from decoupled_diloco.cli.status import newest_run, source_of
 from decoupled_diloco.cli.watch import Reader
 from decoupled_diloco.launch.termination import handling, interrupt
@@ -36,6 +44,16 @@ def log(
     ],
     source: RunSource = "",
     token_file: TokenFile = None,
+    authority: Authority = None,
+    certificate: Certificate = None,
+    key: CertificateKey = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Where files go if PLACE does not say. Default: the run folder, or here.",
+        ),
+    ] = None,
     every: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.2)] = 5.0,
     stop_with_parent: StopWithParent = False,
 ) -> None:
@@ -51,8 +69,9 @@ def log(
         follow_parent()
     require_places(to)
     source = source or newest_run("ddiloco log runs/quickstart --to tensorboard")
-    reader = Reader(source_of(source, token_file), every)
-    folder = Path(source) if Path(source).is_dir() else Path()
+    tls = tls_of(authority, certificate, key)
+    reader = Reader(source_of(source, token_file, tls), every)
+    folder = folder or (Path(source) if Path(source).is_dir() else Path())
     with contextlib.suppress(KeyboardInterrupt), handling(interrupt, signal.SIGTERM):
         follow(reader, to, folder, every)
     if reader.failure is not None:

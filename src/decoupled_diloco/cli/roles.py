@@ -122,6 +122,10 @@ def _serve_shard(config: RunConfig, shard: int, options: SyncerOptions) -> None:
     from decoupled_diloco.launch.secrets import own_token
     from decoupled_diloco.launch.shard_role import run_shard
 
+    if shard == 0:
+        from decoupled_diloco.monitor.sinks import require_places
+
+        require_places(config.run.log)
     port, addresses = _place_of(config, shard, options)
     if not config.syncer.standbys:  # a standby listens only when it is its turn
         free_ports(config.syncer.host, [port], "Choose another one with --port")

@@ -159,6 +159,10 @@ def _shards(config: RunConfig, name: str) -> Manifest:
         {"name": "SHARD", "valueFrom": {"fieldRef": {"fieldPath": label}}},
         *container["env"],
     ]
+    # Keys of where the run is logged, if somebody has made such a secret.
+    container["envFrom"] = [
+        {"secretRef": {"name": f"{config.run.name}-environment", "optional": True}}
+    ]
     return {
         "serviceName": name,
         "replicas": config.syncer.shards,

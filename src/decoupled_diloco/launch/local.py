@@ -209,6 +209,7 @@ class LocalRun:
             turn, shard = divmod(number, config.syncer.shards)
             arguments = ["syncer", run_file, "--shard", str(shard), "--port", str(port)]
             arguments += ["--addresses", joined, *(["--standby"] if turn else [])]
+            arguments += ["--set", "run.log=[]"]  # not shard 0 starts the logger, but this process
             self.supervisor.start(process_of(shard, standby=turn > 0), [*arguments, *common])
         if config.run.log:
             places = [part for place in config.run.log for part in ("--to", place)]

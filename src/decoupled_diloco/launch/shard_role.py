@@ -15,6 +15,7 @@ from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.addresses import on_this_machine
 from decoupled_diloco.launch.collecting import Survivors
 from decoupled_diloco.launch.processes import open_tape, process_of
+from decoupled_diloco.launch.run_logger import RunLogger
 from decoupled_diloco.launch.secrets import (
     accepted_tokens,
     own_tls,
@@ -83,6 +84,7 @@ def run_shard(
     tokens = accepted_tokens(config, token)
     own, served = own_tls(config, f"shard-{shard}"), served_tls(config)
     warn_if_readable(config, token)
+    asking = _token_of_a_reader(config, token)
     limits = limits_here(config.run.learners)
 
     def server(on_channel: OnChannel) -> HttpServer:
@@ -101,9 +103,10 @@ def run_shard(
             pool_bytes=config.syncer.pool_mib * MIB,
             limits=limits,
             tls=served,
-            website=website_of(role, tokens, token, own),
+            website=website_of(role, tokens, asking, own),
         )
 
+    wanted = shard == 0 and bool(config.run.log)
     role = ShardRole(
         config,
         shard,
@@ -114,6 +117,7 @@ def run_shard(
         server=server,
         client=lambda: HttpClient(token=token, tls=own),
         open_tape=open_tape,
+        logger=RunLogger(config.run.log, addresses, folder, asking, own) if wanted else None,
     )
     survivors = Survivors()
     survivors.begin()
@@ -139,6 +143,7 @@ class ShardRole:
     client: Callable[[], Client]
     open_tape: OpenTape
     linger: bool = False  # whether it serves on when the run is over
+    logger: RunLogger | None = None  # what it starts to log the run
     process: Shard | None = None  # the shard, once it is this process's turn
     shard_lease: ShardLease | NoStandby = NO_STANDBY
     _tapes: list[TapeWriter] = field(default_factory=list)
@@ -216,9 +221,16 @@ class ShardRole:
             coordinator_tape=partial(self._begin_tape, "coordinator") if self.shard == 0 else None,
             shard_lease=shard_lease,
             linger=self.linger,
+            last=None if self.logger is None else self.logger.ended,
         )
         _when_told_to_end(process.stop)
-        await process.run()
+        if self.logger is None:
+            await process.run()
+        else:
+            try:
+                await process.run(self.logger.start)
+            finally:
+                await self.logger.stop()
         return process.finished
 
     def _begin_tape(self, who: str, header: Mapping[str, Any]) -> TapeWriter:
@@ -256,11 +268,17 @@ def warn_if_readable(config: RunConfig, token: str | None) -> None:
         )
 
 
+def _token_of_a_reader(config: RunConfig, token: str | None) -> str | None:
+    """What a process that this one starts shows to the shards: of shard 0, any that they know."""
+    path = config.syncer.principals_file
+    if token is None and path is not None:
+        return next(iter(read_principals(path).values()))
+    return token
+
+
 def website_of(role: ShardRole, tokens: Tokens, token: str | None, own: Tls | None) -> Site:
     """The page of the run; its process reads the other shards' tapes with ``token``."""
-    syncer, path = role.config.syncer, role.config.syncer.principals_file
-    if token is None and path is not None:
-        token = next(iter(read_principals(path).values()))
+    syncer = role.config.syncer
     told = {
         "folder": str(role.folder.absolute()),
         "tapes": [

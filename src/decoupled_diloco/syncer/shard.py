@@ -12,7 +12,7 @@ import dataclasses
 import gc
 import json
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -81,6 +81,7 @@ class Shard:
         coordinator_tape: Makes the coordinator's tape (shard 0), given its header.
         shard_lease: The claim by which this process acts for the shard.
         linger: Serve on when the run is over, until `stop`.
+        last: What is waited for when the run is over, before it stops; it serves meanwhile.
 
     Raises:
         StorageError: the coordinator's state on disk cannot be read.
@@ -100,6 +101,7 @@ class Shard:
         coordinator_tape: Callable[[Mapping[str, Any]], TapeWriter] | None = None,
         shard_lease: ShardLease | NoStandby = NO_STANDBY,
         linger: bool = False,
+        last: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         assert (shard == 0) == (coordinator_tape is not None), "shard 0 hosts the coordinator"
         self.config = config
@@ -164,6 +166,7 @@ class Shard:
         self._error: BaseException | None = None
         self._shard_lease = shard_lease
         self._linger = linger
+        self._last = last
         shard_lease.when_lost(self._fail)
 
     @property
@@ -409,6 +412,8 @@ class Shard:
         """The coordinator's process stays until the other shards have heard that all is over."""
         if self._host is not None:
             await self._host.everyone_gone()
+        if self._last is not None:
+            await self._last()
         if not self._linger:
             self._stopping.set()
             return
