@@ -221,6 +221,8 @@ class Job:
     """Elements that have a digest of their own; 0: as the product has it."""
     token: str | None = None
     tape: Path | None = None
+    metrics: str | None = None
+    log: str | None = None
     manner: str = ""
     """Of its loop or its model: one of the following."""
 
@@ -342,6 +344,8 @@ def train(job: Job) -> None:
         carriers=job.carriers,
         token=job.token,
         tape=job.tape,
+        metrics=job.metrics,
+        log=job.log,
     ) as learner:
         print(f"begins at step {learner.steps}", flush=True)
         for step in range(learner.steps, job.steps - (trouble == "a step fewer")):
