@@ -44,6 +44,13 @@ def require_real(scenario: Scenario) -> Scenario:
             f"syncer.host={scenario.config.syncer.host!r}, but the links of a scenario lead to "
             f"{HOST}: leave syncer.host out, or use --virtual"
         )
+    certificate = scenario.config.tls.certificate
+    if needs_links(scenario) and certificate is not None:
+        raise ConfigError(
+            f"certificate={str(certificate)!r} in [tls] is not for the addresses at which the "
+            "links of a scenario listen: take cuts, spoilt and slow links out of it, or run it "
+            "without [tls]"
+        )
     _require_no_sizes(scenario)
     return scenario
 

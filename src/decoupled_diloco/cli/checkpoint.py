@@ -43,16 +43,16 @@ def checkpoint(
     from decoupled_diloco.cli.checkpoint_client import take_checkpoint
     from decoupled_diloco.config.addresses import on_this_machine
     from decoupled_diloco.launch.folder import read_addresses, read_token
+    from decoupled_diloco.launch.secrets import secrets_in
     from decoupled_diloco.units import format_bytes
 
+    tls = tls_of(authority, certificate, key)
     if run.startswith(("http://", "https://")):
-        address = run
+        address, token = run, read_token(token_file)
     else:
         address = on_this_machine(read_addresses(Path(run))[0])
-        own = Path(run) / "token"
-        token_file = token_file or (own if own.exists() else None)
-    tls = tls_of(authority, certificate, key)
-    found = take_checkpoint(address, read_token(token_file), timeout, tls)
+        token, tls = secrets_in(Path(run), token_file, tls)
+    found = take_checkpoint(address, token, timeout, tls)
     if found.state != "complete":
         cut = f"cut {found.number}" if found.number else "no cut"
         late = f" after {timeout:g} s: it may still be completed" if found.state == "open" else ""

@@ -6,7 +6,8 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from decoupled_diloco.config import RunConfig
+from decoupled_diloco.config import RunConfig, load_config
+from decoupled_diloco.config.resume import RUN_FILE
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.folder import read_token
 from decoupled_diloco.transport.tls import ServerTls, Tls
@@ -73,6 +74,35 @@ def own_token(config: RunConfig, name: str, token_file: Path | None = None) -> s
     principals = read_principals(path)
     require_principals(path, principals, [name])
     return principals[name]
+
+
+def token_of_a_reader(config: RunConfig, token: str | None) -> str | None:
+    """What somebody on shard 0's machine shows who only reads: any secret that the shards know."""
+    path = config.syncer.principals_file
+    if token is None and path is not None:
+        return next(iter(read_principals(path).values()))
+    return token
+
+
+def secrets_in(
+    folder: Path, token_file: Path | None, given: Tls | None
+) -> tuple[str | None, Tls | None]:
+    """What a command on the syncer's machine shows, and trusts, by the settings in a run folder.
+
+    With certificates it is that of the shards.
+
+    Args:
+        token_file: Goes before the settings, as do the files ``given``.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    if not (folder / RUN_FILE).is_file():
+        return read_token(token_file), given
+    config = load_config(folder / RUN_FILE)
+    made_up = folder / "token"
+    path = token_file or config.syncer.token_file or (made_up if made_up.exists() else None)
+    return token_of_a_reader(config, read_token(path)), own_tls(config, "shard-0", given)
 
 
 def require_principals(path: Path, principals: Mapping[str, str], names: Iterable[str]) -> None:

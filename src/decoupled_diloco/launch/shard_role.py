@@ -19,8 +19,8 @@ from decoupled_diloco.launch.run_logger import RunLogger
 from decoupled_diloco.launch.secrets import (
     accepted_tokens,
     own_tls,
-    read_principals,
     served_tls,
+    token_of_a_reader,
 )
 from decoupled_diloco.monitor.measures import METRICS_PATH
 from decoupled_diloco.observe.open_files import SPARE, open_files_allowed
@@ -84,7 +84,7 @@ def run_shard(
     tokens = accepted_tokens(config, token)
     own, served = own_tls(config, f"shard-{shard}"), served_tls(config)
     warn_if_readable(config, token)
-    asking = _token_of_a_reader(config, token)
+    asking = token_of_a_reader(config, token)
     limits = limits_here(config.run.learners)
 
     def server(on_channel: OnChannel) -> HttpServer:
@@ -266,14 +266,6 @@ def warn_if_readable(config: RunConfig, token: str | None) -> None:
             "set [tls] (ddiloco certificates), or use a VPN or a tunnel",
             syncer.host,
         )
-
-
-def _token_of_a_reader(config: RunConfig, token: str | None) -> str | None:
-    """What a process that this one starts shows to the shards: of shard 0, any that they know."""
-    path = config.syncer.principals_file
-    if token is None and path is not None:
-        return next(iter(read_principals(path).values()))
-    return token
 
 
 def website_of(role: ShardRole, tokens: Tokens, token: str | None, own: Tls | None) -> Site:

@@ -53,7 +53,12 @@ def test_links_lead_to_this_machine(tmp_path: Path) -> None:
     path = tmp_path / "story.toml"
     with pytest.raises(ConfigError, match="the links of a scenario lead to"):
         require_real(load_scenario(path, overrides=["syncer.host=0.0.0.0"]))
-    assert not needs_links(load(tmp_path, EVENT.format("kill", "shard-1")))
+    encrypted = ["tls.certificate=a.pem", "tls.key=a.key"]
+    with pytest.raises(ConfigError, match="is not for the addresses at which the links"):
+        require_real(load_scenario(path, overrides=encrypted))
+    killed = load(tmp_path, EVENT.format("kill", "shard-1"))
+    assert not needs_links(killed)
+    require_real(load_scenario(path, overrides=encrypted))
 
 
 def test_a_pace_needs_a_workload_that_has_one(tmp_path: Path) -> None:
