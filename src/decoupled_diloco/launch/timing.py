@@ -30,7 +30,7 @@ from decoupled_diloco.protocol.data_leases import coordinator as leases
 from decoupled_diloco.protocol.effects import RoundOpened
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.protocol.transfer import learner as transfer
-from decoupled_diloco.syncer import coordinator, shard
+from decoupled_diloco.syncer import coordinator, flushing
 from decoupled_diloco.transport import backoff, bodies, http_client, http_server
 from decoupled_diloco.transport.base import Limits
 from decoupled_diloco.units import format_duration
@@ -110,7 +110,7 @@ after the end | learners and shards; the evaluator {local.EVALUATOR_SECONDS}\
  | {local.FAREWELL_SECONDS}
 evaluator gives up | alone for so long; it is started again | {roles.EVALUATOR_GIVES_UP_SECONDS}
 tape to the disk | bytes moved are noted every {background.STATS_SECONDS} by learners,\
- {shard.STATS_SECONDS} by shards | {writer.FLUSH_SECONDS}
+ {flushing.STATS_SECONDS} by shards | {writer.FLUSH_SECONDS}
 """
 """Groups; in each, lines of ``name | rule | value``, and a fourth part for the start of a run."""
 
@@ -125,7 +125,7 @@ MODULES = (
         membership,
         recovery,
         roles,
-        shard,
+        flushing,
     ),
     *(supervisor, syncer, syncer_fill, syncer_members, syncer_rounds, trouble, writer),
 )
