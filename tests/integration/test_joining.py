@@ -86,7 +86,7 @@ def test_a_syncer_on_all_interfaces_is_reached_by_the_address_that_was_dialled(
         for _ in range(12):
             assert learner.step(tokens=TOKENS)
         host = dialled.rpartition(":")[0]
-        assert learner._background._shards == [f"{host}:{port}" for port in system.ports]
+        assert learner._background.links.addresses == [f"{host}:{port}" for port in system.ports]
         until(lambda: system.rounds() > 0, "rounds are opened")
         for shard in system.shards.values():
             assert "learner-0" in shard.machine.state.members

@@ -8,7 +8,10 @@ from typing import Any
 
 from decoupled_diloco.protocol import Options
 from decoupled_diloco.protocol import effects as do
-from outside.world import Content, Learner, Node, Spec, World, missing
+from outside.content import Content, missing
+from outside.learner import Learner
+from outside.nodes import Node, Spec
+from outside.world import World
 
 
 class Rounds:

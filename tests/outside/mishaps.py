@@ -5,8 +5,12 @@ from __future__ import annotations
 import random
 
 from decoupled_diloco.protocol import Options
+from outside.content import missing
+from outside.learner import Learner
 from outside.measures import final, nothing_trained_is_missing
-from outside.world import Chances, Learner, Shard, Spec, World, missing
+from outside.nodes import Chances, Spec
+from outside.shard import Shard
+from outside.world import World
 
 MISHAPS = (
     *("break", "break", "break and lose", "stall", "stall"),

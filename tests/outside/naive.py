@@ -10,7 +10,9 @@ from decoupled_diloco.protocol import Options
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as ev
 from decoupled_diloco.protocol import messages as msg
-from outside.world import Node, Shard, World
+from outside.nodes import Node
+from outside.shard import Shard
+from outside.world import World
 
 AN_INSTANT = 1e-6
 

@@ -8,7 +8,8 @@ import pytest
 
 from decoupled_diloco.protocol import Options
 from outside.naive import Clock, Queue
-from outside.world import Spec, World
+from outside.nodes import Spec
+from outside.world import World
 
 
 def world_of(seed: int) -> World:

@@ -11,7 +11,8 @@ from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import messages as msg
 from decoupled_diloco.protocol.versions import Asking
 from outside.measures import all_told_once, nothing_trained_is_missing
-from outside.world import Chances, Node, Spec, World
+from outside.nodes import Chances, Node, Spec
+from outside.world import World
 
 
 def world_of(options: Options, upload: float = 3.0, chances: Chances | None = None) -> World:

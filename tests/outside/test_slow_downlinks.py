@@ -6,7 +6,8 @@ import pytest
 
 from decoupled_diloco.protocol import Options
 from outside.measures import calm, heard, nominal, nothing_trained_is_missing
-from outside.world import Spec, World
+from outside.nodes import Spec
+from outside.world import World
 
 PAPER = Options(fragments=24, period=24, overlap=2)
 

@@ -8,7 +8,8 @@ import pytest
 
 from decoupled_diloco.protocol import Options
 from outside.measures import Rounds, all_told_once, calm, heard, nominal
-from outside.world import Spec, World
+from outside.nodes import Spec
+from outside.world import World
 
 PAPER = Options(fragments=24, period=24, overlap=2, quorum=1)
 UPLOADS = {0.5: 250, 1.0: 250, 3.0: 350, 6.0: 450, 12.0: 450, 24.0: 600, 40.0: 600, 200.0: 700}

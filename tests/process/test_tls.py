@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
+import json
 import os
 import signal
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +22,18 @@ from decoupled_diloco.errors import AccessError, ConfigError
 from decoupled_diloco.launch.local import LocalRun
 from decoupled_diloco.transport.documents import fetch
 from decoupled_diloco.transport.tls import Tls
-from process.runs import command, config_file, config_of, local_run, logs, until, wait
+from process.runs import (
+    command,
+    config_file,
+    config_of,
+    free_ports,
+    local_run,
+    logs,
+    records,
+    stopped_at_exit,
+    until,
+    wait,
+)
 from replay import assert_replays
 
 pytestmark = pytest.mark.timeout(120)
@@ -114,6 +131,85 @@ def test_commands_are_let_in_by_a_certificate_and_told_what_they_lack(
         run.start()
         until(lambda: steps(run) > 2, "a few steps")
         _readers(run.addresses[0], folder)
+        done = ddiloco("checkpoint", str(run.path))  # it shows what the run's settings name
+        assert done.returncode == 0, (done.stdout, done.stderr)
+        assert "cut 2 of the whole run" in done.stdout
+
+
+def test_a_supervised_learner_finds_an_encrypted_run_by_its_folder(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Its files are given by hand, to the process that is started again, too."""
+    tls = encrypted.tables(folder)
+    config = config_of(
+        tmp_path / "run", run={"budget_steps": 400, "learners": 1}, sync={"quorum": 1}, tls=tls
+    )
+    own = config_file(tmp_path / "own", run={"budget_steps": 400, "learners": 1})
+    with local_run(config) as run:
+        run.start()
+        run.wait_for_shards()
+        run.supervisor.take_down("learner-0")
+        where = ["--index", "0", "--syncer", str(run.path), "--supervised"]
+        with stopped_at_exit(command("learner", str(own), *where, *options(folder, "learner-0"))):
+            own_log = tmp_path / "own/logs/learner-0.log"
+            until(lambda: own_log.exists() and "has joined" in own_log.read_text(), "it joins", 60)
+            (number,) = [
+                record.data["pid"]
+                for record in records(tmp_path / "own", "launcher.learner-0")
+                if record.type == "ProcessStarted"
+            ]
+            before = steps(run)
+            os.kill(number, signal.SIGKILL)
+            until(lambda: own_log.read_text().count("has joined") == 2, "it is back", 60)
+            until(lambda: steps(run) > before + 10, "the run goes on", 60)
+
+
+def test_chaos_strikes_an_encrypted_run(folder: Path, tmp_path: Path) -> None:
+    file = config_file(
+        tmp_path / "run",
+        run={"budget_steps": 200},
+        sync={"quorum": 1},
+        tls=encrypted.tables(folder),
+    )
+    story = tmp_path / "story.toml"
+    event = '[[events]]\nkind = "kill"\ntarget = "{}"\nat_seconds = {}\nfor_seconds = 0.5\n'
+    story.write_text(event.format("learner-1", 1.0) + event.format("shard-0", 2.0))
+    least = ("--accepted-min=0", "--participation-min=0", "--set", f"run.folder={tmp_path}/run")
+    done = ddiloco("chaos", str(file), str(story), *least)
+    assert "2 × kill" in done.stdout, (done.stdout, done.stderr)
+    assert (tmp_path / "run" / "weights.safetensors").exists()
+    assert_replays(tmp_path / "run")
+
+
+def test_the_page_reads_encrypted_shards_elsewhere(folder: Path, tmp_path: Path) -> None:
+    """Each shard has a folder of its own: shard 0's page asks the others for their tapes."""
+    ports = free_ports(2)
+    told = ",".join(f"https://127.0.0.1:{port}" for port in ports)
+    tables: dict[str, Any] = {"run": ENDLESS, "tls": encrypted.tables(folder)}
+    tables["syncer"] = {"shards": 2}
+    context = Tls(*options(folder, "learner-1")[1::2]).new_context()
+    with ExitStack() as stack:
+        for shard, port in enumerate(ports):
+            file = config_file(tmp_path / f"shard-{shard}", **tables)
+            where = ["--shard", str(shard), "--port", str(port), "--addresses", told]
+            stack.enter_context(stopped_at_exit(command("syncer", str(file), *where)))
+        file = config_file(tmp_path / "learners", **tables)
+        for index in (0, 1):
+            dialled = ["--index", str(index), "--syncer", told]
+            stack.enter_context(stopped_at_exit(command("learner", str(file), *dialled)))
+        until(lambda: Path(tmp_path / "shard-0/tape/shard-0.jsonl").exists(), "it begins")
+        until(lambda: merged(ports[0], context) == {"shard-0", "shard-1"}, "both are told", 60)
+
+
+def merged(port: int, context: ssl.SSLContext) -> set[str]:
+    """The shards whose rounds the page tells of in its first state."""
+    connection = http.client.HTTPSConnection("127.0.0.1", port, context=context, timeout=10)
+    with contextlib.suppress(OSError, http.client.HTTPException), contextlib.closing(connection):
+        connection.request("GET", "/page/events")
+        for line in connection.getresponse():
+            if line.startswith(b"data: "):
+                return {each["shard"] for each in json.loads(line[6:])["recent"]}
+    return set()
 
 
 def _readers(address: str, folder: Path) -> None:

@@ -7,7 +7,8 @@ from decoupled_diloco.learner.body_exchange import BodyExchange
 from decoupled_diloco.learner.checkpointer import Checkpointer
 from decoupled_diloco.learner.exchange import LearnerTensors
 from decoupled_diloco.learner.joining import CoordinatorSession as Joining
-from decoupled_diloco.learner.learner import Learner
+from decoupled_diloco.learner.shard_links import ShardLinks
+from decoupled_diloco.learner.taking_part import TakingPart
 from decoupled_diloco.ranks.carrier import Carrier
 from decoupled_diloco.ranks.carriers import CarriedExchange
 from decoupled_diloco.ranks.tensors import RankTensors
@@ -24,9 +25,9 @@ from simulation.breaks import Break
 LEARNERS = (
     Break(
         "a learner does not notice that its connection is gone",
-        Background,
+        ShardLinks,
         "_converse",
-        "self._told(fact.Lost(shard_peer(shard)))",
+        "duties.told(fact.Lost(shard_peer(shard)))",
         "pass",
         noticed_by=22,
     ),
@@ -64,7 +65,7 @@ LEARNERS = (
     ),
     Break(
         "who has seen the end does not wait for its last copies",
-        Learner,
+        TakingPart,
         "_finish",
         "while not self.over and background.failure is None:",
         "while False:",

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from decoupled_diloco.launch import local, roles, supervisor
-from decoupled_diloco.learner import background, joining, learner, trouble
+from decoupled_diloco.learner import background, joining, learner, taking_part, trouble
 from decoupled_diloco.observe import writer
 from decoupled_diloco.observe.run_model import RunModel
 from decoupled_diloco.protocol import (
@@ -83,7 +83,7 @@ coordinator stays | for the other shards to hear of the end | {coordinator.FAREW
 leases of data | a learner that is gone for so long loses its parts to others\
  | {data_leases.GRACE_SECONDS}
 learner's farewell | waits for the closing sweep while no shard is there\
- | {learner.FAREWELL_SECONDS}
+ | {taking_part.FAREWELL_SECONDS}
 state on a full disk | the coordinator, and a shard before the run begins, try again after\
  | {coordinator.RETRY_SECONDS}
 a learner comes and goes
@@ -126,6 +126,7 @@ MODULES = (
         recovery,
         roles,
         flushing,
+        taking_part,
     ),
     *(supervisor, syncer, syncer_fill, syncer_members, syncer_rounds, trouble, writer),
 )

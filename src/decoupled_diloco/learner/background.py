@@ -15,18 +15,16 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from functools import partial
-from typing import Any, TypeVar, cast, get_args
+from typing import Any, TypeVar
 
-from decoupled_diloco.config.addresses import alternatives, reached_by
+from decoupled_diloco.config.addresses import reached_by
 from decoupled_diloco.config.method import (
     options_of,
     plan_of,
     read_public,
 )
 from decoupled_diloco.errors import (
-    AccessError,
     Error,
-    ProtocolError,
     TransportError,
 )
 from decoupled_diloco.learner.body_exchange import BodyExchange
@@ -34,29 +32,26 @@ from decoupled_diloco.learner.checkpointer import Checkpointer, tell_recovery
 from decoupled_diloco.learner.checks import layout_text
 from decoupled_diloco.learner.exchange import LearnerTensors
 from decoupled_diloco.learner.joining import (
-    TRAINING_GOES_ON,
-    WAY_OUT,
     Coordinations,
     CoordinatorSession,
     Patience,
     ProcessIdentity,
 )
 from decoupled_diloco.learner.plan import OF_THE_BOUNDARY, StepPlan, with_loss
-from decoupled_diloco.learner.sense import require_sense, require_sense_of_coordinator
+from decoupled_diloco.learner.sense import require_sense_of_coordinator
+from decoupled_diloco.learner.shard_links import LinkDuties, ShardLinks
 from decoupled_diloco.learner.shared import Shared, Unrecorded, header_of
 from decoupled_diloco.learner.store import ParameterStore
 from decoupled_diloco.learner.transfers import StateTransfers, Surroundings
-from decoupled_diloco.learner.trouble import TroubleLog
 from decoupled_diloco.merge import Layout
-from decoupled_diloco.observe.samples import BytesMoved, LinkState, Sample
+from decoupled_diloco.observe.samples import BytesMoved, Sample
 from decoupled_diloco.observe.tape import FLUSH_SECONDS, Recorder, TapeWriter
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
 from decoupled_diloco.protocol.checkpoints.effects import ForgetCheckpoints, TakeCheckpoint
-from decoupled_diloco.protocol.checkpoints.events import CheckpointHeard
 from decoupled_diloco.protocol.learner import LearnerMachine
-from decoupled_diloco.protocol.peers import COORDINATOR, shard_of, shard_peer
+from decoupled_diloco.protocol.peers import COORDINATOR, shard_of
 from decoupled_diloco.protocol.transfer.effects import (
     CopyState,
     DropState,
@@ -64,15 +59,13 @@ from decoupled_diloco.protocol.transfer.effects import (
     ForgetState,
     RelayState,
 )
-from decoupled_diloco.protocol.wire import decode, encode, number_of, numbered
+from decoupled_diloco.protocol.wire import encode
 from decoupled_diloco.runtime import Beside, now, runtime
-from decoupled_diloco.transport.backoff import BRISK_SECONDS, CAP_SECONDS, Backoff
-from decoupled_diloco.transport.base import Channel, Client
+from decoupled_diloco.transport.base import Client
 
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-_TO_LEARNER = get_args(say.ToLearner)
 
 _NO_MAIN_THREAD = (
     "the program's main thread has ended, and no exchange goes on without it: let it wait for the "
@@ -99,6 +92,7 @@ class Background:
 
     Attributes:
         restoring: The learner goes on from its own checkpoint, which the trainer puts back.
+        links: The connections to the shards.
         bodies: What carries out what is ordered about bodies.
         run_id: The id of the run, once it has let this process in.
     """
@@ -132,18 +126,28 @@ class Background:
         self._tape: TapeWriter | None = None
         self._give_up_seconds = patience.alone_seconds
         self._queue: deque[tuple[do.LearnerEffect, Any]] = deque()
-        self._channels: dict[int, Channel] = {}
-        self._shards: list[str] = []
-        self._alone_since = now()
         self._worker = runtime().worker("ddiloco-codec")
+        self.links = ShardLinks(
+            identity,
+            LinkDuties(
+                client=lambda: self.client,
+                machine=lambda: self._require_shared().machine,
+                told=self._told,
+                sample=self.sample,
+                confirmed=lambda shard: self._coordinator.confirmed(shard),
+                admitted=lambda: self.ready,
+                over=lambda: self._over,
+                ending=lambda: self._over or self._stop_asked,
+            ),
+        )
         self.bodies = exchange(
             client=lambda: self.client,
-            address_of=lambda shard: self._shards[shard],
-            reaches=lambda shard: shard in self._channels,
+            address_of=lambda shard: self.links.addresses[shard],
+            reaches=lambda shard: shard in self.links.channels,
             tensors=lambda: self._require_shared().tensors,
             changed=self.changed,
             told=self._told,
-            say=self._say,
+            say=self.links.say,
             in_worker=self._in_worker,
         )
         self._tasks: set[asyncio.Task[None]] = set()
@@ -151,7 +155,6 @@ class Background:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self._stop_asked = False
-        self._rng = runtime().rng()
         self._beside: Beside | None = None
         self._client: Client | None = None
         self._coordinator = CoordinatorSession(
@@ -168,7 +171,6 @@ class Background:
             ),
             patience,
         )
-        self._refusals: dict[int, str] = {}
 
     def start(self) -> None:
         """Starts the event loop."""
@@ -242,7 +244,7 @@ class Background:
             self._end_tape()
 
     def _leave(self, farewell: str) -> None:
-        for channel in self._channels.values():
+        for channel in self.links.channels.values():
             if farewell:
                 channel.send(encode(say.Leave(farewell)))
         assert self._stop is not None, "the loop runs"
@@ -297,7 +299,7 @@ class Background:
             case do.Send(peer, message) if peer == COORDINATOR:
                 self._coordinator.tell(message)
             case do.Send(peer, message):
-                self._say(shard_of(peer), message)
+                self.links.say(shard_of(peer), message)
             case do.SendBody():
                 self._spawn(self.bodies.send_body(effect, captured))
             case do.SendCopy():
@@ -322,13 +324,6 @@ class Background:
                 self.checkpointer.forget_checkpoints(keep, before)
             case do.Snapshot() | do.Apply() | TakeCheckpoint() | CopyState():
                 raise AssertionError("only a step boundary orders this")
-
-    def _say(self, shard: int, message: say.Message) -> None:
-        channel = self._channels.get(shard)
-        if channel is not None:
-            channel.send(
-                numbered(message, self.shared.machine.state.checkpoint if self.shared else 0)
-            )
 
     def tell_later(self, event: fact.LearnerEvent) -> None:
         """`tell` for another thread."""
@@ -373,17 +368,14 @@ class Background:
                 return
             channel = joining.result()
             self._spawn(self._coordinator.stay(self._client, channel))
-            for shard, address in enumerate(self._shards):
-                self._spawn(self._follow(shard, alternatives(address)))
+            for keeping in self.links.stay():
+                self._spawn(keeping)
             self._spawn(self._watch())
             self._spawn(self._write_tape())
             await stopped
         finally:
             stopped.cancel()
-            open_channels = list(self._channels.values())
-            await asyncio.gather(
-                *(c.close("goodbye") for c in open_channels), self._coordinator.close()
-            )
+            await asyncio.gather(self.links.close(), self._coordinator.close())
             for task in list(self._tasks):
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -403,7 +395,11 @@ class Background:
 
     def _surroundings(self, client: Client) -> Surroundings:
         return Surroundings(
-            self._told, self._spawn, self._in_worker, lambda: client, lambda: self._shards[0]
+            self._told,
+            self._spawn,
+            self._in_worker,
+            lambda: client,
+            lambda: self.links.addresses[0],
         )
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -442,9 +438,9 @@ class Background:
                 await self._in_executor(None, tape.flush)
 
     def _check_patience(self, what: str) -> None:
-        alone = now() - self._alone_since
+        alone = now() - self.links.alone_since
         limit = self._give_up_seconds
-        if limit is not None and not self._channels and alone > limit and not self._over:
+        if limit is not None and not self.links.channels and alone > limit and not self._over:
             raise TransportError(
                 f"{what} for {alone:.0f} s, give_up_seconds={limit:g}: start the syncer, correct "
                 f"its address ({', '.join(self._addresses)}), or leave give_up_seconds out"
@@ -462,7 +458,7 @@ class Background:
             tensors = LearnerTensors(plan, self._store, alpha)
             self._tape = self._make_tape(header_of(machine, config)) if self._make_tape else None
             recorder = Recorder(machine, self._tape) if self._tape else Unrecorded(machine)
-            self._shards = [reached_by(each, dialled) for each in admitted.shards]
+            self.links.addresses = [reached_by(each, dialled) for each in admitted.shards]
             self.shared = Shared(machine, tensors, config, recorder)
             self.run_id = admitted.run
             if self.checkpointer is not None:
@@ -491,11 +487,6 @@ class Background:
         self._told(fact.Began(checkpoint.kept(), why, gives=gives))
 
     @property
-    def unlinked(self) -> list[str]:
-        """The addresses of shards that are not connected; empty before the run is joined."""
-        return [a for shard, a in enumerate(self._shards) if shard not in self._channels]
-
-    @property
     def is_too_late(self) -> bool:
         """Whether the shards have finished and gone: what is not here by now never comes."""
         shards = () if self.shared is None else self.shared.machine.state.shards
@@ -504,83 +495,7 @@ class Background:
     @property
     def refused(self) -> str:
         """Why the run does not take this process, in words; empty: it does."""
-        return self._coordinator.refused or next(iter(self._refusals.values()), "")
-
-    async def _follow(self, shard: int, addresses: tuple[str, ...]) -> None:
-        """Keeps one shard's connection, for ever; nothing that it says ends the training."""
-        backoff, trouble = Backoff(brisk_seconds=BRISK_SECONDS), TroubleLog()
-        subject = f"{self.identity.name}: shard {shard}"
-        while not self._over:
-            await self._coordinator.confirmed(shard)
-            pause = backoff.next()
-            try:
-                channel = await self._dial(shard, addresses)
-                await self._converse(shard, channel, backoff, trouble)
-            except (AccessError, ProtocolError) as error:
-                if not self.ready:
-                    raise
-                self._refusals[shard] = str(error)
-                trouble.tell("refuses", f"{subject} refuses this learner ({error}): {WAY_OUT}")
-                pause = self._rng.uniform(CAP_SECONDS / 2, CAP_SECONDS)
-            except TransportError as error:
-                if not (self._over or self._stop_asked):
-                    sentence = f"{subject} is out of reach ({error}): {TRAINING_GOES_ON}"
-                    trouble.tell("out of reach", sentence)
-            await asyncio.sleep(pause)
-
-    async def _dial(self, shard: int, addresses: tuple[str, ...]) -> Channel:
-        """Connects to the one that answers; last of all to the one that did before."""
-        client, failure = self.client, cast("TransportError | None", None)
-        for address in sorted(addresses, key=lambda each: each == self._shards[shard]):
-            try:
-                channel = await client.connect(address, self.identity.role, self.identity.name)
-            except AccessError:
-                raise
-            except TransportError as error:
-                failure = error
-            else:
-                self._shards[shard] = address
-                return channel
-        assert failure is not None, "a shard has an address"
-        raise failure
-
-    async def _converse(
-        self, shard: int, channel: Channel, backoff: Backoff, trouble: TroubleLog
-    ) -> None:
-        """Listens to a shard until its connection breaks.
-
-        Raises:
-            AccessError: It does not take this process.
-            ProtocolError: It has said what cannot be.
-        """
-        self._channels[shard] = channel
-        self.sample(LinkState(shard, True))
-        self._told(fact.Connected(shard_peer(shard)))
-        try:
-            while True:
-                checkpoint = number_of(data := await channel.receive())
-                message = cast("say.ToLearner", decode(data, _TO_LEARNER))
-                machine = self._require_shared().machine
-                require_sense(message, shard, machine.options)
-                if checkpoint > machine.state.checkpoint_heard:
-                    self._told(CheckpointHeard(checkpoint))
-                self._told(fact.Received(shard_peer(shard), message))
-                if isinstance(message, say.Welcome):
-                    backoff.reset()
-                    self._refusals.pop(shard, None)
-                    trouble.over(f"{self.identity.name}: shard {shard} is back")
-                if isinstance(message, say.Refusal) and message.final:
-                    raise AccessError(message.reason)
-        except (AccessError, ProtocolError) as error:
-            await channel.close(str(error))
-            raise
-        except TransportError as error:
-            logger.info("%s: shard %d: %s", self.identity.name, shard, error)
-        finally:
-            del self._channels[shard]
-            self._alone_since = now()
-            self.sample(LinkState(shard, False))
-            self._told(fact.Lost(shard_peer(shard)))
+        return self._coordinator.refused or next(iter(self.links.refusals.values()), "")
 
     async def _in_worker(self, task: Callable[[], _T]) -> _T:
         return await self._in_executor(self._worker, task)

@@ -110,7 +110,7 @@ class Participation:
                         "in the syncer's run folder"
                     )
                 if join_timeout is not None and now() - began > join_timeout:
-                    self._refuse_to_wait_for(background.unlinked, join_timeout)
+                    self._refuse_to_wait_for(background.links.missing, join_timeout)
                 await self._wait(min(1.0, join_timeout or 1.0))
 
     async def _wait(self, seconds: float) -> None:

@@ -316,7 +316,7 @@ class ParticipantHost(Host):
     @property
     def links(self) -> Mapping[int, Any]:
         """The shards that it is connected to."""
-        return {} if self.participant is None else self.participant._background._channels
+        return {} if self.participant is None else self.participant._background.links.channels
 
     def client(self) -> VirtualClient:
         """What dials the syncer."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from decoupled_diloco.learner.learner import FAREWELL_SECONDS
+from decoupled_diloco.learner.taking_part import FAREWELL_SECONDS
 from decoupled_diloco.protocol.effects import (
     Apply,
     Fold,

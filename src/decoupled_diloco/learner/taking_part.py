@@ -1,0 +1,188 @@
+"""What a learner does at its step boundaries, and when it ends."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from decoupled_diloco.learner.checkpoint import LearnerCheckpoint
+from decoupled_diloco.learner.checkpointer import Checkpointer, Written, held_fragment
+from decoupled_diloco.learner.participation import Participation
+from decoupled_diloco.learner.plan import StepPlan
+from decoupled_diloco.learner.transfers import StateTransfers
+from decoupled_diloco.protocol.checkpoints.events import PartWritten
+from decoupled_diloco.protocol.draining import drained
+from decoupled_diloco.protocol.events import DrainAsked, Paused, StepFinished
+from decoupled_diloco.protocol.recovery import kept as kept_fragments
+from decoupled_diloco.runtime import now
+
+logger = logging.getLogger(__name__)
+
+FAREWELL_SECONDS = 30.0
+"""How long `close` waits for the closing sweep while no shard is reachable."""
+
+
+class TakingPart(Participation):
+    """`Learner` without its public face: boundaries, checkpoints, hand-in, the closing sweep."""
+
+    _checkpointer: Checkpointer
+    _transfers: StateTransfers
+    _after_apply: Callable[[tuple[int, ...]], None] | None
+    _waits: bool
+    """Whether a step may wait at all; see `Learner.stop_waiting`."""
+
+    @property
+    def steps(self) -> int:
+        """This learner's own steps, those of earlier lives included if they are known."""
+        return self._checkpointer.counted.steps + self._shared.machine.state.step
+
+    @property
+    def tokens(self) -> int:
+        """This learner's own tokens, those of earlier lives included if they are known."""
+        return self._checkpointer.counted.tokens + self._shared.machine.state.tokens
+
+    @property
+    def discarded_tokens(self) -> int:
+        """Token-fragments whose training an overwrite threw away, divided by the fragments."""
+        state = self._shared.machine.state
+        own = state.discarded_tokens // len(state.fragments)
+        return self._checkpointer.counted.discarded_tokens + own
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the coordinator gave this process."""
+        return self._shared.machine.epoch
+
+    async def _begin(self) -> None:
+        """The first boundary: what an earlier life has kept, then what is newer."""
+        restoring = self._background.restoring
+        if restoring:
+            self._checkpointer.restore()
+        elif self._transfers.taken is not None:
+            self._checkpointer.adopt("the donor", self._transfers.taken)
+            self._transfers.taken = None
+        applied = self._at_boundary(Paused()).applied
+        if restoring and self._after_apply is not None:
+            self._after_apply(applied)
+
+    def _at_boundary(self, event: StepFinished | Paused, loss: float | None = None) -> StepPlan:
+        """Carries a boundary out; its part of a checkpoint comes first."""
+        background = self._background
+        self._checkpointer.changing = True
+        plan = background.tell(event, loss)
+        self._checkpointer.changing = False
+        if plan.checkpoint is None:
+            return plan
+        number, written = plan.checkpoint, self._keep(plan.checkpoint)
+
+        def tell(part: Written) -> None:
+            background.tell_later(PartWritten(number, part.digest, part.nbytes, part.problem))
+
+        if written is None:
+            tell(Written("", 0, "it keeps no checkpoints"))
+        else:
+            written.add_done_callback(lambda done: tell(done.result()))
+        rest = background.tell(Paused())
+        return StepPlan(plan.orders + rest.orders, plan.hold or rest.hold)
+
+    def _boundary(self) -> bool:
+        return bool(self._at_boundary(Paused()).applied)
+
+    def _keep(self, run_checkpoint: int | None) -> Future[Written] | None:
+        outline = self._outline(run_checkpoint)
+        return (
+            None if outline is None else self._checkpointer.take(outline, self._background.sample)
+        )
+
+    def _outline(self, run_checkpoint: int | None) -> LearnerCheckpoint | None:
+        """The numbers and published copies of this boundary; `None` before all are held."""
+        background, shared = self._background, self._shared
+        with background.changed:
+            fragments = [
+                held_fragment(kept, published)
+                for kept, published in zip(
+                    kept_fragments(shared.machine.state), shared.tensors.published, strict=False
+                )
+                if published is not None
+            ]
+        if len(fragments) < len(shared.tensors.published):
+            return None
+        return LearnerCheckpoint(
+            learner=self.name,
+            run=background.run_id,
+            epoch=self.epoch,
+            steps=self.steps,
+            tokens=self.tokens,
+            discarded_tokens=self.discarded_tokens,
+            global_step=self.global_step,
+            fragments=tuple(fragments),
+            model={},
+            cut=run_checkpoint,
+        )
+
+    async def _hold(self) -> tuple[int, ...]:
+        """Waits for what is due; only with the run's setting ``wait="at_overlap"``."""
+        background, applied = self._background, tuple[int, ...]()
+        with background.changed:
+            while self._waits and self._shared.machine.state.holding:
+                self._raise_failure()
+                applied += self._at_boundary(Paused()).applied
+                if self._shared.machine.state.holding:
+                    await self._wait(1.0)
+        return applied
+
+    async def _hand_in(self, seconds: float, why: str) -> bool:
+        background, deadline = self._background, now() + seconds
+        if seconds <= 0 or background.failure is not None or self.finished or self._closed:
+            return False
+        background.tell(DrainAsked(why))
+        with background.changed:
+            while now() < deadline and background.failure is None:
+                self._boundary()
+                if drained(self._shared.machine.state, self._shared.machine.options):
+                    break
+                await self._wait(min(0.1, seconds))
+        state, options = self._shared.machine.state, self._shared.machine.options
+        return drained(state, options) and not any(link.dismissed for link in state.shards)
+
+    async def _finish(self) -> None:
+        background = self._background
+        deadline = now() + FAREWELL_SECONDS
+        with background.changed:
+            while not self.over and background.failure is None:
+                self._boundary()
+                if any(shard.linked for shard in self._shared.machine.state.shards):
+                    deadline = now() + FAREWELL_SECONDS
+                elif now() > deadline:
+                    logger.warning("%s leaves before the end: no shard is reachable", self.name)
+                    return
+                if not self.over:
+                    await self._wait(1.0)
+        await self._take_last()
+
+    async def _take_last(self) -> None:
+        """The last published copies may still be on their way when the shards are finished."""
+        state = self._shared.machine.state
+        with self._background.changed:
+            while any(view.fetching is not None for view in state.fragments):
+                if self._background.failure is not None:
+                    return
+                if not any(shard.linked for shard in state.shards):
+                    break
+                await self._wait(1.0)
+        self._boundary()
+
+    async def _written(self, seconds: float) -> None:
+        """Waits at most so long for the checkpoint that is being written."""
+        writing, background, deadline = (
+            self._checkpointer.writing,
+            self._background,
+            now() + seconds,
+        )
+        if writing is None:
+            return
+        writing.add_done_callback(lambda done: background.wake())
+        with background.changed:
+            while not writing.done() and now() < deadline:
+                await self._wait(max(0.0, deadline - now()))
