@@ -57,10 +57,12 @@ def read_tables(path: Path) -> dict[str, Any]:
     """
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: {error}") from None
+    except ValueError as error:  # a number of thousands of digits is not told as TOML's own error
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path} is not valid TOML: it is nested too deep") from None
     except FileNotFoundError:
         raise ConfigError(
             f"{path} does not exist: give the path of a run's TOML file, or the name of a shipped "
@@ -112,7 +114,7 @@ def override_key(tables: dict[str, Any], override: str) -> None:
 def _parse_value(text: str) -> Any:
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
     return parsed["value"] if len(parsed) == 1 else text
 

@@ -177,7 +177,7 @@ class CertificateFolder:
             return x509.load_pem_x509_certificate(self._pem(name).read_bytes())
         except OSError as error:
             raise StorageError(f"{self._pem(name)} cannot be read: {error.strerror}") from None
-        except ValueError:
+        except (ValueError, x509.InvalidVersion):
             raise StorageError(f"{self._pem(name)} is no certificate: remove it") from None
 
     def _private(self, name: str) -> Key:

@@ -61,16 +61,20 @@ class Access:
         """Refuses what another site makes a browser send.
 
         Raises:
-            RequestRefusal: 403.
+            RequestRefusal: 403; 400 for what is no name of a host.
         """
         host = request.headers.get("Host", "")
-        name = urlsplit(f"//{host}").hostname or ""
+        origin = request.headers.get("Origin")
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+            site = None if origin is None else urlsplit(origin).netloc
+        except ValueError:
+            raise RequestRefusal(400, "Host or Origin is no name of a host") from None
         if self.open and not is_loopback(name):
             raise RequestRefusal(
                 403, f"this run has no secret, so its page is at 127.0.0.1 only, not at {name!r}"
             )
-        origin = request.headers.get("Origin")
-        if origin is not None and urlsplit(origin).netloc != host:
+        if site is not None and site != host:
             raise RequestRefusal(403, f"the page answers no other site, and {origin!r} is one")
 
     def knows(self, request: web.BaseRequest) -> bool:

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import dataclasses
 import gc
-import json
 import logging
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from functools import partial
@@ -550,7 +549,7 @@ class Shard:
     def _set_layout(self, text: str) -> None:
         if self._merging is not None:
             return
-        self._layout = Layout.from_json(json.loads(text))
+        self._layout = Layout.from_text(text)
         tensors = ShardTensors(plan_of(self._layout, self.config), self.machine.owned)
         payloads = self._recorded(tensors)
         self._merging = Merging(

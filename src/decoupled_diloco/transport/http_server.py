@@ -131,6 +131,7 @@ class HttpServer:
             self._handle,
             handler_cancellation=True,
             access_log=None,
+            logger=_REQUESTS,
             auto_decompress=False,
             max_line_size=self._limits.header_bytes,
             max_field_size=self._limits.header_bytes,
@@ -297,6 +298,8 @@ class HttpServer:
             await ws.prepare(request)
         except web.HTTPException as error:
             raise RequestRefusal(error.status, "the control plane is a WebSocket") from None
+        except ValueError:  # of a key that is not even ASCII
+            raise RequestRefusal(400, "the control plane is a WebSocket") from None
         address = _address(request)
         channel = WebSocketChannel(ws, Peer(principal, role, address), self._limits, self.stats)
         self._channels.setdefault(principal, []).append(channel)
@@ -394,6 +397,20 @@ class HttpServer:
         channels = self._channels.get(principal)
         if channels:
             channels[-1].heard()
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Whether an error of a request is one of this program: what is no HTTP is its sender's.
+
+    aiohttp would log it with a traceback and the bytes themselves: any stranger could fill the
+    disk, and a learner whose request a bad line has spoilt would have its token in the log.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, aiohttp.http.HttpProcessingError)
+
+
+_REQUESTS = logging.getLogger(f"{__name__}.requests")
+_REQUESTS.addFilter(_is_ours)
 
 
 class _WriteGuard:

@@ -78,8 +78,9 @@ class Tls:
         Raises:
             ConfigError: A file cannot be used.
         """
-        context = ssl.create_default_context()
-        if self.authority is not None:
+        if self.authority is None:
+            context = ssl.create_default_context()
+        else:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             _trust(context, "authority", Path(self.authority))
         if self.certificate is not None and self.key is not None:
@@ -259,7 +260,12 @@ def _end_of(path: Path) -> float:
             "certificates need the extra tls: pip install 'decoupled-diloco[tls]' (in a clone: "
             "pip install -e '.[tls]')"
         ) from None
-    chain = x509.load_pem_x509_certificates(_read("certificate", path))
+    try:
+        chain = x509.load_pem_x509_certificates(_read("certificate", path))
+    except (ValueError, x509.InvalidVersion) as error:
+        raise ConfigError(
+            f"certificate={str(path)!r} cannot be read ({error!s:.100}): make it anew"
+        ) from None
     begins = max(each.not_valid_before_utc for each in chain)
     ends = min(each.not_valid_after_utc for each in chain)
     today = datetime.now(UTC)
