@@ -61,7 +61,7 @@ class Fault:
     data: bytes
 
     def __str__(self) -> str:
-        repeat = f"python benchmarks/fuzz.py --only {self.target} --seed {self.seed}"
+        repeat = f"python benchmarks/fuzzing.py --only {self.target} --seed {self.seed}"
         return f"{self.target}: {self.what}\n{repeat} --number {self.number}\n{self.data[:300]!r}"
 
 

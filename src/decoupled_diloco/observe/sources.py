@@ -203,8 +203,9 @@ class SyncerSource:
         shards, wall = about.get("shards"), about.get("wall")
         if not isinstance(shards, list) or not all(isinstance(s, str) for s in shards):
             raise ProtocolError(f"{address} does not say where the shards are")
-        known = isinstance(wall, int | float) and abs(wall) < SECONDS_MAX
-        self._skew = float(wall) - time.time() if known else 0.0
+        if not isinstance(wall, int | float) or not abs(wall) < SECONDS_MAX:
+            wall = time.time()
+        self._skew = float(wall) - time.time()
         return tuple(reached_by(each, address) for each in shards)
 
     def _read(self, shard: int, address: str) -> list[Record]:

@@ -1,7 +1,7 @@
 """Hostile inputs for everything that reads what others have written: what a million of them do.
 
-    python benchmarks/fuzz.py --inputs 1000000 --seed 1
-    python benchmarks/fuzz.py --only weights --seed 1 --number 4711    # one input again
+    python benchmarks/fuzzing.py --inputs 1000000 --seed 1
+    python benchmarks/fuzzing.py --only weights --seed 1 --number 4711    # one input again
 
 The targets are those of ``tests/fuzz``: valid samples with flips, cuts, splices, other lengths,
 huge numbers, deep nesting and digests that fit. An input fails that raises anything but what its
