@@ -23,7 +23,7 @@ from decoupled_diloco.errors import Error
 from fuzz.mutations import Mutate, any_bytes
 
 SECONDS_MAX = 15.0
-"""For one input; they take milliseconds, and the slowest a second. A busy machine needs the rest."""
+"""For one input; they take milliseconds, the slowest a second. A busy machine needs the rest."""
 
 MEMORY_BYTES_MAX = 96 << 20
 """What one input may add to the most that the process has had so far: 64 MiB is what a line or an

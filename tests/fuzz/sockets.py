@@ -29,6 +29,9 @@ from decoupled_diloco.transport.tokens import Tokens
 from fuzz.harness import Target
 
 WAIT_SECONDS = 4.0
+ANSWER_SECONDS = 0.01
+"""After so long without an answer a request has no more to say: it gets none after that."""
+
 LIMITS = Limits(stall_seconds=0.2, lost_seconds=1.0, ping_seconds=0.1, retries=0)
 BODY = b"0123456789"
 HEAD = b"Host: x\r\nAuthorization: Bearer secret\r\nX-Principal: learner-0\r\nX-Role: learner\r\n"
@@ -75,7 +78,7 @@ ANSWERS = (
     b"Date: Tue, 01 Jan 2030 00:00:00 GMT\r\n\r\n" + b'{"shard": 0, "run": "a"}    ',
     b"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes 0-9/10\r\nContent-Length: 10\r\n\r\n"
     + BODY,
-    b"HTTP/1.1 403 Forbidden\r\nX-Reason: no\r\nX-Principal: learner-0\r\nContent-Length: 0\r\n\r\n",
+    b"HTTP/1.1 403 Forbidden\r\nX-Reason: no\r\nX-Principal: a\r\nContent-Length: 0\r\n\r\n",
     b"HTTP/1.1 204 No Content\r\nX-State: receiving\r\nX-Received: 0-4,5-9\r\n\r\n",
     b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
     b"Sec-WebSocket-Accept: s3pPLMBiTxaQ9kYGzzhZRbK+xOo=\r\n\r\n\x81\x02{}",
@@ -144,20 +147,25 @@ class Served:
             while True:
                 decode(await channel.receive(), get_args(say.FromLearner))
 
-    def tell(self, server: HttpServer, data: bytes) -> None:
-        """Says something on a connection of its own, and hears all that is answered."""
+    def tell(self, server: HttpServer, data: bytes) -> bytes:
+        """Says something on a connection of its own; returns all that is answered."""
         port = int(server.address.rsplit(":", 1)[1])
         answer = b""
-        with socket.create_connection(("127.0.0.1", port), WAIT_SECONDS) as connection:
-            with contextlib.suppress(ConnectionError):
-                connection.sendall(data)
-                connection.shutdown(socket.SHUT_WR)
-                while piece := connection.recv(1 << 16):
-                    answer += piece
+        connection = socket.create_connection(("127.0.0.1", port), WAIT_SECONDS)
+        with connection, contextlib.suppress(ConnectionError):
+            connection.sendall(data)
+            connection.settimeout(ANSWER_SECONDS)
+            with contextlib.suppress(TimeoutError):  # of what is no whole request
+                answer += connection.recv(1 << 16)
+            connection.settimeout(WAIT_SECONDS)
+            connection.shutdown(socket.SHUT_WR)
+            while piece := connection.recv(1 << 16):
+                answer += piece
         self.complaints.raise_any()
         status = answer[9:12]
         if answer.startswith(b"HTTP/1.") and status >= b"500" and status != b"503":
             raise RuntimeError(f"answered {answer[:300]!r}")
+        return answer
 
 
 class Answering:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import tomli_w
 
 from decoupled_diloco.config.run import RunConfig
+from decoupled_diloco.config.settings import shown
 from decoupled_diloco.errors import ConfigError
 
 _SCENARIOS_OWN = {"set", "until_seconds", "parameters", "learners", "links", "events", "random"}
@@ -84,7 +85,7 @@ def read_run_tables(path: Path) -> dict[str, Any]:
     if isinstance(run, str) or told:
         raise ConfigError(f"{path} is a scenario, not a run: ddiloco simulate {path}")
     if not isinstance(run, dict):
-        raise ConfigError(f"run={run!r} in {path} is not a table: write it as one")
+        raise ConfigError(f"run={shown(run)} in {path} is not a table: write it as one")
     return tables
 
 

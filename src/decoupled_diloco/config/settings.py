@@ -138,7 +138,7 @@ def _explain(model: type[Settings], details: ErrorDetails) -> str:
     kind, context = details["type"], details.get("ctx", {})
     key = str(details["loc"][0]) if details["loc"] else ""
     value = details.get("input")
-    subject = f"{key}={_shown(value)}" + (f" in {model.table}" if model.table else "")
+    subject = f"{key}={shown(value)}" + (f" in {model.table}" if model.table else "")
     if kind == "extra_forbidden":
         return _explain_unknown(model, key, isinstance(value, dict | list))
     if kind == "missing":
@@ -147,7 +147,7 @@ def _explain(model: type[Settings], details: ErrorDetails) -> str:
         limit, words = _RANGE_WORDS[kind]
         return f"{subject} is out of range: it must be {words} {context[limit]}"
     if kind == "literal_error":
-        word = value if isinstance(value, str) else _shown(value)
+        word = value if isinstance(value, str) else shown(value)
         return f"{subject} is not known: {suggestion(word, _choices(model, key))}"
     if kind in _TYPE_WORDS:
         return f"{subject} is not {_TYPE_WORDS[kind]}: write it as one"
@@ -156,7 +156,7 @@ def _explain(model: type[Settings], details: ErrorDetails) -> str:
     return f"{subject} does not fit: {details['msg']}"
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """The beginning of a value; Python refuses to write out a number of thousands of digits."""
     try:
         text = repr(value)

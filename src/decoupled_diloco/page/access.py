@@ -84,7 +84,7 @@ class Access:
         if self._tokens.without_secret:
             return True
         until, _, code = request.cookies.get(_cookie(request), "").partition(".")
-        good = hmac.compare_digest(code.encode(), self._code(until).encode())
+        good = hmac.compare_digest(code.encode("utf-8", "replace"), self._code(until).encode())
         return good and until.isascii() and until.isdigit() and int(until[:15]) > self._wall()
 
     async def sign_in(self, request: web.BaseRequest, answer: web.StreamResponse) -> None:

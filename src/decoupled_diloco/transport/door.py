@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 import ssl
+import traceback
 from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ class Door:
         strangers: How many connections that have shown nothing are kept.
         seconds: How long each of them is kept, the agreement on encryption included.
         goodbye_seconds: How long an encrypted connection waits for its peer's goodbye.
-        context: What encrypts them; default: nothing does.
+        context: Gives what encrypts the next one; default: nothing does.
     """
 
     def __init__(
@@ -38,13 +39,14 @@ class Door:
         strangers: int,
         seconds: float,
         goodbye_seconds: float,
-        context: ssl.SSLContext | None = None,
+        context: Callable[[], ssl.SSLContext] | None = None,
     ) -> None:
         self._inner = inner
         self._strangers_max = strangers
         self._seconds = seconds
         self._goodbye_seconds = goodbye_seconds
         self._context = context
+        self.encrypts = context is not None
         self._strangers: dict[_Entrance, None] = {}  # the oldest first
         self._entrances: dict[asyncio.BaseTransport, _Entrance] = {}
 
@@ -83,10 +85,13 @@ class Door:
 
     def forget(self, entrance: _Entrance) -> None:
         """It is no stranger any more, or gone."""
-        entrance.timer.cancel()
+        if entrance.timer is not None:
+            entrance.timer.cancel()
+            entrance.timer = None
         self._strangers.pop(entrance, None)
         if entrance.shown is not None:
             self._entrances.pop(entrance.shown, None)
+        entrance.shown = None
 
     def let_in(self, entrance: _Entrance, transport: asyncio.Transport) -> asyncio.Protocol:
         """What is said on a connection is heard from now on."""
@@ -106,14 +111,19 @@ class Door:
             transport = await asyncio.get_running_loop().start_tls(
                 raw,
                 entrance,
-                self._context,
+                self._context(),
                 server_side=True,
                 ssl_handshake_timeout=self._seconds,
                 ssl_shutdown_timeout=self._goodbye_seconds,
             )
-        except (OSError, TimeoutError, ssl.SSLError) as error:
-            logger.debug("no agreement on encryption: %s", error)
+        except BaseException as error:
+            # asyncio's frame there and the error know each other, and its buffer of 256 KiB: with
+            # thousands of strangers that is too much to leave to the next full collection.
+            traceback.clear_frames(error.__traceback__)
             entrance.end()
+            if not isinstance(error, OSError | TimeoutError):
+                raise
+            logger.debug("no agreement on encryption: %s", error)
             return
         if transport is None or transport.is_closing():
             entrance.end()
@@ -131,6 +141,7 @@ class _Entrance(asyncio.Protocol):
         self.inner: asyncio.Protocol | None = None
         self.shown: asyncio.Transport | None = None  # the transport that `inner` has
         self.early = bytearray()  # what was said with the last word of the agreement
+        self.timer: asyncio.TimerHandle | None = None
         self._door = door
         self._raw: asyncio.Transport | None = None
         self._opening: asyncio.Task[None] | None = None
@@ -140,7 +151,7 @@ class _Entrance(asyncio.Protocol):
         self._raw = transport
         self.timer = self._door.after(self)
         self._door.enter(self)
-        if self._door._context is None:
+        if not self._door.encrypts:
             self._door.let_in(self, transport)
         elif not transport.is_closing():
             self._opening = asyncio.ensure_future(self._door.encrypt(self, transport))

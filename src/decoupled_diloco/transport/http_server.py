@@ -145,7 +145,7 @@ class HttpServer:
             strangers=self._limits.strangers,
             seconds=self._limits.lost_seconds,
             goodbye_seconds=STOP_SECONDS,
-            context=None if self._tls is None else self._tls.listening(),
+            context=None if self._tls is None else self._tls.context,
         )
         loop = asyncio.get_running_loop()
         try:

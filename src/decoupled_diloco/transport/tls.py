@@ -143,16 +143,6 @@ class LiveTls:
                 logger.info("new certificates from %s are in use", self._paths[0].parent)
         return self._context
 
-    def listening(self) -> ssl.SSLContext:
-        """A context that answers each connection by `context`."""
-        context = self._files.new_context()
-
-        def answer(connection: Any, name: str | None, own: ssl.SSLContext) -> None:
-            connection.context = self.context()
-
-        context.sni_callback = answer
-        return context
-
     @property
     def left_seconds(self) -> float | None:
         """Until the own certificate ends; ``None`` without one."""
@@ -219,7 +209,7 @@ def _trust(context: ssl.SSLContext, what: str, path: Path) -> None:
     data = _read(what, path)
     try:
         context.load_verify_locations(cadata=data.decode("ascii"))
-    except (ssl.SSLError, UnicodeDecodeError):
+    except (ssl.SSLError, ValueError):
         raise ConfigError(
             f"{what}={str(path)!r} holds no certificate in PEM: give the file that begins with "
             "-----BEGIN CERTIFICATE-----"
