@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from decoupled_diloco.launch.local import LocalRun
 from process import strangers
 from process.runs import (
     STEP_SECONDS_MAX,
@@ -26,26 +27,28 @@ SECONDS = 14.0
 """Longer than a stranger may stay."""
 
 
+def epoch(run: LocalRun, name: str) -> int:
+    """A learner's life, as the tape tells it; who has died is started again."""
+    run.supervisor.poll()
+    run.followed.poll()
+    learner = run.followed.run.learners.get(name)
+    return 0 if learner is None else learner.epoch
+
+
 def test_four_hundred_strangers_delay_nobody(tmp_path: Path) -> None:
     config = config_of(tmp_path / "run", run={"budget_steps": 100_000, "learners": 3})
     with local_run(config) as run:
         run.start()
         until(lambda: len(run.supervisor.children) >= 4, "all processes")
-        until(lambda: (run.followed.poll(), run.followed.run.global_step)[1] > 5, "a few steps")
+        until(lambda: epoch(run, "learner-2") and run.followed.run.global_step > 5, "a few steps")
         address = run.addresses[0]
         host, _, port = address.rpartition("://")[2].rpartition(":")
         crowd = strangers.start(address, COUNT, SECONDS)
         with socket.create_connection((host, int(port)), timeout=SECONDS + 10) as silent:
             time.sleep(3)
-            before = run.followed.run.learners["learner-2"].epoch
+            before = epoch(run, "learner-2")
             run.supervisor.kill("learner-2", restart=True)  # it comes back beside the strangers
-            until(
-                lambda: (
-                    run.followed.poll(),
-                    run.followed.run.learners["learner-2"].epoch > before,
-                )[1],
-                "a learner that joins beside strangers",
-            )
+            until(lambda: epoch(run, "learner-2") > before, "a learner that joins beside strangers")
             waits = []
             while crowd.poll() is None:
                 began = time.monotonic()
