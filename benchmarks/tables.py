@@ -44,6 +44,8 @@ TITLES = {
     "data_plane_wan": "Bodies over a long link",
     "data_plane_loopback": "Bodies on loopback",
     "tls": "What TLS costs bodies",
+    "strangers": "Thousands of strangers at a shard",
+    "fuzz": "A million hostile inputs",
     "merging": "Merging",
     "large": "A shard with thousands of learners",
     "tape": "The tapes of a long run",

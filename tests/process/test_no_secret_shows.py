@@ -30,9 +30,6 @@ from process.runs import command, config_file, health, until
 pytestmark = pytest.mark.timeout(240)
 
 STRANGE = "Zq7/+&=%wrong-token-of-a-stranger"
-COMMANDS = ("status", "doctor", "checkpoint", "explain", "metrics", "log", "timing")
-"""What asks a run. One run is asked by all of them."""
-
 BUDGET = {"budget_steps": 100_000, "learners": 2}
 
 
@@ -102,15 +99,16 @@ class Watch:
             self.look(where, data)
 
 
-def asked(*arguments: str) -> bytes:
-    """All that a command says; whether it succeeds is of no matter."""
+def asked(*arguments: str, code: int | None = 0) -> bytes:
+    """All that a command says, which ends with this exit code; ``None``: whichever."""
     done = subprocess.run(
         [sys.executable, "-m", "decoupled_diloco.cli", *arguments],
         capture_output=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         timeout=90,
     )
-    return b" ".join(map(str.encode, arguments[:1])) + done.stdout + done.stderr
+    assert code in (None, done.returncode), (arguments, done.stdout, done.stderr)
+    return done.stdout + done.stderr
 
 
 def pass_of(address: str, secret: str) -> str:
@@ -171,8 +169,20 @@ def training(file: Path) -> Iterator[subprocess.Popen[str]]:
         output.close()
 
 
-def lived(file: Path, run: Path, watch: Watch, told: list[str]) -> str:
-    """A life of a run with everything in it that could show a secret; returns its address."""
+def asking(address: str, file: Path, run: Path, told: list[str]) -> list[list[str]]:
+    """Commands that ask a run that goes on."""
+    return [
+        ["status", address, *told],
+        ["doctor", str(file), "--syncer", address, *told],
+        ["checkpoint", address, *told],
+        ["explain", "learner", "learner-0", "--of", address, *told],
+        ["timing", address, *told],
+        ["metrics", "config", str(run), *told],
+    ]
+
+
+def lived(file: Path, run: Path, watch: Watch, told: list[str]) -> None:
+    """A life of a run with everything in it that could show a secret."""
     with training(file) as process:
         addresses = run / "addresses"
         until(lambda: addresses.exists() and addresses.read_text().split(), "addresses", 60)
@@ -181,26 +191,26 @@ def lived(file: Path, run: Path, watch: Watch, told: list[str]) -> str:
             until(lambda: health(address).get("clock", 0) > 3, "a few steps", 60)
             guess(address)
         else:
-            until(lambda: "StepFinished" in (run / "tape" / "learner-0.jsonl").read_text(), "steps")
+            tape = run / "tape" / "learner-0.jsonl"
+            until(lambda: tape.exists() and "StepFinished" in tape.read_text(), "steps", 60)
         if (run / "token").exists():
             watch.token = (run / "token").read_text().strip()
             watch.secrets |= needles_of({"token": watch.token})
+            told = ["--token-file", str(run / "token")]
         if watch.token:
             watch.secrets |= needles_of({"page's pass": pass_of(address, watch.token)})
         watch.look_at_processes()
         for name in ("learner-0", "shard-1"):
             kill(run, name)
-        for name in COMMANDS if run.name == "own" else COMMANDS[:3]:
-            where = [address] if name != "log" else [str(run)]
-            if name == "doctor":
-                where = [str(file), "--syncer", address]
-            if name == "metrics":
-                where = ["prometheus", str(run)]
-            watch.look(f"what {name} says", asked(name, *where, *(told if name != "log" else [])))
+        everything = run.name == "own"  # one run is asked by all commands
+        for words in asking(address, file, run, told)[: None if everything else 3]:
+            watch.look(f"what {words[0]} says", asked(*words))
             watch.look_at_processes()
+        if address.startswith("http://"):
+            refused = asked("status", address, *wrong(file.parent.parent / "private"), code=5)
+            watch.look("what a wrong token is told", refused)
         assert process.poll() is None, "the run has gone on"
     watch.look("what train says", file.with_suffix(".out").read_bytes())
-    return address
 
 
 @pytest.mark.parametrize("kind", ["token", "own", "principals", "certificates"])
@@ -236,11 +246,11 @@ def test_no_secret_shows(kind: str, tmp_path: Path) -> None:
     file = config_file(run, **tables)
     watch = Watch({**needles_of(secrets), **keys}, secrets.get("token", ""))
 
-    address = lived(file, run, watch, told)
-    if kind == "own":
-        told = ["--token-file", str(run / "token")]
+    lived(file, run, watch, told)
     watch.look("what report says", asked("report", str(run)))
-    watch.look("what a wrong token is told", asked("status", address, *wrong(private)))
+    if kind == "own":
+        there = f"tensorboard:{run.parent / 'logged'}"
+        watch.look("what log says", asked("log", str(run), "--to", there, "--every", "0.2"))
 
     for where, data in everywhere(tmp_path / "runs"):
         if where == str(run / "token"):
