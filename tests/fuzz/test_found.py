@@ -22,6 +22,10 @@ from fuzz.valid import messages_of
 DEEP = b"[" * 3_000
 DIGITS = b"9" * 400
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+FORM = (
+    b"POST /page/sign-in HTTP/1.1\r\nHost: x\r\nContent-Length: 8\r\n"
+    b"Content-Type: application/x-www-form-urlencoded"
+)
 REPORT = b'{"type":"StepReport","step":1,"tokens":1,"seconds":%s}'
 
 
@@ -48,6 +52,8 @@ def record(text: bytes, body: bytes = b"") -> bytes:
         ("run-file", b'[run]\nname = "a"\nbudget_steps = 1\nlearners = 2147483648', ConfigError),
         ("run-file", b"run = 0x" + b"f" * 5_000, ConfigError),
         ("authority", b"\n", ConfigError),
+        ("scenario", b"name = 'a'\nrun = {budget_steps = 9}\nworkload = {name = 'paced', "
+         b"options = {step_seconds = 1979-05-27}}", ConfigError),
         ("principals", b"a = " + DEEP, ConfigError),
         ("token", b"\xff", ConfigError),
         ("addresses", b"\xff", StorageError),
@@ -97,6 +103,8 @@ def test_what_is_torn_is_left_out(targets: dict[str, Target], name: str, data: b
     [
         (b"GET / HTTP/1.1\r\nHost: [\r\n\r\n", 400),
         (b"GET / HTTP/1.1\r\nHost: x\r\nCookie: ddiloco-page=9.\xff\r\n\r\n", 303),
+        (FORM + b"\r\n\r\nsecret=\xff", 400),
+        (FORM + b"; charset=nobodys\r\n\r\nsecret=x", 400),
         (b"GET /page/events HTTP/1.1\r\nHost: x\r\nOrigin: http://[\r\n\r\n", 400),
         (UPGRADE.replace(b"dGhlIHNhbXBsZSBub25jZQ==", b"\xc3\xa9" * 12), 400),
     ],

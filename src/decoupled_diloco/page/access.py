@@ -103,7 +103,10 @@ class Access:
                 "This run wants a certificate: give this browser one (ddiloco certificates add), "
                 "or use ddiloco watch.",
             )
-        form = await request.post()
+        try:
+            form = await request.post()
+        except (ValueError, LookupError):  # no text, or in an encoding that nobody knows
+            raise RequestRefusal(400, "sign in with the form of this page") from None
         secret = form.get("secret", "")
         source = request.remote or ""
         self._limit(source)
