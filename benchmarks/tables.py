@@ -45,6 +45,7 @@ TITLES = {
     "data_plane_loopback": "Bodies on loopback",
     "tls": "What TLS costs bodies",
     "strangers": "Thousands of strangers at a shard",
+    "strangers_before": "The same before they were bounded",
     "fuzz": "A million hostile inputs",
     "merging": "Merging",
     "large": "A shard with thousands of learners",

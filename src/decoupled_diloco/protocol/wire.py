@@ -173,7 +173,7 @@ def _integer(value: Any, where: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ProtocolError(f"{where} is {type(value).__name__}, not an integer")
     if not 0 <= value <= INTEGER_MAX:
-        raise ProtocolError(f"{where} is {_shown(value)}, outside 0 to 2^53")
+        raise ProtocolError(f"{where} is {str(value)[:40]}, outside 0 to 2^53")
     return value
 
 
@@ -185,7 +185,7 @@ def _number(value: Any, where: str) -> float:
     except OverflowError:  # an integer of hundreds of digits
         number = math.inf
     if not math.isfinite(number):
-        raise ProtocolError(f"{where} is {_shown(value)}, not finite")
+        raise ProtocolError(f"{where} is {str(value)[:40]}, not finite")
     return number
 
 
