@@ -45,6 +45,7 @@ def record(text: bytes, body: bytes = b"") -> bytes:
         ("from-learner", b'{"type":' + b"[" * 940 + b"]" * 940 + b"}", ProtocolError),
         ("headers", b"\n\n0-4,x", ProtocolError),
         ("answer", DEEP, ProtocolError),
+        ("state-head", b'["1", [["0", "float32", [-9], 9999999999999999999]], []]\n', StorageError),
         ("fetch-answer", CHUNKED + b"-%s\r\n" % DIGITS[:19], TransportError),
         ("tables", b"a = " + DEEP, ConfigError),
         ("tables", b"a = " + b"9" * 5_000, ConfigError),

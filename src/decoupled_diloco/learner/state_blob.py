@@ -82,7 +82,9 @@ class StateBlob:
                 offset + math.prod(shape) * getattr(torch, dtype).itemsize
                 for _, dtype, shape, offset in blob.tensors
             ]
-            fits = max(ends, default=0) <= nbytes and len(digests) == len(chunk_sizes(nbytes))
+            least = min((min(offset, *shape, 0) for _, _, shape, offset in blob.tensors), default=0)
+            fits = max(ends, default=0) <= nbytes and least == 0
+            fits = fits and len(digests) == len(chunk_sizes(nbytes))
         except NOT_JSON as error:
             raise StorageError(f"a donor's head cannot be read: {error!r}") from error
         if not fits:
