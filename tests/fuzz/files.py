@@ -177,7 +177,7 @@ def _journals(run: Path, here: Path) -> list[Target]:
         ),
         Target(
             "shard-journal",
-            _reads(written, recovered),
+            _restoring(checkpoint, _reads(written, recovered)),
             [written.read_bytes()],
             mutate=_sealed,
             share=0.3,
@@ -379,7 +379,13 @@ def _documents(run: Path, here: Path) -> list[Target]:
             [layout],
             mutate=any_json,
         ),
-        Target("claim", _reads(claim, look), [claim.read_bytes()], mutate=any_json, share=1.5),
+        Target(
+            "claim",
+            _restoring(renewals, _reads(claim, look)),
+            [claim.read_bytes()],
+            mutate=any_json,
+            share=1.5,
+        ),
         Target(
             "renewals",
             _restoring(claim, _reads(renewals, look)),
