@@ -21,7 +21,7 @@ export OMP_NUM_THREADS ?= 1
 export MPLBACKEND ?= Agg
 export NO_MKDOCS_2_WARNING ?= 1
 
-.PHONY: train test check chaos goodput gpu plan docs docs-serve setup clean
+.PHONY: train test check chaos goodput gpu plan sbom docs docs-serve setup clean
 
 train: $(STAMP)  ## four learners, two syncer shards, an evaluator; one learner is killed on the way
 	$(BIN)/ddiloco train recipes/quickstart.toml
@@ -49,6 +49,9 @@ goodput: $(STAMP)  ## table and plots of what failures cost a million chips: ben
 plan: $(STAMP)  ## the planner's tables and plots: benchmarks/results/plan
 	$(BIN)/python benchmarks/plan.py
 	$(BIN)/python benchmarks/tables.py
+
+sbom: $(STAMP)  ## what an installation brings, with versions and licences: dist/sbom.json
+	$(BIN)/python deploy/sbom.py dist/sbom.json
 
 docs: $(STAMP)  ## the documentation, as a folder of pages: site/index.html
 	$(BIN)/mkdocs build --strict --quiet

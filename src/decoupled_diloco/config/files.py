@@ -18,6 +18,7 @@ from typing import Any, Literal
 import tomli_w
 
 from decoupled_diloco.config.run import RunConfig
+from decoupled_diloco.config.settings import shown
 from decoupled_diloco.errors import ConfigError
 
 _SCENARIOS_OWN = {"set", "until_seconds", "parameters", "learners", "links", "events", "random"}
@@ -57,10 +58,12 @@ def read_tables(path: Path) -> dict[str, Any]:
     """
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: {error}") from None
+    except ValueError as error:  # a number of thousands of digits is not told as TOML's own error
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path} is not valid TOML: it is nested too deep") from None
     except FileNotFoundError:
         raise ConfigError(
             f"{path} does not exist: give the path of a run's TOML file, or the name of a shipped "
@@ -82,7 +85,7 @@ def read_run_tables(path: Path) -> dict[str, Any]:
     if isinstance(run, str) or told:
         raise ConfigError(f"{path} is a scenario, not a run: ddiloco simulate {path}")
     if not isinstance(run, dict):
-        raise ConfigError(f"run={run!r} in {path} is not a table: write it as one")
+        raise ConfigError(f"run={shown(run)} in {path} is not a table: write it as one")
     return tables
 
 
@@ -112,7 +115,7 @@ def override_key(tables: dict[str, Any], override: str) -> None:
 def _parse_value(text: str) -> Any:
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
     return parsed["value"] if len(parsed) == 1 else text
 

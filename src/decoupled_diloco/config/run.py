@@ -19,6 +19,8 @@ from decoupled_diloco.config.where import WhereSettings
 from decoupled_diloco.errors import ConfigError
 
 PORT_MAX = 65_535
+LEARNERS_MAX = 100_000
+"""A run is made for thousands; each has a name, a port and more in every process."""
 
 Parallelism: TypeAlias = Literal["plain", "ddp", "fsdp", "tp"]
 """How a model is cut over the ranks of a learner; "plain": it has one rank."""
@@ -70,8 +72,8 @@ class RunSettings(Settings):
     """Seed of the initial weights and of the order of the data, 0 to 2^32 - 1. Change it to repeat
     a measurement independently."""
 
-    learners: int = Field(default=4, ge=1)
-    """M: number of independent learners, at least 1. The paper trains 8, and tries 1 to 16; 4 fit
+    learners: int = Field(default=4, ge=1, le=LEARNERS_MAX)
+    """M: number of independent learners, 1 to 100,000. The paper trains 8, and tries 1 to 16; 4 fit
     a small machine."""
 
     budget_steps: int | None = Field(default=None, ge=1)

@@ -24,6 +24,9 @@ from pydantic_core import ErrorDetails
 
 from decoupled_diloco.errors import ConfigError
 
+SHOWN_CHARACTERS = 400
+"""So much of a value that is wrong is repeated."""
+
 _RANGE_WORDS = {
     "greater_than_equal": ("ge", "at least"),
     "greater_than": ("gt", "greater than"),
@@ -135,7 +138,7 @@ def _explain(model: type[Settings], details: ErrorDetails) -> str:
     kind, context = details["type"], details.get("ctx", {})
     key = str(details["loc"][0]) if details["loc"] else ""
     value = details.get("input")
-    subject = f"{key}={value!r} in {model.table}" if model.table else f"{key}={value!r}"
+    subject = f"{key}={shown(value)}" + (f" in {model.table}" if model.table else "")
     if kind == "extra_forbidden":
         return _explain_unknown(model, key, isinstance(value, dict | list))
     if kind == "missing":
@@ -144,12 +147,22 @@ def _explain(model: type[Settings], details: ErrorDetails) -> str:
         limit, words = _RANGE_WORDS[kind]
         return f"{subject} is out of range: it must be {words} {context[limit]}"
     if kind == "literal_error":
-        return f"{subject} is not known: {suggestion(str(value), _choices(model, key))}"
+        word = value if isinstance(value, str) else shown(value)
+        return f"{subject} is not known: {suggestion(word, _choices(model, key))}"
     if kind in _TYPE_WORDS:
         return f"{subject} is not {_TYPE_WORDS[kind]}: write it as one"
     if kind == "string_pattern_mismatch":
         return f"{subject} has a character that does not fit: it must match {context['pattern']}"
     return f"{subject} does not fit: {details['msg']}"
+
+
+def shown(value: object) -> str:
+    """The beginning of a value; Python refuses to write out a number of thousands of digits."""
+    try:
+        text = repr(value)
+    except ValueError:
+        return "a number of thousands of digits"
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"
 
 
 def _explain_unknown(model: type[Settings], key: str, is_table: bool) -> str:

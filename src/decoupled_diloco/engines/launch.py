@@ -13,7 +13,7 @@ from decoupled_diloco.config.files import load_config
 from decoupled_diloco.engines.base import JOBS, SETTINGS, TOKEN, Job, JobState, PlacingEngine
 from decoupled_diloco.engines.kubernetes import Kubernetes
 from decoupled_diloco.engines.slurm import Slurm
-from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.launch.folder import RunFolder, require_ours_or_unused
 from decoupled_diloco.storage.files import write_text
 from decoupled_diloco.transport.tokens import is_loopback
@@ -57,8 +57,7 @@ class Launch:
     def jobs(self) -> list[Job]:
         """What was submitted."""
         path = self.folder / JOBS
-        told = json.loads(path.read_text()) if path.exists() else []
-        return [Job(each["name"], each["id"]) for each in told]
+        return jobs_in(path) if path.exists() else []
 
     def states(self) -> list[JobState]:
         """How the jobs are that are not gone yet."""
@@ -165,3 +164,18 @@ def _write_secret(path: Path) -> None:
     if not path.exists():
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_urlsafe(24) + "\n")
+
+
+def jobs_in(path: Path) -> list[Job]:
+    """The jobs in a file that `Launch.submit` has written.
+
+    Raises:
+        StorageError: it cannot be read.
+    """
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+        return [Job(str(each["name"]), str(each["id"])) for each in told]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise StorageError(
+            f"{path} cannot be read ({error!r:.100}): the engine's own commands show what runs"
+        ) from error

@@ -118,7 +118,7 @@ def read_facts(folder: Path) -> dict[str, Any]:
         raise StorageError(
             f"{folder} holds no export, since it has no {FACTS}: make one with ddiloco export RUN"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise StorageError(f"{folder / FACTS} cannot be read: {error}") from error
     if not isinstance(facts, dict):
         raise StorageError(f"{folder / FACTS} cannot be read: it is no JSON object")

@@ -112,7 +112,7 @@ def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
 def _versions(path: Path) -> dict[str, str]:
     try:
         versions = json.loads(load_metadata(path).get("versions", "{}"))
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}  # Another program's file: they are for people only.
     return {str(k): str(v) for k, v in versions.items()} if isinstance(versions, dict) else {}
 

@@ -174,10 +174,12 @@ class CertificateFolder:
 
     def _certificate(self, name: str) -> x509.Certificate:
         try:
-            return x509.load_pem_x509_certificate(self._pem(name).read_bytes())
+            certificate = x509.load_pem_x509_certificate(self._pem(name).read_bytes())
+            _alternatives(certificate)  # they are parsed only when they are asked for
+            return certificate
         except OSError as error:
             raise StorageError(f"{self._pem(name)} cannot be read: {error.strerror}") from None
-        except ValueError:
+        except (ValueError, x509.InvalidVersion, x509.DuplicateExtension):
             raise StorageError(f"{self._pem(name)} is no certificate: remove it") from None
 
     def _private(self, name: str) -> Key:

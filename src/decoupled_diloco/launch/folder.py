@@ -210,7 +210,7 @@ def require_ours_or_unused(path: Path, *, resume: bool = False) -> None:
 def is_run_folder(path: Path) -> bool:
     """Whether a folder is a run of ours: all of its settings are in it, and a tape."""
     has_tape = (path / FOLDER_NAME).is_dir() or (path / MERGED_NAME).is_file()
-    with contextlib.suppress(OSError, ValueError):  # TOML and UTF-8 both
+    with contextlib.suppress(OSError, ValueError, RecursionError):  # TOML and UTF-8 both
         tables = tomllib.loads((path / RUN_FILE).read_text(encoding="utf-8"))
         optional = {"faults", "tls", "where"}
         return has_tape and tables.keys() >= set(RunConfig.model_fields) - optional
@@ -249,6 +249,10 @@ def read_token(path: Path | None) -> str | None:
         raise ConfigError(
             f"token_file={str(path)!r} cannot be read: {error.strerror or error}"
         ) from error
+    except UnicodeDecodeError:  # what is in it is not repeated
+        raise ConfigError(
+            f"token_file={str(path)!r} is no text: give the file with the run's secret"
+        ) from None
     if not token:
         raise ConfigError(f"token_file={str(path)!r} is empty: put the run's secret into it")
     return token
@@ -283,15 +287,20 @@ def launcher_of(run: Path) -> tuple[int, str]:
         ConfigError: it does not run, or it is no run folder.
     """
     try:
-        number, host = (run / LAUNCHER).read_text().split()
-    except OSError as error:
+        text, host = (run / LAUNCHER).read_text().split()
+        number = int(text)
+    except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{run} does not say who launched it ({error.strerror}): give the run folder of a run "
-            "that ddiloco train, syncer or launch has started"
+            f"{run} does not say who launched it ({_reason(error)}): give the run folder of a "
+            "run that ddiloco train, syncer or launch has started"
         ) from None
     if host == socket.gethostname() and not _is_locked(run):
         raise ConfigError(f"{run} does not run: there is nothing to stop")
-    return int(number), host
+    return number, host
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return error.strerror or str(error) if isinstance(error, OSError) else "it is no such file"
 
 
 def _is_locked(run: Path) -> bool:
@@ -317,8 +326,8 @@ def read_addresses(run: Path) -> tuple[str, ...]:
         )
     try:
         return tuple((run / ADDRESSES).read_text().split())
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise StorageError(
-            f"{run} does not say where its syncer listens ({error.strerror}): give the folder of a "
+            f"{run} does not say where its syncer listens ({_reason(error)}): give the folder of a "
             "run that was started on this machine, or http://HOST:PORT"
         ) from error

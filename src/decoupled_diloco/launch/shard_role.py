@@ -299,6 +299,8 @@ def _when_told_to_end(end: Callable[[], None]) -> None:
 def limits_here(learners: int) -> Limits:
     """A server's limits, with as many connections as this system lets a process have."""
     limits = Limits()
+    # All learners may dial at once, and none of them has shown anything at first.
+    limits = replace(limits, strangers=limits.strangers + CONNECTIONS_PER_LEARNER * learners)
     allowed = open_files_allowed(limits.connections)
     if allowed is None:
         return limits
@@ -311,4 +313,6 @@ def limits_here(learners: int) -> Limits:
             learners,
             CONNECTIONS_PER_LEARNER,
         )
-    return replace(limits, connections=connections)
+    return replace(
+        limits, connections=connections, strangers=min(limits.strangers, max(1, connections // 2))
+    )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -452,7 +451,7 @@ class Background:
             if self.shared is not None:
                 self.shared.config = config  # joined again: the budget may be another one by now
                 return
-            layout, me = Layout.from_json(json.loads(admitted.layout)), self.identity
+            layout, me = Layout.from_text(admitted.layout), self.identity
             machine = LearnerMachine(options_of(config), me.name, admitted.epoch, me.nonce, me.role)
             plan, alpha = plan_of(layout, config), config.sync.blend_alpha
             tensors = LearnerTensors(plan, self._store, alpha)

@@ -32,6 +32,7 @@ from decoupled_diloco.learner.store import Values
 from decoupled_diloco.protocol.events import KeptFragment
 from decoupled_diloco.protocol.versions import Version
 from decoupled_diloco.runtime import runtime
+from decoupled_diloco.storage.files import NOT_JSON
 from decoupled_diloco.storage.ranges import kept_range
 from decoupled_diloco.storage.states import pack, unpack
 from decoupled_diloco.storage.weights import load_sealed, save_sealed
@@ -192,7 +193,7 @@ class LearnerCheckpoint:
             numbers = {name: record[name] for name in _NUMBERS}
             model = unpack(_under("model.", tensors), texts["model"])
             state = unpack(_under("state.", tensors), texts["state"])
-        except (KeyError, TypeError, ValueError) as error:
+        except NOT_JSON as error:
             raise StorageError(f"{path} is no learner's checkpoint: {error!r}") from error
         beside = beside_of(path) if ranks else None
         if beside is not None and not beside.is_dir():

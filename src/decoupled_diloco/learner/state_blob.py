@@ -18,6 +18,7 @@ from torch import Tensor
 
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.merge import digest
+from decoupled_diloco.storage.files import NOT_JSON
 from decoupled_diloco.storage.states import pack, unpack
 from decoupled_diloco.transport.ranges import chunk_sizes
 
@@ -81,8 +82,10 @@ class StateBlob:
                 offset + math.prod(shape) * getattr(torch, dtype).itemsize
                 for _, dtype, shape, offset in blob.tensors
             ]
-            fits = max(ends, default=0) <= nbytes and len(digests) == len(chunk_sizes(nbytes))
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            least = min((min(offset, *shape, 0) for _, _, shape, offset in blob.tensors), default=0)
+            fits = max(ends, default=0) <= nbytes and least == 0
+            fits = fits and len(digests) == len(chunk_sizes(nbytes))
+        except NOT_JSON as error:
             raise StorageError(f"a donor's head cannot be read: {error!r}") from error
         if not fits:
             raise StorageError(f"a donor's head does not fit the {nbytes} bytes that it announced")
@@ -104,7 +107,7 @@ class StateBlob:
                 for name, dtype, shape, offset in self.tensors
             }
             return unpack(tensors, self.text)
-        except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+        except (RuntimeError, *NOT_JSON) as error:
             raise StorageError(f"a donor's state cannot be read: {error!r}") from error
 
 

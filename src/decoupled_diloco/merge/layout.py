@@ -172,6 +172,19 @@ class Layout:
         return cast("dict[str, Any]", _LAYOUT.dump_python(self, mode="json"))
 
     @classmethod
+    def from_text(cls, text: str | bytes) -> Layout:
+        """Read JSON text, trusting nothing.
+
+        Raises:
+            ProtocolError: It is no JSON, or `from_json` refuses what is in it.
+        """
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ProtocolError(f"the layout is not JSON: {error!s:.100}") from None
+        return cls.from_json(data)
+
+    @classmethod
     def from_json(cls, data: object) -> Layout:
         """Read what `to_json` wrote, trusting nothing.
 

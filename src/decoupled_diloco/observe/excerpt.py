@@ -103,6 +103,6 @@ def _public(line: bytes) -> bytes:
         header = data.get("header") or {}
         data["header"] = {key: header[key] for key in header if key not in _PRIVATE}
         data.pop("pid", None)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return b""
     return json.dumps(record, separators=(",", ":")).encode() + b"\n"

@@ -27,6 +27,9 @@ MERGED_NAME = "tape.jsonl"
 SECONDS_MAX = 1e12
 """No clock that began in 1970 shows more for thirty thousand years: such a line is spoilt."""
 
+PROBLEMS_MAX = 10_000
+"""So many torn lines are told of one by one."""
+
 Kind = Literal["start", "event", "effect", "sample"]
 Event = SyncerEvent | LearnerEvent | CoordinatorEvent | LeaseEvent
 Effect = SyncerEffect | LearnerEffect | CoordinatorEffect | LeaseEffect
@@ -107,8 +110,15 @@ class Parser:
             version = fields["v"]
             if version <= SCHEMA:
                 return self._record(fields)
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
-            self._problems.append(
+        except (
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ):
+            self._note(
                 f"{self._path}: line {self._number} is torn and was left out "
                 f"({len(line)} bytes{_shown(line[:40])})"
             )
@@ -118,6 +128,13 @@ class Parser:
             f"{SCHEMA}: read it with the decoupled-diloco that wrote it, or a newer one"
         )
 
+    def _note(self, problem: str) -> None:
+        """A file of nothing but torn lines must not fill the memory with what is said of them."""
+        if len(self._problems) < PROBLEMS_MAX:
+            self._problems.append(problem)
+        elif len(self._problems) == PROBLEMS_MAX:
+            self._problems.append(f"{self._path}: what follows is torn, too, and is not counted")
+
     def _record(self, fields: dict[str, Any]) -> Record:
         at, who = float(fields["at"]), str(fields["who"])
         name, data = today(fields["v"], fields["kind"], str(fields["type"]), dict(fields["data"]))
@@ -126,7 +143,7 @@ class Parser:
             self._clocks[who] = (float(data["wall"]) - float(data["monotonic"]), life)
         if who not in self._clocks:
             self._clocks[who] = (0.0, 0)
-            self._problems.append(
+            self._note(
                 f"{self._path}: no start record of {who}, so its times are those of its own clock"
             )
         offset, life = self._clocks[who]

@@ -38,6 +38,9 @@ SEGMENT_BYTES = 4 << 20
 """Where a segment ends. Twice as long ones are not smaller by more than a hundredth, and this much
 of each process's tape, at most twice, is on the disk as it is."""
 
+LINE_BYTES_MAX = 16 << 20
+"""A line longer than this is left out; none is written."""
+
 PACKED_BYTES_MIN = 256 << 10
 """Once the writer is gone, a newest text that is shorter stays as it is, for any reader."""
 
@@ -167,7 +170,12 @@ def lines_of(tape: Path, problems: list[str], offset: int = 0) -> Iterator[Line]
         file, begin, end = open_at(tape, offset)
         with file, contextlib.suppress(*CORRUPT):
             file.seek(offset - begin)
-            for text in file:
+            while text := file.readline(LINE_BYTES_MAX):
+                if len(text) == LINE_BYTES_MAX and not text.endswith(b"\n"):
+                    offset += len(text) + _skip_line(file)
+                    problems.append(f"{tape}: a line longer than {LINE_BYTES_MAX >> 20} MiB")
+                    yield Line(b"", offset)
+                    continue
                 if end is not None and not text.endswith(b"\n"):
                     break  # the file was cut off
                 offset += len(text)
@@ -185,6 +193,16 @@ def _open_segment(tape: Path, offset: int) -> Part | None:
             return None
         with contextlib.suppress(FileNotFoundError):  # it was compressed meanwhile
             return Part(segment.open(), segment.begin, segment.end)
+
+
+def _skip_line(file: BinaryIO) -> int:
+    """Reads on behind a line's end; how many bytes that were."""
+    nbytes = 0
+    while text := file.readline(LINE_BYTES_MAX):
+        nbytes += len(text)
+        if text.endswith(b"\n"):
+            break
+    return nbytes
 
 
 def _segments_end(tape: Path) -> int:

@@ -27,7 +27,7 @@ from decoupled_diloco.observe.reader import (
     read_on_order,
     tape_files,
 )
-from decoupled_diloco.observe.records import FOLDER_NAME, Parser, Record
+from decoupled_diloco.observe.records import FOLDER_NAME, SECONDS_MAX, Parser, Record
 from decoupled_diloco.transport.documents import fetch, read_object
 from decoupled_diloco.transport.tls import Tls, require_used
 
@@ -203,7 +203,9 @@ class SyncerSource:
         shards, wall = about.get("shards"), about.get("wall")
         if not isinstance(shards, list) or not all(isinstance(s, str) for s in shards):
             raise ProtocolError(f"{address} does not say where the shards are")
-        self._skew = float(wall) - time.time() if isinstance(wall, int | float) else 0.0
+        if not isinstance(wall, int | float) or not abs(wall) < SECONDS_MAX:
+            wall = time.time()
+        self._skew = float(wall) - time.time()
         return tuple(reached_by(each, address) for each in shards)
 
     def _read(self, shard: int, address: str) -> list[Record]:

@@ -118,7 +118,7 @@ def natural(name: str) -> tuple[str, int]:
     ['learner-9', 'learner-10']
     """
     stem, _, number = name.rpartition("-")
-    return (stem, int(number)) if number.isdigit() else (name, -1)
+    return (stem, int(number)) if number.isdecimal() and len(number) < 19 else (name, -1)
 
 
 def clock_face(seconds: float) -> str:

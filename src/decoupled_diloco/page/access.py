@@ -61,16 +61,20 @@ class Access:
         """Refuses what another site makes a browser send.
 
         Raises:
-            RequestRefusal: 403.
+            RequestRefusal: 403; 400 for what is no name of a host.
         """
         host = request.headers.get("Host", "")
-        name = urlsplit(f"//{host}").hostname or ""
+        origin = request.headers.get("Origin")
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+            site = None if origin is None else urlsplit(origin).netloc
+        except ValueError:
+            raise RequestRefusal(400, "Host or Origin is no name of a host") from None
         if self.open and not is_loopback(name):
             raise RequestRefusal(
                 403, f"this run has no secret, so its page is at 127.0.0.1 only, not at {name!r}"
             )
-        origin = request.headers.get("Origin")
-        if origin is not None and urlsplit(origin).netloc != host:
+        if site is not None and site != host:
             raise RequestRefusal(403, f"the page answers no other site, and {origin!r} is one")
 
     def knows(self, request: web.BaseRequest) -> bool:
@@ -80,7 +84,7 @@ class Access:
         if self._tokens.without_secret:
             return True
         until, _, code = request.cookies.get(_cookie(request), "").partition(".")
-        good = hmac.compare_digest(code.encode(), self._code(until).encode())
+        good = hmac.compare_digest(code.encode("utf-8", "replace"), self._code(until).encode())
         return good and until.isascii() and until.isdigit() and int(until[:15]) > self._wall()
 
     async def sign_in(self, request: web.BaseRequest, answer: web.StreamResponse) -> None:
@@ -99,7 +103,10 @@ class Access:
                 "This run wants a certificate: give this browser one (ddiloco certificates add), "
                 "or use ddiloco watch.",
             )
-        form = await request.post()
+        try:
+            form = await request.post()
+        except (ValueError, LookupError):  # no text, or in an encoding that nobody knows
+            raise RequestRefusal(400, "sign in with the form of this page") from None
         secret = form.get("secret", "")
         source = request.remote or ""
         self._limit(source)

@@ -84,6 +84,9 @@ class Site:
     def serves(self, path: str) -> bool:
         return path == ROOT or path.startswith(PREFIX)
 
+    def knows(self, request: web.BaseRequest) -> bool:
+        return self._access.knows(request)
+
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         self._access.check_origin(request)
         path, method = request.rel_url.raw_path, request.method

@@ -99,7 +99,7 @@ def _union(classes: tuple[type, ...]) -> _Decoder:
             raise ProtocolError(f"{where} is {type(data).__name__}, not an object")
         name = data.get("type")
         if not isinstance(name, str) or name not in by_name:
-            raise ProtocolError(f"{where} has type {str(name)[:40]!r}, expected {sorted(by_name)}")
+            raise ProtocolError(f"{where} has type {_shown(name)}, expected {sorted(by_name)}")
         return _object(by_name[name])(data, name)
 
     return decoder
@@ -146,7 +146,7 @@ def _field(hint: Any) -> _Decoder:
 def _literal(allowed: tuple[Any, ...]) -> _Decoder:
     def decoder(value: Any, where: str) -> Any:
         if value not in allowed:
-            raise ProtocolError(f"{where} is {str(value)[:40]!r}, expected one of {allowed}")
+            raise ProtocolError(f"{where} is {_shown(value)}, expected one of {allowed}")
         return value
 
     return decoder
@@ -173,16 +173,20 @@ def _integer(value: Any, where: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ProtocolError(f"{where} is {type(value).__name__}, not an integer")
     if not 0 <= value <= INTEGER_MAX:
-        raise ProtocolError(f"{where} is {value}, outside 0 to 2^53")
+        raise ProtocolError(f"{where} is {str(value)[:40]}, outside 0 to 2^53")
     return value
 
 
 def _number(value: Any, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ProtocolError(f"{where} is {type(value).__name__}, not a number")
-    if not math.isfinite(value):
-        raise ProtocolError(f"{where} is {value}, not finite")
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        number = math.inf
+    if not math.isfinite(number):
+        raise ProtocolError(f"{where} is {str(value)[:40]}, not finite")
+    return number
 
 
 def _text(value: Any, where: str) -> str:
@@ -195,3 +199,9 @@ def _boolean(value: Any, where: str) -> bool:
     if not isinstance(value, bool):
         raise ProtocolError(f"{where} is {type(value).__name__}, not true or false")
     return value
+
+
+def _shown(value: Any) -> str:
+    """The beginning of a plain value; the kind of one that may be nested without end."""
+    plain = isinstance(value, (str, int, float)) or value is None
+    return repr(str(value)[:40]) if plain else type(value).__name__

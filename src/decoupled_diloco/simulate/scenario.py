@@ -11,6 +11,7 @@ Nothing here knows of virtual time; what carries a scenario out is in `script`.
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +24,7 @@ import tomli_w
 
 from decoupled_diloco.config import RunConfig, dump_config, suggestion
 from decoupled_diloco.config.files import find_shipped, override_key, read_run_tables, read_tables
+from decoupled_diloco.config.settings import shown
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.scenario_file import (
@@ -394,8 +396,16 @@ def _paces(config: RunConfig) -> list[float]:
                 f"step_seconds in [workload.options] lists {len(pace)}, but there are "
                 f"{config.run.learners} learners: give one number for all, or one for each"
             )
-        return [float(seconds) for seconds in pace]
-    return [float(pace) if config.workload.name == "paced" else 1.0] * config.run.learners
+        return [_seconds(each) for each in pace]
+    return [_seconds(pace) if config.workload.name == "paced" else 1.0] * config.run.learners
+
+
+def _seconds(pace: Any) -> float:
+    if isinstance(pace, int | float) and 0 < pace < math.inf:
+        return float(pace)
+    raise ConfigError(
+        f"step_seconds={shown(pace)} in [workload.options] is no time: write seconds, as 0.5"
+    )
 
 
 def _happenings(file: ScenarioFile, config: RunConfig, cast: _Cast) -> tuple[Happening, ...]:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from decoupled_diloco.config.run import LEARNERS_MAX
 from decoupled_diloco.config.settings import Settings
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.units import parse_rate
@@ -89,8 +90,8 @@ class LearnerGroup(Settings):
     name: str | None = Field(default=None, pattern=NAME)
     """What events call this group, for example a region. Its learners have names of their own."""
 
-    count: int = Field(default=1, ge=1)
-    """How many learners, at least 1."""
+    count: int = Field(default=1, ge=1, le=LEARNERS_MAX)
+    """How many learners, 1 to 100,000."""
 
     step_seconds: float = Field(default=1.0, gt=0)
     """Mean length of one inner step, seconds, greater than 0."""

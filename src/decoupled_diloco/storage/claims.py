@@ -22,6 +22,7 @@ from typing import get_args
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.protocol.shard_lease import Condition, NewestLease
 from decoupled_diloco.runtime import runtime
+from decoupled_diloco.storage.files import NOT_JSON
 
 CLAIMS = "claims"
 """The folder in the run folder; each shard has its own in it."""
@@ -117,7 +118,7 @@ class ClaimStore:
         try:
             claim = json.loads(runtime().disk.read(path))
             nonce, lease_seconds = str(claim["nonce"]), float(claim["lease_seconds"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, *NOT_JSON) as error:
             raise StorageError(
                 f"{path} cannot be read ({error}): if it stays so, remove it once no process of "
                 "this shard runs"
@@ -176,6 +177,6 @@ class ClaimStore:
                 raise ValueError(f"condition {condition!r}")
         except FileNotFoundError:
             return 0, "held"
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, *NOT_JSON) as error:
             raise StorageError(f"{path} cannot be read: {error}") from error
         return renewals, condition

@@ -22,6 +22,7 @@ from decoupled_diloco.protocol import wire
 from decoupled_diloco.protocol.data_leases.coordinator import LeaseBook, apply, copied
 from decoupled_diloco.protocol.data_leases.ledger import LEDGER_ENTRIES, LedgerEntry
 from decoupled_diloco.runtime import runtime
+from decoupled_diloco.storage.files import NOT_JSON
 from decoupled_diloco.storage.journal import Journal, JournalReader
 
 FILE = "data.ledger"
@@ -104,7 +105,7 @@ def read_ledger(path: Path) -> Iterator[LedgerEntry | Basis]:
                 yield Basis(_BOOK.validate_python(record.fields["basis"]), tuple(last))
             for entry in record.fields.get("entries", ()):
                 yield wire.decode(entry, LEDGER_ENTRIES)
-        except (ProtocolError, ValueError) as error:
+        except (ProtocolError, *NOT_JSON) as error:
             raise StorageError(
                 f"{path} cannot be understood ({error}): read it with the version that wrote it"
             ) from error

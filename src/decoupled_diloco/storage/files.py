@@ -7,6 +7,9 @@ from pathlib import Path
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.runtime import runtime
 
+NOT_JSON = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
+"""What reading JSON raises that is none, or has other values in it than one looks for."""
+
 
 def write_text(path: Path, text: str) -> None:
     """Replaces a file's text and waits until the disk has both the text and the new name.

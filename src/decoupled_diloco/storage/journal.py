@@ -158,7 +158,11 @@ def _read(file: BinaryIO) -> JournalRecord | None:
     text, body = file.read(text_bytes), file.read(body_bytes)
     if _digest(text, body) != digest:
         return None
-    return JournalRecord(json.loads(text), body)
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return JournalRecord(fields, body) if isinstance(fields, dict) else None
 
 
 def _digest(text: bytes, body: memoryview | bytes) -> bytes:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from decoupled_diloco.errors import ConfigError, StorageError
+from decoupled_diloco.storage.files import NOT_JSON
 
 DEPTH_MAX = 100
 """Nesting beyond this is a state that contains itself."""
@@ -61,7 +62,7 @@ def unpack(tensors: Mapping[str, Tensor], text: str) -> Any:
     """
     try:
         return _unpacked(json.loads(text), tensors)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (RuntimeError, *NOT_JSON) as error:
         raise StorageError(f"a packed state cannot be read: {error!r}") from error
 
 

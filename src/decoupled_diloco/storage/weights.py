@@ -23,6 +23,7 @@ from torch import Tensor
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.merge import digest
 from decoupled_diloco.runtime import runtime
+from decoupled_diloco.storage.files import NOT_JSON
 
 ALIASES_KEY = "decoupled_diloco.aliases"
 """Metadata entry, JSON: {name of a tied tensor: name of the tensor that holds its values}."""
@@ -102,7 +103,7 @@ def opened(path: str | Path) -> Iterator[Any]:
             yield file
     except FileNotFoundError:
         raise StorageError(f"{path} does not exist") from None
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
+    except (OSError, SafetensorError, *NOT_JSON) as error:
         raise StorageError(f"{path} is torn or no safetensors file: {error}") from error
 
 

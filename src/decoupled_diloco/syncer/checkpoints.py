@@ -23,7 +23,7 @@ from decoupled_diloco.protocol.checkpoints.coordinator import OpenCheckpoint
 from decoupled_diloco.protocol.checkpoints.effects import KeepCheckpoint
 from decoupled_diloco.protocol.checkpoints.messages import CheckpointPart
 from decoupled_diloco.runtime import runtime
-from decoupled_diloco.storage.files import write_text
+from decoupled_diloco.storage.files import NOT_JSON, write_text
 from decoupled_diloco.syncer.durable import part_digest
 from decoupled_diloco.syncer.result import SHARES
 
@@ -158,7 +158,7 @@ def read_manifest(folder: Path) -> Manifest:
         )
     except FileNotFoundError:
         raise StorageError(f"{folder} is not complete: it has no {MANIFEST}") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, *NOT_JSON) as error:
         raise StorageError(f"{path} cannot be read: {error!r}") from error
 
 

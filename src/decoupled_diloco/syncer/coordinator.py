@@ -240,10 +240,7 @@ class CoordinatorHost:
         if not join.layout:
             problem = "a learner must say what its layout is"
             return None, problem if join.role == "learner" else ""
-        try:
-            layout = synchronised(Layout.from_json(json.loads(join.layout)), self._config)
-        except (ValueError, RecursionError) as error:
-            raise ProtocolError(f"the layout is not JSON: {error}") from None
+        layout = synchronised(Layout.from_text(join.layout), self._config)
         if self._layout is not None:
             difference = self._layout.describe_difference(layout)
             return layout, f"{_NOT_THE_RUNS}: {difference}" if difference else ""

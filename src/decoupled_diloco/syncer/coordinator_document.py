@@ -21,6 +21,7 @@ from decoupled_diloco.protocol.coordinator import (
     state_today,
 )
 from decoupled_diloco.runtime import runtime
+from decoupled_diloco.storage.files import NOT_JSON
 from decoupled_diloco.syncer.coordinator_disk import joined_since, newest_state
 
 _STATE = TypeAdapter(CoordinatorState)
@@ -92,7 +93,7 @@ def read_document(
         layout = document["layout"]
         theirs = read_public(document["settings"])
         found = Layout.from_json(json.loads(layout)) if layout else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ProtocolError) as error:
+    except (OSError, ProtocolError, *NOT_JSON) as error:
         raise StorageError(
             f"{file} cannot be read ({error}): move the run folder away to begin anew"
         ) from error

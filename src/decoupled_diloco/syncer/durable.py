@@ -40,6 +40,7 @@ from decoupled_diloco.errors import ConfigError, MergeError, StorageError
 from decoupled_diloco.merge import Layout, as_bytes, digest, values_digest
 from decoupled_diloco.protocol.versions import Version
 from decoupled_diloco.runtime import runtime
+from decoupled_diloco.storage.files import NOT_JSON
 from decoupled_diloco.storage.journal import Journal, JournalReader, JournalRecord
 from decoupled_diloco.storage.weights import load_metadata, load_weights, save_weights
 from decoupled_diloco.syncer.fragments import FragmentTensors, PublishedCopy, ShardTensors
@@ -156,7 +157,7 @@ class ShardDisk:
         numbers = sorted((int(path.stem) for path in self._files(".safetensors")), reverse=True)
         for number in numbers:
             try:
-                found = self._load(number)
+                found = self._read(number)
             except StorageError as error:
                 self.problems.append(f"{error}: the one before it is used")
                 continue
@@ -319,6 +320,13 @@ class ShardDisk:
             with contextlib.suppress(OSError):  # tried again at the next checkpoint
                 runtime().disk.remove(file)
 
+    def _read(self, number: int) -> dict[int, Durable]:
+        try:
+            return self._load(number)
+        except NOT_JSON as error:
+            path = self._path(number, ".safetensors")
+            raise StorageError(f"{path} is no shard's checkpoint: {error!r:.200}") from error
+
     def _load(self, number: int) -> dict[int, Durable]:
         path = self._path(number, ".safetensors")
         metadata = load_metadata(path)
@@ -362,12 +370,15 @@ class ShardDisk:
         last: dict[tuple[int, str], int] = {}
         if len(journals) > 1:  # what is written again later was not told before
             for journal in journals:
-                for record in JournalReader(self._path(journal, ".journal")):
+                for record in filter(_is_merge, JournalReader(self._path(journal, ".journal"))):
                     last[record.fields["fragment"], record.fields["version"]] = journal
         wrong: set[int] = set()
         for journal in journals:
             records = JournalReader(self._path(journal, ".journal"))
             for record in records:
+                if not _is_merge(record):
+                    self.problems.append(f"{records.path}: a record in it is no merge: left out")
+                    continue
                 place = (record.fields["fragment"], record.fields["version"])
                 if last.get(place, journal) == journal:
                     self._replay(journal, record, found, wrong)
@@ -449,6 +460,20 @@ def from_tensors(tensors: ShardTensors, fragment: int, state: dict[str, Tensor])
         {k.removeprefix("outer."): v for k, v in mine.items() if k.startswith("outer.")}
     )
     return FragmentTensors(mine["master"], mine["published"], outer)
+
+
+def _is_merge(record: JournalRecord) -> bool:
+    """Whether it is what `ShardDisk.merge` writes, as far as its fields tell."""
+    fragment, version, digest = (record.fields.get(n) for n in ("fragment", "version", "digest"))
+    try:
+        Version.read(version)  # type: ignore[arg-type]  # what it does not take it raises for
+    except NOT_JSON:
+        return False
+    return (
+        type(fragment) is int
+        and isinstance(digest, str)
+        and len(record.body) % 4 == 0 < len(record.body)
+    )
 
 
 def _durable(record: JournalRecord) -> Durable:

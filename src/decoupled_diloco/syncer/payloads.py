@@ -26,7 +26,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from decoupled_diloco.errors import StorageError
+from decoupled_diloco.errors import ProtocolError, StorageError
 from decoupled_diloco.merge import Body, Layout, as_bytes
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.storage.weights import load_weights, save_weights
@@ -122,8 +122,8 @@ def read_layout(folder: Path) -> Layout:
     """
     path = folder / LAYOUT
     try:
-        return Layout.from_json(json.loads(runtime().disk.read(path)))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return Layout.from_text(runtime().disk.read(path))
+    except (OSError, ProtocolError) as error:
         raise StorageError(f"{path} cannot be read ({error}): there is no layout") from error
 
 

@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from decoupled_diloco.errors import ConfigError, StorageError
+from decoupled_diloco.errors import ConfigError, ProtocolError, StorageError
 from decoupled_diloco.merge import DTYPES, Layout, gather, scatter
 from decoupled_diloco.merge.plan import MergePlan
+from decoupled_diloco.storage.files import NOT_JSON
 from decoupled_diloco.storage.weights import load_metadata, load_weights, save_weights
 from decoupled_diloco.syncer.fragments import ShardTensors
 
@@ -110,9 +111,15 @@ def read_shares(
     versions: dict[str, str] = {}
     for shard in range(shards):
         path = share_file(folder, shard)
-        for name, values in load_weights(path).items():
-            copies[int(name.removeprefix("fragment."))] = values
-        versions |= json.loads(load_metadata(path)["versions"])
+        try:
+            for name, values in load_weights(path).items():
+                fragment = int(name.removeprefix("fragment."))
+                if values.shape != (plan.fragments[fragment].numel,) or fragment < 0:
+                    raise ValueError(f"{name} has the shape {tuple(values.shape)}")
+                copies[fragment] = values
+            versions |= json.loads(load_metadata(path)["versions"])
+        except NOT_JSON as error:
+            raise StorageError(f"{path} is not a share of a result: {error!r:.200}") from error
     missing = sorted(set(range(len(plan.fragments))) - copies.keys())
     if missing:
         raise StorageError(f"fragments {missing} are in no share below {folder / SHARES}")
@@ -153,6 +160,6 @@ def read_layout(folder: Path) -> Layout:
     """
     path = share_file(folder, 0)
     try:
-        return Layout.from_json(json.loads(load_metadata(path)["layout"]))
-    except (KeyError, ValueError) as error:
+        return Layout.from_text(load_metadata(path)["layout"])
+    except (KeyError, ProtocolError) as error:
         raise StorageError(f"{path} is not a share of a result: {error}") from error

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
-import json
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
@@ -470,7 +469,7 @@ class Shard:
     def _set_layout(self, text: str) -> None:
         if self._merging is not None:
             return
-        self._layout = Layout.from_json(json.loads(text))
+        self._layout = Layout.from_text(text)
         tensors = ShardTensors(plan_of(self._layout, self.config), self.machine.owned)
         payloads = self._recorded(tensors)
         self._merging = Merging(

@@ -16,15 +16,19 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from decoupled_diloco.observe.excerpt import excerpt
-from decoupled_diloco.observe.segments import CORRUPT, Line, lines_of, newest_of, open_at
+from decoupled_diloco.observe.segments import (
+    CORRUPT,
+    LINE_BYTES_MAX,
+    Line,
+    lines_of,
+    newest_of,
+    open_at,
+)
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.transport.documents import Document, NoSuchDocumentError
 
 PIECE_BYTES = 1 << 20
 """How much of a tape one request goes through: about ten milliseconds."""
-
-LINE_BYTES_MAX = 16 << 20
-"""A line longer than this is skipped; none is written."""
 
 
 class TapeDocuments:

@@ -54,6 +54,8 @@ class Limits:
     channels_per_principal: int = 8
     # connections of all kinds that a server accepts: 4,000 learners have four each
     connections: int = 16384
+    # of them, those that have not shown the run's secret yet: one more closes the oldest of these
+    strangers: int = 512
     header_bytes: int = 8190  # largest request line and largest single header
     ping_seconds: float = 1.0  # interval of control pings, which measure the round trip as well
     lost_seconds: float = 10.0  # silence after which a channel is lost: ten pings

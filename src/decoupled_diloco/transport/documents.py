@@ -72,7 +72,7 @@ def fetch(
         connection.request("GET", f"{prefix}{path}?{urlencode(query)}", headers=headers)
         answer = connection.getresponse()
         body = answer.read(ANSWER_BYTES_MAX + 1)
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, OverflowError, http.client.HTTPException) as error:
         problem = tls_problem(error, address) or _hung_up(error, address, tls)
         if problem is not None:
             raise problem from None
@@ -104,7 +104,7 @@ def read_object(document: Document, where: str) -> dict[str, Any]:
     """A document that is a JSON object."""
     try:
         value = json.loads(document.body)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         raise ProtocolError(f"{where} does not answer like a syncer of this version")

@@ -31,6 +31,7 @@ from decoupled_diloco.transport.base import PIECE_BYTES, Health, Limits, OnChann
 from decoupled_diloco.transport.bodies import PREFIX, BodyBooks, Offer, Stream
 from decoupled_diloco.transport.channel import NOTHING_MORE, WebSocketChannel, handle
 from decoupled_diloco.transport.documents import FACT_PREFIX, NoSuchDocumentError, Query
+from decoupled_diloco.transport.door import Door
 from decoupled_diloco.transport.pool import ReceivePool
 from decoupled_diloco.transport.probe import PROBE, Probes
 from decoupled_diloco.transport.ranges import (
@@ -135,6 +136,7 @@ class HttpServer:
             self._handle,
             handler_cancellation=True,
             access_log=None,
+            logger=_REQUESTS,
             auto_decompress=False,
             max_line_size=self._limits.header_bytes,
             max_field_size=self._limits.header_bytes,
@@ -142,15 +144,17 @@ class HttpServer:
             lingering_time=LINGER_SECONDS,
             keepalive_timeout=KEEP_ALIVE_SECONDS,
         )
+        self._door = Door(
+            self._web,
+            strangers=self._limits.strangers,
+            seconds=self._limits.lost_seconds,
+            goodbye_seconds=STOP_SECONDS,
+            context=None if self._tls is None else self._tls.context,
+        )
         loop = asyncio.get_running_loop()
-        encryption: dict[str, Any] = {}
-        if self._tls is not None:
-            encryption["ssl"] = self._tls.listening()
-            encryption["ssl_handshake_timeout"] = self._limits.lost_seconds
-            encryption["ssl_shutdown_timeout"] = STOP_SECONDS
         try:
             self._listener = await loop.create_server(
-                self._accept, self._host, self._port, backlog=512, **encryption
+                self._accept, self._host, self._port, backlog=512
             )
         except OSError as error:
             raise TransportError(
@@ -164,6 +168,7 @@ class HttpServer:
         if self._listener is None or self._web is None:
             return
         self._listener.close()
+        self._door.close()
         if self._watch_of_end is not None:
             self._watch_of_end.cancel()
         if self._website is not None:
@@ -194,9 +199,9 @@ class HttpServer:
 
     def _accept(self) -> asyncio.BaseProtocol:
         assert self._web is not None
-        if len(self._web.connections) >= self._limits.connections:
+        if len(self._web.connections) + self._door.opening >= self._limits.connections:
             return _Full(self._limits.connections)
-        return self._web()
+        return self._door()
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         task = asyncio.current_task()
@@ -205,7 +210,10 @@ class HttpServer:
         try:
             return await self._dispatch(request)
         except RequestRefusal as refusal:
-            return _refuse(refusal)
+            response = _refuse(refusal)
+            if not self._door.knows(request.transport):
+                response.force_close()  # whoever guesses dials anew for each guess
+            return response
         except ConnectionError as error:
             if request.transport is not None and not request.transport.is_closing():
                 raise
@@ -221,6 +229,8 @@ class HttpServer:
                 text=json.dumps(self._health_and_end()), content_type="application/json"
             )
         if self._website is not None and self._website.serves(path):
+            if self._website.knows(request):
+                self._door.welcome(request.transport)
             return await self._website.answer(request)
         if "Origin" in request.headers:
             raise RequestRefusal(403, "browsers may not speak here: this is the plane of learners")
@@ -228,10 +238,12 @@ class HttpServer:
         names = names_of(request.transport)
         if path in self._queries and request.method == "GET":
             self._tokens.recognize(authorization, names)
+            self._door.welcome(request.transport)
             return await self._query(self._queries[path], request)
         principal = self._tokens.authorize(
             authorization, request.headers.get("X-Principal", ""), names
         )
+        self._door.welcome(request.transport)
         if path == CONTROL and request.method == "GET":
             return await self._control(request, principal)
         if path.startswith(PREFIX):
@@ -301,6 +313,8 @@ class HttpServer:
             await ws.prepare(request)
         except web.HTTPException as error:
             raise RequestRefusal(error.status, "the control plane is a WebSocket") from None
+        except ValueError:  # of a key that is not even ASCII
+            raise RequestRefusal(400, "the control plane is a WebSocket") from None
         address = _address(request)
         channel = WebSocketChannel(ws, Peer(principal, role, address), self._limits, self.stats)
         self._channels.setdefault(principal, []).append(channel)
@@ -398,6 +412,20 @@ class HttpServer:
         channels = self._channels.get(principal)
         if channels:
             channels[-1].heard()
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Whether an error of a request is one of this program: what is no HTTP is its sender's.
+
+    aiohttp would log it with a traceback and the bytes themselves: any stranger could fill the
+    disk, and a learner whose request a bad line has spoilt would have its token in the log.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, aiohttp.http.HttpProcessingError)
+
+
+_REQUESTS = logging.getLogger(f"{__name__}.requests")
+_REQUESTS.addFilter(_is_ours)
 
 
 class _WriteGuard:

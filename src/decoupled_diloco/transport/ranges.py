@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from decoupled_diloco.errors import ProtocolError
+
+_LISTED = re.compile(r"([0-9]{1,15})-([0-9]{1,15})")
+
 Range = tuple[int, int]
 """Half open: the bytes from start up to, not including, stop."""
 
@@ -125,9 +129,15 @@ def write_list(ranges: Iterable[Range]) -> str:
 
 
 def read_list(text: str) -> list[Range]:
-    """Return the ranges that `write_list` wrote."""
-    pairs = (part.split("-") for part in text.split(",") if part)
-    return [(int(start), int(stop)) for start, stop in pairs]
+    """Return the ranges that `write_list` wrote.
+
+    Raises:
+        ProtocolError: they are none.
+    """
+    found = [_LISTED.fullmatch(part) for part in text.split(",") if part]
+    if not all(found):
+        raise ProtocolError(f"{text[:100]!r} is no list of byte ranges")
+    return [(int(each[1]), int(each[2])) for each in found if each]
 
 
 CHUNK_BYTES = 4 << 20

@@ -213,7 +213,7 @@ class _Look:
             raise LookTrouble(
                 name, "stranger", f"it does not speak HTTP: {error.message}"
             ) from None
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+        except (aiohttp.ClientError, OSError, OverflowError, ValueError, RecursionError) as error:
             problem = tls_problem(error, self._seen.address)
             if isinstance(error, ConnectionResetError | aiohttp.ServerDisconnectedError):
                 problem = await hung_up_problem(self._url, self._seen.address, self._shown)

@@ -78,8 +78,9 @@ class Tls:
         Raises:
             ConfigError: A file cannot be used.
         """
-        context = ssl.create_default_context()
-        if self.authority is not None:
+        if self.authority is None:
+            context = ssl.create_default_context()
+        else:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             _trust(context, "authority", Path(self.authority))
         if self.certificate is not None and self.key is not None:
@@ -141,16 +142,6 @@ class LiveTls:
             else:
                 logger.info("new certificates from %s are in use", self._paths[0].parent)
         return self._context
-
-    def listening(self) -> ssl.SSLContext:
-        """A context that answers each connection by `context`."""
-        context = self._files.new_context()
-
-        def answer(connection: Any, name: str | None, own: ssl.SSLContext) -> None:
-            connection.context = self.context()
-
-        context.sni_callback = answer
-        return context
 
     @property
     def ends_at(self) -> float | None:
@@ -225,7 +216,7 @@ def _trust(context: ssl.SSLContext, what: str, path: Path) -> None:
     data = _read(what, path)
     try:
         context.load_verify_locations(cadata=data.decode("ascii"))
-    except (ssl.SSLError, UnicodeDecodeError):
+    except (ssl.SSLError, ValueError):
         raise ConfigError(
             f"{what}={str(path)!r} holds no certificate in PEM: give the file that begins with "
             "-----BEGIN CERTIFICATE-----"
@@ -266,7 +257,12 @@ def _end_of(path: Path) -> float:
             "certificates need the extra tls: pip install 'decoupled-diloco[tls]' (in a clone: "
             "pip install -e '.[tls]')"
         ) from None
-    chain = x509.load_pem_x509_certificates(_read("certificate", path))
+    try:
+        chain = x509.load_pem_x509_certificates(_read("certificate", path))
+    except (ValueError, x509.InvalidVersion) as error:
+        raise ConfigError(
+            f"certificate={str(path)!r} cannot be read ({error!s:.100}): make it anew"
+        ) from None
     begins = max(each.not_valid_before_utc for each in chain)
     ends = min(each.not_valid_after_utc for each in chain)
     today = datetime.now(UTC)

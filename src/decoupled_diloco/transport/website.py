@@ -14,6 +14,10 @@ class Website(Protocol):
         """Whether it answers at this path."""
         ...
 
+    def knows(self, request: web.BaseRequest) -> bool:
+        """Whether a request shows that who sends it may see the pages."""
+        ...
+
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answers; may take as long as somebody looks.
 

@@ -1,0 +1,16 @@
+"""All targets, by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fuzz.files import of_files
+from fuzz.harness import Target
+from fuzz.sockets import of_sockets
+from fuzz.words import of_wire
+
+
+def all_targets(folder: Path) -> dict[str, Target]:
+    """Every target; files are written into this folder."""
+    found = (*of_wire(), *of_files(folder), *of_sockets(folder / "sockets"))
+    return {target.name: target for target in found}

@@ -1,0 +1,50 @@
+"""A few hundred hostile inputs for each reader; benchmarks/fuzzing.py gives them a million."""
+
+from __future__ import annotations
+
+import pytest
+
+from fuzz.harness import Target, run
+
+INPUTS = 250
+SEED = 7
+NAMES = (
+    *("from-learner", "to-learner", "from-member", "to-member", "from-shard", "to-shard"),
+    *("machine", "layout", "settings", "headers", "answer", "codecs", "state-head", "excerpt"),
+    *("tape", "tape-followed", "tape-packed", "tape-bomb", "journal", "ledger", "shard-journal"),
+    *("shard-checkpoint", "weights", "sealed", "learner-checkpoint", "ranges", "share"),
+    *("packed-state", "coordinator", "layout-file", "claim", "renewals", "manifest", "facts"),
+    *("jobs", "run-file", "scenario", "override", "run-folder", "tables", "certificate"),
+    *("private-key", "authority", "token", "principals", "addresses", "launcher", "http"),
+    *("tls-hello", "fetch-answer", "client-answer", "doctor-answer"),
+)
+
+
+pytestmark = pytest.mark.usefixtures("quiet")
+
+
+def test_all_targets_are_named(targets: dict[str, Target]) -> None:
+    assert set(NAMES) == set(targets)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_hostile_inputs_are_refused_by_name(targets: dict[str, Target], name: str) -> None:
+    target = targets[name]
+    tally = run(target, max(len(target.samples), int(INPUTS * target.share)), SEED)
+    assert not tally.faults, "\n".join(map(str, tally.faults))
+    assert tally.inputs
+
+
+def test_a_reader_that_lets_an_exception_out_is_noticed() -> None:
+    """The harness itself: a reader that is not careful."""
+    careless = Target("careless", lambda data: data.decode(), [b"text"], ())
+    tally = run(careless, 300, SEED)
+    assert tally.faults
+    assert "UnicodeDecodeError" in tally.faults[0].what
+
+
+def test_a_reader_that_hoards_memory_is_noticed() -> None:
+    hoard: list[bytes] = []
+    greedy = Target("greedy", lambda data: hoard.append(b"x" * (600 << 20)), [b"text"], ())
+    tally = run(greedy, 2, SEED)
+    assert "MiB more for an input" in tally.faults[0].what

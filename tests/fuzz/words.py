@@ -1,0 +1,179 @@
+"""Targets: what peers say, as it comes off the wire, and what the state machines make of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import torch
+from torch import nn
+
+from decoupled_diloco.config import RunConfig
+from decoupled_diloco.config.method import public_text, read_public
+from decoupled_diloco.errors import Error, ProtocolError, StorageError
+from decoupled_diloco.learner.state_blob import StateBlob
+from decoupled_diloco.merge import Layout, layout_of
+from decoupled_diloco.merge.codec import codec, codec_names
+from decoupled_diloco.observe.excerpt import excerpt
+from decoupled_diloco.protocol import messages as say
+from decoupled_diloco.protocol.events import Received
+from decoupled_diloco.protocol.wire import decode, encode, number_of
+from decoupled_diloco.transport import ranges
+from decoupled_diloco.transport.channel import decode as decode_text
+from decoupled_diloco.transport.documents import Document, read_object
+from decoupled_diloco.transport.tokens import RequestRefusal, Tokens
+from fuzz.harness import Target
+from fuzz.mutations import any_bytes, any_json, any_lines, dumped, mutated
+from fuzz.valid import messages_of
+from unit.protocol.conftest import ShardBench
+
+UNIONS: dict[str, tuple[type, ...]] = {
+    "from-learner": (say.Hello, *get_args(say.FromLearner)),
+    "to-learner": get_args(say.ToLearner),
+    "from-member": (say.Join, *say.FROM_MEMBER),
+    "to-member": (say.Admitted, say.JoinRefused, say.Referred, *say.TO_MEMBER),
+    "from-shard": (say.ShardHello, *get_args(say.FromShard)),
+    "to-shard": (say.ShardAdmitted, *get_args(say.ToShard)),
+}
+NUMBERED = '{"type":"Ending","cut":3}'
+HEADERS = (
+    b"bytes 0-5/10\nbytes=0-5\n0-4,8-9\nBearer secret",
+    b"bytes 100-199/1000000\nbytes=3-3\n\nbearer secret",
+)
+QUORUM = 2
+STEPS = 8
+
+
+def of_wire() -> list[Target]:
+    """Control messages of every kind; headers; texts within messages; bodies; states."""
+    return [
+        *(_message(name, classes) for name, classes in UNIONS.items()),
+        Target("machine", _machine, [_conversation()], mutate=_said, share=0.3),
+        Target("layout", lambda data: Layout.from_json(_json(data)), [_layout()], mutate=any_json),
+        Target(
+            "settings",
+            _settings,
+            [public_text(RunConfig(run={"name": "a", "budget_steps": 9})).encode()],
+            mutate=any_json,
+        ),
+        Target("headers", _headers, HEADERS, (ProtocolError, RequestRefusal), share=3.0),
+        Target("answer", _answer, [b'{"run": "a", "shards": []}'], mutate=any_json, share=2.0),
+        Target("codecs", _codecs, [torch.ones(8).numpy().tobytes(), bytes(16)], share=2.0),
+        Target("state-head", _state, [_blob()], (StorageError,), mutate=_two_parts),
+        Target(
+            "excerpt", lambda data: excerpt(data, detail=False), [_lines()], (), mutate=any_lines
+        ),
+    ]
+
+
+def _message(name: str, classes: tuple[type, ...]) -> Target:
+    def read(data: bytes) -> None:
+        found = decode_text(data.decode("utf-8", "surrogatepass"))
+        number_of(found)
+        decode(found, classes)
+
+    allowed = (ProtocolError, UnicodeDecodeError)  # aiohttp closes on text that is not UTF-8
+    return Target(name, read, messages_of(classes), allowed, any_json, share=2.0)
+
+
+def _json(data: bytes) -> Any:
+    """As each place that is told JSON within JSON."""
+    try:
+        return json.loads(data.decode("utf-8", "surrogatepass"))
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(str(error)[:100]) from None
+
+
+def _layout() -> bytes:
+    model = nn.Sequential(nn.Embedding(5, 3), nn.BatchNorm1d(3), nn.Linear(3, 5))
+    return json.dumps(layout_of(model).to_json()).encode()
+
+
+def _settings(data: bytes) -> None:
+    read_public(data.decode("utf-8", "replace"))
+
+
+def _headers(data: bytes) -> None:
+    text = data.decode("latin-1")
+    content, part, received, authorization, *_ = [*text.split("\n"), "", "", "", ""]
+    ranges.read_content_range(content)
+    ranges.read_range(part)
+    ranges.read_list(received)
+    Tokens("secret").authorize(authorization, "learner-0")
+
+
+def _answer(data: bytes) -> None:
+    read_object(Document(data), "a syncer")
+
+
+def _codecs(data: bytes) -> None:
+    for name in codec_names():
+        with contextlib.suppress(ProtocolError):
+            codec(name).decode(memoryview(data), 8)
+
+
+def _blob() -> bytes:
+    state = {"a": torch.ones(3), "b": (torch.zeros(2, 2), b"x", 1e300), "c": [None, {1: "x"}]}
+    blob = StateBlob.of(
+        {**state, "z": torch.ones(2, dtype=torch.complex64), "n": torch.ones(2).numpy()}
+    )
+    return blob.head() + b"\n" + blob.data.numpy().tobytes()
+
+
+def _two_parts(rng: random.Random, samples: Sequence[bytes]) -> bytes:
+    """The head is changed as JSON, the bytes as bytes."""
+    head, _, data = rng.choice(samples).partition(b"\n")
+    if rng.random() < 0.8:
+        head = any_json(rng, [head])
+    return head + b"\n" + (any_bytes(rng, [data]) if rng.random() < 0.3 else data)
+
+
+def _state(data: bytes) -> None:
+    head, _, rest = data.partition(b"\n")
+    blob, _ = StateBlob.open(head, len(rest))
+    blob.data[:] = torch.frombuffer(bytearray(rest), dtype=torch.uint8) if rest else blob.data
+    blob.state()
+
+
+def _lines() -> bytes:
+    return b"".join(
+        b'{"v":2,"at":1.5,"who":"learner-0","seq":1,"kind":"%s","type":"%s","data":{%s}}\n' % each
+        for each in (
+            (b"start", b"start", b'"wall":1.0,"monotonic":1.0,"pid":7,"header":{"token":"x"}'),
+            (b"event", b"StepFinished", b'"step":3'),
+            (b"event", b"Connected", b'"nonce":"abc","learner":"a"'),
+            (b"effect", b"Holding", b'"learner":"a","fragment":2'),
+        )
+    )
+
+
+def _conversation() -> bytes:
+    """What two learners of a shard say: whose it is, and the message."""
+    said = [["a", encode(say.StepReport(step, 10 * step, 0.5))] for step in range(1, STEPS)]
+    said += [["b", json.loads(each)] for each in messages_of(get_args(say.FromLearner))]
+    return json.dumps(said).encode()
+
+
+def _said(rng: random.Random, samples: Sequence[bytes]) -> bytes:
+    """A few messages of all of them, some changed, one after the other."""
+    known = json.loads(samples[0])
+    said = [rng.choice(known) for _ in range(rng.randrange(1, 12))]
+    return dumped([[who, mutated(rng, each) if rng.random() < 0.4 else each] for who, each in said])
+
+
+def _machine(data: bytes) -> None:
+    """As a shard's session: each message is decoded, and the machine is told; a liar is dropped."""
+    bench = ShardBench("a", "b", quorum=QUORUM, fragments=2, period=4, overlap=1)
+    try:
+        conversation = json.loads(data)
+    except (ValueError, RecursionError):
+        return
+    for number, (who, said) in enumerate(conversation):
+        try:
+            message: Any = decode(said, get_args(say.FromLearner))
+            bench.told(Received(who, message), at=0.5 * number)
+        except Error:
+            continue
