@@ -29,10 +29,10 @@ def folder() -> Path:
     return made(path)
 
 
-def made(path: Path, *names: str) -> Path:
+def made(path: Path, *names: str, host: str = "syncer.example") -> Path:
     """A folder with an authority, a syncer's certificate and learners'."""
     found = CertificateFolder(path)
-    found.begin(["syncer.example"], 30)
+    found.begin([host], 30)
     found.add(names or ("learner-0", "learner-1", "evaluator"), 30)
     return path
 

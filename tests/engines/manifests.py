@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import atexit
 import base64
+import functools
+import json
 import os
 import re
 import shutil
+import ssl
 import subprocess
 import sys
+import tempfile
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+import encrypted
 from decoupled_diloco.config import RunConfig, dump_config
 from decoupled_diloco.engines.kubernetes import Kubernetes
 from process.runs import SMALL, free_ports
@@ -38,6 +46,14 @@ def output_of(*command: str) -> str:
     return ended.stdout
 
 
+@functools.cache
+def certificates() -> Path:
+    """A folder with certificates for the shards of `placed` and all that dial them."""
+    path = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return encrypted.made(path, host="*.spread-syncer.default.svc")
+
+
 def placed(*, kubernetes: Manifest | None = None, **tables: Any) -> RunConfig:
     """A run with two shards and two learners that is to be placed."""
     where = {"engine": "kubernetes", "kubernetes": kubernetes or {}, **tables.pop("where", {})}
@@ -57,6 +73,9 @@ def write(config: RunConfig, folder: Path) -> Path:
     files = {"run.toml": dump_config(config), "token": TOKEN + "\n"}
     for name, text in {**files, **Kubernetes().files(config, folder)}.items():
         (folder / name).write_text(text)
+    for name, path in Kubernetes().copies(config).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copy(path, folder / name)
     return folder
 
 
@@ -85,6 +104,7 @@ class Cluster:
             named(manifests, "StatefulSet", "spread-syncer")["spec"]["replicas"]
         )
         self.started: list[subprocess.Popen[str]] = []
+        self._mounted: list[tuple[Path, Manifest]] = []
 
     def shard(self, index: int, *, labelled: bool = True) -> subprocess.Popen[str]:
         """A pod of the StatefulSet; one that is not labelled is of an older Kubernetes."""
@@ -104,8 +124,25 @@ class Cluster:
             pod_of(named(self.manifests, "Job", "spread-evaluator")), "spread-evaluator", {}, {}
         )
 
-    def address(self, index: int) -> str:
-        return f"http://127.0.0.1:{self.ports[index]}"
+    def healthy(self, index: int) -> Manifest:
+        """What the pod's probe hears, as the kubelet asks: it verifies and shows no certificate."""
+        (container,) = pod_of(named(self.manifests, "StatefulSet", "spread-syncer"))["containers"]
+        asked = container["readinessProbe"]["httpGet"]
+        scheme = asked.get("scheme", "HTTP").lower()
+        address = f"{scheme}://127.0.0.1:{self.ports[index]}{asked['path']}"
+        unverified = ssl.create_default_context()
+        unverified.check_hostname, unverified.verify_mode = False, ssl.CERT_NONE
+        try:
+            with urllib.request.urlopen(address, timeout=5, context=unverified) as answer:
+                return dict(json.loads(answer.read()))
+        except (urllib.error.URLError, OSError):
+            return {}
+
+    def renew(self, manifests: list[Manifest]) -> None:
+        """Secrets have changed: so do the files in all pods, as the kubelet swaps them."""
+        self.manifests = manifests
+        for path, volume in self._mounted:
+            self._fill(path, self._contents(volume))
 
     def kill(self) -> None:
         for process in self.started:
@@ -160,25 +197,45 @@ class Cluster:
             volume = volumes.get(mount["name"])
             path = life / mount["name"] if volume else self.folder / f"{name}-{mount['name']}"
             path.mkdir(parents=True, exist_ok=True)
-            if volume and "configMap" in volume:
-                data = named(self.manifests, "ConfigMap", volume["configMap"]["name"])["data"]
-                self._fill(path, data)
-            elif volume and "secret" in volume:
-                secret = named(self.manifests, "Secret", volume["secret"]["secretName"])
-                self._fill(path, secret_data(secret))
+            if volume and "emptyDir" not in volume:
+                self._fill(path, self._contents(volume))
+                self._mounted.append((path, volume))
             mounts[mount["mountPath"]] = path
         return mounts
 
+    def _contents(self, volume: Manifest) -> dict[str, str]:
+        """The files of a volume that is made of objects."""
+        if "configMap" in volume:
+            return dict(named(self.manifests, "ConfigMap", volume["configMap"]["name"])["data"])
+        if "secret" in volume:
+            return secret_data(named(self.manifests, "Secret", volume["secret"]["secretName"]))
+        found = {}
+        for source in volume["projected"]["sources"]:
+            data = secret_data(named(self.manifests, "Secret", source["secret"]["name"]))
+            chosen = source["secret"].get("items", [{"key": key, "path": key} for key in data])
+            found |= {item["path"]: data[item["key"]] for item in chosen}
+        return found
+
     @staticmethod
     def _fill(path: Path, data: dict[str, str]) -> None:
+        """As the kubelet does: files are links through `..data`, which is swapped at once."""
+        new = Path(tempfile.mkdtemp(dir=path, prefix="..2026_"))
         for file, text in data.items():
-            (path / file).write_text(text)
+            (new / file).write_text(text)
+        (path / "..data_tmp").symlink_to(new.name)
+        (path / "..data_tmp").rename(path / "..data")
+        for file in data:
+            if not (path / file).is_symlink():
+                (path / file).symlink_to(f"..data/{file}")
+        for old in path.glob("..2026_*"):
+            if old != new:
+                shutil.rmtree(old)
 
     def _here(self, word: str, mounts: dict[str, Path], environment: dict[str, str]) -> str:
         for index, port in enumerate(self.ports):
             word = re.sub(
-                rf"http://spread-syncer-{index}\.spread-syncer\.default\.svc:\d+",
-                f"http://127.0.0.1:{port}",
+                rf"//spread-syncer-{index}\.spread-syncer\.default\.svc:\d+",
+                f"//127.0.0.1:{port}",
                 word,
             )
         for mounted, path in mounts.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,23 @@ import pytest
 import yaml
 from kubeflow_trainer_api import models
 
+import encrypted
 from decoupled_diloco.config import RunConfig
+from decoupled_diloco.engines import kubernetes_tls
 from decoupled_diloco.engines.kubernetes import Kubernetes
+from decoupled_diloco.engines.launch import write_launch
 from decoupled_diloco.errors import ConfigError
-from engines.manifests import TOKEN, Manifest, named, output_of, placed, pod_of, rendered, tool
+from engines.manifests import (
+    TOKEN,
+    Manifest,
+    certificates,
+    named,
+    output_of,
+    placed,
+    pod_of,
+    rendered,
+    tool,
+)
 
 CHART = Path(__file__).parents[2] / "deploy" / "helm" / "decoupled-diloco"
 VERSIONS = ("1.31", "1.34", "1.37")
@@ -26,6 +40,8 @@ OPERATORS = {
 
 GPUS = {"learner": {"gpus": 4, "cpus": 8, "memory": "64GiB"}, "syncer": {"memory": "4GiB"}}
 SEVERAL = {"learner": {"gpus": 4, "cpus": 8, "memory": "64GiB", "hosts": 2}}
+MUTUAL = encrypted.tables(certificates())
+ENCRYPTED = {key: MUTUAL[key] for key in ("certificate", "key", "authority")}
 RUNS: dict[str, RunConfig] = {
     "plain": placed(),
     "everything": placed(
@@ -51,6 +67,11 @@ RUNS: dict[str, RunConfig] = {
         for kind in ("jobset", "trainjob")
     },
     "jobset of one rank": placed(kubernetes={"learners": "jobset"}),
+    "encrypted": placed(tls=ENCRYPTED),
+    **{
+        f"certificates in a {kind}": placed(tls=MUTUAL, kubernetes={"learners": kind})
+        for kind in ("job", "jobset", "trainjob")
+    },
 }
 EACH = pytest.mark.parametrize("config", RUNS.values(), ids=RUNS.keys())
 
@@ -99,6 +120,10 @@ def values_of(config: RunConfig) -> Manifest:
 
     return {
         "image": settings.image,
+        "tls": {
+            "secret": f"{config.run.name}-tls" if config.tls.serves else "",
+            "clients": f"{config.run.name}-clients" if config.tls.clients else "",
+        },
         "port": config.syncer.port,
         "addresses": list(config.syncer.addresses),
         "sources": list(settings.sources),
@@ -138,9 +163,10 @@ def test_the_chart_makes_the_same_objects(config: RunConfig, tmp_path: Path) -> 
     given += ("--set-file", f"settings={folder}/run.toml,token={folder}/token")
     text = output_of(helm, "template", config.run.name, str(CHART), *given)
     theirs = by_name(list(yaml.safe_load_all(text)))
-    assert theirs.keys() == ours.keys()
-    for name, manifest in ours.items():
-        assert theirs[name] == manifest, name
+    keys = {("Secret", f"{config.run.name}-{each}") for each in ("tls", "clients")}
+    assert theirs.keys() == ours.keys() - keys, "a chart has no private keys"
+    for name, manifest in theirs.items():
+        assert ours[name] == manifest, name
     assert "0 chart(s) failed" in output_of(helm, "lint", str(CHART), "--strict", *given)
 
 
@@ -215,6 +241,57 @@ def test_what_no_cluster_gives_is_refused(mistake: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as told:
         Kubernetes().files(placed(**tables), tmp_path)
     assert sentence in str(told.value)
+
+
+TLS_MISTAKES = {
+    "no authority": ({"authority": None}, "give authority, too"),
+    "no clients": ({"clients": None}, "set clients to the folder"),
+    "another host": ({}, "renew FOLDER syncer --name '*.spread-syncer.default.svc'"),
+    "an address": ({}, "renew FOLDER syncer --name 10.0.0.1"),
+    "too large": ({}, "would have"),
+}
+
+
+@pytest.mark.parametrize("mistake", TLS_MISTAKES)
+def test_certificates_that_no_pod_could_use_are_refused(
+    mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes, sentence = TLS_MISTAKES[mistake]
+    tls, syncer = encrypted.tables(certificates()), {}
+    if mistake == "another host":
+        tls = encrypted.tables(encrypted.folder())
+    if mistake == "an address":
+        syncer = {"addresses": ["https://10.0.0.1:7070", "https://127.0.0.1:7071"]}
+    if mistake == "too large":
+        monkeypatch.setattr(kubernetes_tls, "SECRET_BYTES_MAX", 2_000)
+    config = placed(tls={k: v for k, v in (tls | changes).items() if v}, syncer=syncer)
+    with pytest.raises(ConfigError) as told:
+        Kubernetes().files(config, tmp_path)
+    assert sentence in str(told.value)
+
+
+def test_a_learner_alone_gets_its_own_key_and_no_learner_gets_the_shards(tmp_path: Path) -> None:
+    for kind, keys in (("job", None), ("jobset", ["learner-0.pem", "learner-0.key"])):
+        config = placed(tls=MUTUAL, kubernetes={"learners": kind})
+        manifests = rendered(config, tmp_path / kind)
+        name = "spread-learners" if kind == "job" else "spread-learner-0"
+        found = json.dumps(next(m for m in manifests if m["metadata"]["name"] == name))
+        (volume,) = re.findall(r'"projected": (\{.*?\]\})', found)
+        authority, own = json.loads(volume)["sources"]
+        assert authority["secret"]["items"] == [{"key": "ca.crt", "path": "ca.crt"}]
+        items = own["secret"].get("items")
+        assert (items and [item["key"] for item in items]) == keys
+
+
+def test_private_keys_are_in_no_manifest_and_are_readable_by_the_user_alone(tmp_path: Path) -> None:
+    config = placed(run={"folder": tmp_path / "spread"}, tls=MUTUAL)
+    folder = write_launch(config).folder
+    keys = sorted(path.name for path in (folder / "tls").glob("*.key"))
+    assert keys == ["evaluator.key", "learner-0.key", "learner-1.key", "syncer.key"]
+    for path in (folder / "tls").iterdir():
+        assert path.stat().st_mode & 0o077 == 0
+    for path in folder.glob("*.yaml"):
+        assert "PRIVATE KEY" not in path.read_text()
 
 
 def test_without_kubectl_the_way_out_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import signal
+import socket
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import encrypted
+from decoupled_diloco.launch.certificates import CertificateFolder
 from engines.manifests import Cluster, placed, rendered
-from process.runs import health, records, until
+from process.runs import records, until
 from process.test_log import scalars
 
 pytestmark = pytest.mark.timeout(240)
@@ -23,6 +27,13 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     cluster.kill()
 
 
+SHARDS = (0, 1)
+
+
+def phases(cluster: Cluster) -> set[object]:
+    return {cluster.healthy(shard).get("phase") for shard in SHARDS}
+
+
 def logs(cluster: Cluster) -> str:
     found = sorted(cluster.folder.glob("*.log"))
     return "\n".join(f"--- {path.name}\n{path.read_text()[-2000:]}" for path in found)
@@ -31,7 +42,7 @@ def logs(cluster: Cluster) -> str:
 def test_the_pods_of_the_manifests_train_a_run_to_its_end(cluster: Cluster) -> None:
     shards = [cluster.shard(0), cluster.shard(1, labelled=False)]
     learners = [cluster.learner(0), cluster.learner(1)]
-    until(lambda: health(cluster.address(0)).get("clock", 0) > 5, "the run is under way", 60)
+    until(lambda: cluster.healthy(0).get("clock", 0) > 5, "the run is under way", 120)
 
     learners[1].kill()
     learners[1].wait()
@@ -40,11 +51,8 @@ def test_the_pods_of_the_manifests_train_a_run_to_its_end(cluster: Cluster) -> N
     for learner in learners:
         assert learner.wait(120) == 0, logs(cluster)
 
-    def phases() -> set[object]:
-        return {health(cluster.address(shard)).get("phase") for shard in (0, 1)}
-
-    until(lambda: phases() == {"finished"}, "both shards say that it is over")
-    for shard in (0, 1):
+    until(lambda: phases(cluster) == {"finished"}, "both shards say that it is over")
+    for shard in SHARDS:
         log = cluster.folder / f"spread-syncer-{shard}.log"
         until(lambda log=log: "lingers until SIGTERM" in log.read_text(), "it lingers")
         run = cluster.folder / f"spread-syncer-{shard}-data" / "run"
@@ -58,7 +66,7 @@ def test_the_pods_of_the_manifests_train_a_run_to_its_end(cluster: Cluster) -> N
     shards[1].kill()  # its node is lost; the StatefulSet starts it again, on its volume
     shards[1].wait()
     shards[1] = cluster.shard(1)
-    until(lambda: phases() == {"finished"}, "it finds that the run is over")
+    until(lambda: phases(cluster) == {"finished"}, "it finds that the run is over")
     late = cluster.learner(1)  # a pod that had been lost at the very end
     assert late.wait(60) == 0, logs(cluster)
 
@@ -66,3 +74,55 @@ def test_the_pods_of_the_manifests_train_a_run_to_its_end(cluster: Cluster) -> N
         assert shard.poll() is None, "nothing ends that would be started again"
         shard.send_signal(signal.SIGTERM)
     assert [shard.wait(30) for shard in shards] == [0, 0], logs(cluster)
+
+
+def test_certificates_are_shown_in_the_cluster_and_renewed_in_running_pods(tmp_path: Path) -> None:
+    """Mutual TLS from the run's own Secrets; one learner is a new pod after the renewal."""
+    tls = encrypted.made(tmp_path / "tls", host="*.spread-syncer.default.svc")
+    config = placed(
+        run={"budget_steps": 400, "evaluator": True, "evaluate_every_seconds": 1.0},
+        tls=encrypted.tables(tls),
+    )
+    cluster = Cluster(rendered(config, tmp_path / "spread.launch"), tmp_path)
+    try:
+        shards = [cluster.shard(shard) for shard in SHARDS]
+        learners = [cluster.learner(0), cluster.learner(1)]
+        evaluator = cluster.evaluator()
+        until(lambda: cluster.healthy(0).get("clock", 0) > 5, "the run is under way", 120)
+        first = [certificate_of(cluster, shard, tls) for shard in SHARDS]
+        assert listed(tmp_path, "learners-0") >= {"learner-0.key", "learner-1.key", "ca.crt"}
+        assert listed(tmp_path, "evaluator") == {"evaluator.pem", "evaluator.key", "ca.crt"}
+
+        CertificateFolder(tls).renew([], 60)
+        cluster.renew(rendered(config, tmp_path / "spread.launch"))
+        new = [certificate_of(cluster, shard, tls) for shard in SHARDS]
+        assert not set(first) & set(new), "no process was started again"
+        learners[1].kill()
+        learners[1].wait()
+        learners[1] = cluster.learner(1)
+        for process in (*learners, evaluator):
+            assert process.wait(120) == 0, logs(cluster)
+        until(lambda: phases(cluster) == {"finished"}, "both shards say that it is over")
+        for shard in shards:
+            shard.send_signal(signal.SIGTERM)
+        assert [shard.wait(30) for shard in shards] == [0, 0], logs(cluster)
+    finally:
+        cluster.kill()
+
+
+def certificate_of(cluster: Cluster, shard: int, tls: Path) -> bytes | None:
+    """What a shard shows to who dials it by its name in the cluster, and verifies it."""
+    name = f"spread-syncer-{shard}.spread-syncer.default.svc"
+    context = ssl.create_default_context(cafile=tls / "authority.pem")
+    place = ("127.0.0.1", cluster.ports[shard])
+    with (
+        socket.create_connection(place, timeout=10) as plain,
+        context.wrap_socket(plain, server_hostname=name) as connection,
+    ):
+        return connection.getpeercert(binary_form=True)
+
+
+def listed(folder: Path, pod: str) -> set[str]:
+    """The files of a pod's certificates."""
+    (mounted, *_) = folder.glob(f"spread-{pod}.*/tls")
+    return {path.name for path in mounted.iterdir() if not path.name.startswith("..")}

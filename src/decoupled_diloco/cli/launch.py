@@ -67,9 +67,8 @@ def _here(config: RunConfig, run: str, settings: list[str], dry_run: bool) -> No
 
 def _submit(launch: Launch, dry_run: bool) -> None:
     folder = os.path.relpath(launch.folder)
-    files = sorted(launch.engine.files(launch.config, launch.folder))
     if dry_run:
-        for name in files:
+        for name in sorted(launch.engine.files(launch.config, launch.folder)):
             typer.echo(f"--- {folder}/{name}\n{(launch.folder / name).read_text()}")
         typer.echo(f"edit them if you like, then: ddiloco launch {folder}")
         return

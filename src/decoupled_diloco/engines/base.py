@@ -7,6 +7,7 @@ run folder, where they may be read and changed before they are submitted:
 ```
 RUN.launch/run.toml   the run's settings, resolved
            token      its secret
+           tls/       certificates and keys, where the engine has to have copies
            …          what the engine reads
            jobs.json  what was submitted
 ```
@@ -61,6 +62,12 @@ class PlacingEngine(Protocol):
 
     def files(self, config: RunConfig, folder: Path) -> Mapping[str, str]:
         """The files that it reads, by name, for a launch folder."""
+
+    def copies(self, config: RunConfig) -> Mapping[str, Path]:
+        """Files that it needs a copy of in the launch folder, by the copy's name.
+
+        They may be secret: they are for this user's eyes only, and never shown.
+        """
 
     def logs(self, config: RunConfig, folder: Path) -> str:
         """Where the processes' logs are: a folder, or the command that shows them."""

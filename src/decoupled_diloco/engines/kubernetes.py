@@ -4,9 +4,10 @@ The launch folder is a kustomization: `kubectl apply -k RUN.launch` is all that 
 settings and the secret are read from the folder's own files, so that they are in no manifest.
 
 ```
-RUN.launch/kustomization.yaml   names the others; makes ConfigMap and Secret of run.toml and token
+RUN.launch/kustomization.yaml   names the others; makes ConfigMap and Secrets of the folder's files
            syncer.yaml          the shards
            learners.yaml        the learners, and the evaluator
+           tls/                 copies of the certificates and keys, if the run has any
 ```
 """
 
@@ -20,10 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from decoupled_diloco.config import RunConfig
+from decoupled_diloco.engines import kubernetes_tls
 from decoupled_diloco.engines.base import SETTINGS, TOKEN, Job, JobState
 from decoupled_diloco.engines.kubernetes_objects import (
     INSTANCE,
     Manifest,
+    addresses_of,
     labels_of,
     learner_objects,
     require_placeable,
@@ -91,10 +94,19 @@ class Kubernetes:
                 f"token_file={str(secret)!r} in [syncer] is not in the launch folder, and kubectl "
                 f"reads only what is: leave token_file out, and put the secret into {folder}/token"
             )
+        kubernetes_tls.require_certificates(config, addresses_of(config))
         return {
             "kustomization.yaml": _documents([_kustomization(config)]),
             "syncer.yaml": _documents(syncer_objects(config)),
             "learners.yaml": _documents(learner_objects(config)),
+        }
+
+    def copies(self, config: RunConfig) -> dict[str, Path]:
+        """Certificates and keys: kubectl reads only what is in the folder."""
+        return {
+            f"{kubernetes_tls.COPIES}/{kubernetes_tls.copy_of(key)}": path
+            for files in kubernetes_tls.secret_files(config).values()
+            for key, path in files.items()
         }
 
     def logs(self, config: RunConfig, folder: Path) -> str:
@@ -144,7 +156,10 @@ def _kustomization(config: RunConfig) -> Manifest:
         "resources": ["syncer.yaml", "learners.yaml"],
         "generatorOptions": {"disableNameSuffixHash": True, "labels": labels_of(config)},
         "configMapGenerator": [{"name": f"{name}-settings", "files": [f"run.toml={SETTINGS}"]}],
-        "secretGenerator": [{"name": f"{name}-secret", "files": [TOKEN]}],
+        "secretGenerator": [
+            {"name": f"{name}-secret", "files": [TOKEN]},
+            *kubernetes_tls.generators(config),
+        ],
     }
 
 

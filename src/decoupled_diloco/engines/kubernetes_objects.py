@@ -19,6 +19,8 @@ from typing import Any
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.where import RoleResources
+from decoupled_diloco.engines import kubernetes_tls
+from decoupled_diloco.engines.kubernetes_tls import sets
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.units import MIB
 
@@ -70,11 +72,6 @@ def require_placeable(config: RunConfig) -> None:
             f"{key} in [syncer] does not go with Kubernetes yet, which starts a shard again by "
             f"itself, and gives all pods one secret: leave {key} out"
         )
-    if config.tls.serves:
-        raise ConfigError(
-            f"certificate={str(config.tls.certificate)!r} in [tls] does not go with Kubernetes: "
-            "leave [tls] out, and let the cluster's network encrypt"
-        )
     if learner.hosts > 1 and settings.learners == "job":
         raise ConfigError(
             f'hosts={learner.hosts} in [where.learner] does not go with learners="job", whose '
@@ -94,14 +91,15 @@ def labels_of(config: RunConfig, role: str = "") -> dict[str, str]:
     return {**labels, "app.kubernetes.io/component": role} if role else labels
 
 
-def addresses_of(config: RunConfig) -> str:
-    """Where the pods find the shards, as the command line takes it."""
+def addresses_of(config: RunConfig) -> tuple[str, ...]:
+    """Where the pods find the shards."""
     name, namespace = f"{config.run.name}-syncer", config.where.kubernetes.namespace
+    scheme = "https" if config.tls.serves else "http"
     inside = [
-        f"http://{name}-{shard}.{name}.{namespace}.svc:{port_of(config)}"
+        f"{scheme}://{name}-{shard}.{name}.{namespace}.svc:{port_of(config)}"
         for shard in range(config.syncer.shards)
     ]
-    return ",".join(config.syncer.addresses or inside)
+    return config.syncer.addresses or tuple(inside)
 
 
 def port_of(config: RunConfig) -> int:
@@ -145,15 +143,16 @@ def _shards(config: RunConfig, name: str) -> Manifest:
     }
     if where.kubernetes.storage_class:
         claim["storageClassName"] = where.kubernetes.storage_class
+    tls = kubernetes_tls.volume(config, "syncer")
     label = "metadata.labels['apps.kubernetes.io/pod-index']"
     container = {
-        **_container(config, "syncer", where.syncer, 1),
+        **_container(config, "syncer", "syncer", where.syncer, 1),
         # The shell only says which shard it is, and is that process then: SIGTERM reaches it.
         "command": ["/bin/sh", "-c", f"exec {_shard_command(config)}"],
         "ports": [{"name": "syncer", "containerPort": port_of(config)}],
-        "startupProbe": _probe(period=2, failures=150),
-        "readinessProbe": _probe(period=5, failures=2),
-        "livenessProbe": _probe(period=10, failures=6),
+        "startupProbe": _probe(config, period=2, failures=150),
+        "readinessProbe": _probe(config, period=5, failures=2),
+        "livenessProbe": _probe(config, period=10, failures=6),
     }
     container["env"] = [
         {"name": "SHARD", "valueFrom": {"fieldRef": {"fieldPath": label}}},
@@ -171,7 +170,7 @@ def _shards(config: RunConfig, name: str) -> Manifest:
         "template": {
             "metadata": {"labels": labels},
             "spec": {
-                **_pod(config, container, SHARD_GRACE_SECONDS, "data"),
+                **_pod(config, container, SHARD_GRACE_SECONDS, tls, "data"),
                 "topologySpreadConstraints": [
                     {
                         "maxSkew": 1,
@@ -192,19 +191,22 @@ def _shard_command(config: RunConfig) -> str:
         "run.learners": config.run.learners,
         "syncer.shards": config.syncer.shards,
         "syncer.host": "0.0.0.0",
+        **kubernetes_tls.pod_settings(config, "syncer"),
     }
     told = [
         *("ddiloco", "syncer", f"{SETTINGS_FOLDER}/run.toml"),
-        *("--port", str(port_of(config)), "--addresses", addresses_of(config)),
+        *("--port", str(port_of(config)), "--addresses", ",".join(addresses_of(config))),
         *("--token-file", f"{SECRET_FOLDER}/token", "--linger"),
-        *(word for key, value in settings.items() for word in ("--set", f"{key}={value}")),
+        *sets(settings),
     ]
     return f'{shlex.join(told)} --shard "{_SHARD}"'
 
 
-def _probe(*, period: int, failures: int) -> Manifest:
+def _probe(config: RunConfig, *, period: int, failures: int) -> Manifest:
+    """The kubelet shows no certificate, and verifies none: `/healthz` answers it all the same."""
+    scheme = {"scheme": "HTTPS"} if config.tls.serves else {}
     return {
-        "httpGet": {"path": "/healthz", "port": "syncer"},
+        "httpGet": {"path": "/healthz", "port": "syncer", **scheme},
         "periodSeconds": period,
         "timeoutSeconds": 5,
         "failureThreshold": failures,
@@ -256,7 +258,7 @@ def _jobset(config: RunConfig, index: int) -> Manifest:
     command = _dialled(config, "learner", "--index", str(index))
     if config.learner.ranks_of(index) > 1:
         command = _over_hosts(config, index, meeting, command)
-    spec = _jobset_spec(config, _learner_template(config, command), {})
+    spec = _jobset_spec(config, _learner_template(config, command, f"learner-{index}"), {})
     return _maker(config, "learner", name)("jobset.x-k8s.io/v1alpha2", "JobSet", spec)
 
 
@@ -298,7 +300,7 @@ def _trainjob(config: RunConfig, index: int) -> list[Manifest]:
     command = _dialled(config, "learner", "--index", str(index))
     if ranks > 1:  # the operator tells torchrun of the hosts, by its environment
         command = ["torchrun", "-m", "decoupled_diloco.cli", *command[1:]]
-    template = _learner_template(config, command, container="node")
+    template = _learner_template(config, command, f"learner-{index}", container="node")
     step = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
     runtime = {
         "mlPolicy": {"numNodes": hosts, "torch": {}},
@@ -319,16 +321,17 @@ def _trainjob(config: RunConfig, index: int) -> list[Manifest]:
 
 def _evaluator(config: RunConfig) -> Manifest:
     container = {
-        **_container(config, "evaluator", config.where.syncer, 1),
+        **_container(config, "evaluator", "evaluator", config.where.syncer, 1),
         "command": _dialled(config, "evaluator"),
     }
+    tls = kubernetes_tls.volume(config, "evaluator", "evaluator")
     spec = {
         "completions": 1,
         "backoffLimit": FAILURES_MAX,
         "podFailurePolicy": _failure_policy("FailJob"),
         "template": {
             "metadata": {"labels": labels_of(config, "evaluator")},
-            "spec": {**_pod(config, container, 30), "restartPolicy": "Never"},
+            "spec": {**_pod(config, container, 30, tls), "restartPolicy": "Never"},
         },
     }
     return _maker(config, "evaluator", f"{config.run.name}-evaluator")("batch/v1", "Job", spec)
@@ -337,20 +340,24 @@ def _evaluator(config: RunConfig) -> Manifest:
 def _dialled(config: RunConfig, role: str, *options: str) -> list[str]:
     return [
         *("ddiloco", role, f"{SETTINGS_FOLDER}/run.toml", *options),
-        *("--syncer", addresses_of(config), "--token-file", f"{SECRET_FOLDER}/token"),
-        *("--set", f"run.folder={RUN_FOLDER}", "--set", f"run.learners={config.run.learners}"),
+        *("--syncer", ",".join(addresses_of(config)), "--token-file", f"{SECRET_FOLDER}/token"),
+        *sets({"run.folder": RUN_FOLDER, "run.learners": config.run.learners}),
+        *sets(kubernetes_tls.pod_settings(config, role)),
     ]
 
 
 def _learner_template(
-    config: RunConfig, command: Sequence[str], container: str = "learner"
+    config: RunConfig, command: Sequence[str], alone: str = "", container: str = "learner"
 ) -> Manifest:
+    """The pods of all learners, or of the one that they are alone of."""
     settings, hosts = config.where.kubernetes, config.where.learner.hosts
-    each = _container(config, container, config.where.learner, hosts, config.where.learner.gpus)
+    gets = config.where.learner
+    each = _container(config, "learner", container, gets, hosts, gets.gpus)
     each["command"] = list(command)
     each["volumeMounts"] = [*each["volumeMounts"], {"name": "shm", "mountPath": "/dev/shm"}]
     grace = int(config.learner.hand_in_seconds) + HAND_IN_AND_CLOSE_SECONDS
-    pod = {**_pod(config, each, grace), "restartPolicy": "Never"}
+    tls = kubernetes_tls.volume(config, "learner", alone)
+    pod = {**_pod(config, each, grace, tls), "restartPolicy": "Never"}
     # Ranks of one host speak to one another there.
     pod["volumes"] = [*pod["volumes"], {"name": "shm", "emptyDir": {"medium": "Memory"}}]
     if settings.learner_nodes:
@@ -368,7 +375,7 @@ def _toleration(taint: str) -> Manifest:
 
 
 def _container(
-    config: RunConfig, name: str, gets: RoleResources, hosts: int, gpus: int = 0
+    config: RunConfig, role: str, name: str, gets: RoleResources, hosts: int, gpus: int = 0
 ) -> Manifest:
     requests: Manifest = {"cpu": str(max(1, gets.cpus // hosts))}
     limits: Manifest = {}
@@ -377,6 +384,9 @@ def _container(
     if gpus:
         limits["nvidia.com/gpu"] = str(gpus // hosts)
     mounts = [("settings", SETTINGS_FOLDER), ("secret", SECRET_FOLDER), ("data", DATA_FOLDER)]
+    mounts.append(("tmp", "/tmp"))
+    if kubernetes_tls.pod_settings(config, role):
+        mounts.append(("tls", kubernetes_tls.MOUNTED))
     return {
         "name": name,
         "image": config.where.kubernetes.image,
@@ -388,19 +398,20 @@ def _container(
             "readOnlyRootFilesystem": True,
             "capabilities": {"drop": ["ALL"]},
         },
-        "volumeMounts": [
-            *({"name": name, "mountPath": path} for name, path in (*mounts, ("tmp", "/tmp")))
-        ],
+        "volumeMounts": [{"name": name, "mountPath": path} for name, path in mounts],
     }
 
 
-def _pod(config: RunConfig, container: Manifest, grace: int, claimed: str = "") -> Manifest:
+def _pod(
+    config: RunConfig, container: Manifest, grace: int, tls: list[Manifest], claimed: str = ""
+) -> Manifest:
     """A pod of one container; ``claimed``: the volume that a claim gives it."""
     name = config.run.name
     volumes: list[Manifest] = [
         {"name": "settings", "configMap": {"name": f"{name}-settings"}},
         {"name": "secret", "secret": {"secretName": f"{name}-secret", "defaultMode": 0o440}},
         *({"name": each, "emptyDir": {}} for each in ("data", "tmp") if each != claimed),
+        *tls,
     ]
     return {
         "automountServiceAccountToken": False,

@@ -123,6 +123,8 @@ def write_launch(config: RunConfig) -> Launch:
     (folder / JOBS).unlink(missing_ok=True)
     for name, text in {SETTINGS: dump_config(placed), **engine.files(placed, folder)}.items():
         write_text(folder / name, text)
+    for name, path in engine.copies(placed).items():
+        _write_private(folder / name, path.read_text())
     return Launch(folder)
 
 
@@ -162,8 +164,15 @@ def placed_config(config: RunConfig, folder: Path) -> RunConfig:
 def _write_secret(path: Path) -> None:
     """A secret of this run's own, readable by this user only; one that is there is kept."""
     if not path.exists():
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(secrets.token_urlsafe(24) + "\n")
+        _write_private(path, secrets.token_urlsafe(24) + "\n")
+
+
+def _write_private(path: Path, text: str) -> None:
+    """A new file that nobody else can read, from the first byte on."""
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
 
 
 def jobs_in(path: Path) -> list[Job]:

@@ -73,6 +73,10 @@ class Slurm:
             files[f"{EVALUATOR}.sbatch"] = _evaluator(config, folder)
         return files
 
+    def copies(self, config: RunConfig) -> Mapping[str, Path]:
+        """None: the jobs read the files where they are, since they share the file system."""
+        return {}
+
     def logs(self, config: RunConfig, folder: Path) -> str:
         return f"{folder}/logs"
 

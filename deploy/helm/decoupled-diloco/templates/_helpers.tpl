@@ -22,8 +22,13 @@ labels:
 {{- $found := .Values.addresses -}}
 {{- if not $found -}}
 {{- range $shard := until (int .Values.syncer.shards) -}}
-{{- $found = append $found (printf "http://%s-%d.%s.%s.svc:%d" $name $shard $name $.Release.Namespace (int $.Values.port)) -}}
+{{- $found = append $found (printf "%s://%s-%d.%s.%s.svc:%d" (ternary "https" "http" (not (empty $.Values.tls.secret))) $name $shard $name $.Release.Namespace (int $.Values.port)) -}}
 {{- end -}}
+{{- end -}}
+{{- range $found }}
+{{- if and $.Values.tls.secret (contains "http://" .) }}
+{{- fail (printf "%s in addresses is not encrypted, but tls.secret is set: write https://" .) }}
+{{- end }}
 {{- end -}}
 {{ join "," $found }}
 {{- end }}
@@ -37,6 +42,26 @@ labels:
 - run.folder=/var/lib/decoupled-diloco/run
 - --set
 - run.learners={{ .Values.learner.count }}
+{{- if .Values.tls.secret }}
+- --set
+- tls.authority=/etc/decoupled-diloco/tls/ca.crt
+{{- end }}
+{{- if .Values.tls.clients }}
+- --set
+- tls.clients=/etc/decoupled-diloco/tls
+{{- end }}
+{{- end }}
+
+{{- define "diloco.shardTls" -}}
+{{- if .Values.tls.secret -}}
+{{- $at := "/etc/decoupled-diloco/tls" }} --set tls.certificate={{ $at }}/tls.crt --set tls.key={{ $at }}/tls.key --set tls.authority={{ $at }}/ca.crt
+{{- if .Values.tls.clients }} --set tls.client_authority={{ $at }}/client-ca.crt{{ end }}
+{{- end }}
+{{- end }}
+
+{{- define "diloco.probe" -}}
+{{- /* The kubelet shows no certificate, and verifies none: /healthz answers it all the same. */ -}}
+httpGet: {path: /healthz, port: syncer{{ if .Values.tls.secret }}, scheme: HTTPS{{ end }}}
 {{- end }}
 
 {{- define "diloco.container" -}}
@@ -68,6 +93,9 @@ volumeMounts:
   - {name: secret, mountPath: /etc/decoupled-diloco/secret}
   - {name: data, mountPath: /var/lib/decoupled-diloco}
   - {name: tmp, mountPath: /tmp}
+  {{- if $root.Values.tls.secret }}
+  - {name: tls, mountPath: /etc/decoupled-diloco/tls}
+  {{- end }}
 {{- end }}
 
 {{- define "diloco.pod" -}}
@@ -92,6 +120,29 @@ securityContext:
     defaultMode: 288  # 0440
 {{- end }}
 
+{{- define "diloco.tlsVolume" -}}
+{{- /* Of what dials: (list root alone), the id that it dials with, if it is one */ -}}
+{{- $tls := (index . 0).Values.tls }}{{ $alone := index . 1 -}}
+{{- if $tls.secret -}}
+- name: tls
+  projected:
+    defaultMode: 288  # 0440
+    sources:
+      - secret:
+          name: {{ $tls.secret }}
+          items: [{key: ca.crt, path: ca.crt}]
+      {{- if $tls.clients }}
+      - secret:
+          name: {{ $tls.clients }}
+          {{- if $alone }}
+          items:
+            - {key: {{ $alone }}.pem, path: {{ $alone }}.pem}
+            - {key: {{ $alone }}.key, path: {{ $alone }}.key}
+          {{- end }}
+      {{- end }}
+{{- end }}
+{{- end }}
+
 {{- define "diloco.failurePolicy" -}}
 rules:
   # 2: the settings are wrong. 130: it was told to go, and is to come back.
@@ -104,7 +155,7 @@ rules:
 {{- end }}
 
 {{- define "diloco.learner" -}}
-{{- /* The pods of learners: (list root container command) */ -}}
+{{- /* The pods of learners, or of the one that they are alone of: (list root container command alone) */ -}}
 {{- $root := index . 0 }}{{ $learner := $root.Values.learner -}}
 metadata:
   labels:
@@ -142,6 +193,9 @@ spec:
     {{- include "diloco.volumes" $root | nindent 4 }}
     - {name: data, emptyDir: {}}
     - {name: tmp, emptyDir: {}}
+    {{- with include "diloco.tlsVolume" (list $root (index . 3)) }}
+    {{- . | nindent 4 }}
+    {{- end }}
     - {name: shm, emptyDir: {medium: Memory}}
 {{- end }}
 
