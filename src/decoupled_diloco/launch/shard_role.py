@@ -21,6 +21,7 @@ from decoupled_diloco.launch.secrets import (
     read_principals,
     served_tls,
 )
+from decoupled_diloco.launch.shared_folder import finding
 from decoupled_diloco.monitor.measures import METRICS_PATH
 from decoupled_diloco.observe.open_files import SPARE, open_files_allowed
 from decoupled_diloco.observe.samples import TookOver
@@ -112,7 +113,7 @@ def run_shard(
         standby=standby,
         linger=linger,
         server=server,
-        client=lambda: HttpClient(token=token, tls=own),
+        client=lambda: finding(HttpClient(token=token, tls=own), folder),
         open_tape=open_tape,
     )
     survivors = Survivors()
