@@ -65,12 +65,42 @@ def test_learners_of_unequal_ranks_are_arrays_of_their_own(tmp_path: Path) -> No
     assert "--array=2-2" in directives(told["learners-2.sbatch"])
 
 
-def test_ranks_on_several_hosts_meet_by_torchrun(tmp_path: Path) -> None:
+def test_ranks_on_several_hosts_are_tasks_of_one_step(tmp_path: Path) -> None:
     config = config_of(tmp_path, {"ranks": 16}, learner={"hosts": 2, "gpus": 16, "cpus": 32})
     script = files(config, tmp_path)["learners.sbatch"]
-    assert {"--nodes=2", "--gpus-per-node=8", "--cpus-per-task=16"} <= directives(script)
-    assert "torch.distributed.run --nnodes=2 --nproc-per-node=8" in script
-    assert "--supervised" not in script  # torchrun starts the ranks again, on both hosts
+    asked = {"--nodes=2", "--ntasks-per-node=8", "--gpus-per-node=8", "--cpus-per-task=2"}
+    assert asked <= directives(script)
+    assert "srun --kill-on-bad-exit=1 --distribution=block" in script
+    assert "--supervised" not in script  # the script starts the ranks again, on both hosts
+
+
+@pytest.mark.parametrize(
+    ("codes", "lives"), [([0], 1), ([2], 1), ([130], 1), ([1, 137, 0], 3), ([1] * 9, 6)]
+)
+def test_the_script_starts_ranks_again_but_not_for_ever(
+    codes: list[int], lives: int, tmp_path: Path
+) -> None:
+    """By bash, with an srun that ends as it is told."""
+    config = config_of(tmp_path, {"ranks": 4}, learner={"hosts": 2})
+    commands = {
+        "srun": f'echo "$MASTER_ADDR $MASTER_PORT" >> {tmp_path}/told\n'
+        f"exit $(sed -n $(wc -l < {tmp_path}/told)p {tmp_path}/codes)",
+        "scontrol": f'[ "$1" = requeue ] && touch {tmp_path}/requeued || echo "n1\nn2"',
+    }
+    for name, text in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "codes").write_text("".join(f"{code}\n" for code in codes))
+    ended = subprocess.run(
+        ["bash", "-c", files(config, tmp_path)["learners.sbatch"]],
+        env={"PATH": f"{tmp_path}:/bin:/usr/bin", "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "1"},
+        timeout=30,
+    )
+    assert ended.returncode == codes[lives - 1]
+    told = (tmp_path / "told").read_text().splitlines()
+    assert len(told) == lives
+    assert all(line.startswith("n1 295") for line in told)
+    assert (tmp_path / "requeued").exists() == (codes[lives - 1] not in (0, 2))
 
 
 @pytest.mark.parametrize("setup", [[], ["module load cuda", "source 'my env/bin/activate'"]])
