@@ -18,7 +18,7 @@ from decoupled_diloco.engines.launch import Launch, launch_folder
 from decoupled_diloco.observe.run_data import LearnerLog
 from decoupled_diloco.observe.run_model import read_run
 from decoupled_diloco.observe.tape import TapeReader
-from engines.one_node_slurm import missing, one_node_slurm
+from engines.small_slurm import missing, one_node_slurm
 from process.runs import config_of
 from process.test_log import scalars
 
