@@ -15,6 +15,7 @@ from decoupled_diloco.config import dump_config
 from decoupled_diloco.engines.launch import launch_folder
 from decoupled_diloco.observe.run_model import read_run
 from engines.small_slurm import MACHINES, missing, two_node_slurm
+from engines.test_shared_folder import LARGE, merged
 from engines.test_slurm import ddiloco, hurry, learner, restarts, states, until
 from process.runs import config_of
 
@@ -32,17 +33,18 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def settings(folder: Path, *, steps: int) -> Path:
-    """A run's file: one learner of two ranks, one on each machine."""
+    """A run's file: one learner of two ranks, one on each machine, which both carry."""
     config = config_of(
         folder / "runs/small",
         run={"budget_steps": steps, "learners": 1, "evaluator": False},
-        sync={"quorum": 1},
+        sync={"quorum": 1, "fragments": 2},
         learner={"checkpoint_every_seconds": 1.0, "ranks": 2, "carriers": 2},
         data={"leases": False},
     )
     path = folder / "small.toml"
     told = config.model_dump(mode="json")
     slurm = {"partition": "spot", "syncer_partition": "safe"}
+    told["workload"]["options"] |= LARGE
     told |= {"where": {"engine": "slurm", "learner": {"hosts": 2}, "slurm": slurm}}
     path.write_text(dump_config(type(config)(**told)))
     return path
@@ -72,7 +74,7 @@ def log(run: Path) -> str:
 
 def test_a_learner_of_two_machines(tmp_path: Path) -> None:
     run = tmp_path / "runs/small"
-    submitted = ddiloco("launch", settings(tmp_path, steps=300))
+    submitted = ddiloco("launch", settings(tmp_path, steps=500))
     job = re.findall(r"learners: job (\d+)", submitted)[0] + "_0"
     until(lambda: learner(run, "learner-0").steps > 20, "it trains: \n" + log(run))
     ranks = ranks_of(run)
@@ -92,6 +94,13 @@ def test_a_learner_of_two_machines(tmp_path: Path) -> None:
     assert learner(run, "learner-0").left, "both ranks were told in time to hand in"
     epoch = learner(run, "learner-0").epoch
     until(lambda: [hurry(run), learner(run, "learner-0").epoch > epoch][1], "it is back")
+    count = merged(run)
+    until(lambda: merged(run) > count + 4, "both carry what they have trained")
+    syncer = re.findall(r"syncer: job (\d+)", submitted)[0]
+    subprocess.run(["scontrol", "requeue", syncer], check=True, capture_output=True)
+    until(lambda: restarts(syncer) == 1, "the syncer makes room")
+    count = merged(run)
+    until(lambda: [hurry(run), merged(run) > count + 4][1], "both find it at its new place")
     until(lambda: (run / "weights.safetensors").exists(), "the run ends")
     until(lambda: not states(run), "all jobs end")
     assert read_run(run, "run").finished
