@@ -8,7 +8,6 @@ is waited for.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -94,7 +93,7 @@ class RankSeat:
             ConfigError: On every rank, if something is wrong on one; the rank is named.
             TransportError: A rank is gone.
         """
-        mine: Document = {"arguments": arguments, "host": socket.gethostname()}
+        mine: Document = {"arguments": arguments, "host": self.around.host()}
         try:
             refuse_what_is_nowhere(self._module)
             refuse_what_is_not_finite(self._module)
@@ -171,7 +170,7 @@ class RankSeat:
             self.link = CarrierLink(
                 self.group.rank,
                 addresses,
-                partial(self.around.client, "carrier", self.key, addresses),
+                partial(self.around.client, "carrier", self.key, addresses, within=True),
                 client or partial(self.around.client, learner, read_secret(token), tls=tls),
                 plan,
                 self.model.sharding,

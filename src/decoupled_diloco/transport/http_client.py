@@ -82,6 +82,7 @@ class HttpClient:
         tls: What is trusted and shown at ``https://`` addresses.
         server_name: The name that a server's certificate must have; default: that of its address.
         locator: Says where servers are by now, and which may see the token; default: none moves.
+        told_plain: Nothing has to be said of a token that goes unencrypted to another machine.
 
     Raises:
         ConfigError: a file of `tls` cannot be used.
@@ -98,6 +99,7 @@ class HttpClient:
         tls: Tls | None = None,
         server_name: str | None = None,
         locator: Locator | None = None,
+        told_plain: bool = False,
         rng: random.Random | None = None,
     ) -> None:
         self.stats = Stats()
@@ -105,7 +107,7 @@ class HttpClient:
         self._server_name = server_name
         self._locator = locator
         self._watch_of_end: asyncio.Task[None] | None = None
-        self._told_plain = False
+        self._told_plain = told_plain
         self._token = token
         self._principal = principal
         self._limits = limits or Limits()
