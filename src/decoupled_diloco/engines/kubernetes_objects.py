@@ -20,7 +20,6 @@ from typing import Any
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.where import RoleResources
 from decoupled_diloco.engines import kubernetes_tls
-from decoupled_diloco.engines.kubernetes_tls import sets
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.units import MIB
 
@@ -197,7 +196,7 @@ def _shard_command(config: RunConfig) -> str:
         *("ddiloco", "syncer", f"{SETTINGS_FOLDER}/run.toml"),
         *("--port", str(port_of(config)), "--addresses", ",".join(addresses_of(config))),
         *("--token-file", f"{SECRET_FOLDER}/token", "--linger"),
-        *sets(settings),
+        *_sets(settings),
     ]
     return f'{shlex.join(told)} --shard "{_SHARD}"'
 
@@ -341,9 +340,13 @@ def _dialled(config: RunConfig, role: str, *options: str) -> list[str]:
     return [
         *("ddiloco", role, f"{SETTINGS_FOLDER}/run.toml", *options),
         *("--syncer", ",".join(addresses_of(config)), "--token-file", f"{SECRET_FOLDER}/token"),
-        *sets({"run.folder": RUN_FOLDER, "run.learners": config.run.learners}),
-        *sets(kubernetes_tls.pod_settings(config, role)),
+        *_sets({"run.folder": RUN_FOLDER, "run.learners": config.run.learners}),
+        *_sets(kubernetes_tls.pod_settings(config, role)),
     ]
+
+
+def _sets(settings: Mapping[str, object]) -> list[str]:
+    return [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
 
 
 def _learner_template(

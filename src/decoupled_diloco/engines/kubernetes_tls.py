@@ -14,7 +14,7 @@ Secret that changes changes in running pods, too: no file is mounted by `subPath
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,7 +23,7 @@ from decoupled_diloco.config import RunConfig
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.processes import EVALUATOR
 from decoupled_diloco.launch.secrets import own_tls, served_tls
-from decoupled_diloco.transport.tls import LiveTls, hosts_of
+from decoupled_diloco.transport.tls import LiveTls
 
 Manifest = dict[str, Any]
 
@@ -151,6 +151,8 @@ def require_certificates(config: RunConfig, addresses: Iterable[str]) -> None:
 
 
 def _require_named(certificate: Path, dialled: Iterable[str]) -> None:
+    from decoupled_diloco.launch.certificates import hosts_of  # of the extra tls, as `LiveTls` said
+
     names = hosts_of(certificate)
     absent = [host for host in dialled if not any(_covers(name, host) for name in names)]
     if absent:
@@ -185,8 +187,3 @@ def _dialling(config: RunConfig) -> Iterator[str]:
     yield from config.learner_ids
     if config.run.evaluator:
         yield EVALUATOR
-
-
-def sets(settings: Mapping[str, object]) -> list[str]:
-    """Settings as words of a command line."""
-    return [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]

@@ -15,7 +15,7 @@ from decoupled_diloco.engines.kubernetes import Kubernetes
 from decoupled_diloco.engines.slurm import Slurm
 from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.launch.folder import RunFolder, require_ours_or_unused
-from decoupled_diloco.storage.files import write_text
+from decoupled_diloco.storage.files import NOT_JSON, write_text
 from decoupled_diloco.transport.tokens import is_loopback
 
 ENGINES: Mapping[str, type[PlacingEngine]] = {"slurm": Slurm, "kubernetes": Kubernetes}
@@ -184,7 +184,7 @@ def jobs_in(path: Path) -> list[Job]:
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
         return [Job(str(each["name"]), str(each["id"])) for each in told]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+    except (OSError, *NOT_JSON) as error:
         raise StorageError(
             f"{path} cannot be read ({error!r:.100}): the engine's own commands show what runs"
         ) from error

@@ -173,14 +173,7 @@ class CertificateFolder:
         return self.path / f"{name}.key"
 
     def _certificate(self, name: str) -> x509.Certificate:
-        try:
-            certificate = x509.load_pem_x509_certificate(self._pem(name).read_bytes())
-            _alternatives(certificate)  # they are parsed only when they are asked for
-            return certificate
-        except OSError as error:
-            raise StorageError(f"{self._pem(name)} cannot be read: {error.strerror}") from None
-        except (ValueError, x509.InvalidVersion, x509.DuplicateExtension):
-            raise StorageError(f"{self._pem(name)} is no certificate: remove it") from None
+        return _read(self._pem(name))
 
     def _private(self, name: str) -> Key:
         path = self._key(name)
@@ -277,6 +270,26 @@ def _host(name: str) -> x509.GeneralName:
             f"--name {name!r} is no host: give a name or an address without http:// and port"
         )
     return x509.DNSName(name)
+
+
+def hosts_of(path: Path) -> list[str]:
+    """The names and addresses that a file's certificate is for, its first one's.
+
+    Raises:
+        StorageError: it cannot be read.
+    """
+    return [str(each.value) for each in _alternatives(_read(path))]
+
+
+def _read(path: Path) -> x509.Certificate:
+    try:
+        certificate = x509.load_pem_x509_certificate(path.read_bytes())
+        _alternatives(certificate)  # they are parsed only when they are asked for
+        return certificate
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, x509.InvalidVersion, x509.DuplicateExtension):
+        raise StorageError(f"{path} is no certificate: remove it") from None
 
 
 def _alternatives(certificate: x509.Certificate) -> list[x509.GeneralName]:

@@ -127,10 +127,8 @@ def read_principals(path: Path) -> dict[str, str]:
         raise ConfigError(
             f"principals_file={str(path)!r} cannot be read: {error.strerror}"
         ) from error
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # TOML and UTF-8 both; the text is secret and is not repeated
+    except (ValueError, RecursionError) as error:
+        # TOML and UTF-8 both; the text is secret and is not repeated.
         raise ConfigError(
             f'principals_file={str(path)!r} is not TOML: write a line id = "secret" for each id'
         ) from error

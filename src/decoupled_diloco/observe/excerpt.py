@@ -15,6 +15,7 @@ from collections.abc import Hashable
 
 from decoupled_diloco.observe.former import name_today
 from decoupled_diloco.observe.looked_at import LOOKED_AT, MESSAGES
+from decoupled_diloco.storage.files import NOT_JSON
 
 REPORT_SECONDS = 1.0
 """One step report of a learner is kept for each such time, and the last one of a piece."""
@@ -103,6 +104,6 @@ def _public(line: bytes) -> bytes:
         header = data.get("header") or {}
         data["header"] = {key: header[key] for key in header if key not in _PRIVATE}
         data.pop("pid", None)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except NOT_JSON:
         return b""
     return json.dumps(record, separators=(",", ":")).encode() + b"\n"

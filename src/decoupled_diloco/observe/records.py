@@ -17,6 +17,7 @@ from decoupled_diloco.protocol import wire
 from decoupled_diloco.protocol.effects import CoordinatorEffect, LearnerEffect, SyncerEffect
 from decoupled_diloco.protocol.events import CoordinatorEvent, LearnerEvent, SyncerEvent
 from decoupled_diloco.protocol.shard_lease import LeaseEffect, LeaseEvent
+from decoupled_diloco.storage.files import NOT_JSON
 
 SCHEMA = 2
 """Version of the record; raised when an old reader would misunderstand a new tape."""
@@ -110,14 +111,7 @@ class Parser:
             version = fields["v"]
             if version <= SCHEMA:
                 return self._record(fields)
-        except (
-            ValueError,
-            LookupError,
-            TypeError,
-            AttributeError,
-            ArithmeticError,
-            RecursionError,
-        ):
+        except (ArithmeticError, *NOT_JSON):
             self._note(
                 f"{self._path}: line {self._number} is torn and was left out "
                 f"({len(line)} bytes{_shown(line[:40])})"

@@ -244,22 +244,12 @@ def _show(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
         ) from None
 
 
-def hosts_of(path: Path) -> list[str]:
-    """The names and addresses that a certificate is for.
+def _end_of(path: Path) -> float:
+    """When a certificate ends, in seconds since the epoch.
 
     Raises:
-        ConfigError: It cannot be read; or what reads it is not installed.
+        ConfigError: It has ended, or has not begun; or what reads it is not installed.
     """
-    x509, chain = _chain(path)
-    try:
-        found = chain[0].extensions.get_extension_for_class(x509.SubjectAlternativeName)
-    except x509.ExtensionNotFound:
-        return []
-    return [str(each.value) for each in found.value]
-
-
-def _chain(path: Path) -> tuple[Any, Any]:
-    """What reads certificates, and those of a file: the own one first."""
     try:
         from cryptography import x509
     except ImportError:
@@ -268,20 +258,11 @@ def _chain(path: Path) -> tuple[Any, Any]:
             "pip install -e '.[tls]')"
         ) from None
     try:
-        return x509, x509.load_pem_x509_certificates(_read("certificate", path))
+        chain = x509.load_pem_x509_certificates(_read("certificate", path))
     except (ValueError, x509.InvalidVersion) as error:
         raise ConfigError(
             f"certificate={str(path)!r} cannot be read ({error!s:.100}): make it anew"
         ) from None
-
-
-def _end_of(path: Path) -> float:
-    """When a certificate ends, in seconds since the epoch.
-
-    Raises:
-        ConfigError: It has ended, or has not begun; or what reads it is not installed.
-    """
-    _, chain = _chain(path)
     begins = max(each.not_valid_before_utc for each in chain)
     ends = min(each.not_valid_after_utc for each in chain)
     today = datetime.now(UTC)
@@ -292,7 +273,7 @@ def _end_of(path: Path) -> float:
             f"certificate={str(path)!r} is not valid before {begins:%Y-%m-%d %H:%M} UTC: correct "
             "this machine's clock, or make a new one"
         )
-    return float(ends.timestamp())
+    return ends.timestamp()
 
 
 def names_of(transport: asyncio.BaseTransport | None) -> tuple[str, ...] | None:
