@@ -16,7 +16,7 @@ from decoupled_diloco.engines.launch import launch_folder
 from decoupled_diloco.observe.run_model import read_run
 from engines.small_slurm import MACHINES, cancel_all, missing, two_node_slurm
 from engines.test_shared_folder import LARGE, merged
-from engines.test_slurm import ddiloco, hurry, learner, restarts, states, until
+from engines.test_slurm import STEPS, ddiloco, end_soon, hurry, learner, restarts, states, until
 from process.runs import config_of
 
 pytestmark = [
@@ -79,7 +79,7 @@ def log(run: Path) -> str:
 
 def test_a_learner_of_two_machines(tmp_path: Path) -> None:
     run = tmp_path / "runs/small"
-    submitted = ddiloco("launch", settings(tmp_path, steps=500))
+    submitted = ddiloco("launch", settings(tmp_path, steps=STEPS))
     job = re.findall(r"learners: job (\d+)", submitted)[0] + "_0"
     until(lambda: learner(run, "learner-0").steps > 20, "it trains: \n" + log(run))
     ranks = ranks_of(run)
@@ -101,6 +101,7 @@ def test_a_learner_of_two_machines(tmp_path: Path) -> None:
     until(lambda: [hurry(run), learner(run, "learner-0").epoch > epoch][1], "it is back")
     count = merged(run)
     until(lambda: merged(run) > count + 4, "both carry what they have trained")
+    end_soon(run, 100)
     syncer = re.findall(r"syncer: job (\d+)", submitted)[0]
     subprocess.run(["scontrol", "requeue", syncer], check=True, capture_output=True)
     until(lambda: restarts(syncer) == 1, "the syncer makes room")

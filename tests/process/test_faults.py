@@ -27,6 +27,7 @@ from process.runs import (
     pause,
     records,
     send,
+    until,
     wait,
     when,
 )
@@ -241,6 +242,16 @@ def test_killed_shards_are_restored_from_what_learners_hold(tmp_path: Path) -> N
             restored = [counter for term, counter in mine if term == max(terms)]
             assert restored[0] > 0, "it does not begin anew"
     assert_replays(folder)
+
+
+@pytest.mark.timeout(300)  # it would wait for ever
+def test_whoever_waits_for_shards_that_have_ended_waits_no_longer(tmp_path: Path) -> None:
+    """As a syncer that goes on with a run's last steps, and is busy while they are taken."""
+    with local_run(config_of(tmp_path / "run", run={"learners": 1, "budget_steps": 8})) as run:
+        run.start()
+        until(lambda: [run.supervisor.poll(), run.supervisor.children["shard-0"].done][1], "end")
+        run.wait_for_shards()
+        assert wait(run).finished
 
 
 def test_a_run_whose_evaluator_is_gone_still_has_its_result_evaluated(tmp_path: Path) -> None:

@@ -243,13 +243,14 @@ class LocalRun:
             logger.warning("the result is not evaluated: %s", self.supervisor.last_words(EVALUATOR))
 
     def wait_for_shards(self) -> None:
-        """Returns when every shard listens, or cannot: then `wait` says why."""
+        """Returns when every shard listens, or does no longer, or cannot: then `wait` says why."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.config.syncer.host)
         host, shards = host or self.config.syncer.host, self.config.syncer.shards
         for shard in range(shards):
             while not any(_listens(host, port) for port in self._listen_on[shard::shards]):
                 self.supervisor.poll()
-                if self._hopeless() is not None:
+                ended = any(child.done for child in self._processes_of(shard))
+                if ended or self._hopeless() is not None:
                     return
                 time.sleep(POLL_SECONDS)
 
