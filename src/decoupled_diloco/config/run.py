@@ -281,8 +281,7 @@ class LearnerSettings(Settings):
 
     @property
     def leave_seconds_max(self) -> float:
-        """How long a learner that is told to go may take: to end its step, to hand in, and to keep
-        a last checkpoint.
+        """How long a learner that is told to go may take, to its last checkpoint.
 
         >>> LearnerSettings(hand_in_seconds=20).leave_seconds_max
         50.0
