@@ -47,6 +47,7 @@ TITLES = {
     "strangers": "Thousands of strangers at a shard",
     "strangers_before": "The same before they were bounded",
     "fuzz": "A million hostile inputs",
+    "shard_memory": "What memory a shard needs",
     "merging": "Merging",
     "large": "A shard with thousands of learners",
     "tape": "The tapes of a long run",

@@ -90,11 +90,11 @@ def fork_server() -> ForkServer | None:
 
 @contextlib.contextmanager
 def local_run(
-    config: RunConfig, *, resume: bool = False, own_server: bool = False
+    config: RunConfig, *, resume: bool = False, own_server: bool = False, learners: bool = True
 ) -> Iterator[LocalRun]:
     """A `LocalRun` that is closed in any case."""
     server = None if own_server or not config.run.fork_server else fork_server()
-    run = LocalRun(config, resume=resume, server=server)
+    run = LocalRun(config, resume=resume, server=server, learners=learners)
     try:
         yield run
     finally:

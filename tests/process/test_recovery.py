@@ -12,7 +12,18 @@ from pathlib import Path
 import pytest
 
 from decoupled_diloco.launch.placement import COMMAND
-from process.runs import config_of, local_run, records, send, wait, when
+from process.runs import (
+    command,
+    config_file,
+    config_of,
+    local_run,
+    records,
+    send,
+    stopped_at_exit,
+    until,
+    wait,
+    when,
+)
 from replay import assert_replays
 
 
@@ -59,6 +70,31 @@ def test_who_is_told_to_go_hands_in_keeps_itself_and_comes_back(tmp_path: Path) 
     last = f"its own checkpoint of step {steps}, epoch 1"
     assert ways[1]["why"] == last, "it is of the boundary at which it went"
     assert_replays(folder)
+
+
+def test_a_supervised_learner_ends_its_step_and_keeps_itself_however_long_it_takes(
+    tmp_path: Path,
+) -> None:
+    tables = {
+        "run": {"budget_steps": 1000, "learners": 1},
+        "sync": {"quorum": 1},
+        "learner": {"hand_in_seconds": 0.0, "checkpoint_every_seconds": 600.0},
+        "workload": {"step_seconds": 6.0},
+    }
+    own = config_file(tmp_path / "own", **tables)
+    with local_run(config_of(tmp_path / "run", **tables), learners=False) as run:
+        run.start()
+        run.wait_for_shards()
+        where = ["--index", "0", "--syncer", str(run.path), "--supervised"]
+        where += ["--token-file", str(run.secret_file)]
+        with stopped_at_exit(command("learner", str(own), *where)) as learner:
+            tape = tmp_path / "own" / "tape" / "learner-0.jsonl"
+            until(lambda: tape.exists() and "StepFinished" in tape.read_text(), "a step", 90)
+            learner.send_signal(signal.SIGTERM)  # seconds before the next one is finished
+            output, _ = learner.communicate(timeout=60)
+    assert learner.returncode == 130, output
+    assert "killing it" not in output
+    assert any((tmp_path / "own" / "learners").rglob("*.safetensors"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -227,6 +227,10 @@ class SyncerSettings(Settings):
         return self
 
 
+STEP_AND_CHECKPOINT_SECONDS = 30.0
+"""What a learner that is told to go may take beside `hand_in_seconds`, where a machine is left."""
+
+
 class LearnerSettings(Settings):
     """`[learner]`: the training processes that the local launcher starts."""
 
@@ -274,6 +278,15 @@ class LearnerSettings(Settings):
     """How many ranks of a learner of several carry its fragments to the syncer and back, each its
     part: a number from 1 to its ranks, "hosts" (one on each host), or "all". They share the 4 bytes
     a parameter of host memory that published copies take."""
+
+    @property
+    def leave_seconds_max(self) -> float:
+        """How long a learner that is told to go may take, to its last checkpoint.
+
+        >>> LearnerSettings(hand_in_seconds=20).leave_seconds_max
+        50.0
+        """
+        return self.hand_in_seconds + STEP_AND_CHECKPOINT_SECONDS
 
     def ranks_of(self, index: int) -> int:
         """How many processes a learner is; one that came later is as the last one."""

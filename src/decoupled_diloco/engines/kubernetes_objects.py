@@ -38,8 +38,6 @@ RUN_FOLDER = f"{DATA_FOLDER}/run"
 
 USER = 10_001
 SHARD_GRACE_SECONDS = 60
-HAND_IN_AND_CLOSE_SECONDS = 30
-"""What a learner may take beside `hand_in_seconds` to be gone."""
 
 FAILURES_MAX = 50
 """Times that one learner may fail; lost nodes, and being told to go, do not count."""
@@ -358,7 +356,7 @@ def _learner_template(
     each = _container(config, "learner", container, gets, hosts, gets.gpus)
     each["command"] = list(command)
     each["volumeMounts"] = [*each["volumeMounts"], {"name": "shm", "mountPath": "/dev/shm"}]
-    grace = int(config.learner.hand_in_seconds) + HAND_IN_AND_CLOSE_SECONDS
+    grace = int(config.learner.leave_seconds_max)
     tls = kubernetes_tls.volume(config, "learner", alone)
     pod = {**_pod(config, each, grace, tls), "restartPolicy": "Never"}
     # Ranks of one host speak to one another there.

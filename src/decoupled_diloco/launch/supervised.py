@@ -23,7 +23,7 @@ POLL_SECONDS = 0.1
 def supervise(config: RunConfig, name: str, arguments: list[str]) -> int:
     """Runs ``ddiloco ARGUMENTS`` under a name, again when it fails; returns its last exit code.
 
-    On SIGTERM or SIGINT it is told to go, and has the time that a learner has to hand in.
+    On SIGTERM or SIGINT it is told to go, and has the time that a learner has for that.
 
     Raises:
         Error: the run folder cannot be used.
@@ -32,7 +32,7 @@ def supervise(config: RunConfig, name: str, arguments: list[str]) -> int:
     (folder / "logs").mkdir(exist_ok=True)
     with open_tape(folder, f"launcher.{name}", {"machine": "launcher"}) as tape:
         supervisor = Supervisor(ThisMachine(folder, forks=config.run.fork_server), tape)
-        patience = config.learner.hand_in_seconds
+        patience = config.learner.leave_seconds_max
         try:
             with handling(interrupt, signal.SIGTERM):
                 supervisor.start(name, [*arguments, "--stop-with-parent"])

@@ -30,6 +30,14 @@ def test_merging() -> None:
     )
 
 
+def test_the_memory_of_a_shard() -> None:
+    (row,) = read("shard_memory", "raw.json")
+    (small, process), *_, (large, most) = row
+    each = (most - process) / (large - small)
+    assert pytest.approx(each, rel=0.03) == measured.SYNCER_BYTES
+    assert pytest.approx(process - small * each, rel=0.03) == measured.SHARD_BYTES
+
+
 def test_what_a_step_and_a_link_lose() -> None:
     cases = [c for c in read("step_overhead")["result"].values() if isinstance(c, dict)]
     inside = max(case["inside_step_percent"]["median"] for case in cases)

@@ -23,8 +23,12 @@ TRAFFIC_OVERHEAD = 0.0163
 HANDLING_SECONDS = 0.0032
 """What processes take for a body besides moving and merging it (`benchmarks/results/plan_real`)."""
 
-SYNCER_BYTES = 16
-"""Bytes a parameter that all shards together hold: master, published copy, momentum, offers."""
+SYNCER_BYTES = 26
+"""Bytes a parameter that all shards together need at most: 16 are held (master, published copy,
+momentum, offers), the rest comes and goes (`benchmarks/results/shard_memory`)."""
+
+SHARD_BYTES = 0.28e9
+"""What a shard's process needs besides, for any model (the same folder)."""
 
 COPY_BYTES = 4
 """Bytes a parameter of the whole published copy, which a new learner fetches, and then keeps."""

@@ -45,7 +45,7 @@ class Prediction:
     discarded: float  # share of the trained tokens that overwriting throws away
     # steps since a fragment's values left their learners, just before the next apply
     age_steps: float
-    memory_bytes: float  # of one shard: its fragments, and bodies on their way
+    memory_bytes: float  # of one shard at most: process, fragments, bodies on their way
     cores: float  # that all shards keep busy
     # for a new learner to fetch the whole published copy, where it takes longest
     join_seconds: float
@@ -111,7 +111,7 @@ def _memory(case: Case) -> float:
     o, fragment = case.options, case.fragment_params
     bodies = case.network.learners * o.open_rounds_max * fragment * case.up.bits / 8
     largest = -(-o.fragments // o.shards)
-    return measured.SYNCER_BYTES * fragment * largest + bodies
+    return measured.SHARD_BYTES + measured.SYNCER_BYTES * fragment * largest + bodies
 
 
 def _cores(case: Case, rounds: Rounds) -> float:
