@@ -28,10 +28,8 @@ if TYPE_CHECKING:
     from decoupled_diloco.observe.records import Record
     from decoupled_diloco.observe.sources import Source
 
-NOT_OVER = "the round is not over"
-"""Why a round of a run that is read once has no end."""
-
-LOST = "the run ended before the round"
+NOT_OVER = "what is read of the run ends before the round"
+"""Why a round has no end."""
 
 
 def traces(
@@ -102,7 +100,9 @@ class Reading:
             TransportError: The collector takes nothing, or no syncer answers from the first.
             StorageError: The tape cannot be read.
         """
-        self._look()
+        self._send(self._records())
+        if not (once or self._run.records):
+            typer.echo("no tape yet: waiting for one, until Ctrl-C", err=True)
         silent_since: float | None = None
         while not (once or self._is_over(silent_since)):
             time.sleep(every)
@@ -115,7 +115,7 @@ class Reading:
                 continue
             silent_since = None
             self._send(records)
-        self.end(NOT_OVER if once else LOST)
+        self.end(NOT_OVER)
 
     def _is_over(self, silent_since: float | None) -> bool:
         from decoupled_diloco.observe.status import status_of
@@ -128,9 +128,6 @@ class Reading:
         """Sends what is left: with a ``problem`` also rounds that are open."""
         self._collector.send(self._fold.rest(problem))
         self._collector.flush()
-
-    def _look(self) -> None:
-        self._send(self._records())
 
     def _records(self) -> Iterable[Record]:
         """What is new; of a tape one record after the other, however long it is."""

@@ -74,6 +74,7 @@ class Collector:
         self._said.listen()
         exporter = OTLPSpanExporter(endpoint=self.url, session=self._answers.session())
         if self._said.names:
+            self._said.stop()
             raise ConfigError(
                 "OTEL_EXPORTER_OTLP_HEADERS, or another variable of OTEL_EXPORTER_OTLP_…, cannot "
                 "be read: headers are written as name=value,name=value, with %20 for a blank"
@@ -112,10 +113,12 @@ class Collector:
         self._said.stop()
 
     def _problem(self) -> str:
+        way_out = "start the collector, or mend its address"
+        if self._answers.wants_key:
+            way_out = "write its key into OTEL_EXPORTER_OTLP_HEADERS"
         return (
-            f"{self.url} takes no traces: {self._answers.problem}; {self.sent} spans were sent. "
-            "Start the collector or mend its address, and give the command again: spans have the "
-            "same ids each time"
+            f"{self.url} takes no traces: {self._answers.problem} ({self.sent} spans were sent): "
+            f"{way_out}, and give the command again, for spans have the same ids each time"
         )
 
 
@@ -187,6 +190,10 @@ class _Answers:
                 isinstance(self._error, requests.exceptions.SSLError)
             )
         return self._status is None or self._status not in (429, 502, 503, 504)
+
+    @property
+    def wants_key(self) -> bool:
+        return self._status in (401, 403)
 
     @property
     def problem(self) -> str:
