@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from decoupled_diloco.cli.traces import NOT_OVER, Reading
+from decoupled_diloco.cli.traces import NOT_OVER, Reading, traces
+from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.monitor import spans as spans_module
 from decoupled_diloco.monitor.collector import Collector
 from decoupled_diloco.monitor.spans import Span
@@ -398,3 +399,23 @@ def test_a_tape_that_is_spoilt_gives_what_can_be_sent(tmp_path: Path) -> None:
         sender.close()
     assert fold.left_out == 2
     assert [s.name for _, s in collector.spans].count("round") == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "sentence"),
+    [
+        ("nowhere", ConfigError, "nowhere does not exist: give a run folder, a tape, or the"),
+        ("empty", StorageError, "is no run folder: it holds neither a tape nor run.toml"),
+        ("tape/learner-1.jsonl", StorageError, "tells of no round that is over: give the folder"),
+        ("torn.jsonl", StorageError, "tells of no round that is over \\(.* is torn"),
+    ],
+)
+def test_a_run_without_rounds_is_told(
+    tmp_path: Path, source: str, error: type[Exception], sentence: str
+) -> None:
+    write_learner(tmp_path / "tape", 0.0)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "torn.jsonl").write_text("no tape\n")
+    with receiving() as collector, pytest.raises(error, match=sentence):
+        traces(to=collector.url, source=str(tmp_path / source), every=0.2, once=True)
+    assert not collector.requests
