@@ -63,7 +63,7 @@ class Collector:
         self._give_up_seconds = give_up_seconds
         self._batch: list[Span] = []
         self._said = _Said()
-        self._answers = _Answers()
+        self._answers = _LastAnswer()
         self._exporter = self._open()
 
     def _open(self) -> Any:
@@ -153,7 +153,7 @@ def traces_url(text: str) -> str:
     return base if base.endswith(TRACES_PATH) else base + TRACES_PATH
 
 
-class _Answers:
+class _LastAnswer:
     """What the collector answered last, which the library does not tell."""
 
     def __init__(self) -> None:
@@ -167,7 +167,7 @@ class _Answers:
 
         answers = self
 
-        class Session(requests.Session):
+        class NotingSession(requests.Session):
             def send(self, request: Any, **options: Any) -> Any:
                 answers._status, answers._error = None, None
                 try:
@@ -178,7 +178,7 @@ class _Answers:
                 answers._status, answers._reason = answer.status_code, str(answer.reason or "")
                 return answer
 
-        return Session()
+        return NotingSession()
 
     @property
     def is_final(self) -> bool:

@@ -26,7 +26,7 @@ def version_key(fragment: int, version: Version) -> Key:
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class RoundPlace:
     """The place in a trace that a learner's span gets.
 
     ``taken_at``: when the shard had what the learner sent, or knew that it would not come, in
@@ -59,7 +59,7 @@ class Draft:
     whole: bool = True
     is_placed: bool = False
 
-    def placed(self, round: Round) -> Span:
+    def placed(self, round: RoundPlace) -> Span:
         """The span, in its trace."""
         self.is_placed = True
         told = self.end if self.end is not None else round.taken_at
@@ -88,10 +88,10 @@ class Joints:
     """Brings drafts and rounds together, whichever comes first."""
 
     def __init__(self) -> None:
-        self._rounds: Kept[Key, Round] = Kept()
+        self._rounds: Kept[Key, RoundPlace] = Kept()
         self._waiting: Kept[Key, list[Draft]] = Kept()
 
-    def round(self, key: Key, round: Round) -> list[Span]:
+    def round(self, key: Key, round: RoundPlace) -> list[Span]:
         """A shard's tape says where this belongs; returns what has waited for it."""
         self._rounds[key] = round
         return [draft.placed(round) for draft in self._waiting.pop(key, [])]

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from decoupled_diloco.merge import token_weight
-from decoupled_diloco.monitor.joints import Joints, Round, asking_key, version_key
+from decoupled_diloco.monitor.joints import Joints, RoundPlace, asking_key, version_key
 from decoupled_diloco.monitor.spans import (
     NANOSECONDS,
     Attributes,
@@ -202,7 +202,7 @@ class TracedShard:
         if told.version is not None and told.verdict == "merged":
             self._publish(round, told.version, end)
             key = version_key(told.fragment, told.version)
-            spans += self._joints.round(key, Round(round.trace, round.root))
+            spans += self._joints.round(key, RoundPlace(round.trace, round.root))
         return spans
 
     def _told_at_the_end(self, told: do.RoundFinished) -> Attributes:
@@ -293,7 +293,7 @@ class TracedShard:
             round, "contribution", start, end, str(part.ask), "client", attributes, link, error
         )
         key = asking_key(self.process.name, part.ask)
-        return [span, *self._joints.round(key, Round(round.trace, span.id, end, folded))]
+        return [span, *self._joints.round(key, RoundPlace(round.trace, span.id, end, folded))]
 
     def _link_of(self, round: _Open, asked: _Asked) -> Link | None:
         """The round in which it was asked for, if that is another."""
