@@ -33,6 +33,7 @@ from decoupled_diloco.cli.simulate import simulate
 from decoupled_diloco.cli.status import status
 from decoupled_diloco.cli.tape import tape
 from decoupled_diloco.cli.timing import timing
+from decoupled_diloco.cli.traces import traces
 from decoupled_diloco.cli.watch import watch
 from decoupled_diloco.errors import Error
 from decoupled_diloco.launch.termination import INTERRUPTED
@@ -102,6 +103,7 @@ for each in (
     watch,
     log,
     metrics,
+    traces,
     timing,
     explain,
     report,

@@ -130,21 +130,28 @@ class Reader(threading.Thread):
         """Whether there is nothing more to come."""
         if self.failure is not None:
             return True
-        if self.status is None:
-            return False
-        if self.status.phase in ("finished", "interrupted"):
-            return True
         away = time.monotonic() - self.trouble[0] if self.trouble else 0.0
-        return self.near_the_end and away > GONE_SECONDS
+        return is_over(self.status, away)
 
     @property
     def near_the_end(self) -> bool:
-        """Whether a syncer that has gone has most likely finished: it does not wait for readers."""
-        status = self.status
-        if status is None:
-            return False
-        left = status.seconds_left
-        return status.phase == "closing" or (left is not None and left < GONE_SECONDS)
+        """Whether a syncer that has gone has most likely finished."""
+        return is_near_the_end(self.status)
+
+
+def is_over(status: RunStatus | None, away: float) -> bool:
+    """Whether nothing more will come of a run that could not be looked at for ``away`` seconds."""
+    if status is not None and status.phase in ("finished", "interrupted"):
+        return True
+    return is_near_the_end(status) and away > GONE_SECONDS
+
+
+def is_near_the_end(status: RunStatus | None) -> bool:
+    """Whether a syncer that has gone has most likely finished: it does not wait for readers."""
+    if status is None:
+        return False
+    left = status.seconds_left
+    return status.phase == "closing" or (left is not None and left < GONE_SECONDS)
 
 
 def _show(reader: Reader, console: SteadyConsole) -> None:

@@ -77,14 +77,14 @@ class Follower:
         records = [record for file in tape_files(self.path) for record in self._read_on(file)]
         return sorted(records, key=read_on_order)
 
-    def stream(self) -> Iterator[Record]:
-        """What `poll` gives, one by one and thinned as by `excerpt`; to be read to its end.
+    def stream(self, *, skim: bool = True) -> Iterator[Record]:
+        """What `poll` gives, one by one; to be read to its end. ``skim``: thinned as by `excerpt`.
 
         Of a long tape no more than a piece of each process is in memory.
         """
         files = tape_files(self.path)
         open_files_allowed(len(files))
-        streams = [_ordered(self._read_on(file, skim=True)) for file in files]
+        streams = [_ordered(self._read_on(file, skim=skim)) for file in files]
         return (record for _, record in heapq.merge(*streams, key=lambda item: item[0]))
 
     def replaced(self) -> bool:

@@ -118,10 +118,10 @@ class FolderSource:
         check_name(path)
         return Follower(path)
 
-    def stream(self) -> Iterator[Record]:
-        """What `poll` gives, one by one and thinned; to be read to its end."""
+    def stream(self, *, skim: bool = True) -> Iterator[Record]:
+        """What `poll` gives, one by one; to be read to its end. ``skim``: thinned."""
         self._look_for_another_run()
-        return self._follower.stream()
+        return self._follower.stream(skim=skim)
 
     def _look_for_another_run(self) -> None:
         if self._follower.replaced():
