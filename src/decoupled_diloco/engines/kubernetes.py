@@ -114,7 +114,8 @@ class Kubernetes:
         namespace = config.where.kubernetes.namespace
         return f"kubectl logs -n {namespace} -l {INSTANCE}={config.run.name} --prefix"
 
-    def submit(self, folder: Path) -> list[Job]:
+    def submit(self, config: RunConfig, folder: Path) -> list[Job]:
+        """Applies them; the run folders are on the shards' volumes."""
         told = _kubectl("apply", "-k", str(folder), "-o", "json", what=f"{folder}: ")
         found = json.loads(told)
         objects = found["items"] if found["kind"] == "List" else [found]

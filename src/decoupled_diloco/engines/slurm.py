@@ -21,6 +21,7 @@ from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.where import RoleResources, WhereSettings
 from decoupled_diloco.engines.base import SETTINGS, Job, JobState
 from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.launch.folder import RunFolder
 from decoupled_diloco.runtime import now
 from decoupled_diloco.units import MIB
 
@@ -80,8 +81,11 @@ class Slurm:
     def logs(self, config: RunConfig, folder: Path) -> str:
         return f"{folder}/logs"
 
-    def submit(self, folder: Path) -> list[Job]:
+    def submit(self, config: RunConfig, folder: Path) -> list[Job]:
         """Submits the syncer's job, and the others to start once it has."""
+        # As any command that begins a run: an earlier one in its folder is moved aside, now.
+        with RunFolder(config.run.folder):
+            pass
         (folder / "logs").mkdir(exist_ok=True)
         syncer = Job(SYNCER, _submitted(folder / f"{SYNCER}.sbatch"))
         others = [path for path in sorted(folder.glob("*.sbatch")) if path.stem != SYNCER]

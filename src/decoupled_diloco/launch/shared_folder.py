@@ -1,7 +1,8 @@
 """A run whose processes share its folder, on machines that nobody knows beforehand.
 
-The syncer writes down where it listens. The others read it there, and again whenever they dial: a
-queue may start the syncer anew on another machine, and training goes on meanwhile.
+The syncer writes down where it listens, or each of its shards does. The others read it there, and
+again whenever they dial: a queue may start the syncer anew on another machine, and training goes on
+meanwhile.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from decoupled_diloco.config.addresses import (
     url_of,
 )
 from decoupled_diloco.errors import Error
-from decoupled_diloco.launch.folder import ADDRESSES, HOST, read_addresses
+from decoupled_diloco.launch.folder import ADDRESSES, HOST, read_addresses, read_places
 from decoupled_diloco.transport.base import Channel, Client, Stats, TransferStats
 
 logger = logging.getLogger(__name__)
@@ -33,16 +34,24 @@ def shared_addresses(run: Path) -> tuple[str, ...]:
 
     Waits for as long as they have not been started: where a queue starts them that may be hours.
     """
-    path, told = run / ADDRESSES, False
-    while not path.exists():
+    told = False
+    while not ((run / ADDRESSES).exists() or read_places(run)):
         if not told:
-            logger.info("waiting for the syncer, which writes %s", path)
+            logger.info("waiting for the syncer, which writes down in %s where it is", run)
         told = True
         time.sleep(WAIT_SECONDS)
     return _as_they_are(run)
 
 
+def finding(client: Client, run: Path) -> Client:
+    """A client of a shard, which finds the others by the run folder if they note their places."""
+    return FindingClient(client, run) if read_places(run) else client
+
+
 def _as_they_are(run: Path) -> tuple[str, ...]:
+    places = read_places(run)
+    if places:
+        return tuple(of_shard[-1] for of_shard in places)
     host, addresses = (run / HOST).read_text().strip(), read_addresses(run)
     if host == socket.gethostname():
         return tuple(map(on_this_machine, addresses))
@@ -101,13 +110,16 @@ class FindingClient:
 
     def _look(self) -> None:
         try:
-            newest = _as_they_are(self._run)
+            newest, places = _as_they_are(self._run), read_places(self._run)
         except (Error, OSError):  # the file system is away for a moment: as before
             return
         if newest == self._newest:
             return
         self._newest = newest
-        for shard, address in enumerate(newest):
+        # A shard may be told of at a place where it was before this process began. A port that one
+        # shard has left may be another's by now.
+        former = [(s, each) for s, of_shard in enumerate(places) for each in of_shard[:-1]]
+        for shard, address in [*former, *enumerate(newest)]:
             for turn, one in enumerate(alternatives(address)):
                 self._place[one] = (shard, turn)
                 self._client.trust(one)
