@@ -72,11 +72,14 @@ class PlacingEngine(Protocol):
     def logs(self, config: RunConfig, folder: Path) -> str:
         """Where the processes' logs are: a folder, or the command that shows them."""
 
-    def submit(self, config: RunConfig, folder: Path) -> Sequence[Job]:
+    def submit(self, config: RunConfig, folder: Path, *, resume: bool = False) -> Sequence[Job]:
         """Submits the files of a launch folder as they are.
 
         Where the run folder is on a file system that this machine shares, an earlier run in it is
-        moved aside first.
+        moved aside first, or gone on with.
+
+        Raises:
+            ConfigError: it refuses them, or does not go on with an earlier run.
         """
 
     def states(self, jobs: Sequence[Job]) -> Sequence[JobState]:

@@ -73,14 +73,14 @@ class Launch:
         """How the jobs are that are not gone yet."""
         return list(self.engine.states(self.jobs))
 
-    def submit(self) -> list[Job]:
-        """Submits the files as they are.
+    def submit(self, *, resume: bool = False) -> list[Job]:
+        """Submits the files as they are; ``resume``: to go on with the run in its folder.
 
         Raises:
             ConfigError: the engine refuses them, or they are submitted already.
         """
         self.require_idle()
-        jobs = list(self.engine.submit(self.config, self.folder))
+        jobs = list(self.engine.submit(self.config, self.folder, resume=resume))
         told = [{"name": job.name, "id": job.id} for job in jobs]
         write_text(self.folder / JOBS, json.dumps(told, indent=1) + "\n")
         return jobs

@@ -65,13 +65,13 @@ class Ray:
     def logs(self, config: RunConfig, folder: Path) -> str:
         return f"{config.run.folder}/logs"
 
-    def submit(self, config: RunConfig, folder: Path) -> list[Job]:
+    def submit(self, config: RunConfig, folder: Path, *, resume: bool = False) -> list[Job]:
         """Starts the shards' actors, then the others."""
         plan = read_plan(folder)
         ray = self._connected()
         cluster.require_unused(ray, plan)
         # As any command that begins a run: an earlier one in its folder is moved aside.
-        with RunFolder(config.run.folder):
+        with RunFolder(config.run.folder, resume=resume):
             enter_run_folder(config)
         for note in (folder / ENDED).glob("*.json"):
             note.unlink()

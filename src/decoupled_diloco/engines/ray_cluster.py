@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from decoupled_diloco.engines.ray_actor import KeeperActor
 from decoupled_diloco.engines.ray_plan import Part, RayPlan, told_of
 from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.runtime import now
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -151,6 +152,21 @@ def answers(
         except ray.exceptions.RayError:  # it has died, and is started again, or is gone
             continue
     return told
+
+
+def first_answer(
+    ray: ModuleType, actors: Mapping[str, ActorHandle[Any]], seconds: float
+) -> dict[str, str]:
+    """What the first says of itself that answers; empty: none does in time."""
+    deadline, asked = now() + seconds, [handle.state.remote() for handle in actors.values()]
+    while asked and (left := deadline - now()) > 0:
+        done, asked = ray.wait(asked, timeout=left)
+        for reference in done:
+            try:
+                return dict(ray.get(reference))
+            except ray.exceptions.RayError:  # it has died
+                continue
+    return {}
 
 
 def group_states(ray: ModuleType, plan_namespace: str) -> dict[str, tuple[str, str]]:

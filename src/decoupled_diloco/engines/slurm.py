@@ -81,8 +81,13 @@ class Slurm:
     def logs(self, config: RunConfig, folder: Path) -> str:
         return f"{folder}/logs"
 
-    def submit(self, config: RunConfig, folder: Path) -> list[Job]:
+    def submit(self, config: RunConfig, folder: Path, *, resume: bool = False) -> list[Job]:
         """Submits the syncer's job, and the others to start once it has."""
+        if resume:
+            raise ConfigError(
+                "a run on Slurm is not launched again to go on: ddiloco train --resume "
+                f"{config.run.folder} goes on with it on one machine, or leave --resume out"
+            )
         # As any command that begins a run: an earlier one in its folder is moved aside, now.
         with RunFolder(config.run.folder):
             pass

@@ -1,0 +1,118 @@
+"""Runs on a real Ray of several nodes, which come and go."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import decoupled_diloco as dd
+from decoupled_diloco.config import RunConfig, dump_config
+from decoupled_diloco.observe.run_data import LearnerLog
+from decoupled_diloco.observe.run_model import read_run
+from engines.ray_nodes import Nodes, ray_nodes
+from process.runs import config_of, until
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.xdist_group("ray")]
+
+SECONDS = 90.0
+"""How long anything may take: Ray starts a process in seconds, a busy machine in more."""
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    with ray_nodes() as cluster:
+        yield cluster
+
+
+def config(nodes: Nodes, folder: Path, name: str = "small", **tables: Any) -> RunConfig:
+    """A run whose shards stay on nodes of the zone "safe", and its learners on those of "spot"."""
+    where = tables.pop("where", {})
+    run = {"name": name, "budget_steps": 100_000, **tables.pop("run", {})}
+    sync = {"quorum": 1, **tables.pop("sync", {})}
+    learner = {"checkpoint_every_seconds": 1.0, **tables.pop("learner", {})}
+    made = config_of(folder / "runs" / name, run=run, sync=sync, learner=learner, **tables)
+    ray = {
+        "address": nodes.address,
+        "syncer_nodes": {"zone": "safe"},
+        "learner_nodes": {"zone": "spot"},
+    }
+    told = made.model_dump(mode="json", exclude={"where"})
+    return RunConfig(**told, where={"engine": "ray", "ray": ray, **where})
+
+
+def log_of(run: Path, name: str) -> LearnerLog:
+    begun = any(run.glob("tape/*.jsonl"))
+    return read_run(run).learners.get(name, LearnerLog(name)) if begun else LearnerLog(name)
+
+
+def clock(run: Path) -> int:
+    return read_run(run).global_step if any(run.glob("tape/*.jsonl")) else 0
+
+
+def wait_for(happened: Callable[[], object], what: str) -> None:
+    until(happened, what, SECONDS)
+
+
+def states(run: dd.ray.RayRun) -> dict[str, str]:
+    return {each.name: each.state for each in run.status().actors}
+
+
+def trains(run: Path, name: str, more: int = 10) -> None:
+    """Returns once a learner has made some more steps."""
+    steps = log_of(run, name).steps
+    wait_for(lambda: log_of(run, name).steps > steps + more, f"{name} trains")
+
+
+def test_a_run_goes_on_while_nodes_come_and_go(nodes: Nodes, tmp_path: Path) -> None:
+    file, folder = tmp_path / "small.toml", tmp_path / "runs" / "small"
+    file.write_text(dump_config(config(nodes, tmp_path)))
+    safe, spot = nodes.add(1, "safe"), nodes.add(1, "spot")
+    command = [sys.executable, "-m", "decoupled_diloco.cli", "launch", str(file)]
+    launched = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    assert launched.returncode == 0, launched.stderr  # and the driver is gone
+    run = dd.ray.attach("small", address=nodes.address)
+    assert run.folder == folder
+    first, second = "learner-0", "learner-1"
+    wait_for(lambda: any(log_of(folder, n).steps > 10 for n in (first, second)), "one trains")
+    if log_of(folder, second).steps:
+        first, second = second, first
+    assert states(run) == {
+        "shard-0": "running",
+        first: "running",
+        second: "waits for a node",
+    }
+
+    nodes.add(1, "spot")
+    wait_for(lambda: log_of(folder, second).steps > 10, "the other starts on a node that has come")
+
+    nodes.remove(spot)
+    trains(folder, second)
+    assert log_of(folder, first).epoch == 1
+    nodes.add(1, "spot")
+    wait_for(lambda: log_of(folder, first).epoch == 2, "it is back, on another node")
+    trains(folder, first)
+
+    nodes.remove(safe)
+    trains(folder, first, 40)
+    before = clock(folder)
+    nodes.add(1, "safe")
+    wait_for(lambda: clock(folder) > before + 10, "the shard goes on elsewhere, and is found")
+    assert read_run(folder).shards["shard-0"].term == 2
+    assert len((folder / "places/shard-0").read_text().split()) == 2
+
+    with pytest.raises(dd.ConfigError, match=r"has a run 'small' already .*: ddiloco stop"):
+        dd.ray.run(config(nodes, tmp_path / "other"))
+    assert run.stop() == 3
+    assert states(run) == {}
+    assert log_of(folder, first).left
+    with pytest.raises(dd.Error, match="has ended without a result"):
+        run.wait(timeout=10)
+    step = clock(folder)
+    longer = config(nodes, tmp_path, run={"budget_steps": step + 40})
+    assert dd.ray.run(longer, resume=True).wait(timeout=SECONDS).exists()
+    assert read_run(folder).finished
