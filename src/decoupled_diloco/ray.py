@@ -20,9 +20,11 @@ from decoupled_diloco.engines.base import JOBS, JobState
 from decoupled_diloco.engines.launch import Launch, launch_folder, write_launch
 from decoupled_diloco.engines.ray import Ray
 from decoupled_diloco.engines.ray_actor import read_notes
+from decoupled_diloco.engines.ray_plan import PLAN, read_plan
 from decoupled_diloco.errors import ConfigError, Error, TransportError
 from decoupled_diloco.launch.termination import INTERRUPTED
 from decoupled_diloco.runtime import now
+from decoupled_diloco.storage.files import write_text
 
 if TYPE_CHECKING:
     from decoupled_diloco.observe.status import RunStatus
@@ -125,7 +127,11 @@ class RayRun:
 
 
 def run(
-    config: str | Path | RunConfig, settings: Sequence[str] = (), *, resume: bool = False
+    config: str | Path | RunConfig,
+    settings: Sequence[str] = (),
+    *,
+    resume: bool = False,
+    learners: bool = True,
 ) -> RayRun:
     """Launches a run on the Ray cluster of its `[where.ray]` table, and returns at once.
 
@@ -134,6 +140,8 @@ def run(
         settings: Overrides as ``--set`` takes them: ``"run.budget_steps=100"``.
         resume: Go on with the run in its folder, for example after the cluster was lost. Default:
             an earlier run in the folder is moved aside.
+        learners: Whether the run's own learners are started; without them one's own training loops
+            join it (see `way_to`).
 
     Raises:
         ConfigError: a setting is wrong, Ray is not installed or too old, there is no cluster, or it
@@ -153,6 +161,9 @@ def run(
     _require_ray(config)
     Ray(config).require(config)
     launch = write_launch(config)
+    if not learners:
+        plan = read_plan(launch.folder).model_copy(update={"placement_groups": ()})
+        write_text(launch.folder / PLAN, plan.to_json())
     launch.submit(resume=resume)
     return RayRun(launch)
 

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # before Ray is imported: it tells nobody anything
+os.environ["RAY_raylet_start_wait_time_s"] = "120"  # on a busy machine a node takes its time
 
 STORE_BYTES = 80 * 2**20
+HEALTH = {
+    "health_check_initial_delay_ms": 500,
+    "health_check_period_ms": 500,
+    "health_check_failure_threshold": 5,
+}
+"""A node that is gone is missed after seconds. What a busy one may take to answer stays at 10 s."""
 
 
 class Nodes:
@@ -19,18 +27,37 @@ class Nodes:
         from ray.cluster_utils import Cluster
 
         told = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": STORE_BYTES}
-        self._cluster = Cluster(initialize_head=True, head_node_args=told)
+        self._cluster = Cluster(
+            initialize_head=True, head_node_args={**told, "_system_config": HEALTH}
+        )
         self.address = str(self._cluster.address)
+        self._there: dict[str, list[tuple[Any, int]]] = {}
 
     def add(self, cpus: int, zone: str) -> Any:
         """A node whose label `zone` says what may run on it."""
-        return self._cluster.add_node(
-            num_cpus=cpus, object_store_memory=STORE_BYTES, labels={"zone": zone}
+        node = self._cluster.add_node(
+            wait=False, num_cpus=cpus, object_store_memory=STORE_BYTES, labels={"zone": zone}
         )
+        self._there.setdefault(zone, []).append((node, cpus))
+        return node
+
+    def have(self, zone: str, count: int, cpus: int = 1) -> list[Any]:
+        """So many nodes of a zone with so many cores; those that are missing are added."""
+        while len(found := [n for n, c in self._there.get(zone, []) if c >= cpus]) < count:
+            self.add(cpus, zone)
+        return found
 
     def remove(self, node: Any) -> None:
         """As a spot machine goes: without a word."""
         self._cluster.remove_node(node, allow_graceful=False)
+        for zone, there in self._there.items():
+            self._there[zone] = [each for each in there if each[0] is not node]
+
+    def lose_head(self) -> None:
+        """The process that knows of all others is killed, and does not come back."""
+        (control,) = self._cluster.head_node.all_processes["gcs_server"]
+        os.kill(control.process.pid, signal.SIGKILL)
+        control.process.wait()
 
     def close(self) -> None:
         import ray

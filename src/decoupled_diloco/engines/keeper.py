@@ -26,7 +26,7 @@ from typing import IO
 from decoupled_diloco.config import RunConfig, load_config
 from decoupled_diloco.config.addresses import url_of
 from decoupled_diloco.config.method import plan_of as merge_plan_of
-from decoupled_diloco.engines.ray_plan import Part, RayPlan
+from decoupled_diloco.engines.ray_plan import RayPart, RayPlan
 from decoupled_diloco.errors import ConfigError, Error
 from decoupled_diloco.launch.folder import PLACES, enter_run_folder, read_places, write_place
 from decoupled_diloco.launch.placement import PlacedProcess, ThisMachine
@@ -49,7 +49,7 @@ SHARD = "shard-"
 
 
 @dataclass(frozen=True)
-class Ending:
+class HowEnded:
     """How a part has ended on this host.
 
     Attributes:
@@ -80,7 +80,7 @@ class Keeper:
         address: By which the other nodes reach this one.
     """
 
-    def __init__(self, plan: RayPlan, part: Part, host: int, address: str) -> None:
+    def __init__(self, plan: RayPlan, part: RayPart, host: int, address: str) -> None:
         self.plan = plan
         self.part = part
         self.host = host
@@ -93,7 +93,7 @@ class Keeper:
         """Has the process hand in and end."""
         self._told.set()
 
-    def run(self) -> Ending:
+    def run(self) -> HowEnded:
         """Runs the part's processes, again when they fail, for as long as that makes sense."""
         try:
             config = self._settings()
@@ -106,9 +106,9 @@ class Keeper:
             ):
                 return self._supervise(config, folder, descriptors, tape)
         except ToldToEnd:
-            return Ending(INTERRUPTED)
+            return HowEnded(INTERRUPTED)
         except Error as error:
-            return Ending(error.exit_code, str(error))
+            return HowEnded(error.exit_code, str(error))
 
     def wait(self, until: Callable[[], bool], state: str, seconds: float | None = None) -> None:
         """Waits for something; says so as long as it does.
@@ -146,7 +146,7 @@ class Keeper:
 
     def _supervise(
         self, config: RunConfig, folder: Path, descriptors: tuple[int, ...], tape: TapeWriter
-    ) -> Ending:
+    ) -> HowEnded:
         supervisor = Supervisor(_Here(self, config, folder, descriptors), tape)
         patience = config.learner.hand_in_seconds
         try:
@@ -163,7 +163,7 @@ class Keeper:
             words = supervisor.last_words(self.name) if main.code else ""
             if main.code == 0:
                 self._is_over(config, folder, tape, supervisor)
-            return Ending(main.code or 0, words)
+            return HowEnded(main.code or 0, words)
         finally:
             self.state = "ending"
             supervisor.stop(extra_seconds=patience)

@@ -16,7 +16,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from decoupled_diloco.engines.keeper import Ending, Keeper
+from decoupled_diloco.engines.keeper import HowEnded, Keeper
 from decoupled_diloco.engines.ray_plan import RayPlan
 from decoupled_diloco.storage.files import write_text
 
@@ -75,7 +75,7 @@ class KeeperActor:
             traceback.print_exc()
             os._exit(1)
 
-    def _leave(self, ending: Ending) -> None:
+    def _leave(self, ending: HowEnded) -> None:
         """Says how it ended, and gives its resources back."""
         import ray
         from ray.util import remove_placement_group
@@ -99,10 +99,10 @@ def note_of(folder: Path, actor: str) -> Path:
     return folder / ENDED / f"{actor}.json"
 
 
-def read_notes(folder: Path) -> dict[str, Ending]:
+def read_notes(folder: Path) -> dict[str, HowEnded]:
     """How the actors of a launch have ended that have; by name."""
     found = {}
     for path in sorted((folder / ENDED).glob("*.json")):
         told: dict[str, Any] = json.loads(path.read_text())
-        found[path.stem] = Ending(told["code"], told["words"])
+        found[path.stem] = HowEnded(told["code"], told["words"])
     return found

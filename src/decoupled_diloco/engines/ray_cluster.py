@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from decoupled_diloco.engines.ray_actor import KeeperActor
-from decoupled_diloco.engines.ray_plan import Part, RayPlan, told_of
+from decoupled_diloco.engines.ray_plan import RayPart, RayPlan, told_of
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.runtime import now
 
@@ -186,11 +186,13 @@ def remove_group(ray: ModuleType, number: str) -> None:
     remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(number))))
 
 
-def unplaceable(ray: ModuleType, parts: Sequence[Part]) -> list[tuple[Part, dict[str, float]]]:
+def unplaceable(
+    ray: ModuleType, parts: Sequence[RayPart]
+) -> list[tuple[RayPart, dict[str, float]]]:
     """Parts with a host that no node of the cluster has enough for, as it is now."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
 
-    def fits(part: Part, bundle: Mapping[str, float], node: Mapping[str, Any]) -> bool:
+    def fits(part: RayPart, bundle: Mapping[str, float], node: Mapping[str, Any]) -> bool:
         resources, labels = node["Resources"], node.get("Labels", {})
         return all(resources.get(name, 0) >= amount for name, amount in bundle.items()) and all(
             labels.get(key) == value for key, value in part.labels.items()
@@ -206,21 +208,21 @@ def unplaceable(ray: ModuleType, parts: Sequence[Part]) -> list[tuple[Part, dict
     return found
 
 
-def in_words(part: Part, bundle: Mapping[str, float]) -> str:
+def in_words(part: RayPart, bundle: Mapping[str, float]) -> str:
     """What a part waits for."""
     hosts = len(part.bundles)
     nodes = "a node" if hosts == 1 else f"{hosts} nodes"
     return f"{nodes} with {told_of(bundle, part.labels)}"
 
 
-def start_actor(ray: ModuleType, plan: RayPlan, part: Part) -> None:
+def start_actor(ray: ModuleType, plan: RayPlan, part: RayPart) -> None:
     """A detached actor, which Ray starts again wherever there is room."""
     _start(
         ray, plan, part, 0, None, scheduling_strategy="SPREAD", label_selector=part.labels or None
     )
 
 
-def start_group(ray: ModuleType, plan: RayPlan, part: Part) -> None:
+def start_group(ray: ModuleType, plan: RayPlan, part: RayPart) -> None:
     """A placement group with a detached actor on each of its hosts."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -239,7 +241,7 @@ def start_group(ray: ModuleType, plan: RayPlan, part: Part) -> None:
 def _start(
     ray: ModuleType,
     plan: RayPlan,
-    part: Part,
+    part: RayPart,
     host: int,
     group: PlacementGroup | None,
     **placed: Any,

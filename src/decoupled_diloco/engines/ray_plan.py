@@ -30,7 +30,7 @@ DDILOCO = "decoupled_diloco.cli"
 TORCHRUN = "torch.distributed.run"
 
 
-class Command(Settings):
+class RayProcess(Settings):
     """One process of a part."""
 
     table: ClassVar[str] = "a command of ray.json"
@@ -42,7 +42,7 @@ class Command(Settings):
     """What it is told."""
 
 
-class Part(Settings):
+class RayPart(Settings):
     """Something that is kept running: a shard, the evaluator, a learner."""
 
     table: ClassVar[str] = "a part of ray.json"
@@ -56,14 +56,14 @@ class Part(Settings):
     labels: dict[str, str] = Field(default_factory=dict)
     """Labels that its nodes must have."""
 
-    commands: dict[str, Command]
+    commands: dict[str, RayProcess]
     """Its processes, by name. When the one with the part's own name is over, the part is."""
 
     @property
     def actors(self) -> tuple[str, ...]:
         """One name for each host.
 
-        >>> Part(name="learner-0", bundles=[{"CPU": 1}] * 2, commands={}).actors
+        >>> RayPart(name="learner-0", bundles=[{"CPU": 1}] * 2, commands={}).actors
         ('learner-0.0', 'learner-0.1')
         """
         if len(self.bundles) == 1:
@@ -85,14 +85,14 @@ class RayPlan(Settings):
     settings: Path = Field(strict=False)
     """The run's settings, on a file system that all nodes share."""
 
-    actors: tuple[Part, ...] = Field(strict=False)
+    actors: tuple[RayPart, ...] = Field(strict=False)
     """Shards and evaluator: one detached actor each."""
 
-    placement_groups: tuple[Part, ...] = Field(strict=False)
+    placement_groups: tuple[RayPart, ...] = Field(strict=False)
     """Learners: a placement group each, with a detached actor on each of its hosts."""
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[RayPart, ...]:
         return (*self.actors, *self.placement_groups)
 
     def to_json(self) -> str:
@@ -168,37 +168,37 @@ def _require_placeable(config: RunConfig) -> None:
         )
 
 
-def _shard(config: RunConfig, folder: Path, shard: int) -> Part:
+def _shard(config: RunConfig, folder: Path, shard: int) -> RayPart:
     name = process_of(shard, standby=False)
     told = ["syncer", str(folder / SETTINGS), "--shard", str(shard)]
     told += ["--port", "{port}", "--addresses", "{addresses}", *_secret(config)]
-    commands = {name: Command(arguments=tuple(told))}
+    commands = {name: RayProcess(arguments=tuple(told))}
     if config.run.log and shard == 0:
         places = [word for place in config.run.log for word in ("--to", place)]
-        commands[LOGGER] = Command(arguments=("log", str(config.run.folder), *places))
+        commands[LOGGER] = RayProcess(arguments=("log", str(config.run.folder), *places))
     ray, syncer = config.where.ray, config.where.syncer
-    return Part(
+    return RayPart(
         name=name, bundles=_bundles(syncer), labels=dict(ray.syncer_nodes), commands=commands
     )
 
 
-def _evaluator(config: RunConfig, folder: Path) -> Part:
+def _evaluator(config: RunConfig, folder: Path) -> RayPart:
     told = _dialled(config, folder, EVALUATOR)
-    return Part(
+    return RayPart(
         name=EVALUATOR,
         bundles=_bundles(config.where.syncer),
         labels=dict(config.where.ray.syncer_nodes),
-        commands={EVALUATOR: Command(arguments=told)},
+        commands={EVALUATOR: RayProcess(arguments=told)},
     )
 
 
-def _learner(config: RunConfig, folder: Path, index: int) -> Part:
+def _learner(config: RunConfig, folder: Path, index: int) -> RayPart:
     name, gets = config.learner_ids[index], config.where.learner
-    command = Command(arguments=_dialled(config, folder, "learner", "--index", str(index)))
+    command = RayProcess(arguments=_dialled(config, folder, "learner", "--index", str(index)))
     if gets.hosts > 1:
         ranks = config.learner.ranks_of(index) // gets.hosts
         command = _over_hosts(config, name, ranks, command.arguments)
-    return Part(
+    return RayPart(
         name=name,
         bundles=_bundles(gets, gets.gpus, gets.hosts),
         labels=dict(config.where.ray.learner_nodes),
@@ -206,7 +206,7 @@ def _learner(config: RunConfig, folder: Path, index: int) -> Part:
     )
 
 
-def _over_hosts(config: RunConfig, name: str, ranks: int, told: tuple[str, ...]) -> Command:
+def _over_hosts(config: RunConfig, name: str, ranks: int, told: tuple[str, ...]) -> RayProcess:
     """One torchrun on each host. When ranks fail all end, and all hosts begin again."""
     torchrun = (
         f"--nnodes={config.where.learner.hosts}",
@@ -217,7 +217,7 @@ def _over_hosts(config: RunConfig, name: str, ranks: int, told: tuple[str, ...])
         "--local-addr={host}",
         "--max-restarts=0",
     )
-    return Command(module=TORCHRUN, arguments=(*torchrun, "-m", DDILOCO, *told))
+    return RayProcess(module=TORCHRUN, arguments=(*torchrun, "-m", DDILOCO, *told))
 
 
 def _dialled(config: RunConfig, folder: Path, *role: str) -> tuple[str, ...]:
