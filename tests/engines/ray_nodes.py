@@ -6,12 +6,14 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # before Ray is imported: it tells nobody anything
-os.environ["RAY_raylet_start_wait_time_s"] = "120"  # on a busy machine a node takes its time
 
 STORE_BYTES = 80 * 2**20
+LITTLE = {"object_store_memory": STORE_BYTES, "include_log_monitor": False}
+
 HEALTH = {
     "health_check_initial_delay_ms": 500,
     "health_check_period_ms": 500,
@@ -26,7 +28,7 @@ class Nodes:
     def __init__(self) -> None:
         from ray.cluster_utils import Cluster
 
-        told = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": STORE_BYTES}
+        told = {"num_cpus": 0, "include_dashboard": False, "no_monitor": True, **LITTLE}
         self._cluster = Cluster(
             initialize_head=True, head_node_args={**told, "_system_config": HEALTH}
         )
@@ -35,9 +37,8 @@ class Nodes:
 
     def add(self, cpus: int, zone: str) -> Any:
         """A node whose label `zone` says what may run on it."""
-        node = self._cluster.add_node(
-            wait=False, num_cpus=cpus, object_store_memory=STORE_BYTES, labels={"zone": zone}
-        )
+        told = {"num_cpus": cpus, "labels": {"zone": zone}, **LITTLE}
+        node = self._cluster.add_node(wait=False, **told)
         self._there.setdefault(zone, []).append((node, cpus))
         return node
 
@@ -67,10 +68,21 @@ class Nodes:
 
 
 @contextlib.contextmanager
-def ray_nodes() -> Iterator[Nodes]:
-    """A cluster as long as the block lasts."""
-    nodes = Nodes()
+def ray_nodes(folder: Path) -> Iterator[Nodes]:
+    """A cluster as long as the block lasts.
+
+    `import ray` imports jsonschema, and that a grammar which takes 1.7 s, if it is there (of what
+    the tests need, another package brings it). Each node has two processes more that import Ray, so
+    here it is not there.
+    """
+    (folder / "rfc3987_syntax.py").write_text("raise ImportError\n")
+    before = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), before]))
     try:
-        yield nodes
+        nodes = Nodes()
+        try:
+            yield nodes
+        finally:
+            nodes.close()
     finally:
-        nodes.close()
+        os.environ["PYTHONPATH"] = before

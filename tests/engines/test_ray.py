@@ -17,15 +17,19 @@ from decoupled_diloco.observe.run_model import read_run
 from engines.ray_nodes import Nodes, ray_nodes
 from process.runs import config_of, until
 
-pytestmark = [pytest.mark.timeout(420), pytest.mark.xdist_group("ray")]
+pytestmark = [
+    pytest.mark.timeout(420),
+    pytest.mark.xdist_group("ray"),
+    pytest.mark.filterwarnings("ignore:`use_:DeprecationWarning"),  # Ray Data's own use of it
+]
 
 SECONDS = 120.0
 """How long anything may take: Ray starts a process in seconds, a busy machine in more."""
 
 
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[Nodes]:
-    with ray_nodes() as cluster:
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    with ray_nodes(tmp_path_factory.mktemp("ray")) as cluster:
         yield cluster
 
 

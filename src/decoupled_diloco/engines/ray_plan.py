@@ -85,10 +85,10 @@ class RayPlan(Settings):
     settings: Path = Field(strict=False)
     """The run's settings, on a file system that all nodes share."""
 
-    actors: tuple[RayPart, ...] = Field(strict=False)
+    actors: tuple[RayPart, ...] = Field(default=(), strict=False)
     """Shards and evaluator: one detached actor each."""
 
-    placement_groups: tuple[RayPart, ...] = Field(strict=False)
+    placement_groups: tuple[RayPart, ...] = Field(default=(), strict=False)
     """Learners: a placement group each, with a detached actor on each of its hosts."""
 
     @property
