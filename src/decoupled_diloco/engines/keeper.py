@@ -213,7 +213,8 @@ class _Here(ThisMachine):
 
     def _known(self, arguments: list[str]) -> dict[str, str]:
         """What stands for the words in braces that these arguments have."""
-        known = {"{host}": self._keeper.address}
+        first = str(self._keeper.host == 0).lower()
+        known = {"{host}": self._keeper.address, "{first}": first}
         text = " ".join(arguments)
         if "{port}" in text:
             known["{port}"] = str(self._port())

@@ -5,7 +5,7 @@ Each *part* of a run is kept running by one actor, or by one on each of its host
 
 In a part's commands stand for what is known only on its node: `{port}`, a free port there;
 `{host}`, the node's address; `{addresses}`, where all shards are by now; `{meeting}`, where the
-hosts of a learner meet.
+hosts of a learner meet; `{first}`, whether this is the first of them.
 """
 
 from __future__ import annotations
@@ -214,6 +214,7 @@ def _over_hosts(config: RunConfig, name: str, ranks: int, told: tuple[str, ...])
         "--rdzv-backend=c10d",
         f"--rdzv-id={config.run.name}-{name}",
         "--rdzv-endpoint={meeting}",
+        "--rdzv-conf=is_host={first}",
         "--local-addr={host}",
         "--max-restarts=0",
     )
