@@ -23,6 +23,7 @@ from decoupled_diloco.config.where import RoleResources
 from decoupled_diloco.engines.base import SETTINGS
 from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.launch.processes import EVALUATOR, LOGGER, process_of
+from decoupled_diloco.storage.files import NOT_JSON
 
 PLAN = "ray.json"
 
@@ -109,12 +110,12 @@ def read_plan(folder: Path) -> RayPlan:
     """
     path = folder / PLAN
     try:
-        told = json.loads(path.read_text())
+        told = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
+    except NOT_JSON as error:
         raise ConfigError(
-            f"{path} is no JSON ({error}): correct it, or have it written again with ddiloco "
+            f"{path} is no JSON ({error!s:.100}): correct it, or have it written again with ddiloco "
             "launch RUN.toml --dry-run"
         ) from None
     if not isinstance(told, dict):
