@@ -115,8 +115,8 @@ def read_plan(folder: Path) -> RayPlan:
         raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
     except NOT_JSON as error:
         raise ConfigError(
-            f"{path} is no JSON ({error!s:.100}): correct it, or have it written again with ddiloco "
-            "launch RUN.toml --dry-run"
+            f"{path} is no JSON ({error!s:.80}): correct it, or have it written again with "
+            "ddiloco launch RUN.toml --dry-run"
         ) from None
     if not isinstance(told, dict):
         raise ConfigError(
