@@ -17,9 +17,9 @@ from decoupled_diloco.config.files import find_shipped
 from decoupled_diloco.config.where import RaySettings
 from decoupled_diloco.engines import ray_cluster as cluster
 from decoupled_diloco.engines.base import JOBS, JobState
+from decoupled_diloco.engines.keeper import read_notes
 from decoupled_diloco.engines.launch import Launch, launch_folder, write_launch
 from decoupled_diloco.engines.ray import Ray
-from decoupled_diloco.engines.ray_actor import read_notes
 from decoupled_diloco.engines.ray_plan import PLAN, read_plan
 from decoupled_diloco.errors import ConfigError, Error, TransportError
 from decoupled_diloco.launch.termination import INTERRUPTED
@@ -34,6 +34,9 @@ __all__ = ["RayRun", "RunState", "attach", "run", "way_to"]
 ATTACH_SECONDS = 60.0
 """How long a run that is being started may take to say where it is."""
 
+HEAD_SECONDS = 30.0
+"""How long `RayRun.wait` bears that the head is away; Ray itself bears it for a minute."""
+
 LOOK_SECONDS = 1.0
 """How often `RayRun.wait` looks."""
 
@@ -45,10 +48,12 @@ class RunState:
     Attributes:
         actors: Those that are in the cluster, each with its state and the address of its node.
         run: What the tape says, as `ddiloco status` shows it.
+        problem: Why the cluster does not tell its actors, in a sentence; empty: it does.
     """
 
     actors: tuple[JobState, ...]
     run: RunStatus
+    problem: str = ""
 
 
 class RayRun:
@@ -63,19 +68,27 @@ class RayRun:
         self.folder = launch.config.run.folder
 
     def status(self) -> RunState:
-        """How its actors and its training are.
+        """How its actors and its training are; training alone while Ray's head is away.
 
         Raises:
-            ConfigError: the cluster is gone.
+            StorageError: there is no tape, since nothing has begun to train.
         """
         from decoupled_diloco.observe.run_model import run_of
         from decoupled_diloco.observe.sources import open_source
         from decoupled_diloco.observe.status import status_of
 
-        actors = tuple(self._launch.states())
+        actors, problem = self._actors()
         source = open_source(str(self.folder), None)
         told = run_of(source.poll(), "run")
-        return RunState(actors, status_of(told, source.now(), source.problems(), told.account))
+        status = status_of(told, source.now(), source.problems(), told.account)
+        return RunState(actors, status, problem)
+
+    def _actors(self) -> tuple[tuple[JobState, ...], str]:
+        """Those that are there; or why it cannot be found out."""
+        try:
+            return tuple(self._launch.states()), ""
+        except (ConfigError, TransportError) as error:
+            return (), str(error)
 
     def wait(self, timeout: float | None = None) -> Path:
         """Waits until the run is over.
@@ -88,12 +101,13 @@ class RayRun:
 
         Raises:
             ConfigError: a part of it was refused; the sentence says why.
-            TransportError: ``timeout`` has passed.
+            TransportError: ``timeout`` has passed, or Ray's head has been away for 30 s; the
+                program is no longer connected to the cluster then, since Ray would end it.
             Error: it was stopped, or ended without a result.
         """
         weights = self.folder / "weights.safetensors"
         began = now()
-        while alive := self._launch.states():
+        while alive := self._known_actors():
             self._refuse_if_refused()
             if timeout is not None and now() > began + timeout:
                 raise TransportError(
@@ -108,6 +122,18 @@ class RayRun:
             f"the run in {self.folder} has ended without a result: look into {self.folder}/logs; "
             "run(…, resume=True) goes on with it"
         )
+
+    def _known_actors(self) -> Sequence[JobState]:
+        """Those that are there, once the head is."""
+        began = now()
+        while True:
+            try:
+                return self._launch.states()
+            except TransportError:
+                if now() > began + HEAD_SECONDS:
+                    cluster.leave()
+                    raise
+                time.sleep(LOOK_SECONDS)
 
     def stop(self) -> int:
         """Ends it: learners hand in what they have, then the shards end.

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import socket
 import sys
@@ -39,6 +40,8 @@ from decoupled_diloco.runtime import now, runtime
 from decoupled_diloco.storage.files import write_text
 
 POLL_SECONDS = 0.1
+LINES = 100
+"""How many lines of a log are about its process's last end."""
 LOOK_SECONDS = 0.5
 """How often a shared file is looked at that another host has to write."""
 
@@ -46,6 +49,12 @@ LOGGER_SECONDS = 60.0
 """How long the log of experiments may take after the run is over."""
 
 SHARD = "shard-"
+
+ENDED = "ended"
+"""The folder in the launch folder that says how each actor has ended."""
+
+SENTENCE = "error: "
+"""What a line begins with by which a command says why it was refused."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,28 @@ class HowEnded:
     def is_final(self) -> bool:
         """Whether it would not help to start it again elsewhere."""
         return self.code in (0, ConfigError.exit_code, INTERRUPTED)
+
+
+def note_of(launch: Path, actor: str) -> Path:
+    """Where an actor's end is written down."""
+    return launch / ENDED / f"{actor}.json"
+
+
+def read_notes(launch: Path) -> dict[str, HowEnded]:
+    """How the actors of a launch have ended that have; by name."""
+    found = {}
+    for path in sorted((launch / ENDED).glob("*.json")):
+        told = json.loads(path.read_text())
+        found[path.stem] = HowEnded(told["code"], told["words"])
+    return found
+
+
+class RefusedElsewhere(Exception):
+    """Another host of this learner was refused: it has ended like this one will."""
+
+    def __init__(self, how: HowEnded) -> None:
+        super().__init__(how.words)
+        self.how = how
 
 
 class ToldToEnd(Exception):
@@ -107,6 +138,8 @@ class Keeper:
                 return self._supervise(config, folder, descriptors, tape)
         except ToldToEnd:
             return HowEnded(INTERRUPTED)
+        except RefusedElsewhere as refused:
+            return refused.how
         except Error as error:
             return HowEnded(error.exit_code, str(error))
 
@@ -115,13 +148,22 @@ class Keeper:
 
         Raises:
             ToldToEnd: told to end meanwhile.
+            RefusedElsewhere: another host of the part was refused meanwhile.
         """
         began, before = now(), self.state
         while not until() and (seconds is None or now() < began + seconds):
             self.state = state
-            if self._told.wait(LOOK_SECONDS):
-                raise ToldToEnd
+            self._pause(LOOK_SECONDS)
         self.state = before
+
+    def _pause(self, seconds: float) -> None:
+        if self._told.wait(seconds):
+            raise ToldToEnd
+        if len(self.part.actors) > 1:
+            notes = read_notes(self.plan.settings.parent)
+            for name in self.part.actors:
+                if name in notes and notes[name].code == ConfigError.exit_code:
+                    raise RefusedElsewhere(notes[name])
 
     def _settings(self) -> RunConfig:
         path = self.plan.settings
@@ -156,8 +198,7 @@ class Keeper:
             main = supervisor.children[self.name]
             while not (main.done or main.down):
                 self.state = "running" if main.running else "starting again"
-                if self._told.wait(POLL_SECONDS):
-                    raise ToldToEnd
+                self._pause(POLL_SECONDS)
                 supervisor.poll()
             self.state = "ending"
             words = supervisor.last_words(self.name) if main.code else ""
@@ -207,6 +248,18 @@ class _Here(ThisMachine):
         for word, value in told.items():
             arguments = [each.replace(word, value) for each in arguments]
         return super().start(name, arguments)
+
+    def last_words(self, name: str) -> str:
+        """A rank's own sentence, rather than what torchrun says of how it has ended."""
+        log = self.folder / "logs" / f"{name}.log"
+        known = self._over_hosts and log.exists()
+        lines = log.read_text(errors="replace").splitlines() if known else []
+        said = [line for line in lines[-LINES:] if line.startswith(SENTENCE)]
+        return said[-1] if said else super().last_words(name)
+
+    @property
+    def _over_hosts(self) -> bool:
+        return len(self._keeper.part.actors) > 1
 
     def command(self, arguments: list[str]) -> list[str]:
         return [sys.executable, "-m", self._module, *arguments]

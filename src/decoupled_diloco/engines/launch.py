@@ -11,9 +11,9 @@ from pathlib import Path
 from decoupled_diloco.config import RunConfig, dump_config
 from decoupled_diloco.config.files import load_config
 from decoupled_diloco.engines.base import JOBS, SETTINGS, TOKEN, Job, JobState, PlacingEngine
+from decoupled_diloco.engines.keeper import ENDED
 from decoupled_diloco.engines.kubernetes import Kubernetes
 from decoupled_diloco.engines.ray import Ray
-from decoupled_diloco.engines.ray_actor import ENDED
 from decoupled_diloco.engines.ray_plan import PLAN
 from decoupled_diloco.engines.slurm import Slurm
 from decoupled_diloco.errors import ConfigError, StorageError

@@ -16,8 +16,7 @@ from types import ModuleType
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.engines import ray_cluster as cluster
 from decoupled_diloco.engines.base import Job, JobState
-from decoupled_diloco.engines.keeper import SHARD
-from decoupled_diloco.engines.ray_actor import ENDED
+from decoupled_diloco.engines.keeper import ENDED, SHARD
 from decoupled_diloco.engines.ray_plan import PLAN, RayPlan, plan_of, read_plan
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.folder import RunFolder, enter_run_folder
@@ -27,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 60.0
 """How long learners may take to hand in and end, and then shards, before Ray ends them."""
+
+STOP_SECONDS = 20.0
+"""How long actors may take to answer before they are taken for dead, and not told to end."""
 
 _WAITING = ("PENDING", "RESCHEDULING")
 
@@ -113,8 +115,11 @@ class Ray:
     @staticmethod
     def _end(ray: ModuleType, namespace: str, jobs: Sequence[Job]) -> None:
         """Tells actors to end, and waits for those that are alive."""
-        names = list(map(_name_of, jobs))
-        alive = cluster.answers(ray, cluster.handles(ray, namespace, names))
+        groups = cluster.group_states(ray, namespace)
+        waiting = {name for name, (state, _) in groups.items() if state in _WAITING}
+        names = [name for name in map(_name_of, jobs) if _group_of(name) not in waiting]
+        there = cluster.handles(ray, namespace, names)
+        alive = cluster.answers(ray, there, STOP_SECONDS)
         for actor in cluster.handles(ray, namespace, alive).values():
             actor.end.remote()
         deadline = now() + DRAIN_SECONDS

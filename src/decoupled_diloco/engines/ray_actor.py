@@ -13,18 +13,14 @@ from __future__ import annotations
 import json
 import os
 import threading
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from decoupled_diloco.engines.keeper import HowEnded, Keeper
+from decoupled_diloco.engines.keeper import HowEnded, Keeper, note_of
 from decoupled_diloco.engines.ray_plan import RayPlan
 from decoupled_diloco.storage.files import write_text
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
-
-ENDED = "ended"
-"""The folder in the launch folder that says how each actor has ended."""
 
 TOGETHER_SECONDS = 30.0
 """How long the first host of a learner waits for the others to end before it frees their nodes."""
@@ -92,17 +88,3 @@ class KeeperActor:
                 deadline.wait(1.0)
             remove_placement_group(self._group)
         ray.kill(self._itself, no_restart=True)
-
-
-def note_of(folder: Path, actor: str) -> Path:
-    """Where an actor's end is written down."""
-    return folder / ENDED / f"{actor}.json"
-
-
-def read_notes(folder: Path) -> dict[str, HowEnded]:
-    """How the actors of a launch have ended that have; by name."""
-    found = {}
-    for path in sorted((folder / ENDED).glob("*.json")):
-        told: dict[str, Any] = json.loads(path.read_text())
-        found[path.stem] = HowEnded(told["code"], told["words"])
-    return found

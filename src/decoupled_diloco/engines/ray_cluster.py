@@ -6,15 +6,17 @@ it is; one that gives no answer waits for resources, or is being started again.
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from decoupled_diloco.engines.ray_actor import KeeperActor
 from decoupled_diloco.engines.ray_plan import RayPart, RayPlan, told_of
-from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.errors import ConfigError, TransportError
 from decoupled_diloco.runtime import now
 
 if TYPE_CHECKING:
@@ -58,11 +60,13 @@ def connected(address: str) -> ModuleType:
 
     Raises:
         ConfigError: there is none at the address, or it is of another version.
+        TransportError: the program is connected, and the cluster's head has gone since.
     """
     ray = require_ray()
     if ray.is_initialized():
+        _require_head(ray)
         return ray
-    _require_reachable(address)
+    _require_reachable(_where_auto_leads() if address == "auto" else address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -74,24 +78,54 @@ def connected(address: str) -> ModuleType:
     return ray
 
 
-def _require_reachable(address: str) -> None:
-    """Finds out at once what Ray tries for a minute."""
+def leave() -> None:
+    """Takes this program off the cluster; its runs go on."""
+    require_ray().shutdown()
+
+
+def _where_auto_leads() -> str:
+    """The cluster that Ray takes for "auto"; empty: it looks for a process of one."""
+    file = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
+    written = file.read_text().strip() if file.exists() else ""
+    return os.environ.get("RAY_ADDRESS") or written
+
+
+def _require_head(ray: ModuleType) -> None:
+    """Finds out at once that the head is gone; after a minute without it Ray ends a program."""
+    address = str(ray.get_runtime_context().gcs_address)
+    why = _why_unreachable(address)
+    if why:
+        raise TransportError(
+            f"the head of the Ray cluster at {address} is gone ({why}): what trains goes on for "
+            "now; start the head again, or launch the run on another cluster with --resume"
+        )
+
+
+def _why_unreachable(address: str) -> str:
+    """Why nothing answers at HOST:PORT; empty: something does, or it is no such address."""
     host, _, port = address.rpartition(":")
+    if not (host and port.isdigit()):
+        return ""
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=DIAL_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        return str(getattr(error, "strerror", None) or error)
+    return ""
+
+
+def _require_reachable(address: str) -> None:
+    """Finds out at once what Ray tries for a minute, or for ever."""
     if address.startswith("ray://"):
         raise ConfigError(
             f"address={address!r} in [where.ray] is of Ray's client, which this does not use: run "
             'the command on a node of the cluster (ray job submit does), with address = "auto"'
         )
-    if not (host and port.isdigit()):
-        return
-    try:
-        socket.create_connection((host, int(port)), timeout=DIAL_SECONDS).close()
-    except OSError as error:
+    why = _why_unreachable(address)
+    if why:
         raise ConfigError(
-            f"there is no Ray cluster at address={address!r} of [where.ray] "
-            f"({error.strerror or error}): run this on one of its nodes, or give the address that "
-            "ray start --head has told"
-        ) from None
+            f"there is no Ray cluster at address={address!r} of [where.ray] ({why}): run this on "
+            "one of its nodes, or give the address that ray start --head has told"
+        )
 
 
 def full_name(run: str, actor: str) -> str:

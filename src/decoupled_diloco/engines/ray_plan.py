@@ -28,7 +28,7 @@ from decoupled_diloco.storage.files import NOT_JSON
 PLAN = "ray.json"
 
 DDILOCO = "decoupled_diloco.cli"
-TORCHRUN = "torch.distributed.run"
+TORCHRUN = "decoupled_diloco.engines.torchrun"
 
 
 class RayProcess(Settings):

@@ -117,13 +117,36 @@ def test_the_oldest_ray_is_that_of_the_extra() -> None:
     assert set(re.findall(r'"ray\[train\]>=([0-9.]+)"', text)) == {oldest}
 
 
-def test_a_cluster_that_is_not_there() -> None:
+def free_address() -> str:
     with socket.create_server(("127.0.0.1", 0)) as probe:
-        address = "{}:{}".format(*probe.getsockname())
+        return "{}:{}".format(*probe.getsockname())
+
+
+def test_a_cluster_that_is_not_there() -> None:
+    address = free_address()
     with pytest.raises(ConfigError, match=rf"no Ray cluster at address='{address}' .*refused"):
         dd.ray.run(config(where={"ray": {"address": address}}))
+    with pytest.raises(ConfigError, match=r"no Ray cluster at address='127.0.0.1:99999' "):
+        dd.ray.run(config(where={"ray": {"address": "127.0.0.1:99999"}}))
     with pytest.raises(ConfigError, match=r"is of Ray's client, .*: run the command on a node"):
         dd.ray.attach("big", address="ray://10.0.0.1:10001")
+
+
+def test_a_cluster_of_this_machine_whose_head_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`ray start` has written where it is, and Ray would try for minutes."""
+    address = free_address()
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray/ray_current_cluster").write_text(address)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ConfigError, match=rf"no Ray cluster at address='{address}' "):
+        dd.ray.run(config())
+    other = free_address()
+    monkeypatch.setenv("RAY_ADDRESS", other)
+    with pytest.raises(ConfigError, match=rf"no Ray cluster at address='{other}' "):
+        dd.ray.run(config())
 
 
 def test_runs_that_are_not_rays(tmp_path: Path) -> None:
