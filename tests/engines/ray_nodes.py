@@ -14,23 +14,31 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # before Ray is imported: it tells 
 STORE_BYTES = 80 * 2**20
 LITTLE = {"object_store_memory": STORE_BYTES, "include_log_monitor": False}
 
-HEALTH = {
+SETTINGS = {
     "health_check_initial_delay_ms": 500,
     "health_check_period_ms": 500,
     "health_check_failure_threshold": 5,
+    "worker_niceness": 0,
+    "worker_register_timeout_seconds": 180,
 }
-"""A node that is gone is missed after seconds. What a busy one may take to answer stays at 10 s."""
+"""A node that is gone is missed after seconds. What a busy one may take to answer stays at 10 s. By
+itself Ray gives whatever it starts the rest of the processor's time (niceness 15): beside other
+tests that would be next to none."""
 
 
 class Nodes:
     """The cluster; its head runs no part of a run."""
 
     def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """A new cluster, without a node but its head."""
         from ray.cluster_utils import Cluster
 
         told = {"num_cpus": 0, "include_dashboard": False, "no_monitor": True, **LITTLE}
         self._cluster = Cluster(
-            initialize_head=True, head_node_args={**told, "_system_config": HEALTH}
+            initialize_head=True, head_node_args={**told, "_system_config": SETTINGS}
         )
         self.address = str(self._cluster.address)
         self._there: dict[str, list[tuple[Any, int]]] = {}
@@ -60,10 +68,14 @@ class Nodes:
         os.kill(control.process.pid, signal.SIGKILL)
         control.process.wait()
 
-    def close(self) -> None:
+    def leave(self) -> None:
+        """This process is no longer connected."""
         import ray
 
         ray.shutdown()
+
+    def close(self) -> None:
+        self.leave()
         self._cluster.shutdown()
 
 
