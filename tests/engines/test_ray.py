@@ -22,12 +22,12 @@ from engines.ray_nodes import Nodes, ray_nodes
 from process.runs import config_of
 
 pytestmark = [
-    pytest.mark.timeout(420),
+    pytest.mark.timeout(900),
     pytest.mark.xdist_group("ray"),
     pytest.mark.filterwarnings("ignore:`use_:DeprecationWarning"),  # Ray Data's own use of it
 ]
 
-SECONDS = 120.0
+SECONDS = 240.0
 """How long anything may take: Ray starts a process in seconds, a busy machine in more."""
 
 
