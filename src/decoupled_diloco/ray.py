@@ -17,7 +17,7 @@ from decoupled_diloco.config.files import find_shipped
 from decoupled_diloco.config.where import RaySettings
 from decoupled_diloco.engines import ray_cluster as cluster
 from decoupled_diloco.engines.base import JOBS, JobState
-from decoupled_diloco.engines.keeper import read_notes
+from decoupled_diloco.engines.keeper import SENTENCE, read_notes
 from decoupled_diloco.engines.launch import Launch, launch_folder, write_launch
 from decoupled_diloco.engines.ray import Ray
 from decoupled_diloco.engines.ray_plan import PLAN, read_plan
@@ -146,7 +146,8 @@ class RayRun:
     def _refuse_if_refused(self) -> None:
         for name, ending in read_notes(self._launch.folder).items():
             if ending.code not in (0, INTERRUPTED):
-                raise ConfigError(f"{name} was refused: {ending.words}; stop the run")
+                words = ending.words.removeprefix(SENTENCE)
+                raise ConfigError(f"{name} was refused: {words}; stop the run")
 
     def __repr__(self) -> str:
         return f"<run {self._launch.config.run.name!r} on Ray, in {self.folder}>"
