@@ -119,6 +119,7 @@ class Keeper:
         self.name = part.actors[host]
         self.state = "starting"
         self._told = threading.Event()
+        self._look_at = 0.0  # at the other hosts' notes
 
     def end(self) -> None:
         """Has the process hand in and end."""
@@ -159,7 +160,8 @@ class Keeper:
     def _pause(self, seconds: float) -> None:
         if self._told.wait(seconds):
             raise ToldToEnd
-        if len(self.part.actors) > 1:
+        if len(self.part.actors) > 1 and now() >= self._look_at:
+            self._look_at = now() + LOOK_SECONDS
             notes = read_notes(self.plan.settings.parent)
             for name in self.part.actors:
                 if name in notes and notes[name].code == ConfigError.exit_code:
