@@ -44,7 +44,7 @@ from process.runs import free_ports
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
-SECONDS_MAX = 180.0
+SECONDS_MAX = 240.0
 SMALL = tuple(
     f"workload.options.{option}"
     for option in ("layers=1", "width=32", "heads=2", "context=16", "corpus_bytes_max=200000")
@@ -240,7 +240,7 @@ class Reader:
                 os.killpg(each.process.pid, signal.SIGINT)
         for each in self.background:
             try:
-                each.process.wait(20)
+                each.process.wait(240)
             except subprocess.TimeoutExpired:
                 os.killpg(each.process.pid, signal.SIGKILL)
                 each.process.wait()

@@ -11,8 +11,6 @@ import pytest
 from browser.chromium import Browser
 from docs.snippets import ROOT
 
-pytestmark = pytest.mark.timeout(300)
-
 PICTURES = sorted((ROOT / "docs").rglob("*.svg"))
 MARGIN = 6.0
 """Least distance of a text from the border of its box and of the picture."""
@@ -27,7 +25,7 @@ BOXES = """(() => {
 })()"""
 
 
-def found(browser: Browser, words: str, seconds: float = 30.0) -> list[str]:
+def found(browser: Browser, words: str, seconds: float = 90.0) -> list[str]:
     """Where the search results lead."""
     browser.driver.execute_script(
         "const box = document.querySelector('[data-md-component=search-query]');"

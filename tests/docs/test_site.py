@@ -14,8 +14,6 @@ import pytest
 from decoupled_diloco.config import RunConfig
 from docs.snippets import ROOT
 
-pytestmark = pytest.mark.timeout(180)
-
 FETCHED = {("script", "src"), ("img", "src"), ("iframe", "src"), ("source", "src")}
 
 

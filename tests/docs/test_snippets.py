@@ -21,8 +21,6 @@ from docs.snippets import PAGES, ROOT, Block, blocks_of, check_output, check_tom
 from docs.zygote import Zygote
 from process.runs import fork_server
 
-pytestmark = pytest.mark.timeout(300)
-
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 RUN = [block for block in BLOCKS if "not run" not in block.directives]
 PROSE = {page: re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL) for page in PAGES}

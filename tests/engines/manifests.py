@@ -41,7 +41,7 @@ def tool(name: str) -> str:
 
 
 def output_of(*command: str) -> str:
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 

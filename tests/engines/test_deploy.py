@@ -38,7 +38,7 @@ def test_the_image_is_built_from_what_is_there_and_has_the_command(tmp_path: Pat
             else:
                 shutil.copy(ROOT / source, place)
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", str(tmp_path)]
-    ended = subprocess.run(build, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(build, capture_output=True, text=True, timeout=240)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -97,7 +97,7 @@ def test_the_learner_of_skypilots_task_trains(tmp_path: Path) -> None:
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=240,
         )
         assert learner.returncode == 0, learner.stdout + learner.stderr
-        assert shard.wait(30) == 0
+        assert shard.wait(240) == 0

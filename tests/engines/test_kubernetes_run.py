@@ -16,8 +16,6 @@ from engines.manifests import Cluster, placed, rendered
 from process.runs import records, until
 from process.test_log import scalars
 
-pytestmark = pytest.mark.timeout(240)
-
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
@@ -49,7 +47,7 @@ def test_the_pods_of_the_manifests_train_a_run_to_its_end(cluster: Cluster) -> N
     learners[1] = cluster.learner(1)  # as the Job does: a new pod, whose folders are empty
 
     for learner in learners:
-        assert learner.wait(120) == 0, logs(cluster)
+        assert learner.wait(240) == 0, logs(cluster)
 
     until(lambda: phases(cluster) == {"finished"}, "both shards say that it is over")
     for shard in SHARDS:
@@ -68,12 +66,12 @@ def test_the_pods_of_the_manifests_train_a_run_to_its_end(cluster: Cluster) -> N
     shards[1] = cluster.shard(1)
     until(lambda: phases(cluster) == {"finished"}, "it finds that the run is over")
     late = cluster.learner(1)  # a pod that had been lost at the very end
-    assert late.wait(60) == 0, logs(cluster)
+    assert late.wait(240) == 0, logs(cluster)
 
     for shard in shards:
         assert shard.poll() is None, "nothing ends that would be started again"
         shard.send_signal(signal.SIGTERM)
-    assert [shard.wait(30) for shard in shards] == [0, 0], logs(cluster)
+    assert [shard.wait(240) for shard in shards] == [0, 0], logs(cluster)
 
 
 def test_certificates_are_shown_in_the_cluster_and_renewed_in_running_pods(tmp_path: Path) -> None:
@@ -101,11 +99,11 @@ def test_certificates_are_shown_in_the_cluster_and_renewed_in_running_pods(tmp_p
         learners[1].wait()
         learners[1] = cluster.learner(1)
         for process in (*learners, evaluator):
-            assert process.wait(120) == 0, logs(cluster)
+            assert process.wait(240) == 0, logs(cluster)
         until(lambda: phases(cluster) == {"finished"}, "both shards say that it is over")
         for shard in shards:
             shard.send_signal(signal.SIGTERM)
-        assert [shard.wait(30) for shard in shards] == [0, 0], logs(cluster)
+        assert [shard.wait(240) for shard in shards] == [0, 0], logs(cluster)
     finally:
         cluster.kill()
 

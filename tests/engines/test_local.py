@@ -5,17 +5,13 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import pytest
-
 from decoupled_diloco.config import dump_config
 from process.runs import command, config_of
-
-pytestmark = pytest.mark.timeout(120)
 
 
 def ddiloco(*arguments: object) -> tuple[int, str]:
     process = command(*map(str, arguments))
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     return process.returncode, output
 
 
@@ -32,7 +28,7 @@ def test_a_run_is_launched_here_and_stopped(tmp_path: Path) -> None:
         time.sleep(0.1)
     code, told = ddiloco("stop", run)
     assert (code, f"process {launched.pid}" in told) == (0, True)
-    launched.communicate(timeout=60)
+    launched.communicate(timeout=240)
     assert launched.returncode == 130
     code, told = ddiloco("stop", run)
     assert code == 2

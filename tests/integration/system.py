@@ -25,7 +25,7 @@ from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.http_server import HttpServer
 from decoupled_diloco.transport.tokens import Tokens
 
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 90.0
 TOKENS = 8
 
 

@@ -16,8 +16,6 @@ pytest.importorskip("triton")
 
 from ranks.titan_program import ALONE
 
-pytestmark = pytest.mark.timeout(180)
-
 ROOT = Path(__file__).parents[2]
 ON_A_CPU = "import ranks.cpu_device, runpy, sys; runpy.run_path(sys.argv.pop(1), None, '__main__')"
 

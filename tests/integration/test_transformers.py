@@ -17,8 +17,6 @@ from integration.system import System
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-pytestmark = pytest.mark.timeout(180)
-
 CONTEXT = 12
 
 

@@ -17,7 +17,6 @@ for library in ("accelerate", "datasets", "peft", "tokenizers", "trl"):
     pytest.importorskip(library)
 
 pytestmark = [
-    pytest.mark.timeout(180),
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),
 ]
 

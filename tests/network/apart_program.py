@@ -18,8 +18,14 @@ def main(job: Job, surroundings: Mapping[str, str]) -> None:
 def hasty(job: Job, surroundings: Mapping[str, str]) -> None:
     """They do not. Rank 1 is at the near end of the link."""
     near, far = ENDS
+    name_machine((near if surroundings.get("RANK") == "1" else far)[0])
+    nameless(job, surroundings)
+
+
+def nameless(job: Job, surroundings: Mapping[str, str]) -> None:
+    """Both machines have one name."""
+    near, far = ENDS
     space, device = near if surroundings.get("RANK") == "1" else far
     enter(space)
-    name_machine(space)
     own = {"MASTER_ADDR": FAR_ADDRESS, "GLOO_SOCKET_IFNAME": device}
     program.main(job, {**surroundings, **own})

@@ -10,6 +10,7 @@ from decoupled_diloco.config import RunConfig, dump_config
 from decoupled_diloco.observe.records import Record
 from decoupled_diloco.observe.tape import TapeReader
 from network.spaces import FAR, FAR_ADDRESS, NEAR, Link
+from process.runs import PATIENCE
 
 LEARNERS = 2
 
@@ -49,7 +50,7 @@ def start(
 
 def finish(made: Link, seconds: float) -> None:
     """Waits until all processes have ended well."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + PATIENCE * seconds
     while any(process.poll() is None for process in made.started):
         assert time.monotonic() < deadline, made.logs()
         time.sleep(0.2)

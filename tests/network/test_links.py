@@ -12,6 +12,7 @@ import pytest
 from network.conftest import Saturated
 from network.runs import finish, merged, records, start, step_times
 from network.spaces import Link, link, unavailable
+from process.runs import PATIENCE
 from replay import assert_replays
 
 pytestmark = [
@@ -28,7 +29,7 @@ def longest_step(folder: Path) -> float:
 
 
 def wait_for_steps(made: Link, folder: Path, count: int, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + PATIENCE * seconds
     path = folder / "run" / "tape" / "learner-0.jsonl"
     while not path.exists() or len(step_times(folder, "learner-0")) < count:
         assert time.monotonic() < deadline, made.logs()

@@ -69,7 +69,7 @@ def start(made: Link, config: RunConfig, folder: Path) -> None:
         made.start(FAR, "syncer", str(path), "--shard", str(shard))
     for index in range(4):
         made.start(NEAR if index == 3 else FAR, "learner", str(path), "--index", str(index))
-    deadline = time.monotonic() + 150
+    deadline = time.monotonic() + 400
     while not all(_stepped(folder, name) for name in (*FAST, SLOW)):
         assert time.monotonic() < deadline, made.logs()
         time.sleep(0.2)

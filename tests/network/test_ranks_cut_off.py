@@ -20,7 +20,7 @@ import pytest
 
 from decoupled_diloco.protocol import syncer_rounds
 from integration.system import System
-from network.apart_program import hasty, main
+from network.apart_program import hasty, main, nameless
 from network.runs import records, step_times
 from network.spaces import FAR, NETWORKS, enter, link, unavailable
 from ranks.learners import Ranks, ranks
@@ -31,7 +31,6 @@ from replay import assert_replays
 
 pytestmark = [
     pytest.mark.network,
-    pytest.mark.timeout(400),
     pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "namespaces are here"),
 ]
 
@@ -86,7 +85,7 @@ def _key(data: dict[str, Any]) -> tuple[int, str]:
 
 def until_folded(learner: Ranks, folder: Path, since: float) -> None:
     """Waits until the shard has taken what the learner has begun to send since."""
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 300
     while True:
         sent = sent_at(folder)
         if any(sent.get(ask, 0.0) > since for ask in folded_at(folder)):
@@ -187,6 +186,24 @@ def test_a_carrier_that_is_cut_off_from_the_syncer_has_nothing_merged_in_part(
     under_way = cut_at + 5.0  # what had arrived whole
     assert not [at for at in folded_at(tmp_path).values() if under_way < at < healed_at]
     assert_it_lost_no_step(tmp_path)
+    assert_whole(tmp_path)
+
+
+def test_carriers_of_machines_of_one_name_find_rank_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = several_carriers(monkeypatch)
+    with (
+        link(tmp_path, mbit=None),
+        system_in(tmp_path, 60) as system,
+        ranks(job_of(system, "other", "plain", block=options["block"]), 1, main) as other,
+        ranks(job_of(system, "one", "fsdp", **options), 2, nameless) as learner,
+    ):
+        steps_told(learner, 4)
+        until_folded(learner, tmp_path, 0.0)
+        learner.ends_well()
+        other.ends_well()
+        system.wait_finished()
     assert_whole(tmp_path)
 
 

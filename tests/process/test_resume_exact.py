@@ -25,8 +25,6 @@ from decoupled_diloco.observe.records import Record
 from process.runs import command, records, stopped_at_exit, until
 from process.test_resume import kill_everything
 
-pytestmark = pytest.mark.timeout(300)
-
 BUDGET, PERIOD, STOP_AT = 40, 4, 18
 
 WORKLOAD = '''
@@ -155,7 +153,7 @@ def train(folder: Path, *arguments: str, stop: str = "") -> None:
             return
         if stop == "interrupt":
             os.killpg(process.pid, signal.SIGINT)
-        text, _ = process.communicate(timeout=90)
+        text, _ = process.communicate(timeout=240)
         assert process.returncode == (130 if stop else 0), text
 
 

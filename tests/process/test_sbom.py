@@ -31,7 +31,7 @@ def tool() -> ModuleType:
 def bill(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("sbom") / "dist" / "sbom.json"
     command = [sys.executable, str(ROOT / "deploy" / "sbom.py"), str(out), "--extras", "tls"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(out.read_text())
     return found

@@ -27,8 +27,6 @@ from process.runs import (
 )
 from replay import assert_replays
 
-pytestmark = pytest.mark.timeout(180)
-
 LEASE_SECONDS = 2.0
 STANDBYS = {"shards": 2, "standbys": 1, "lease_seconds": LEASE_SECONDS}
 

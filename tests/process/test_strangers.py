@@ -7,8 +7,6 @@ import socket
 import time
 from pathlib import Path
 
-import pytest
-
 from decoupled_diloco.launch.local import LocalRun
 from process import strangers
 from process.runs import (
@@ -19,8 +17,6 @@ from process.runs import (
     longest_step,
     until,
 )
-
-pytestmark = pytest.mark.timeout(120)
 
 COUNT = 400
 SECONDS = 14.0

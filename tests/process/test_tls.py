@@ -36,8 +36,6 @@ from process.runs import (
 )
 from replay import assert_replays
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def ddiloco(*arguments: str) -> subprocess.CompletedProcess[str]:
     """A command that ends."""
@@ -46,7 +44,7 @@ def ddiloco(*arguments: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=60,
+        timeout=240,
     )
 
 
@@ -249,7 +247,7 @@ def test_a_learner_that_trusts_another_authority_ends_and_says_so(
         ):
             address = ["--syncer", run.addresses[0]]
             process = command("learner", str(file), "--index", "0", *address, *arguments)
-            output, _ = process.communicate(timeout=60)
+            output, _ = process.communicate(timeout=240)
             assert (process.returncode, words in output) == (AccessError.exit_code, True), output
 
 
@@ -276,7 +274,7 @@ def test_a_syncer_at_a_folder_of_its_own_says_how_to_join(folder: Path, tmp_path
                 break
     finally:
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
+        process.communicate(timeout=240)
     told = "".join(lines)
     assert "--authority AUTHORITY.pem --certificate ITS_OWN.pem --key ITS_OWN.key" in told, told
     assert "--token-file" not in told

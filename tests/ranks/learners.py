@@ -25,7 +25,7 @@ FORKS.set_forkserver_preload(
     ]
 )
 
-SECONDS_MAX = 90.0
+SECONDS_MAX = 300.0
 
 
 Main = Callable[[Job, Mapping[str, str]], None]

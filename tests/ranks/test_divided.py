@@ -16,8 +16,6 @@ from ranks.divided_program import SIZES, measured
 from ranks.learners import ranks
 from ranks.program import Job
 
-pytestmark = pytest.mark.timeout(120)
-
 KINDS = ["gpt ddp", "gpt fsdp", "gpt tp", "moe ddp", "vit ddp", "vit fsdp", "vit tp"]
 
 

@@ -14,8 +14,6 @@ from ranks.learners import Main, ranks
 from ranks.program import Job
 from ranks.test_kinds import system_in
 
-pytestmark = pytest.mark.timeout(180)
-
 
 def found(folder: Path, kind: str, main: Main) -> dict[str, Any]:
     """What both ranks have after eight steps."""

@@ -19,8 +19,6 @@ from integration.system import System
 from ranks.learners import ranks
 from ranks.program import BATCH, HALF, INTERLEAVED, THOROUGH, Job
 
-pytestmark = pytest.mark.timeout(180)
-
 FRAGMENTS, ROUNDS = 3, 5
 SYNCHRONOUS = {
     "fragments": FRAGMENTS,

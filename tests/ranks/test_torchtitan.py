@@ -21,8 +21,6 @@ pytest.importorskip("triton")
 
 from ranks import titan_program
 
-pytestmark = pytest.mark.timeout(240)
-
 ROUNDS = 3
 TOLERANCE = 2e-4
 """Of the fragment's norm, which these rounds change by 4 %. Sums over ranks have another order than

@@ -14,8 +14,6 @@ from process.test_log import scalars
 from ranks.learners import ranks
 from ranks.program import BATCH, Job
 
-pytestmark = pytest.mark.timeout(180)
-
 
 @pytest.fixture
 def system(tmp_path: Path):

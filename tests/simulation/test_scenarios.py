@@ -31,8 +31,6 @@ from decoupled_diloco.storage.weights import load_weights
 from decoupled_diloco.workloads import load_workload
 from replay import assert_replays
 
-pytestmark = pytest.mark.timeout(120)
-
 RUN = """
 [run]
 budget_steps = {steps}

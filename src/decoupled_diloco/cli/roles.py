@@ -227,7 +227,7 @@ class LearnerOptions(DialOptions):
 def learner(options: LearnerOptions) -> None:
     """One learner that trains the run's workload; start it again and it goes on."""
     from decoupled_diloco.launch.processes import stop_with_parent
-    from decoupled_diloco.launch.rank_processes import become_ranks, is_rank
+    from decoupled_diloco.launch.rank_processes import become_ranks, is_rank, take_place_in_step
     from decoupled_diloco.launch.termination import SignalledTermination
 
     if options.supervised:
@@ -236,7 +236,7 @@ def learner(options: LearnerOptions) -> None:
     termination = SignalledTermination()  # First: what follows imports torch, which takes seconds.
     config = options.config()
     ranks = config.learner.ranks_of(options.index)
-    if ranks > 1 and not is_rank():
+    if ranks > 1 and not is_rank() and not take_place_in_step(ranks):
         become_ranks(ranks, stop_with_parent if options.stop_with_parent else None)
     _prepare(options.stop_with_parent, f"rank {os.environ['RANK']} " if ranks > 1 else "")
     from decoupled_diloco.launch import roles

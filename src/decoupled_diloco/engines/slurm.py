@@ -1,6 +1,7 @@
 """Slurm: one job for the syncer, and one a learner, those of equal learners as an array.
 
-What fails begins again inside its job (`launch/supervised`). A job that is told to go, before its
+What fails begins again inside its job (`launch/supervised`). Ranks on several machines are tasks of
+one step (`launch/rank_processes`), and begin again together. A job that is told to go, before its
 time limit or by a preemption, hands in what it has, and is queued again; so is one that fails for
 good, since its machine may be the reason. All jobs share the run folder, where the syncer writes
 down where it listens. The learners' jobs may start once the syncer's has.
@@ -32,6 +33,9 @@ REQUEUES_MAX = 50
 MEETING_PORT = 29_500
 """Ranks on several machines meet at this port, or one of the thousand after it."""
 
+STARTS_MAX = 6
+"""Times that ranks on several machines fail in a row in one job."""
+
 ANSWER_SECONDS = 60
 """How long a command of Slurm may take."""
 
@@ -39,7 +43,6 @@ DRAIN_SECONDS = 120.0
 """How long the learners' jobs may take to end before the syncer's is cancelled."""
 
 _AGAIN = f"""\
-code=$?
 # 0: the run is over. 2: the settings are wrong. 130: told to go, by a time limit or a preemption.
 if [ $code = 130 ] ||
    {{ [ $code != 0 ] && [ $code != 2 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {REQUEUES_MAX} ]; }}
@@ -48,6 +51,37 @@ then
 fi
 exit $code
 """
+
+LASTS_SECONDS = 60
+"""Ranks that have lived for longer do not fail in a row."""
+
+_TASK = (
+    'trap : TERM; "$@"; code=$?; case $code in 0|130) ;; *) echo $code >> "$0";; esac; exit $code'
+)
+"""One rank, which hears SIGTERM itself; exit codes of failures are written down as they come."""
+
+_TOGETHER = f"""\
+export MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+failed={{failed}}
+in_a_row=0
+while
+    export MASTER_PORT=$(({MEETING_PORT} + (SLURM_JOB_ID + SECONDS) % 1000))
+    begun=$SECONDS
+    rm -f "$failed"
+    srun --kill-on-bad-exit=1 --distribution=block --cpus-per-task="$SLURM_CPUS_PER_TASK" \\
+        bash -c '{_TASK}' "$failed" \\
+        {{command}}
+    code=$?
+    # Those that are ended because one has failed say that they were told to go.
+    if [ -s "$failed" ]; then code=$(head -n 1 "$failed"); fi
+    if [ $((SECONDS - begun)) -gt {LASTS_SECONDS} ]; then in_a_row=0; fi
+    in_a_row=$((in_a_row + 1))
+    [ $code != 0 ] && [ $code != 2 ] && [ $code != 130 ] && [ $in_a_row -lt {STARTS_MAX} ]
+do
+    echo "a rank has failed (exit code $code): all begin again"
+done
+"""
+"""Runs the ranks on all hosts, and again when one has failed, as the supervisor does on one."""
 
 
 class Slurm:
@@ -133,7 +167,7 @@ def _syncer(config: RunConfig, folder: Path) -> str:
     return _script(
         f"The shards of {config.run.name}, each started again here when it fails.",
         [
-            *_asked(config, folder, SYNCER, config.where.syncer, processes),
+            *_asked(config, folder, SYNCER, config.where.syncer, times=processes),
             *_given("--partition", slurm.syncer_partition or slurm.partition),
         ],
         [
@@ -143,6 +177,7 @@ def _syncer(config: RunConfig, folder: Path) -> str:
             "else",
             f"    srun --ntasks=1 {command} syncer {settings}",
             "fi",
+            "code=$?",
         ],
     )
 
@@ -150,30 +185,20 @@ def _syncer(config: RunConfig, folder: Path) -> str:
 def _learners(config: RunConfig, folder: Path, ranks: int, indices: Sequence[int]) -> str:
     where, first, last = config.where, indices[0], indices[-1]
     hosts = where.learner.hosts
-    asked = _asked(config, folder, "learner", where.learner, 1, hosts)
-    asked += [f"--array={first}-{last}", f"--nodes={hosts}", "--ntasks-per-node=1"]
+    tasks = ranks // hosts if hosts > 1 else 1  # on one host the ranks are one task's children
+    asked = _asked(config, folder, "learner", where.learner, hosts=hosts, tasks=tasks)
+    asked += [f"--array={first}-{last}", f"--nodes={hosts}", f"--ntasks-per-node={tasks}"]
     asked += _given("--gpus-per-node", str(where.learner.gpus // hosts or ""))
     asked += _given("--partition", where.slurm.partition)
-    told = _dialled(config, folder, '--index "$SLURM_ARRAY_TASK_ID"')
-    command = f"srun {_command(where)} {told} --supervised"
+    dialled = _dialled(config, folder, '--index "$SLURM_ARRAY_TASK_ID"')
+    told = f"{_command(where)} {dialled}"
+    command = f"srun {told} --supervised\ncode=$?"
     if hosts > 1:
-        command = " \\\n    ".join(_over_hosts(where, told, ranks // hosts, hosts))
+        failed = f"{shlex.quote(f'{folder}/logs')}/learner-$SLURM_ARRAY_TASK_ID.failed"
+        command = _TOGETHER.format(failed=failed, command=told).rstrip()
     title = f"Learners {first} to {last}" if last > first else f"Learner {first}"
     return _script(
         f"{title} of {config.run.name}: one job each.", asked, [*_prelude(where), command]
-    )
-
-
-def _over_hosts(where: WhereSettings, told: str, ranks: int, hosts: int) -> Iterable[str]:
-    """One torchrun on each machine, which start the ranks again together."""
-    return (
-        "srun --kill-on-bad-exit=1 "
-        + _module(where, "torch.distributed.run")
-        + f" --nnodes={hosts} --nproc-per-node={ranks}",
-        '--rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"',
-        '--rdzv-endpoint="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
-        f':$(({MEETING_PORT} + SLURM_JOB_ID % 1000))"',
-        f"--max-restarts=10 -m decoupled_diloco.cli {told}",
     )
 
 
@@ -183,10 +208,10 @@ def _evaluator(config: RunConfig, folder: Path) -> str:
     return _script(
         f"Evaluates the weights of {config.run.name} while it trains.",
         [
-            *_asked(config, folder, EVALUATOR, config.where.syncer, 1),
+            *_asked(config, folder, EVALUATOR, config.where.syncer),
             *_given("--partition", partition),
         ],
-        [*_prelude(config.where), f"srun {_command(config.where)} {told} --supervised"],
+        [*_prelude(config.where), f"srun {_command(config.where)} {told} --supervised", "code=$?"],
     )
 
 
@@ -206,9 +231,22 @@ def _script(title: str, asked: Iterable[str], lines: Iterable[str]) -> str:
 
 
 def _asked(
-    config: RunConfig, folder: Path, role: str, gets: RoleResources, times: int, hosts: int = 1
+    config: RunConfig,
+    folder: Path,
+    role: str,
+    gets: RoleResources,
+    *,
+    times: int = 1,
+    hosts: int = 1,
+    tasks: int = 1,
 ) -> list[str]:
-    """What sbatch is asked for, for so many processes of a role on each of these machines."""
+    """What sbatch is asked for.
+
+    Args:
+        times: So many processes of the role get this each.
+        hosts: So many machines get it together.
+        tasks: So many tasks share it on each of them.
+    """
     slurm = config.where.slurm
     log = "learner-%a" if role == "learner" else role
     each = times * (gets.memory_bytes or 0) // hosts
@@ -218,7 +256,7 @@ def _asked(
         "--open-mode=append",
         "--requeue",
         f"--signal=TERM@{slurm.notice_seconds}",
-        f"--cpus-per-task={max(1, times * gets.cpus // hosts)}",
+        f"--cpus-per-task={max(1, times * gets.cpus // (hosts * tasks))}",
         *([f"--mem={-(-each // MIB)}M"] if each else []),
         *_given("--account", slurm.account),
         *_given("--qos", slurm.qos),
@@ -237,12 +275,7 @@ def _prelude(where: WhereSettings) -> list[str]:
 
 def _command(where: WhereSettings) -> str:
     """``ddiloco``, of the environment that `setup` makes, or else of this one."""
-    return "ddiloco" if where.setup else _module(where, "decoupled_diloco.cli")
-
-
-def _module(where: WhereSettings, name: str) -> str:
-    python = "python" if where.setup else shlex.quote(sys.executable)
-    return f"{python} -m {name}"
+    return "ddiloco" if where.setup else f"{shlex.quote(sys.executable)} -m decoupled_diloco.cli"
 
 
 def _submitted(path: Path, *options: str) -> str:

@@ -7,7 +7,8 @@ life has new processes and a new store to meet in. All are in the head's process
 it does, however it ends.
 
 Ranks are told what torchrun tells its workers, so a learner whose ranks torchrun has started, on
-one machine or on several, needs no head.
+one machine or on several, needs no head. Nor do the tasks of a step of Slurm, if they are as many:
+they take their places from what Slurm tells them, and srun ends with the highest exit code.
 """
 
 from __future__ import annotations
@@ -34,6 +35,19 @@ HOST = "127.0.0.1"
 def is_rank() -> bool:
     """Whether this process was started as a rank, by a head or by torchrun."""
     return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def take_place_in_step(ranks: int) -> bool:
+    """Makes this process a rank if it is a task of a Slurm step of so many; whether it is.
+
+    They meet at MASTER_ADDR and MASTER_PORT, where rank 0 listens.
+    """
+    if ranks == 1 or os.environ.get("SLURM_STEP_NUM_TASKS") != str(ranks):
+        return False
+    here = os.environ.get("SLURM_NTASKS_PER_NODE", str(ranks))
+    rank, local = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_LOCALID"])
+    os.environ.update(_numbers(rank, local, ranks, int(here)))
+    return True
 
 
 def become_ranks(ranks: int, watch: Callable[[], None] | None) -> None:
@@ -71,15 +85,19 @@ def become_ranks(ranks: int, watch: Callable[[], None] | None) -> None:
 
 def _told(rank: int, ranks: int, port: int) -> dict[str, str]:
     """The environment of a rank, as torchrun makes it."""
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     return {
-        **{name: str(number) for name, number in numbers.items()},
+        **_numbers(rank, rank, ranks, ranks),
         "MASTER_ADDR": HOST,
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": "ddiloco",
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the head's; rank 0 opens none
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
+
+
+def _numbers(rank: int, local: int, ranks: int, here: int) -> dict[str, str]:
+    numbers = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": here}
+    told = {name: str(number) for name, number in numbers.items()}
+    return {**told, "TORCHELASTIC_RUN_ID": "ddiloco"}
 
 
 def _spawn(told: Mapping[str, str], alive: int) -> int:

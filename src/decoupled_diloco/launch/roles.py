@@ -23,7 +23,7 @@ from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.export.weights import fill, find_weights
 from decoupled_diloco.launch.folder import Position
 from decoupled_diloco.launch.processes import EVALUATOR, open_tape
-from decoupled_diloco.launch.shared_folder import FindingClient
+from decoupled_diloco.launch.shared_folder import SharedFolder
 from decoupled_diloco.launch.termination import SignalledTermination, Termination, interrupt
 from decoupled_diloco.learner.learner import Learner
 from decoupled_diloco.learner.leased import LeasedBatches
@@ -89,13 +89,13 @@ async def _observer(*arguments: Any, **named: Any) -> Observer:
     return Observer(*arguments, **named)
 
 
-def _seat_at(shared: Path | None, token: str | None, tls: Tls | None) -> Seat:
+def _seat_at(shared: Path | None, name: str, token: str | None, tls: Tls | None) -> Seat:
     """This machine; where the shards are is looked up in a run folder that theirs shares."""
     if shared is None:
         return HERE
 
-    def client() -> FindingClient:
-        return FindingClient(HttpClient(token=token, tls=tls), shared)
+    def client() -> HttpClient:
+        return HttpClient(token=token, principal=name, tls=tls, locator=SharedFolder(shared))
 
     return replace(
         HERE, learner=partial(_learner, client=client), observer=partial(_observer, client=client)
@@ -148,7 +148,8 @@ def run_learner(
         KeyboardInterrupt: it was told to go.
     """
     torch.set_num_threads(config.learner.threads)
-    asked, seat = termination or SignalledTermination(), _seat_at(shared, token, tls)
+    asked = termination or SignalledTermination()
+    seat = _seat_at(shared, f"learner-{index}", token, tls)
     with _process_group(config.learner.ranks_of(index)):
         role = learn(config, index, seat, asked, syncer=syncer, folder=folder, token=token, tls=tls)
         blocking(role)
@@ -311,7 +312,7 @@ def run_evaluator(
     torch.set_num_threads(1)
     signal.signal(signal.SIGTERM, interrupt)
     os.nice(EVALUATOR_NICENESS)
-    seat = _seat_at(shared, token, tls)
+    seat = _seat_at(shared, EVALUATOR, token, tls)
     blocking(evaluate(config, seat, syncer=syncer, folder=folder, token=token, tls=tls))
 
 

@@ -21,7 +21,6 @@ from decoupled_diloco.config.addresses import (
 )
 from decoupled_diloco.errors import Error
 from decoupled_diloco.launch.folder import ADDRESSES, HOST, read_addresses, read_places
-from decoupled_diloco.transport.base import Channel, Client, Stats, TransferStats
 
 logger = logging.getLogger(__name__)
 
@@ -43,89 +42,63 @@ def shared_addresses(run: Path) -> tuple[str, ...]:
     return _as_they_are(run)
 
 
-def finding(client: Client, run: Path) -> Client:
-    """A client of a shard, which finds the others by the run folder if they note their places."""
-    return FindingClient(client, run) if read_places(run) else client
-
-
 def _as_they_are(run: Path) -> tuple[str, ...]:
+    """How a process of this machine dials them."""
+    return _views(run)[0]
+
+
+def _views(run: Path) -> tuple[tuple[str, ...], ...]:
+    """How a process of this machine dials them, of the syncer's, and of any.
+
+    Shards that note their places are dialled alike from everywhere.
+    """
     places = read_places(run)
     if places:
-        return tuple(of_shard[-1] for of_shard in places)
+        return (tuple(of_shard[-1] for of_shard in places),)
     host, addresses = (run / HOST).read_text().strip(), read_addresses(run)
-    if host == socket.gethostname():
-        return tuple(map(on_this_machine, addresses))
-    return tuple(reached_by(address, url_of(host, None)) for address in addresses)
+    inside = tuple(map(on_this_machine, addresses))
+    outside = tuple(reached_by(address, url_of(host, None)) for address in addresses)
+    return inside if host == socket.gethostname() else outside, inside, outside
 
 
-class FindingClient:
-    """A client that finds shards where the run folder says that they are by now.
+def shards_that_move(run: Path) -> SharedFolder | None:
+    """Where the others are, for a shard, if they note their places; ``None``: none moves."""
+    return SharedFolder(run) if read_places(run) else None
+
+
+class SharedFolder:
+    """A `transport.base.Locator`: shards are where the run folder says that they are by now.
+
+    An address that another process of the run tells, on whichever machine, is known, too.
 
     Args:
-        client: What really dials. It must show the token to all that the folder names.
         run: The run folder.
-
-    See `transport.base.Client` for the methods.
     """
 
-    def __init__(self, client: Client, run: Path) -> None:
-        self._client = client
+    def __init__(self, run: Path) -> None:
         self._run = run
         self._place: dict[str, tuple[int, int]] = {}  # of each address that was ever told
         self._newest: tuple[str, ...] = ()
 
-    @property
-    def stats(self) -> Stats:
-        return self._client.stats
-
-    @property
-    def certificate_ends_at(self) -> float | None:
-        return self._client.certificate_ends_at
-
-    def trust(self, address: str) -> None:
-        self._client.trust(address)
-
-    async def connect(self, address: str, role: str, principal: str) -> Channel:
+    async def look(self) -> list[str]:
         await asyncio.to_thread(self._look)  # a shared file system may take its time
-        return await self._client.connect(self._now(address), role, principal)
+        return [one for address in self._newest for one in alternatives(address)]
 
-    async def put(
-        self,
-        url: str,
-        body: memoryview,
-        *,
-        base: str = "",
-        first: int = 0,
-        total: int | None = None,
-    ) -> TransferStats:
-        return await self._client.put(url, body, base=self._now(base), first=first, total=total)
-
-    async def get(
-        self, url: str, out: memoryview, *, base: str = "", first: int = 0, total: int | None = None
-    ) -> TransferStats:
-        return await self._client.get(url, out, base=self._now(base), first=first, total=total)
-
-    async def close(self) -> None:
-        await self._client.close()
-
-    def _look(self) -> None:
-        try:
-            newest, places = _as_they_are(self._run), read_places(self._run)
-        except (Error, OSError):  # the file system is away for a moment: as before
-            return
-        if newest == self._newest:
-            return
-        self._newest = newest
-        # A shard may be told of at a place where it was before this process began. A port that one
-        # shard has left may be another's by now.
-        former = [(s, each) for s, of_shard in enumerate(places) for each in of_shard[:-1]]
-        for shard, address in [*former, *enumerate(newest)]:
-            for turn, one in enumerate(alternatives(address)):
-                self._place[one] = (shard, turn)
-                self._client.trust(one)
-
-    def _now(self, address: str) -> str:
+    def now(self, address: str) -> str:
         if address not in self._place:
             return address
         shard, turn = self._place[address]
         return alternatives(self._newest[shard])[turn]
+
+    def _look(self) -> None:
+        try:
+            views, places = _views(self._run), read_places(self._run)
+        except (Error, OSError):  # the file system is away for a moment: as before
+            return
+        self._newest = views[0]
+        # A shard may be told of at a place where it was before this process began. A port that one
+        # shard has left may be another's by now.
+        former = [(shard, place) for shard, of in enumerate(places) for place in of[:-1]]
+        for shard, address in [*former, *(told for view in views for told in enumerate(view))]:
+            for turn, one in enumerate(alternatives(address)):
+                self._place[one] = (shard, turn)

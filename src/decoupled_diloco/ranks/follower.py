@@ -47,6 +47,7 @@ class FollowerRank(OfMany):
         self._unchecked = optimizer if after_apply is None else None
         self._closed = False
         self._token, self._tls = arguments.get("token"), arguments.get("tls")
+        self._client = arguments.get("client")
         told = {**arguments, "optimizer": optimizer, "after_apply": after_apply}
         self._seat = seat or blocking(seated(model, told))
         self._model, self._after_apply = plain(model), after_apply
@@ -84,7 +85,9 @@ class FollowerRank(OfMany):
         config = read_public(json.dumps(self._public))
         plan = plan_of(Layout.from_json(admitted["layout"]), config)
         self._seat.admit(plan)
-        self._seat.carry(plan, self.name, admitted["addresses"], self._token, self._tls)
+        self._seat.carry(
+            plan, self.name, admitted["addresses"], self._token, self._tls, self._client
+        )
 
     async def take_step(self, tokens: int, loss: float | None) -> bool:
         """See `Learner.take_step`."""

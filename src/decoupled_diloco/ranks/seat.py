@@ -8,7 +8,6 @@ is waited for.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,6 +32,7 @@ from decoupled_diloco.ranks.model import RankModel, described, joined, reshard
 from decoupled_diloco.ranks.surroundings import RankState, RankSurroundings
 from decoupled_diloco.ranks.tensors import RankTensors
 from decoupled_diloco.runtime import runtime
+from decoupled_diloco.transport.base import Client
 from decoupled_diloco.transport.tls import Tls
 from decoupled_diloco.transport.tokens import read_secret
 
@@ -93,7 +93,7 @@ class RankSeat:
             ConfigError: On every rank, if something is wrong on one; the rank is named.
             TransportError: A rank is gone.
         """
-        mine: Document = {"arguments": arguments, "host": socket.gethostname()}
+        mine: Document = {"arguments": arguments, "host": self.around.host()}
         try:
             refuse_what_is_nowhere(self._module)
             refuse_what_is_not_finite(self._module)
@@ -154,14 +154,24 @@ class RankSeat:
         addresses: Sequence[str],
         token: Any,
         tls: Tls | None = None,
+        client: Callable[[], Client] | None = None,
     ) -> None:
-        """Does its part as a carrier, if it is one beside the leader."""
+        """Does its part as a carrier, if it is one beside the leader.
+
+        Args:
+            plan: The run's.
+            learner: This learner's id.
+            addresses: Where rank 0 may be found.
+            token: The run's secret, or the learner's.
+            tls: What it trusts and shows to the syncer.
+            client: Makes what dials the syncer; default: by the token and tls.
+        """
         if not self.leads and self.group.rank in self.model.sharding.carriers:
             self.link = CarrierLink(
                 self.group.rank,
                 addresses,
-                partial(self.around.client, "carrier", self.key, addresses),
-                partial(self.around.client, learner, read_secret(token), tls=tls),
+                partial(self.around.client, "carrier", self.key, addresses, within=True),
+                client or partial(self.around.client, learner, read_secret(token), tls=tls),
                 plan,
                 self.model.sharding,
                 self.carried,

@@ -50,15 +50,30 @@ class RankSurroundings:
         """What checkpoints are made of."""
         return ShardedState(module, stateful, self._ranks.checkpoints)
 
+    def host(self) -> str:
+        """What ranks have in common that reach one another by loopback: kernel and network.
+
+        Not a name, where Linux tells better: machines of one image may all be called the same.
+        """
+        try:
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}"
+        except OSError:  # no Linux
+            return socket.gethostname()
+
     def client(
         self,
         principal: str,
         token: str | None,
         trusted: Sequence[str] = (),
         tls: Tls | None = None,
+        *,
+        within: bool = False,
     ) -> Client:
-        """A carrier's, to rank 0 or to the syncer."""
-        return HttpClient(token=token, trusted=trusted, principal=principal, tls=tls)
+        """A carrier's, to the syncer, or within the learner to rank 0: as plain as collectives."""
+        return HttpClient(
+            token=token, trusted=trusted, principal=principal, tls=tls, told_plain=within
+        )
 
     def server(self, hosts: Sequence[str], key: str, on_channel: OnChannel) -> Server:
         """Rank 0's, for the other carriers; the key opens it."""

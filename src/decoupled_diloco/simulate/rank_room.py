@@ -261,12 +261,18 @@ class RoomSurroundings(RankSurroundings):
         """See `RankSurroundings`."""
         return RoomState(self._room, self._rank, module, stateful)
 
+    def host(self) -> str:
+        """See `RankSurroundings`: all are on one."""
+        return "virtual"
+
     def client(
         self,
         principal: str,
         token: str | None,
         trusted: Sequence[str] = (),
         tls: Tls | None = None,
+        *,
+        within: bool = False,
     ) -> VirtualClient:
         """See `RankSurroundings`."""
         return VirtualClient(self._place, token=token, limits=self._limits, principal=principal)

@@ -15,7 +15,7 @@ the moment it wakes:
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -176,6 +176,16 @@ class Server(Protocol):
 
     async def stop(self) -> None:
         """Close all channels, fail all transfers, free the port."""
+
+
+class Locator(Protocol):
+    """Knows where servers are by now that move while a process runs."""
+
+    async def look(self) -> Collection[str]:
+        """Finds out, and returns the addresses at which they may be dialled now."""
+
+    def now(self, address: str) -> str:
+        """Where the server is that was at an address; one that is not known stays as it is."""
 
 
 class Client(Protocol):

@@ -18,7 +18,15 @@ from yarl import URL
 
 from decoupled_diloco.errors import ProtocolError, TransportError
 from decoupled_diloco.runtime import now, runtime
-from decoupled_diloco.transport.base import PIECE_BYTES, Limits, Peer, Silence, Stats, TransferStats
+from decoupled_diloco.transport.base import (
+    PIECE_BYTES,
+    Limits,
+    Locator,
+    Peer,
+    Silence,
+    Stats,
+    TransferStats,
+)
 from decoupled_diloco.transport.channel import WebSocketChannel
 from decoupled_diloco.transport.http_server import (
     BBR,
@@ -73,6 +81,8 @@ class HttpClient:
         principal: Whose requests they are where nothing was connected to before.
         tls: What is trusted and shown at ``https://`` addresses.
         server_name: The name that a server's certificate must have; default: that of its address.
+        locator: Says where servers are by now, and which may see the token; default: none moves.
+        told_plain: Nothing has to be said of a token that goes unencrypted to another machine.
 
     Raises:
         ConfigError: a file of `tls` cannot be used.
@@ -88,13 +98,16 @@ class HttpClient:
         principal: str = "",
         tls: Tls | None = None,
         server_name: str | None = None,
+        locator: Locator | None = None,
+        told_plain: bool = False,
         rng: random.Random | None = None,
     ) -> None:
         self.stats = Stats()
         self._tls = None if tls is None else LiveTls(tls)
         self._server_name = server_name
+        self._locator = locator
         self._watch_of_end: asyncio.Task[None] | None = None
-        self._told_plain = False
+        self._told_plain = told_plain
         self._token = token
         self._principal = principal
         self._limits = limits or Limits()
@@ -117,6 +130,7 @@ class HttpClient:
         self._trusted.add(_origin(address))
 
     async def connect(self, address: str, role: str, principal: str) -> WebSocketChannel:
+        address = await self._now(address)
         origin = _origin(address)
         self._base = origin
         self._principals[origin] = principal
@@ -166,7 +180,7 @@ class HttpClient:
         first: int = 0,
         total: int | None = None,
     ) -> TransferStats:
-        target = self._resolve(url, base)
+        target = self._resolve(url, await self._now(base))
         part = Window(body, first, total)
         put = _Put(self, target, part)
         transfer = self._transfer(target, put, part)
@@ -176,7 +190,7 @@ class HttpClient:
     async def get(
         self, url: str, out: memoryview, *, base: str = "", first: int = 0, total: int | None = None
     ) -> TransferStats:
-        target = self._resolve(url, base)
+        target = self._resolve(url, await self._now(base))
         part = Window(out, first, total)
         for _ in range(REPLACED_MAX):
             get = _Get(self, target, part)
@@ -212,6 +226,15 @@ class HttpClient:
         """Return the round trip to a server in seconds, if a channel to it has measured it."""
         rtts = [channel.rtt for channel in self._channels.get(target.origin(), ())]
         return min((rtt for rtt in rtts if rtt is not None), default=None)
+
+    async def _now(self, address: str) -> str:
+        """Where the server of an address is by now; one that is connected has not moved."""
+        if self._locator is None or not address:
+            return address
+        if not self._channels.get(_origin(self._locator.now(address))):
+            for one in await self._locator.look():
+                self.trust(one)
+        return self._locator.now(address)
 
     def _resolve(self, url: str, base: str) -> URL:
         try:

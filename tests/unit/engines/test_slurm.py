@@ -65,12 +65,55 @@ def test_learners_of_unequal_ranks_are_arrays_of_their_own(tmp_path: Path) -> No
     assert "--array=2-2" in directives(told["learners-2.sbatch"])
 
 
-def test_ranks_on_several_hosts_meet_by_torchrun(tmp_path: Path) -> None:
+def test_ranks_on_several_hosts_are_tasks_of_one_step(tmp_path: Path) -> None:
     config = config_of(tmp_path, {"ranks": 16}, learner={"hosts": 2, "gpus": 16, "cpus": 32})
     script = files(config, tmp_path)["learners.sbatch"]
-    assert {"--nodes=2", "--gpus-per-node=8", "--cpus-per-task=16"} <= directives(script)
-    assert "torch.distributed.run --nnodes=2 --nproc-per-node=8" in script
-    assert "--supervised" not in script  # torchrun starts the ranks again, on both hosts
+    asked = {"--nodes=2", "--ntasks-per-node=8", "--gpus-per-node=8", "--cpus-per-task=2"}
+    assert asked <= directives(script)
+    assert "srun --kill-on-bad-exit=1 --distribution=block" in script
+    assert "--supervised" not in script  # the script starts the ranks again, on both hosts
+
+
+ENDS = {
+    "the run is over": (["0 0"], 0),
+    "the settings are wrong, and the others are ended": (["2 130"], 2),
+    "told to go": (["130 130"], 130),
+    "killed, then an error, then all is well": (["137 143", "1 130", "0 0"], 0),
+    "an error for ever": (["4 1"] * 6, 4),
+}
+
+
+@pytest.mark.parametrize("ends", ENDS)
+def test_the_script_starts_ranks_again_where_that_helps(ends: str, tmp_path: Path) -> None:
+    """By bash, with an srun that runs its tasks one after the other."""
+    lives, code = ENDS[ends]
+    config = config_of(tmp_path, {"ranks": 2}, setup=["true"], learner={"hosts": 2})
+    bin, told = tmp_path / "bin", tmp_path / "told"
+    (tmp_path / "runs/big.launch/logs").mkdir(parents=True)
+    (tmp_path / "lives").write_text("".join(f"{codes}\n" for codes in [*lives, "99 99"]))
+    commands = {
+        "srun": 'while [ "${1#--}" != "$1" ]; do shift; done\n'
+        f"echo $MASTER_ADDR $MASTER_PORT >> {told}; highest=0\n"
+        'for code in $(sed -n "$(wc -l < told)p" lives); do\n'
+        '    CODE=$code "$@"; [ $code -gt $highest ] && highest=$code\n'
+        "done\nexit $highest",
+        "ddiloco": "exit $CODE",
+        "scontrol": 'if [ "$1" = requeue ]; then touch requeued; else echo n1; echo n2; fi',
+    }
+    bin.mkdir()
+    for name, text in commands.items():
+        (bin / name).write_text(f"#!/bin/bash\ncd {tmp_path}\n{text}\n")
+        (bin / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0", "SLURM_CPUS_PER_TASK": "1"}
+    ended = subprocess.run(
+        ["bash", "-c", files(config, tmp_path)["learners.sbatch"]],
+        env={"PATH": f"{bin}:/bin:/usr/bin", **job},
+        timeout=30,
+    )
+    assert ended.returncode == code
+    assert len(told.read_text().splitlines()) == len(lives)
+    assert all(line.startswith("n1 295") for line in told.read_text().splitlines())
+    assert (tmp_path / "requeued").exists() == (code not in (0, 2))
 
 
 @pytest.mark.parametrize("setup", [[], ["module load cuda", "source 'my env/bin/activate'"]])

@@ -4,29 +4,15 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from decoupled_diloco.launch.folder import HOST, write_addresses
-from decoupled_diloco.launch.shared_folder import FindingClient, shared_addresses
-
-
-class Notes:
-    """A client that notes whom it is to dial."""
-
-    def __init__(self) -> None:
-        self.dialled: list[str] = []
-        self.trusted: set[str] = set()
-
-    def trust(self, address: str) -> None:
-        self.trusted.add(address)
-
-    async def connect(self, address: str, role: str, principal: str) -> Any:
-        self.dialled.append(address)
-
-    async def put(self, url: str, body: Any, *, base: str = "", **rest: Any) -> Any:
-        self.dialled.append(base)
+from decoupled_diloco.launch.folder import HOST, write_addresses, write_place
+from decoupled_diloco.launch.shared_folder import (
+    SharedFolder,
+    shards_that_move,
+    shared_addresses,
+)
 
 
 def moved(run: Path, host: str, *addresses: str) -> None:
@@ -42,34 +28,54 @@ def test_a_wildcard_means_the_syncers_machine(tmp_path: Path) -> None:
 
 
 async def test_shards_that_have_moved_are_found(tmp_path: Path) -> None:
-    notes = Notes()
-    client = FindingClient(notes, tmp_path)  # type: ignore[arg-type]
+    shards = SharedFolder(tmp_path)
     moved(tmp_path, "a", "http://0.0.0.0:1|http://0.0.0.0:2", "http://0.0.0.0:3")
-    await client.connect("http://a:3", "learner", "learner-0")
+    assert await shards.look() == ["http://a:1", "http://a:2", "http://a:3"]
+    assert shards.now("http://a:3") == "http://a:3"
     moved(tmp_path, "b", "http://0.0.0.0:4|http://0.0.0.0:5", "http://0.0.0.0:6")
-    for old in ("http://a:1", "http://a:2", "http://a:3", "http://b:6", "http://other:9"):
-        await client.connect(old, "learner", "learner-0")
-    await client.put("/bodies/1", memoryview(b""), base="http://a:3")
-    (tmp_path / "addresses").unlink()  # the file system is away
-    await client.connect("http://a:1", "learner", "learner-0")
-    assert notes.dialled == [
-        "http://a:3",
-        "http://b:4",
-        "http://b:5",
-        "http://b:6",
-        "http://b:6",
-        "http://other:9",
-        "http://b:6",
-        "http://b:4",
-    ]
-    assert "http://b:6" in notes.trusted
-    assert "http://other:9" not in notes.trusted
+    (tmp_path / "addresses").rename(tmp_path / "away")  # the file system is away
+    assert await shards.look() == ["http://a:1", "http://a:2", "http://a:3"]
+    (tmp_path / "away").rename(tmp_path / "addresses")
+    assert await shards.look() == ["http://b:4", "http://b:5", "http://b:6"]
+    old = ("http://a:1", "http://a:2", "http://a:3", "http://b:6", "http://other:9")
+    new = ["http://b:4", "http://b:5", "http://b:6", "http://b:6", "http://other:9"]
+    assert list(map(shards.now, old)) == new
+
+
+async def test_what_a_process_of_the_syncers_machine_dials_is_known_elsewhere(
+    tmp_path: Path,
+) -> None:
+    """Rank 0 may be there, and tells the carriers of other machines."""
+    shards = SharedFolder(tmp_path)
+    moved(tmp_path, "a", "https://0.0.0.0:1", "https://0.0.0.0:2")
+    await shards.look()
+    assert shards.now("https://127.0.0.1:2") == "https://a:2"
+    moved(tmp_path, socket.gethostname(), "https://0.0.0.0:3", "https://0.0.0.0:4")
+    await shards.look()
+    assert shards.now("https://127.0.0.1:2") == shards.now("https://a:2") == "https://127.0.0.1:4"
 
 
 @pytest.mark.parametrize("missing", [HOST, "addresses"])
 async def test_a_folder_that_says_nothing_changes_nothing(tmp_path: Path, missing: str) -> None:
-    notes = Notes()
     moved(tmp_path, "a", "http://0.0.0.0:1")
     (tmp_path / missing).unlink()
-    await FindingClient(notes, tmp_path).connect("http://a:1", "learner", "x")  # type: ignore[arg-type]
-    assert notes.dialled == ["http://a:1"]
+    shards = SharedFolder(tmp_path)
+    assert await shards.look() == []
+    assert shards.now("http://a:1") == "http://a:1"
+
+
+async def test_shards_that_note_their_places_are_found_at_the_newest(tmp_path: Path) -> None:
+    assert shards_that_move(tmp_path) is None
+    for shard, place in ((0, "http://a:1"), (1, "http://b:1"), (0, "http://b:2")):
+        write_place(tmp_path, shard, place)
+    assert shared_addresses(tmp_path) == ("http://b:2", "http://b:1")
+    shards = shards_that_move(tmp_path)
+    assert shards is not None
+    assert await shards.look() == ["http://b:2", "http://b:1"]
+    assert shards.now("http://a:1") == "http://b:2", "where it was before anyone here looked"
+    write_place(tmp_path, 1, "http://a:1")  # a port that the other shard has left
+    write_place(tmp_path, 1, "http://c:1")
+    write_place(tmp_path, 0, "http://b:1")
+    await shards.look()
+    assert shards.now("http://b:1") == "http://b:1", "the newest who is there"
+    assert shards.now("http://b:2") == "http://b:1"

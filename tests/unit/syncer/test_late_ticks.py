@@ -33,7 +33,7 @@ class Standing(Runtime):
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - the shard has no event for it
             await asyncio.sleep(0)
 
