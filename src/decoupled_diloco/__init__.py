@@ -20,6 +20,7 @@ from decoupled_diloco.errors import (
 )
 
 if TYPE_CHECKING:
+    from decoupled_diloco import ray
     from decoupled_diloco.export.run import load_exported
     from decoupled_diloco.learner.learner import Learner
     from decoupled_diloco.learner.leased import (
@@ -52,6 +53,7 @@ __all__ = [
     "__version__",
     "leased",
     "load_exported",
+    "ray",
 ]
 
 
@@ -77,4 +79,8 @@ def __getattr__(name: str) -> Any:
         from decoupled_diloco.export.run import load_exported
 
         return load_exported
+    if name == "ray":
+        import importlib
+
+        return importlib.import_module("decoupled_diloco.ray")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

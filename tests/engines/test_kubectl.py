@@ -41,7 +41,7 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
 def test_a_run_is_submitted_shown_and_stopped(api: ApiServer, tmp_path: Path) -> None:
     engine, config = Kubernetes(), placed()
     engine.require(config)
-    jobs = engine.submit(write(config, tmp_path / "spread.launch"))
+    jobs = engine.submit(config, write(config, tmp_path / "spread.launch"))
     assert jobs == [
         Job("syncer", "default/statefulset.apps/spread-syncer"),
         Job("evaluator", "default/job.batch/spread-evaluator"),
@@ -90,7 +90,7 @@ def test_a_cluster_without_the_operator_is_told_so(
     with serving({**KINDS, **JOBSET}) as server:
         use(f"http://127.0.0.1:{server.server_port}", tmp_path, monkeypatch)
         Kubernetes().require(config)
-        jobs = Kubernetes().submit(write(config, tmp_path / "spread.launch"))
+        jobs = Kubernetes().submit(config, write(config, tmp_path / "spread.launch"))
         assert [job.name for job in jobs] == ["syncer", "evaluator", "learner-0", "learner-1"]
         assert [each.state for each in Kubernetes().states(jobs)][2:] == ["Pending", "Pending"]
 

@@ -25,6 +25,7 @@ LAYERS = (
     ("learner", "ranks", "syncer"),
     ("page",),
     ("engines", "export", "integrations", "launch"),
+    ("ray",),
     ("simulate",),
     ("chaos",),
     ("cli", "__main__"),

@@ -27,6 +27,7 @@ def test_the_public_names_are_these() -> None:
         "__version__",
         "leased",
         "load_exported",
+        "ray",
     ]
     assert all(hasattr(dd, name) for name in dd.__all__)
 

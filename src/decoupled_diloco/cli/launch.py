@@ -34,6 +34,12 @@ def launch(
     ],
     settings: Sets = None,
     dry_run: DryRun = False,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Go on with the run in its folder, after its cluster was lost (Ray)."
+        ),
+    ] = False,
 ) -> None:
     """Start a run on the engine of its [where] table: this machine, or a cluster.
 
@@ -45,14 +51,16 @@ def launch(
     if folder.is_dir():
         if settings:
             fail("--set changes a TOML file, and a launch folder is submitted as it is: edit it")
-        _submit(Launch(folder), dry_run)
+        _submit(Launch(folder), dry_run, resume)
         return
     config = load_config(find_shipped("recipes", run), settings or ())
     if config.where.engine == "local":
+        if resume:
+            fail('[where] says "local": ddiloco train --resume goes on with a run of this machine')
         _here(config, run, settings or [], dry_run)
     if not dry_run:
         engine_of(config).require(config)
-    _submit(write_launch(config), dry_run)
+    _submit(write_launch(config), dry_run, resume)
 
 
 def _here(config: RunConfig, run: str, settings: list[str], dry_run: bool) -> None:
@@ -65,14 +73,14 @@ def _here(config: RunConfig, run: str, settings: list[str], dry_run: bool) -> No
     exit_with(train_locally(config, make_console()))
 
 
-def _submit(launch: Launch, dry_run: bool) -> None:
+def _submit(launch: Launch, dry_run: bool, resume: bool) -> None:
     folder = os.path.relpath(launch.folder)
     if dry_run:
         for name in sorted(launch.engine.files(launch.config, launch.folder)):
             typer.echo(f"--- {folder}/{name}\n{(launch.folder / name).read_text()}")
         typer.echo(f"edit them if you like, then: ddiloco launch {folder}")
         return
-    for job in launch.submit():
+    for job in launch.submit(resume=resume):
         typer.echo(f"{job.name}: job {job.id} of {launch.config.where.engine}")
     run = os.path.relpath(launch.config.run.folder)
     logs = launch.engine.logs(launch.config, Path(folder))

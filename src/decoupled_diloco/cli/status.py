@@ -16,12 +16,9 @@ from decoupled_diloco.cli.options import (
     make_console,
     tls_of,
 )
-from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.errors import ConfigError, Error
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from decoupled_diloco.engines.base import JobState
     from decoupled_diloco.observe.sources import Source
     from decoupled_diloco.transport.tls import Tls
 
@@ -41,10 +38,8 @@ def status(
     from decoupled_diloco.observe.status import status_of
     from decoupled_diloco.observe.status_view import render_status
 
-    jobs = _jobs_of(source) if source and not as_json else []
-    for job in jobs:
-        typer.echo(f"{job.name}: job {job.id} {job.state} {job.where}".rstrip())
-    if jobs and not _has_tape(Path(source)):
+    told = _tell_jobs(Path(source)) if source and not as_json else False
+    if told and not _has_tape(Path(source)):
         return
     tls = tls_of(authority, certificate, key)
     opened = source_of(source or newest_run("ddiloco status runs/quickstart"), token_file, tls)
@@ -59,13 +54,27 @@ def status(
     console.print(render_status(found, width=width))
 
 
-def _jobs_of(source: str) -> Sequence[JobState]:
-    """The jobs of a run that was launched on a cluster, as far as they are not gone."""
+def _tell_jobs(run: Path) -> bool:
+    """Tells the jobs of a run that was launched on a cluster; whether there are any.
+
+    A run has a tape that says how it is, also while its cluster does not answer.
+    """
     from decoupled_diloco.engines.base import JOBS
     from decoupled_diloco.engines.launch import Launch, launch_folder
 
-    folder = launch_folder(Path(source))
-    return Launch(folder).states() if (folder / JOBS).exists() else ()
+    folder = launch_folder(run)
+    if not (folder / JOBS).exists():
+        return False
+    try:
+        jobs = Launch(folder).states()
+    except Error as error:
+        if not _has_tape(run):
+            raise
+        typer.echo(f"its jobs are not known: {error}", err=True)
+        return False
+    for job in jobs:
+        typer.echo(f"{job.name}: job {job.id} {job.state} {job.where}".rstrip())
+    return bool(jobs)
 
 
 def source_of(

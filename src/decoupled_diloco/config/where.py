@@ -16,7 +16,7 @@ from decoupled_diloco.config.settings import Settings
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.units import GIB, KIB, MIB, TIB
 
-Engine = Literal["local", "slurm", "kubernetes"]
+Engine = Literal["local", "slurm", "kubernetes", "ray"]
 
 _UNITS = {"KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}
 _MEMORY = re.compile(r"([1-9][0-9]*)(KiB|MiB|GiB|TiB)")
@@ -134,13 +134,33 @@ class KubernetesSettings(Settings):
     """Networks outside of the cluster that may reach the shards: "203.0.113.0/24"."""
 
 
+class RaySettings(Settings):
+    """`[where.ray]`: the Ray cluster, and its nodes."""
+
+    table: ClassVar[str] = "[where.ray]"
+
+    address: str = "auto"
+    """Address of the cluster's head as Ray takes it, "10.0.0.1:6379". "auto": the cluster that this
+    machine belongs to."""
+
+    namespace: str = "ddiloco"
+    """Ray namespace of the run's actors."""
+
+    syncer_nodes: dict[str, str] = Field(default_factory=dict)
+    """Labels of the nodes that shards and the evaluator may run on:
+    {"ray.io/market-type" = "on-demand"}."""
+
+    learner_nodes: dict[str, str] = Field(default_factory=dict)
+    """Labels of the nodes that learners may run on: {"ray.io/market-type" = "spot"}."""
+
+
 class WhereSettings(Settings):
     """`[where]`: the engine that places the processes, and what they get."""
 
     table: ClassVar[str] = "[where]"
 
     engine: Engine = "local"
-    """"local": this machine; "slurm" or "kubernetes": a cluster that has it."""
+    """"local": this machine; "slurm", "kubernetes" or "ray": a cluster that has it."""
 
     setup: tuple[str, ...] = Field(default=(), strict=False)
     """Lines of shell before each process (Slurm): "module load cuda", "source .venv/bin/activate".
@@ -160,6 +180,9 @@ class WhereSettings(Settings):
 
     kubernetes: KubernetesSettings = Field(default_factory=KubernetesSettings)
     """For Kubernetes alone."""
+
+    ray: RaySettings = Field(default_factory=RaySettings)
+    """For Ray alone."""
 
     @model_serializer(mode="wrap")
     def _tell_what_was_chosen(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """What `ddiloco launch` asks of an engine.
 
 An engine places processes and starts them again; the protocol of the run stays ours. What it is
-given are files: jobs of Slurm, manifests of Kubernetes. They lie in the *launch folder*, beside the
-run folder, where they may be read and changed before they are submitted:
+given are files: jobs of Slurm, manifests of Kubernetes, actors of Ray. They lie in the *launch
+folder*, beside the run folder, where they may be read and changed before they are submitted:
 
 ```
 RUN.launch/run.toml   the run's settings, resolved
@@ -51,7 +51,7 @@ class JobState:
 
 
 class PlacingEngine(Protocol):
-    """Slurm, Kubernetes and their like."""
+    """Slurm, Kubernetes, Ray and their like."""
 
     def require(self, config: RunConfig) -> None:
         """Finds out whether the engine is here and can ever give what the run asks for.
@@ -72,8 +72,15 @@ class PlacingEngine(Protocol):
     def logs(self, config: RunConfig, folder: Path) -> str:
         """Where the processes' logs are: a folder, or the command that shows them."""
 
-    def submit(self, folder: Path) -> Sequence[Job]:
-        """Submits the files of a launch folder as they are."""
+    def submit(self, config: RunConfig, folder: Path, *, resume: bool = False) -> Sequence[Job]:
+        """Submits the files of a launch folder as they are.
+
+        Where the run folder is on a file system that this machine shares, an earlier run in it is
+        moved aside first, or gone on with.
+
+        Raises:
+            ConfigError: it refuses them, or does not go on with an earlier run.
+        """
 
     def states(self, jobs: Sequence[Job]) -> Sequence[JobState]:
         """How the jobs are; those that are gone are left out."""

@@ -114,7 +114,13 @@ class Kubernetes:
         namespace = config.where.kubernetes.namespace
         return f"kubectl logs -n {namespace} -l {INSTANCE}={config.run.name} --prefix"
 
-    def submit(self, folder: Path) -> list[Job]:
+    def submit(self, config: RunConfig, folder: Path, *, resume: bool = False) -> list[Job]:
+        """Applies them; the run folders are on the shards' volumes."""
+        if resume:
+            raise ConfigError(
+                "a run on Kubernetes goes on by itself, with what is on its volumes, when it is "
+                "launched again: leave --resume out"
+            )
         told = _kubectl("apply", "-k", str(folder), "-o", "json", what=f"{folder}: ")
         found = json.loads(told)
         objects = found["items"] if found["kind"] == "List" else [found]

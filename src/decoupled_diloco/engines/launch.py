@@ -5,23 +5,33 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from decoupled_diloco.config import RunConfig, dump_config
 from decoupled_diloco.config.files import load_config
 from decoupled_diloco.engines.base import JOBS, SETTINGS, TOKEN, Job, JobState, PlacingEngine
+from decoupled_diloco.engines.keeper import ENDED
 from decoupled_diloco.engines.kubernetes import Kubernetes
+from decoupled_diloco.engines.ray import Ray
+from decoupled_diloco.engines.ray_plan import PLAN
 from decoupled_diloco.engines.slurm import Slurm
 from decoupled_diloco.errors import ConfigError, StorageError
-from decoupled_diloco.launch.folder import RunFolder, require_ours_or_unused
+from decoupled_diloco.launch.folder import require_ours_or_unused
 from decoupled_diloco.storage.files import NOT_JSON, write_text
 from decoupled_diloco.transport.tokens import is_loopback
 
-ENGINES: Mapping[str, type[PlacingEngine]] = {"slurm": Slurm, "kubernetes": Kubernetes}
+ENGINES: Mapping[str, Callable[[RunConfig], PlacingEngine]] = {
+    "slurm": lambda config: Slurm(),
+    "kubernetes": lambda config: Kubernetes(),
+    "ray": Ray,
+}
 """Those that are told by files; "local" needs none."""
 
 EVERYWHERE = "0.0.0.0"
+
+FORMER = ("*.sbatch", "*.yaml", PLAN, JOBS, f"{ENDED}/*.json")
+"""What a former launch, of any engine, has left in its folder, beside settings and secret."""
 
 
 def launch_folder(run: Path) -> Path:
@@ -63,17 +73,14 @@ class Launch:
         """How the jobs are that are not gone yet."""
         return list(self.engine.states(self.jobs))
 
-    def submit(self) -> list[Job]:
-        """Submits the files as they are.
+    def submit(self, *, resume: bool = False) -> list[Job]:
+        """Submits the files as they are; ``resume``: to go on with the run in its folder.
 
         Raises:
             ConfigError: the engine refuses them, or they are submitted already.
         """
         self.require_idle()
-        # As any command that begins a run: an earlier one in its folder is moved aside, now.
-        with RunFolder(self.config.run.folder):
-            pass
-        jobs = list(self.engine.submit(self.folder))
+        jobs = list(self.engine.submit(self.config, self.folder, resume=resume))
         told = [{"name": job.name, "id": job.id} for job in jobs]
         write_text(self.folder / JOBS, json.dumps(told, indent=1) + "\n")
         return jobs
@@ -99,7 +106,7 @@ class Launch:
 
 def engine_of(config: RunConfig) -> PlacingEngine:
     """The engine of `[where]`, which is not "local"."""
-    return ENGINES[config.where.engine]()
+    return ENGINES[config.where.engine](config)
 
 
 def write_launch(config: RunConfig) -> Launch:
@@ -118,10 +125,11 @@ def write_launch(config: RunConfig) -> Launch:
     if placed.syncer.token_file == folder / TOKEN:
         _write_secret(folder / TOKEN)
     engine = engine_of(placed)
-    for path in folder.glob("*.sbatch"):
-        path.unlink()
-    (folder / JOBS).unlink(missing_ok=True)
-    for name, text in {SETTINGS: dump_config(placed), **engine.files(placed, folder)}.items():
+    files = {SETTINGS: dump_config(placed), **engine.files(placed, folder)}
+    for pattern in FORMER:
+        for path in folder.glob(pattern):
+            path.unlink()
+    for name, text in files.items():
         write_text(folder / name, text)
     for name, path in engine.copies(placed).items():
         _write_private(folder / name, path.read_text())

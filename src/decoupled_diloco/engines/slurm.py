@@ -22,6 +22,7 @@ from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.where import RoleResources, WhereSettings
 from decoupled_diloco.engines.base import SETTINGS, Job, JobState
 from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.launch.folder import RunFolder
 from decoupled_diloco.runtime import now
 from decoupled_diloco.units import MIB
 
@@ -114,8 +115,16 @@ class Slurm:
     def logs(self, config: RunConfig, folder: Path) -> str:
         return f"{folder}/logs"
 
-    def submit(self, folder: Path) -> list[Job]:
+    def submit(self, config: RunConfig, folder: Path, *, resume: bool = False) -> list[Job]:
         """Submits the syncer's job, and the others to start once it has."""
+        if resume:
+            raise ConfigError(
+                "a run on Slurm is not launched again to go on: ddiloco train --resume "
+                f"{config.run.folder} goes on with it on one machine, or leave --resume out"
+            )
+        # As any command that begins a run: an earlier one in its folder is moved aside, now.
+        with RunFolder(config.run.folder):
+            pass
         (folder / "logs").mkdir(exist_ok=True)
         syncer = Job(SYNCER, _submitted(folder / f"{SYNCER}.sbatch"))
         others = [path for path in sorted(folder.glob("*.sbatch")) if path.stem != SYNCER]

@@ -2,6 +2,7 @@
 
 ```
 RUN/run.toml  lock  token  addresses  host  launcher  coordinator.json  logs/*.log
+    places/shard-*  places/*.lock  places/meetings/*
     tape/*.jsonl  tape/*.segments/*.jsonl.xz
     learners/  checkpoints/shard-*.safetensors  weights.safetensors  report.html  report.png
     export/  durable/shard-*/  payloads/shard-*/  data.ledger
@@ -31,6 +32,10 @@ ADDRESSES = "addresses"
 
 HOST = "host"
 """The file with the name of their machine, for those that share the run folder."""
+
+PLACES = "places"
+"""The folder in which each shard writes down where it listens, if each is started on a machine of
+its own: a line for each of its places, the newest last."""
 
 LAUNCHER = "launcher"
 """The file with the launcher's process number, and the name of its machine."""
@@ -280,6 +285,25 @@ def write_addresses(run: Path, addresses: Sequence[str]) -> None:
     write_text(run / ADDRESSES, "\n".join(addresses) + "\n")
 
 
+def write_place(run: Path, shard: int, address: str) -> None:
+    """Notes that a shard, which others look for in the run folder, is started at an address."""
+    (run / PLACES).mkdir(exist_ok=True)
+    path = run / PLACES / f"shard-{shard}"
+    before = path.read_text() if path.exists() else ""
+    write_text(path, f"{before}{address}\n")
+
+
+def read_places(run: Path) -> tuple[tuple[str, ...], ...]:
+    """Where each shard has listened, in order, the newest place last; empty: they note it not.
+
+    A shard that has not been started yet has no place; those behind it are left out.
+    """
+    found: list[tuple[str, ...]] = []
+    while (path := run / PLACES / f"shard-{len(found)}").exists():
+        found.append(tuple(path.read_text().split()))
+    return tuple(found)
+
+
 def launcher_of(run: Path) -> tuple[int, str]:
     """The process that launched a run which is under way, and its machine.
 
@@ -325,6 +349,9 @@ def read_addresses(run: Path) -> tuple[str, ...]:
             "http://HOST:PORT"
         )
     try:
+        places = read_places(run)
+        if places:
+            return tuple(of_shard[-1] for of_shard in places)
         return tuple((run / ADDRESSES).read_text().split())
     except (OSError, ValueError) as error:
         raise StorageError(

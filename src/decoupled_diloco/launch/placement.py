@@ -102,12 +102,16 @@ class ThisMachine:
             forked = server.fork(arguments, path, passed) if server else None
             return forked or self._launch(arguments, alive, log, subprocess.STDOUT)
 
+    def command(self, arguments: list[str]) -> list[str]:
+        """What is run for a process's arguments."""
+        return [*COMMAND, *arguments]
+
     def _launch(
         self, arguments: list[str], standard: int, output: int | IO[bytes], errors: int | IO[bytes]
     ) -> subprocess.Popen[bytes]:
         """One way for all: what is forked must have the environment of what is not."""
         return LaunchedProcess(
-            [*COMMAND, *arguments],
+            self.command(arguments),
             bufsize=0,
             stdin=standard,
             stdout=output,

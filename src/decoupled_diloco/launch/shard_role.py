@@ -22,6 +22,7 @@ from decoupled_diloco.launch.secrets import (
     served_tls,
     token_of_a_reader,
 )
+from decoupled_diloco.launch.shared_folder import shards_that_move
 from decoupled_diloco.monitor.measures import METRICS_PATH
 from decoupled_diloco.observe.open_files import SPARE, open_files_allowed
 from decoupled_diloco.observe.samples import TookOver
@@ -115,7 +116,7 @@ def run_shard(
         standby=standby,
         linger=linger,
         server=server,
-        client=lambda: HttpClient(token=token, tls=own),
+        client=lambda: HttpClient(token=token, tls=own, locator=shards_that_move(folder)),
         open_tape=open_tape,
         logger=RunLogger(config.run.log, addresses, folder, asking, own) if wanted else None,
     )

@@ -1,7 +1,8 @@
 """A run whose processes share its folder, on machines that nobody knows beforehand.
 
-The syncer writes down where it listens. The others read it there, and again whenever they dial: a
-queue may start the syncer anew on another machine, and training goes on meanwhile.
+The syncer writes down where it listens, or each of its shards does. The others read it there, and
+again whenever they dial: a queue may start the syncer anew on another machine, and training goes on
+meanwhile.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from decoupled_diloco.config.addresses import (
     url_of,
 )
 from decoupled_diloco.errors import Error
-from decoupled_diloco.launch.folder import ADDRESSES, HOST, read_addresses
+from decoupled_diloco.launch.folder import ADDRESSES, HOST, read_addresses, read_places
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +33,10 @@ def shared_addresses(run: Path) -> tuple[str, ...]:
 
     Waits for as long as they have not been started: where a queue starts them that may be hours.
     """
-    path, told = run / ADDRESSES, False
-    while not path.exists():
+    told = False
+    while not ((run / ADDRESSES).exists() or read_places(run)):
         if not told:
-            logger.info("waiting for the syncer, which writes %s", path)
+            logger.info("waiting for the syncer, which writes down in %s where it is", run)
         told = True
         time.sleep(WAIT_SECONDS)
     return _as_they_are(run)
@@ -47,11 +48,22 @@ def _as_they_are(run: Path) -> tuple[str, ...]:
 
 
 def _views(run: Path) -> tuple[tuple[str, ...], ...]:
-    """How a process of this machine dials them, of the syncer's, and of any."""
+    """How a process of this machine dials them, of the syncer's, and of any.
+
+    Shards that note their places are dialled alike from everywhere.
+    """
+    places = read_places(run)
+    if places:
+        return (tuple(of_shard[-1] for of_shard in places),)
     host, addresses = (run / HOST).read_text().strip(), read_addresses(run)
     inside = tuple(map(on_this_machine, addresses))
     outside = tuple(reached_by(address, url_of(host, None)) for address in addresses)
     return inside if host == socket.gethostname() else outside, inside, outside
+
+
+def shards_that_move(run: Path) -> SharedFolder | None:
+    """Where the others are, for a shard, if they note their places; ``None``: none moves."""
+    return SharedFolder(run) if read_places(run) else None
 
 
 class SharedFolder:
@@ -80,11 +92,13 @@ class SharedFolder:
 
     def _look(self) -> None:
         try:
-            views = _views(self._run)
+            views, places = _views(self._run), read_places(self._run)
         except (Error, OSError):  # the file system is away for a moment: as before
             return
         self._newest = views[0]
-        for view in views:
-            for shard, address in enumerate(view):
-                for turn, one in enumerate(alternatives(address)):
-                    self._place[one] = (shard, turn)
+        # A shard may be told of at a place where it was before this process began. A port that one
+        # shard has left may be another's by now.
+        former = [(shard, place) for shard, of in enumerate(places) for place in of[:-1]]
+        for shard, address in [*former, *(told for view in views for told in enumerate(view))]:
+            for turn, one in enumerate(alternatives(address)):
+                self._place[one] = (shard, turn)

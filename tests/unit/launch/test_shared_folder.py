@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from decoupled_diloco.launch.folder import HOST, write_addresses
-from decoupled_diloco.launch.shared_folder import SharedFolder, shared_addresses
+from decoupled_diloco.launch.folder import HOST, write_addresses, write_place
+from decoupled_diloco.launch.shared_folder import (
+    SharedFolder,
+    shards_that_move,
+    shared_addresses,
+)
 
 
 def moved(run: Path, host: str, *addresses: str) -> None:
@@ -58,3 +62,20 @@ async def test_a_folder_that_says_nothing_changes_nothing(tmp_path: Path, missin
     shards = SharedFolder(tmp_path)
     assert await shards.look() == []
     assert shards.now("http://a:1") == "http://a:1"
+
+
+async def test_shards_that_note_their_places_are_found_at_the_newest(tmp_path: Path) -> None:
+    assert shards_that_move(tmp_path) is None
+    for shard, place in ((0, "http://a:1"), (1, "http://b:1"), (0, "http://b:2")):
+        write_place(tmp_path, shard, place)
+    assert shared_addresses(tmp_path) == ("http://b:2", "http://b:1")
+    shards = shards_that_move(tmp_path)
+    assert shards is not None
+    assert await shards.look() == ["http://b:2", "http://b:1"]
+    assert shards.now("http://a:1") == "http://b:2", "where it was before anyone here looked"
+    write_place(tmp_path, 1, "http://a:1")  # a port that the other shard has left
+    write_place(tmp_path, 1, "http://c:1")
+    write_place(tmp_path, 0, "http://b:1")
+    await shards.look()
+    assert shards.now("http://b:1") == "http://b:1", "the newest who is there"
+    assert shards.now("http://b:2") == "http://b:1"

@@ -1,0 +1,167 @@
+"""Ray: a detached actor for each shard, and a placement group for each learner.
+
+The actors keep the run's own processes going (`keeper`), and Ray keeps the actors going: when a
+node dies, they begin again on another one that has room. All processes share the run folder, where
+each shard writes down where it listens.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+
+from decoupled_diloco.config import RunConfig
+from decoupled_diloco.engines import ray_cluster as cluster
+from decoupled_diloco.engines.base import Job, JobState
+from decoupled_diloco.engines.keeper import ENDED, SHARD
+from decoupled_diloco.engines.ray_plan import PLAN, RayPlan, plan_of, read_plan
+from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.launch.folder import RunFolder, enter_run_folder
+from decoupled_diloco.runtime import now
+
+logger = logging.getLogger(__name__)
+
+DRAIN_SECONDS = 60.0
+"""How long learners may take to hand in and end, and then shards, before Ray ends them."""
+
+STOP_SECONDS = 20.0
+"""How long actors may take to answer before they are taken for dead, and not told to end."""
+
+_WAITING = ("PENDING", "RESCHEDULING")
+
+
+class Ray:
+    """See `base.PlacingEngine`. A job is an actor; its id is ``namespace/run:actor``.
+
+    Args:
+        config: The run's settings.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self._address = config.where.ray.address
+
+    def require(self, config: RunConfig) -> None:
+        """Looks for the cluster; says what it has no node for now, which may come."""
+        plan = plan_of(config, Path("/nowhere.launch"))
+        ray = self._connected()
+        cluster.require_unused(ray, plan)
+        for part, bundle in cluster.unplaceable(ray, plan.parts):
+            table = "[where.learner]" if part in plan.placement_groups else "[where.syncer]"
+            logger.warning(
+                "%s waits until the cluster has %s: add nodes, or ask for less in %s",
+                part.name,
+                cluster.in_words(part, bundle),
+                table,
+            )
+
+    def files(self, config: RunConfig, folder: Path) -> Mapping[str, str]:
+        return {PLAN: plan_of(config, folder).to_json()}
+
+    def copies(self, config: RunConfig) -> dict[str, Path]:
+        """None: all nodes share the files."""
+        return {}
+
+    def logs(self, config: RunConfig, folder: Path) -> str:
+        return f"{config.run.folder}/logs"
+
+    def submit(self, config: RunConfig, folder: Path, *, resume: bool = False) -> list[Job]:
+        """Starts the shards' actors, then the others."""
+        plan = read_plan(folder)
+        ray = self._connected()
+        cluster.require_unused(ray, plan)
+        # As any command that begins a run: an earlier one in its folder is moved aside.
+        with RunFolder(config.run.folder, resume=resume):
+            enter_run_folder(config)
+        for note in (folder / ENDED).glob("*.json"):
+            note.unlink()
+        jobs = _jobs_of(plan)
+        try:
+            for part in plan.actors:
+                cluster.start_actor(ray, plan, part)
+            for part in plan.placement_groups:
+                cluster.start_group(ray, plan, part)
+        except ValueError as error:  # what Ray cannot make of an edited plan
+            _end_by_force(ray, plan.namespace, jobs)
+            raise ConfigError(f"Ray refuses {folder / PLAN}: {error}: correct it") from error
+        return jobs
+
+    def states(self, jobs: Sequence[Job]) -> list[JobState]:
+        if not jobs:
+            return []
+        ray = self._connected()
+        namespace = _namespace_of(jobs)
+        names = {_name_of(job): job for job in jobs}
+        there = cluster.handles(ray, namespace, names)
+        told = cluster.answers(ray, there)
+        groups = cluster.group_states(ray, namespace) if len(told) < len(there) else {}
+        found = []
+        for name in there:
+            job, said = names[name], told.get(name, {})
+            state = said.get("state") or _silent(groups.get(_group_of(name), ("", ""))[0])
+            found.append(JobState(job.name, job.id, state, said.get("node", "")))
+        return found
+
+    def stop(self, jobs: Sequence[Job]) -> None:
+        """Has the learners hand in and end, then the shards; Ray ends what does not."""
+        ray, namespace = self._connected(), _namespace_of(jobs)
+        shards = [job for job in jobs if job.name.startswith(SHARD)]
+        for some in ([job for job in jobs if job not in shards], shards):
+            self._end(ray, namespace, some)
+            _end_by_force(ray, namespace, some)
+
+    @staticmethod
+    def _end(ray: ModuleType, namespace: str, jobs: Sequence[Job]) -> None:
+        """Tells actors to end, and waits for those that are alive."""
+        groups = cluster.group_states(ray, namespace)
+        waiting = {name for name, (state, _) in groups.items() if state in _WAITING}
+        names = [name for name in map(_name_of, jobs) if _group_of(name) not in waiting]
+        there = cluster.handles(ray, namespace, names)
+        alive = cluster.answers(ray, there, STOP_SECONDS)
+        for actor in cluster.handles(ray, namespace, alive).values():
+            actor.end.remote()
+        deadline = now() + DRAIN_SECONDS
+        while cluster.handles(ray, namespace, alive) and now() < deadline:
+            time.sleep(0.2)
+
+    def _connected(self) -> ModuleType:
+        return cluster.connected(self._address)
+
+
+def _end_by_force(ray: ModuleType, namespace: str, jobs: Sequence[Job]) -> None:
+    """What hangs, or still waits for resources."""
+    names = list(map(_name_of, jobs))
+    for actor in cluster.handles(ray, namespace, names).values():
+        ray.kill(actor, no_restart=True)
+    groups = cluster.group_states(ray, namespace)
+    for name in {_group_of(name) for name in names} & groups.keys():
+        cluster.remove_group(ray, groups[name][1])
+
+
+def _jobs_of(plan: RayPlan) -> list[Job]:
+    return [
+        Job(actor, f"{plan.namespace}/{cluster.full_name(plan.run, actor)}")
+        for part in plan.parts
+        for actor in part.actors
+    ]
+
+
+def _namespace_of(jobs: Sequence[Job]) -> str:
+    return jobs[0].id.partition("/")[0] if jobs else ""
+
+
+def _name_of(job: Job) -> str:
+    return job.id.partition("/")[2]
+
+
+def _group_of(name: str) -> str:
+    """The part that an actor belongs to: without the number of its host."""
+    run, _, actor = name.rpartition(":")
+    return f"{run}:{actor.partition('.')[0]}"
+
+
+def _silent(group: str) -> str:
+    """How an actor is that gives no answer."""
+    return "waits for a node" if group in _WAITING else "is being started"
