@@ -192,7 +192,7 @@ class Keeper:
         self, config: RunConfig, folder: Path, descriptors: tuple[int, ...], tape: TapeWriter
     ) -> HowEnded:
         supervisor = Supervisor(_Here(self, config, folder, descriptors), tape)
-        patience = config.learner.hand_in_seconds
+        patience = config.learner.leave_seconds_max
         try:
             for name, command in self.part.commands.items():
                 own = self.name if name == self.part.name else name

@@ -24,8 +24,8 @@ from decoupled_diloco.runtime import now
 
 logger = logging.getLogger(__name__)
 
-DRAIN_SECONDS = 60.0
-"""How long learners may take to hand in and end, and then shards, before Ray ends them."""
+DRAIN_SECONDS = 30.0
+"""What learners may take beside `leave_seconds_max`, and then shards, before Ray ends them."""
 
 STOP_SECONDS = 20.0
 """How long actors may take to answer before they are taken for dead, and not told to end."""
@@ -42,6 +42,7 @@ class Ray:
 
     def __init__(self, config: RunConfig) -> None:
         self._address = config.where.ray.address
+        self._leave_seconds = config.learner.leave_seconds_max
 
     def require(self, config: RunConfig) -> None:
         """Looks for the cluster; says what it has no node for now, which may come."""
@@ -112,8 +113,7 @@ class Ray:
             self._end(ray, namespace, some)
             _end_by_force(ray, namespace, some)
 
-    @staticmethod
-    def _end(ray: ModuleType, namespace: str, jobs: Sequence[Job]) -> None:
+    def _end(self, ray: ModuleType, namespace: str, jobs: Sequence[Job]) -> None:
         """Tells actors to end, and waits for those that are alive."""
         groups = cluster.group_states(ray, namespace)
         waiting = {name for name, (state, _) in groups.items() if state in _WAITING}
@@ -122,7 +122,7 @@ class Ray:
         alive = cluster.answers(ray, there, STOP_SECONDS)
         for actor in cluster.handles(ray, namespace, alive).values():
             actor.end.remote()
-        deadline = now() + DRAIN_SECONDS
+        deadline = now() + self._leave_seconds + DRAIN_SECONDS
         while cluster.handles(ray, namespace, alive) and now() < deadline:
             time.sleep(0.2)
 
