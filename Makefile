@@ -21,14 +21,17 @@ export OMP_NUM_THREADS ?= 1
 export MPLBACKEND ?= Agg
 export NO_MKDOCS_2_WARNING ?= 1
 
-.PHONY: train test check chaos goodput gpu plan sbom docs docs-serve setup clean
+.PHONY: train test test-long check chaos goodput gpu plan sbom docs docs-serve setup clean
 
 train: $(STAMP)  ## four learners, two syncer shards, an evaluator; one learner is killed on the way
 	$(BIN)/ddiloco train recipes/quickstart.toml
 
-test: $(STAMP) check  ## everything
-	$(BIN)/pytest -q $(JOBS) --reruns=1 tests --ignore=tests/unit --ignore=tests/paper \
+test: $(STAMP) check  ## all tests but those that take minutes each
+	$(BIN)/pytest -q $(JOBS) --reruns=1 -m "not long" tests --ignore=tests/unit --ignore=tests/paper \
 		--ignore=tests/contract
+
+test-long: $(STAMP)  ## those: a quarter of an hour
+	$(BIN)/pytest -q $(JOBS) --reruns=1 -m long tests
 
 check: $(STAMP)  ## format, lint, types and the fast tests
 	$(BIN)/ruff format --check .

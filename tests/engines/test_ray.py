@@ -199,6 +199,7 @@ def test_a_trainer_of_ray_is_a_learner(nodes: Nodes, tmp_path: Path) -> None:
     assert run.stop() == 2
 
 
+@pytest.mark.long
 def test_the_hosts_of_a_learner_begin_again_together(nodes: Nodes, tmp_path: Path) -> None:
     nodes.have("safe", 1)
     nodes.have("spot", 2)

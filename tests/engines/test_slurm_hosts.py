@@ -77,6 +77,7 @@ def log(run: Path) -> str:
     return found.read_text() if found.exists() else ""
 
 
+@pytest.mark.long
 def test_a_learner_of_two_machines(tmp_path: Path) -> None:
     run = tmp_path / "runs/small"
     submitted = ddiloco("launch", settings(tmp_path, steps=STEPS))

@@ -174,7 +174,7 @@ def name_of(ask: dict[str, Any]) -> str:
     return f"{ask['term']}.{ask['number']}"
 
 
-@pytest.mark.parametrize("steps", [0.5, 8])
+@pytest.mark.parametrize("steps", [pytest.param(0.5, marks=pytest.mark.long), 8])
 def test_an_upload_may_take_as_long_as_it_likes(tmp_path: Path, steps: float) -> None:
     config = configure(tmp_path, steps=200)
     mbit = OVERHEAD * 8e-6 * upload_bytes(config) / (steps * STEP_SECONDS)

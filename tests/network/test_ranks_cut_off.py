@@ -160,6 +160,7 @@ def test_cut_off_for_good_its_ranks_end_and_it_comes_back(tmp_path: Path) -> Non
     assert_whole(tmp_path)
 
 
+@pytest.mark.long
 def test_a_carrier_that_is_cut_off_from_the_syncer_has_nothing_merged_in_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,6 +208,7 @@ def test_carriers_of_machines_of_one_name_find_rank_0(
     assert_whole(tmp_path)
 
 
+@pytest.mark.long
 def test_a_run_ends_though_a_carrier_is_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,6 +50,7 @@ def story(folder: Path, *events: str, head: str = "") -> tuple[str, str]:
     return str(run), str(path)
 
 
+@pytest.mark.long
 def test_every_kind_of_process_is_killed_five_times(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     least = ("--accepted-min", str(ACCEPTED_MIN))

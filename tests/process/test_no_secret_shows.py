@@ -211,7 +211,9 @@ def lived(file: Path, run: Path, watch: Watch, told: list[str]) -> None:
     watch.look("what train says", file.with_suffix(".out").read_bytes())
 
 
-@pytest.mark.parametrize("kind", ["token", "own", "principals", "certificates"])
+@pytest.mark.parametrize(
+    "kind", ["token", pytest.param("own", marks=pytest.mark.long), "principals", "certificates"]
+)
 def test_no_secret_shows(kind: str, tmp_path: Path) -> None:
     run = tmp_path / "runs" / kind
     secrets: dict[str, str] = {"a stranger's": STRANGE}

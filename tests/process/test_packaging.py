@@ -209,7 +209,11 @@ def test_a_file_goes_before_a_shipped_recipe(installed: Environment, tmp_path: P
 
 @pytest.mark.parametrize(
     ("words", "completed"),
-    [("ddiloco tr", "train"), ("ddiloco train quick", "quickstart"), ("ddiloco train no-such", "")],
+    [
+        ("ddiloco trai", "train"),
+        ("ddiloco train quick", "quickstart"),
+        ("ddiloco train no-such", ""),
+    ],
 )
 def test_bash_completes(installed: Environment, tmp_path: Path, words: str, completed: str) -> None:
     script = COMPLETE_IN_BASH.format(words=words, last=len(words.split()) - 1)
@@ -226,6 +230,7 @@ def test_zsh_is_told_names_with_titles(installed: Environment, tmp_path: Path) -
     assert len(told.splitlines()) == 1
 
 
+@pytest.mark.long
 def test_types_are_shipped(
     installed: Environment, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:

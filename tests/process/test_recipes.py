@@ -140,6 +140,7 @@ def test_an_exported_run_evaluates_as_its_last_evaluation(tmp_path: Path) -> Non
     assert output.startswith(f"error: {folder} has no weights: weights.safetensors is written when")
 
 
+@pytest.mark.long
 def test_the_hugging_face_example_trains_and_exports(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

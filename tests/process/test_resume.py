@@ -11,6 +11,7 @@ import subprocess
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
@@ -92,6 +93,7 @@ def check(folder: Path) -> None:
     assert {r.who: r.differences for r in results if r.differences} == {}
 
 
+@pytest.mark.long
 def test_a_run_goes_on_after_everything_was_killed_again_and_again(tmp_path: Path) -> None:
     folder, rng = tmp_path / "run", random.Random(4)
     budget = 4 * BUDGET  # far behind the last kill, however late that comes

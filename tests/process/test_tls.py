@@ -162,6 +162,7 @@ def test_a_supervised_learner_finds_an_encrypted_run_by_its_folder(
             until(lambda: steps(run) > before + 10, "the run goes on", 60)
 
 
+@pytest.mark.long
 def test_chaos_strikes_an_encrypted_run(folder: Path, tmp_path: Path) -> None:
     file = config_file(
         tmp_path / "run",
