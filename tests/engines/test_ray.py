@@ -7,7 +7,7 @@ import functools
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,10 @@ from decoupled_diloco.observe.following import FollowedRun
 from decoupled_diloco.observe.run_data import LearnerLog
 from decoupled_diloco.observe.run_model import RunModel
 from engines.ray_nodes import Nodes, ray_nodes
+from process import runs
 from process.runs import config_of
 
 pytestmark = [
-    pytest.mark.timeout(900),
     pytest.mark.xdist_group("ray"),
     pytest.mark.filterwarnings("ignore:`use_:DeprecationWarning"),  # Ray Data's own use of it
 ]
@@ -73,12 +73,8 @@ def clock(run: Path) -> int:
     return model_of(run).global_step
 
 
-def wait_for(happened: Callable[[], object], what: str) -> None:
-    """Looks a few times a second, so that those who are waited for have the cores."""
-    deadline = time.monotonic() + SECONDS
-    while not happened():
-        assert time.monotonic() < deadline, f"waited {SECONDS:g} s in vain: {what}"
-        time.sleep(0.3)
+wait_for = functools.partial(runs.until, seconds=60.0, every=0.3)
+"""Looks a few times a second, so that those who are waited for have the cores."""
 
 
 def ddiloco(*arguments: object) -> str:
@@ -159,7 +155,6 @@ def test_a_trainer_of_ray_is_a_learner(nodes: Nodes, tmp_path: Path) -> None:
 
     def loop(told: dict[str, Any]) -> None:
         import os
-        import time
 
         import ray.train
         import torch

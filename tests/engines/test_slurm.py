@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from decoupled_diloco.observe.run_data import LearnerLog
 from decoupled_diloco.observe.run_model import read_run
 from decoupled_diloco.observe.tape import TapeReader
 from engines.small_slurm import cancel_all, missing, one_node_slurm
+from process import runs
 from process.runs import config_of
 from process.test_log import scalars
 
@@ -71,11 +72,8 @@ def settings(folder: Path, *, steps: int, **where: object) -> Path:
     return path
 
 
-def until(happened: Callable[[], object], what: str, seconds: float = 150.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < deadline, f"it never happens: {what}"
-        time.sleep(0.5)
+until = functools.partial(runs.until, seconds=60.0, every=0.5)
+"""Looks now and then, so that those who are waited for have the cores."""
 
 
 def states(run: Path) -> dict[str, str]:
@@ -150,7 +148,7 @@ def test_a_run_survives_what_slurm_does_to_it(tmp_path: Path) -> None:
     subprocess.run(["scontrol", "requeue", syncer], check=True, capture_output=True)
     until(lambda: restarts(syncer) == 1, "the syncer makes room")
     until(lambda: learner(run, "learner-1").steps > steps + 20, "training goes on without it")
-    until(lambda: [hurry(run), (run / "weights.safetensors").exists()][1], "the run ends", 240)
+    until(lambda: [hurry(run), (run / "weights.safetensors").exists()][1], "the run ends")
     until(lambda: not states(run), "all jobs end")
     found = read_run(run, "run")
     assert found.finished

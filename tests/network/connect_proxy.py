@@ -21,10 +21,11 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
     host, _, port = target.rpartition(":")
     there, here = await asyncio.open_connection(host, int(port))
     writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
-    await asyncio.gather(_copy(reader, here), _copy(there, writer))
+    await asyncio.gather(copy(reader, here), copy(there, writer))
 
 
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Hands on what comes, to its end."""
     with suppress(OSError):
         while data := await reader.read(1 << 16):
             writer.write(data)

@@ -28,7 +28,6 @@ from process.runs import config_of, until
 
 pytestmark = [
     pytest.mark.network,
-    pytest.mark.timeout(400),
     pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "namespaces are here"),
 ]
 

@@ -130,12 +130,14 @@ def when(condition: Callable[[], object]) -> Iterator[None]:
         yield
 
 
-def until(condition: Callable[[], object], what: str, seconds: float = 30.0) -> None:
-    """Waits until something is so."""
+def until(
+    condition: Callable[[], object], what: str, seconds: float = 30.0, every: float = 0.02
+) -> None:
+    """Waits until something is so; looks again after ``every`` seconds."""
     deadline = time.monotonic() + PATIENCE * seconds
     while not condition():
         assert time.monotonic() < deadline, f"waited {PATIENCE * seconds} s in vain: {what}"
-        time.sleep(0.02)
+        time.sleep(every)
 
 
 def send(run: LocalRun, name: str, number: signal.Signals) -> None:

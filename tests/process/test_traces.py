@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from pathlib import Path
 
-import pytest
-
 from otlp_collector import ReceivingCollector, receiving
 from process.runs import command
-
-pytestmark = pytest.mark.timeout(240)
 
 
 def ended(*arguments: str) -> tuple[int, str]:

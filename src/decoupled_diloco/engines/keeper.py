@@ -16,7 +16,6 @@ import contextlib
 import fcntl
 import json
 import os
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -31,6 +30,7 @@ from decoupled_diloco.engines.ray_plan import RayPart, RayPlan
 from decoupled_diloco.errors import ConfigError, Error
 from decoupled_diloco.launch.folder import PLACES, enter_run_folder, read_places, write_place
 from decoupled_diloco.launch.placement import PlacedProcess, ThisMachine
+from decoupled_diloco.launch.ports import free_ports
 from decoupled_diloco.launch.processes import LOGGER, open_tape
 from decoupled_diloco.launch.supervisor import Supervisor
 from decoupled_diloco.launch.termination import INTERRUPTED
@@ -324,5 +324,4 @@ def _locked(file: IO[str]) -> bool:
 
 
 def _free_port() -> int:
-    with socket.create_server(("", 0)) as probe:
-        return int(probe.getsockname()[1])
+    return free_ports("0.0.0.0", [0])[0]

@@ -13,10 +13,12 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from typing import TYPE_CHECKING
 
 from decoupled_diloco.engines.keeper import HowEnded, Keeper, note_of
 from decoupled_diloco.engines.ray_plan import RayPlan
+from decoupled_diloco.runtime import now
 from decoupled_diloco.storage.files import write_text
 
 if TYPE_CHECKING:
@@ -77,14 +79,13 @@ class KeeperActor:
         from ray.util import remove_placement_group
 
         told = {"code": ending.code, "words": ending.words}
-        note_of(self._folder, self.keeper.name).parent.mkdir(exist_ok=True)
-        write_text(note_of(self._folder, self.keeper.name), json.dumps(told) + "\n")
+        note = note_of(self._folder, self.keeper.name)
+        note.parent.mkdir(exist_ok=True)
+        write_text(note, json.dumps(told) + "\n")
         if self._group is not None and self.keeper.host == 0:
             others = [note_of(self._folder, name) for name in self._hosts]
-            deadline = threading.Event()
-            for _ in range(int(TOGETHER_SECONDS)):
-                if all(note.exists() for note in others):
-                    break
-                deadline.wait(1.0)
+            deadline = now() + TOGETHER_SECONDS
+            while now() < deadline and not all(each.exists() for each in others):
+                time.sleep(1.0)
             remove_placement_group(self._group)
         ray.kill(self._itself, no_restart=True)

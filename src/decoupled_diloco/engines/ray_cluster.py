@@ -71,10 +71,7 @@ def connected(address: str) -> ModuleType:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError) as error:
         first = str(error).strip().splitlines()[0].rstrip(".")
-        raise ConfigError(
-            f"there is no Ray cluster at address={address!r} of [where.ray] ({first}): run this on "
-            "one of its nodes, or give the address that ray start --head has told"
-        ) from None
+        raise _no_cluster(address, first) from None
     return ray
 
 
@@ -122,10 +119,14 @@ def _require_reachable(address: str) -> None:
         )
     why = _why_unreachable(address)
     if why:
-        raise ConfigError(
-            f"there is no Ray cluster at address={address!r} of [where.ray] ({why}): run this on "
-            "one of its nodes, or give the address that ray start --head has told"
-        )
+        raise _no_cluster(address, why)
+
+
+def _no_cluster(address: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"there is no Ray cluster at address={address!r} of [where.ray] ({why}): run this on one "
+        "of its nodes, or give the address that ray start --head has told"
+    )
 
 
 def full_name(run: str, actor: str) -> str:

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from decoupled_diloco.config.addresses import (
@@ -39,20 +40,14 @@ def shared_addresses(run: Path) -> tuple[str, ...]:
             logger.info("waiting for the syncer, which writes down in %s where it is", run)
         told = True
         time.sleep(WAIT_SECONDS)
-    return _as_they_are(run)
+    return _views(run, read_places(run))[0]
 
 
-def _as_they_are(run: Path) -> tuple[str, ...]:
-    """How a process of this machine dials them."""
-    return _views(run)[0]
-
-
-def _views(run: Path) -> tuple[tuple[str, ...], ...]:
+def _views(run: Path, places: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
     """How a process of this machine dials them, of the syncer's, and of any.
 
     Shards that note their places are dialled alike from everywhere.
     """
-    places = read_places(run)
     if places:
         return (tuple(of_shard[-1] for of_shard in places),)
     host, addresses = (run / HOST).read_text().strip(), read_addresses(run)
@@ -92,7 +87,8 @@ class SharedFolder:
 
     def _look(self) -> None:
         try:
-            views, places = _views(self._run), read_places(self._run)
+            places = read_places(self._run)
+            views = _views(self._run, places)
         except (Error, OSError):  # the file system is away for a moment: as before
             return
         self._newest = views[0]

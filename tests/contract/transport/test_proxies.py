@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import AsyncIterator
-from contextlib import suppress
 
 import pytest
 
@@ -16,6 +15,7 @@ from decoupled_diloco.transport.documents import Document, fetch
 from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.http_server import HttpServer
 from decoupled_diloco.transport.reach import look
+from network.connect_proxy import copy
 
 NAME = "syncer.example"
 """No resolver knows it: only the proxy does."""
@@ -47,15 +47,7 @@ class Proxy:
         else:
             path = "/" + target.split("/", 3)[3]
             here.write(head.replace(target, path, 1).encode())
-        await asyncio.gather(_copy(reader, here), _copy(there, writer))
-
-
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with suppress(OSError):
-        while data := await reader.read(1 << 16):
-            writer.write(data)
-            await writer.drain()
-    writer.close()
+        await asyncio.gather(copy(reader, here), copy(there, writer))
 
 
 @pytest.fixture(params=["http", "https"])
