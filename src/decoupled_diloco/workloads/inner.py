@@ -14,6 +14,7 @@ from torch import nn
 
 from decoupled_diloco.config.settings import Settings
 from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.workloads.muon import MuonAndAdamW
 
 LR_FINAL = 0.1
 
@@ -23,8 +24,9 @@ class InnerOptions(Settings):
 
     table: ClassVar[str] = "[workload.options]"
 
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """Inner optimizer: "adamw" (paper); "sgd", without momentum, for the data-parallel baseline."""
+    optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
+    """Inner optimizer: "adamw" (paper); "muon" for the hidden matrices, with "adamw" for all else
+    (MuLoCo; torch 2.9 or newer); "sgd", without momentum, for the data-parallel baseline."""
 
     learning_rate: float = Field(default=2e-3, gt=0)
     """Peak learning rate, greater than 0. Tune it for each batch size and inner optimizer before
@@ -97,7 +99,9 @@ class BuiltIn:
 
 
 def make_optimizer(options: InnerOptions, model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW or plain SGD; weight decay on matrices only."""
+    """AdamW, Muon or plain SGD; weight decay on matrices only."""
+    if options.optimizer == "muon":
+        return MuonAndAdamW(model, options.learning_rate, options.betas, options.weight_decay)
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.ndim >= 2]},
