@@ -197,6 +197,7 @@ def test_an_upload_may_take_as_long_as_it_likes(tmp_path: Path, steps: float) ->
     assert_replays(tmp_path / "run")
 
 
+@pytest.mark.long
 def test_copies_may_take_as_long_as_they_like(tmp_path: Path) -> None:
     """Both ways: it never holds the newest version of most fragments, and all of them hear it."""
     config = configure(tmp_path, steps=200)

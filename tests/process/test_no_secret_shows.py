@@ -212,7 +212,13 @@ def lived(file: Path, run: Path, watch: Watch, told: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["token", pytest.param("own", marks=pytest.mark.long), "principals", "certificates"]
+    "kind",
+    [
+        pytest.param("token", marks=pytest.mark.long),
+        pytest.param("own", marks=pytest.mark.long),
+        "principals",
+        "certificates",
+    ],
 )
 def test_no_secret_shows(kind: str, tmp_path: Path) -> None:
     run = tmp_path / "runs" / kind
