@@ -61,7 +61,7 @@ def of_wire() -> list[Target]:
         ),
         Target("headers", _headers, HEADERS, (ProtocolError, RequestRefusal), share=3.0),
         Target("answer", _answer, [b'{"run": "a", "shards": []}'], mutate=any_json, share=2.0),
-        Target("codecs", _codecs, [torch.ones(8).numpy().tobytes(), bytes(16)], share=2.0),
+        Target("codecs", _codecs, _bodies(), share=2.0),
         Target("state-head", _state, [_blob()], (StorageError,), mutate=_two_parts),
         Target(
             "excerpt", lambda data: excerpt(data, detail=False), [_lines()], (), mutate=any_lines
@@ -109,8 +109,15 @@ def _answer(data: bytes) -> None:
     read_object(Document(data), "a syncer")
 
 
+CODECS = [*codec_names(), "topk-4"]
+
+
+def _bodies() -> list[bytes]:
+    return [codec(name).encode(torch.arange(8.0)).numpy().tobytes() for name in CODECS]
+
+
 def _codecs(data: bytes) -> None:
-    for name in codec_names():
+    for name in CODECS:
         with contextlib.suppress(ProtocolError):
             codec(name).decode(memoryview(data), 8)
 

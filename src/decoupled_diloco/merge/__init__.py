@@ -31,6 +31,7 @@ from decoupled_diloco.merge.codec import (
     is_cuttable,
     joined_digest,
     register_codec,
+    register_family,
     values_digest,
 )
 from decoupled_diloco.merge.fragments import (
@@ -61,7 +62,9 @@ from decoupled_diloco.merge.outer import (
     make_outer,
 )
 from decoupled_diloco.merge.plan import token_weight
-from decoupled_diloco.merge.published import contribution, publish, receive
+from decoupled_diloco.merge.published import contribution, encode_with_feedback, publish, receive
+from decoupled_diloco.merge.quantize import GroupedCodec
+from decoupled_diloco.merge.sparse import TopKCodec
 
 __all__ = [
     "DTYPES",
@@ -72,6 +75,7 @@ __all__ = [
     "Constant",
     "Contribution",
     "Fragment",
+    "GroupedCodec",
     "Layout",
     "NesterovSGD",
     "OuterOptimizer",
@@ -79,6 +83,7 @@ __all__ = [
     "RawCodec",
     "Segment",
     "TensorSpec",
+    "TopKCodec",
     "TorchOuter",
     "as_bytes",
     "block_digests",
@@ -91,6 +96,7 @@ __all__ = [
     "contribution",
     "digest",
     "digested_by",
+    "encode_with_feedback",
     "gather",
     "is_cuttable",
     "is_finite",
@@ -104,6 +110,7 @@ __all__ = [
     "publish",
     "receive",
     "register_codec",
+    "register_family",
     "scatter",
     "segments",
     "tensors_of",

@@ -11,7 +11,7 @@ Shapes:
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from itertools import pairwise
@@ -63,7 +63,7 @@ class Codec(Protocol):
             out: [N], fp32, to fill; a new one where the body is if None.
 
         Raises:
-            ProtocolError: The body's size is not `nbytes(numel)`.
+            ProtocolError: The body's size is not `nbytes(numel)`, or no vector has such a body.
         """
 
 
@@ -89,7 +89,7 @@ class RawCodec:
 
     def encode(self, vector: Tensor, out: Tensor | memoryview | None = None) -> Tensor:
         body = room_for(self.nbytes(vector.numel()), out, vector.device)
-        if _is_aligned(body, self._dtype):
+        if is_aligned(body, self._dtype):
             body.view(self._dtype).copy_(vector)
         else:
             body.copy_(vector.to(self._dtype).view(torch.uint8))
@@ -98,7 +98,7 @@ class RawCodec:
     def decode(self, body: Body, numel: int, out: Tensor | None = None) -> Tensor:
         source = as_bytes(body)
         check_size(source, self, numel)
-        if not _is_aligned(source, self._dtype):
+        if not is_aligned(source, self._dtype):
             source = source.clone()
         if out is None:
             out = torch.empty(numel, dtype=torch.float32, device=source.device)
@@ -141,6 +141,7 @@ class BuffersExact:
 
 
 _codecs: dict[str, Codec] = {}
+_families: dict[str, Callable[[str], Codec | None]] = {}
 
 
 def register_codec(new: Codec) -> None:
@@ -154,22 +155,35 @@ def register_codec(new: Codec) -> None:
     _codecs[new.name] = new
 
 
+def register_family(pattern: str, make: Callable[[str], Codec | None]) -> None:
+    """Make codecs known whose names have a number in them.
+
+    Args:
+        pattern: The names, for people.
+        make: Gives the codec of a name, or None if it is not of this family.
+    """
+    _families[pattern] = make
+
+
 def codec(name: str) -> Codec:
-    """Find a codec: `"fp32"`, `"bf16"` or a registered one.
+    """Find a codec by its name: see `codec_names`.
 
     Raises:
         ConfigError: There is none of that name; the nearest is named.
     """
-    if name not in _codecs:
-        near = get_close_matches(name, _codecs, n=1, cutoff=0.0)[0]
-        raise ConfigError(
-            f"codec '{name}' is unknown: did you mean '{near}'? Known are {', '.join(_codecs)}"
-        )
-    return _codecs[name]
+    if name in _codecs:
+        return _codecs[name]
+    for make in _families.values():
+        found = make(name)
+        if found is not None:
+            return found
+    near = get_close_matches(name, _codecs, n=1, cutoff=0.0)[0]
+    known = ", ".join([*_codecs, *_families])
+    raise ConfigError(f"codec '{name}' is unknown: did you mean '{near}'? Known are {known}")
 
 
 def codec_names() -> tuple[str, ...]:
-    """The names of all registered codecs.
+    """The names of all registered codecs, without those that have a number in them.
 
     >>> {"fp32", "bf16"} <= set(codec_names())
     True
@@ -287,10 +301,15 @@ class _Writable:
         self.__array_interface__ = {**array.__array_interface__, "data": (address, False)}
 
 
-def _is_aligned(body: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the bytes can be viewed as elements of that dtype."""
-    size = dtype.itemsize
-    return body.data_ptr() % size == 0 and body.storage_offset() % size == 0
+def is_aligned(values: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the bytes of some values can be viewed as elements of that dtype."""
+    size, offset = dtype.itemsize, values.storage_offset() * values.itemsize
+    return values.data_ptr() % size == 0 and offset % size == 0
+
+
+def bf16_of(octets: Tensor) -> Tensor:
+    """Bytes [n, 2m], aligned or not, as bf16 numbers in fp32 [n, m]."""
+    return octets.clone(memory_format=torch.contiguous_format).view(torch.bfloat16).float()
 
 
 def check_size(source: Tensor, codec: Codec, numel: int) -> None:

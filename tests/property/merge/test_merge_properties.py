@@ -153,6 +153,22 @@ def test_codec_error_bounds(values):
 
 
 @small
+@given(st.lists(floats, min_size=1, max_size=128))
+def test_error_bounds_of_codecs_with_a_scale(values):
+    vector = torch.tensor(values, dtype=torch.float32)
+    for name, of_element, of_scale in (
+        ("int8", 0, 0.5),
+        ("int4", 0, 0.5),
+        ("fp4-e3m0", 0.336, 1 / 85),
+    ):
+        body = codec(name).encode(vector)
+        scale = float(body[:2].view(torch.bfloat16))
+        error = (codec(name).decode(body, len(values)).double() - vector.double()).abs()
+        bound = torch.maximum(of_element * vector.double().abs(), torch.tensor(of_scale * scale))
+        assert bool((error <= bound * (1 + 2**-12) + 127 * 2**-120).all())
+
+
+@small
 @given(
     st.sampled_from(["fp32", "bf16"]),
     st.integers(1, 50) | st.just(BLOCK + 1),

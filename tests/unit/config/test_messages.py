@@ -150,8 +150,8 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"sync": {"merge": "rad"}}, "merge='rad' in [sync] is not known: did you mean 'rda'?"),
     (
         {"sync": {"uplink_codec": "zip"}},
-        "uplink_codec='zip' in [sync]: codec 'zip' is unknown: did you mean 'fp32'? "
-        "Known are fp32, bf16",
+        "uplink_codec='zip' in [sync]: codec 'zip' is unknown: did you mean 'topk'? "
+        "Known are fp32, bf16, int8, int4, fp4-e3m0, int2, topk, topk-<k>",
     ),
     (
         {"outer": {"optimizer": "nestrov"}},
