@@ -95,6 +95,7 @@ def _shown(value: Any) -> str:
 def options_of(config: RunConfig) -> Options:
     """What the state machines need to know: the settings of the same names."""
     told = {**dict(config.run), **dict(config.sync), "shards": config.syncer.shards}
+    told["error_feedback"] = config.sync.feedback is not None
     if config.sync.wait != "never":
         told["norm_gate"] = 0.0  # synchronous runs have no gate
     return Options(**{field.name: told[field.name] for field in dataclasses.fields(Options)})
@@ -126,6 +127,7 @@ def plan_of(layout: Layout, config: RunConfig) -> MergePlan:
         other_outers={p: factory(each) for p, each in outer.of_fragments().items()},
         modules=sync.fragment_map,
         buffers="one" if sync.buffers == "one" else "mean",
+        feedback=sync.feedback,
     )
 
 

@@ -11,7 +11,10 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from decoupled_diloco.config.settings import Settings, nearest
 from decoupled_diloco.errors import ConfigError
 
-BUILT_IN_CODECS = ("fp32", "bf16")
+EXACT_CODECS = ("fp32", "bf16")
+"""What these leave out is too little to be sent later."""
+
+BUILT_IN_CODECS = (*EXACT_CODECS, "int8", "int4", "fp4-e3m0", "int2", "topk")
 
 MOMENTUM_DEFAULTS = {"nesterov": 0.5, "sgd": 0.0}
 """Our own outer optimizers; every other name is a class of torch.optim."""
@@ -87,12 +90,22 @@ class SyncSettings(Settings):
 
     uplink_codec: str = "bf16"
     """Number format of what learners send. "bf16" halves the traffic at the same quality (paper,
-    text 55.4 against 55.3); "fp32" loses nothing, for baselines. Or one's own, which every process
+    text 55.4 against 55.3); "fp32" loses nothing, for baselines. "int8", "int4" and "fp4-e3m0", and
+    "int2" have 8, 4 and 2 bits, with a scale for each 128 elements; "topk" sends the largest 80 of
+    each 4,096 elements in 2 bits each, "topk-40" the largest 40. Or one's own, which every process
     has registered by `merge.register_codec` before."""
 
+    error_feedback: bool | None = None
+    """What the uplink codec leaves out of a contribution goes with the learner's next one. Costs 4
+    bytes of host memory a parameter. Default: yes, but for "fp32" and "bf16"."""
+
+    feedback_decay: float = Field(default=1.0, gt=0, le=1)
+    """β: so much of what was left out goes with the next contribution, greater than 0 to 1. Less
+    than 1 lets old training fade where a codec sends few elements."""
+
     downlink_codec: str = "bf16"
-    """Number format of what the syncer sends. What bf16 rounds away stays in the fp32 master and
-    goes out next time."""
+    """Number format of what the syncer sends, as `uplink_codec`. What it leaves out stays in the
+    fp32 master and goes out next time."""
 
     buffers: Literal["mean", "one", "local"] = "mean"
     """What becomes of the model's buffers (BatchNorm's running statistics): "mean": they travel
@@ -145,6 +158,13 @@ class SyncSettings(Settings):
         """Whether there is a grace window at all."""
         return self.grace_margin > 0
 
+    @property
+    def feedback(self) -> float | None:
+        """β of the error feedback; None: there is none."""
+        chosen = self.error_feedback
+        wanted = self.uplink_codec not in EXACT_CODECS if chosen is None else chosen
+        return self.feedback_decay if wanted else None
+
     def inapplicable(self) -> Mapping[str, str]:
         """`blend_alpha` without a blend, the cap of counters that are not looked at, and so on."""
         ignored = {}
@@ -152,6 +172,8 @@ class SyncSettings(Settings):
             ignored["partition"] = "with a fragment_map"
         if self.alignment != "blend":
             ignored["blend_alpha"] = f"with alignment={self.alignment!r}"
+        if self.feedback is None:
+            ignored["feedback_decay"] = "without error feedback"
         if self.weighting == "uniform":
             ignored["counter_cap_periods"] = "with weighting='uniform'"
         if self.wait != "never":

@@ -259,8 +259,11 @@ class Background:
         """Called with the lock held; what must be captured at this instant is captured here."""
         captured: Any = None
         match effect:
-            case do.SendBody(fragment=fragment):
-                captured = shared.tensors.capture(fragment)
+            case do.SendBody(fragment=fragment, ask=ask):
+                captured = shared.tensors.capture(fragment, ask)
+            case do.Settle() | do.ForgetResidual():
+                shared.tensors.carry_on(effect)
+                return
             case do.SendCopy(_, fragment, _, version):
                 captured = shared.tensors.whole(fragment, published=version is not None)
         self._queue.append((effect, captured))
@@ -482,6 +485,7 @@ class Background:
         self.restoring = True
         if checkpoint.fragments:
             shared.tensors.published = [held.published for held in checkpoint.fragments]
+            shared.tensors.residuals = [held.residual for held in checkpoint.fragments]
         why = f"its own checkpoint of step {checkpoint.steps}, epoch {checkpoint.epoch}"
         self._told(fact.Began(checkpoint.kept(), why, gives=gives))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from decoupled_diloco.errors import ConfigError, MergeError, ProtocolError, TransportError
 from decoupled_diloco.learner.exchange import Capture, LearnerTensors, verified
-from decoupled_diloco.learner.store import HostCopy
+from decoupled_diloco.learner.store import HostCopy, Values
 from decoupled_diloco.merge import as_bytes, values_digest
 from decoupled_diloco.merge.plan import values_of
 from decoupled_diloco.protocol import effects as do
@@ -84,11 +84,16 @@ class BodyExchange:
     async def send_body(self, effect: do.SendBody, capture: Capture) -> None:
         """Encodes a contribution, tells its digest, and delivers it."""
         try:
-            body, digest = await self._in_worker(lambda: capture.encode(effect.codec))
-            self._told(fact.BodyEncoded(effect.fragment, effect.ask, digest))
+            body, digest, left = await self._in_worker(lambda: capture.encode(effect.codec))
+            self._encoded(effect, digest, left)
             await self._put(effect.shard, effect.path, body)
         except (ConfigError, TransportError, ProtocolError) as error:
             self._told(fact.UploadFailed(effect.fragment, effect.ask, str(error)))
+
+    def _encoded(self, effect: do.SendBody, digest: str, residual: Values | None) -> None:
+        with self._changed:
+            self._tensors().encoded(effect.fragment, effect.ask, residual)
+            self._told(fact.BodyEncoded(effect.fragment, effect.ask, digest))
 
     async def send_copy(self, effect: do.SendCopy, copy: HostCopy) -> None:
         """Delivers a whole fragment that a shard has asked for."""

@@ -33,7 +33,7 @@ from decoupled_diloco.protocol.events import KeptFragment
 from decoupled_diloco.protocol.versions import Version
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.storage.files import NOT_JSON
-from decoupled_diloco.storage.ranges import kept_range
+from decoupled_diloco.storage.ranges import PUBLISHED, RESIDUAL, kept_range, summed
 from decoupled_diloco.storage.states import pack, unpack
 from decoupled_diloco.storage.weights import load_sealed, save_sealed
 
@@ -51,11 +51,12 @@ OPTIMIZER = "optimizer"
 
 @dataclass(frozen=True)
 class KeptBeside:
-    """A published copy [N] that several carriers have kept in the folder beside the file."""
+    """A published copy or residual [N] that several carriers have kept beside the file."""
 
     folder: Path
     fragment: int
     size: int
+    what: str = PUBLISHED
 
     def numel(self) -> int:
         """N, as a tensor tells it."""
@@ -67,7 +68,7 @@ class KeptBeside:
         Raises:
             StorageError: It cannot be read.
         """
-        return kept_range(self.folder, self.fragment, 0, self.size)
+        return kept_range(self.folder, self.fragment, 0, self.size, self.what)
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ class HeldFragment:
         steps: Inner steps in the parameters and in no version that was held.
         tokens: Tokens of those steps.
         published: The published copy, fp32 [N]; of several ranks what stands in its place.
+        residual: Of earlier contributions, to be added up; as ``published``.
     """
 
     version: Version
@@ -89,6 +91,7 @@ class HeldFragment:
     steps: int
     tokens: int
     published: Values
+    residual: tuple[Values, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -138,9 +141,13 @@ class LearnerCheckpoint:
         tensors |= {f"state.{name}": tensor for name, tensor in state.items()}
         if not self.ranks:
             tensors |= {f"published.{p}": held.published for p, held in enumerate(self.fragments)}
+            tensors |= {
+                f"{RESIDUAL}.{p}": summed(self.fragments[p].residual) for p in self.with_residual
+            }
         record = {name: getattr(self, name) for name in _NUMBERS} | {
             "format": FORMAT_OF_RANKS if self.ranks else FORMAT,
             "ranks": self.ranks,
+            "residuals": self.with_residual,
             "fragments": [
                 [str(held.version), held.digest, held.seal, held.steps, held.tokens]
                 + [held.published.numel()] * bool(self.ranks)
@@ -160,6 +167,11 @@ class LearnerCheckpoint:
         """
         model = {name: tensor for name, tensor in self.model.items() if name not in weights}
         return replace(self, fragments=(), model=model, cut=None)
+
+    @property
+    def with_residual(self) -> list[int]:
+        """The fragments of which something is left."""
+        return [p for p, held in enumerate(self.fragments) if held.residual]
 
     def kept(self) -> tuple[KeptFragment, ...]:
         """What the state machine is told of the fragments."""
@@ -190,6 +202,15 @@ class LearnerCheckpoint:
                 else _held(*told, tensors[f"published.{index}"])
                 for index, told in enumerate(record["fragments"])
             )
+            for p in record.get("residuals", ()):
+                kept = fragments[p]
+                left = KeptBeside(beside_of(path), p, kept.published.numel(), RESIDUAL)
+                residual = left if ranks else tensors[f"{RESIDUAL}.{p}"]
+                fragments = (
+                    *fragments[:p],
+                    replace(kept, residual=(residual,)),
+                    *fragments[p + 1 :],
+                )
             numbers = {name: record[name] for name in _NUMBERS}
             model = unpack(_under("model.", tensors), texts["model"])
             state = unpack(_under("state.", tensors), texts["state"])

@@ -160,7 +160,8 @@ class Checkpointer:
         values = held.published.read()
         if values_digest(values) != held.digest:
             raise StorageError(f"the published copies in {held.published.folder} are corrupt")
-        return replace(held, published=values)
+        residual = tuple(left.read() for left in held.residual)
+        return replace(held, published=values, residual=residual)
 
     def forget(self) -> None:
         """Lets the memory of `loaded` go."""
@@ -325,9 +326,12 @@ def _with_digests(checkpoint: LearnerCheckpoint) -> LearnerCheckpoint:
     return replace(checkpoint, fragments=fragments)
 
 
-def held_fragment(kept: KeptFragment, published: Values) -> HeldFragment:
+def held_fragment(
+    kept: KeptFragment, published: Values, residual: tuple[Values, ...]
+) -> HeldFragment:
     """A fragment of a checkpoint's outline; a digest that is not known is left to the writer."""
-    return HeldFragment(kept.version, kept.digest, kept.seal, kept.steps, kept.tokens, published)
+    numbers = (kept.version, kept.digest, kept.seal, kept.steps, kept.tokens)
+    return HeldFragment(*numbers, published, residual)
 
 
 def all_stateful(

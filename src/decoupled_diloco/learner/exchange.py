@@ -5,7 +5,13 @@ alike. The trainer calls `snapshot` and `apply` at step boundaries; the backgrou
 No tensor that is kept here is ever written to again: whoever holds a reference may read it while a
 newer one takes its place.
 
-Host memory: 4 bytes a parameter for the published copies, and a few fragments in flight.
+Host memory: 4 bytes a parameter for the published copies, with error feedback 4 more for the
+residuals, and a few fragments in flight.
+
+*Error feedback* (rule 19). What a codec leaves out of a contribution, its *residual*, goes with the
+fragment's next one. A contribution that is captured takes the residual along. When it is merged, or
+may be, what its own body lacks is left; when it is merged nowhere, what it has taken is left again.
+While one is under way, the next one has nothing of it, so that no part is ever in two bodies.
 
 Shapes: N elements of a fragment; B bytes of a body.
 """
@@ -19,9 +25,17 @@ from torch import Tensor
 
 from decoupled_diloco.errors import MergeError
 from decoupled_diloco.learner.store import Copied, HostCopy, ParameterStore, Rounded, Values
-from decoupled_diloco.merge import Body, body_digest, codec, contribution, receive, values_digest
+from decoupled_diloco.merge import (
+    Body,
+    body_digest,
+    codec,
+    contribution,
+    receive,
+    values_digest,
+)
 from decoupled_diloco.merge.plan import MergePlan
-from decoupled_diloco.protocol.effects import Apply, Snapshot
+from decoupled_diloco.protocol.effects import Apply, ForgetResidual, Settle, Snapshot
+from decoupled_diloco.protocol.versions import Asking
 
 Mode = Literal["overwrite", "carry", "rebase", "blend"]
 
@@ -34,12 +48,13 @@ class Capture:
     fragment: int
     copy: HostCopy
     published: Values
+    residuals: tuple[Values, ...] = ()
 
-    def encode(self, codec_name: str) -> tuple[Tensor, str]:
+    def encode(self, codec_name: str) -> tuple[Tensor, str, Tensor | None]:
         """The contribution d = θ − cast(Θ̂) in the codec that the pull has named (rule 6).
 
         Returns:
-            The body, uint8 [B], and its digest.
+            The body, uint8 [B], its digest, and with error feedback its residual, fp32 [N].
 
         Raises:
             ConfigError: there is no such codec here.
@@ -47,8 +62,16 @@ class Capture:
         part = self.plan.fragments[self.fragment]
         d = contribution(part, self.plan.layout, self.copy.values(), self.published)
         uplink = self.plan.codec_of(self.fragment, codec(codec_name))
-        body = uplink.encode(d)
-        return body, body_digest(body, uplink)
+        body, residual = self.plan.encode(d, self.residuals, uplink)
+        return body, body_digest(body, uplink), residual
+
+
+@dataclass
+class UnderWay:
+    """What a contribution has taken of the residuals, and once it is encoded, what it leaves."""
+
+    taken: tuple[Values, ...]
+    leaves: Values | None = None
 
 
 class LearnerTensors:
@@ -68,6 +91,8 @@ class LearnerTensors:
         self.published: list[Values | None] = [None] * count
         self.staged: list[Values | None] = [None] * count
         self.snapshots: list[HostCopy | None] = [None] * count
+        self.residuals: list[tuple[Values, ...]] = [()] * count
+        self.under_way: dict[tuple[int, Asking], UnderWay] = {}
         self._sent: list[HostCopy | None] = [None] * count
 
     def carry_out(self, order: Apply | Snapshot) -> None:
@@ -103,13 +128,44 @@ class LearnerTensors:
         self.published[fragment], self.staged[fragment] = new, None
         self.snapshots[fragment] = self._sent[fragment] = None
 
-    def capture(self, fragment: int) -> Capture:
-        """What a round is answered with: the newest snapshot and its published copy."""
+    def capture(self, fragment: int, ask: Asking) -> Capture:
+        """What a pull is answered with: the newest snapshot, its published copy, the residual."""
         copy, published = self.snapshots[fragment], self.published[fragment]
         assert copy is not None, f"no snapshot of fragment {fragment}"
         assert published is not None, f"no published copy of fragment {fragment}"
         self._sent[fragment] = copy
-        return Capture(self.plan, fragment, copy, published)
+        if self.plan.feedback is None:
+            return Capture(self.plan, fragment, copy, published)
+        taken, self.residuals[fragment] = self.residuals[fragment], ()
+        self.under_way[fragment, ask] = UnderWay(taken)
+        return Capture(self.plan, fragment, copy, published, taken)
+
+    def encoded(self, fragment: int, ask: Asking, residual: Values | None) -> None:
+        """A captured contribution is encoded, and leaves this."""
+        if (entry := self.under_way.get((fragment, ask))) is not None:
+            entry.leaves = residual
+
+    def carry_on(self, order: Settle | ForgetResidual) -> None:
+        """Does what is ordered about residuals."""
+        fragment = order.fragment
+        if isinstance(order, ForgetResidual):
+            self.residuals[fragment] = ()
+            return
+        entry = self.under_way.pop((fragment, order.ask))
+        left = entry.taken  # also of what was never encoded, and so never sent
+        if order.gone and entry.leaves is not None:
+            left = (entry.leaves,)
+        self.residuals[fragment] += left
+
+    def kept_residual(self, fragment: int, ask: Asking | None) -> tuple[Values, ...]:
+        """What a checkpoint keeps, its tensors to be added up.
+
+        Args:
+            ask: Of what was made from the version that is held. A next life that still finds that
+                version makes it again, with all that it has taken.
+        """
+        entry = None if ask is None else self.under_way.get((fragment, ask))
+        return self.residuals[fragment] + (() if entry is None else entry.taken)
 
     def whole(self, fragment: int, *, published: bool) -> HostCopy:
         """A whole fragment, fp32 [N]: the published copy, or the parameters as they are now."""

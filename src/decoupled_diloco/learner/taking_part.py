@@ -99,10 +99,12 @@ class TakingPart(Participation):
         """The numbers and published copies of this boundary; `None` before all are held."""
         background, shared = self._background, self._shared
         with background.changed:
+            state, tensors = shared.machine.state, shared.tensors
+            sent = [None if view.sent is None else view.sent.ask for view in state.fragments]
             fragments = [
-                held_fragment(kept, published)
-                for kept, published in zip(
-                    kept_fragments(shared.machine.state), shared.tensors.published, strict=False
+                held_fragment(kept, published, tensors.kept_residual(p, sent[p]))
+                for p, (kept, published) in enumerate(
+                    zip(kept_fragments(state), tensors.published, strict=False)
                 )
                 if published is not None
             ]

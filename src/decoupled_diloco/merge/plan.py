@@ -28,6 +28,7 @@ from decoupled_diloco.merge.fragments import (
 )
 from decoupled_diloco.merge.layout import Layout
 from decoupled_diloco.merge.outer import BuffersBehind, OuterOptimizer
+from decoupled_diloco.merge.published import encode_with_feedback
 
 
 def token_weight(tokens: float, steps: float) -> float:
@@ -65,6 +66,8 @@ class MergePlan:
     weighting: str  # `"tokens"`: quantity times quality; `"uniform"`: all the same
     outer: Callable[[int], OuterOptimizer]  # makes the outer optimizer of N parameters
     buffers: Buffers = "mean"  # by the `"mean"`, or from `"one"` learner
+    # β: so much of what a codec left out goes with the next contribution; None: it is lost
+    feedback: float | None = None
     # fragments whose outer optimizer is another one
     other_outers: Mapping[int, Callable[[int], OuterOptimizer]] = field(default_factory=dict)
 
@@ -83,6 +86,7 @@ class MergePlan:
         buffers: Buffers = "mean",
         modules: Sequence[Sequence[str]] = (),
         other_outers: Mapping[int, Callable[[int], OuterOptimizer]] | None = None,
+        feedback: float | None = None,
     ) -> MergePlan:
         """Cuts the layout and looks the codecs up.
 
@@ -105,6 +109,7 @@ class MergePlan:
             outer=outer,
             buffers=buffers,
             other_outers=other_outers or {},
+            feedback=feedback,
         )
 
     def weight(self, tokens: float, steps: float) -> float:
@@ -125,6 +130,19 @@ class MergePlan:
         part = self.fragments[fragment]
         numel = parameters_numel(part, self.layout)
         return parameters if numel == part.numel else BuffersExact(parameters, numel)
+
+    def encode(
+        self, d: Tensor, residuals: Sequence[Tensor], uplink: Codec
+    ) -> tuple[Tensor, Tensor | None]:
+        """A contribution, fp32 [N], as its body, and with error feedback its residual [N].
+
+        Args:
+            d: Changed in place with error feedback.
+            residuals: Of earlier ones, to be added up.
+        """
+        if self.feedback is None:
+            return uplink.encode(d), None
+        return encode_with_feedback(d, residuals, self.feedback, uplink)
 
     def outer_of(self, fragment: int) -> OuterOptimizer:
         """A new outer optimizer of a fragment."""

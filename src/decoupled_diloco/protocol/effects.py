@@ -350,6 +350,28 @@ class SendBody:
 
 
 @dataclass(frozen=True, slots=True)
+class Settle:
+    """A contribution's residual is known: it goes with the fragment's next one (rule 19).
+
+    ``gone``: the body is merged, or may be, and what it lacked is what is left; else it is merged
+    nowhere, and what was left before it is left again.
+    """
+
+    fragment: int
+    ask: Asking
+    gone: bool
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetResidual:
+    """What is left of earlier contributions of this fragment may be merged: drop it."""
+
+    fragment: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class SendCopy:
     """Deliver a whole fragment in fp32: the published copy, or (no version) the parameters."""
 
@@ -441,6 +463,8 @@ LearnerEffect = (
     | Relabel
     | Send
     | SendBody
+    | Settle
+    | ForgetResidual
     | SendCopy
     | Fetch
     | Hold

@@ -102,6 +102,9 @@ TRANSITIONS: tuple[tuple[str, str, str], ...] = (
 )
 
 
+_MAY_BE_IN = "its outcome went with the connection: it may be merged"
+
+
 class LearnerMachine:
     """One learner's protocol; ``role="observer"`` follows the published copies and no more."""
 
@@ -496,6 +499,7 @@ class LearnerMachine:
             elif sent is view.sent:
                 sent.lost = True
             else:
+                effects += fragments.settle(self.options, index, sent, _MAY_BE_IN, gone=True)
                 self._late_is_lost(view, sent)
         for view in self._fragments_of(shard):
             view.owed_at = None  # steps are counted anew: what was due then is not now
@@ -519,9 +523,10 @@ class LearnerMachine:
             return fragments.decline(self.options, index, view, NOTHING_NEW, nothing_new=True)
         if view.held is not None and pull.base < view.held:
             return fragments.decline(self.options, index, view, f"behind: I hold {view.held}")
+        effects: list[LearnerEffect] = []
         if pull.base == view.held:
             if view.latest is None or view.latest.version == view.held:
-                view.sent = None  # nothing that was made from the newest version is in any
+                effects += self._void(index, view)
             elif view.sent is not None or view.restored:
                 return fragments.decline(
                     self.options, index, view, f"what I made from {view.held} is sent already"
@@ -533,7 +538,16 @@ class LearnerMachine:
             and not pull.final
             and (taken.first_tick <= pull.tick <= taken.last_tick or taken.step == self.state.step)
         )
-        return fragments.send(self.state, self.options, index, view, pull) if fits else []
+        if fits:
+            effects += fragments.send(self.state, self.options, index, view, pull)
+        return effects
+
+    def _void(self, index: int, view: FragmentView) -> list[LearnerEffect]:
+        """Nothing that was made from the newest version is in any, if its shard asks again."""
+        sent, view.sent = view.sent, None
+        if sent is None or sent.version is not None:
+            return []
+        return fragments.settle(self.options, index, sent, "its shard asks again", gone=False)
 
     def _outcome(self, message: Outcome) -> list[LearnerEffect]:
         view, accepted = self.state.fragments[message.fragment], message.version
@@ -544,8 +558,10 @@ class LearnerMachine:
             view.late.pop(message.ask, None)
             if sent is None:
                 return []
+            effects = self._settle(message, sent, f"it is in {accepted}", gone=True)
             sent.version = accepted
-            return self._merged(view, sent.taken.step)
+            return effects + self._merged(view, sent.taken.step)
+        effects = [] if sent is None else self._settle(message, sent, message.verdict, gone=False)
         if sent is not None and sent is view.sent:
             view.sent = None
         elif sent is not None:
@@ -554,7 +570,12 @@ class LearnerMachine:
             view.unfit = True
         if message.verdict == "behind":
             view.behind = True
-        return []
+        return effects
+
+    def _settle(self, message: Outcome, sent: Sent, why: str, *, gone: bool) -> list[LearnerEffect]:
+        if sent.version is not None:
+            return []
+        return fragments.settle(self.options, message.fragment, sent, why, gone=gone)
 
     def _fragments_of(self, shard: int) -> list[FragmentView]:
         return [self.state.fragments[p] for p in self.options.owned(shard)]

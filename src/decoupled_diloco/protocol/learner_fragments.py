@@ -20,12 +20,14 @@ from decoupled_diloco.protocol.effects import (
     NOTHING_NEW,
     Apply,
     Fetch,
+    ForgetResidual,
     LearnerEffect,
     Note,
     Relabel,
     Send,
     SendBody,
     SendCopy,
+    Settle,
     Snapshot,
 )
 from decoupled_diloco.protocol.learner_state import FragmentView, LearnerState, Sent, Taken
@@ -44,6 +46,13 @@ NOT_TAKEN = "nothing of it was taken"
 
 UNDER_WAY = "its contribution is under way, and follows"
 """Why a learner takes a copy that its contribution was too late for as one that it took part in."""
+
+
+def settle(
+    options: Options, index: int, sent: Sent, why: str, *, gone: bool
+) -> list[LearnerEffect]:
+    """What a contribution leaves for the fragment's next one is known (rule 19)."""
+    return [Settle(index, sent.ask, gone, why)] if options.error_feedback else []
 
 
 def leave_no_rest(state: LearnerState) -> list[LearnerEffect]:
@@ -108,11 +117,16 @@ def apply_staged(
         view.tokens_before += sent.taken.tokens
     if sent is not None and sent.version is None and not sent.lost:
         view.late[sent.ask] = sent
+    forgets = options.error_feedback and view.restored and sent is None
     view.held, view.staged = version, None
     view.snapshot = view.sent = view.owed_at = None
     view.behind = view.restored = view.unfit = False
     state.discarded_tokens += discarded
     effects: list[LearnerEffect] = [Apply(index, version, mode, discarded, why)]
+    if sent is not None and sent.lost:
+        effects += settle(options, index, sent, why, gone=True)
+    if forgets:
+        effects.append(ForgetResidual(index, "what its earlier life sent may have had it"))
     effects.append(Send(shard_peer(options.owner(index)), view.holding(index), why))
     if view.pull is not None and view.pull.base < version:
         effects += decline(options, index, view, f"behind: I hold {version}")
@@ -304,9 +318,12 @@ def _relabel(
         view.staged = version
         return [Relabel(index, version, why, staged=True)]
     # What was sent to the shard's earlier life went with it.
+    sent = view.sent
     view.held, view.snapshot, view.sent = version, None, None
-    holding = Send(shard_peer(options.owner(index)), view.holding(index), why)
-    return [Relabel(index, version, why), holding]
+    effects: list[LearnerEffect] = [Relabel(index, version, why)]
+    if sent is not None and sent.version is None:
+        effects += settle(options, index, sent, "it went with the shard's earlier life", gone=False)
+    return [*effects, Send(shard_peer(options.owner(index)), view.holding(index), why)]
 
 
 def fetched(

@@ -45,6 +45,7 @@ class Options:
         norm_gate: k of the norm gate; 0: there is none.
         oversized: what happens to a contribution above its limit: ``"refuse"`` or ``"clip"``.
         uplink_codec: name of the wire format of contributions.
+        error_feedback: what a codec leaves out goes with the next contribution (rule 19).
         budget_steps: the run ends when the slowest shard's clock reaches it; ``None``: no limit.
         budget_tokens: the run ends when this many tokens were trained; ``None``: no limit.
         checkpoint_every_seconds: how often a checkpoint of the run begins; 0: only on demand.
@@ -69,6 +70,7 @@ class Options:
     norm_gate: float = 0.0
     oversized: Oversized = "clip"
     uplink_codec: str = "bf16"
+    error_feedback: bool = False
     budget_steps: int | None = None
     budget_tokens: int | None = None
     checkpoint_every_seconds: float = 0.0

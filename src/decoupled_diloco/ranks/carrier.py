@@ -35,7 +35,7 @@ from decoupled_diloco.merge import (
     receive,
 )
 from decoupled_diloco.merge.plan import MergePlan, values_of
-from decoupled_diloco.storage.ranges import keep_ranges, kept_range
+from decoupled_diloco.storage.ranges import RESIDUAL, Ranges, keep_ranges, kept_range, summed
 from decoupled_diloco.transport.base import Client
 
 Document = dict[str, Any]
@@ -146,17 +146,21 @@ class Carrier:
         plan, fragment = self._plan, asked["fragment"]
         start, stop = self._ranges[fragment]
         theta, published = await self._value(asked["copy"]), await self._value(asked["published"])
+        residuals = [await self._value(number) for number in asked["residuals"]]
         whole = plan.fragments[fragment]
         uplink = plan.codec_of(fragment, codec(asked["codec"]))
         if stop - start < whole.numel and not is_cuttable(uplink):
             raise ConfigError(f"a body of codec {uplink.name!r} cannot be cut for several carriers")
 
-        def encode() -> tuple[Tensor, bytes]:
+        def encode() -> tuple[Tensor, bytes, Tensor | None]:
             part = clipped(whole, start, stop)
-            body = uplink.encode(contribution(part, plan.layout, theta, published))
-            return body, block_digests(body, uplink)
+            d = contribution(part, plan.layout, theta, published)
+            body, residual = plan.encode(d, residuals, uplink)
+            return body, block_digests(body, uplink), residual
 
-        body, digests = await self._in_worker(encode)
+        body, digests, residual = await self._in_worker(encode)
+        if residual is not None:
+            self._values.put(asked["leaves"], residual)
         first = uplink.nbytes(start) if start else 0
         self._bodies[asked["job"]] = body, first, uplink.nbytes(whole.numel)
         return {"digests": digests.hex()}
@@ -203,15 +207,18 @@ class Carrier:
 
     async def _keep(self, asked: Document) -> Document:
         """Published copies to the disk; each carrier has a file of its own."""
-        named = {
-            (p, start): await self._value(number)
-            for p, (number, (start, stop)) in enumerate(
-                zip(asked["numbers"], self._ranges, strict=True)
-            )
-            if start < stop  # else nobody brings it here
-        }
+        published: Ranges = {}
+        residuals: Ranges = {}
+        for p, (start, stop) in enumerate(self._ranges):
+            if start == stop:
+                continue  # nobody brings it here
+            published[p, start] = await self._value(asked["numbers"][p])
+            left = [await self._value(number) for number in asked["residuals"][p]]
+            if left:
+                residuals[p, start] = await self._in_worker(partial(summed, left))
         folder = Path(asked["folder"])
-        await self._in_worker(lambda: keep_ranges(folder, self._number, named))
+        await self._in_worker(lambda: keep_ranges(folder, self._number, published))
+        await self._in_worker(lambda: keep_ranges(folder, self._number, residuals, RESIDUAL))
         return {}
 
     async def _adopt(self, asked: Document) -> Document:
@@ -223,6 +230,10 @@ class Carrier:
             )
             digests.append(block_digests(values, codec("fp32")).hex())
             self._values.put(number, values)
+        for fragment, number in asked["residuals"]:
+            start, stop = self._ranges[fragment]
+            read = partial(kept_range, folder, fragment, start, stop, RESIDUAL)
+            self._values.put(number, await self._in_worker(read))
         return {"digests": digests}
 
 

@@ -176,6 +176,7 @@ class CarriedExchange(BodyExchange):
         fragment, job = capture.plan.fragments[effect.fragment], next(self._jobs)
         copy, published = capture.copy, capture.published
         assert isinstance(copy, Handle), "it is a copy of this store"
+        leaves = None if capture.plan.feedback is None else self._store.handle(fragment.numel, "")
         try:
             answers = await self._ask(
                 fragment,
@@ -185,8 +186,10 @@ class CarriedExchange(BodyExchange):
                 copy=copy.number,
                 published=published.number,
                 codec=effect.codec,
+                residuals=[each.number for each in capture.residuals],
+                leaves=None if leaves is None else leaves.number,
             )
-            self._told(fact.BodyEncoded(effect.fragment, effect.ask, _digest(answers)))
+            self._encoded(effect, _digest(answers), leaves)
             await self._deliver(fragment, job, effect.shard, effect.path)
         except (ConfigError, TransportError, ProtocolError) as error:
             self._told(fact.UploadFailed(effect.fragment, effect.ask, str(error)))

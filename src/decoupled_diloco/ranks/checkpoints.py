@@ -23,7 +23,7 @@ from decoupled_diloco.observe.samples import CheckpointWritten, Sample
 from decoupled_diloco.ranks.carrier import Document
 from decoupled_diloco.ranks.store import RankedStore
 from decoupled_diloco.runtime import now, runtime
-from decoupled_diloco.storage.ranges import keep_ranges
+from decoupled_diloco.storage.ranges import RESIDUAL, keep_ranges, summed
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +74,10 @@ class LeaderCheckpointer(Checkpointer):
         self._for_all = self.folder.next_beside()
         try:
             spread_out(checkpoint, self._model, self._stateful, self._for_all)
-            whole = {(p, 0): held.published for p, held in enumerate(checkpoint.fragments)}
-            keep_ranges(self._for_all, 0, whole)
+            held = checkpoint.fragments
+            keep_ranges(self._for_all, 0, {(p, 0): each.published for p, each in enumerate(held)})
+            left = {(p, 0): summed(held[p].residual) for p in checkpoint.with_residual}
+            keep_ranges(self._for_all, 0, left, RESIDUAL)
         except Error as error:
             return f"its checkpoint is of a learner of one process: {error}"
         self.loaded = replace(checkpoint, beside=self._for_all, ranks=1, model={}, state={})
@@ -83,14 +85,18 @@ class LeaderCheckpointer(Checkpointer):
 
     def with_published(self, held: HeldFragment) -> HeldFragment:
         """See `Checkpointer.with_published`: the carriers will have it."""
-        return replace(held, published=self._store.handle(held.published.numel(), held.digest))
+        numel = held.published.numel()
+        residual = tuple(self._store.handle(numel, "") for _ in held.residual)
+        published = self._store.handle(numel, held.digest)
+        return replace(held, published=published, residual=residual)
 
     def fitting(self, run: str, fragment_numels: tuple[int, ...]) -> LearnerCheckpoint | str:
         """See `Checkpointer.fitting`; the carriers begin to read, since differences come to it."""
         found = super().fitting(run, fragment_numels)
         if not isinstance(found, str):
             folder, numbers = str(found.beside), _numbers(found)
-            self._adopting = self._ask(do="adopt", folder=folder, numbers=numbers)
+            left = [(p, found.fragments[p].residual[0].number) for p in found.with_residual]
+            self._adopting = self._ask(do="adopt", folder=folder, numbers=numbers, residuals=left)
             self._read = found.cut
         return found
 
@@ -140,7 +146,8 @@ class LeaderCheckpointer(Checkpointer):
         self.writing = Future()
         whole = replace(outline, ranks=self._ranks, beside=beside, fragments=_named(outline))
         folder = str(beside)
-        published = self._ask(do="keep", folder=folder, numbers=_numbers(whole))
+        left = [[each.number for each in held.residual] for held in whole.fragments]
+        published = self._ask(do="keep", folder=folder, numbers=_numbers(whole), residuals=left)
         self._ordered[folder] = _Ordered(whole, tell, self.writing, published)
         self._store.order("save", folder)
         return self.writing

@@ -1,12 +1,13 @@
 """Long vectors on the disk, each in ranges that several processes have written.
 
 Files: ``published-<writer>.safetensors`` in one folder, with a tensor ``<vector>.<first element>``
-for each range, fp32. Any range can be read, whoever has written its parts.
+for each range, fp32; of what error feedback has left ``residual-<writer>.safetensors``. Any range
+can be read, whoever has written its parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -15,8 +16,21 @@ from torch import Tensor
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.storage.weights import opened, save_weights
 
+Ranges = dict[tuple[int, int], Tensor]
+"""By the vector's number and the range's first element."""
 
-def keep_ranges(folder: Path, writer: int, ranges: Mapping[tuple[int, int], Tensor]) -> None:
+PUBLISHED = "published"
+RESIDUAL = "residual"
+
+
+def summed(vectors: Sequence[Tensor]) -> Tensor:
+    """The sum of at least one, [N] each."""
+    return vectors[0] if len(vectors) == 1 else torch.stack(list(vectors)).sum(0)
+
+
+def keep_ranges(
+    folder: Path, writer: int, ranges: Mapping[tuple[int, int], Tensor], what: str = PUBLISHED
+) -> None:
     """Writes a process's ranges, by the vector's number and the range's first element.
 
     A process without any writes no file.
@@ -26,10 +40,10 @@ def keep_ranges(folder: Path, writer: int, ranges: Mapping[tuple[int, int], Tens
     """
     named = {f"{vector}.{start}": values for (vector, start), values in ranges.items()}
     if named:
-        save_weights(folder / f"published-{writer}.safetensors", named)
+        save_weights(folder / f"{what}-{writer}.safetensors", named)
 
 
-def kept_range(folder: Path, vector: int, start: int, stop: int) -> Tensor:
+def kept_range(folder: Path, vector: int, start: int, stop: int, what: str = PUBLISHED) -> Tensor:
     """Elements ``start <= i < stop`` of a vector, fp32.
 
     Raises:
@@ -37,7 +51,7 @@ def kept_range(folder: Path, vector: int, start: int, stop: int) -> Tensor:
     """
     values = torch.empty(stop - start, dtype=torch.float32)
     found = 0
-    for path in sorted(folder.glob("published-*.safetensors")):
+    for path in sorted(folder.glob(f"{what}-*.safetensors")):
         with opened(path) as file:
             for name in file.keys():  # noqa: SIM118
                 owner, first = map(int, name.split("."))
@@ -49,5 +63,7 @@ def kept_range(folder: Path, vector: int, start: int, stop: int) -> Tensor:
                     values[low - start : high - start] = kept[low - first : high - first]
                     found += high - low
     if found != stop - start:
-        raise StorageError(f"{folder} has {found} of {stop - start} elements of vector {vector}")
+        raise StorageError(
+            f"{folder} has {found} of {stop - start} elements of vector {vector} ({what})"
+        )
     return values

@@ -11,8 +11,10 @@ from decoupled_diloco.learner.exchange import LearnerTensors, verified
 from decoupled_diloco.learner.store import ModuleStore
 from decoupled_diloco.merge import codec, digest, layout_of, make_outer, publish
 from decoupled_diloco.merge.plan import MergePlan
+from decoupled_diloco.protocol.versions import Asking
 
 N = 12
+ASK = Asking(1, 1)
 
 
 def tensors_of(model: nn.Module) -> LearnerTensors:
@@ -48,16 +50,16 @@ def train(tensors: LearnerTensors, by: float) -> None:
 
 def test_no_training_contributes_exactly_nothing(tensors: LearnerTensors) -> None:
     tensors.snapshot(0)
-    body, _ = tensors.capture(0).encode(tensors.plan.uplink.name)
+    body, _, _ = tensors.capture(0, ASK).encode(tensors.plan.uplink.name)
     assert not body.any()
 
 
 def test_a_contribution_is_the_snapshot_minus_the_published_copy(tensors: LearnerTensors) -> None:
     train(tensors, 0.5)
     tensors.snapshot(0)
-    capture = tensors.capture(0)
+    capture = tensors.capture(0, ASK)
     train(tensors, 0.25)  # after the snapshot: not in it
-    body, text = capture.encode(capture.plan.uplink.name)
+    body, text, _ = capture.encode(capture.plan.uplink.name)
     assert torch.equal(codec("fp32").decode(body, N), torch.full((N,), 0.5))
     assert text == digest(body)
 
@@ -74,7 +76,7 @@ def test_a_contribution_is_the_snapshot_minus_the_published_copy(tensors: Learne
 def test_rule_7_each_way_of_applying(tensors: LearnerTensors, mode: str, expected: float) -> None:
     train(tensors, 0.5)
     tensors.snapshot(0)
-    tensors.capture(0)
+    tensors.capture(0, ASK)
     train(tensors, 0.25)
     tensors.stage(0, torch.full((N,), 2.0))
     tensors.apply(0, mode)  # type: ignore[arg-type]
@@ -104,7 +106,7 @@ def test_rebase_keeps_nothing_of_a_rounding(dtype: torch.dtype) -> None:
         tensors.apply(0, "rebase" if number else "overwrite")
         assert torch.equal(theta(tensors), published.to(dtype).float())
         tensors.snapshot(0)
-        body, _ = tensors.capture(0).encode(tensors.plan.uplink.name)
+        body, _, _ = tensors.capture(0, ASK).encode(tensors.plan.uplink.name)
         assert not body.any(), "what was not trained is contributed"
 
 
@@ -124,10 +126,10 @@ def test_rebase_keeps_exactly_what_was_trained(dtype: torch.dtype) -> None:
 def test_a_capture_keeps_its_base_when_a_newer_copy_is_applied(tensors: LearnerTensors) -> None:
     train(tensors, 1.0)
     tensors.snapshot(0)
-    capture = tensors.capture(0)
+    capture = tensors.capture(0, ASK)
     tensors.stage(0, torch.full((N,), 9.0))
     tensors.apply(0, "overwrite")
-    body, _ = capture.encode(capture.plan.uplink.name)
+    body, _, _ = capture.encode(capture.plan.uplink.name)
     assert torch.equal(codec("fp32").decode(body, N), torch.ones(N))
 
 

@@ -130,7 +130,7 @@ def test_a_merge_is_the_weighted_mean_of_the_buffers(method: str, strategy: str,
             named = [(rng.randint(1, 9), store) for store in stores]
             for who, (tokens, store) in enumerate(named):
                 capture = Capture(plan, index, store.snapshot(part), begin[index])
-                body, told = capture.encode("bf16")
+                body, told, _ = capture.encode("bf16")
                 assert body.numel() == plan.uplink_nbytes(index)
                 ask = Asking(number, who)
                 shard.verify(index, ask, body, told)
@@ -200,7 +200,7 @@ def test_a_table_stays_what_it_was() -> None:
     trained = parameters_numel(part, plan.layout)
     begin = store.snapshot(part).values()
     shard.install(0, begin)
-    body, told = Capture(plan, 0, store.snapshot(part), begin).encode("bf16")
+    body, told, _ = Capture(plan, 0, store.snapshot(part), begin).encode("bf16")
     shard.verify(0, Asking(1, 1), body, told)
     shard.fold(0, Asking(1, 1), 1, 1)
     shard.merge(0)

@@ -111,14 +111,14 @@ async def test_what_was_asked_on_a_link_fails_when_it_is_made_again() -> None:
 async def test_a_carrier_without_a_part_of_a_fragment_keeps_nothing_of_it(tmp_path: Path) -> None:
     ranges = [(0, 0)]
     carrier = Carrier(plan(), ranges, 1, CarriedValues(), lambda: HttpClient(), asyncio.to_thread)
-    asked = {"do": "keep", "folder": str(tmp_path), "numbers": [1]}
+    asked = {"do": "keep", "folder": str(tmp_path), "numbers": [1], "residuals": [[]]}
     assert await asyncio.wait_for(carrier.answer(asked), 20.0) == {}
     assert not list(tmp_path.iterdir())  # noqa: ASYNC240
 
 
 async def test_what_goes_wrong_there_is_told() -> None:
     async with linked() as end:
-        asked = {"do": "adopt", "folder": "/none", "numbers": [1]}
+        asked = {"do": "adopt", "folder": "/none", "numbers": [1], "residuals": []}
         answer = await end.leader.ask(asked)
         assert (answer["kind"], answer["error"][:9]) == ("StorageError", "/none has")
 

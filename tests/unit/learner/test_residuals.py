@@ -1,0 +1,172 @@
+"""What a codec leaves out goes with the next contribution, once (rule 19)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from decoupled_diloco.learner.checkpoint import HeldFragment, LearnerCheckpoint
+from decoupled_diloco.learner.exchange import LearnerTensors
+from decoupled_diloco.learner.store import ModuleStore
+from decoupled_diloco.merge import codec, layout_of, make_outer
+from decoupled_diloco.merge.plan import MergePlan
+from decoupled_diloco.protocol.effects import ForgetResidual, Settle
+from decoupled_diloco.protocol.versions import Asking, Version
+
+N = 12
+INT2 = codec("int2")
+
+
+def learner(feedback: float | None = 1.0) -> LearnerTensors:
+    model = nn.Linear(4, 3, bias=False)
+    plan = MergePlan.make(
+        layout_of(model),
+        fragments=1,
+        strategy="balanced",
+        uplink="int2",
+        downlink="bf16",
+        method="rda",
+        weighting="tokens",
+        outer=make_outer(),
+        feedback=feedback,
+    )
+    tensors = LearnerTensors(plan, ModuleStore(model))
+    tensors.stage(0, torch.zeros(N))
+    tensors.apply(0, "overwrite")
+    return tensors
+
+
+def changes(number: int) -> Tensor:
+    return torch.randn(N, generator=torch.Generator().manual_seed(number))
+
+
+class Sender:
+    """Sends contributions; `sent` and `merged` are what was trained for them, and decoded."""
+
+    def __init__(self, tensors: LearnerTensors) -> None:
+        self.tensors = tensors
+        self.number = 0
+
+    def send(self) -> tuple[Asking, Tensor, Tensor]:
+        """A new contribution is encoded: its name, what was trained, and what its body says."""
+        self.number += 1
+        ask, trained, tensors = Asking(1, self.number), changes(self.number), self.tensors
+        tensors.store.overwrite(tensors.plan.fragments[0], trained)  # the published copy is 0
+        tensors.snapshot(0)
+        body, _, residual = tensors.capture(0, ask).encode("int2")
+        tensors.encoded(0, ask, residual)
+        return ask, trained, INT2.decode(body, N)
+
+    def settle(self, ask: Asking, *, gone: bool) -> None:
+        self.tensors.carry_on(Settle(0, ask, gone, ""))
+
+    @property
+    def left(self) -> Tensor:
+        return sum(self.tensors.residuals[0], torch.zeros(N))
+
+
+def test_what_is_merged_and_what_is_left_are_all_that_was_trained() -> None:
+    sender, trained, merged = Sender(learner()), torch.zeros(N), torch.zeros(N)
+    for _ in range(20):
+        ask, more, body = sender.send()
+        sender.settle(ask, gone=True)
+        trained, merged = trained + more, merged + body
+        torch.testing.assert_close(merged + sender.left, trained, rtol=1e-5, atol=1e-5)
+    assert sender.left.norm() < 0.5 * trained.norm()
+
+
+def test_what_is_refused_leaves_what_was_left_before_it() -> None:
+    sender = Sender(learner())
+    sender.settle(sender.send()[0], gone=True)
+    before = sender.left
+    ask, trained, body = sender.send()
+    assert torch.equal(body, INT2.decode(INT2.encode(trained + before), N))
+    sender.settle(ask, gone=False)
+    assert torch.equal(sender.left, before)
+
+
+def test_nothing_is_in_two_bodies_that_are_both_on_their_way() -> None:
+    sender = Sender(learner())
+    sender.settle(sender.send()[0], gone=True)
+    before = sender.left
+    first, one, late = sender.send()
+    second, two, body = sender.send()
+    assert torch.equal(body, INT2.decode(INT2.encode(two), N))
+    sender.settle(second, gone=True)
+    sender.settle(first, gone=False)
+    torch.testing.assert_close(sender.left, before + two - body)
+    assert not torch.equal(late, INT2.decode(INT2.encode(one), N))
+
+
+def test_what_was_never_encoded_was_never_sent() -> None:
+    sender = Sender(learner())
+    sender.settle(sender.send()[0], gone=True)
+    before = sender.left
+    sender.tensors.snapshot(0)
+    sender.tensors.capture(0, Asking(1, 99))
+    assert not sender.tensors.residuals[0]
+    sender.settle(Asking(1, 99), gone=True)
+    assert torch.equal(sender.left, before)
+
+
+def test_a_residual_fades_by_its_decay() -> None:
+    sender = Sender(learner(0.5))
+    sender.settle(sender.send()[0], gone=True)
+    before = sender.left
+    _, trained, body = sender.send()
+    assert torch.equal(body, INT2.decode(INT2.encode(trained + 0.5 * before), N))
+
+
+def test_what_an_earlier_life_may_have_sent_is_forgotten() -> None:
+    sender = Sender(learner())
+    sender.settle(sender.send()[0], gone=True)
+    sender.tensors.carry_on(ForgetResidual(0, ""))
+    assert not sender.tensors.residuals[0]
+
+
+def test_without_feedback_nothing_is_kept() -> None:
+    tensors = learner(None)
+    tensors.snapshot(0)
+    assert tensors.capture(0, Asking(1, 1)).encode("int2")[2] is None
+    assert not tensors.under_way
+    assert not tensors.residuals[0]
+
+
+def test_not_finite_changes_leave_nothing_behind() -> None:
+    sender = Sender(learner())
+    sender.settle(sender.send()[0], gone=True)
+    before, tensors = sender.left, sender.tensors
+    tensors.store.overwrite(tensors.plan.fragments[0], torch.full((N,), float("nan")))
+    tensors.snapshot(0)
+    body, _, residual = tensors.capture(0, Asking(1, 50)).encode("int2")
+    tensors.encoded(0, Asking(1, 50), residual)
+    assert not INT2.decode(body, N).isfinite().any()
+    sender.settle(Asking(1, 50), gone=False)  # as a shard answers it
+    assert torch.equal(sender.left, before)
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_a_checkpoint_has_what_was_left_before_what_it_makes_again(is_held: bool) -> None:
+    sender = Sender(learner())
+    sender.settle(sender.send()[0], gone=True)
+    before = sender.left
+    ask, _, _ = sender.send()
+    kept = sender.tensors.kept_residual(0, ask if is_held else None)
+    assert torch.equal(sum(kept, torch.zeros(N)), before if is_held else torch.zeros(N))
+
+
+def test_a_checkpoint_brings_residuals_back(tmp_path: Path) -> None:
+    version = Version(1, 1)
+    held = [
+        HeldFragment(version, "d", "s", 1, 1, torch.zeros(N), (changes(1), changes(2))),
+        HeldFragment(version, "d", "s", 1, 1, torch.zeros(N)),
+        HeldFragment(version, "d", "s", 1, 1, torch.zeros(N), (changes(3),)),
+    ]
+    LearnerCheckpoint("a", "r", 1, 1, 1, 0, 1, tuple(held), {}).write(tmp_path / "kept")
+    found = LearnerCheckpoint.read(tmp_path / "kept").fragments
+    assert [len(each.residual) for each in found] == [1, 0, 1]
+    assert torch.equal(found[0].residual[0], changes(1) + changes(2))
+    assert torch.equal(found[2].residual[0], changes(3))
