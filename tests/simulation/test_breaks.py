@@ -16,6 +16,7 @@ from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.disk import Loss
 from decoupled_diloco.simulate.shrink import Changes, signature
 from simulation.breaks import CORE, SHELLS, STORAGE, Break
+from simulation.residual_breaks import RESIDUALS
 from unit.learner import test_exchange
 from unit.syncer import test_late_ticks
 
@@ -35,6 +36,11 @@ def test_a_broken_core_is_caught(each: Break) -> None:
         caught = next((seed for seed in seeds if worlds.failure(seed, each.changes)), None)
     assert caught is not None, f"nobody notices that {each.what}"
     assert worlds.failure(caught, each.changes) is None, "the core itself holds"
+
+
+@pytest.mark.parametrize("each", RESIDUALS, ids=names(RESIDUALS))
+def test_broken_error_feedback_is_caught(each: Break) -> None:
+    test_a_broken_core_is_caught(each)
 
 
 def told_wrong(seed: int, folder: Path) -> bool:

@@ -24,6 +24,7 @@ def random_options(choices: Choices, learners: int) -> Options:
     fragments, period = choices.integer(1, 10), choices.integer(1, 10)
     quorum = choices.pick([1, 1, 2, learners, choices.integer(1, learners)])
     quorum = min(quorum, learners)
+    uplink = choices.fork("codec").pick(["bf16", "bf16", "bf16", "int4", "int2", "topk-4"])
     wait = quorum == learners and choices.chance(0.4)
     overlap = choices.integer(0, 3)
     return Options(
@@ -39,6 +40,8 @@ def random_options(choices: Choices, learners: int) -> Options:
         apply=choices.pick(["on_arrival", "at_tau"]),
         wait="at_overlap" if wait else "never",
         counter_cap_periods=choices.integer(1, 4),
+        uplink_codec=uplink,
+        error_feedback=uplink != "bf16",
         late=choices.fork("late").pick(["next", "next", "drop"]),
         norm_gate=choices.fork("gate").pick([0.0, 10.0]),
         oversized=choices.fork("oversized").pick(["refuse", "clip"]),

@@ -20,10 +20,12 @@ from decoupled_diloco.launch.roles import Cut, Seat, evaluate, learn
 from decoupled_diloco.launch.shard_role import ShardRole
 from decoupled_diloco.launch.termination import INTERRUPTED, Termination
 from decoupled_diloco.learner.checkpointer import Written
+from decoupled_diloco.learner.exchange import Capture, LearnerTensors
 from decoupled_diloco.learner.learner import Learner
 from decoupled_diloco.learner.observer import Observer
 from decoupled_diloco.merge import body_digest, codec
 from decoupled_diloco.observe.tape import TapeWriter
+from decoupled_diloco.protocol.effects import SendBody
 from decoupled_diloco.runtime import now
 from decoupled_diloco.runtime.disk import Disk
 from decoupled_diloco.simulate.disk import SimulatedDisk, UnsyncedDisk, lose_power
@@ -243,6 +245,14 @@ class VirtualLearner(Learner):
     def __init__(self, host: LearnerHost, *arguments: Any, **named: Any) -> None:
         self.host = host
         super().__init__(*arguments, **named, client=host.client)
+        bodies = self._background.bodies
+        send_body = bodies.send_body
+
+        async def send(order: SendBody, capture: Capture) -> None:
+            host.system.on_capture(host, order, capture)
+            await send_body(order, capture)
+
+        bodies.send_body = send  # type: ignore[method-assign, assignment]
 
     def _enter(self) -> None:
         """It joins in its own time."""
@@ -312,6 +322,12 @@ class ParticipantHost(Host):
         """The machine that takes part, once the run has let it in."""
         shared = None if self.participant is None else self.participant._background.shared
         return None if shared is None else shared.machine
+
+    @property
+    def tensors(self) -> LearnerTensors:
+        """The fragments of who takes part."""
+        assert self.participant is not None
+        return self.participant._shared.tensors
 
     @property
     def links(self) -> Mapping[int, Any]:
@@ -418,8 +434,7 @@ class LearnerHost(ParticipantHost):
 
     def bits_of(self, fragment: int) -> str | None:
         """The digest of a fragment's parameters, if they are those of its machine's boundary."""
-        assert self.participant is not None
-        tensors = self.participant._shared.tensors
+        tensors = self.tensors
         values = tensors.store.snapshot(tensors.plan.fragments[fragment]).values()
         return body_digest(values, codec("fp32"))
 

@@ -46,6 +46,7 @@ from decoupled_diloco.simulate.faults import (
 )
 from decoupled_diloco.simulate.hosts import Host, LearnerHost, ParticipantHost
 from decoupled_diloco.simulate.lineage import Lineage
+from decoupled_diloco.simulate.residuals import Residuals
 from decoupled_diloco.simulate.shrink import Changes, Size
 from decoupled_diloco.simulate.spec import LearnerSpec
 from decoupled_diloco.simulate.system import System
@@ -236,6 +237,8 @@ def config_of(
         "wait": options.wait,
         "counter_cap_periods": options.counter_cap_periods,
         "late": options.late,
+        "uplink_codec": options.uplink_codec,
+        "error_feedback": options.error_feedback,
         "phases": options.phases,
         "partition": "tensor",
     }
@@ -318,8 +321,13 @@ def _watched(
     ends: bool,
     data: Data | None,
 ) -> Scene:
-    lineage = Lineage(system)
-    system.on_checkpoint = lineage.checkpoint
+    lineage, residuals = Lineage(system), Residuals(system)
+
+    def kept(who: str, steps: int, told: int) -> None:
+        lineage.checkpoint(who, steps, told)
+        residuals.checkpoint(who, steps)
+
+    system.on_checkpoint = kept
     checker = None if data is None else DataChecker(system, lineage, data.parts)
     drawn: dict[str, Drawn] = {}
     poison = system.choices.fork("poison")

@@ -21,9 +21,11 @@ from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.processes import reopen_claims
 from decoupled_diloco.launch.resume import LEARNERS
 from decoupled_diloco.launch.supervisor import Supervisor
+from decoupled_diloco.learner.exchange import Capture
 from decoupled_diloco.observe.open_files import open_files_allowed
 from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.observe.versions import versions_of_bits
+from decoupled_diloco.protocol.effects import SendBody
 from decoupled_diloco.runtime import CURRENT
 from decoupled_diloco.simulate.disk import Loss
 from decoupled_diloco.simulate.drift import Drift
@@ -160,6 +162,7 @@ class System(Stage):
         self.recorders: list[Recorder] = []
         self.finished = False
         self.on_checkpoint: Callable[[str, int, int], None] = lambda who, steps, told: None
+        self.on_capture: Callable[[LearnerHost, SendBody, Capture], None] = lambda *_: None
         self.on_step: Callable[[LearnerHost], None] = lambda learner: None
         self.link_of_shards = Link()
         self._shared_links: dict[str, Link] = {}

@@ -1,0 +1,200 @@
+"""Error feedback, followed beside the product: what codecs left out is sent once, and not lost.
+
+For each fragment of each learner the residual is computed again, in the plainest way, from what the
+learner captured and what its shards said. Every body must be that of the contribution with just
+this residual added. The product's orders about residuals are not believed: each must have its
+reason in what was heard.
+
+Of learners of several ranks only the orders are checked: no process has their fragments whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from decoupled_diloco.learner.exchange import Capture
+from decoupled_diloco.merge import body_digest, codec, contribution
+from decoupled_diloco.protocol.effects import Apply, ForgetResidual, Relabel, SendBody, Settle
+from decoupled_diloco.protocol.events import Began, BodyEncoded, Received
+from decoupled_diloco.protocol.messages import Outcome, Pull, Welcome
+from decoupled_diloco.protocol.peers import COORDINATOR, shard_of
+from decoupled_diloco.protocol.versions import Asking, Version
+
+if TYPE_CHECKING:
+    from decoupled_diloco.simulate.hosts import LearnerHost
+    from decoupled_diloco.simulate.system import System
+
+
+@dataclass
+class Sent:
+    """A contribution without an outcome: what it took of the residual, and what it leaves.
+
+    ``lost``: its outcome went with the connection.
+    """
+
+    base: Version
+    taken: Tensor | None
+    changes: Tensor | None = None
+    leaves: Tensor | None = None
+    lost: bool = False
+
+
+@dataclass
+class Local:
+    """One fragment at one learner: its residual, and what is on its way.
+
+    Attributes:
+        held: The version that its parameters go back to.
+        restored: It comes from the checkpoint of an earlier life.
+        made: What was made from the version that is held has been sent, and may be merged.
+    """
+
+    left: Tensor | None = None
+    sent: dict[Asking, Sent] = field(default_factory=dict)
+    held: Version | None = None
+    restored: bool = False
+    made: bool = False
+
+    def add(self, more: Tensor | None) -> None:
+        """More is left."""
+        if more is not None:
+            self.left = more if self.left is None else self.left + more
+
+    @property
+    def again(self) -> Tensor | None:
+        """What is left if what was made from the version that is held is made again."""
+        found = Local(self.left)
+        for sent in self.sent.values():
+            if sent.base == self.held:
+                found.add(sent.taken)
+        return found.left
+
+
+class Residuals:
+    """Watches the learners of a system; raises `AssertionError` at what breaks a rule."""
+
+    def __init__(self, system: System) -> None:
+        self.system = system
+        self.lives: dict[str, tuple[int, list[Local]]] = {}
+        self.kept: dict[tuple[str, int], list[Tensor | None]] = {}
+        system.recorders.append(self)
+        system.on_capture = self.captured
+
+    def __call__(self, who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
+        """One event that a machine has handled."""
+        host = self.system.learners.get(who)
+        if host is None:
+            return
+        if not host.machine.options.error_feedback:
+            assert not any(isinstance(each, Settle | ForgetResidual) for each in effects)
+            return
+        fragments = self._fragments(host)
+        if isinstance(event, Began):
+            for kept in event.kept:
+                local = fragments[kept.fragment]
+                local.left = self.kept[who, host.loaded_steps][kept.fragment]
+                local.held, local.restored = kept.version, True
+        elif isinstance(event, BodyEncoded):
+            self._encoded(host, fragments[event.fragment], event)
+        for effect in effects:
+            self._ordered(fragments, event, effect)
+        for fragment, ask in _answered(event, effects, fragments, host.machine.options.shards):
+            assert ask not in fragments[fragment].sent, f"{who}: {ask} of {fragment} is not settled"
+
+    def _fragments(self, host: LearnerHost) -> list[Local]:
+        life, fragments = self.lives.get(host.name, (-1, []))
+        if life != host.life:
+            fragments = [Local() for _ in host.machine.state.fragments]
+            self.lives[host.name] = (host.life, fragments)
+        return fragments
+
+    def checkpoint(self, who: str, steps: int) -> None:
+        """A learner keeps what it has at this moment."""
+        host = self.system.learners[who]
+        self.kept[who, steps] = [local.again for local in self._fragments(host)]
+
+    def captured(self, host: LearnerHost, order: SendBody, capture: Capture) -> None:
+        """What a learner is about to encode."""
+        if host.machine.options.error_feedback and host.spec.ranks == 1:
+            part, layout = capture.plan.fragments[order.fragment], capture.plan.layout
+            sent = self._fragments(host)[order.fragment].sent.get(order.ask)
+            if sent is not None:
+                sent.changes = contribution(part, layout, capture.copy.values(), capture.published)
+
+    def _encoded(self, host: LearnerHost, local: Local, event: BodyEncoded) -> None:
+        sent = local.sent.get(event.ask)
+        if sent is None or sent.changes is None:
+            return
+        plan = host.tensors.plan
+        assert plan.feedback is not None
+        u = sent.changes.clone()
+        if sent.taken is not None:
+            u += plan.feedback * sent.taken
+        uplink = plan.codec_of(event.fragment, codec(host.machine.options.uplink_codec))
+        body = uplink.encode(u)
+        text = f"{host.name}: {event.ask} of fragment {event.fragment} has another residual in it"
+        assert body_digest(body, uplink) == event.digest, text
+        sent.leaves = u - uplink.decode(body, len(u))
+
+    def _ordered(self, fragments: list[Local], event: Any, effect: Any) -> None:
+        match effect:
+            case SendBody(fragment=fragment, ask=ask, base=base):
+                local = fragments[fragment]
+                local.sent[ask], local.left, local.made = Sent(base, local.left), None, True
+            case Settle(fragment, ask, gone):
+                local = fragments[fragment]
+                assert _may_settle(event, effect, local), f"{effect} for {event}"
+                sent = local.sent.pop(ask)
+                local.made &= gone or sent.base != local.held
+                unsent = sent.changes is not None and sent.leaves is None
+                local.add(sent.leaves if gone and not unsent else sent.taken)
+            case ForgetResidual(fragment):
+                assert fragments[fragment].left is None, f"{effect} for {event}"
+            case Apply(fragment, version):
+                local = fragments[fragment]
+                if local.restored and not local.made:
+                    local.left = None
+                local.held, local.restored, local.made = version, False, False
+            case Relabel(fragment, version, staged=False):
+                fragments[fragment].held = version
+
+
+def _answered(
+    event: Any, effects: Sequence[Any], fragments: list[Local], shards: int
+) -> list[tuple[int, Asking]]:
+    """What must be settled with this event."""
+    applied = [effect.fragment for effect in effects if isinstance(effect, Apply)]
+    found = [(p, ask) for p in applied for ask, sent in fragments[p].sent.items() if sent.lost]
+    if not isinstance(event, Received) or event.peer == COORDINATOR:
+        return found
+    match event.message:
+        case Outcome(fragment=fragment, ask=ask):
+            found.append((fragment, ask))
+        case Welcome(asks=asks):
+            for p in range(shard_of(event.peer), len(fragments), shards):
+                local = fragments[p]
+                for ask, sent in local.sent.items():
+                    sent.lost = ask not in asks
+                    if sent.lost and sent.base != local.held:
+                        found.append((p, ask))
+    return found
+
+
+def _may_settle(event: Any, order: Settle, local: Local) -> bool:
+    """Whether what was heard says what the order says."""
+    sent = local.sent[order.ask]
+    if not isinstance(event, Received):  # a boundary, and a newer version is applied
+        return order.gone and sent.lost and sent.base != local.held
+    match event.message:
+        case Outcome(ask=ask, verdict=verdict):
+            return ask == order.ask and order.gone == (verdict == "accepted")
+        case Welcome(asks=asks):
+            return order.gone and order.ask not in asks and sent.base != local.held
+        case Pull(base=base):  # it has nothing that was made from this version
+            return not order.gone and sent.base == base
+        case _:  # a new name: what was sent to the shard's earlier life went with it
+            return not order.gone
