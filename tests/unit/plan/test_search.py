@@ -8,7 +8,6 @@ from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco_plan.bandwidth.case import (
     Case,
-    Format,
     Model,
     step_seconds_of,
     wire_format,
@@ -38,14 +37,14 @@ def test_a_wide_link_bears_the_papers_period_and_nothing_binds() -> None:
 
 
 def test_a_narrow_link_asks_for_a_longer_period_and_is_named() -> None:
-    found = propose(MODEL, four(2.0), AIM)
+    found = propose(MODEL, four(0.5), AIM)
     o = found.case.options
     assert found.reached
     assert found.prediction.utilization >= 0.95
     assert found.prediction.rounds.delay_steps <= o.overlap
     assert o.period > 24
     assert "link of site-" in found.binds
-    shorter = propose(MODEL, four(4.0), AIM).case.options.period
+    shorter = propose(MODEL, four(1.0), AIM).case.options.period
     assert shorter < o.period
 
 
@@ -73,10 +72,9 @@ def test_many_sites_bear_it_too() -> None:
 
 
 def test_fewer_bits_are_tried_before_a_longer_period() -> None:
-    int4 = (Format("4bit", 4.0), Format("4bit", 4.0))
-    wide = propose(MODEL, four(2.0), AIM)
-    both = propose(MODEL, four(2.0), AIM, formats=[BF16, int4])
-    assert both.case.up.bits == 4.0
+    wide = propose(MODEL, four(2.0), PlanOptions(utilization=0.95, up="bf16", down="bf16"))
+    both = propose(MODEL, four(2.0), AIM)
+    assert (both.case.up.name, both.case.down.name) == ("int4", "int4")
     assert both.case.options.period < wide.case.options.period
 
 
@@ -88,7 +86,7 @@ def test_what_is_given_stays() -> None:
 
 
 def test_none_does_and_the_best_says_why() -> None:
-    found = propose(MODEL, four(0.05), AIM)
+    found = propose(MODEL, four(0.01), AIM)
     assert not found.reached
     assert found.prediction.utilization < 0.5, "its own shard is near"
     assert "link of site-" in found.binds
@@ -182,7 +180,7 @@ def test_a_step_by_arithmetic() -> None:
 def test_wire_formats_are_the_projects_codecs() -> None:
     assert wire_format("fp32").bits == 32.0
     assert wire_format("3 bits").bits == 3.0
-    assert wire_format("int4").bits == 4.0
+    assert wire_format("int4").bits == 4.125
     with pytest.raises(ConfigError, match=r"'int9' is unknown.*written as '4bit'"):
         wire_format("int9")
     with pytest.raises(ConfigError, match="64 bits is out of range"):

@@ -56,7 +56,7 @@ def wire_format(text: str) -> Format:
         ConfigError: there is no such codec.
 
     >>> wire_format("bf16").bits, wire_format("4.5bit").bits, wire_format("int4")
-    (16.0, 4.5, Format(name='4bit', bits=4.0))
+    (16.0, 4.5, Format(name='int4', bits=4.125))
     """
     match = _BITS.fullmatch(text.strip())
     if text in codec_names():

@@ -16,11 +16,8 @@ from decoupled_diloco_plan.bandwidth.document import Plan, document, print_plan,
 from decoupled_diloco_plan.bandwidth.inputs import Inputs, read_inputs, size_of
 from decoupled_diloco_plan.bandwidth.network import SPREAD, slowest
 from decoupled_diloco_plan.bandwidth.options import METHODS, PARTITIONS, SOURCES, PlanOptions
-from decoupled_diloco_plan.bandwidth.search import PERIODS, Formats, Proposal, look, propose
+from decoupled_diloco_plan.bandwidth.search import Proposal, look, propose
 from decoupled_diloco_plan.output import STDOUT, check_files, write_json
-
-THOUGHT_OF = "4bit"
-"""Published to be as good as bf16 (arXiv 2604.21428, text 55.3 against 55.4); not a codec here."""
 
 DEFAULT_PERIOD, DEFAULT_FRAGMENTS, DEFAULT_OVERLAP = 24, 24, 2
 """The paper's, where nothing is proposed."""
@@ -83,7 +80,7 @@ def make_plan(options: PlanOptions) -> Plan:
     aim = inputs.options.utilization
     found = _look(inputs) if aim is None else _propose(inputs)
     _check_partition(inputs, found.case.options.fragments)
-    return Plan(inputs, found, aim, None if aim is None else _thought_of(inputs, found))
+    return Plan(inputs, found, aim)
 
 
 def _look(inputs: Inputs) -> Proposal:
@@ -94,20 +91,8 @@ def _look(inputs: Inputs) -> Proposal:
     return look(case, inputs.prices)
 
 
-def _propose(inputs: Inputs, formats: Formats | None = None) -> Proposal:
-    given, prices = inputs.options, inputs.prices
-    return propose(inputs.model, inputs.network, given, formats=formats, prices=prices)
-
-
-def _thought_of(inputs: Inputs, found: Proposal) -> Proposal | None:
-    """What 4 bits each way would bring, if it is more than what was found."""
-    period, fixed = found.case.options.period, inputs.options.up or inputs.options.down
-    if fixed or (found.reached and period == PERIODS[0]):
-        return None
-    narrow = wire_format(THOUGHT_OF)
-    other = _propose(inputs, [(narrow, narrow)])
-    better = other.reached and (not found.reached or other.case.options.period < period)
-    return other if better else None
+def _propose(inputs: Inputs) -> Proposal:
+    return propose(inputs.model, inputs.network, inputs.options, prices=inputs.prices)
 
 
 def _options(inputs: Inputs) -> Options:

@@ -23,15 +23,11 @@ from decoupled_diloco_plan.bandwidth.search import PERIODS, Proposal
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that was found; `thought_of` with 4 bits each way, for which there is no codec.
-
-    It is None if it was not looked for, or brings nothing.
-    """
+    """Everything that was found."""
 
     inputs: Inputs
     found: Proposal
     aim: float | None = None
-    thought_of: Proposal | None = None
 
     @property
     def case(self) -> Case:
@@ -92,9 +88,6 @@ def document(plan: Plan) -> dict[str, Any]:
             "utilization": plan.aim,
             "reached": plan.found.reached,
             "binds": plan.found.binds,
-            "with_4_bits": None
-            if plan.thought_of is None
-            else _options(plan.thought_of.case, ("period", "fragments", "overlap")),
         },
         "setting": _setting(plan.case),
         "prediction": _prediction(plan.prediction),
@@ -253,12 +246,6 @@ def _say_aim(plan: Plan, say: Callable[[str], None]) -> None:
         say(f"reaches {100 * aim:g} % ({got}); a shorter period is limited by {found.binds}\n")
     else:
         say(f"reaches {100 * aim:g} % ({got}) at the first setting tried: no link binds\n")
-    if plan.thought_of is not None:
-        o = plan.thought_of.case.options
-        say(
-            f"with 4 bits each way, published to be as good as bf16 but no codec here, "
-            f"H={o.period} and τ={o.overlap} would do\n"
-        )
 
 
 def _setting_rows(plan: Plan) -> Iterator[tuple[str, str]]:
