@@ -14,6 +14,7 @@ import json
 import re
 import time
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,25 @@ def _cells() -> dict[str, Cell]:
         for name, (up, down, feedback) in wires.items():
             sync = {"uplink_codec": up, "downlink_codec": down, "error_feedback": feedback}
             cells[f"M=4 {inner} {rate:g} {name}"] = Cell(4, inner, rate, sync=sync)
+    return cells | _often()
+
+
+def _often() -> dict[str, Cell]:
+    """Fewer bits more often: what counts is bits divided by period."""
+    cells: dict[str, Cell] = {}
+    wires = {"bf16": "bf16", "int4": "int4", "int2": "int4", "topk": "int4", "topk-160": "int4"}
+    for period, (up, down) in product((2, 4, 8, 24, 72), wires.items()):
+        sync = {
+            "period": period,
+            "overlap": min(2, period - 1),
+            "alignment": "carry",
+            "uplink_codec": up,
+            "downlink_codec": down,
+        }
+        for lr, momentum in ((0.7, 0.5), (1.0, 0.0)):
+            name = f"M=4 adamw 0.008 H={period} carry {up} {lr:g}/{momentum:g}"
+            outer = {"lr": lr, "momentum": momentum}
+            cells[name] = Cell(4, "adamw", 8e-3, sync=sync, outer=outer)
     return cells
 
 

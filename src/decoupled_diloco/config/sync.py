@@ -16,7 +16,7 @@ EXACT_CODECS = ("fp32", "bf16")
 
 BUILT_IN_CODECS = (*EXACT_CODECS, "int8", "int4", "fp4-e3m0", "int2", "topk")
 
-MOMENTUM_DEFAULTS = {"nesterov": 0.5, "sgd": 0.0}
+MOMENTUM_DEFAULTS = {"nesterov": 0.5, "delayed-nesterov": 0.5, "sgd": 0.0}
 """Our own outer optimizers; every other name is a class of torch.optim."""
 
 Names = Annotated[tuple[str, ...], Field(strict=False)]
@@ -267,21 +267,23 @@ class OuterSettings(Settings):
     table: ClassVar[str] = "[outer]"
 
     optimizer: str = "nesterov"
-    """"nesterov": SGD with Nesterov momentum (paper, and all of its lineage); "sgd": with
-    heavy-ball momentum, or none; or a class of torch.optim, such as "AdamW", its arguments in
-    options."""
+    """"nesterov": SGD with Nesterov momentum (paper, and all of its lineage); "delayed-nesterov":
+    its momentum is refreshed at every N-th merge alone, options = { every = N } (Async Local-SGD);
+    "sgd": with heavy-ball momentum, or none; or a class of torch.optim, such as "AdamW", its
+    arguments in options."""
 
     lr: float = Field(default=0.7, gt=0)
     """η: outer learning rate, greater than 0. What counts is η / (1 - μρ), ρ being the likeness of
     successive outer gradients, so lower it when momentum rises (DiLoCo 0.7; paper: unpublished)."""
 
     momentum: float | None = Field(default=None, ge=0, lt=1)
-    """μ: outer momentum, 0 to less than 1. Default: 0.5 for "nesterov", 0 for "sgd". 0.5 is ours:
+    """μ: outer momentum, 0 to less than 1. Default: 0.5, 0 for "sgd". 0.5 is ours:
     over 25 to 75 outer rounds it beats the lineage's 0.9 by 0.10 to 0.05 in loss; try 0.9 for runs
     of many hundred rounds."""
 
     options: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of the torch.optim class, handed to it as they are."""
+    """Further arguments of the torch.optim class, handed to it as they are; of "delayed-nesterov"
+    every, the merges of a fragment from one refreshing of its momentum to the next, 1 or more."""
 
     by_fragment: tuple[FragmentOuterSettings, ...] = Field(default=(), strict=False)
     """Fragments with other settings, for example a smaller lr for the embedding."""
@@ -310,7 +312,9 @@ class OuterSettings(Settings):
         return found
 
     def inapplicable(self) -> Mapping[str, str]:
-        """Only our own optimizers take `momentum`, only those of torch.optim take `options`."""
+        """Only our own optimizers take `momentum`; two of them take no `options`."""
+        if self.optimizer == "delayed-nesterov":
+            return {}
         ignored = "options" if self.optimizer in MOMENTUM_DEFAULTS else "momentum"
         return {ignored: f"with optimizer={self.optimizer!r}"}
 
@@ -334,8 +338,8 @@ class OuterSettings(Settings):
 
     @model_validator(mode="after")
     def _try_out(self) -> OuterSettings:
-        """A class of torch.optim is tried before a process starts; ours need no torch for that."""
-        if self.optimizer not in MOMENTUM_DEFAULTS:
+        """What has options is tried before a process starts; the others need no torch for that."""
+        if self.optimizer not in ("nesterov", "sgd"):
             from decoupled_diloco.merge import make_outer  # torch takes seconds
 
             try:

@@ -56,6 +56,7 @@ from decoupled_diloco.merge.layout import (
     tensors_of,
 )
 from decoupled_diloco.merge.outer import (
+    DelayedNesterov,
     NesterovSGD,
     OuterOptimizer,
     TorchOuter,
@@ -74,6 +75,7 @@ __all__ = [
     "Codec",
     "Constant",
     "Contribution",
+    "DelayedNesterov",
     "Fragment",
     "GroupedCodec",
     "Layout",

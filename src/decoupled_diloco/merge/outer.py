@@ -62,8 +62,7 @@ class NesterovSGD:
 
     def __init__(self, lr: float = LR, momentum: float = MOMENTUM, nesterov: bool = True) -> None:
         _check_lr(lr)
-        if not 0 <= momentum < 1:
-            raise ConfigError(f"outer momentum={momentum} is not in [0, 1): choose one below 1")
+        _check_momentum(momentum)
         self.lr = lr
         self.momentum = momentum
         self.nesterov = nesterov
@@ -107,6 +106,76 @@ class NesterovSGD:
             )
         kept = state.get("momentum")
         self._momentum_buffer = None if kept is None else kept.to(torch.float32, copy=True)
+
+
+class DelayedNesterov:
+    """Nesterov momentum that every N-th merge refreshes; gradients in between apply at once.
+
+    `s ← s + Δ`; at every N-th step `b ← μ·b + s/N; s ← 0; Θ ← Θ - η·(Δ/N + μ·b)`, at the others
+    `Θ ← Θ - η·Δ/N`. With N = 1 it is `NesterovSGD`. Where merges come one after the other, each of
+    one learner or few, they would each push the momentum further.
+
+    Args:
+        lr: η > 0.
+        momentum: μ in [0, 1).
+        every: N, at least 1: as many as there are learners, if each merge is of one.
+
+    Source:
+        Async Local-SGD (arXiv 2401.09135), Algorithm 3, with c = 0.
+    """
+
+    def __init__(self, lr: float = LR, momentum: float = MOMENTUM, *, every: int) -> None:
+        _check_lr(lr)
+        _check_momentum(momentum)
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ConfigError(
+                f"outer option every={every!r} is no number of merges: take a whole one, 1 or more"
+            )
+        self.lr = lr
+        self.momentum = momentum
+        self.every = every
+        self._count = 0
+        self._state: dict[str, Tensor] = {}
+
+    def step(self, master: Tensor, gradient: Tensor) -> None:
+        """Update `master` [N] in place; see `OuterOptimizer.step`.
+
+        Raises:
+            MergeError: The sizes of master, gradient and state differ.
+        """
+        if not self._state:
+            _check_sizes(master, gradient, None)
+            self._state = {name: torch.zeros_like(master) for name in ("momentum", "sum")}
+        _check_sizes(master, gradient, self._state["sum"])
+        self._count = (self._count + 1) % self.every
+        vectors = (master, gradient, self._state["momentum"], self._state["sum"])
+        for theta, delta, b, total in zip(*map(blocks_of, vectors), strict=True):
+            total.add_(delta)
+            theta.add_(delta, alpha=-self.lr / self.every)
+            if self._count == 0:
+                b.mul_(self.momentum).add_(total, alpha=1 / self.every)
+                theta.add_(b, alpha=-self.lr * self.momentum)
+                total.zero_()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Give `{"momentum": b, "sum": s, "count": merges since}`, or nothing at first."""
+        return self._state and {**self._state, "count": torch.tensor(self._count)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over a copy of what `state_dict` gave.
+
+        Raises:
+            MergeError: The state is another optimizer's.
+        """
+        if state and state.keys() != {"momentum", "sum", "count"}:
+            raise MergeError(
+                f"outer optimizer state has {sorted(state)}, delayed Nesterov keeps ['count', "
+                "'momentum', 'sum']: resume with the same optimizer"
+            )
+        self._count = int(state["count"]) % self.every if state else 0
+        self._state = {
+            name: state[name].to(torch.float32, copy=True) for name in state if name != "count"
+        }
 
 
 class BuffersBehind:
@@ -211,12 +280,12 @@ def make_outer(
     """Check an outer optimizer's settings once and give a factory of one per fragment.
 
     Args:
-        name: `"nesterov"`, `"sgd"` (heavy-ball, plain without momentum), or a class name of
-            `torch.optim`, as `"AdamW"`.
+        name: `"nesterov"`, `"delayed-nesterov"`, `"sgd"` (heavy-ball, plain without momentum), or
+            a class name of `torch.optim`, as `"AdamW"`.
         lr: η > 0.
-        momentum: μ in [0, 1). None means 0.5 for `"nesterov"`, 0 for `"sgd"`, and the class's own
-            default otherwise.
-        options: Further arguments of a `torch.optim` class.
+        momentum: μ in [0, 1). None means 0.5 for both of Nesterov's, 0 for `"sgd"`, and the class's
+            own default otherwise.
+        options: Further arguments of a `torch.optim` class; `every` of `"delayed-nesterov"`.
 
     Raises:
         ConfigError: The name is unknown (the nearest is named), a value is out of range, or the
@@ -239,6 +308,15 @@ def make_outer(
         mu = momentum if momentum is not None else (MOMENTUM if name == "nesterov" else 0.0)
         NesterovSGD(lr, mu)
         return lambda numel: NesterovSGD(lr, mu, nesterov=name == "nesterov")
+    if name == "delayed-nesterov":
+        if options.keys() != {"every"}:
+            raise ConfigError(
+                f"outer optimizer '{name}' takes the option every, the merges from one refreshing "
+                f"of its momentum to the next, and {sorted(options)} were given: set every alone"
+            )
+        mu, every = MOMENTUM if momentum is None else momentum, options["every"]
+        DelayedNesterov(lr, mu, every=every)
+        return lambda numel: DelayedNesterov(lr, mu, every=every)
     _check_lr(lr)
     if twice := sorted(options.keys() & {"lr", "momentum"}):
         raise ConfigError(f"outer options hold {twice}: set lr and momentum beside the options")
@@ -269,7 +347,7 @@ def _torch_optimizer(name: str) -> Callable[..., torch.optim.Optimizer]:
     }
     if name in classes:
         return classes[name]
-    known = ["nesterov", "sgd", *sorted(classes)]
+    known = ["nesterov", "delayed-nesterov", "sgd", *sorted(classes)]
     by_lower = {key.lower(): key for key in reversed(known)}
     near = get_close_matches(name.lower(), by_lower, n=1, cutoff=0.0)
     raise ConfigError(
@@ -291,6 +369,11 @@ def _check_options(name: str, make: Callable[..., Any], options: Mapping[str, An
 def _check_lr(lr: float) -> None:
     if not (math.isfinite(lr) and lr > 0):
         raise ConfigError(f"outer lr={lr} is not positive and finite: choose one above 0")
+
+
+def _check_momentum(momentum: float) -> None:
+    if not 0 <= momentum < 1:
+        raise ConfigError(f"outer momentum={momentum} is not in [0, 1): choose one below 1")
 
 
 def _check_sizes(master: Tensor, gradient: Tensor, state: Tensor | None) -> None:

@@ -3,7 +3,7 @@ import torch
 from safetensors.torch import load, save
 
 from decoupled_diloco.errors import ConfigError, MergeError
-from decoupled_diloco.merge import NesterovSGD, TorchOuter, make_outer
+from decoupled_diloco.merge import DelayedNesterov, NesterovSGD, TorchOuter, make_outer
 
 WORKING = ["nesterov", "sgd", "SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "Adafactor"]
 MANY = 2**17 + 5  # more than one block
@@ -154,3 +154,61 @@ class TestMakeOuter:
     def test_what_cannot_work_is_refused_before_the_run(self, arguments, message):
         with pytest.raises(ConfigError, match=message):
             make_outer(*arguments)
+
+
+class TestDelayedNesterov:
+    def test_refreshed_at_every_merge_it_is_nesterov(self):
+        delayed, plain = DelayedNesterov(0.3, 0.9, every=1), NesterovSGD(0.3, 0.9)
+        ours, theirs = torch.ones(MANY), torch.ones(MANY)
+        for gradient in gradients(4, MANY):
+            delayed.step(ours, gradient)
+            plain.step(theirs, gradient)
+        torch.testing.assert_close(ours, theirs)
+
+    def test_as_the_paper_has_it(self):
+        """Async Local-SGD, Algorithm 3, one number at a time."""
+        lr, beta, n = 0.5, 0.9, 3
+        theta, momentum, total = 1.0, 0.0, 0.0
+        optimizer, master = DelayedNesterov(lr, beta, every=n), torch.ones(1)
+        for step, gradient in enumerate(gradients(10, 1)):
+            g = float(gradient)
+            total += g
+            if (step + 1) % n == 0:
+                momentum = beta * momentum + total / n
+                theta -= lr * (beta * momentum + g / n)
+                total = 0.0
+            else:
+                theta -= lr * g / n
+            optimizer.step(master, gradient)
+            assert float(master) == pytest.approx(theta, abs=1e-6)
+
+    @pytest.mark.parametrize("steps", [1, 2, 3, 4])
+    def test_it_goes_on_from_any_merge(self, steps):
+        make = make_outer("delayed-nesterov", 0.1, 0.5, {"every": 3})
+        original, restored, master = make(6), make(6), torch.ones(6)
+        for gradient in gradients(steps):
+            original.step(master, gradient)
+        restored.load_state_dict(load(save(original.state_dict())))
+        ours, theirs = master.clone(), master.clone()
+        for gradient in gradients(4):
+            original.step(ours, gradient)
+            restored.step(theirs, gradient)
+        assert torch.equal(ours, theirs)
+
+    def test_anothers_state_and_other_sizes_are_refused(self):
+        optimizer = DelayedNesterov(every=2)
+        with pytest.raises(MergeError, match="resume with the same optimizer"):
+            optimizer.load_state_dict({"momentum": torch.ones(6)})
+        optimizer.step(torch.ones(6), torch.ones(6))
+        with pytest.raises(MergeError, match="must agree"):
+            optimizer.step(torch.ones(5), torch.ones(5))
+
+    @pytest.mark.parametrize("options", [None, {}, {"every": 3, "nesterov": True}, {"each": 3}])
+    def test_it_takes_one_option(self, options):
+        with pytest.raises(ConfigError, match="takes the option every"):
+            make_outer("delayed-nesterov", options=options)
+
+    @pytest.mark.parametrize("every", [0, -1, 2.5, True, "3"])
+    def test_every_is_a_number_of_merges(self, every):
+        with pytest.raises(ConfigError, match="take a whole one, 1 or more"):
+            make_outer("delayed-nesterov", options={"every": every})
