@@ -95,6 +95,7 @@ def _shown(value: Any) -> str:
 def options_of(config: RunConfig) -> Options:
     """What the state machines need to know: the settings of the same names."""
     told = {**dict(config.run), **dict(config.sync), "shards": config.syncer.shards}
+    told["ladder"] = config.sync.ladder
     told["error_feedback"] = config.sync.feedback is not None
     if config.sync.wait != "never":
         told["norm_gate"] = 0.0  # synchronous runs have no gate
@@ -119,7 +120,7 @@ def plan_of(layout: Layout, config: RunConfig) -> MergePlan:
         synchronised(layout, config),
         fragments=sync.fragments,
         strategy=sync.partition,
-        uplink=sync.uplink_codec,
+        uplink=(sync.uplink_codecs or (sync.uplink_codec,))[0],
         downlink=sync.downlink_codec,
         method=sync.merge,
         weighting=sync.weighting,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -14,7 +15,16 @@ from decoupled_diloco.errors import ConfigError
 EXACT_CODECS = ("fp32", "bf16")
 """What these leave out is too little to be sent later."""
 
-BUILT_IN_CODECS = (*EXACT_CODECS, "int8", "int4", "fp4-e3m0", "int2", "topk")
+BITS = {
+    "fp32": 32.0,
+    "bf16": 16.0,
+    "int8": 8.125,
+    "int4": 4.125,
+    "fp4-e3m0": 4.125,
+    "int2": 2.125,
+    "topk": 0.28125,
+}
+"""The built-in codecs, and their bits an element."""
 
 MOMENTUM_DEFAULTS = {"nesterov": 0.5, "delayed-nesterov": 0.5, "sgd": 0.0}
 """Our own outer optimizers; every other name is a class of torch.optim."""
@@ -95,6 +105,10 @@ class SyncSettings(Settings):
     each 4,096 elements in 2 bits each, "topk-40" the largest 40. Or one's own, which every process
     has registered by `merge.register_codec` before."""
 
+    uplink_codecs: Names = ()
+    """Codecs, the most exact first, in the place of `uplink_codec`: each learner sends in the first
+    that its link carries in time, within `overlap` steps. Who begins, begins with the first."""
+
     error_feedback: bool | None = None
     """What the uplink codec leaves out of a contribution goes with the learner's next one. Costs 4
     bytes of host memory a parameter. Default: yes, but for "fp32" and "bf16"."""
@@ -162,7 +176,10 @@ class SyncSettings(Settings):
     def feedback(self) -> float | None:
         """β of the error feedback; None: there is none."""
         chosen = self.error_feedback
-        wanted = self.uplink_codec not in EXACT_CODECS if chosen is None else chosen
+        coarse = any(
+            name not in EXACT_CODECS for name in self.uplink_codecs or (self.uplink_codec,)
+        )
+        wanted = coarse if chosen is None else chosen
         return self.feedback_decay if wanted else None
 
     def inapplicable(self) -> Mapping[str, str]:
@@ -172,6 +189,8 @@ class SyncSettings(Settings):
             ignored["partition"] = "with a fragment_map"
         if self.alignment != "blend":
             ignored["blend_alpha"] = f"with alignment={self.alignment!r}"
+        if self.uplink_codecs:
+            ignored["uplink_codec"] = "with uplink_codecs"
         if self.feedback is None:
             ignored["feedback_decay"] = "without error feedback"
         if self.weighting == "uniform":
@@ -216,19 +235,30 @@ class SyncSettings(Settings):
                 )
         return self
 
+    @property
+    def ladder(self) -> tuple[tuple[str, float], ...]:
+        """`uplink_codecs`, each with its bits an element."""
+        return tuple((name, bits_of(name)) for name in self.uplink_codecs)
+
     @field_validator("uplink_codec", "downlink_codec")
     @classmethod
     def _check_codec(cls, name: str, field: ValidationInfo) -> str:
-        if name not in BUILT_IN_CODECS:
-            from decoupled_diloco.merge import (
-                codec,
-            )  # Brings torch in, which others can do without.
-
-            try:
-                codec(name)
-            except ConfigError as error:
-                raise ConfigError(f"{field.field_name}={name!r} in [sync]: {error}") from None
+        _check_codec(name, field)
         return name
+
+    @field_validator("uplink_codecs")
+    @classmethod
+    def _check_codecs(cls, names: tuple[str, ...], field: ValidationInfo) -> tuple[str, ...]:
+        for name in names:
+            _check_codec(name, field)
+        bits = [bits_of(name) for name in names]
+        if any(finer <= coarser for finer, coarser in pairwise(bits)):
+            shown = ", ".join(f"{name} ({each:g})" for name, each in zip(names, bits, strict=True))
+            raise ConfigError(
+                f"uplink_codecs in [sync] have {shown} bits: put the most exact first, and each "
+                "one after it with fewer bits"
+            )
+        return names
 
     @model_validator(mode="after")
     def _check_overlap(self) -> SyncSettings:
@@ -238,6 +268,27 @@ class SyncSettings(Settings):
                 "sent again before its merged value is due: lower overlap or raise period"
             )
         return self
+
+
+def bits_of(name: str) -> float:
+    """The bits of an element in a codec, scales and all.
+
+    >>> bits_of("int4"), bits_of("topk-160")
+    (4.125, 0.5546875)
+    """
+    if name in BITS:
+        return BITS[name]
+    from decoupled_diloco.merge import codec  # Brings torch in, which others can do without.
+
+    sample = 1 << 20
+    return 8 * codec(name).nbytes(sample) / sample
+
+
+def _check_codec(name: str, field: ValidationInfo) -> None:
+    try:
+        bits_of(name)
+    except ConfigError as error:
+        raise ConfigError(f"{field.field_name}={name!r} in [sync]: {error}") from None
 
 
 class FragmentOuterSettings(Settings):

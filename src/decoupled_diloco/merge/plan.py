@@ -153,9 +153,17 @@ class MergePlan:
             return make(numel)
         return BuffersBehind(make(numel) if numel else None, numel)
 
-    def uplink_nbytes(self, fragment: int) -> int:
+    def uplink_of(self, fragment: int, name: str = "") -> Codec:
+        """The codec of a contribution: that of a name, or the run's.
+
+        Raises:
+            ConfigError: there is none of that name.
+        """
+        return self.codec_of(fragment, codec(name) if name else self.uplink)
+
+    def uplink_nbytes(self, fragment: int, name: str = "") -> int:
         """Size of a contribution's body."""
-        return self.codec_of(fragment, self.uplink).nbytes(self.fragments[fragment].numel)
+        return self.uplink_of(fragment, name).nbytes(self.fragments[fragment].numel)
 
     def downlink_nbytes(self, fragment: int) -> int:
         """Size of a published difference's body."""

@@ -58,7 +58,8 @@ class Broadcast:
 class Expect:
     """Be ready for a contribution's body at this path, from this learner alone.
 
-    ``round``: the fragment's open round; 0: there is none.
+    ``round``: the fragment's open round; 0: there is none. ``codec``: of the body. Tapes from
+    before it was chosen for each learner lack it: it is the run's.
     """
 
     path: str
@@ -68,6 +69,7 @@ class Expect:
     fragment: int
     ask: Asking
     why: str
+    codec: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
+from decoupled_diloco.protocol.adapt import Uplink
 from decoupled_diloco.protocol.grace import MovingAverage
 from decoupled_diloco.protocol.versions import Holding, Version
 
@@ -108,6 +109,7 @@ class Member:
         is_new: It came while the clock was being restored: its steps begin where that then is.
         handed_in: Fragments that have had what it had when it said that it goes.
         leavings: How often it has said so.
+        uplink: What its bodies have told of its link.
     """
 
     learner: str
@@ -127,6 +129,7 @@ class Member:
     pressed: bool = False
     heard_at: dict[int, float] = field(default_factory=dict)
     drained: set[int] = field(default_factory=set)
+    uplink: Uplink = field(default_factory=Uplink)
     leavings: int = 0
     is_new: bool = False
 

@@ -45,6 +45,8 @@ class Options:
         norm_gate: k of the norm gate; 0: there is none.
         oversized: what happens to a contribution above its limit: ``"refuse"`` or ``"clip"``.
         uplink_codec: name of the wire format of contributions.
+        ladder: codecs and their bits an element, the most exact first, from which each learner's is
+            chosen by its link (rule 20); none: always uplink_codec.
         error_feedback: what a codec leaves out goes with the next contribution (rule 19).
         budget_steps: the run ends when the slowest shard's clock reaches it; ``None``: no limit.
         budget_tokens: the run ends when this many tokens were trained; ``None``: no limit.
@@ -71,6 +73,7 @@ class Options:
     oversized: Oversized = "clip"
     uplink_codec: str = "bf16"
     error_feedback: bool = False
+    ladder: tuple[tuple[str, float], ...] = ()
     budget_steps: int | None = None
     budget_tokens: int | None = None
     checkpoint_every_seconds: float = 0.0

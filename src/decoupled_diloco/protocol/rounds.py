@@ -18,7 +18,7 @@ class Ask:
 
     ``round``: the number of the fragment's round at that moment; 0: there was none. ``final``: the
     learner answers when it has stopped stepping. ``base_at``: since when it holds the base.
-    ``announced``: it has begun to answer.
+    ``announced_at``: when it has begun to answer.
     """
 
     name: Asking
@@ -32,7 +32,8 @@ class Ask:
     final: bool
     state: AskState = "waiting"
     base_at: float | None = None
-    announced: bool = False
+    codec: str = ""
+    announced_at: float | None = None
     steps: int = 0
     tokens: int = 0
     age: int = 0

@@ -354,7 +354,7 @@ class SyncerMachine:
             case StepReport():
                 return syncer_members.reported(state, self.options, now, member, message)
             case Upload(fragment, ask):
-                syncer_rounds.announced(state, learner, fragment, ask)
+                syncer_rounds.announced(state, now, learner, fragment, ask)
                 return []  # the shell joins it with its body
             case Copy():
                 return []

@@ -18,6 +18,7 @@ in `asking`.
 
 from __future__ import annotations
 
+from decoupled_diloco.protocol.adapt import arrived, body_seconds
 from decoupled_diloco.protocol.asking import (
     ask_again,
     ask_if_qualified,
@@ -131,11 +132,11 @@ def _open(
     return effects
 
 
-def announced(state: SyncerState, learner: str, fragment: int, name: Asking) -> None:
+def announced(state: SyncerState, now: float, learner: str, fragment: int, name: Asking) -> None:
     """A learner has begun to answer."""
     ask = _under_way(state, learner, fragment, name)
     if ask is not None:
-        ask.announced = True
+        ask.announced_at = now
 
 
 def _under_way(state: SyncerState, learner: str, fragment: int, name: Asking) -> Ask | None:
@@ -196,7 +197,28 @@ def _fold(
     member = state.members[ask.learner]
     member.heard_at[fragment] = now
     was_heard(member, fragment)
-    return [fold, *_link_free(state, options, now, member, fragment)]
+    adapted = _adapt(state, options, now, member, ask)
+    return [fold, *adapted, *_link_free(state, options, now, member, fragment)]
+
+
+def _adapt(
+    state: SyncerState, options: Options, now: float, member: Member, ask: Ask
+) -> list[SyncerEffect]:
+    """What a body tells of its learner's link; it may be asked for another codec (rule 20).
+
+    One that was asked for in an earlier codec tells nothing of the present one.
+    """
+    ladder, step = options.ladder, state.step_seconds
+    known = ask.announced_at is not None and step > 0
+    if not (ladder and known) or ask.codec != ladder[member.uplink.rung][0]:
+        return []
+    assert ask.announced_at is not None
+    allowed = body_seconds(options.overlap, options.period, options.fragments, step)
+    choice = arrived(member.uplink, ladder, ask.announced_at, now, allowed)
+    if choice is None:
+        return []
+    text = f"{member.learner} sends in {choice.codec} from now on, it was {choice.before}"
+    return [Note(text, choice.why)]
 
 
 def _link_free(
@@ -308,7 +330,8 @@ def deadline(state: SyncerState, options: Options, round: Round) -> float | None
     if round.final:
         asks = state.fragments[round.fragment].asks.values()
         return min(
-            (_answer_by(state, round, ask) for ask in asks if not ask.announced), default=None
+            (_answer_by(state, round, ask) for ask in asks if ask.announced_at is None),
+            default=None,
         )
     gathering = round.closed_at is None and _qualified(state, round) >= options.quorum
     instants = [round.closes_at] if gathering else []
@@ -350,7 +373,7 @@ def _pass_unanswered(
 ) -> list[SyncerEffect]:
     effects: list[SyncerEffect] = []
     for ask in list(state.fragments[round.fragment].asks.values()):
-        if not ask.announced and now >= _answer_by(state, round, ask):
+        if ask.announced_at is None and now >= _answer_by(state, round, ask):
             reason = f"no answer within {CLOSING_SECONDS:g} s: its loop stands still"
             if ask.base_at is None:
                 reason = f"{ask.base} is not with it after {now - ask.asked_at:.0f} s"

@@ -15,6 +15,8 @@ CONTRIBUTED = 0.5
 
 BUDGET_STEPS_MIN = 6
 
+LADDER = (("bf16", 16.0), ("int4", 4.125), ("int2", 2.125))
+
 EVENTS_MAX = 1000.0
 """Of a world with a budget, about, those of its faults and of leases aside."""
 
@@ -25,6 +27,7 @@ def random_options(choices: Choices, learners: int) -> Options:
     quorum = choices.pick([1, 1, 2, learners, choices.integer(1, learners)])
     quorum = min(quorum, learners)
     uplink = choices.fork("codec").pick(["bf16", "bf16", "bf16", "int4", "int2", "topk-4"])
+    ladder = choices.fork("ladder").pick([(), (), LADDER])
     wait = quorum == learners and choices.chance(0.4)
     overlap = choices.integer(0, 3)
     return Options(
@@ -41,7 +44,8 @@ def random_options(choices: Choices, learners: int) -> Options:
         wait="at_overlap" if wait else "never",
         counter_cap_periods=choices.integer(1, 4),
         uplink_codec=uplink,
-        error_feedback=uplink != "bf16",
+        error_feedback=uplink != "bf16" or bool(ladder),
+        ladder=ladder,
         late=choices.fork("late").pick(["next", "next", "drop"]),
         norm_gate=choices.fork("gate").pick([0.0, 10.0]),
         oversized=choices.fork("oversized").pick(["refuse", "clip"]),

@@ -37,6 +37,7 @@ class Sent:
     """
 
     base: Version
+    codec: str
     taken: Tensor | None
     changes: Tensor | None = None
     leaves: Tensor | None = None
@@ -134,7 +135,7 @@ class Residuals:
         u = sent.changes.clone()
         if sent.taken is not None:
             u += plan.feedback * sent.taken
-        uplink = plan.codec_of(event.fragment, codec(host.machine.options.uplink_codec))
+        uplink = plan.codec_of(event.fragment, codec(sent.codec))
         body = uplink.encode(u)
         text = f"{host.name}: {event.ask} of fragment {event.fragment} has another residual in it"
         assert body_digest(body, uplink) == event.digest, text
@@ -142,9 +143,9 @@ class Residuals:
 
     def _ordered(self, fragments: list[Local], event: Any, effect: Any) -> None:
         match effect:
-            case SendBody(fragment=fragment, ask=ask, base=base):
+            case SendBody(fragment=fragment, ask=ask, base=base, codec=name):
                 local = fragments[fragment]
-                local.sent[ask], local.left, local.made = Sent(base, local.left), None, True
+                local.sent[ask], local.left, local.made = Sent(base, name, local.left), None, True
             case Settle(fragment, ask, gone):
                 local = fragments[fragment]
                 assert _may_settle(event, effect, local), f"{effect} for {event}"

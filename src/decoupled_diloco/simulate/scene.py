@@ -237,11 +237,13 @@ def config_of(
         "wait": options.wait,
         "counter_cap_periods": options.counter_cap_periods,
         "late": options.late,
-        "uplink_codec": options.uplink_codec,
+        "uplink_codecs": tuple(name for name, _ in options.ladder),
         "error_feedback": options.error_feedback,
         "phases": options.phases,
         "partition": "tensor",
     }
+    if not options.ladder:
+        sync["uplink_codec"] = options.uplink_codec
     if options.wait == "never":
         sync["norm_gate"] = options.norm_gate
         if options.norm_gate:

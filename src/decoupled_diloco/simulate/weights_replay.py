@@ -144,6 +144,7 @@ class _Shard:
         owned = options_of(config).owned(self._shard)
         self._tensors = ShardTensors(plan, owned)
         self._paths: dict[tuple[str, int, int | Asking], str] = {}
+        self._codecs: dict[tuple[str, int, Asking], str] = {}
         self._announced: dict[Asking, str] = {}
         self._merging: dict[int, tuple[do.Merge, OuterStep]] = {}
         self._lost_bodies: set[Asking] = set()
@@ -174,16 +175,17 @@ class _Shard:
 
     def _arrived(self, event: fact.BodyArrived) -> None:
         path = self._paths[event.learner, event.fragment, event.ask]
+        codec = self._codecs.get((event.learner, event.fragment, event.ask), "")
         body = read_body(self._folder, path)
         if body is None:
             self._lose(event, f"{path} was not kept")
             return
         plan = self._tensors.plan
         text = self._announced.get(event.ask) or body_digest(
-            body, plan.codec_of(event.fragment, plan.uplink)
+            body, plan.uplink_of(event.fragment, codec)
         )
         try:
-            self._tensors.verify(event.fragment, event.ask, body, text)
+            self._tensors.verify(event.fragment, event.ask, body, text, codec)
         except (ProtocolError, MergeError) as error:
             self._lose(event, f"{path}: {error}")
 
@@ -238,6 +240,7 @@ class _Shard:
         match order:
             case do.Expect():
                 self._paths[order.learner, order.fragment, order.ask] = order.path
+                self._codecs[order.learner, order.fragment, order.ask] = order.codec
             case do.ExpectCopy():
                 self._paths[order.learner, order.fragment, order.attempt] = order.path
             case do.Fold(fragment, _, ask, steps, tokens, _, scale, discount):

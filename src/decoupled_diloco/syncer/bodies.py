@@ -122,7 +122,7 @@ class Uploads:
         path, plan = effect.path, self._tensors.plan
         self.unexpect(path, "asked again")
         if isinstance(effect, do.Expect):
-            nbytes = plan.uplink_nbytes(effect.fragment)
+            nbytes = plan.uplink_nbytes(effect.fragment, effect.codec)
         else:
             nbytes = plan.whole_nbytes(effect.fragment)
         upload = self._bodies.expect(path, nbytes, effect.learner)
@@ -187,7 +187,7 @@ class Uploads:
 
         def verify(body: PoolBody) -> None:
             nonlocal norm
-            norm = self._tensors.verify(fragment, ask, body.buffer, announced.digest)
+            norm = self._tensors.verify(fragment, ask, body.buffer, announced.digest, effect.codec)
             if self._keep is not None:
                 self._keep(effect.path, body.buffer)
 

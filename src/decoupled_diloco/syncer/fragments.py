@@ -127,14 +127,17 @@ class ShardTensors:
         if values is not None and actual == wanted:
             self.install(fragment, values)
 
-    def verify(self, fragment: int, ask: Asking, body: Body, announced: str) -> float:
+    def verify(
+        self, fragment: int, ask: Asking, body: Body, announced: str, codec: str = ""
+    ) -> float:
         """Checks a contribution whole and keeps it decoded until it is folded or dropped.
 
         Args:
             fragment: Which fragment.
             ask: Which asking it answers.
-            body: [B] in the uplink codec.
+            body: [B] in the codec.
             announced: The digest that the learner gave.
+            codec: The name of the codec; the run's uplink codec if empty.
 
         Returns:
             Its norm.
@@ -143,7 +146,7 @@ class ShardTensors:
             ProtocolError: another digest, or another size.
             MergeError: not finite.
         """
-        uplink = self.plan.codec_of(fragment, self.plan.uplink)
+        uplink = self.plan.uplink_of(fragment, codec)
         actual = body_digest(body, uplink)
         if actual != announced:
             raise ProtocolError(f"the body's digest is {actual}, {announced} was announced")
