@@ -200,7 +200,8 @@ class BareLearner(Bare):
 
     def _send_body(self, order: do.SendBody) -> None:
         digest = f"{self.name}-{self.life}/{order.fragment}/{order.ask}"
-        body = Body(WIRE_BYTES * self.crowd.fragment_bytes[order.fragment], digest)
+        share = dict(self.crowd.options.ladder).get(order.codec, 32 * WIRE_BYTES) / 32
+        body = Body(share * self.crowd.fragment_bytes[order.fragment], digest)
         self.later(0.0, self.tell, fact.BodyEncoded(order.fragment, order.ask, digest))
         target, life = self.crowd.shards[order.shard], self.life
 

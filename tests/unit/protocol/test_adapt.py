@@ -78,10 +78,6 @@ def test_a_link_that_comes_and_goes_is_given_up_in_the_end() -> None:
         link.rate = 40.0 if phase % 2 else 10.0
         link.send(20)
     assert PATIENCE < link.uplink.patience <= PATIENCE_MAX
-    early, late = (
-        sum(c.before == "bf16" for c in part) for part in (link.choices[:10], link.choices[10:])
-    )
-    assert early >= 2
     assert len(link.choices) <= 12, f"{len(link.choices)} changes in 3,000 bodies"
 
 
