@@ -15,6 +15,7 @@ from decoupled_diloco.config import OuterSettings, RunConfig, RunSettings, SyncS
 from decoupled_diloco.config.method import plan_of, public_text, read_public
 from decoupled_diloco.learner.exchange import LearnerTensors, Mode
 from decoupled_diloco.learner.store import ModuleStore
+from decoupled_diloco.protocol.versions import Asking
 
 STEPS, SENT, TAKEN = 12, 5, 7
 HIGHEST = 1.25
@@ -50,7 +51,7 @@ def trained(mode: Mode) -> Path:
         points.append((step, model.weight.item()))
         if step == SENT and mode != "rebase":
             tensors.snapshot(0)
-            tensors.capture(0)
+            tensors.capture(0, Asking(1, 1))
         if step == TAKEN:
             before = points[-1]
             tensors.stage(0, torch.tensor([MERGED]))
