@@ -235,7 +235,7 @@ def _ask(
         coming=coming,
     )
     return [
-        Expect(path, learner, member.epoch, number, fragment, name, why, ask.codec),
+        Expect(path, learner, member.epoch, number, fragment, name, why, ask.codec * bool(ladder)),
         Send(learner, pull, why),
     ]
 
