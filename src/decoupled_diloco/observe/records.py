@@ -43,6 +43,7 @@ _CLASSES: dict[str, tuple[type[Any], ...]] = {
 
 _ADDED_LATER: dict[str, dict[str, Any]] = {
     "Evaluated": {"metrics": []},
+    "Expect": {"codec": ""},
     "FaultInjected": {"processes": []},
     "FaultEnded": {"processes": []},
 }
@@ -78,6 +79,10 @@ class Record:
     wall: float
     life: int
 
+    def today(self) -> dict[str, Any]:
+        """Type and fields, those too that older tapes lack."""
+        return {"type": self.type, **_ADDED_LATER.get(self.type, {}), **self.data}
+
     def value(self) -> Event | Effect | Sample:
         """The event, effect or sample as its dataclass.
 
@@ -85,10 +90,7 @@ class Record:
             ProtocolError: The fields are not those of the dataclass; the message names the field.
         """
         assert self.kind != "start", "a start record holds a plain table"
-        value: Event | Effect | Sample = wire.decode(
-            {"type": self.type, **_ADDED_LATER.get(self.type, {}), **self.data},
-            _CLASSES[self.kind],
-        )
+        value: Event | Effect | Sample = wire.decode(self.today(), _CLASSES[self.kind])
         return value
 
 

@@ -211,8 +211,8 @@ def _ask(
     path = f"/up/{name.term}/{fragment}/{learner}/{member.epoch}/{name.number}"
     number, final = (0, False) if round is None else (round.number, round.final)
     ask = Ask(name, fragment, learner, member.epoch, path, base, now, number, final)
-    ladder = options.ladder
-    ask.codec = ladder[member.uplink.rung][0] if ladder else options.uplink_codec
+    if options.ladder:
+        ask.codec = options.ladder[member.uplink.rung][0]
     ask.base_at = now if member.held.get(fragment) == base else None
     entry.ask(ask)
     member.under_way.add(fragment)
@@ -228,14 +228,14 @@ def _ask(
         ask=name,
         base=base,
         tick=state.clock if round is None else round.tick,
-        codec=ask.codec,
+        codec=ask.codec or options.uplink_codec,
         alignment=options.alignment,
         path=path,
         final=final,
         coming=coming,
     )
     return [
-        Expect(path, learner, member.epoch, number, fragment, name, why, ask.codec * bool(ladder)),
+        Expect(path, learner, member.epoch, number, fragment, name, why, ask.codec),
         Send(learner, pull, why),
     ]
 

@@ -18,7 +18,8 @@ class Ask:
 
     ``round``: the number of the fragment's round at that moment; 0: there was none. ``final``: the
     learner answers when it has stopped stepping. ``base_at``: since when it holds the base.
-    ``announced_at``: when it has begun to answer.
+    ``codec``: that was chosen for it; empty: the run's. ``announced_at``: when it has begun to
+    answer.
     """
 
     name: Asking
