@@ -45,14 +45,26 @@ System = Callable[[float, int, int], float]
 
 
 def config(
-    rate: float, seed: int, steps: int, *, learners: int, batch: int, sync: Any, outer: Any
+    rate: float,
+    seed: int,
+    steps: int,
+    *,
+    learners: int,
+    batch: int,
+    sync: Any,
+    outer: Any,
+    inner: str = "adamw",
 ) -> RunConfig:
     return RunConfig(
         run={"learners": learners, "budget_steps": steps, "seed": seed},
         sync={"fragments": 24, "period": 24, "overlap": 2, **sync},
         outer=outer,
-        workload={"options": {**SIZE, "batch_size": batch, "learning_rate": rate}},
+        workload={"options": _options(rate, batch, inner)},
     )
+
+
+def _options(rate: float, batch: int, inner: str) -> dict[str, Any]:
+    return {**SIZE, "batch_size": batch, "learning_rate": rate, "optimizer": inner}
 
 
 def virtual(rate: float, seed: int, steps: int, **settings: Any) -> float:
@@ -87,9 +99,11 @@ def decoupled_alone(rate: float, seed: int, steps: int) -> float:
     return virtual(rate, seed, steps, learners=1, batch=SEQUENCES, sync={}, outer={})
 
 
-def plain(rate: float, seed: int, steps: int, batch: int, parts: int) -> float:
+def plain(
+    rate: float, seed: int, steps: int, batch: int, parts: int, inner: str = "adamw"
+) -> float:
     """An ordinary training loop; with several parts, data-parallel over them."""
-    options = {**SIZE, "batch_size": batch, "learning_rate": rate}
+    options = _options(rate, batch, inner)
     workload = load_workload("gpt", {**options, "seed": seed, "total_steps": steps})
     model = workload.model()
     optimizer = workload.optimizer(model)

@@ -9,21 +9,15 @@ the command can be stopped at any time, and several may work on different cells.
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
 import time
 from dataclasses import dataclass, field
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
-from quality import SEQUENCES, SIZE
-
-from decoupled_diloco.config import RunConfig
-from decoupled_diloco.simulate.training import train_virtually
-from decoupled_diloco.workloads import load_workload
+from cells import Row, measured, parser
+from quality import SEQUENCES, plain, virtual
 
 REGIONS = 4
 """Data-parallel draws its batch from as many regions of the text as there are learners."""
@@ -36,41 +30,23 @@ class Cell:
     learners: int
     inner: str
     rate: float
-    steps: int = 600
     sync: dict[str, Any] = field(default_factory=dict)
     outer: dict[str, Any] = field(default_factory=dict)
 
-    def loss(self, seed: int) -> float:
+    def loss(self, seed: int, steps: int) -> float:
         """The held-out loss of the run's weights, nats a byte."""
         if self.learners == 0:
-            return self._plain(seed)
-        config = RunConfig(
-            run={"learners": self.learners, "budget_steps": self.steps, "seed": seed},
-            sync={"fragments": 24, "period": 24, "overlap": 2, **self.sync},
+            return plain(self.rate, seed, steps, SEQUENCES // REGIONS, REGIONS, self.inner)
+        return virtual(
+            self.rate,
+            seed,
+            steps,
+            learners=self.learners,
+            batch=SEQUENCES // self.learners,
+            sync=self.sync,
             outer=self.outer,
-            workload={"options": self._options(SEQUENCES // self.learners)},
+            inner=self.inner,
         )
-        with train_virtually(config) as run:
-            return run.evaluate()["loss"]
-
-    def _options(self, batch: int) -> dict[str, Any]:
-        return {**SIZE, "batch_size": batch, "learning_rate": self.rate, "optimizer": self.inner}
-
-    def _plain(self, seed: int) -> float:
-        options = self._options(SEQUENCES // REGIONS)
-        workload = load_workload("gpt", {**options, "seed": seed, "total_steps": self.steps})
-        model = workload.model()
-        optimizer = workload.optimizer(model)
-        streams = [workload.batches(part, REGIONS) for part in range(REGIONS)]
-        for step in range(self.steps):
-            for group in optimizer.param_groups:
-                group["lr"] = self.rate * workload.schedule(step)
-            batches = [next(stream) for stream in streams]
-            inputs, targets = (torch.cat(each) for each in zip(*batches, strict=True))
-            workload.loss(model, (inputs, targets)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return workload.evaluate(model)["loss"]
 
 
 def _cells() -> dict[str, Cell]:
@@ -125,29 +101,18 @@ CELLS = _cells()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--cells", default=".", help="a regular expression that finds their names")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--kept", type=Path, default=Path("traffic.jsonl"))
-    arguments = parser.parse_args()
+    options = parser(600, "of every run", "traffic")
+    options.add_argument("--cells", default=".", help="a regular expression that finds their names")
+    arguments = options.parse_args()
     torch.set_num_threads(1)
-    for seed in arguments.seeds:
-        for name in [name for name in CELLS if re.search(arguments.cells, name)]:
-            if (name, seed) in done(arguments.kept):
-                continue
-            begun = time.monotonic()
-            loss = CELLS[name].loss(seed)
-            row = {"cell": name, "seed": seed, "loss": loss}
-            row["seconds"] = round(time.monotonic() - begun, 1)
-            with arguments.kept.open("a") as file:
-                print(json.dumps(row), file=file)
-            print(row, flush=True)
 
+    def measure(cell: str, seed: int) -> Row:
+        begun = time.monotonic()
+        loss = CELLS[cell].loss(seed, arguments.steps)
+        return {"loss": loss, "seconds": round(time.monotonic() - begun, 1)}
 
-def done(kept: Path) -> dict[tuple[str, int], float]:
-    """The losses of the runs that a file has."""
-    lines = kept.read_text().splitlines() if kept.exists() else []
-    return {(row["cell"], row["seed"]): row["loss"] for row in map(json.loads, lines)}
+    names = [name for name in CELLS if re.search(arguments.cells, name)]
+    measured(arguments.kept, names, arguments.seeds, measure)
 
 
 if __name__ == "__main__":

@@ -120,7 +120,7 @@ def plan_of(layout: Layout, config: RunConfig) -> MergePlan:
         synchronised(layout, config),
         fragments=sync.fragments,
         strategy=sync.partition,
-        uplink=(sync.uplink_codecs or (sync.uplink_codec,))[0],
+        uplink=sync.uplinks[0],
         downlink=sync.downlink_codec,
         method=sync.merge,
         weighting=sync.weighting,

@@ -175,12 +175,15 @@ class SyncSettings(Settings):
     @property
     def feedback(self) -> float | None:
         """β of the error feedback; None: there is none."""
-        chosen = self.error_feedback
-        coarse = any(
-            name not in EXACT_CODECS for name in self.uplink_codecs or (self.uplink_codec,)
-        )
-        wanted = coarse if chosen is None else chosen
+        wanted = self.error_feedback
+        if wanted is None:
+            wanted = not set(self.uplinks) <= set(EXACT_CODECS)
         return self.feedback_decay if wanted else None
+
+    @property
+    def uplinks(self) -> tuple[str, ...]:
+        """The codecs that learners may send in, the most exact first."""
+        return self.uplink_codecs or (self.uplink_codec,)
 
     def inapplicable(self) -> Mapping[str, str]:
         """`blend_alpha` without a blend, the cap of counters that are not looked at, and so on."""

@@ -262,7 +262,7 @@ class Background:
             case do.SendBody(fragment=fragment, ask=ask):
                 captured = shared.tensors.capture(fragment, ask)
             case do.Settle() | do.ForgetResidual():
-                shared.tensors.carry_on(effect)
+                shared.tensors.carry_out(effect)
                 return
             case do.SendCopy(_, fragment, _, version):
                 captured = shared.tensors.whole(fragment, published=version is not None)

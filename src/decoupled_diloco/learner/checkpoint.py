@@ -140,7 +140,7 @@ class LearnerCheckpoint:
         tensors = {f"model.{name}": tensor for name, tensor in model.items()}
         tensors |= {f"state.{name}": tensor for name, tensor in state.items()}
         if not self.ranks:
-            tensors |= {f"published.{p}": held.published for p, held in enumerate(self.fragments)}
+            tensors |= {f"{PUBLISHED}.{p}": held.published for p, held in enumerate(self.fragments)}
             tensors |= {
                 f"{RESIDUAL}.{p}": summed(self.fragments[p].residual) for p in self.with_residual
             }
@@ -196,21 +196,21 @@ class LearnerCheckpoint:
                     f"{FORMAT_OF_RANKS}"
                 )
             ranks = int(record.get("ranks", 0))
+            left = set(record.get("residuals", ()))
+
+            def kept(what: str, index: int, told: list[Any]) -> Values:
+                if ranks:
+                    return KeptBeside(beside_of(path), index, told[5], what)
+                return tensors[f"{what}.{index}"]
+
             fragments = tuple(
-                _held(*told[:5], KeptBeside(beside_of(path), index, *told[5:]))
-                if ranks
-                else _held(*told, tensors[f"published.{index}"])
+                _held(
+                    *told[:5],
+                    kept(PUBLISHED, index, told),
+                    (kept(RESIDUAL, index, told),) if index in left else (),
+                )
                 for index, told in enumerate(record["fragments"])
             )
-            for p in record.get("residuals", ()):
-                kept = fragments[p]
-                left = KeptBeside(beside_of(path), p, kept.published.numel(), RESIDUAL)
-                residual = left if ranks else tensors[f"{RESIDUAL}.{p}"]
-                fragments = (
-                    *fragments[:p],
-                    replace(kept, residual=(residual,)),
-                    *fragments[p + 1 :],
-                )
             numbers = {name: record[name] for name in _NUMBERS}
             model = unpack(_under("model.", tensors), texts["model"])
             state = unpack(_under("state.", tensors), texts["state"])

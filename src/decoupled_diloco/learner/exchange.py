@@ -25,14 +25,7 @@ from torch import Tensor
 
 from decoupled_diloco.errors import MergeError
 from decoupled_diloco.learner.store import Copied, HostCopy, ParameterStore, Rounded, Values
-from decoupled_diloco.merge import (
-    Body,
-    body_digest,
-    codec,
-    contribution,
-    receive,
-    values_digest,
-)
+from decoupled_diloco.merge import Body, body_digest, contribution, receive, values_digest
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.protocol.effects import Apply, ForgetResidual, Settle, Snapshot
 from decoupled_diloco.protocol.versions import Asking
@@ -61,7 +54,7 @@ class Capture:
         """
         part = self.plan.fragments[self.fragment]
         d = contribution(part, self.plan.layout, self.copy.values(), self.published)
-        uplink = self.plan.codec_of(self.fragment, codec(codec_name))
+        uplink = self.plan.uplink_of(self.fragment, codec_name)
         body, residual = self.plan.encode(d, self.residuals, uplink)
         return body, body_digest(body, uplink), residual
 
@@ -95,12 +88,17 @@ class LearnerTensors:
         self.under_way: dict[tuple[int, Asking], UnderWay] = {}
         self._sent: list[HostCopy | None] = [None] * count
 
-    def carry_out(self, order: Apply | Snapshot) -> None:
-        """Does what a boundary's plan orders; what is sent in between is captured in between."""
-        if isinstance(order, Apply):
-            self.apply(order.fragment, order.mode)
-        else:
-            self.snapshot(order.fragment)
+    def carry_out(self, order: Apply | Snapshot | Settle | ForgetResidual) -> None:
+        """Does what the machine orders; what is sent in between is captured in between."""
+        match order:
+            case Apply(fragment, _, mode):
+                self.apply(fragment, mode)
+            case Snapshot(fragment):
+                self.snapshot(fragment)
+            case Settle(fragment, ask, gone):
+                self.settle(fragment, ask, gone=gone)
+            case ForgetResidual(fragment):
+                self.residuals[fragment] = ()
 
     def snapshot(self, fragment: int) -> None:
         """Copies a fragment's parameters as they are now."""
@@ -134,10 +132,9 @@ class LearnerTensors:
         assert copy is not None, f"no snapshot of fragment {fragment}"
         assert published is not None, f"no published copy of fragment {fragment}"
         self._sent[fragment] = copy
-        if self.plan.feedback is None:
-            return Capture(self.plan, fragment, copy, published)
         taken, self.residuals[fragment] = self.residuals[fragment], ()
-        self.under_way[fragment, ask] = UnderWay(taken)
+        if self.plan.feedback is not None:
+            self.under_way[fragment, ask] = UnderWay(taken)
         return Capture(self.plan, fragment, copy, published, taken)
 
     def encoded(self, fragment: int, ask: Asking, residual: Values | None) -> None:
@@ -145,15 +142,11 @@ class LearnerTensors:
         if (entry := self.under_way.get((fragment, ask))) is not None:
             entry.leaves = residual
 
-    def carry_on(self, order: Settle | ForgetResidual) -> None:
-        """Does what is ordered about residuals."""
-        fragment = order.fragment
-        if isinstance(order, ForgetResidual):
-            self.residuals[fragment] = ()
-            return
-        entry = self.under_way.pop((fragment, order.ask))
+    def settle(self, fragment: int, ask: Asking, *, gone: bool) -> None:
+        """What a contribution leaves is left: see `Settle`."""
+        entry = self.under_way.pop((fragment, ask))
         left = entry.taken  # also of what was never encoded, and so never sent
-        if order.gone and entry.leaves is not None:
+        if gone and entry.leaves is not None:
             left = (entry.leaves,)
         self.residuals[fragment] += left
 

@@ -64,7 +64,7 @@ from decoupled_diloco.merge.outer import (
 )
 from decoupled_diloco.merge.plan import token_weight
 from decoupled_diloco.merge.published import contribution, encode_with_feedback, publish, receive
-from decoupled_diloco.merge.quantize import GroupedCodec
+from decoupled_diloco.merge.quantize import QuantizedCodec
 from decoupled_diloco.merge.sparse import TopKCodec
 
 __all__ = [
@@ -77,11 +77,11 @@ __all__ = [
     "Contribution",
     "DelayedNesterov",
     "Fragment",
-    "GroupedCodec",
     "Layout",
     "NesterovSGD",
     "OuterOptimizer",
     "Piece",
+    "QuantizedCodec",
     "RawCodec",
     "Segment",
     "TensorSpec",

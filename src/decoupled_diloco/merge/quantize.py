@@ -40,20 +40,13 @@ Shapes:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from decoupled_diloco.merge.codec import (
-    Body,
-    as_bytes,
-    bf16_of,
-    check_size,
-    is_aligned,
-    register_codec,
-    room_for,
-)
+from decoupled_diloco.merge.codec import bf16_of, is_aligned, register_codec
+from decoupled_diloco.merge.grouped import GroupedCodec
 
 GROUP = 128
 """Elements that share a scale."""
@@ -63,70 +56,40 @@ SCALE_BYTES = 2
 _SMALLEST = 2.0**-120
 """The smallest scale but 0: all that it is multiplied by gives normal numbers."""
 
-_STEP = 2**18
-"""Elements worked on at a time, whole groups: 1 MiB of fp32, which stays in a cache."""
 
-
-class GroupedCodec:
-    """A codec by groups of `GROUP` elements; what a code means is the subclass's.
+class QuantizedCodec(GroupedCodec):
+    """A codec of groups of `GROUP` elements with a scale; what a code means is the subclass's.
 
     Args:
         name: See `Codec.name`.
         bits: Of a code: 2, 4 or 8.
     """
 
-    group = GROUP
-
     def __init__(self, name: str, bits: int) -> None:
-        self.name = name
+        super().__init__(name, GROUP, SCALE_BYTES + GROUP * bits // 8)
         self._bits = bits
-        self._code_bytes = GROUP * bits // 8
-        self.record = SCALE_BYTES + self._code_bytes
 
-    def nbytes(self, numel: int) -> int:
-        return -(-numel // GROUP) * self.record
+    def _write(self, groups: Tensor, records: Tensor) -> None:
+        scale = self._scales(groups)
+        scale.masked_fill_(scale < _SMALLEST, 0)
+        records[:, :SCALE_BYTES] = scale.view(torch.uint8).view(-1, SCALE_BYTES)
+        inverse = scale.float().clamp_(min=_SMALLEST).reciprocal_().view(-1, 1)
+        records[:, SCALE_BYTES:] = _packed(self._codes(groups * inverse), self._bits)
 
-    def encode(self, vector: Tensor, out: Tensor | memoryview | None = None) -> Tensor:
-        body = room_for(self.nbytes(vector.numel()), out, vector.device)
-        records = body.view(-1, self.record)
-        scratch = _Scratch(vector)
-        for groups, first in scratch.groups(vector):
-            block = records[first : first + len(groups)]
-            scale = self._scales(groups, scratch)
-            scale.masked_fill_(scale < _SMALLEST, 0)
-            block[:, :SCALE_BYTES] = scale.view(torch.uint8).view(-1, SCALE_BYTES)
-            inverse = scale.float().clamp_(min=_SMALLEST).reciprocal_().view(-1, 1)
-            scaled = torch.mul(groups, inverse, out=scratch.floats(groups))
-            block[:, SCALE_BYTES:] = _packed(self._codes(scaled, scratch), self._bits)
-        return body
-
-    def decode(self, body: Body, numel: int, out: Tensor | None = None) -> Tensor:
-        source = as_bytes(body)
-        check_size(source, self, numel)
-        if out is None:
-            out = torch.empty(numel, dtype=torch.float32, device=source.device)
-        records = source.view(-1, self.record)
-        whole = numel // GROUP
-        for low in range(0, whole, _STEP // GROUP):
-            high = min(low + _STEP // GROUP, whole)
-            self._decoded(records[low:high], out[low * GROUP : high * GROUP].view(-1, GROUP))
-        if whole * GROUP < numel:
-            last = torch.empty(1, GROUP, dtype=torch.float32, device=source.device)
-            self._decoded(records[whole:], last)
-            out[whole * GROUP :] = last[0, : numel - whole * GROUP]
-        return out
-
-    def _decoded(self, records: Tensor, out: Tensor) -> None:
+    def _read(self, records: Tensor, groups: Tensor) -> None:
         scale = bf16_of(records[:, :SCALE_BYTES])
-        self._levels(records[:, SCALE_BYTES:], out)
-        out.mul_(scale)
+        self._levels(records[:, SCALE_BYTES:], groups)
+        groups.mul_(scale)
 
-    def _scales(self, groups: Tensor, scratch: _Scratch) -> Tensor:
+    def _scales(self, groups: Tensor) -> Tensor:
         """The scales, bf16 [G], of groups fp32 [G, 128]."""
         raise NotImplementedError
 
-    def _codes(self, scaled: Tensor, scratch: _Scratch) -> Tensor:
-        """The codes, int8 [G, 128], each below 2ᵇ as unsigned, of elements over their scale."""
+    def _codes(self, scaled: Tensor) -> Tensor:
+        """The codes, int8 [G, 128], each below 2ᵇ as unsigned, of elements over their scale.
+
+        The elements may be changed.
+        """
         raise NotImplementedError
 
     def _levels(self, codes: Tensor, out: Tensor) -> None:
@@ -134,33 +97,7 @@ class GroupedCodec:
         raise NotImplementedError
 
 
-class _Scratch:
-    """Memory of one call, for one block at a time: it stays in a core's cache."""
-
-    def __init__(self, vector: Tensor) -> None:
-        numel = min(_STEP, -(-vector.numel() // GROUP) * GROUP)
-        shape, device = (numel // GROUP, GROUP), vector.device
-        self._floats = torch.empty(shape, dtype=torch.float32, device=device)
-        self._codes = torch.empty(shape, dtype=torch.int8, device=device)
-
-    def floats(self, like: Tensor) -> Tensor:
-        return self._floats[: len(like)]
-
-    def codes(self, like: Tensor) -> Tensor:
-        return self._codes[: len(like)]
-
-    def groups(self, vector: Tensor) -> Iterator[tuple[Tensor, int]]:
-        """Blocks of whole groups, fp32 [G, 128], and the number of their first; zeros fill up."""
-        whole = vector.numel() // GROUP * GROUP
-        for low in range(0, whole, _STEP):
-            yield vector[low : min(low + _STEP, whole)].view(-1, GROUP), low // GROUP
-        if whole < vector.numel():
-            last = torch.zeros(1, GROUP, dtype=torch.float32, device=vector.device)
-            last[0, : vector.numel() - whole] = vector[whole:]
-            yield last, whole // GROUP
-
-
-class _Int(GroupedCodec):
+class _Int(QuantizedCodec):
     """Whole numbers from -top to top."""
 
     def __init__(self, name: str, bits: int) -> None:
@@ -168,11 +105,11 @@ class _Int(GroupedCodec):
         self._top = 2 ** (bits - 1) - 1
         self._table = _table([code - self._top for code in range(2**bits)], bits)
 
-    def _scales(self, groups: Tensor, scratch: _Scratch) -> Tensor:
+    def _scales(self, groups: Tensor) -> Tensor:
         return rounded_up(_largest(groups).mul_(1 / self._top))
 
-    def _codes(self, scaled: Tensor, scratch: _Scratch) -> Tensor:
-        return scratch.codes(scaled).copy_(scaled.add_(self._top + 0.5))  # truncates: the nearest
+    def _codes(self, scaled: Tensor) -> Tensor:
+        return scaled.add_(self._top + 0.5).to(torch.int8)  # truncates: the nearest
 
     def _levels(self, codes: Tensor, out: Tensor) -> None:
         _look_up(self._table, codes, out)
@@ -181,14 +118,14 @@ class _Int(GroupedCodec):
 class _Int8(_Int):
     """As int4, without a table: the codes are the numbers themselves, in two's complement."""
 
-    def _codes(self, scaled: Tensor, scratch: _Scratch) -> Tensor:
-        return scratch.codes(scaled).copy_(scaled.round_())
+    def _codes(self, scaled: Tensor) -> Tensor:
+        return scaled.round_().to(torch.int8)
 
     def _levels(self, codes: Tensor, out: Tensor) -> None:
         out.copy_(codes.view(torch.int8))
 
 
-class _E3M0(GroupedCodec):
+class _E3M0(QuantizedCodec):
     """A sign and three bits of exponent: codes 1 to 7 are 2⁻⁶ to 1, and 8 more their negatives."""
 
     def __init__(self, name: str) -> None:
@@ -196,33 +133,32 @@ class _E3M0(GroupedCodec):
         magnitudes = [0.0, *(2.0**power for power in range(-6, 1))]
         self._table = _table([*magnitudes, *(-m for m in magnitudes)], 4)
 
-    def _scales(self, groups: Tensor, scratch: _Scratch) -> Tensor:
+    def _scales(self, groups: Tensor) -> Tensor:
         return rounded_up(_largest(groups))
 
-    def _codes(self, scaled: Tensor, scratch: _Scratch) -> Tensor:
+    def _codes(self, scaled: Tensor) -> Tensor:
         # Of 4/3 of a number the exponent is that of the nearest power of two. 127 is that of 1.
         bits = scaled.mul_(4 / 3).bfloat16().view(torch.int16)
-        codes = scratch.codes(scaled)
-        codes.copy_((bits & 0x7FFF).bitwise_right_shift_(7).clamp_(120, 127).sub_(120))
-        return codes.bitwise_or_(bits.bitwise_right_shift_(12).bitwise_and_(8).to(torch.int8))
+        codes = (bits & 0x7FFF).bitwise_right_shift_(7).clamp_(120, 127).sub_(120)
+        codes.bitwise_or_(bits.bitwise_right_shift_(12).bitwise_and_(8))
+        return codes.to(torch.int8)
 
     def _levels(self, codes: Tensor, out: Tensor) -> None:
         _look_up(self._table, codes, out)
 
 
-class _Int2(GroupedCodec):
+class _Int2(QuantizedCodec):
     """Two levels of each sign, scaled by the mean: the least error for a normal distribution."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, 2)
         self._table = _table([-1.5, -0.5, 0.5, 1.5], 2)
 
-    def _scales(self, groups: Tensor, scratch: _Scratch) -> Tensor:
-        sizes = torch.abs(groups, out=scratch.floats(groups))
-        return sizes.sum(1).mul_(1.25 / GROUP).bfloat16()
+    def _scales(self, groups: Tensor) -> Tensor:
+        return groups.abs().sum(1).mul_(1.25 / GROUP).bfloat16()
 
-    def _codes(self, scaled: Tensor, scratch: _Scratch) -> Tensor:
-        return scratch.codes(scaled).copy_(scaled.add_(2)).clamp_(0, 3)  # |x| ≤ 128 · mean |x|
+    def _codes(self, scaled: Tensor) -> Tensor:
+        return scaled.add_(2).to(torch.int8).clamp_(0, 3)  # |x| ≤ 128 · mean |x|
 
     def _levels(self, codes: Tensor, out: Tensor) -> None:
         _look_up(self._table, codes, out)

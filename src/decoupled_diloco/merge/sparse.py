@@ -34,15 +34,8 @@ import torch
 from torch import Tensor
 
 from decoupled_diloco.errors import ConfigError, ProtocolError
-from decoupled_diloco.merge.codec import (
-    Body,
-    as_bytes,
-    bf16_of,
-    check_size,
-    register_codec,
-    register_family,
-    room_for,
-)
+from decoupled_diloco.merge.codec import bf16_of, register_codec, register_family
+from decoupled_diloco.merge.grouped import GroupedCodec
 
 CHUNK = 4096
 """Elements of which the largest are sent."""
@@ -52,14 +45,11 @@ K = 80
 
 K_MAX = 1024
 
-_STEP = 64
-"""Chunks worked on at a time: 1 MiB of fp32."""
-
 _STRIDES = 8
 """Of so many elements, a chunk's eighth apart, the largest says whether one may be chosen."""
 
 
-class TopKCodec:
+class TopKCodec(GroupedCodec):
     """See the module.
 
     Args:
@@ -70,39 +60,19 @@ class TopKCodec:
         ConfigError: It is not.
     """
 
-    group = CHUNK
-
     def __init__(self, name: str, k: int) -> None:
         if not (4 <= k <= K_MAX and k % 4 == 0):
             raise ConfigError(
                 f"codec '{name}' would send {k} of {CHUNK} elements: take a multiple of 4 from 4 "
                 f"to {K_MAX}"
             )
-        self.name = name
+        super().__init__(name, CHUNK, 4 + 3 * k // 2 + k // 4)
         self.k = k
-        self.record = 4 + 3 * k // 2 + k // 4
 
-    def nbytes(self, numel: int) -> int:
-        return -(-numel // CHUNK) * self.record
-
-    def encode(self, vector: Tensor, out: Tensor | memoryview | None = None) -> Tensor:
-        body = room_for(self.nbytes(vector.numel()), out, vector.device)
-        records = body.view(-1, self.record)
-        whole = vector.numel() // CHUNK
-        for low in range(0, whole, _STEP):
-            high = min(low + _STEP, whole)
-            chunks = vector[low * CHUNK : high * CHUNK].view(-1, CHUNK)
-            self._encode(chunks, records[low:high])
-        if whole < len(records):
-            last = vector.new_zeros(1, CHUNK)
-            last[0, : vector.numel() - whole * CHUNK] = vector[whole * CHUNK :]
-            self._encode(last, records[whole:])
-        return body
-
-    def _encode(self, chunks: Tensor, records: Tensor) -> None:
-        sizes = chunks.abs()
+    def _write(self, groups: Tensor, records: Tensor) -> None:
+        sizes = groups.abs()
         chosen = _largest(sizes, self.k)
-        values, sizes = chunks.gather(1, chosen), sizes.gather(1, chosen)
+        values, sizes = groups.gather(1, chosen), sizes.gather(1, chosen)
         high = sizes > sizes.mean(1, keepdim=True)
         levels = torch.stack([_mean(sizes, ~high), _mean(sizes, high)], 1)
         codes = (values < 0) + 2 * high.to(torch.uint8)
@@ -114,26 +84,7 @@ class TopKCodec:
             fours[..., 0] | fours[..., 1] << 2 | fours[..., 2] << 4 | fours[..., 3] << 6
         )
 
-    def decode(self, body: Body, numel: int, out: Tensor | None = None) -> Tensor:
-        source = as_bytes(body)
-        check_size(source, self, numel)
-        if out is None:
-            out = torch.empty(numel, dtype=torch.float32, device=source.device)
-        records = source.view(-1, self.record)
-        whole = numel // CHUNK
-        self._decode(records[:whole], out[: whole * CHUNK].view(-1, CHUNK))
-        if whole < len(records):
-            last = out.new_empty(1, CHUNK)
-            self._decode(records[whole:], last)
-            out[whole * CHUNK :] = last[0, : numel - whole * CHUNK]
-        return out
-
-    def _decode(self, records: Tensor, out: Tensor) -> None:
-        """Writes the elements, fp32 [C, 4096], of records, uint8 [C, bytes].
-
-        Raises:
-            ProtocolError: Indices do not ascend.
-        """
+    def _read(self, records: Tensor, groups: Tensor) -> None:
         cut = 4 + 3 * self.k // 2
         levels = bf16_of(records[:, :4])
         chosen = _unpacked_indices(records[:, 4:cut])
@@ -143,7 +94,7 @@ class TopKCodec:
         codes = (records[:, cut:, None] >> shifts & 3).flatten(1)
         values = levels.gather(1, (codes >> 1).long())
         values = torch.where((codes & 1).bool(), -values, values)
-        out.zero_().scatter_(1, chosen, values)
+        groups.zero_().scatter_(1, chosen, values)
 
 
 def _mean(sizes: Tensor, which: Tensor) -> Tensor:

@@ -101,7 +101,6 @@ TRANSITIONS: tuple[tuple[str, str, str], ...] = (
     ("held > base", "Pull", "decline: behind"),
 )
 
-
 _MAY_BE_IN = "its outcome went with the connection: it may be merged"
 
 
@@ -526,7 +525,11 @@ class LearnerMachine:
         effects: list[LearnerEffect] = []
         if pull.base == view.held:
             if view.latest is None or view.latest.version == view.held:
-                effects += self._void(index, view)
+                why = (
+                    "its shard asks again: nothing that was made from the newest version is in any"
+                )
+                effects += fragments.settle(self.options, index, view.sent, why, gone=False)
+                view.sent = None
             elif view.sent is not None or view.restored:
                 return fragments.decline(
                     self.options, index, view, f"what I made from {view.held} is sent already"
@@ -542,13 +545,6 @@ class LearnerMachine:
             effects += fragments.send(self.state, self.options, index, view, pull)
         return effects
 
-    def _void(self, index: int, view: FragmentView) -> list[LearnerEffect]:
-        """Nothing that was made from the newest version is in any, if its shard asks again."""
-        sent, view.sent = view.sent, None
-        if sent is None or sent.version is not None:
-            return []
-        return fragments.settle(self.options, index, sent, "its shard asks again", gone=False)
-
     def _outcome(self, message: Outcome) -> list[LearnerEffect]:
         view, accepted = self.state.fragments[message.fragment], message.version
         sent = self._sent(message.fragment, message.ask)
@@ -558,10 +554,12 @@ class LearnerMachine:
             view.late.pop(message.ask, None)
             if sent is None:
                 return []
-            effects = self._settle(message, sent, f"it is in {accepted}", gone=True)
+            why = f"it is in {accepted}"
+            effects = fragments.settle(self.options, message.fragment, sent, why, gone=True)
             sent.version = accepted
             return effects + self._merged(view, sent.taken.step)
-        effects = [] if sent is None else self._settle(message, sent, message.verdict, gone=False)
+        why = message.verdict
+        effects = fragments.settle(self.options, message.fragment, sent, why, gone=False)
         if sent is not None and sent is view.sent:
             view.sent = None
         elif sent is not None:
@@ -571,11 +569,6 @@ class LearnerMachine:
         if message.verdict == "behind":
             view.behind = True
         return effects
-
-    def _settle(self, message: Outcome, sent: Sent, why: str, *, gone: bool) -> list[LearnerEffect]:
-        if sent.version is not None:
-            return []
-        return fragments.settle(self.options, message.fragment, sent, why, gone=gone)
 
     def _fragments_of(self, shard: int) -> list[FragmentView]:
         return [self.state.fragments[p] for p in self.options.owned(shard)]

@@ -49,10 +49,15 @@ UNDER_WAY = "its contribution is under way, and follows"
 
 
 def settle(
-    options: Options, index: int, sent: Sent, why: str, *, gone: bool
+    options: Options, index: int, sent: Sent | None, why: str, *, gone: bool
 ) -> list[LearnerEffect]:
-    """What a contribution leaves for the fragment's next one is known (rule 19)."""
-    return [Settle(index, sent.ask, gone, why)] if options.error_feedback else []
+    """What a contribution leaves for the fragment's next one is known (rule 19).
+
+    Of one that was accepted it has been known since.
+    """
+    if sent is None or sent.version is not None or not options.error_feedback:
+        return []
+    return [Settle(index, sent.ask, gone, why)]
 
 
 def leave_no_rest(state: LearnerState) -> list[LearnerEffect]:
@@ -320,10 +325,9 @@ def _relabel(
     # What was sent to the shard's earlier life went with it.
     sent = view.sent
     view.held, view.snapshot, view.sent = version, None, None
-    effects: list[LearnerEffect] = [Relabel(index, version, why)]
-    if sent is not None and sent.version is None:
-        effects += settle(options, index, sent, "it went with the shard's earlier life", gone=False)
-    return [*effects, Send(shard_peer(options.owner(index)), view.holding(index), why)]
+    settled = settle(options, index, sent, "it went with the shard's earlier life", gone=False)
+    holding = Send(shard_peer(options.owner(index)), view.holding(index), why)
+    return [Relabel(index, version, why), *settled, holding]
 
 
 def fetched(

@@ -7,6 +7,8 @@ from functools import cache
 from math import ceil
 from typing import Literal
 
+from decoupled_diloco.protocol.adapt import Ladder
+
 Participants = Literal["reported", "all"]
 Alignment = Literal["overwrite", "carry", "blend"]
 Missed = Literal["overwrite", "rebase"]
@@ -73,7 +75,7 @@ class Options:
     oversized: Oversized = "clip"
     uplink_codec: str = "bf16"
     error_feedback: bool = False
-    ladder: tuple[tuple[str, float], ...] = ()
+    ladder: Ladder = ()
     budget_steps: int | None = None
     budget_tokens: int | None = None
     checkpoint_every_seconds: float = 0.0

@@ -208,13 +208,11 @@ def _adapt(
 
     One that was asked for in an earlier codec tells nothing of the present one.
     """
-    ladder, step = options.ladder, state.step_seconds
-    known = ask.announced_at is not None and step > 0
-    if not (ladder and known) or ask.codec != ladder[member.uplink.rung][0]:
+    ladder, began_at, step = options.ladder, ask.announced_at, state.step_seconds
+    if not ladder or began_at is None or not step or ask.codec != ladder[member.uplink.rung][0]:
         return []
-    assert ask.announced_at is not None
     allowed = body_seconds(options.overlap, options.period, options.fragments, step)
-    choice = arrived(member.uplink, ladder, ask.announced_at, now, allowed)
+    choice = arrived(member.uplink, ladder, began_at, now, allowed)
     if choice is None:
         return []
     text = f"{member.learner} sends in {choice.codec} from now on, it was {choice.before}"

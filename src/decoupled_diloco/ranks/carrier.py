@@ -148,7 +148,7 @@ class Carrier:
         theta, published = await self._value(asked["copy"]), await self._value(asked["published"])
         residuals = [await self._value(number) for number in asked["residuals"]]
         whole = plan.fragments[fragment]
-        uplink = plan.codec_of(fragment, codec(asked["codec"]))
+        uplink = plan.uplink_of(fragment, asked["codec"])
         if stop - start < whole.numel and not is_cuttable(uplink):
             raise ConfigError(f"a body of codec {uplink.name!r} cannot be cut for several carriers")
 

@@ -200,7 +200,7 @@ class BareLearner(Bare):
 
     def _send_body(self, order: do.SendBody) -> None:
         digest = f"{self.name}-{self.life}/{order.fragment}/{order.ask}"
-        share = dict(self.crowd.options.ladder).get(order.codec, 32 * WIRE_BYTES) / 32
+        share = self.crowd.wire_bytes.get(order.codec, WIRE_BYTES)
         body = Body(share * self.crowd.fragment_bytes[order.fragment], digest)
         self.later(0.0, self.tell, fact.BodyEncoded(order.fragment, order.ask, digest))
         target, life = self.crowd.shards[order.shard], self.life

@@ -29,6 +29,7 @@ class Crowd(Stage):
 
     Attributes:
         finished: Whether every shard has ended.
+        wire_bytes: Of a contribution for each of a copy, by the codecs that learners choose from.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Crowd(Stage):
         # Nothing is kept of which a checkpoint of the run could be made.
         self.options = replace(options, checkpoint_every_seconds=0.0)
         self.fragment_bytes = fragment_bytes or [1000.0] * options.fragments
+        self.wire_bytes = {name: bits / 32 for name, bits in options.ladder}
         self.inbox_seconds, self.checks = inbox_seconds, checks
         self.recorders = list(recorders)
         self.finished = False

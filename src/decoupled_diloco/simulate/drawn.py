@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from decoupled_diloco.config.sync import BITS
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.data_checker import Parts
@@ -15,7 +16,7 @@ CONTRIBUTED = 0.5
 
 BUDGET_STEPS_MIN = 6
 
-LADDER = (("bf16", 16.0), ("int4", 4.125), ("int2", 2.125))
+LADDER = tuple((name, BITS[name]) for name in ("bf16", "int4", "int2"))
 
 EVENTS_MAX = 1000.0
 """Of a world with a budget, about, those of its faults and of leases aside."""

@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from decoupled_diloco.launch.processes import process_of
 from decoupled_diloco.launch.roles import Cut, Seat, evaluate, learn
 from decoupled_diloco.launch.shard_role import ShardRole
 from decoupled_diloco.launch.termination import INTERRUPTED, Termination
+from decoupled_diloco.learner.body_exchange import BodyExchange
 from decoupled_diloco.learner.checkpointer import Written
 from decoupled_diloco.learner.exchange import Capture, LearnerTensors
 from decoupled_diloco.learner.learner import Learner
@@ -239,20 +241,26 @@ class ShardHost(Host):
             raise KeyboardInterrupt
 
 
+class WatchedExchange(BodyExchange):
+    """A learner's bodies, of which its system is told."""
+
+    def __init__(self, host: LearnerHost, **surroundings: Any) -> None:
+        super().__init__(**surroundings)
+        self._host = host
+
+    async def send_body(self, effect: SendBody, capture: Capture) -> None:
+        """See `BodyExchange`."""
+        self._host.system.on_capture(self._host, effect, capture)
+        await super().send_body(effect, capture)
+
+
 class VirtualLearner(Learner):
     """A `Learner` whose loop is a coroutine."""
 
     def __init__(self, host: LearnerHost, *arguments: Any, **named: Any) -> None:
         self.host = host
+        self._exchange = partial(WatchedExchange, host)
         super().__init__(*arguments, **named, client=host.client)
-        bodies = self._background.bodies
-        send_body = bodies.send_body
-
-        async def send(order: SendBody, capture: Capture) -> None:
-            host.system.on_capture(host, order, capture)
-            await send_body(order, capture)
-
-        bodies.send_body = send  # type: ignore[method-assign, assignment]
 
     def _enter(self) -> None:
         """It joins in its own time."""

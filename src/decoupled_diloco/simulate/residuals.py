@@ -120,7 +120,7 @@ class Residuals:
 
     def captured(self, host: LearnerHost, order: SendBody, capture: Capture) -> None:
         """What a learner is about to encode."""
-        if host.machine.options.error_feedback and host.spec.ranks == 1:
+        if host.machine.options.error_feedback:
             part, layout = capture.plan.fragments[order.fragment], capture.plan.layout
             sent = self._fragments(host)[order.fragment].sent.get(order.ask)
             if sent is not None:

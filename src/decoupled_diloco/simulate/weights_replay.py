@@ -143,8 +143,8 @@ class _Shard:
         plan = plan_of(self._layout, config)
         owned = options_of(config).owned(self._shard)
         self._tensors = ShardTensors(plan, owned)
-        self._paths: dict[tuple[str, int, int | Asking], str] = {}
-        self._codecs: dict[tuple[str, int, Asking], str] = {}
+        self._bodies: dict[tuple[str, int, Asking], do.Expect] = {}
+        self._copies: dict[tuple[str, int, int], do.ExpectCopy] = {}
         self._announced: dict[Asking, str] = {}
         self._merging: dict[int, tuple[do.Merge, OuterStep]] = {}
         self._lost_bodies: set[Asking] = set()
@@ -159,7 +159,7 @@ class _Shard:
             case fact.BodyArrived():
                 self._arrived(event)
             case fact.CopyArrived(learner, fragment, attempt, text):
-                self._copied(fragment, self._paths[learner, fragment, attempt], text)
+                self._copied(fragment, self._copies[learner, fragment, attempt].path, text)
             case fact.WeightsLoaded(digests):
                 for fragment, text in digests:
                     self._copied(fragment, f"file/{fragment}", text)
@@ -174,8 +174,8 @@ class _Shard:
                 self._lost.discard(fragment)
 
     def _arrived(self, event: fact.BodyArrived) -> None:
-        path = self._paths[event.learner, event.fragment, event.ask]
-        codec = self._codecs.get((event.learner, event.fragment, event.ask), "")
+        expected = self._bodies[event.learner, event.fragment, event.ask]
+        path, codec = expected.path, expected.codec
         body = read_body(self._folder, path)
         if body is None:
             self._lose(event, f"{path} was not kept")
@@ -239,10 +239,9 @@ class _Shard:
         tensors = self._tensors
         match order:
             case do.Expect():
-                self._paths[order.learner, order.fragment, order.ask] = order.path
-                self._codecs[order.learner, order.fragment, order.ask] = order.codec
+                self._bodies[order.learner, order.fragment, order.ask] = order
             case do.ExpectCopy():
-                self._paths[order.learner, order.fragment, order.attempt] = order.path
+                self._copies[order.learner, order.fragment, order.attempt] = order
             case do.Fold(fragment, _, ask, steps, tokens, _, scale, discount):
                 if ask in self._lost_bodies:
                     self._lost.add(fragment)

@@ -25,7 +25,7 @@ RESIDUAL = "residual"
 
 def summed(vectors: Sequence[Tensor]) -> Tensor:
     """The sum of at least one, [N] each."""
-    return vectors[0] if len(vectors) == 1 else torch.stack(list(vectors)).sum(0)
+    return sum(vectors[1:], vectors[0])
 
 
 def keep_ranges(

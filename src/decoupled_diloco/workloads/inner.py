@@ -14,7 +14,7 @@ from torch import nn
 
 from decoupled_diloco.config.settings import Settings
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.workloads.muon import MuonAndAdamW
+from decoupled_diloco.workloads.muon import MuonAndAdamW, hidden_matrices
 
 LR_FINAL = 0.1
 
@@ -100,13 +100,16 @@ class BuiltIn:
 
 def make_optimizer(options: InnerOptions, model: nn.Module) -> torch.optim.Optimizer:
     """AdamW, Muon or plain SGD; weight decay on matrices only."""
-    if options.optimizer == "muon":
-        return MuonAndAdamW(model, options.learning_rate, options.betas, options.weight_decay)
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    hidden = hidden_matrices(model) if options.optimizer == "muon" else []
+    inside = {id(parameter) for parameter in hidden}
+    parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in inside]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.ndim >= 2]},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
+    if options.optimizer == "muon":
+        rate, decay = options.learning_rate, options.weight_decay
+        return MuonAndAdamW(hidden, groups, rate, options.betas, decay)
     if options.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=options.learning_rate, weight_decay=options.weight_decay)
     return torch.optim.AdamW(

@@ -20,10 +20,11 @@ class MuonAndAdamW(torch.optim.Optimizer):
     serve both. It is `torch.optim.Muon`, which torch has since 2.9.
 
     Args:
-        model: Its trainable parameters.
+        hidden: The matrices, two-dimensional; see `hidden_matrices`.
+        groups: All other parameters, as AdamW's groups.
         lr: Learning rate of both.
         betas: AdamW's.
-        weight_decay: Of matrices.
+        weight_decay: Of the matrices, and of groups that do not say otherwise.
 
     Raises:
         ConfigError: This torch has no Muon.
@@ -34,28 +35,23 @@ class MuonAndAdamW(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, model: nn.Module, lr: float, betas: tuple[float, float], weight_decay: float
+        self,
+        hidden: list[nn.Parameter],
+        groups: list[dict[str, Any]],
+        lr: float,
+        betas: tuple[float, float],
+        weight_decay: float,
     ) -> None:
         if not hasattr(torch.optim, "Muon"):
             raise ConfigError(
                 f'optimizer = "muon" needs torch 2.9 or newer, this is {torch.__version__}: '
                 'update torch, or take "adamw"'
             )
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        hidden = [p for name, p in named if p.ndim == 2 and not _is_end(name)]
-        inside = {id(p) for p in hidden}
-        others = [p for _, p in named if id(p) not in inside]
         both: list[torch.optim.Optimizer] = []
         if hidden:
-            muon = torch.optim.Muon
-            scaled = "match_rms_adamw"
+            muon, scaled = torch.optim.Muon, "match_rms_adamw"
             both = [muon(hidden, lr=lr, weight_decay=weight_decay, adjust_lr_fn=scaled)]
-        groups: list[dict[str, Any]] = [
-            {"params": [p for p in others if p.ndim >= 2]},
-            {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        adamw = torch.optim.AdamW(groups, lr=lr, betas=betas, weight_decay=weight_decay)
-        both.append(adamw)
+        both.append(torch.optim.AdamW(groups, lr=lr, betas=betas, weight_decay=weight_decay))
         self._both = both
         super().__init__([group for each in both for group in each.param_groups], {})
         self._share()
@@ -85,5 +81,10 @@ class MuonAndAdamW(torch.optim.Optimizer):
         return loss
 
 
-def _is_end(name: str) -> bool:
-    return any(part in _ENDS for part in name.split("."))
+def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """The trainable matrices between a model's embedding and its head."""
+    return [
+        parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.ndim == 2 and not set(_ENDS) & set(name.split("."))
+    ]

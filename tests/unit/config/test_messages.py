@@ -149,6 +149,20 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"sync": {"merge": "rad"}}, "merge='rad' in [sync] is not known: did you mean 'rda'?"),
     (
+        {"sync": {"uplink_codecs": ["int4", "bf16"]}},
+        "uplink_codecs in [sync] have int4 (4.125), bf16 (16) bits: put the most exact first, and "
+        "each one after it with fewer bits",
+    ),
+    (
+        {"sync": {"uplink_codecs": ["bf16", "int4"], "uplink_codec": "int8"}},
+        "uplink_codec='int8' in [sync] would be ignored with uplink_codecs: take uplink_codec out",
+    ),
+    (
+        {"sync": {"feedback_decay": 0.5}},
+        "feedback_decay=0.5 in [sync] would be ignored without error feedback: take "
+        "feedback_decay out",
+    ),
+    (
         {"sync": {"uplink_codec": "zip"}},
         "uplink_codec='zip' in [sync]: codec 'zip' is unknown: did you mean 'topk'? "
         "Known are fp32, bf16, int8, int4, fp4-e3m0, int2, topk, topk-<k>",

@@ -61,7 +61,7 @@ class Sender:
         return ask, trained, INT2.decode(body, N)
 
     def settle(self, ask: Asking, *, gone: bool) -> None:
-        self.tensors.carry_on(Settle(0, ask, gone, ""))
+        self.tensors.carry_out(Settle(0, ask, gone, ""))
 
     @property
     def left(self) -> Tensor:
@@ -123,7 +123,7 @@ def test_a_residual_fades_by_its_decay() -> None:
 def test_what_an_earlier_life_may_have_sent_is_forgotten() -> None:
     sender = Sender(learner())
     sender.settle(sender.send()[0], gone=True)
-    sender.tensors.carry_on(ForgetResidual(0, ""))
+    sender.tensors.carry_out(ForgetResidual(0, ""))
     assert not sender.tensors.residuals[0]
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from decoupled_diloco.config.sync import BITS, bits_of
 from decoupled_diloco.errors import ConfigError, MergeError, ProtocolError
 from decoupled_diloco.merge import (
     Codec,
@@ -147,6 +148,12 @@ class TestCodecs:
     def test_a_read_only_buffer_is_not_written_to(self):
         with pytest.raises(AssertionError, match="read-only"):
             codec("fp32").encode(torch.ones(1), memoryview(b"1234"))
+
+    def test_settings_know_the_bits_of_each(self):
+        sample = 2**20
+        for name, bits in BITS.items():
+            assert 8 * codec(name).nbytes(sample) / sample == bits
+        assert bits_of("topk-160") == 8 * codec("topk-160").nbytes(sample) / sample
 
     def test_unknown_names_the_nearest(self):
         with pytest.raises(ConfigError, match="'bf-16' is unknown: did you mean 'bf16'"):

@@ -181,6 +181,7 @@ def test_wire_formats_are_the_projects_codecs() -> None:
     assert wire_format("fp32").bits == 32.0
     assert wire_format("3 bits").bits == 3.0
     assert wire_format("int4").bits == 4.125
+    assert wire_format("topk-160").bits == 0.5546875
     with pytest.raises(ConfigError, match=r"'int9' is unknown.*written as '4bit'"):
         wire_format("int9")
     with pytest.raises(ConfigError, match="64 bits is out of range"):

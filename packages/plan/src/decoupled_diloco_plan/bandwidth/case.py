@@ -5,14 +5,16 @@ And what all of its rounds would ask of the links.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from decoupled_diloco.config.settings import suggestion
+from decoupled_diloco.config.sync import bits_of
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.merge import codec, codec_names
+from decoupled_diloco.merge import codec_names
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco_plan.bandwidth import measured
 from decoupled_diloco_plan.bandwidth.network import Network
@@ -24,8 +26,7 @@ PUBLISHED_STEP_SECONDS_PER_PARAMETER = 0.8 / 10e9
 PUBLISHED_LAYERS = ((1e9, 24), (10e9, 48))
 """Its models of 1B and 10B: depth is taken to go with a power of the size, the 0.3rd."""
 
-_BITS = re.compile(r"(\d+(?:\.\d+)?)\s*-?bits?|int(2|4|8)")
-_SAMPLE = 1 << 20
+_BITS = re.compile(r"(\d+(?:\.\d+)?)\s*-?bits?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +59,15 @@ def wire_format(text: str) -> Format:
     >>> wire_format("bf16").bits, wire_format("4.5bit").bits, wire_format("int4")
     (16.0, 4.5, Format(name='int4', bits=4.125))
     """
+    with contextlib.suppress(ConfigError):
+        return Format(text, bits_of(text))
     match = _BITS.fullmatch(text.strip())
-    if text in codec_names():
-        return Format(text, 8 * codec(text).nbytes(_SAMPLE) / _SAMPLE)
     if match is None:
         raise ConfigError(
             f"wire format {text!r} is unknown: {suggestion(text, codec_names())}; one that is "
             "only thought of is written as '4bit'"
         )
-    bits = float(match[1] or match[2])
+    bits = float(match[1])
     if not 0 < bits <= 32:
         raise ConfigError(f"a wire format of {bits:g} bits is out of range: above 0, at most 32")
     return Format(f"{bits:g}bit", bits)

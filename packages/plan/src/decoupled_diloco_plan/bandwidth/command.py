@@ -78,7 +78,10 @@ def make_plan(options: PlanOptions) -> Plan:
     """The plan of what was given on the command line."""
     inputs = read_inputs(options)
     aim = inputs.options.utilization
-    found = _look(inputs) if aim is None else _propose(inputs)
+    if aim is None:
+        found = _look(inputs)
+    else:
+        found = propose(inputs.model, inputs.network, inputs.options, prices=inputs.prices)
     _check_partition(inputs, found.case.options.fragments)
     return Plan(inputs, found, aim)
 
@@ -89,10 +92,6 @@ def _look(inputs: Inputs) -> Proposal:
     formats = wire_format(given.up or "bf16"), wire_format(given.down or "bf16")
     case = Case(inputs.model, _options(inputs), inputs.network, *formats, given.link_share)
     return look(case, inputs.prices)
-
-
-def _propose(inputs: Inputs) -> Proposal:
-    return propose(inputs.model, inputs.network, inputs.options, prices=inputs.prices)
 
 
 def _options(inputs: Inputs) -> Options:
