@@ -140,7 +140,7 @@ CORE = (
         'member.heard_at.get(fragment, float("-inf"))',
         "0.0",
         Changes(endless=True),
-        noticed_by=32,
+        noticed_by=11,
     ),
     Break(
         "a body that is no longer waited for is still expected",

@@ -121,6 +121,7 @@ def plan_of(layout: Layout, config: RunConfig) -> MergePlan:
         fragments=sync.fragments,
         strategy=sync.partition,
         uplink=sync.uplinks[0],
+        coarser=sync.uplinks[1:],
         downlink=sync.downlink_codec,
         method=sync.merge,
         weighting=sync.weighting,

@@ -70,6 +70,7 @@ class MergePlan:
     feedback: float | None = None
     # fragments whose outer optimizer is another one
     other_outers: Mapping[int, Callable[[int], OuterOptimizer]] = field(default_factory=dict)
+    coarser: tuple[Codec, ...] = ()  # that a learner may be told to send in, in uplink's place
 
     @classmethod
     def make(
@@ -87,6 +88,7 @@ class MergePlan:
         modules: Sequence[Sequence[str]] = (),
         other_outers: Mapping[int, Callable[[int], OuterOptimizer]] | None = None,
         feedback: float | None = None,
+        coarser: Sequence[str] = (),
     ) -> MergePlan:
         """Cuts the layout and looks the codecs up.
 
@@ -110,6 +112,7 @@ class MergePlan:
             buffers=buffers,
             other_outers=other_outers or {},
             feedback=feedback,
+            coarser=tuple(map(codec, coarser)),
         )
 
     def weight(self, tokens: float, steps: float) -> float:

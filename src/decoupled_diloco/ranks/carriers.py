@@ -44,13 +44,12 @@ logger = logging.getLogger(__name__)
 
 def cut_for(plan: MergePlan, sharding: Sharding) -> Sharding:
     """The same, where fragments whose bodies cannot be cut, up or down, have one carrier."""
-    codecs = {
-        fragment.index: [
-            plan.codec_of(fragment.index, each) for each in (plan.uplink, plan.downlink)
-        ]
-        for fragment in plan.fragments
-    }
-    uncut = tuple(index for index, both in codecs.items() if not all(map(is_cuttable, both)))
+    wires = (plan.uplink, *plan.coarser, plan.downlink)
+    uncut = tuple(
+        part.index
+        for part in plan.fragments
+        if not all(is_cuttable(plan.codec_of(part.index, wire)) for wire in wires)
+    )
     return replace(sharding, uncut=uncut)
 
 
