@@ -280,6 +280,7 @@ CORE = (
         "merge",
         "journal.append(fields, as_bytes(step.gradient).numpy().data)",
         WITH_THE_NEXT,
+        noticed_by=2,
     ),
     Break(
         "a shard acts on when its lease is over",
@@ -332,6 +333,7 @@ STORAGE = (
         "merge",
         "journal.append(fields, as_bytes(step.gradient).numpy().data)",
         WITH_THE_NEXT,
+        noticed_by=2,
     ),
     Break(
         "the checkpoint before is deleted before the next one is written",
