@@ -10,6 +10,7 @@ the command can be stopped at any time, and several may work on different cells.
 from __future__ import annotations
 
 import re
+import statistics
 import time
 from dataclasses import dataclass, field
 from itertools import product
@@ -17,7 +18,19 @@ from typing import Any
 
 import torch
 from cells import Row, measured, parser
-from quality import SEQUENCES, plain, virtual
+from evidence import keep
+from quality import SEQUENCES, SIZE, interval, plain, virtual
+
+from decoupled_diloco.config import RunConfig
+from decoupled_diloco.config.sync import bits_of
+
+ESTIMATE = (
+    "int8 and int4 within 0.3 % of bf16, int2 up and int4 down within 0.5 % (both as published for "
+    "larger models), top-k 2 % far off with 25 rounds. Muon 3 to 5 % better than AdamW, "
+    "data-parallel and decoupled; its gap to its own data-parallel 6 %, AdamW's 7.5 %. A run's own "
+    "noise is 0.5 %"
+)
+PERIOD = 24
 
 REGIONS = 4
 """Data-parallel draws its batch from as many regions of the text as there are learners."""
@@ -47,6 +60,20 @@ class Cell:
             outer=self.outer,
             inner=self.inner,
         )
+
+    @property
+    def base(self) -> str:
+        """The data-parallel cell of the same inner optimizer and rate."""
+        return f"dp {self.inner} {self.rate:g}"
+
+    @property
+    def less(self) -> float:
+        """How many times fewer bytes than data-parallel training that sends gradients in fp32."""
+        if self.learners == 0:
+            return 1.0
+        sync = RunConfig(run={"budget_steps": 1}, sync={"period": PERIOD, **self.sync}).sync
+        bits = bits_of(sync.uplinks[0]) + bits_of(sync.downlink_codec)
+        return 64 * sync.period / bits
 
 
 def _cells() -> dict[str, Cell]:
@@ -112,7 +139,29 @@ def main() -> None:
         return {"loss": loss, "seconds": round(time.monotonic() - begun, 1)}
 
     names = [name for name in CELLS if re.search(arguments.cells, name)]
-    measured(arguments.kept, names, arguments.seeds, measure)
+    rows = measured(arguments.kept, names, arguments.seeds, measure)
+    folder = keep(
+        arguments.name,
+        estimate=ESTIMATE,
+        config={"steps": arguments.steps, "seeds": arguments.seeds, "sequences": SEQUENCES, **SIZE},
+        raw=[row for each in rows.values() for row in each],
+        result={name: summary(name, rows) for name in rows},
+        not_measured="larger models, longer runs, other texts",
+    )
+    print(folder)
+
+
+def summary(name: str, rows: dict[str, list[Row]]) -> dict[str, Any]:
+    """Mean loss, and the paired gaps to data-parallel and to the same system in bf16."""
+    cell, losses = CELLS[name], [row["loss"] for row in rows[name]]
+    found: dict[str, Any] = {"less": cell.less, "loss": statistics.mean(losses)}
+    uncoded = f"M={cell.learners} {cell.inner} {cell.rate:g}"
+    for what, other in {"data-parallel": cell.base, "bf16": uncoded}.items():
+        if other in rows and other != name:
+            pairs = zip(losses, rows[other], strict=True)
+            gaps = [100 * (loss / row["loss"] - 1) for loss, row in pairs]
+            found[f"gap_to_{what}_percent"] = interval(gaps)
+    return found
 
 
 if __name__ == "__main__":
