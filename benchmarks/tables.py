@@ -23,6 +23,7 @@ is shown as smallest to largest.
 
 TITLES = {
     "step_overhead": "What a learner costs its training loop",
+    "step_overhead_int4": "The same, with four bits both ways",
     "background": "What the background takes from the thread that trains",
     "ranks": "A learner of several ranks",
     "mixed": "A run of mixed parallelism, and plain learners",
@@ -578,6 +579,7 @@ def tape(result: Any) -> str:
 
 FORMS: dict[str, Callable[[Any], str]] = {
     "step_overhead": step_overhead,
+    "step_overhead_int4": step_overhead,
     "background": background,
     "ranks": ranks,
     "mixed": mixed,

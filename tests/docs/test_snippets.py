@@ -148,6 +148,8 @@ def test_python_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         if isinstance(given["loader"], Loader):
             assert given["loader"].began_at > 0
             assert given["learner"].steps == given["position"].batches
+        if "learner" in given:
+            given["learner"].close()
 
 
 COMMAND = re.compile(r"(?:`|^|\| )ddiloco ([a-z]+)((?: [^`\n]*)?)", re.MULTILINE)

@@ -300,13 +300,14 @@ def test_a_learner_waits_for_a_syncer_that_is_started_later(
 
 def test_the_constructor_can_be_interrupted() -> None:
     [port] = free_ports(1)
+    before = set(threading.enumerate())
     timer = threading.Timer(0.2, signal.raise_signal, [signal.SIGINT])
     timer.start()
     started = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         Learner(Model(), f"http://127.0.0.1:{port}")
     assert time.monotonic() - started < 20.0
-    until(lambda: "ddiloco" not in [t.name for t in threading.enumerate()], "its thread is gone")
+    until(lambda: not set(threading.enumerate()) - before, "its threads are gone")
 
 
 @pytest.mark.parametrize("name", ["", "-x", "a b", "ä", "x" * 65])

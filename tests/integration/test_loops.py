@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from torch import nn
 from decoupled_diloco import Learner
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.observe.tape import TapeReader
-from integration.system import Model, System, parameters
+from integration.system import PATIENCE_SECONDS, Model, System, parameters
 
 Make = Callable[..., System]
 
@@ -61,15 +62,16 @@ def test_two_lines_are_enough(system: System) -> None:
     model = Reader()
     optimizer = sgd(model)
     seen = 0
-    learner = joined(system, model, optimizer=optimizer)
-    for _ in range(10):
-        for batch in learner.batches([tokens() for _ in range(4)]):
-            seen += 1
-            model(batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert learner.over
-    assert seen == learner.steps
+    with joined(system, model, optimizer=optimizer) as learner:
+        until = time.monotonic() + PATIENCE_SECONDS
+        while not learner.over and time.monotonic() < until:
+            for batch in learner.batches([tokens() for _ in range(4)]):
+                seen += 1
+                model(batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert learner.over
+        assert seen == learner.steps
     system.wait_finished()
     assert set(told(system)) == {10}, "every batch has 2 x 5 tokens"
 

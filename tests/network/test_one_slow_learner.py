@@ -39,7 +39,12 @@ OVERHEAD = 1.05
 """Headers, and what else the learner says."""
 
 
-def configure(folder: Path, steps: int, name: str = "paced", **options: Any) -> RunConfig:
+LADDER = ["bf16", "int4", "int2"]
+
+
+def configure(
+    folder: Path, steps: int, name: str = "paced", codecs: Any = None, **options: Any
+) -> RunConfig:
     (folder / "token").write_text("a secret")
     small = {"layers": 2, "width": 96, "batch_size": 1, "context": 16}
     small |= {"corpus_bytes_max": 200_000, "warmup_steps": 0, "step_seconds": STEP_SECONDS}
@@ -50,7 +55,12 @@ def configure(folder: Path, steps: int, name: str = "paced", **options: Any) -> 
             "budget_steps": steps,
             "evaluator": False,
         },
-        sync={"fragments": FRAGMENTS, "period": PERIOD, "overlap": 2},
+        sync={
+            "fragments": FRAGMENTS,
+            "period": PERIOD,
+            "overlap": 2,
+            **({"uplink_codecs": codecs} if codecs else {}),
+        },
         syncer={
             "shards": len(SHARDS),
             "host": FAR_ADDRESS,
@@ -192,6 +202,39 @@ def test_an_upload_may_take_as_long_as_it_likes(tmp_path: Path, steps: float) ->
     assert set(seen.heard()) == set(range(FRAGMENTS))
     if steps > 1:
         assert seen.link_busy() >= 0.85, "more is due than the link bears"
+    seen.assert_folded_once()
+    seen.assert_nobody_waits()
+    assert_replays(tmp_path / "run")
+
+
+def test_it_sends_in_the_codec_that_its_link_carries(tmp_path: Path) -> None:
+    """Four steps for a body in bf16, which has one: int2 takes half a step. Then the link is free.
+
+    Its whole share is heard, and every change has its reason.
+    """
+    config = configure(tmp_path, steps=300, codecs=LADDER)
+    mbit = OVERHEAD * 8e-6 * upload_bytes(config) / (4 * STEP_SECONDS)
+    with link(tmp_path, mbit=None) as made:
+        start(made, config, tmp_path)
+        made.narrow(mbit)
+        begin = time.monotonic()
+        time.sleep(NARROW_SECONDS)
+        end = time.monotonic()
+        made.widen()
+        finish(made, seconds=60)
+    seen = Seen(tmp_path, begin + 6.0, end)
+    codecs = [r.data["codec"] for r in seen.within(records(tmp_path, SLOW), "SendBody")]
+    rounds = len([r for tape in seen.shards for r in seen.within(tape, "RoundFinished")])
+    print(f"{codecs=} {rounds=} {seen.heard()=}")
+    assert codecs.count("int2") > 0.8 * len(codecs)
+    assert sum(seen.heard().values()) > 0.8 * rounds
+    after = [r.data["codec"] for r in records(tmp_path, SLOW) if r.type == "SendBody"]
+    assert after[-1] == "bf16"
+    for tape in seen.shards:
+        notes = [r.data for r in Seen(tmp_path, begin, end).within(tape, "Note")]
+        changes = [n for n in notes if n["text"].startswith(f"{SLOW} sends in ")]
+        assert 1 <= len(changes) <= 3, "it does not flap"
+        assert all(change["why"] for change in changes)
     seen.assert_folded_once()
     seen.assert_nobody_waits()
     assert_replays(tmp_path / "run")
