@@ -394,7 +394,8 @@ class LearnerMachine:
         ]
 
     def _release_if_free(self, why: str) -> list[LearnerEffect]:
-        if self.state.holding and not self._owed():
+        ends = self.state.ending and not self.state.ended
+        if self.state.holding and not self._owed() and not ends:
             self.state.holding = False
             return [Release(why)]
         return []
@@ -471,7 +472,7 @@ class LearnerMachine:
                 self.state.ending = True
                 for view in self.state.fragments:
                     view.owed_at = None
-                return self._release_if_free("the run ends")
+                return []  # who holds ends at the boundary at which it stands: no step more
             case Finished():
                 link.finished = True
                 return self._over_if_done()

@@ -450,7 +450,6 @@ def test_the_snapshot_of_the_step_that_was_due_is_kept(learner_bench: Any) -> No
     "event",
     [
         pytest.param(Lost("shard-0"), id="the link is gone"),
-        pytest.param(Ending(), id="the run ends"),
         pytest.param(GivenUp(0, "because"), id="the round is given up"),
         pytest.param(Welcome(0, 2, 0, 3, 0), id="the shard counts anew"),
     ],
@@ -465,6 +464,21 @@ def test_a_waiting_learner_is_let_go_when(learner_bench: Any, event: Any) -> Non
     else:
         bench.hear(event)
     assert bench.orders(Release)
+
+
+def test_the_end_finds_a_waiting_learner_at_its_last_boundary(learner_bench: Any) -> None:
+    """A step more would be an outer step more: of one step's gradient, and all the momentum."""
+    bench = waiting(learner_bench)
+    bench.hear(pull(tick=2))
+    bench.step()
+    assert bench.orders(Hold)
+    bench.hear(Ending())
+    bench.hear(GivenUp(0, "the run ends"))
+    assert not bench.orders(Release)
+    bench.told(Paused())
+    assert bench.orders(EndTraining)
+    assert bench.orders(Release)
+    assert bench.machine.state.ended
 
 
 def test_a_waiting_learner_still_waits_for_what_else_is_due(learner_bench: Any) -> None:

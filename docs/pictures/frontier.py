@@ -1,0 +1,60 @@
+"""Loss against traffic, from the folder that `benchmarks/traffic.py` has kept."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from drawing import BLUE, FAINT, GREEN, GREY, Drawing
+
+RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "traffic" / "result.json"
+COLOURS = {"adamw": BLUE, "muon": GREEN}
+NAMES = {"adamw": "AdamW inside", "muon": "Muon inside"}
+LEFT, TOP, WIDTH, HEIGHT = 70.0, 50.0, 700.0, 270.0
+LESS_MAX = 1000.0
+TICKS = (1, 10, 48, 186, 500, 1000)
+
+
+def draw() -> str:
+    """The picture."""
+    result: dict[str, Any] = json.loads(RESULT.read_text())["result"]
+    losses = [row["loss"] for row in result.values()]
+    low, high = min(losses) - 0.02, max(losses) + 0.02
+
+    def at(less: float, loss: float) -> tuple[float, float]:
+        across = math.log(less) / math.log(LESS_MAX)
+        return LEFT + across * WIDTH, TOP + HEIGHT * (high - loss) / (high - low)
+
+    drawing = Drawing(860, 390, "Loss against traffic")
+    drawing.line([(LEFT, TOP), (LEFT, TOP + HEIGHT), (LEFT + WIDTH, TOP + HEIGHT)], colour=FAINT)
+    for less in TICKS:
+        x, y = at(less, low)
+        drawing.line([(x, y), (x, y + 5)], colour=FAINT)
+        drawing.text(x, y + 22, f"{less:,}x", colour=GREY, anchor="middle")
+    words = "times fewer bytes than gradients in fp32 at every step"
+    drawing.text(LEFT + WIDTH, TOP + HEIGHT + 46, words, colour=GREY, anchor="end")
+    drawing.text(LEFT, TOP - 16, "held-out loss, nats a byte", colour=GREY)
+    for tenth in range(math.ceil(20 * low), math.floor(20 * high) + 1):
+        _, y = at(1, tenth / 20)
+        drawing.text(LEFT - 10, y + 5, f"{tenth / 20:.2f}", colour=GREY, anchor="end")
+    for inner, colour in COLOURS.items():
+        points = sorted((row["less"], row["loss"], name) for name, row in result.items()
+                        if f" {inner} " in name)
+        drawing.line([at(less, loss) for less, loss, _ in points], colour=colour)
+        for less, loss, name in points:
+            x, y = at(less, loss)
+            drawing.dot(x, y, colour)
+            drawing.text(x, y - 10, _label(name), colour=colour, size=12, anchor="middle")
+        if points:
+            x, y = at(points[0][0], points[0][1])
+            drawing.text(x + 12, y + 22, NAMES[inner], colour=colour, bold=True)
+    return drawing.svg()
+
+
+def _label(name: str) -> str:
+    system, _, _, *codec = name.split(" ")
+    if system == "dp":
+        return "data-parallel"
+    return " ".join(codec) or "bf16"
