@@ -1,5 +1,6 @@
-"""`python -m decoupled_diloco`: the same as `ddiloco`."""
+"""`ddiloco`, and `python -m decoupled_diloco`: where the command line begins."""
 
 from decoupled_diloco.cli.main import main
 
-main()
+if __name__ == "__main__":
+    main()

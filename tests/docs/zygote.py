@@ -160,6 +160,6 @@ def _become(
 
 if __name__ == "__main__":
     serve(*sys.argv[1:])
-    from decoupled_diloco.cli import main
+    from decoupled_diloco.__main__ import main
 
     main()

@@ -46,7 +46,7 @@ def test_the_image_is_built_from_what_is_there_and_has_the_command(tmp_path: Pat
         (entries,) = (name for name in names if name.endswith("entry_points.txt"))
         found = re.search(r'^ENTRYPOINT \["(\w+)"\]$', DOCKERFILE.read_text(), re.MULTILINE)
         assert found is not None
-        assert f"{found[1]} = decoupled_diloco.cli:main" in archive.read(entries).decode()
+        assert f"{found[1]} = decoupled_diloco.__main__:main" in archive.read(entries).decode()
     assert "decoupled_diloco/recipes/quickstart.toml" in names
 
 

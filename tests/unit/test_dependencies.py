@@ -91,5 +91,5 @@ def test_an_extra_is_named_for_a_clone_and_for_an_installation() -> None:
 
 
 def test_the_command_line_answers_before_torch_is_imported() -> None:
-    code = "import sys, decoupled_diloco.cli; sys.exit('torch' in sys.modules)"
+    code = "import sys, decoupled_diloco.cli.main; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

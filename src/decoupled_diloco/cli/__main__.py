@@ -1,5 +1,5 @@
 """`python -m decoupled_diloco.cli`: the same as `ddiloco`."""
 
-from decoupled_diloco.cli.main import main
+from decoupled_diloco.__main__ import main
 
 main()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from decoupled_diloco.cli.command_line import CommandOptions, command
 from decoupled_diloco.cli.options import (
     Sets,
     complete_recipe,
@@ -15,7 +16,6 @@ from decoupled_diloco.cli.options import (
     fail,
     make_console,
 )
-from decoupled_diloco.config.command_line import CommandOptions, command
 from decoupled_diloco.config.files import find_shipped
 from decoupled_diloco.launch.termination import INTERRUPTED
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from decoupled_diloco.cli.command_line import CommandOptions, command, overrides, setting
 from decoupled_diloco.cli.options import (
     Authority,
     Certificate,
@@ -30,7 +31,6 @@ from decoupled_diloco.cli.options import (
 )
 from decoupled_diloco.config import RunConfig, SyncerSettings, load_config
 from decoupled_diloco.config.addresses import advertised, on_this_machine
-from decoupled_diloco.config.command_line import CommandOptions, command, overrides, setting
 from decoupled_diloco.config.files import find_shipped
 
 if TYPE_CHECKING:

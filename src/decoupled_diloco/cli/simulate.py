@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from decoupled_diloco.cli.command_line import CommandOptions, command
 from decoupled_diloco.cli.options import (
     Sets,
     complete_recipe,
@@ -21,7 +22,6 @@ from decoupled_diloco.cli.options import (
     find_recipe,
     make_console,
 )
-from decoupled_diloco.config.command_line import CommandOptions, command
 from decoupled_diloco.config.files import find_shipped
 from decoupled_diloco.launch.termination import INTERRUPTED, handling
 

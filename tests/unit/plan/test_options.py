@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from decoupled_diloco.config.command_line import CommandOptions, command, named, option_of
+from decoupled_diloco.cli.command_line import CommandOptions, command, named, option_of
 from decoupled_diloco_plan.bandwidth import options as bandwidth
 from decoupled_diloco_plan.bandwidth.options import PlanOptions
 from decoupled_diloco_plan.goodput.options import GoodputOptions
@@ -93,4 +93,4 @@ def test_whatever_is_imported_first_the_commands_are_found(module: str) -> None:
         "print([c.callback.__module__ for c in app.registered_commands if c.name == 'plan'])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == "['decoupled_diloco.config.command_line']\n", done.stderr
+    assert done.stdout == "['decoupled_diloco.cli.command_line']\n", done.stderr

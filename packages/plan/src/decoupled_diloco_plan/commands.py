@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from decoupled_diloco.config.command_line import command
+from decoupled_diloco.cli.command_line import command
 from decoupled_diloco_plan.bandwidth.options import PlanOptions
 from decoupled_diloco_plan.goodput.options import GoodputOptions
 

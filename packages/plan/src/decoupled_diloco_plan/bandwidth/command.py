@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict
 
+from decoupled_diloco.cli.command_line import option_of
 from decoupled_diloco.cli.options import listed, make_console
-from decoupled_diloco.config.command_line import option_of
 from decoupled_diloco.config.settings import suggestion
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.protocol.options import Options

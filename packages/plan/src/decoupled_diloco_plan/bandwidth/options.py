@@ -9,7 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from decoupled_diloco.config.command_line import CommandOptions
+from decoupled_diloco.cli.command_line import CommandOptions
+from decoupled_diloco.cli.options import complete_recipe
 from decoupled_diloco.units import parse_count, parse_duration
 from decoupled_diloco_plan.bandwidth import measured
 
@@ -42,13 +43,6 @@ def _complete(names: Iterable[str]) -> Callable[[str], list[str]]:
         return [name for name in names if name.startswith(incomplete)]
 
     return complete
-
-
-def complete_recipe(incomplete: str) -> list[tuple[str, str]]:
-    """The recipes, for the shell. Imported late: `ddiloco` imports this module in its turn."""
-    from decoupled_diloco.cli.options import complete_recipe as complete
-
-    return complete(incomplete)
 
 
 def complete_formats(incomplete: str) -> list[str]:

@@ -9,8 +9,8 @@ from dataclasses import asdict, fields
 from functools import partial
 from typing import Any
 
+from decoupled_diloco.cli.command_line import option_of
 from decoupled_diloco.cli.options import listed, make_console
-from decoupled_diloco.config.command_line import option_of
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.observe.terminal import SteadyConsole
 from decoupled_diloco.units import format_count, parse_count

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from decoupled_diloco.config.command_line import CommandOptions
+from decoupled_diloco.cli.command_line import CommandOptions
 from decoupled_diloco_plan.goodput.settings import SYSTEMS, Constants
 
 

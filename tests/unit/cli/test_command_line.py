@@ -8,16 +8,16 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from decoupled_diloco.cli.main import app
-from decoupled_diloco.cli.options import listed
-from decoupled_diloco.config import SyncerSettings
-from decoupled_diloco.config.command_line import (
+from decoupled_diloco.cli.command_line import (
     CommandOptions,
     command,
     option_of,
     overrides,
     setting,
 )
+from decoupled_diloco.cli.main import app
+from decoupled_diloco.cli.options import listed
+from decoupled_diloco.config import SyncerSettings
 
 
 class MineOptions(CommandOptions):
