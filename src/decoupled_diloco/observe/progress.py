@@ -18,8 +18,9 @@ from rich.text import Text
 
 from decoupled_diloco.errors import Error
 from decoupled_diloco.observe.following import FollowedRun
+from decoupled_diloco.observe.headline import position
 from decoupled_diloco.observe.status import RunStatus, status_of
-from decoupled_diloco.observe.status_view import position, render_training
+from decoupled_diloco.observe.status_view import render_training
 from decoupled_diloco.observe.terminal import SteadyConsole
 from decoupled_diloco.observe.words import clock_face
 from decoupled_diloco.observe.writer import FLUSH_SECONDS

@@ -9,6 +9,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from decoupled_diloco.observe.headline import budget_share, headline, position
 from decoupled_diloco.observe.status import LearnerStatus, OpenRound, RunStatus, ShardStatus
 from decoupled_diloco.observe.terminal import plain_table
 from decoupled_diloco.observe.words import ABSENT, clock_face, percent
@@ -86,25 +87,6 @@ def _dim(lines: Iterable[str]) -> list[Text]:
     return [Text(line, style="dim", overflow="fold") for line in lines]
 
 
-def headline(status: RunStatus) -> str:
-    silent = format_duration(status.silent_seconds)
-    match status.phase:
-        case "finished" if status.virtual:
-            return "finished, in virtual time"
-        case "silent" if status.virtual:
-            return "not finished, in virtual time"
-        case "empty":
-            return "nothing is on the tape yet"
-        case "finished":
-            return f"finished: its last record is {silent} old"
-        case "interrupted":
-            return f"interrupted at step {status.step}, {silent} ago"
-        case "silent":
-            return f"nothing has written this tape for {silent}: the run was not over, and stopped"
-        case phase:
-            return phase
-
-
 def _head(status: RunStatus, width: int) -> list[RenderableType]:
     style = _STYLES.get(status.phase, "yellow")
     name = status.name or "(no name yet)"
@@ -135,18 +117,6 @@ def _budget_bar(status: RunStatus, width: int, left: str) -> Table:
         cells.append(Text(left, style="dim", no_wrap=True))
     grid.add_row(*cells)
     return grid
-
-
-def position(status: RunStatus) -> str:
-    """How far it is, and of how much if that is known."""
-    return f"step {status.step}" + (f"/{status.budget_steps}" if status.budget_steps else "")
-
-
-def budget_share(status: RunStatus) -> float | None:
-    """How much of the budget is spent, 0 to 1; the budget that ends the run first counts."""
-    budgets = ((status.step, status.budget_steps), (status.tokens, status.budget_tokens))
-    shares = [spent / budget for spent, budget in budgets if budget]
-    return min(1.0, max(shares)) if shares else None
 
 
 def _totals(status: RunStatus, width: int) -> list[RenderableType]:

@@ -10,9 +10,9 @@ import copy
 from itertools import islice
 from typing import Any
 
+from decoupled_diloco.observe.headline import budget_share, headline, position
 from decoupled_diloco.observe.run_model import RunModel
 from decoupled_diloco.observe.status import ROUTINE, LearnerStatus, RunStatus, ShardStatus
-from decoupled_diloco.observe.status_view import budget_share, headline, position
 from decoupled_diloco.observe.words import ABSENT, clock_face, percent
 from decoupled_diloco.page.history import LINES_MAX, PageHistory
 from decoupled_diloco.page.waits import (

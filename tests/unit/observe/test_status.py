@@ -10,13 +10,14 @@ from rich.console import Console
 
 from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.observe.accounts import account_for
+from decoupled_diloco.observe.headline import headline
 from decoupled_diloco.observe.reader import TapeReader
 from decoupled_diloco.observe.records import SCHEMA
 from decoupled_diloco.observe.run_model import RunModel, run_of
 from decoupled_diloco.observe.samples import EndRequested, ProcessEnded, ProcessStarted
 from decoupled_diloco.observe.sources import FolderSource
 from decoupled_diloco.observe.status import RunStatus, status_of
-from decoupled_diloco.observe.status_view import headline, render_status
+from decoupled_diloco.observe.status_view import render_status
 from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.protocol.effects import NOTHING_NEW, Participant, RoundFinished
 from decoupled_diloco.protocol.events import Tick
