@@ -54,7 +54,7 @@ plan: $(STAMP)  ## the planner's tables and plots: benchmarks/results/plan
 	$(BIN)/python benchmarks/tables.py
 
 sbom: $(STAMP)  ## what an installation brings, with versions and licences: dist/sbom.json
-	$(BIN)/python deploy/sbom.py dist/sbom.json
+	$(BIN)/python deploy/sbom.py dist/sbom.json --extras cli
 
 docs: $(STAMP)  ## the documentation, as a folder of pages: site/index.html
 	$(BIN)/mkdocs build --strict --quiet
@@ -72,7 +72,7 @@ $(STAMP): pyproject.toml packages/plan/pyproject.toml constraints.txt
 	@echo "2 of 3: PyTorch, with its libraries the most of it"
 	@$(PIP) torch $(TELL)
 	@echo "3 of 3: decoupled-diloco, and what develops and tests it"
-	@$(PIP) --editable . --editable packages/plan --group dev $(TELL)
+	@$(PIP) --editable '.[cli]' --editable packages/plan --group dev $(TELL)
 	@touch $(STAMP)
 
 clean:

@@ -1,6 +1,31 @@
-"""`ddiloco`, and `python -m decoupled_diloco`: where the command line begins."""
+"""`ddiloco`, and `python -m decoupled_diloco`: where the command line begins.
 
-from decoupled_diloco.cli.main import main
+It is an extra, because a learner in a training job of one's own needs no part of it.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from typing import NoReturn
+
+from decoupled_diloco.config.files import INSTALL
+from decoupled_diloco.errors import ConfigError
+
+NEEDED = ("jinja2", "matplotlib", "prometheus_client", "rich", "tomli_w", "typer")
+"""The modules of the extra: a run is not to miss one when it is over, and its report is drawn."""
+
+
+def main() -> NoReturn:
+    """The command line, or a sentence that says how to install it."""
+    lacking = [name for name in NEEDED if find_spec(name) is None]
+    if lacking:
+        print(f"error: ddiloco needs {', '.join(lacking)}: {INSTALL}", file=sys.stderr)
+        sys.exit(ConfigError.exit_code)
+    from decoupled_diloco.cli.main import main as run
+
+    run()
+
 
 if __name__ == "__main__":
     main()

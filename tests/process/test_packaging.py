@@ -13,10 +13,12 @@ import sysconfig
 import tarfile
 import venv
 import zipfile
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 
+from decoupled_diloco.__main__ import NEEDED
 from decoupled_diloco.observe.segments import lines_of
 from decoupled_diloco.storage.weights import load_weights
 
@@ -55,9 +57,9 @@ echo "${{COMPREPLY[@]}}"
 
 
 class Environment:
-    """A new environment with these wheels in it."""
+    """A new environment with these wheels in it, and without these modules of others."""
 
-    def __init__(self, path: Path, *wheels: Path) -> None:
+    def __init__(self, path: Path, *wheels: Path, lacking: Collection[str] = ()) -> None:
         self.path = path
         self.python = path / "bin" / "python"
         venv.create(path, with_pip=False, symlinks=True)
@@ -65,7 +67,7 @@ class Environment:
         subprocess.run([*pip, "--no-deps", "--no-index", *wheels], check=True)
         own = Path(sysconfig.get_path("purelib", vars={"base": str(path)}))
         for each in Path(sysconfig.get_path("purelib")).iterdir():
-            if "decoupled_diloco" not in each.name:
+            if "decoupled_diloco" not in each.name and each.name not in lacking:
                 (own / each.name).symlink_to(each)
 
     def run(self, *command: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -132,6 +134,17 @@ def test_the_wheel_alone_trains_a_shipped_recipe(installed: Environment, tmp_pat
         assert (folder / name).stat().st_size > 0, name
     tape = folder / "tape" / "shard-0.jsonl"
     assert any(True for _ in lines_of(tape, [])), "its tape, in segments or not"
+
+
+def test_the_wheel_without_its_extra_says_how_to_have_the_command(
+    wheel: Path, tmp_path: Path
+) -> None:
+    base = Environment(tmp_path / "venv", wheel, lacking=NEEDED)
+    done = base.run("ddiloco", "train", "quickstart", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: ddiloco needs {', '.join(NEEDED)}: pip install 'dec")
+    learner = "import decoupled_diloco as dd; print(dd.Learner.__name__)"
+    assert base.run("python", "-c", learner, cwd=tmp_path).stdout == "Learner\n"
 
 
 @pytest.mark.parametrize("what", ["rules", "dashboard"])

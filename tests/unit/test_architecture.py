@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
 
 import decoupled_diloco
 import decoupled_diloco_plan
+from decoupled_diloco.__main__ import NEEDED
 
 ROOT = Path(decoupled_diloco.__file__).parent
 PLAN = Path(decoupled_diloco_plan.__file__).parent
@@ -98,6 +100,41 @@ def imports(tree: ast.Module) -> Iterator[str]:
 def roots(tree: ast.Module) -> Iterator[str]:
     """The first names of what a module imports."""
     yield from (name.split(".")[0] for name in imports(tree))
+
+
+def imported_at_once(tree: ast.Module) -> Iterator[str]:
+    """What is imported with a module, packages included; nothing that is for type checkers."""
+    todo: list[ast.AST] = list(tree.body)
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            todo += node.orelse
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            todo += ast.iter_child_nodes(node)
+        names = [alias.name for alias in getattr(node, "names", ()) if isinstance(alias, ast.alias)]
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{name}" for name in names]
+        for name in names:
+            yield from accumulate(name.split("."), "{}.{}".format)
+
+
+OF_AN_EXTRA = {
+    *("observe/comparison.py", "observe/images.py", "observe/progress.py", "observe/report.py"),
+    *("observe/status_view.py", "observe/summary.py", "observe/tables.py", "observe/terminal.py"),
+    *("monitor/exposition.py", "monitor/learner.py", "monitor/shard.py"),
+}
+"""What cannot be imported without the extra of the command line, or that of metrics."""
+
+
+def test_nothing_but_the_command_line_needs_its_extra() -> None:
+    """All else can be imported without it: a learner, a syncer, the integrations."""
+    imported = {path: set(imported_at_once(tree)) for _, path, tree in modules()}
+    lacking, needing = set(NEEDED), set[str]()
+    while more := {path for path, names in imported.items() if names & lacking} - needing:
+        needing |= more
+        names = (path.removesuffix(".py").removesuffix("/__init__") for path in more)
+        lacking |= {f"{PACKAGE}.{name.replace('/', '.')}" for name in names}
+    assert {path for path in needing if not path.startswith("cli/")} == OF_AN_EXTRA
 
 
 def test_every_package_has_its_layer() -> None:

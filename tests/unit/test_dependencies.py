@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import decoupled_diloco
+from decoupled_diloco.__main__ import NEEDED
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -62,11 +65,34 @@ def test_what_is_imported_is_declared(folder: Path) -> None:
     assert not {module for module, owners in of.items() if not owners & declared}
 
 
+PACKAGES_MAX = 27
+OF_A_GPU = ("nvidia-", "cuda-", "triton")
+"""What PyTorch brings beside it where it is not the one for CPUs."""
+
+
+def test_a_learner_alone_needs_few_packages() -> None:
+    brought_by = runpy.run_path(str(ROOT / "deploy" / "sbom.py"))["runtime"]
+    found = {PROJECT["name"]}
+    for each in map(Requirement, PROJECT["dependencies"]):
+        if each.marker is None or each.marker.evaluate():
+            found |= {canonicalize_name(each.name), *brought_by(each.name, each.extras)}
+    found = {name for name in found if not name.startswith(OF_A_GPU)}
+    assert len(found) <= PACKAGES_MAX, sorted(found)
+    told = " ".join((ROOT / "README.md").read_text().split())
+    assert f"`pip install -e .` is enough, and brings {PACKAGES_MAX} packages" in told
+
+
+def test_the_command_line_looks_for_all_that_its_extra_brings() -> None:
+    owners = packages_distributions()
+    looked_for = {canonicalize_name(each) for name in NEEDED for each in owners[name]}
+    assert looked_for == names([*EXTRAS["cli"], *EXTRAS["metrics"]]) - {PROJECT["name"]}
+
+
 def test_both_distributions_are_of_one_version() -> None:
     version = PROJECT["version"]
     assert project(PLAN)["version"] == version == decoupled_diloco.__version__
     assert EXTRAS["plan"] == [f"decoupled-diloco-plan=={version}"]
-    assert f"decoupled-diloco=={version}" in project(PLAN)["dependencies"]
+    assert f"decoupled-diloco[cli]=={version}" in project(PLAN)["dependencies"]
 
 
 def test_transformers_is_new_enough_for_the_layouts_of_an_export() -> None:
@@ -78,14 +104,20 @@ def test_transformers_is_new_enough_for_the_layouts_of_an_export() -> None:
         assert "4.52.4" not in wanted.specifier
 
 
+def named(pattern: str, text: str) -> Iterator[str]:
+    """The extras in what is to be installed: one, or several with commas between them."""
+    for found in re.findall(pattern, text):
+        yield from found.split(",")
+
+
 def test_an_extra_is_named_for_a_clone_and_for_an_installation() -> None:
     for folder, pattern in (("src", "*.py"), ("recipes", "*"), ("docs", "*.md"), ("examples", "*")):
         for path in (
             p for p in (ROOT / folder).rglob(pattern) if p.suffix in (".py", ".toml", ".md")
         ):
             text = path.read_text()
-            installed = set(re.findall(r"'decoupled-diloco\[([a-z]+)\]'", text))
-            cloned = set(re.findall(r"-e '\.\[([a-z]+)\]'", text))
+            installed = set(named(r"'decoupled-diloco\[([a-z,]+)\]'", text))
+            cloned = set(named(r"-e '\.\[([a-z,]+)\]'", text))
             cloned |= set(re.findall(r"-e packages/([a-z]+)", text))
             assert installed == cloned <= EXTRAS.keys(), path
 

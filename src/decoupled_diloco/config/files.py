@@ -10,12 +10,10 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
-
-import tomli_w
 
 from decoupled_diloco.config.run import RunConfig
 from decoupled_diloco.config.settings import shown
@@ -23,6 +21,9 @@ from decoupled_diloco.errors import ConfigError
 
 _SCENARIOS_OWN = {"set", "until_seconds", "parameters", "learners", "links", "events", "random"}
 """What only a scenario file has, see `simulate.scenario_file`."""
+
+INSTALL = "pip install 'decoupled-diloco[cli]' (in a clone: pip install -e '.[cli]')"
+"""How to have the command line, and what else is of its extra."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -46,8 +47,26 @@ def dump_config(config: RunConfig) -> str:
     """The resolved configuration as TOML that loads as the same configuration again.
 
     Every default is written out, except settings that have no effect beside the others.
+
+    Raises:
+        ConfigError: What writes TOML is not installed.
     """
-    return tomli_w.dumps(config.model_dump(mode="json"))
+    return dump_tables(config.model_dump(mode="json"))
+
+
+def dump_tables(tables: Mapping[str, Any]) -> str:
+    """Tables as TOML. Python itself only reads it.
+
+    Raises:
+        ConfigError: What writes TOML is not installed.
+    """
+    try:
+        import tomli_w
+    except ImportError:
+        raise ConfigError(
+            f"settings cannot be written without tomli-w, of the extra cli: {INSTALL}"
+        ) from None
+    return tomli_w.dumps(tables)
 
 
 def read_tables(path: Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from decoupled_diloco.launch.secrets import (
     token_of_a_reader,
 )
 from decoupled_diloco.launch.shared_folder import shards_that_move
-from decoupled_diloco.monitor.measures import METRICS_PATH
+from decoupled_diloco.monitor.measures import INSTALL, METRICS_PATH
 from decoupled_diloco.observe.open_files import SPARE, open_files_allowed
 from decoupled_diloco.observe.samples import TookOver
 from decoupled_diloco.observe.sources import TAPE_PATH
@@ -40,7 +40,7 @@ from decoupled_diloco.syncer.shard import Shard
 from decoupled_diloco.syncer.shard_lease import NO_STANDBY, NoStandby, ShardLease
 from decoupled_diloco.syncer.tapes import TapeDocuments
 from decoupled_diloco.transport.base import Client, Limits, OnChannel, Server
-from decoupled_diloco.transport.documents import Document
+from decoupled_diloco.transport.documents import Document, NoSuchDocumentError
 from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.http_server import HttpServer
 from decoupled_diloco.transport.tls import Tls
@@ -245,8 +245,10 @@ class ShardRole:
 
     async def metrics(self, query: Mapping[str, str]) -> Document:
         """Answers a scrape."""
-        from decoupled_diloco.monitor.shard import ShardMetrics  # a library that few runs need
-
+        try:
+            from decoupled_diloco.monitor.shard import ShardMetrics
+        except ImportError:
+            raise NoSuchDocumentError(f"metrics need prometheus-client: {INSTALL}") from None
         if self._metrics is None:
             self._metrics = ShardMetrics(self.acting.watched())
         return await self._metrics(query)

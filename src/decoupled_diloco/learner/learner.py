@@ -106,7 +106,8 @@ class Learner(TakingPart):
             ``"wandb"`` or ``"mlflow"``, or with what it is called there, as
             ``"tensorboard:runs/x"``. Of several ranks, rank 0 logs.
         metrics: ``"host:port"`` at which Prometheus can scrape `/metrics` of this learner, with the
-            token; port 0: any free one, which the log tells. Of several ranks, rank 0 listens.
+            token; port 0: any free one, which the log tells. Of several ranks, rank 0 listens. It
+            needs the extra ``metrics``.
         store: How to read and write the parameters; default: `ModuleStore(model)`.
         client: Makes the transport's client. Default: HTTP.
 

@@ -18,6 +18,7 @@ from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.learner.checkpoint import OPTIMIZER, CheckpointFolder
 from decoupled_diloco.learner.checkpointer import Checkpointer
 from decoupled_diloco.learner.transfers import StateTransfers
+from decoupled_diloco.monitor.measures import INSTALL
 from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.transport.base import Channel
@@ -121,13 +122,17 @@ def endpoint_of(
     """Where a `Learner` can be scraped, if it can.
 
     Raises:
-        ConfigError: The address is none, or it is open to others without a token.
+        ConfigError: The address is none, or it is open to others without a token; or what writes
+            metrics is not installed.
     """
     if metrics is None:
         return None
-    from decoupled_diloco.monitor.endpoint import MetricsEndpoint  # a library that few need
-    from decoupled_diloco.monitor.learner import learner_metrics
+    from decoupled_diloco.monitor.endpoint import MetricsEndpoint
 
+    try:
+        from decoupled_diloco.monitor.learner import learner_metrics
+    except ImportError:
+        raise ConfigError(f"metrics={metrics!r} needs prometheus-client: {INSTALL}") from None
     return MetricsEndpoint(metrics, name, read_secret(token), partial(learner_metrics, look))
 
 

@@ -13,6 +13,9 @@ from typing import Literal
 
 METRICS_PATH = "/metrics"
 
+INSTALL = "pip install 'decoupled-diloco[metrics]' (in a clone: pip install -e '.[metrics]')"
+"""How to have the library that writes metrics as Prometheus reads them."""
+
 Kind = Literal["gauge", "counter", "histogram", "summary"]
 
 

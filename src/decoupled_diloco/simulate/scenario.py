@@ -20,10 +20,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import tomli_w
-
 from decoupled_diloco.config import RunConfig, dump_config, suggestion
-from decoupled_diloco.config.files import find_shipped, override_key, read_run_tables, read_tables
+from decoupled_diloco.config.files import (
+    dump_tables,
+    find_shipped,
+    override_key,
+    read_run_tables,
+    read_tables,
+)
 from decoupled_diloco.config.settings import shown
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.simulate.choices import Choices
@@ -256,7 +260,7 @@ def dump_scenario(scenario: Scenario) -> str:
         k: v for k, v in scenario.file.model_dump(mode="json").items() if k in own and v != []
     }
     tables |= {"name": scenario.config.run.name, "seed": scenario.seed}
-    return tomli_w.dumps(tables | tomllib.loads(dump_config(scenario.config)))
+    return dump_tables(tables | tomllib.loads(dump_config(scenario.config)))
 
 
 def _read(path: Path) -> dict[str, Any]:
