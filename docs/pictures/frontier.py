@@ -40,8 +40,9 @@ def draw() -> str:
         _, y = at(1, tenth / 20)
         drawing.text(LEFT - 10, y + 5, f"{tenth / 20:.2f}", colour=GREY, anchor="end")
     for inner, colour in COLOURS.items():
-        points = sorted((row["less"], row["loss"], name) for name, row in result.items()
-                        if f" {inner} " in name)
+        points = sorted(
+            (row["less"], row["loss"], name) for name, row in result.items() if f" {inner} " in name
+        )
         drawing.line([at(less, loss) for less, loss, _ in points], colour=colour)
         for less, loss, name in points:
             x, y = at(less, loss)
