@@ -1,0 +1,93 @@
+"""torchft's DiLoCo over gloo; "torchft-streaming" with a fragment for each block of the model.
+
+As its example `train_diloco.py` and its README: a lighthouse, `torchrun` for each replica group,
+`ProcessGroupGloo`, `HTTPTransport`, synchronous quorum, at least one replica. What is not as there:
+
+* ``init_sync=False``, as the documentation of `Manager` asks of models that are initialised alike;
+* the timeouts, 10 and 30 s there, are long enough for the link;
+* the outer momentum is that of all systems of the comparison;
+* "torchft-buckets": ``use_bucketization``, an argument of `DiLoCo`: one exchange for all tensors.
+"""
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+from common import Task, Training
+from torch import nn
+from torchft import Manager, ProcessGroupGloo
+from torchft.checkpointing.http_transport import HTTPTransport
+from torchft.local_sgd import DiLoCo
+
+
+def fragments_of(model: Any, task: Task) -> list[nn.Module]:
+    """The whole model, or a block each, with the embedding and the head at the ends."""
+    if task.system != "torchft-streaming":
+        return [model]
+    parts = [[block] for block in model.blocks]
+    parts[0].append(model.embedding)
+    parts[-1] += [model.norm, model.head]
+    return [nn.ModuleList(part) for part in parts]
+
+
+def main() -> None:
+    task = Task.read()
+    training = Training(task)
+    model, inner = training.model, training.optimizer
+    fragments = fragments_of(model, task)
+    outers = [
+        torch.optim.SGD(
+            fragment.parameters(),
+            lr=task.outer_lr,
+            momentum=task.outer_momentum,
+            nesterov=task.outer_momentum > 0,
+        )
+        for fragment in fragments
+    ]
+
+    def load_state_dict(state: Any) -> None:
+        model.load_state_dict(state["model"])
+        inner.load_state_dict(state["inner_optim"])
+
+    def state_dict() -> Any:
+        return {"model": model.state_dict(), "inner_optim": inner.state_dict()}
+
+    patience = timedelta(seconds=task.timeout_seconds)
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=patience),
+        use_async_quorum=False,
+        min_replica_size=1,
+        load_state_dict=load_state_dict,
+        state_dict=state_dict,
+        replica_id=f"worker_{task.worker}",
+        hostname=task.addresses[task.worker],
+        timeout=patience,
+        quorum_timeout=patience,
+        checkpoint_transport=HTTPTransport(timeout=patience, num_chunks=0),
+        init_sync=False,
+    )
+    training.wait_for_others()
+    with DiLoCo(
+        manager,
+        fragments,
+        inner,
+        outers,
+        backup_device=torch.device("cpu"),
+        sync_every=task.period,
+        fragment_sync_delay=task.overlap if len(fragments) > 1 else 0,
+        use_bucketization=task.system == "torchft-buckets",
+    ):
+        for _ in range(task.steps):
+            training.step()
+            training.ended()
+    training.finish(
+        commits=manager.current_step(),
+        batches_committed=manager.batches_committed(),
+        restarts=int(os.environ["TORCHELASTIC_RESTART_COUNT"]),
+    )
+    manager.shutdown(wait=False)
+
+
+if __name__ == "__main__":
+    main()
