@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any, Self
 
 MODELS: dict[str, dict[str, Any]] = {
+    "tiny": {"layers": 2, "width": 32, "heads": 2, "context": 32, "batch_size": 2},
     "0.87M": {"layers": 4, "width": 128, "heads": 4, "context": 128, "batch_size": 16},
     "25M": {"layers": 8, "width": 512, "heads": 8, "context": 128, "batch_size": 2},
 }
-"""The sizes of `benchmarks/step_overhead.py`; a batch is one worker's."""
+"""The sizes of `benchmarks/step_overhead.py`; a batch is one worker's.
+"tiny" is for trying the peers out."""
 
 READY_SECONDS_MAX = 120.0
 """How long a worker waits for the others before its first step."""
@@ -39,6 +41,8 @@ class Task:
         fragments: Parts of the model that a streaming system sends one at a time.
         overlap: Steps that a streaming system may take while a fragment is under way.
         slowdown: A step takes this many times as long.
+        snapshots: Whether to keep what a worker that is started again goes on from, where the peer
+            leaves that to the training script.
         timeout_seconds: What a peer that asks for the longest duration of an exchange is told.
         addresses: Of each worker's machine.
         centre: The address of the machine with the syncer, the server or whatever there is.
@@ -56,6 +60,7 @@ class Task:
     fragments: int
     overlap: int
     slowdown: float
+    snapshots: bool
     timeout_seconds: float
     addresses: tuple[str, ...]
     centre: str
@@ -117,7 +122,8 @@ class Training:
         factor = self.workload.schedule(self.steps)
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * factor
-        self.workload.loss(self.model if model is None else model, batch).backward()
+        loss: Any = self.workload.loss(self.model if model is None else model, batch)
+        loss.backward()
         if self.task.slowdown > 1:
             time.sleep((self.task.slowdown - 1) * (time.monotonic() - begun))
         self.optimizer.step()

@@ -158,9 +158,9 @@ def _sample(sites: Sites, stop: threading.Event) -> None:
                     raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
             files.append(stack.enter_context(Path("/proc/thread-self/net/dev").open()))
         while not stop.is_set():
-            sites.samples.append((time.monotonic(), *map(_sent, files)))
+            sites.samples.append((time.monotonic(), _sent(files[0]), _sent(files[1])))
             stop.wait(SAMPLE_SECONDS)
-        sites.samples.append((time.monotonic(), *map(_sent, files)))
+        sites.samples.append((time.monotonic(), _sent(files[0]), _sent(files[1])))
 
 
 def _sent(file: TextIO) -> int:

@@ -78,7 +78,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=1", "--max-restarts
 def ddp(task: Task, python: Path) -> Start:
     """As torchrun's documentation says, "Elastic": at least one, at most all of the machines."""
     rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint={task.centre}:29400", "--rdzv-id=run"]
-    elastic = [f"--nnodes={task.workers}", f"--local-addr={task.addresses[task.worker]}"]
+    elastic = [f"--nnodes=1:{task.workers}", f"--local-addr={task.addresses[task.worker]}"]
     command = [str(python), *TORCHRUN, *elastic, *rendezvous, *_script("ddp", task)]
     return Start(task.worker, command)
 
@@ -109,20 +109,22 @@ def ours(task: Task, python: Path) -> Start:
 def syncer(task: Task, python: Path) -> Start:
     """One shard; every setting that is not here has its default."""
     folder = Path(task.folder)
-    sync: dict[str, Any] = {"fragments": 24, "period": task.period, "overlap": task.overlap}
+    sync: dict[str, Any] = {
+        "fragments": task.fragments,
+        "period": task.period,
+        "overlap": task.overlap,
+    }
     if task.system == "ours-int4":
         sync |= {"uplink_codec": "int4", "downlink_codec": "int4"}
-    config = RunConfig(
-        run={
-            "folder": folder / "run",
-            "learners": task.workers,
-            "budget_tokens": task.workers * task.steps * task.tokens_per_step,
-            "evaluator": False,
-        },
-        sync=sync,
-        outer={"lr": task.outer_lr, "momentum": task.outer_momentum},
-        syncer={"host": task.centre, "token_file": folder / "token"},
-    )
+    run = {
+        "folder": str(folder / "run"),
+        "learners": task.workers,
+        "budget_tokens": task.workers * task.steps * task.tokens_per_step,
+        "evaluator": False,
+    }
+    outer = {"lr": task.outer_lr, "momentum": task.outer_momentum}
+    server = {"host": task.centre, "token_file": str(folder / "token")}
+    config = RunConfig.model_validate({"run": run, "sync": sync, "outer": outer, "syncer": server})
     (folder / "token").write_text("benchmark")
     (folder / "run.toml").write_text(dump_config(config))
     command = ["-m", "decoupled_diloco.cli", "syncer", str(folder / "run.toml"), "--shard", "0"]

@@ -18,6 +18,7 @@ def main() -> None:
         learner_id=f"learner-{task.worker}",
         optimizer=training.optimizer,
     )
+    training.go_to(learner.global_step)
     training.wait_for_others()
     going_on = True
     while going_on:

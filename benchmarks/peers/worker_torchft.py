@@ -49,9 +49,11 @@ def main() -> None:
     def load_state_dict(state: Any) -> None:
         model.load_state_dict(state["model"])
         inner.load_state_dict(state["inner_optim"])
+        training.go_to(state["steps"])
 
     def state_dict() -> Any:
-        return {"model": model.state_dict(), "inner_optim": inner.state_dict()}
+        inner_optim = inner.state_dict()
+        return {"model": model.state_dict(), "inner_optim": inner_optim, "steps": training.steps}
 
     patience = timedelta(seconds=task.timeout_seconds)
     manager = Manager(
@@ -78,7 +80,7 @@ def main() -> None:
         fragment_sync_delay=task.overlap if len(fragments) > 1 else 0,
         use_bucketization=task.system == "torchft-buckets",
     ):
-        for _ in range(task.steps):
+        while manager.current_step() * task.period < task.steps * len(fragments):
             training.step()
             training.ended()
     training.finish(
