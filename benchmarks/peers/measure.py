@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -39,11 +40,14 @@ OVERLAP = 2
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.5
 """Momentum 0.5 and not 0.9 for every system, because runs have so few outer steps."""
 
+PARAMETERS = {"tiny": 0.04e6, "0.87M": 0.87e6, "25M": 25.5e6}
 PERIODS = {"speed": 5, "loss": 25, "slow": 5, **dict.fromkeys(FAULTS, 20)}
 """How long a run of each kind is: "speed" and "slow" are timed after the first period."""
 
-PARAMETERS = {"tiny": 0.04e6, "0.87M": 0.87e6, "25M": 25.5e6}
-SECONDS_MAX = {"tiny": 180.0, "0.87M": 240.0, "25M": 600.0}
+PERIODS_OF_LARGE = 3
+SECONDS_MAX = {"speed": 150.0, "slow": 150.0, "loss": 300.0, **dict.fromkeys(FAULTS, 300.0)}
+"""Then a run is ended, and what it did is its result; twice as long for the large model."""
+
 TIMEOUT_SECONDS_MIN = 30.0
 """What torchft's example gives an exchange; more where the link needs more."""
 
@@ -56,6 +60,11 @@ class Cell:
     model: str
     link: str
     kind: str
+
+    @property
+    def large(self) -> bool:
+        """Whether its steps take so long that it gets fewer."""
+        return self.model == "25M"
 
     def __str__(self) -> str:
         return f"{self.system} {self.model} {self.link} {self.kind}"
@@ -84,7 +93,7 @@ def tasks_of(cell: Cell, folder: Path, slowdown: float) -> list[Task]:
             worker=worker,
             workers=WORKERS,
             model=cell.model,
-            steps=PERIODS[cell.kind] * PERIOD,
+            steps=(PERIODS_OF_LARGE if cell.large else PERIODS[cell.kind]) * PERIOD,
             period=PERIOD,
             outer_lr=OUTER_LR,
             outer_momentum=OUTER_MOMENTUM,
@@ -113,7 +122,7 @@ def measure(cell: Cell, arguments: argparse.Namespace) -> Row:
         starts = {f"worker-{task.worker}": system.worker(task, python) for task in tasks}
         if system.centre is not None:
             starts = {"centre": system.centre(tasks[0], python), **starts}
-        deadline = time.monotonic() + SECONDS_MAX[cell.model]
+        deadline = time.monotonic() + SECONDS_MAX[cell.kind] * (1 + cell.large)
         run = Run(Path(name), sites, tasks, starts, deadline, FAULTS.get(cell.kind))
         row = run.summary(run.carry_out(), warm_periods=1)
         if arguments.logs:
@@ -133,6 +142,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="the cells; nothing is run")
     parser.add_argument("--logs", action="store_true", help="keep those of good runs too")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the namespaces go as well
     missing = unavailable()
     if missing:
         sys.exit(f"no links here: {missing}")

@@ -22,7 +22,7 @@ from systems import Start, environment_of
 Row = dict[str, Any]
 
 POLL_SECONDS = 0.1
-LOG_CHARACTERS = 1500
+LOG_CHARACTERS = 3000
 
 
 @dataclass

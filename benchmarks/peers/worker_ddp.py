@@ -41,7 +41,8 @@ def main() -> None:
     if snapshot.exists():
         load(training, snapshot)
     dist.init_process_group("gloo", timeout=timedelta(seconds=task.timeout_seconds))
-    wrapped = DistributedDataParallel(training.model)
+    # The model's buffers are constants: nothing to broadcast in each step.
+    wrapped = DistributedDataParallel(training.model, forward_sync_buffers=False)
     if task.system == "ddp-fp16":
         wrapped.register_comm_hook(None, fp16_compress_hook)
     training.wait_for_others()
