@@ -28,8 +28,7 @@ def keep(
     """Writes ``benchmarks/results/<name>/`` and prints the result; returns the folder."""
     folder = RESULTS / name
     folder.mkdir(parents=True, exist_ok=True)
-    program = Path(sys.argv[0])
-    shown = f"benchmarks/{program.name}"
+    shown = Path(sys.argv[0]).resolve().relative_to(RESULTS.parents[1])
     (folder / "command").write_text(f"python {shown} {' '.join(sys.argv[1:])}".strip() + "\n")
     write_json(folder / "config.json", config)
     write_json(folder / "hardware.json", hardware())

@@ -6,6 +6,7 @@ python benchmarks/tables.py
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ is shown as smallest to largest.
 TITLES = {
     "step_overhead": "What a learner costs its training loop",
     "step_overhead_int4": "The same, with four bits both ways",
+    "peers": "Beside what people use instead",
     "background": "What the background takes from the thread that trains",
     "ranks": "A learner of several ranks",
     "mixed": "A run of mixed parallelism, and plain learners",
@@ -230,6 +232,72 @@ def quality(result: Any) -> str:
     ]
     header = ["system", "inner rate", "loss", "against data-parallel", "decoupled against it"]
     return table(header, rows) + "\n\nMean of the paired seeds, with 95 % intervals (Student's t)."
+
+
+PEERS = {
+    "none": "no communication",
+    "ddp": "DDP (gloo)",
+    "ddp-fp16": "DDP, fp16 hook",
+    "torchft": "torchft, DiLoCo",
+    "torchft-buckets": "torchft, one bucket",
+    "torchft-streaming": "torchft, streaming",
+    "ours-bf16": "this project, bf16",
+    "ours-int4": "this project, int4",
+}
+FAULTS = {
+    "slow": "one worker four times slower",
+    "kill-worker": "a worker is killed, and started again after 5 s",
+    "kill-centre": "the centre is killed, and started again after 5 s",
+    "cut": "the link is cut for a minute",
+}
+
+
+def peers(result: Any) -> str:
+    parts = []
+    if "speed" in result:
+        rows = [
+            [
+                where,
+                PEERS[system],
+                few(row["percent_of_none"], 1, " %") if row["rate"] else "none",
+                few(row["longest_gap_seconds"], 2, " s"),
+                few([n / 1e3 for n in row["bytes_per_step"]], 1, " kB"),
+                f"{row['finished']} of {row['runs']}",
+            ]
+            for where, systems in result["speed"].items()
+            for system, row in systems.items()
+        ]
+        header = ["model and link", "system", "steps/s, of no communication", "longest step"]
+        parts.append(table([*header, "sent a step, each way", "came to the end"], rows))
+    faulty = [
+        [
+            FAULTS[kind],
+            PEERS[system],
+            few([gaps[0] for gaps in row["gaps"] if gaps[0] is not None], 1, " s"),
+            few([back[1] for back in row["back_seconds"] if back[1] is not None], 1, " s"),
+            few([float(steps[0]) for steps in row["steps_in_minute"]], 0, ""),
+            f"{row['finished']} of {row['runs']}",
+        ]
+        for kind, settings in result.items()
+        if kind in FAULTS and kind != "slow"
+        for systems in settings.values()
+        for system, row in systems.items()
+    ]
+    if faulty:
+        header = ["what happens", "system", "longest time without a step, of who was not killed"]
+        more = ["the killed worker steps again after", "steps in the minute after it"]
+        parts.append(table([*header, *more, "came to the end"], faulty))
+    return "\n\n".join(parts)
+
+
+def few(values: list[float], digits: int, unit: str) -> str:
+    """The median of a few values, and the smallest and largest if there are several."""
+    if not values:
+        return ""
+    shown = f"{statistics.median(values):,.{digits}f}"
+    if len(values) > 1:
+        shown += f" ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
+    return shown + unit
 
 
 def percent(interval: dict[str, float] | None) -> str:
@@ -580,6 +648,7 @@ def tape(result: Any) -> str:
 FORMS: dict[str, Callable[[Any], str]] = {
     "step_overhead": step_overhead,
     "step_overhead_int4": step_overhead,
+    "peers": peers,
     "background": background,
     "ranks": ranks,
     "mixed": mixed,

@@ -31,7 +31,12 @@ from environments import INTO
 from faults import FAULTS, SLOWDOWN
 from links import ADDRESSES, LINKS, joined, unavailable
 from run import Row, Run
-from systems import SYSTEMS, python_of
+from summary import ESTIMATE, NOT_MEASURED, summary
+from systems import HERE, SYSTEMS, python_of
+
+sys.path.insert(0, str(HERE.parent))
+
+from evidence import keep
 
 WORKERS = 2
 PERIOD = 24
@@ -159,6 +164,27 @@ def main() -> None:
                     print(json.dumps(row), file=file)
                 shown = {name: value for name, value in row.items() if name != "results"}
                 print(json.dumps(shown), flush=True)
+    if not arguments.list:
+        rows = [json.loads(line) for line in arguments.kept.read_text().splitlines()]
+        for row in rows:
+            row.pop("logs", None)
+        folder = keep(
+            "peers",
+            estimate=ESTIMATE,
+            config={
+                "workers": WORKERS,
+                "period": PERIOD,
+                "fragments": FRAGMENTS,
+                "overlap": OVERLAP,
+                "outer": [OUTER_LR, OUTER_MOMENTUM],
+                "models": MODELS,
+                "periods": PERIODS,
+            },
+            raw=rows,
+            result=summary(rows),
+            not_measured=NOT_MEASURED,
+        )
+        print(folder)
 
 
 if __name__ == "__main__":
