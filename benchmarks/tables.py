@@ -259,7 +259,9 @@ def peers(result: Any) -> str:
             [
                 where,
                 PEERS[system],
-                few(row["percent_of_none"], 1, " %") if row["rate"] else "none",
+                few(row["percent_of_none"], 1, " %")
+                if row["rate"]
+                else f"{row['steps'][0]} of its steps",
                 few(row["longest_gap_seconds"], 2, " s"),
                 few([n / 1e3 for n in row["bytes_per_step"]], 1, " kB"),
                 f"{row['finished']} of {row['runs']}",

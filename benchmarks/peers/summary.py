@@ -51,6 +51,7 @@ def _timed(rows: list[Row], alone: list[Row]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "finished": sum(row["finished"] for row in rows),
         "runs": len(rows),
+        "steps": [min(row["steps"]) for row in rows],
         "rate": [row["rate"] for row in timed],
         "percent_of_none": [
             100 * row["rate"] / rates[row["repeat"]] for row in timed if row["repeat"] in rates
