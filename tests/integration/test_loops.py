@@ -81,17 +81,18 @@ def test_accumulation_and_padding_need_no_help(system: System) -> None:
     model = Reader()
     optimizer = sgd(model)
     mask = torch.tensor([[1, 1, 1, 0, 0], [1, 0, 0, 0, 0]])
-    learner = joined(system, model, optimizer=optimizer)
-    for number, batch in enumerate(learner.batches(tokens() for _ in range(100)), start=1):
-        model(batch, attention_mask=mask).backward()
-        if number % 3 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-            model.eval()
-            model(batch)
-            model.train()
-    assert learner.over
-    assert learner.steps == number // 3
+    with joined(system, model, optimizer=optimizer) as learner:
+        batches = learner.batches(tokens() for _ in range(100_000))
+        for number, batch in enumerate(batches, start=1):
+            model(batch, attention_mask=mask).backward()
+            if number % 3 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+                model.eval()
+                model(batch)
+                model.train()
+        assert learner.over
+        assert learner.steps == number // 3
     assert set(told(system)) == {3 * 4}
 
 
