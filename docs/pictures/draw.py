@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import apply
 import clock
+import frontier
 import overview
 import planes
 import round
@@ -21,6 +22,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "../overview.svg": overview.draw,
     "apply.svg": apply.draw,
     "clock.svg": clock.draw,
+    "frontier.svg": frontier.draw,
     "planes.svg": planes.draw,
     "round.svg": round.draw,
 }

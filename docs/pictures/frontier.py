@@ -21,7 +21,7 @@ def draw() -> str:
     """The picture."""
     result: dict[str, Any] = json.loads(RESULT.read_text())["result"]
     losses = [row["loss"] for row in result.values()]
-    low, high = min(losses) - 0.02, max(losses) + 0.02
+    low, high = min(losses) - 0.05, max(losses) + 0.02
 
     def at(less: float, loss: float) -> tuple[float, float]:
         across = math.log(less) / math.log(LESS_MAX)
@@ -45,17 +45,20 @@ def draw() -> str:
         )
         drawing.line([at(less, loss) for less, loss, _ in points], colour=colour)
         for less, loss, name in points:
-            x, y = at(less, loss)
+            (x, y), label = at(less, loss), _label(name)
             drawing.dot(x, y, colour)
-            drawing.text(x, y - 10, _label(name), colour=colour, size=12, anchor="middle")
-        if points:
-            x, y = at(points[0][0], points[0][1])
-            drawing.text(x + 12, y + 22, NAMES[inner], colour=colour, bold=True)
+            if not label:
+                words = f"{NAMES[inner]}: data-parallel"
+                drawing.text(x + 12, y + 16, words, colour=colour, bold=True)
+            else:
+                below = 20 if label == "int4" else -10
+                drawing.text(x, y + below, label, colour=colour, size=12, anchor="middle")
     return drawing.svg()
 
 
 def _label(name: str) -> str:
+    """The codec; nothing for data-parallel."""
     system, _, _, *codec = name.split(" ")
     if system == "dp":
-        return "data-parallel"
+        return ""
     return " ".join(codec) or "bf16"
