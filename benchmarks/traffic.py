@@ -146,7 +146,7 @@ def main() -> None:
         config={"steps": arguments.steps, "seeds": arguments.seeds, "sequences": SEQUENCES, **SIZE},
         raw=[row for each in rows.values() for row in each],
         result={name: summary(name, rows) for name in rows},
-        not_measured="larger models, longer runs, other texts",
+        not_measured="larger models, longer runs at more than one seed, other texts",
     )
     print(folder)
 
