@@ -10,6 +10,7 @@ seeds; a step is a second.
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
 from collections.abc import Sequence
@@ -155,12 +156,17 @@ def summary(rows: list[Row], adaptive: list[Row]) -> dict[str, Any]:
 
 
 def main() -> None:
-    arguments = parser(400, "seconds of each run, virtual", "adapting").parse_args()
+    options = parser(400, "seconds of each run, virtual", "adapting")
+    options.add_argument(
+        "--cells", default=".", help="a regular expression; with the adaptive one of a scenario"
+    )
+    arguments = options.parse_args()
     torch.set_num_threads(1)
     cells = {
         f"{name}: {codec}": (scenario, codec)
         for name, scenario in SCENARIOS.items()
         for codec in ("adaptive", *LADDER)
+        if re.search(arguments.cells, f"{name}: {codec}")
     }
     rows = measured(
         arguments.kept,
