@@ -6,10 +6,13 @@ python benchmarks/tables.py
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from loss_tables import adapting, late, loss_under_faults, outer, quality, speeds, traffic
+from peers_table import peers
+from shapes import spread, table
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -63,15 +66,6 @@ TITLES = {
     "plan": "The planner against the published tables",
     "plan_real": "The planner against real runs",
 }
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def spread(value: dict[str, float], digits: int = 2) -> str:
-    return f"{value['median']:.{digits}f} ({value['min']:.{digits}f} to {value['max']:.{digits}f})"
 
 
 def step_overhead(result: Any) -> str:
@@ -216,201 +210,6 @@ def background(result: Any) -> str:
     return table(header, rows)
 
 
-def quality(result: Any) -> str:
-    def gap(value: dict[str, float]) -> str:
-        return f"{value['mean']:+.2f} % [{value['low']:+.2f}, {value['high']:+.2f}]"
-
-    rows = [
-        [
-            name,
-            f"{row['inner_rate']:g}",
-            f"{row['mean_loss']:.4f}",
-            percent(row["gap_to_data_parallel_percent"]),
-            percent(row["gap_of_decoupled_percent"]),
-        ]
-        for name, row in result.items()
-    ]
-    header = ["system", "inner rate", "loss", "against data-parallel", "decoupled against it"]
-    return table(header, rows) + "\n\nMean of the paired seeds, with 95 % intervals (Student's t)."
-
-
-PEERS = {
-    "none": "no communication",
-    "ddp": "DDP (gloo)",
-    "ddp-fp16": "DDP, fp16 hook",
-    "torchft": "torchft, DiLoCo",
-    "torchft-buckets": "torchft, one bucket",
-    "torchft-streaming": "torchft, streaming",
-    "ours-bf16": "this project, bf16",
-    "ours-int4": "this project, int4",
-}
-FAULTS = {
-    "slow": "one worker four times slower",
-    "kill-worker": "a worker is killed, and started again after 5 s",
-    "kill-centre": "the centre is killed, and started again after 5 s",
-    "cut": "the link is cut for a minute",
-}
-
-
-def peers(result: Any) -> str:
-    parts = []
-    if "speed" in result:
-        rows = [
-            [
-                where,
-                PEERS[system],
-                few(row["percent_of_none"], 1, " %")
-                if row["rate"]
-                else f"{row['steps'][0]} of its steps",
-                few(row["longest_gap_seconds"], 2, " s"),
-                few([n / 1e3 for n in row["bytes_per_step"]], 1, " kB"),
-                f"{row['finished']} of {row['runs']}",
-            ]
-            for where, systems in result["speed"].items()
-            for system, row in systems.items()
-        ]
-        header = ["model and link", "system", "steps/s, of no communication", "longest step"]
-        parts.append(table([*header, "sent a step, each way", "came to the end"], rows))
-    faulty = [
-        [
-            FAULTS[kind],
-            PEERS[system],
-            few([gaps[0] for gaps in row["gaps"] if gaps[0] is not None], 1, " s"),
-            few([back[1] for back in row["back_seconds"] if back[1] is not None], 1, " s"),
-            few([float(steps[0]) for steps in row["steps_in_minute"]], 0, ""),
-            f"{row['finished']} of {row['runs']}",
-        ]
-        for kind, settings in result.items()
-        if kind in FAULTS and kind != "slow"
-        for systems in settings.values()
-        for system, row in systems.items()
-    ]
-    if faulty:
-        header = ["what happens", "system", "longest time without a step, of who was not killed"]
-        more = ["the killed worker steps again after", "steps in the minute after it"]
-        parts.append(table([*header, *more, "came to the end"], faulty))
-    return "\n\n".join(parts)
-
-
-def few(values: list[float], digits: int, unit: str) -> str:
-    """The median of a few values, and the smallest and largest if there are several."""
-    if not values:
-        return ""
-    shown = f"{statistics.median(values):,.{digits}f}"
-    if len(values) > 1:
-        shown += f" ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
-    return shown + unit
-
-
-def percent(interval: dict[str, float] | None) -> str:
-    """A mean in per cent with its interval; nothing where there is none."""
-    if interval is None:
-        return ""
-    if "low" not in interval:
-        return f"{interval['mean']:+.2f} %"
-    return f"{interval['mean']:+.2f} % [{interval['low']:+.2f}, {interval['high']:+.2f}]"
-
-
-def outer(result: Any) -> str:
-    rows = []
-    for name, row in result.items():
-        shown = percent(row["gap_to_default_percent"])
-        rows.append([name, f"{row['mean_loss']:.4f}", shown])
-    return table(["η / μ", "loss", "against the default"], rows)
-
-
-def traffic(result: Any) -> str:
-    rows = [
-        [
-            name,
-            f"{row['less']:,.0f}",
-            f"{row['loss']:.4f}",
-            percent(row.get("gap_to_data-parallel_percent")),
-            percent(row.get("gap_to_bf16_percent")),
-        ]
-        for name, row in sorted(result.items(), key=lambda each: each[1]["less"])
-    ]
-    header = ["system, inner rate, codecs", "times less traffic", "loss", "against data-parallel"]
-    return (
-        table([*header, "against bf16"], rows)
-        + "\n\nTraffic against gradients in fp32, each step, up and down. A codec is for both ways "
-        "unless another is named. H = 24 unless said. Paired seeds, 95 % intervals (Student's t)."
-    )
-
-
-def adapting(result: Any) -> str:
-    rows = [
-        [
-            name,
-            f"{row['loss']:.4f}",
-            percent(row["loss_over_adaptive_percent"]),
-            percent(row["adaptive_sooner_percent"]),
-            " / ".join(f"{share:.0f}" for share in row["participation_percent"].values()) + " %",
-            ", ".join(map(str, row["changes"])),
-        ]
-        for name, row in result.items()
-    ]
-    header = ["links: codec", "loss", "over the ladder's", "the ladder has this loss sooner by"]
-    return table([*header, "learners took part", "changes of codec"], rows)
-
-
-def late(result: Any) -> str:
-    rows = [
-        [
-            name,
-            f"{row['mean_loss']:.4f} [{row['loss']['low']:.4f}, {row['loss']['high']:.4f}]",
-            percent(row["gap_to_reference_percent"]),
-            f"{row['bodies_of_the_last']:.0f}",
-            f"{row['bodies_of_the_first']:.0f}",
-        ]
-        for name, row in result.items()
-    ]
-    header = [
-        "an upload takes",
-        "loss",
-        "against nobody slow",
-        "merged of a slow learner",
-        "of a fast one",
-    ]
-    return "Four learners, P = H = 24, defaults, equal tokens, three paired seeds.\n\n" + table(
-        header, rows
-    )
-
-
-def speeds(result: Any) -> str:
-    def classes(values: dict[str, float]) -> str:
-        shown = (values.get(name) for name in ("full", "half", "quarter"))
-        return " / ".join(f"{value:.0f}" for value in shown if value is not None) + " %"
-
-    rows = []
-    for name, row in result.items():
-        rows.append(
-            [
-                name,
-                f"{row['mean_loss']:.4f} [{row['loss']['low']:.4f}, {row['loss']['high']:.4f}]",
-                percent(row["gap_to_default_percent"]),
-                f"{row['discarded_percent']:.1f} %",
-                classes(row["discarded_percent_of"]),
-                classes(row["participation_percent"]),
-                f"{row['rounds']:.0f}",
-            ]
-        )
-    header = [
-        "missed, alignment, participants",
-        "loss",
-        "against the default",
-        "tokens discarded",
-        "of the fast / half / quarter",
-        "took part",
-        "rounds",
-    ]
-    return (
-        table(header, rows)
-        + "\n\nMean of the paired seeds, with 95 % intervals (Student's t). Steps of 4, 4, 2 and "
-        "1 s for the first eight rows; all rows train the same number of tokens."
-    )
-
-
 def data_plane(result: Any) -> str:
     rows = []
     for kind in ("put", "get"):
@@ -431,20 +230,6 @@ def data_plane(result: Any) -> str:
         f"{1e3 * result['ping_seconds_largest']:.0f} ms "
         f"(idle {1e3 * result['idle_rtt_seconds']:.1f} ms)."
     )
-
-
-def loss_under_faults(result: Any) -> str:
-    gap, seconds = result["gap_percent"], result["virtual_seconds"]
-    rows = [
-        ["without faults", f"{result['without']:.4f}", f"{seconds['without']:.0f} s", "0"],
-        [
-            "with faults",
-            f"{result['with']:.4f} ({gap['mean']:+.2f} % [{gap['low']:+.2f}, {gap['high']:+.2f}])",
-            f"{seconds['with']:.0f} s",
-            ", ".join(map(str, result["faults"])),
-        ],
-    ]
-    return table(["", "evaluation loss", "virtual time", "faults of each seed"], rows)
 
 
 def pairs(result: Any) -> str:

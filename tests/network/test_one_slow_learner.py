@@ -85,6 +85,21 @@ def start(made: Link, config: RunConfig, folder: Path) -> None:
         time.sleep(0.2)
 
 
+def trained_over(
+    mbit: float, config: RunConfig, folder: Path, *, both_ways: bool = False
+) -> tuple[float, float]:
+    """A whole run, whose link is narrow for a while; when it was."""
+    with link(folder, mbit=None) as made:
+        start(made, config, folder)
+        made.narrow(mbit, both_ways=both_ways)
+        begin = time.monotonic()
+        time.sleep(NARROW_SECONDS)
+        end = time.monotonic()
+        made.widen(both_ways=both_ways)
+        finish(made, seconds=60)
+    return begin, end
+
+
 def _stepped(folder: Path, name: str) -> bool:
     path = folder / "run" / "tape" / f"{name}.jsonl"
     return path.exists() and len(step_times(folder, name)) > 2 * PERIOD
@@ -188,14 +203,7 @@ def name_of(ask: dict[str, Any]) -> str:
 def test_an_upload_may_take_as_long_as_it_likes(tmp_path: Path, steps: float) -> None:
     config = configure(tmp_path, steps=200)
     mbit = OVERHEAD * 8e-6 * upload_bytes(config) / (steps * STEP_SECONDS)
-    with link(tmp_path, mbit=None) as made:
-        start(made, config, tmp_path)
-        made.narrow(mbit)
-        begin = time.monotonic()
-        time.sleep(NARROW_SECONDS)
-        end = time.monotonic()
-        made.widen()
-        finish(made, seconds=60)
+    begin, end = trained_over(mbit, config, tmp_path)
     seen = Seen(tmp_path, begin + 2.0, end)
     print(f"{steps=} {seen.merged_share()=} {seen.link_busy()=} {seen.heard()=}")
     assert seen.merged_share() >= 0.95
@@ -214,14 +222,7 @@ def test_it_sends_in_the_codec_that_its_link_carries(tmp_path: Path) -> None:
     """
     config = configure(tmp_path, steps=300, codecs=LADDER)
     mbit = OVERHEAD * 8e-6 * upload_bytes(config) / (4 * STEP_SECONDS)
-    with link(tmp_path, mbit=None) as made:
-        start(made, config, tmp_path)
-        made.narrow(mbit)
-        begin = time.monotonic()
-        time.sleep(NARROW_SECONDS)
-        end = time.monotonic()
-        made.widen()
-        finish(made, seconds=60)
+    begin, end = trained_over(mbit, config, tmp_path)
     seen = Seen(tmp_path, begin + 6.0, end)
     codecs = [r.data["codec"] for r in seen.within(records(tmp_path, SLOW), "SendBody")]
     rounds = len([r for tape in seen.shards for r in seen.within(tape, "RoundFinished")])
@@ -245,14 +246,7 @@ def test_copies_may_take_as_long_as_they_like(tmp_path: Path) -> None:
     """Both ways: it never holds the newest version of most fragments, and all of them hear it."""
     config = configure(tmp_path, steps=200)
     mbit = OVERHEAD * 8e-6 * upload_bytes(config) / (3 * STEP_SECONDS)
-    with link(tmp_path, mbit=None) as made:
-        start(made, config, tmp_path)
-        made.narrow(mbit, both_ways=True)
-        begin = time.monotonic()
-        time.sleep(NARROW_SECONDS)
-        end = time.monotonic()
-        made.widen(both_ways=True)
-        finish(made, seconds=60)
+    begin, end = trained_over(mbit, config, tmp_path, both_ways=True)
     seen = Seen(tmp_path, begin + 2.0, end)
     print(f"{seen.merged_share()=} {seen.heard()=}")
     assert seen.merged_share() >= 0.95

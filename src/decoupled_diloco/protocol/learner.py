@@ -470,8 +470,6 @@ class LearnerMachine:
                 return fragments.copy_wanted(self.state, shard, message)
             case Ending():
                 self.state.ending = True
-                for view in self.state.fragments:
-                    view.owed_at = None
                 return []  # who holds ends at the boundary at which it stands: no step more
             case Finished():
                 link.finished = True

@@ -62,3 +62,10 @@ def test_the_error_bar_is_that_of_the_real_runs() -> None:
         off = abs(case["predicted"]["utilization"] - case["measured"]["utilization"])
         wait = "never" if case["system"] == "decoupled" else "at_overlap"
         assert off <= measured.UTILIZATION_ERRORS[wait] + 5e-4
+
+
+def test_what_few_bits_cost() -> None:
+    result = read("traffic")["result"]
+    for name, told in measured.WIRE_LOSS_PERCENT.items():
+        gap = result[f"M=4 adamw 0.008 {name}"]["gap_to_bf16_percent"]
+        assert pytest.approx([gap["mean"], gap["low"], gap["high"]], abs=0.005) == list(told)

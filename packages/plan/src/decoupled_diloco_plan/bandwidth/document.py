@@ -270,19 +270,21 @@ def _why(plan: Plan) -> str:
         if o.period <= PUBLISHED_PERIOD
         else f"longer than any published period of such a method ({PUBLISHED_PERIOD}): try it small"
     )
-    coded = {plan.case.up.name, plan.case.down.name} & MEASURED.keys()
     return (
         f"H is the shortest of {PERIODS[0]}, {PERIODS[1]} … {PERIODS[-1]} that the links bear, "
         f"{known}; τ the shortest that leaves slack, {_percent(o.overlap / o.period)} of H (the "
-        "paper's: 8.3 %)" + "".join(f"; {name}: {MEASURED[name]}" for name in sorted(coded))
+        "paper's: 8.3 %)" + "".join(f"; {each}" for each in _wire_losses(plan.case))
     )
 
 
-MEASURED = {
-    "int4": "as good as bf16 in the paper's text (55.3 beside 55.4), and within the seeds of a GPT "
-    "of 0.2 M parameters here (-0.2 %, -1.1 to 0.8)"
-}
-"""What a wire format costs in loss beside bf16 (`benchmarks/results/traffic`)."""
+def _wire_losses(case: Case) -> Iterator[str]:
+    """What is known of the loss that few bits cost."""
+    for name in sorted({case.up.name, case.down.name} & measured.WIRE_LOSS_PERCENT.keys()):
+        mean, low, high = measured.WIRE_LOSS_PERCENT[name]
+        yield (
+            f"{name}: as good as bf16 in the paper's text (55.3 beside 55.4); here the loss of a "
+            f"GPT of 0.2 M parameters differed by {mean:.1f} % ({low:.1f} to {high:.1f})"
+        )
 
 
 def _prediction_rows(plan: Plan) -> Iterator[tuple[str, str]]:

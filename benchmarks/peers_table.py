@@ -1,0 +1,64 @@
+"""The tables of `peers/measure.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shapes import few, table
+
+PEERS = {
+    "none": "no communication",
+    "ddp": "DDP (gloo)",
+    "ddp-fp16": "DDP, fp16 hook",
+    "torchft": "torchft, DiLoCo",
+    "torchft-buckets": "torchft, one bucket",
+    "torchft-streaming": "torchft, streaming",
+    "ours-bf16": "this project, bf16",
+    "ours-int4": "this project, int4",
+}
+FAULTS = {
+    "slow": "one worker four times slower",
+    "kill-worker": "a worker is killed, and started again after 5 s",
+    "kill-centre": "the centre is killed, and started again after 5 s",
+    "cut": "the link is cut for a minute",
+}
+
+
+def peers(result: Any) -> str:
+    parts = []
+    if "speed" in result:
+        rows = [
+            [
+                where,
+                PEERS[system],
+                few(row["percent_of_none"], 1, " %")
+                if row["rate"]
+                else f"{row['steps'][0]} of its steps",
+                few(row["longest_gap_seconds"], 2, " s"),
+                few([n / 1e3 for n in row["bytes_per_step"]], 1, " kB"),
+                f"{row['finished']} of {row['runs']}",
+            ]
+            for where, systems in result["speed"].items()
+            for system, row in systems.items()
+        ]
+        header = ["model and link", "system", "steps/s, of no communication", "longest step"]
+        parts.append(table([*header, "sent a step, each way", "came to the end"], rows))
+    faulty = [
+        [
+            FAULTS[kind],
+            PEERS[system],
+            few([gaps[0] for gaps in row["gaps"] if gaps[0] is not None], 1, " s"),
+            few([back[1] for back in row["back_seconds"] if back[1] is not None], 1, " s"),
+            few([float(steps[0]) for steps in row["steps_in_minute"]], 0, ""),
+            f"{row['finished']} of {row['runs']}",
+        ]
+        for kind, settings in result.items()
+        if kind in FAULTS and kind != "slow"
+        for systems in settings.values()
+        for system, row in systems.items()
+    ]
+    if faulty:
+        header = ["what happens", "system", "longest time without a step, of who was not killed"]
+        more = ["the killed worker steps again after", "steps in the minute after it"]
+        parts.append(table([*header, *more, "came to the end"], faulty))
+    return "\n\n".join(parts)
