@@ -1,7 +1,7 @@
 """What every worker does alike: model, data, inner optimizer, a step, and when each one ended.
 
 Runs in the environment of each peer, with this repository's ``src`` in PYTHONPATH: the workload
-needs torch, numpy, pydantic and tomli_w, nothing else of this package.
+needs torch, numpy and pydantic, nothing else of this package.
 
 A worker is started with the path of a `Task` as JSON. It appends the end of each step to
 ``FOLDER/worker-N.steps``, so that what it did is known even if it is killed, and writes

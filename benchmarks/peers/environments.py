@@ -19,14 +19,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 INTO = ROOT / ".venv" / "peers"
-WORKLOAD = ("torch==2.13.0", "numpy==2.4.6", "pydantic==2.14.3", "tomli_w==1.2.0")
+WORKLOAD = ("torch==2.13.0", "numpy==2.4.6", "pydantic==2.14.3")
 """What `common` needs."""
 
-PEERS = {
-    "torchft": ("torchft==0.2.0",),
-    "hivemind": ("hivemind==1.1.12",),
-    "flower": ("flwr==1.42.0",),
-}
+PEERS = {"torchft": ("torchft==0.2.0",)}
 
 
 def make(name: str, into: Path) -> None:
