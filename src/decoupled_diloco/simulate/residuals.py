@@ -10,6 +10,8 @@ Of learners of several ranks only the orders are checked: no process has their f
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -38,7 +40,7 @@ class Sent:
 
     base: Version
     codec: str
-    taken: Tensor | None
+    taken: tuple[Tensor, ...]
     changes: Tensor | None = None
     leaves: Tensor | None = None
     lost: bool = False
@@ -49,30 +51,26 @@ class Local:
     """One fragment at one learner: its residual, and what is on its way.
 
     Attributes:
+        left: Its residual, to be added up in this order: sums are rounded.
         held: The version that its parameters go back to.
         restored: It comes from the checkpoint of an earlier life.
         made: What was made from the version that is held has been sent, and may be merged.
     """
 
-    left: Tensor | None = None
+    left: tuple[Tensor, ...] = ()
     sent: dict[Asking, Sent] = field(default_factory=dict)
     held: Version | None = None
     restored: bool = False
     made: bool = False
 
-    def add(self, more: Tensor | None) -> None:
-        """More is left."""
-        if more is not None:
-            self.left = more if self.left is None else self.left + more
-
     @property
-    def again(self) -> Tensor | None:
+    def again(self) -> tuple[Tensor, ...]:
         """What is left if what was made from the version that is held is made again."""
-        found = Local(self.left)
+        found = self.left
         for sent in self.sent.values():
             if sent.base == self.held:
-                found.add(sent.taken)
-        return found.left
+                found += sent.taken
+        return (functools.reduce(operator.add, found),) if found else ()
 
 
 class Residuals:
@@ -81,7 +79,7 @@ class Residuals:
     def __init__(self, system: System) -> None:
         self.system = system
         self.lives: dict[str, tuple[int, list[Local]]] = {}
-        self.kept: dict[tuple[str, int], list[Tensor | None]] = {}
+        self.kept: dict[tuple[str, int], list[tuple[Tensor, ...]]] = {}
         system.recorders.append(self)
         system.on_capture = self.captured
 
@@ -133,8 +131,8 @@ class Residuals:
         plan = host.tensors.plan
         assert plan.feedback is not None
         u = sent.changes.clone()
-        if sent.taken is not None:
-            u += plan.feedback * sent.taken
+        for each in sent.taken:
+            u += plan.feedback * each
         uplink = plan.codec_of(event.fragment, codec(sent.codec))
         body = uplink.encode(u)
         text = f"{host.name}: {event.ask} of fragment {event.fragment} has another residual in it"
@@ -145,20 +143,21 @@ class Residuals:
         match effect:
             case SendBody(fragment=fragment, ask=ask, base=base, codec=name):
                 local = fragments[fragment]
-                local.sent[ask], local.left, local.made = Sent(base, name, local.left), None, True
+                local.sent[ask], local.left, local.made = Sent(base, name, local.left), (), True
             case Settle(fragment, ask, gone):
                 local = fragments[fragment]
                 assert _may_settle(event, effect, local), f"{effect} for {event}"
                 sent = local.sent.pop(ask)
                 local.made &= gone or sent.base != local.held
                 unsent = sent.changes is not None and sent.leaves is None
-                local.add(sent.leaves if gone and not unsent else sent.taken)
+                leaves = () if sent.leaves is None else (sent.leaves,)
+                local.left += leaves if gone and not unsent else sent.taken
             case ForgetResidual(fragment):
-                assert fragments[fragment].left is None, f"{effect} for {event}"
+                assert not fragments[fragment].left, f"{effect} for {event}"
             case Apply(fragment, version):
                 local = fragments[fragment]
                 if local.restored and not local.made:
-                    local.left = None
+                    local.left = ()
                 local.held, local.restored, local.made = version, False, False
             case Relabel(fragment, version, staged=False):
                 fragments[fragment].held = version
