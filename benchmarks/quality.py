@@ -59,6 +59,7 @@ def config(
         run={"learners": learners, "budget_steps": steps, "seed": seed},
         sync={"fragments": 24, "period": 24, "overlap": 2, **sync},
         outer=outer,
+        data={"leases": False},  # fixed parts, which `plain` trains too: paired seeds, same batches
         workload={"options": _options(rate, batch, inner)},
     )
 

@@ -7,6 +7,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from torch import Tensor, nn
+
+from decoupled_diloco.workloads.gpt import GptWorkload, TextBatch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -32,3 +35,33 @@ def test_every_folder_holds_its_evidence() -> None:
     for folder in folders:
         for name in ("command", "config.json", "raw.json", "result.json"):
             assert (folder / name).stat().st_size > 2, f"{folder.name}/{name}"
+
+
+TINY = {
+    "layers": 4,
+    "width": 8,
+    "heads": 1,
+    "context": 16,
+    "eval_batches": 1,
+    "corpus_bytes_max": 100_000,
+}
+
+
+def test_learners_train_the_batches_of_data_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    quality = load("quality")
+    monkeypatch.setattr(quality, "SIZE", TINY)
+    trained: list[tuple[int, ...]] = []
+    loss = GptWorkload.loss
+
+    def watched(workload: GptWorkload, model: nn.Module, batch: TextBatch) -> Tensor:
+        trained.append(tuple(batch[0].flatten().tolist()))
+        return loss(workload, model, batch)
+
+    monkeypatch.setattr(GptWorkload, "loss", watched)
+    quality.data_parallel(8e-3, 1, 3)
+    of_data_parallel = set(trained)
+    trained.clear()
+    quality.decoupled(8e-3, 1, 3)
+    assert of_data_parallel == set(trained[: len(of_data_parallel)])
+    assert len(of_data_parallel) == 3 * quality.LEARNERS
