@@ -43,7 +43,12 @@ LADDER = ["bf16", "int4", "int2"]
 
 
 def configure(
-    folder: Path, steps: int, name: str = "paced", codecs: Any = None, **options: Any
+    folder: Path,
+    steps: int,
+    name: str = "paced",
+    codecs: Any = None,
+    adapt: Any = None,
+    **options: Any,
 ) -> RunConfig:
     (folder / "token").write_text("a secret")
     small = {"layers": 2, "width": 96, "batch_size": 1, "context": 16}
@@ -60,6 +65,7 @@ def configure(
             "period": PERIOD,
             "overlap": 2,
             **({"uplink_codecs": codecs} if codecs else {}),
+            **({"adapt": adapt} if adapt else {}),
         },
         syncer={
             "shards": len(SHARDS),
@@ -239,6 +245,33 @@ def test_it_sends_in_the_codec_that_its_link_carries(tmp_path: Path) -> None:
     seen.assert_folded_once()
     seen.assert_nobody_waits()
     assert_replays(tmp_path / "run")
+
+
+def test_the_period_follows_its_link(tmp_path: Path) -> None:
+    """Three steps for a body, which has one: four times the period. Then the link is free."""
+    limits = {"period": [PERIOD, 4 * PERIOD], "overlap": [2, 8], "carried_by": 1.0}
+    config = configure(tmp_path, steps=320, adapt=limits)
+    mbit = OVERHEAD * 8e-6 * upload_bytes(config) / (3 * STEP_SECONDS)
+    begin, end = trained_over(mbit, config, tmp_path)
+    seen = Seen(tmp_path, begin, end)
+    made = [r for r in records(tmp_path, "coordinator") if r.type == "Note"]
+    made = [r for r in made if r.data["text"].startswith("revision ")]
+    print([(r.at - begin, r.data["text"], r.data["why"]) for r in made])
+    assert any(f"H = {4 * PERIOD}," in r.data["text"] for r in made if begin < r.at < end)
+    assert f"H = {PERIOD}," in made[-1].data["text"].partition(";")[0]
+    assert made[-1].at > end
+    assert len(made) <= 6, "it does not flap"
+    for name in (*FAST, SLOW):
+        heard = [r for r in records(tmp_path, name) if r.type == "Received"]
+        numbers = [r.data["message"]["number"] for r in heard if _is_revision(r)]
+        assert set(numbers) >= {int(r.data["text"].split()[1].rstrip(":")) for r in made}
+    seen.assert_folded_once()
+    seen.assert_nobody_waits()
+    assert_replays(tmp_path / "run")
+
+
+def _is_revision(record: Record) -> bool:
+    return record.data["message"]["type"] == "Revision"
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""Each learner sends in as many bits as its link carries in time (rule 20).
+"""Each learner sends in as many bits as its link carries in time; then H and τ follow (rule 20).
 
 Steps of a second, 24 fragments of a million parameters, a period of 24, τ = 2: a body has a second.
 """
@@ -7,15 +7,24 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from decoupled_diloco.config import RunConfig
+from decoupled_diloco.observe.explain import explain_round
+from decoupled_diloco.observe.explain_step import explain_step
+from decoupled_diloco.observe.reader import TapeReader
+from decoupled_diloco.observe.run_model import run_of
 from decoupled_diloco.protocol import Options
 from decoupled_diloco.protocol.effects import Fold, Note, RoundFinished, SendBody
 from decoupled_diloco.protocol.events import StepFinished
+from decoupled_diloco.protocol.revisions import AdaptLimits
 from decoupled_diloco.simulate import LearnerSpec
 from decoupled_diloco.simulate.crowd import Crowd
+from decoupled_diloco.simulate.system import System
+from replay import assert_replays
 
 PARAMETERS = 1_000_000
 LADDER = (("bf16", 16.0), ("int8", 8.125), ("int4", 4.125), ("int2", 2.125))
@@ -43,6 +52,7 @@ class Seen:
         self.folded: dict[str, int] = defaultdict(int)
         self.steps: dict[str, int] = defaultdict(int)
         self.notes: list[tuple[float, Note]] = []
+        self.revisions: list[tuple[float, Note]] = []
         self.merged = 0
         self.world.recorders.append(self)
 
@@ -56,6 +66,8 @@ class Seen:
                     self.folded[learner] += 1
                 case Note(text) if "from now on" in text:
                     self.notes.append((now, effect))
+                case Note(text) if text.startswith("revision "):
+                    self.revisions.append((now, effect))
                 case RoundFinished(verdict="merged"):
                     self.merged += 1
 
@@ -99,3 +111,84 @@ def test_a_link_that_falls_to_a_tenth_for_a_while() -> None:
     assert seen.codecs["learner-1"][-1] == "bf16"
     assert len(seen.notes) <= 6, [note.text for _, note in seen.notes]
     assert seen.folded["learner-1"] >= 0.9 * seen.steps["learner-1"]
+
+
+LIMITS = AdaptLimits((24, 192), (2, 16))
+
+
+def plans(seen: Seen) -> list[str]:
+    return [note.text for _, note in seen.revisions]
+
+
+@pytest.mark.parametrize(
+    ("rates", "ladder", "period"),
+    [
+        ([20, 20, 20], LADDER, 24),
+        ([2, 2, 2], LADDER, 48),
+        ([1, 1, 1], LADDER, 96),
+        ([5, 5, 5], LADDER[:1], 192),
+        ([100, 100, 100, 2], LADDER, 24),
+        ([100, 100, 2, 2], LADDER, 48),
+    ],
+)
+def test_the_period_is_the_shortest_that_three_quarters_of_the_links_carry(
+    rates: list[float], ladder: Any, period: int
+) -> None:
+    """A body of int2 is 2.1 Mbit, of bf16 16 Mbit, and has 0.8 H/P of a second."""
+    seen = Seen(rates, ladder, adapt=LIMITS)
+    seen.world.run(until=400)
+    for host in (*seen.world.learners.values(), *seen.world.shards):
+        assert host.machine.options.period == period, plans(seen)
+    assert len(seen.revisions) <= 2, plans(seen)
+
+
+def test_the_period_follows_a_link_down_and_up() -> None:
+    seen = Seen([40, 40], adapt=LIMITS)
+    world = seen.world
+    world.run(until=100)
+    assert not seen.revisions
+    for host in world.learners.values():
+        host.link.stretch("up", 1 * MBIT, world.clockwork)
+    world.run(until=300)
+    assert world.shards[0].machine.options.period == 96, plans(seen)
+    for host in world.learners.values():
+        host.link.stretch("up", 40 * MBIT, world.clockwork)
+    world.run(until=700)
+    assert world.shards[0].machine.options.period == 24, plans(seen)
+    assert {codecs[-1] for codecs in seen.codecs.values()} == {"bf16"}
+    assert len(seen.revisions) <= 5, plans(seen)
+
+
+def test_who_comes_later_follows_the_plan_that_holds() -> None:
+    seen = Seen([2, 2, 2], adapt=LIMITS)
+    late = seen.world.learners["learner-2"]
+    seen.world.crash(late)
+    seen.world.run(until=200)
+    seen.world.restart(late)
+    seen.world.run(until=260)
+    assert late.machine.options.period == 48
+
+
+def test_a_plan_is_explained_and_replays(tmp_path: Path) -> None:
+    """Bodies of two steps, one of which is due in each: a fragment is sent every 16 steps then."""
+    limits = {"period": [4, 16], "overlap": [2, 6], "carried_by": 1.0}
+    config = RunConfig(
+        run={"folder": tmp_path, "learners": 2, "budget_steps": 80},
+        sync={"fragments": 4, "period": 4, "adapt": limits},
+        syncer={"port": 0},
+    )
+    slow = LearnerSpec("learner-1", step_seconds=1.0, up_bytes_per_second=250.0)
+    system = System(
+        config, [LearnerSpec("learner-0"), slow], tmp_path, sizes=[250] * 4, tapes=tmp_path
+    )
+    system.run(stop=lambda: system.finished and not any(h.alive for h in system.hosts))
+    system.close()
+    run = run_of(list(TapeReader(tmp_path)))
+    plan, why = run.revisions[1]
+    assert (plan.period, plan.overlap) == (16, 4)
+    told = " ".join(explain_step(run, plan.tick + 1, None))
+    assert f"H = 16, τ = 4 since step {plan.tick}, by revision 1: {why}." in told
+    rounds = [each for each in run.shards["shard-0"].rounds if each.tick]
+    for each, period in ((rounds[0], 4), (rounds[-6], 16)):
+        assert f"(every H = {period} steps, " in " ".join(explain_round(run, each.number, 0))
+    assert_replays(tmp_path)

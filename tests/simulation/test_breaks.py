@@ -17,6 +17,7 @@ from decoupled_diloco.simulate.disk import Loss
 from decoupled_diloco.simulate.shrink import Changes, signature
 from simulation.breaks import CORE, SHELLS, STORAGE, Break
 from simulation.residual_breaks import RESIDUALS
+from simulation.revision_breaks import REVISIONS
 from unit.learner import test_exchange
 from unit.syncer import test_late_ticks
 
@@ -40,6 +41,11 @@ def test_a_broken_core_is_caught(each: Break) -> None:
 
 @pytest.mark.parametrize("each", RESIDUALS, ids=names(RESIDUALS))
 def test_broken_error_feedback_is_caught(each: Break) -> None:
+    test_a_broken_core_is_caught(each)
+
+
+@pytest.mark.parametrize("each", REVISIONS, ids=names(REVISIONS))
+def test_a_broken_revision_is_caught(each: Break) -> None:
     test_a_broken_core_is_caught(each)
 
 

@@ -141,6 +141,8 @@ def _explain(model: type[Settings], details: ErrorDetails) -> str:
     subject = f"{key}={shown(value)}" + (f" in {model.table}" if model.table else "")
     if kind == "extra_forbidden":
         return _explain_unknown(model, key, isinstance(value, dict | list))
+    if kind == "missing" and isinstance(details["loc"][-1], int):
+        return f"{subject} is too short: it needs {details['loc'][-1] + 1} values or more"
     if kind == "missing":
         return f"{model.table or 'the file'} lacks {key!r}: add it"
     if kind in _RANGE_WORDS:

@@ -11,6 +11,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from decoupled_diloco.config.settings import Settings, nearest
 from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.protocol.revisions import AdaptLimits
 
 EXACT_CODECS = ("fp32", "bf16")
 """What these leave out is too little to be sent later."""
@@ -30,6 +31,40 @@ MOMENTUM_DEFAULTS = {"nesterov": 0.5, "delayed-nesterov": 0.5, "sgd": 0.0}
 """Our own outer optimizers; every other name is a class of torch.optim."""
 
 Names = Annotated[tuple[str, ...], Field(strict=False)]
+
+
+class AdaptSettings(Settings):
+    """`[sync.adapt]`: H and τ follow the links, within these limits (rule 20 of the method)."""
+
+    table: ClassVar[str] = "[sync.adapt]"
+
+    period: tuple[int, int] | None = Field(default=None, strict=False)
+    """The least and the greatest `period`; the run begins with that of [sync]. It is doubled when
+    bodies take too long in the last of `uplink_codecs`, and halved when there is room. Default: it
+    stays."""
+
+    overlap: tuple[int, int] | None = Field(default=None, strict=False)
+    """The least and the greatest `overlap`; the run begins with that of [sync]. As short as bodies
+    arrive in time. Default: it stays."""
+
+    carried_by: float = Field(default=0.75, gt=0, le=1)
+    """The share of the learners whose links must carry the plan, greater than 0 to 1 (all). Who has
+    a slower link is heard less often, and nobody waits for it (ours)."""
+
+    @model_validator(mode="after")
+    def _check_limits(self) -> AdaptSettings:
+        if self.period is None and self.overlap is None:
+            raise ConfigError(
+                "[sync.adapt] lacks limits: give period = [least, greatest], overlap, or both"
+            )
+        for name, least in (("period", 1), ("overlap", 0)):
+            limits = getattr(self, name)
+            if limits is not None and not least <= limits[0] <= limits[1]:
+                raise ConfigError(
+                    f"{name}={list(limits)} in [sync.adapt] is out of range: give the least, "
+                    f"{least} or more, and then the greatest"
+                )
+        return self
 
 
 class SyncSettings(Settings):
@@ -109,6 +144,9 @@ class SyncSettings(Settings):
     """Codecs, the most exact first, in the place of `uplink_codec`: each learner sends in the first
     that its link carries in time, within `overlap` steps. Who begins, begins with the first."""
 
+    adapt: AdaptSettings | None = None
+    """AdaptLimits within which `period` and `overlap` follow the links. Default: they stay."""
+
     error_feedback: bool | None = None
     """What the uplink codec leaves out of a contribution goes with the learner's next one. Costs 4
     bytes of host memory a parameter. Default: yes, but for "fp32" and "bf16"."""
@@ -179,6 +217,17 @@ class SyncSettings(Settings):
         if wanted is None:
             wanted = not set(self.uplinks) <= set(EXACT_CODECS)
         return self.feedback_decay if wanted else None
+
+    @property
+    def limits(self) -> AdaptLimits | None:
+        """Within what H and τ follow the links."""
+        if self.adapt is None:
+            return None
+        return AdaptLimits(
+            self.adapt.period or (self.period, self.period),
+            self.adapt.overlap or (self.overlap, self.overlap),
+            self.adapt.carried_by,
+        )
 
     @property
     def uplinks(self) -> tuple[str, ...]:
@@ -262,6 +311,36 @@ class SyncSettings(Settings):
                 "one after it with fewer bits"
             )
         return names
+
+    @model_validator(mode="after")
+    def _check_adapt(self) -> SyncSettings:
+        limits = self.limits
+        if limits is None:
+            return self
+        if self.wait != "never":
+            raise ConfigError(
+                f"[sync.adapt] does not go with wait={self.wait!r}: who waits has H and τ as they "
+                "are set; take one of them out"
+            )
+        if self.phases:
+            raise ConfigError(
+                "[sync.adapt] does not go with phases: with another period fragments are spread "
+                "evenly; take one of them out"
+            )
+        for name in ("period", "overlap"):
+            value, (least, most) = getattr(self, name), getattr(limits, name)
+            if not least <= value <= most:
+                raise ConfigError(
+                    f"{name}={value} in [sync] is out of range: [sync.adapt] allows {least} to "
+                    f"{most}, and the run begins with it"
+                )
+        if limits.overlap[0] >= limits.period[0]:
+            raise ConfigError(
+                f"overlap={list(limits.overlap)} in [sync.adapt] is not below "
+                f"period={list(limits.period)}: a fragment would be sent again before its merged "
+                "value is due: lower the least overlap or raise the least period"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_overlap(self) -> SyncSettings:

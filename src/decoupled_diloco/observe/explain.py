@@ -25,6 +25,7 @@ from decoupled_diloco.observe.words import (
 )
 from decoupled_diloco.protocol.effects import Participant, RoundFinished
 from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.protocol.revisions import Revision
 from decoupled_diloco.protocol.versions import Asking
 from decoupled_diloco.units import format_count, format_duration
 
@@ -57,12 +58,20 @@ def explain_round(run: RunModel, number: int, shard: int | None = None) -> list[
     return lines[1:]
 
 
-def options_in(run: RunModel) -> Options | None:
-    """The run's settings of the method; ``None`` if the tape does not tell them."""
+def options_in(run: RunModel, tick: int = 0) -> Options | None:
+    """The run's settings of the method at a tick; ``None`` if the tape does not tell them."""
     try:
-        return options_of(read_settings(run.settings))
+        options = options_of(read_settings(run.settings))
     except (KeyError, TypeError, ValueError, ConfigError):
         return None
+    plan = revision_at(run, tick)
+    return options if plan is None else options.revised(plan[0])
+
+
+def revision_at(run: RunModel, tick: int) -> tuple[Revision, str] | None:
+    """The revision of H and τ that holds at a tick, and why it was made; ``None``: none does."""
+    known = [each for each in run.revisions.values() if each[0].tick <= tick]
+    return max(known, key=lambda each: each[0].number, default=None)
 
 
 def shards_of(run: RunModel, shard: int | None) -> list[ShardLog]:
@@ -99,7 +108,7 @@ class _Round:
 
     def __init__(self, run: RunModel, shard: ShardLog, round: RoundLog) -> None:
         self.run, self.shard, self.round = run, shard, round
-        self.options = options_in(run)
+        self.options = options_in(run, round.tick or 0)
 
     def told(self) -> list[str]:
         result = self.round.result

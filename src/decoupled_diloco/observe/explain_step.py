@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.observe.explain import name_of, options_in, shards_of
+from decoupled_diloco.observe.explain import name_of, options_in, revision_at, shards_of
 from decoupled_diloco.observe.run_model import RunModel
 from decoupled_diloco.observe.shard_data import RoundLog, ShardLog, TickLog
 from decoupled_diloco.observe.words import BULLET, listing, many, ordinal, when
@@ -24,8 +24,14 @@ def explain_step(run: RunModel, step: int, shard: int | None = None) -> list[str
         raise ConfigError(
             f"no clock on this tape has been at step {step}; they are: {clocks or 'none'}"
         )
-    options = options_in(run)
+    options, plan = options_in(run, step), revision_at(run, step)
     lines = [f"Global step {step}"]
+    if plan is not None:
+        revision, why = plan
+        lines += [
+            "",
+            f"{revision} since step {revision.tick}, by revision {revision.number}: {why}.",
+        ]
     for log, tick in reached:
         lines += ["", _clock(log, tick, step, options)]
         told = [_report(log, tick, step, name) for name in run.learners]

@@ -22,7 +22,7 @@ LOOKED_AT = frozenset(
 )
 
 MESSAGES = {
-    "Send": frozenset({"Welcome", "Shifted"}),
+    "Send": frozenset({"Welcome", "Shifted", "Revision"}),
     "Received": frozenset(
         {"StepReport", "Holding", "Ahead", "Leave", "ShardAdmitted", "Begin", "EndOrdered"}
     ),

@@ -45,6 +45,7 @@ from decoupled_diloco.observe.words import ending_in_words, note_in_words, subje
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol.checkpoints.effects import KeepCheckpoint
 from decoupled_diloco.protocol.messages import LOSS_MAX
+from decoupled_diloco.protocol.revisions import Revision
 from decoupled_diloco.units import format_duration
 
 REMARKS_MAX = 500
@@ -83,6 +84,7 @@ class RunModel:
         self.learners: dict[str, LearnerLog] = {}
         self.observers: set[str] = set()
         self.settings: dict[str, Any] = {}  # public ones, of a shard if any tells them
+        self.revisions: dict[int, tuple[Revision, str]] = {}  # of H and τ, and why, by number
         self.virtual = False
         self.tokens = 0
         self.clock_rate = Rate()
@@ -363,6 +365,8 @@ class RunModel:
                 self.remark(target, f"fault undone: {kind} {target}")
             case samples.TookOver():
                 self.remark(self.record.who, self._acting.took_over(value))
+            case do.Send(_, Revision() as plan, why):
+                self.revisions.setdefault(plan.number, (plan, why))
             case do.Note(text, why):
                 self._noted(text, why)
             case samples.WentBack(told):

@@ -16,6 +16,7 @@ ladder either is asked as fast as its link goes (`asking`, arrears).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from decoupled_diloco.protocol.grace import MovingAverage
 
@@ -43,6 +44,39 @@ Ladder = tuple[tuple[str, float], ...]
 """Codecs and their bits an element, the most exact first."""
 
 
+@dataclass(slots=True)
+class Hysteresis:
+    """When a setting is to change, so that nothing flaps.
+
+    Attributes:
+        wanted: So many looks in a row must find room for a finer setting; doubled when that was
+            too early.
+        late: Looks in a row that found the link behind.
+        well: Looks in a row that found room.
+        since: Looks since it became finer last.
+    """
+
+    wanted: int = PATIENCE
+    late: int = 0
+    well: int = 0
+    since: int = SOON
+
+    def saw(self, *, late: bool, well: bool) -> Literal["coarser", "finer", ""]:
+        """One more look: whether the link is behind, and whether it has room for the finer."""
+        self.since += 1
+        self.late = self.late + 1 if late else 0
+        self.well = self.well + 1 if well else 0
+        if self.late >= LATE_MAX:
+            self.late = self.well = 0
+            if self.since < SOON:
+                self.wanted = min(PATIENCE_MAX, 2 * self.wanted)
+            return "coarser"
+        if self.well >= self.wanted:
+            self.well = self.since = 0
+            return "finer"
+        return ""
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """A learner sends in another codec from now on, and why."""
@@ -58,19 +92,13 @@ class Uplink:
 
     Attributes:
         rung: Of the ladder, 0 is the most exact codec.
-        late: Bodies in a row that were not in time.
-        well: Bodies in a row that would have been in time in a finer codec.
-        patience: How many of those are wanted.
-        since: Bodies since it went up last.
+        patience: With its codec, a look for each body.
         per_bit: Seconds of a body for each of its bits an element.
         free_at: When its last body was here.
     """
 
     rung: int = 0
-    late: int = 0
-    well: int = 0
-    patience: int = PATIENCE
-    since: int = SOON
+    patience: Hysteresis = field(default_factory=Hysteresis)
     per_bit: MovingAverage = field(default_factory=MovingAverage)
     free_at: float = float("-inf")
 
@@ -107,28 +135,26 @@ def arrived(
     seconds = now - max(began_at, uplink.free_at)
     uplink.free_at = now
     uplink.per_bit.update(seconds / bits, SMOOTHING)
-    uplink.since += 1
-    uplink.late = uplink.late + 1 if seconds > FITS * allowed else 0
+    late = seconds > FITS * allowed and uplink.rung + 1 < len(ladder)
     finer = ladder[uplink.rung - 1][1] if uplink.rung else 0.0
     would = max(seconds / bits, float(uplink.per_bit)) * finer
-    uplink.well = uplink.well + 1 if finer and would <= FITS_WELL * allowed else 0
-    if uplink.late >= LATE_MAX and uplink.rung + 1 < len(ladder):
-        return _down(uplink, ladder, seconds, allowed, name)
-    if uplink.well >= uplink.patience:
-        uplink.rung, uplink.well, uplink.since = uplink.rung - 1, 0, 0
-        why = f"a body would take {would:.3g} s, and has {allowed:.3g} s"
-        return Choice(ladder[uplink.rung][0], name, why)
-    return None
+    well = finer > 0.0 and would <= FITS_WELL * allowed
+    match uplink.patience.saw(late=late, well=well):
+        case "coarser":
+            return _down(uplink, ladder, seconds, allowed, name)
+        case "finer":
+            uplink.rung -= 1
+            why = f"a body would take {would:.3g} s, and has {allowed:.3g} s"
+            return Choice(ladder[uplink.rung][0], name, why)
+        case _:
+            return None
 
 
 def _down(uplink: Uplink, ladder: Ladder, seconds: float, allowed: float, name: str) -> Choice:
-    if uplink.since < SOON:
-        uplink.patience = min(PATIENCE_MAX, 2 * uplink.patience)
     per_bit = seconds / ladder[uplink.rung][1]
     rungs = range(uplink.rung + 1, len(ladder))
     fits = (rung for rung in rungs if per_bit * ladder[rung][1] <= FITS * allowed)
     uplink.rung = next(fits, len(ladder) - 1)
-    uplink.late = uplink.well = 0
     uplink.per_bit = MovingAverage(per_bit)
     why = f"{LATE_MAX} bodies took too long, the last one {seconds:.3g} s of {allowed:.3g} s"
     return Choice(ladder[uplink.rung][0], name, why)

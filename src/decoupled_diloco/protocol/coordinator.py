@@ -57,6 +57,7 @@ from decoupled_diloco.protocol.messages import (
 )
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.protocol.peers import is_shard_peer, name_problem, shard_of, shard_peer
+from decoupled_diloco.protocol.revisions import Demand, Reviser, Revision
 from decoupled_diloco.protocol.transfer.coordinator import Transfers
 
 Phase = Literal["gathering", "seeding", "running", "ending", "finished"]
@@ -102,6 +103,7 @@ class CoordinatorState:
     clocks: dict[int, int] = field(default_factory=dict)
     tokens: int = 0
     data: LeaseBook = field(default_factory=LeaseBook)
+    revision: Revision | None = None
     checkpoint: int = 0
     checkpoints_kept: list[int] = field(default_factory=list)
 
@@ -125,6 +127,7 @@ class CoordinatorMachine:
         self._present_shards: set[int] = set()
         self._absences = Absences()
         self._checkpoints = Checkpoints()
+        self._reviser = Reviser()
 
     def handle(self, now: float, event: CoordinatorEvent) -> list[CoordinatorEffect]:
         """Takes one fact in; see `SyncerMachine.handle`."""
@@ -196,6 +199,7 @@ class CoordinatorMachine:
         self.transfers = Transfers()
         self._absences = Absences(unnoticed=True)
         self._checkpoints = Checkpoints()
+        self._reviser = Reviser()
 
     def check(self) -> None:
         """Asserts every invariant that can be seen in one state."""
@@ -322,6 +326,8 @@ class CoordinatorMachine:
         if begun:
             effects.append(Send(shard_peer(shard), self._seed_message(), "where the run began"))
             effects.append(Send(shard_peer(shard), Begin(state.attempt), why))
+        if state.revision is not None:
+            effects.append(Send(shard_peer(shard), state.revision, "H and τ follow the links"))
         if state.phase in ("ending", "finished"):
             effects.append(Send(shard_peer(shard), EndOrdered(), "the budget is spent"))
         if state.phase == "finished":
@@ -358,6 +364,9 @@ class CoordinatorMachine:
                 return self._seed_failed(attempt, reason)
             case Progress(clock, tokens):
                 return self._progressed(shard, clock, tokens)
+            case Demand():
+                self._reviser.told(shard, message)
+                return []
             case Swept():
                 return self._shard_swept(shard)
             case PartSaved():
@@ -406,12 +415,31 @@ class CoordinatorMachine:
         if state.phase != "running":
             return []
         if not self._spent():
-            return []
+            return self._revise()
         state.phase = "ending"
         why = f"the budget is spent: step {self._slowest}, {state.tokens} tokens"
         return [
             Persist(why),
             *(Send(shard_peer(s), EndOrdered(), why) for s in sorted(self._present_shards)),
+        ]
+
+    def _revise(self) -> list[CoordinatorEffect]:
+        """Perhaps another H and τ hold from soon on (rule 20)."""
+        state, options = self.state, self.options
+        if options.adapt is None:
+            return []
+        clock = max(state.clocks.values())
+        present = state.revision or Revision(0, 0, options.period, options.overlap)
+        found = self._reviser.look(clock, options.adapt, present, options.fragments)
+        if found is None:
+            return []
+        state.revision, why = found
+        told = f"revision {state.revision.number}: from step {state.revision.tick} on "
+        told += f"{state.revision}; it was {present}"
+        return [
+            Persist(why),
+            Note(told, why),
+            *(Send(shard_peer(s), state.revision, why) for s in sorted(self._present_shards)),
         ]
 
     def _shard_swept(self, shard: int) -> list[CoordinatorEffect]:

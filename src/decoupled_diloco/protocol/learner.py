@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 from typing import assert_never
 
-from decoupled_diloco.protocol import draining, recovery
+from decoupled_diloco.protocol import draining, following, recovery
 from decoupled_diloco.protocol import learner_fragments as fragments
 from decoupled_diloco.protocol.checkpoints import learner as checkpoints
 from decoupled_diloco.protocol.checkpoints.events import CheckpointHeard, PartWritten
@@ -80,6 +80,7 @@ from decoupled_diloco.protocol.messages import (
 )
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.protocol.peers import COORDINATOR, shard_of, shard_peer
+from decoupled_diloco.protocol.revisions import Revision
 from decoupled_diloco.protocol.transfer import learner as transfer
 from decoupled_diloco.protocol.transfer.events import TransferEvent
 from decoupled_diloco.protocol.versions import Asking
@@ -110,7 +111,7 @@ class LearnerMachine:
     def __init__(
         self, options: Options, learner: str, epoch: int, nonce: str, role: Role = "learner"
     ) -> None:
-        self.options = options
+        self.options = self._settings = options
         self.learner = learner
         self.epoch = epoch
         self.nonce = nonce
@@ -123,6 +124,7 @@ class LearnerMachine:
     def handle(self, now: float, event: LearnerEvent) -> list[LearnerEffect]:
         """Takes one fact in; see `SyncerMachine.handle`."""
         effects = self._dispatch(now, event)
+        following.fetches_begin(self.state, now, effects)
         if not self.state.ready:
             effects += recovery.ready_if_complete(self.state, self.options, now)
         return effects
@@ -149,7 +151,8 @@ class LearnerMachine:
             case Lost(peer):
                 return self._unlinked(shard_of(peer))
             case Fetched(fragment, version):
-                return fragments.fetched(self.state, self.options, fragment, version)
+                took = following.copy_is_here(self.state, self.options, now, fragment, version)
+                return took + fragments.fetched(self.state, self.options, fragment, version)
             case FetchFailed(fragment, version, reason):
                 return fragments.fetch_failed(
                     self.state, self.options, now, fragment, version, reason
@@ -189,6 +192,8 @@ class LearnerMachine:
     def restore(self, state: LearnerState) -> None:
         """Goes on from a snapshot."""
         self.state = copy.deepcopy(state)
+        plan = self.state.revision
+        self.options = self._settings if plan is None else self._settings.revised(plan)
 
     @property
     def global_step(self) -> int:
@@ -223,6 +228,8 @@ class LearnerMachine:
 
     def _boundary(self, now: float) -> list[LearnerEffect]:
         """What a boundary allows: its part of a checkpoint, or else applying, then snapshots."""
+        while following.is_due(self.state, self.global_step):
+            self.options = following.follow(self.state, self.options)
         state, options = self.state, self.options
         effects = checkpoints.at_boundary(state, self.role)
         if state.checkpoint_just_taken:
@@ -466,6 +473,9 @@ class LearnerMachine:
                     return []
                 link.offset += by
                 return [*self._count_alike(shard), *self._release_if_free("the clock shifts")]
+            case Revision():
+                following.hear(self.state, message)
+                return []
             case CopyWanted():
                 return fragments.copy_wanted(self.state, shard, message)
             case Ending():

@@ -8,6 +8,7 @@ from decoupled_diloco.protocol.data_leases.state import DataView
 from decoupled_diloco.protocol.grace import MovingAverage
 from decoupled_diloco.protocol.messages import Published, Pull
 from decoupled_diloco.protocol.options import Alignment
+from decoupled_diloco.protocol.revisions import Revision
 from decoupled_diloco.protocol.transfer.state import Giving, Search
 from decoupled_diloco.protocol.versions import Asking, Holding, Version
 
@@ -61,6 +62,8 @@ class FragmentView:
     ``merged_step``: the newest own step that is in an accepted contribution. ``seals``: digest and
     seal of the versions that are here or on their way.
 
+    ``fetched_from``: when its newest fetch began.
+
     ``sent``: what was made from ``held``. There is one at a time: from sending it until a newer
     copy is applied no other is, so that carrying subtracts exactly what was sent. ``late``: what
     was made from older copies, and has no outcome yet; it is no longer in the parameters.
@@ -71,6 +74,7 @@ class FragmentView:
     latest: Published | None = None
     fetching: Version | None = None
     fetch_whole: bool = False
+    fetched_from: float = 0.0
     retry_at: float | None = None
     steps_before: int = 0
     tokens_before: int = 0
@@ -109,8 +113,8 @@ class ShardView:
 
     ``news``: announcements that its welcome has promised and that have not come; ``None``: no
     welcome yet. ``dismissed``: it can take nothing from who is about to go. ``coming``: what it
-    will probably ask for next. ``wanted``: fragments whose
-    newest copy waits for its turn, in order.
+    will probably ask for next. ``copy_at``: when a copy of it has come last. ``wanted``: fragments
+    whose newest copy waits for its turn, in order.
     """
 
     linked: bool = False
@@ -123,6 +127,7 @@ class ShardView:
     dismissed: bool = False
     coming: tuple[int, ...] = ()
     wanted: dict[int, None] = field(default_factory=dict)
+    copy_at: float = float("-inf")
 
 
 @dataclass(slots=True)
@@ -152,6 +157,7 @@ class LearnerState:
     ``checkpoint``: the checkpoint of the run that its part was taken of last; ``checkpoint_heard``:
     the newest that it has heard of, whose part is due at the next boundary;
     ``checkpoint_just_taken``: the last boundary was one for a part.
+    ``revision``: of H and τ, that holds, and the next ones that are heard of.
     """
 
     fragments: list[FragmentView]
@@ -176,6 +182,8 @@ class LearnerState:
     checkpoint: int = 0
     checkpoint_heard: int = 0
     checkpoint_just_taken: bool = False
+    revision: Revision | None = None
+    next_revisions: tuple[Revision, ...] = ()
 
     def steps_of(self, view: FragmentView) -> int:
         """c_steps[p]: inner steps that are in the parameters and in no version that is held."""

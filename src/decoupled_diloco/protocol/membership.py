@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from decoupled_diloco.protocol.adapt import Uplink
 from decoupled_diloco.protocol.grace import MovingAverage
+from decoupled_diloco.protocol.revisions import Needs
 from decoupled_diloco.protocol.versions import Holding, Version
 
 LEASE_SECONDS = 10.0
@@ -110,6 +111,7 @@ class Member:
         handed_in: Fragments that have had what it had when it said that it goes.
         leavings: How often it has said so.
         uplink: What its bodies have told of its link.
+        needs: What its link needs, where H and τ follow the links.
     """
 
     learner: str
@@ -130,6 +132,7 @@ class Member:
     heard_at: dict[int, float] = field(default_factory=dict)
     drained: set[int] = field(default_factory=set)
     uplink: Uplink = field(default_factory=Uplink)
+    needs: Needs = field(default_factory=Needs)
     leavings: int = 0
     is_new: bool = False
 

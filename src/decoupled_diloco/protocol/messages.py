@@ -14,6 +14,7 @@ from typing import Literal, get_args
 from decoupled_diloco.protocol.checkpoints.messages import CheckpointOrdered, PartSaved
 from decoupled_diloco.protocol.data_leases.messages import DataRefused, DataReport, LeasesGiven
 from decoupled_diloco.protocol.options import Alignment
+from decoupled_diloco.protocol.revisions import Demand, Revision
 from decoupled_diloco.protocol.transfer import messages as transfer
 from decoupled_diloco.protocol.versions import Asking as Asking
 from decoupled_diloco.protocol.versions import Holding as Holding
@@ -108,6 +109,17 @@ class CopyDeclined:
     fragment: int
     attempt: int
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CopyTook:
+    """A published copy of this fragment has come, and has kept the link busy for so long.
+
+    Said only where H and τ follow the links (rule 20).
+    """
+
+    fragment: int
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,7 +402,16 @@ class FinishOrdered:
 
 
 FromLearner = (
-    StepReport | Upload | Decline | Copy | CopyDeclined | Holding | Ahead | Draining | Leave
+    StepReport
+    | Upload
+    | Decline
+    | Copy
+    | CopyDeclined
+    | CopyTook
+    | Holding
+    | Ahead
+    | Draining
+    | Leave
 )
 ToLearner = (
     Welcome
@@ -400,6 +421,7 @@ ToLearner = (
     | GivenUp
     | Published
     | Shifted
+    | Revision
     | CopyWanted
     | DrainRefused
     | Ending
@@ -409,8 +431,8 @@ FromMember = transfer.FromMember | DataReport | PartSaved
 ToMember = transfer.ToMember | LeasesGiven | DataRefused | CheckpointOrdered
 FROM_MEMBER: tuple[type[FromMember], ...] = get_args(FromMember)
 TO_MEMBER: tuple[type[ToMember], ...] = get_args(ToMember)
-FromShard = ShardReady | SeedFailed | Progress | Swept | PartSaved
-ToShard = LayoutSet | SeedNamed | Begin | EndOrdered | FinishOrdered | CheckpointOrdered
+FromShard = ShardReady | SeedFailed | Progress | Demand | Swept | PartSaved
+ToShard = LayoutSet | SeedNamed | Begin | Revision | EndOrdered | FinishOrdered | CheckpointOrdered
 Message = (
     Hello
     | FromLearner

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil
 from typing import Literal
 
 from decoupled_diloco.protocol.adapt import Ladder
+from decoupled_diloco.protocol.revisions import AdaptLimits, Revision
 
 Participants = Literal["reported", "all"]
 Alignment = Literal["overwrite", "carry", "blend"]
@@ -49,6 +50,7 @@ class Options:
         uplink_codec: name of the wire format of contributions.
         ladder: codecs and their bits an element, the most exact first, from which each learner's is
             chosen by its link (rule 20); none: always uplink_codec.
+        adapt: within what H and τ follow the links (rule 20); ``None``: they stay.
         error_feedback: what a codec leaves out goes with the next contribution (rule 19).
         budget_steps: the run ends when the slowest shard's clock reaches it; ``None``: no limit.
         budget_tokens: the run ends when this many tokens were trained; ``None``: no limit.
@@ -76,6 +78,7 @@ class Options:
     uplink_codec: str = "bf16"
     error_feedback: bool = False
     ladder: Ladder = ()
+    adapt: AdaptLimits | None = None
     budget_steps: int | None = None
     budget_tokens: int | None = None
     checkpoint_every_seconds: float = 0.0
@@ -100,6 +103,31 @@ class Options:
         counts = [len(due) for due in self.due_by_phase] * 2
         windows = (sum(counts[t : t + self.overlap]) for t in range(self.period))
         return max(1, *windows)
+
+    def revised(self, revision: Revision) -> Options:
+        """From the tick on from which a revision holds."""
+        return replace(self, period=revision.period, overlap=revision.overlap)
+
+    @property
+    def rungs(self) -> Ladder:
+        """What learners send in, and bits; with one codec for all its bits tell nothing."""
+        return self.ladder or ((self.uplink_codec, 1.0),)
+
+    @property
+    def periods(self) -> tuple[int, int]:
+        """The least and the greatest H that the run may have."""
+        return (self.period, self.period) if self.adapt is None else self.adapt.period
+
+    @property
+    def overlaps(self) -> tuple[int, int]:
+        """The least and the greatest τ that the run may have."""
+        return (self.overlap, self.overlap) if self.adapt is None else self.adapt.overlap
+
+    @property
+    def open_rounds_least(self) -> int:
+        """The fewest slots for rounds that a shard may ever have."""
+        fewest = replace(self, period=self.periods[1], overlap=self.overlaps[0], adapt=None)
+        return fewest.open_rounds_max
 
     @property
     def in_step(self) -> bool:

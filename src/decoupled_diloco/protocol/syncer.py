@@ -18,7 +18,14 @@ from __future__ import annotations
 import copy
 from typing import assert_never
 
-from decoupled_diloco.protocol import asking, draining, syncer_fill, syncer_members, syncer_rounds
+from decoupled_diloco.protocol import (
+    asking,
+    draining,
+    following,
+    syncer_fill,
+    syncer_members,
+    syncer_rounds,
+)
 from decoupled_diloco.protocol.checkpoints.effects import ForgetCheckpoints, TakeCheckpoint
 from decoupled_diloco.protocol.checkpoints.events import CheckpointHeard, PartWritten
 from decoupled_diloco.protocol.checkpoints.messages import CheckpointOrdered, PartSaved
@@ -58,6 +65,7 @@ from decoupled_diloco.protocol.messages import (
     Begin,
     Copy,
     CopyDeclined,
+    CopyTook,
     Decline,
     Draining,
     Ending,
@@ -78,6 +86,7 @@ from decoupled_diloco.protocol.messages import (
 )
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.protocol.peers import COORDINATOR, name_problem
+from decoupled_diloco.protocol.revisions import Revision
 from decoupled_diloco.protocol.syncer_memory import recall
 from decoupled_diloco.protocol.syncer_state import FragmentState, SyncerState
 from decoupled_diloco.protocol.versions import Holding
@@ -108,7 +117,7 @@ class SyncerMachine:
     """One shard. ``handle`` is told facts and answers with orders; ``check`` asserts invariants."""
 
     def __init__(self, options: Options, shard: int) -> None:
-        self.options = options
+        self.options = self._settings = options
         self.shard = shard
         self.owned = options.owned(shard)
         self._owned_set = frozenset(self.owned)
@@ -160,12 +169,15 @@ class SyncerMachine:
     def restore(self, state: SyncerState) -> None:
         """Goes on from a snapshot."""
         self.state = copy.deepcopy(state)
+        plan = self.state.revision
+        self.options = self._settings if plan is None else self._settings.revised(plan)
 
     def check(self) -> None:
         """Asserts every invariant that can be seen in one state."""
         state, options = self.state, self.options
         slots = sum(round.holds_slot for round in state.rounds.values())
-        assert slots <= options.open_rounds_max, "more rounds hold slots than rule 2 allows"
+        slots_most = max(options.open_rounds_max, state.slots_most)
+        assert slots <= slots_most, "more rounds hold slots than rule 2 allows"
         assert set(state.fragments) == set(self.owned)
         assert not state.queue.keys() & state.rounds.keys(), "an open round is queued as well"
         live = [member.run_step for member in state.members.values()]
@@ -187,7 +199,7 @@ class SyncerMachine:
             under_way = {p for p, entry in state.fragments.items() if learner in entry.asks}
             assert member.under_way == under_way
             hurried = state.phase == "sweeping" or member.leaving_with is not None
-            assert hurried or len(under_way) <= options.open_rounds_max, "too many are under way"
+            assert hurried or len(under_way) <= slots_most, "too many are under way"
         for entry in state.fragments.values():
             for ask in entry.asks.values():
                 assert state.members[ask.learner].epoch == ask.epoch, "who is gone is waited for"
@@ -267,6 +279,8 @@ class SyncerMachine:
             case CheckpointOrdered(number, keep):
                 forget = ForgetCheckpoints(keep, number, "newer ones are complete")
                 return [forget, *self._take_checkpoint(number, "the coordinator orders it")]
+            case Revision():
+                return following.pass_on(state, message)
             case EndOrdered():
                 if self.state.end_ordered:
                     return []
@@ -339,6 +353,7 @@ class SyncerMachine:
         asks = syncer_rounds.open_asks(state, hello.learner)
         welcome = Welcome(self.shard, state.term, state.clock, step, run_step, len(news), asks)
         effects: list[SyncerEffect] = [Send(hello.learner, welcome, why), *news]
+        effects += following.welcome(state, hello.learner)
         if self.state.end_ordered:
             effects.append(Send(hello.learner, Ending(), why))
         if state.phase == "finished":
@@ -358,6 +373,8 @@ class SyncerMachine:
                 return []  # the shell joins it with its body
             case Copy():
                 return []
+            case CopyTook():
+                return following.copy_took(member, message)
             case CopyDeclined(fragment, attempt, reason):
                 spoiled = CopyCorrupt(learner, fragment, attempt, reason)
                 return syncer_fill.copy_corrupt(state, now, spoiled)
@@ -469,10 +486,21 @@ class SyncerMachine:
         state.ahead = sum(step > state.clock for step in steps)
         state.find_step_seconds()
         state.find_step_tokens()
-        syncer_rounds.note_due(state, self.options, self._owned_set, since)
+        self._note_due(since)
         why = f"{quorum} learners have reached step {state.clock}"
         return [
             ClockAdvanced(state.clock, len(state.members), why),
             Send(COORDINATOR, Progress(state.clock, state.tokens), why),
+            *following.tell_demand(state, self.options),
             *asking.serve_idle(state, self.options, now),
         ]
+
+    def _note_due(self, since: int) -> None:
+        """What the ticks since then have made due, each by the plan that holds at it."""
+        state = self.state
+        while following.is_due(state, state.clock):
+            until = max(since, state.next_revisions[0].tick - 1)
+            syncer_rounds.note_due(state, self.options, self._owned_set, since, until)
+            state.slots_most = max(state.slots_most, self.options.open_rounds_max)
+            self.options, since = following.follow(state, self.options), until
+        syncer_rounds.note_due(state, self.options, self._owned_set, since, state.clock)

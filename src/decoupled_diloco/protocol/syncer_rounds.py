@@ -18,7 +18,6 @@ in `asking`.
 
 from __future__ import annotations
 
-from decoupled_diloco.protocol.adapt import arrived, body_seconds
 from decoupled_diloco.protocol.asking import (
     ask_again,
     ask_if_qualified,
@@ -40,6 +39,7 @@ from decoupled_diloco.protocol.effects import (
     Unexpect,
 )
 from decoupled_diloco.protocol.events import BodyArrived, BodyCorrupt
+from decoupled_diloco.protocol.following import body_is_here
 from decoupled_diloco.protocol.judging import age_of, gate_scale, problem_of, tokens_believed
 from decoupled_diloco.protocol.membership import Member
 from decoupled_diloco.protocol.messages import Decline, GivenUp, Outcome, Verdict
@@ -63,14 +63,16 @@ MERGE_PAUSE_SECONDS = (1.0, 60.0)
 long at most."""
 
 
-def note_due(state: SyncerState, options: Options, owned: frozenset[int], since: int) -> None:
-    """Queues what the ticks after ``since`` make due, and what a round that was given up left due.
+def note_due(
+    state: SyncerState, options: Options, owned: frozenset[int], since: int, until: int
+) -> None:
+    """Queues what the ticks after ``since``, until a tick, make due, and what was left due.
 
     A clock that jumps over several periods makes every fragment due once, at its latest tick. One
     that is due while its round is open is due again as soon as that ends.
     """
     due = [(fragment, state.clock) for fragment in sorted(state.again)]
-    for tick in range(max(since, state.clock - options.period) + 1, state.clock + 1):
+    for tick in range(max(since, until - options.period) + 1, until + 1):
         due += [(fragment, tick) for fragment in options.due(tick) if fragment in owned]
     for fragment, tick in due:
         round = state.rounds.get(fragment)
@@ -197,26 +199,8 @@ def _fold(
     member = state.members[ask.learner]
     member.heard_at[fragment] = now
     was_heard(member, fragment)
-    adapted = _adapt(state, options, now, member, ask)
+    adapted = body_is_here(state, options, now, member, ask)
     return [fold, *adapted, *_link_free(state, options, now, member, fragment)]
-
-
-def _adapt(
-    state: SyncerState, options: Options, now: float, member: Member, ask: Ask
-) -> list[SyncerEffect]:
-    """What a body tells of its learner's link; it may be asked for another codec (rule 20).
-
-    One that was asked for in an earlier codec tells nothing of the present one.
-    """
-    ladder, began_at, step = options.ladder, ask.announced_at, state.step_seconds
-    if not ladder or began_at is None or not step or ask.codec != ladder[member.uplink.rung][0]:
-        return []
-    allowed = body_seconds(options.overlap, options.period, options.fragments, step)
-    choice = arrived(member.uplink, ladder, began_at, now, allowed)
-    if choice is None:
-        return []
-    text = f"{member.learner} sends in {choice.codec} from now on, it was {choice.before}"
-    return [Note(text, choice.why)]
 
 
 def _link_free(

@@ -13,6 +13,7 @@ from decoupled_diloco.protocol.gate import Sample
 from decoupled_diloco.protocol.grace import Timing
 from decoupled_diloco.protocol.membership import TOKENS_FACTOR, Identity, Member
 from decoupled_diloco.protocol.messages import Published
+from decoupled_diloco.protocol.revisions import Revision
 from decoupled_diloco.protocol.rounds import Ask, Round
 from decoupled_diloco.protocol.versions import Version
 
@@ -162,8 +163,9 @@ class SyncerState:
     ``queue``: the tick at which a fragment that waits was due. ``again``: due at the next tick.
     ``asks``: how many contributions this life has asked for. ``step_seconds``: ξ_step, that of
     the fastest live learner, found anew at every tick; 0 while unknown. ``members_stepping``: live
-    learners that have reported a step. ``durable``: what this life has found on its disk;
-    ``durable_is_exact``: nothing newer may take its place.
+    learners that have reported a step. ``revision``: of H and τ, that holds; ``next_revisions``:
+    that will; ``slots_most``: the most rounds that could be open at once until now. ``durable``:
+    what this life has found on its disk; ``durable_is_exact``: nothing newer may take its place.
     """
 
     phase: Phase = "starting"
@@ -199,6 +201,9 @@ class SyncerState:
     finish_ordered: bool = False
     deadline_told: float | None = None
     checkpoint: int = 0
+    revision: Revision | None = None
+    next_revisions: tuple[Revision, ...] = ()
+    slots_most: int = 1
 
     @property
     def tokens(self) -> int:

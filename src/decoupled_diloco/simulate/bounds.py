@@ -151,7 +151,7 @@ class Bounds:
         """How long since then a learner may be without a copy; see the module's head."""
         system, there_and_back = self.system, 2 * _way(self.system, learner)
         seconds = behind_seconds_max(system, learner)
-        if there_and_back < system.options.period * _fastest_step(system):
+        if there_and_back < system.options.periods[0] * _fastest_step(system):
             return seconds
         in_vain = sum(at >= since for at in self._asked_in_vain[learner.name])
         return seconds + in_vain * (there_and_back + RETRY_SECONDS)
@@ -222,12 +222,12 @@ def behind_seconds_max(system: System, learner: LearnerHost) -> float:
     options, spec = system.options, learner.spec
     queue = system.model_bytes / spec.down_bytes_per_second
     way = _way(system, learner)
-    steps = 1 + (options.overlap if options.apply == "at_tau" else 0)
+    steps = 1 + (options.overlaps[1] if options.apply == "at_tau" else 0)
     if spec.ranks > 1:
         steps, way = steps + 2, 2 * way
     alone = options.wait == "never"  # else it steps as the slowest does
     others = [learner] if alone else list(system.learners.values())
-    turns = math.ceil(options.fragments / options.open_rounds_max)
+    turns = math.ceil(options.fragments / options.open_rounds_least)
     waiting = 3 * queue + (8 + 2 * turns) * way + RETRY_SECONDS + SLACK_SECONDS
     return waiting + steps * max(map(step_seconds_max, others))
 
@@ -256,7 +256,7 @@ def _fastest_step(system: System) -> float:
 
 def rounds_behind_max(system: System, seconds: float) -> int:
     """How many rounds somebody may be behind who is so late; see the module's head."""
-    return 2 + math.ceil(seconds / (system.options.period * _fastest_step(system)))
+    return 2 + math.ceil(seconds / (system.options.periods[0] * _fastest_step(system)))
 
 
 def step_seconds_max(learner: LearnerHost) -> float:

@@ -185,7 +185,7 @@ class Checker:
         assert (
             0
             < order.steps
-            <= self.system.options.counter_cap_periods * max(1, self.system.options.period)
+            <= self.system.options.counter_cap_periods * self.system.options.periods[1]
         )
         self.heard[order.fragment].add(order.learner)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from decoupled_diloco.config.sync import BITS
 from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.protocol.revisions import AdaptLimits
 from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.data_checker import Parts
 from decoupled_diloco.simulate.spec import LearnerSpec
@@ -60,6 +61,16 @@ def random_phases(choices: Choices, options: Options) -> tuple[int, ...]:
         return ()
     steps = choices.integer(1, options.period)
     return tuple(choices.integer(0, steps - 1) for _ in range(options.fragments))
+
+
+def random_limits(choices: Choices, options: Options) -> AdaptLimits | None:
+    """Within what H and τ follow the links, in a third of the worlds in which they can."""
+    if options.wait != "never" or options.phases or not choices.chance(0.33):
+        return None
+    period = (choices.integer(1, options.period), options.period * choices.integer(1, 4))
+    least = choices.integer(0, min(options.overlap, period[0] - 1))
+    overlap = (least, options.overlap + choices.integer(0, 3))
+    return AdaptLimits(period, overlap, choices.pick([0.25, 0.75, 1.0]))
 
 
 def random_budget(choices: Choices, options: Options, learners: int) -> int:

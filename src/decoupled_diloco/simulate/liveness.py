@@ -29,6 +29,9 @@ EVENTS_MIN = 300
 AWAY = ("starting", "restoring")
 """Phases in which a shard is not at work."""
 
+HEARD_SECONDS = 20.0
+"""And four steps: then everybody has heard of a plan, and is past its tick or has not come to it."""
+
 LOOK_STEPS = 3
 """After so many steps it is looked again whether what must happen has happened."""
 
@@ -36,7 +39,7 @@ LOOK_STEPS = 3
 def must_go_on(scene: Scene) -> None:
     """Without faults every fragment goes on, and hears everybody."""
     system, checker = scene.system, scene.checker
-    patience = SETTLE_SECONDS + 4 * (scene.options.period + 4) * pace(scene)
+    patience = SETTLE_SECONDS + 4 * (scene.options.periods[1] + 4) * pace(scene)
     patience += 4 * transfer_seconds(scene)
     if system.finished:
         return
@@ -51,6 +54,7 @@ def must_go_on(scene: Scene) -> None:
     _keeps_pace(scene, list(system.learners))
     standing = scene.bounds.standing()
     assert not standing, f"{standing} do not step: {_phases(system)}"
+    scene.revisions.check_calm(HEARD_SECONDS + 4 * pace(scene))
     _stand_still(scene, patience)
     heard = all(keeps_up(scene, n) and must_be_heard(scene, n) for n in system.learners)
     if scene.data is not None and heard:  # what is never merged is never durable
@@ -123,7 +127,13 @@ def merge_seconds_max(scene: Scene, brisk: Sequence[LearnerSpec]) -> float:
     slowest = min(min(s.up_bytes_per_second, s.down_bytes_per_second) for s in brisk)
     model = scene.system.model_bytes / slowest
     stands = STANDS_SECONDS + STANDS_STEPS * step
-    return 3 * (options.period + options.overlap + 4) * step + 12 * way + 3 * model + 2.0 + stands
+    return (
+        3 * (options.periods[1] + options.overlaps[1] + 4) * step
+        + 12 * way
+        + 3 * model
+        + 2.0
+        + stands
+    )
 
 
 STANDS = 0.3
@@ -207,7 +217,7 @@ def _keeps_up(scene: Scene, spec: LearnerSpec) -> bool:
     nbytes = system.model_bytes * CONTRIBUTED
     fastest = min(spec.step_seconds for spec in _specs(scene))
     rate = min(spec.up_bytes_per_second, spec.down_bytes_per_second)
-    return rate * options.period * fastest > 1.5 * nbytes
+    return rate * options.periods[0] * fastest > 1.5 * nbytes
 
 
 def must_be_heard(scene: Scene, learner: str) -> bool:
@@ -233,7 +243,7 @@ def _asks_in_time(scene: Scene, spec: LearnerSpec) -> bool:
     """
     there_and_back = 2 * spec.latency + spec.jitter + scene.system.link_of_shards.jitter
     fastest = min(each.step_seconds for each in _specs(scene))
-    return there_and_back < scene.options.period * fastest
+    return there_and_back < scene.options.periods[0] * fastest
 
 
 def pace(scene: Scene) -> float:

@@ -28,6 +28,7 @@ from decoupled_diloco.simulate.drawn import (
     random_budget,
     random_data,
     random_learners,
+    random_limits,
     random_options,
     random_phases,
     random_sizes,
@@ -47,6 +48,7 @@ from decoupled_diloco.simulate.faults import (
 from decoupled_diloco.simulate.hosts import Host, LearnerHost, ParticipantHost
 from decoupled_diloco.simulate.lineage import Lineage
 from decoupled_diloco.simulate.residuals import Residuals
+from decoupled_diloco.simulate.revision_checker import RevisionChecker
 from decoupled_diloco.simulate.shrink import Changes, Size
 from decoupled_diloco.simulate.spec import LearnerSpec
 from decoupled_diloco.simulate.system import System
@@ -134,6 +136,7 @@ class Scene:
     bounds: Bounds
     claims: ClaimChecker
     data: DataChecker | None
+    revisions: RevisionChecker
 
     @property
     def size(self) -> Size:
@@ -158,6 +161,8 @@ def draw(
     options = replace(options, budget_steps=budget if ends else ENDLESS_STEPS)
     options = replace(options, phases=random_phases(choices.fork("phases"), options))
     options = replace(options, **changes.options)
+    if "adapt" not in changes.options:
+        options = replace(options, adapt=random_limits(choices.fork("limits"), options))
     sizes = random_sizes(choices.fork("sizes"), options.fragments)
     drawn = random_learners(choices.fork("learners"), count, step)
     links = choices.fork("links")
@@ -242,6 +247,13 @@ def config_of(
         "phases": options.phases,
         "partition": "tensor",
     }
+    if options.adapt is not None:
+        limits = options.adapt
+        sync["adapt"] = {
+            "period": limits.period,
+            "overlap": limits.overlap,
+            "carried_by": limits.carried_by,
+        }
     if not options.ladder:
         sync["uplink_codec"] = options.uplink_codec
     if options.wait == "never":
@@ -365,6 +377,7 @@ def _watched(
         Bounds(system),
         ClaimChecker(system, clocks_leap=mishaps.clocks_leap > 0),
         checker,
+        RevisionChecker(system),
     )
     return scene
 

@@ -18,6 +18,7 @@ from typing import Any
 from decoupled_diloco.errors import ConfigError
 
 SIMPLE_OPTIONS: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("adapt", (None,)),
     ("budget_steps", (None,)),
     ("shards", (1,)),
     ("fragments", (1, 2)),

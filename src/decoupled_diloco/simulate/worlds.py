@@ -163,7 +163,7 @@ def must_go_on_from_a_checkpoint(scene: Scene) -> int:
 def patience(scene: Scene) -> float:
     """How long a world may take, from its last fault on, until the run is over."""
     options = scene.options
-    steps = (options.budget_steps or 0) + 6 * options.period
+    steps = (options.budget_steps or 0) + 6 * options.periods[1]
     way = max(spec.latency + spec.jitter for spec in scene.learners)
     rest = 12 * transfer_seconds(scene) + 60 * (way + scene.system.link_of_shards.jitter)
     return SETTLE_SECONDS + 3 * steps * pace(scene) + rest

@@ -125,6 +125,39 @@ CASES: list[tuple[dict[str, Any], str]] = [
         "is due: lower overlap or raise period",
     ),
     (
+        {"sync": {"adapt": {}}},
+        "[sync.adapt] lacks limits: give period = [least, greatest], overlap, or both",
+    ),
+    (
+        {"sync": {"adapt": {"period": [24]}}},
+        "period=[24] in [sync.adapt] is too short: it needs 2 values or more",
+    ),
+    (
+        {"sync": {"adapt": {"period": [48, 24]}}},
+        "period=[48, 24] in [sync.adapt] is out of range: give the least, 1 or more, and then the "
+        "greatest",
+    ),
+    (
+        {"sync": {"adapt": {"period": [48, 96]}}},
+        "period=24 in [sync] is out of range: [sync.adapt] allows 48 to 96, and the run begins "
+        "with it",
+    ),
+    (
+        {"sync": {"period": 2, "overlap": 1, "adapt": {"period": [1, 96]}}},
+        "overlap=[1, 1] in [sync.adapt] is not below period=[1, 96]: a fragment would be sent "
+        "again before its merged value is due: lower the least overlap or raise the least period",
+    ),
+    (
+        {"sync": {"adapt": {"period": [24, 96]}, "wait": "at_overlap"}},
+        "[sync.adapt] does not go with wait='at_overlap': who waits has H and τ as they are set; "
+        "take one of them out",
+    ),
+    (
+        {"sync": {"fragments": 2, "phases": [0, 1], "adapt": {"period": [24, 96]}}},
+        "[sync.adapt] does not go with phases: with another period fragments are spread evenly; "
+        "take one of them out",
+    ),
+    (
         {"sync": {"overlap": 30, "wait": "at_overlap", "apply": "at_tau"}},
         "overlap=30 is not below period=24: a fragment would be sent again before its merged value "
         "is due: lower overlap or raise period",

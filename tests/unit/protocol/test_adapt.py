@@ -77,7 +77,7 @@ def test_a_link_that_comes_and_goes_is_given_up_in_the_end() -> None:
     for phase in range(150):
         link.rate = 40.0 if phase % 2 else 10.0
         link.send(20)
-    assert PATIENCE < link.uplink.patience <= PATIENCE_MAX
+    assert PATIENCE < link.uplink.patience.wanted <= PATIENCE_MAX
     assert len(link.choices) <= 12, f"{len(link.choices)} changes in 3,000 bodies"
 
 

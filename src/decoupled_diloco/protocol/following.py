@@ -1,0 +1,135 @@
+"""How a shard and a learner follow their links: what they measure, and the newest plan (rule 20).
+
+A shard times each body; a learner times each published copy that it fetches. What the shard tells
+the coordinator of it, and what that makes of it, is in `revisions`. Functions of the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from decoupled_diloco.protocol.adapt import SMOOTHING, arrived, body_seconds
+from decoupled_diloco.protocol.effects import (
+    Broadcast,
+    Fetch,
+    LearnerEffect,
+    Note,
+    Send,
+    SyncerEffect,
+)
+from decoupled_diloco.protocol.learner_state import LearnerState
+from decoupled_diloco.protocol.membership import Member
+from decoupled_diloco.protocol.messages import CopyTook
+from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.protocol.peers import COORDINATOR, shard_peer
+from decoupled_diloco.protocol.revisions import Revision, demand_of
+from decoupled_diloco.protocol.rounds import Ask
+from decoupled_diloco.protocol.syncer_state import SyncerState
+from decoupled_diloco.protocol.versions import Version
+
+
+class Revised(Protocol):
+    """A state that knows of revisions: the one that holds, and those that will."""
+
+    revision: Revision | None
+    next_revisions: tuple[Revision, ...]
+
+
+def newest_of(state: Revised) -> Revision | None:
+    """The newest that is heard of."""
+    return state.next_revisions[-1] if state.next_revisions else state.revision
+
+
+def hear(state: Revised, revision: Revision) -> bool:
+    """A revision is heard of; whether it is a newer one."""
+    newest = newest_of(state)
+    newer = newest is None or revision.number > newest.number
+    if newer:
+        state.next_revisions = (*state.next_revisions, revision)
+    return newer
+
+
+def is_due(state: Revised, tick: int) -> bool:
+    """Whether the next revision holds at a tick."""
+    return bool(state.next_revisions) and state.next_revisions[0].tick <= tick
+
+
+def follow(state: Revised, options: Options) -> Options:
+    """The settings of the next revision, which holds now."""
+    state.revision, *later = state.next_revisions
+    state.next_revisions = tuple(later)
+    return options.revised(state.revision)
+
+
+def welcome(state: SyncerState, learner: str) -> list[SyncerEffect]:
+    """Who comes is told of all revisions that hold or will."""
+    known = (*([] if state.revision is None else [state.revision]), *state.next_revisions)
+    return [Send(learner, revision, "H and τ follow the links") for revision in known]
+
+
+def pass_on(state: SyncerState, revision: Revision) -> list[SyncerEffect]:
+    """The coordinator has told a shard of a revision."""
+    return [Broadcast(revision, "the coordinator says so")] if hear(state, revision) else []
+
+
+def body_is_here(
+    state: SyncerState, options: Options, now: float, member: Member, ask: Ask
+) -> list[SyncerEffect]:
+    """What a body tells of its learner's link; it may be asked for another codec.
+
+    One that was asked for in an earlier codec tells nothing of the present one.
+    """
+    began_at, step = ask.announced_at, state.step_seconds
+    if not (options.ladder or options.adapt) or began_at is None or not step:
+        return []
+    ladder = options.rungs
+    if (ask.codec or options.uplink_codec) != ladder[member.uplink.rung][0]:
+        return []
+    member.needs.answer.update(now - ask.asked_at, SMOOTHING)
+    allowed = body_seconds(options.overlap, options.period, options.fragments, step)
+    choice = arrived(member.uplink, ladder, began_at, now, allowed)
+    if choice is None:
+        return []
+    text = f"{member.learner} sends in {choice.codec} from now on, it was {choice.before}"
+    return [Note(text, choice.why)]
+
+
+def copy_took(member: Member, message: CopyTook) -> list[SyncerEffect]:
+    """What a copy tells of a learner's link."""
+    member.needs.copy.update(max(0.0, message.seconds), SMOOTHING)
+    return []
+
+
+def tell_demand(state: SyncerState, options: Options) -> list[SyncerEffect]:
+    """At a tick a shard says what its learners' links need."""
+    if options.adapt is None:
+        return []
+    bits = options.rungs[-1][1]
+    links = [
+        (per_bit * bits, member.needs)
+        for member in state.stepping
+        if member.connected and (per_bit := member.uplink.per_bit.value) is not None
+    ]
+    demand = demand_of(links, options.adapt.carried_by, state.step_seconds)
+    return [] if demand is None else [Send(COORDINATOR, demand, "a tick")]
+
+
+def fetches_begin(state: LearnerState, now: float, effects: Sequence[LearnerEffect]) -> None:
+    """Copies are fetched from now on."""
+    for effect in effects:
+        if isinstance(effect, Fetch):
+            state.fragments[effect.fragment].fetched_from = now
+
+
+def copy_is_here(
+    state: LearnerState, options: Options, now: float, index: int, version: Version
+) -> list[LearnerEffect]:
+    """A copy has come; who joins fetches all of them at once, which tells nothing."""
+    view, shard = state.fragments[index], options.owner(index)
+    if options.adapt is None or view.fetching != version or not state.ready or not state.step:
+        return []
+    link = state.shards[shard]
+    seconds = now - max(view.fetched_from, link.copy_at)
+    link.copy_at = now
+    return [Send(shard_peer(shard), CopyTook(index, seconds), "a copy is here")]

@@ -1,0 +1,182 @@
+"""H and τ follow what the links need, within the user's limits, and do not flap (rule 20)."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from decoupled_diloco.protocol.adapt import LATE_MAX
+from decoupled_diloco.protocol.following import follow, hear, is_due
+from decoupled_diloco.protocol.learner_state import LearnerState
+from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.protocol.revisions import (
+    BODIES_A_LOOK,
+    LOOKS_WELL,
+    AdaptLimits,
+    Demand,
+    Needs,
+    Reviser,
+    Revision,
+    demand_of,
+    fitting,
+)
+
+LIMITS = AdaptLimits((24, 192), (2, 16))
+FRAGMENTS = 24
+
+
+class Run:
+    """A coordinator's clock, and what one shard says at each tick."""
+
+    def __init__(self, limits: AdaptLimits = LIMITS) -> None:
+        self.limits = limits
+        self.reviser = Reviser()
+        self.plan = Revision(0, 0, limits.period[0], limits.overlap[0])
+        self.clock = 0
+        self.made: list[tuple[Revision, str]] = []
+
+    def go(self, ticks: int, body: float, answer: float = 1.0) -> Revision:
+        """So many ticks in which a body takes so many steps."""
+        for _ in range(ticks):
+            self.clock += 1
+            self.reviser.told(0, Demand(body, answer))
+            found = self.reviser.look(self.clock, self.limits, self.plan, FRAGMENTS)
+            if found is not None:
+                self.plan = found[0]
+                self.made.append(found)
+        return self.plan
+
+
+@pytest.mark.parametrize(
+    ("body", "period"),
+    [(0.1, 24), (0.79, 24), (0.81, 48), (1.59, 48), (1.61, 96), (3.3, 192), (99.0, 192)],
+)
+def test_the_smallest_period_that_the_links_carry(body: float, period: int) -> None:
+    run = Run()
+    assert run.go(500, body).period == period
+    assert len(run.made) == (period > 24)
+
+
+@pytest.mark.parametrize(
+    ("answer", "overlap"), [(0.3, 2), (1.59, 2), (1.61, 3), (4.0, 5), (50.0, 16)]
+)
+def test_the_smallest_overlap_in_which_bodies_are_here(answer: float, overlap: int) -> None:
+    assert Run().go(500, 0.1, answer).overlap == overlap
+
+
+def test_the_overlap_stays_below_the_period() -> None:
+    run = Run(AdaptLimits((4, 8), (1, 20)))
+    run.go(500, 0.01, 100.0)
+    assert (run.plan.period, run.plan.overlap) == (4, 3)
+
+
+def test_a_slow_moment_changes_nothing() -> None:
+    run = Run()
+    run.go(100, 0.5)
+    run.go(LIMITS.period[0] - 1, 50.0)
+    run.go(200, 0.5)
+    assert not run.made
+
+
+def test_it_takes_as_many_looks_as_it_says() -> None:
+    run = Run()
+    run.go(1 + LATE_MAX * LIMITS.period[0] - 1, 2.0)
+    assert not run.made
+    run.go(1, 2.0)
+    ((plan, why),) = run.made
+    assert (plan.number, plan.period) == (1, 96)
+    assert plan.tick > run.clock, "it holds from a tick on that nobody has passed"
+    assert why == (
+        "a body keeps a link busy for 2 steps, and is here 1 steps after it is asked for: "
+        "that is too much"
+    )
+
+
+def test_a_link_that_recovers_gets_the_short_period_again() -> None:
+    run = Run()
+    assert run.go(100, 3.3).period == 192
+    apart = max(LIMITS.period[0], BODIES_A_LOOK * 192 // FRAGMENTS)
+    run.go(2 + LOOKS_WELL * apart + apart, 0.2)
+    assert (run.plan.period, run.plan.number) == (24, 2)
+    assert run.made[-1][1].endswith("that leaves room")
+
+
+def test_between_too_much_and_room_nothing_changes() -> None:
+    """1.3 steps fit a period of 48; for 24 they would have to be half of a step."""
+    run = Run()
+    run.go(100, 1.3)
+    number = run.plan.number
+    run.go(2000, 0.51)
+    assert (run.plan.number, run.plan.period) == (number, 48)
+
+
+def test_a_link_that_comes_and_goes_does_not_flap() -> None:
+    run, chance = Run(), random.Random(1)
+    for _ in range(400):
+        run.go(chance.randint(20, 200), chance.choice([0.2, 2.0]))
+    assert len(run.made) <= 12, f"{len(run.made)} revisions in {run.clock} ticks"
+
+
+def test_the_slowest_shard_counts() -> None:
+    run = Run()
+    run.reviser.told(1, Demand(1.2, 3.0))
+    run.go(100, 0.1, 0.5)
+    assert (run.plan.period, run.plan.overlap) == (48, 4)
+
+
+def test_nothing_is_known_and_nothing_changes() -> None:
+    reviser, plan = Reviser(), Revision(0, 0, 24, 2)
+    for clock in range(200):
+        assert reviser.look(clock, LIMITS, plan, FRAGMENTS) is None
+
+
+def test_what_all_but_the_slowest_need() -> None:
+    def needs(answer: float, copy: float = 0.0) -> Needs:
+        found = Needs()
+        found.answer.update(answer)
+        found.copy.update(copy)
+        return found
+
+    links = [(0.2, needs(1.0)), (0.4, needs(2.0)), (8.0, needs(9.0)), (0.1, needs(1.5, copy=3.0))]
+    assert demand_of(links, 0.75, 0.5) == Demand(3.0 / 0.5, 2.0 / 0.5)
+    assert demand_of(links, 1.0, 0.5) == Demand(16.0, 18.0)
+    assert demand_of([], 0.75, 0.5) is demand_of(links, 0.75, 0.0) is None
+
+
+def test_limits_that_are_one_value_stay() -> None:
+    limits = AdaptLimits((24, 24), (2, 2))
+    assert limits.periods == (24,)
+    assert fitting(limits, FRAGMENTS, Demand(99.0, 99.0), 0.8) == (24, 2)
+    run = Run(limits)
+    run.go(500, 99.0, 99.0)
+    assert not run.made
+
+
+def test_an_older_plan_is_not_taken() -> None:
+    state = LearnerState(fragments=[], shards=[])
+    first, second = Revision(1, 10, 48, 2), Revision(2, 20, 24, 2)
+    assert hear(state, second)
+    assert not hear(state, first)
+    assert not hear(state, second)
+    assert state.next_revisions == (second,)
+
+
+def test_plans_hold_one_after_the_other_from_their_ticks() -> None:
+    state, options = LearnerState(fragments=[], shards=[]), Options(period=24)
+    assert hear(state, Revision(1, 10, 48, 2))
+    assert hear(state, Revision(2, 20, 96, 3))
+    held = []
+    for tick in range(25):
+        while is_due(state, tick):
+            options = follow(state, options)
+        held.append(options.period)
+    assert held == [24] * 10 + [48] * 10 + [96] * 5
+
+
+def test_a_revision_moves_what_is_due_and_nothing_else() -> None:
+    options = Options(fragments=4, period=4, overlap=1, adapt=LIMITS)
+    other = options.revised(Revision(1, 10, 8, 3))
+    assert [options.due(tick) for tick in range(4)] == [(0,), (1,), (2,), (3,)]
+    assert [other.due(tick) for tick in range(8)] == [(0,), (), (1,), (), (2,), (), (3,), ()]
+    assert (other.period, other.overlap, other.quorum) == (8, 3, options.quorum)
