@@ -13,6 +13,7 @@ PEERS = {
     "torchft": "torchft, DiLoCo",
     "torchft-buckets": "torchft, one bucket",
     "torchft-streaming": "torchft, streaming",
+    "hivemind": "hivemind, DiLoCo",
     "ours-bf16": "this project, bf16",
     "ours-int4": "this project, int4",
 }

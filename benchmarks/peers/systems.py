@@ -131,6 +131,16 @@ def syncer(task: Task, python: Path) -> Start:
     return Start(0, [str(python), *command])
 
 
+def hivemind(task: Task, python: Path) -> Start:
+    return Start(task.worker, [str(python), *_script("hivemind", task)])
+
+
+def dht(task: Task, python: Path) -> Start:
+    """The first peer, as in OpenDiLoCo's README; started again it has the same name."""
+    settings = ["--identity_path", "dht.key", "--host_maddrs", f"/ip4/{task.centre}/tcp/30001"]
+    return Start(0, [str(python.with_name("hivemind-dht")), *settings])
+
+
 SYSTEMS: dict[str, System] = {
     "none": System("", none),
     "ddp": System("", ddp),
@@ -138,6 +148,7 @@ SYSTEMS: dict[str, System] = {
     "torchft": System("torchft", torchft, lighthouse),
     "torchft-buckets": System("torchft", torchft, lighthouse),
     "torchft-streaming": System("torchft", torchft, lighthouse),
+    "hivemind": System("hivemind", hivemind, dht),
     "ours-bf16": System("", ours, syncer),
     "ours-int4": System("", ours, syncer),
 }
