@@ -14,6 +14,7 @@ PEERS = {
     "torchft-buckets": "torchft, one bucket",
     "torchft-streaming": "torchft, streaming",
     "hivemind": "hivemind, DiLoCo",
+    "flower": "Flower, FedAvgM",
     "ours-bf16": "this project, bf16",
     "ours-int4": "this project, int4",
 }

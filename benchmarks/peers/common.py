@@ -72,9 +72,9 @@ class Task:
         return path
 
     @classmethod
-    def read(cls) -> Self:
-        """The one that this process was started with."""
-        return cls(**json.loads(Path(sys.argv[1]).read_text()))
+    def read(cls, path: str = "") -> Self:
+        """The one at a path, or else the one that this process was started with."""
+        return cls(**json.loads(Path(path or sys.argv[1]).read_text()))
 
     @property
     def tokens_per_step(self) -> int:

@@ -25,9 +25,10 @@ WORKLOAD = ("torch==2.13.0", "numpy==2.4.6", "pydantic==2.14.3")
 PEERS = {
     "torchft": ("torchft==0.2.0",),
     "hivemind": ("hivemind==1.1.12",),
+    "flower": ("flwr==1.42.0",),
 }
-"""Tried with Python 3.11. hivemind's wheel, with the daemon that talks to other peers, is for Linux
-on x86-64."""
+"""Tried with Python 3.11; flwr needs 3.11 or later. hivemind's wheel, with the daemon that talks
+to other peers, is for Linux on x86-64."""
 
 
 def make(name: str, into: Path) -> None:

@@ -16,12 +16,14 @@ ESTIMATE = (
     "Bytes a step: DDP 3.5 MB, torchft 150 kB, ours 75 kB, and with four bits 20 kB. A killed "
     "worker holds DDP up until it is back, torchft until its timeout, ours not at all. "
     "hivemind, which averages as torchft does and must find its group for it: 85 to 95 %, 45 to "
-    "60 % and 50 to 70 %, 150 kB a step; a killed worker holds it up for 15 s, a killed centre "
-    "not at all"
+    "60 % and 50 to 70 %, 150 kB a step; Flower, which starts a process for each message and asks "
+    "every 3 s: 25 to 35 % on a clean link, 15 to 25 % on the others, 150 kB. A killed worker "
+    "holds hivemind up for 15 s and Flower for a minute; a killed centre hivemind not at all, "
+    "Flower for half a minute"
 )
 NOT_MEASURED = (
     "GPUs; more than two workers; machines with a core for the syncer; peers with other settings "
-    "than their documentation's; Flower"
+    "than their documentation's; Flower's deprecated client, which stays one process"
 )
 
 

@@ -141,6 +141,14 @@ def dht(task: Task, python: Path) -> Start:
     return Start(0, [str(python.with_name("hivemind-dht")), *settings])
 
 
+def flower(task: Task, python: Path) -> Start:
+    return Start(task.worker, [str(python), *_script("flower", task)])
+
+
+def superlink(task: Task, python: Path) -> Start:
+    return Start(0, [str(python), str(HERE / "centre_flower.py"), str(task.write())])
+
+
 SYSTEMS: dict[str, System] = {
     "none": System("", none),
     "ddp": System("", ddp),
@@ -149,6 +157,7 @@ SYSTEMS: dict[str, System] = {
     "torchft-buckets": System("torchft", torchft, lighthouse),
     "torchft-streaming": System("torchft", torchft, lighthouse),
     "hivemind": System("hivemind", hivemind, dht),
+    "flower": System("flower", flower, superlink),
     "ours-bf16": System("", ours, syncer),
     "ours-int4": System("", ours, syncer),
 }
