@@ -1,9 +1,9 @@
-"""Loss over time where links differ: each codec for all learners, and a ladder of them.
+"""Loss over time where links differ: fixed codecs and periods, and those that follow the links.
 
 Four learners of equal speed whose links carry, for the size of the model, what 100, 20, 5 and 5
 Mbit/s are for one of 24 million parameters; then 40 Mbit/s for all, one of which falls to a tenth
-in the middle third; then the first links, and one learner four times slower. Virtual time, paired
-seeds; a step is a second.
+in the middle third; then the first links, and one learner four times slower; then 2 Mbit/s for all.
+Virtual time, paired seeds; a step is a second.
 
     python benchmarks/adapting.py --seeds 1 2 3
 """
@@ -30,9 +30,12 @@ from decoupled_diloco.simulate.training import virtual_run
 ESTIMATE = (
     "a body of bf16 takes 0.16, 0.8 and 3.2 of the second that it has: the two slow learners are "
     "heard a third as often with bf16, two thirds with int8, always with int4 and int2. At equal "
-    "time int4 is best or equal, bf16 2 to 4 % worse, int8 1 %; the ladder within 0.5 % of int4"
+    "time int4 is best or equal, bf16 2 to 4 % worse, int8 1 %; the ladder within 0.5 % of int4. "
+    "At 2 Mbit/s a copy of int4 takes two steps of the one that it has: H = 24 ends 5 % or more above "
+    "H = 96, and what follows the links within 3 % of that"
 )
 LADDER = ("bf16", "int8", "int4", "int2")
+LIMITS = {"period": [24, 192], "overlap": [2, 8]}
 RATE = 8e-3
 PERIOD = 24
 NOMINAL = 24e6
@@ -50,6 +53,7 @@ class Scenario:
     links: Sequence[float]
     speeds: Sequence[float] = (1.0,) * LEARNERS
     falls_to: float = 1.0
+    fixed: Sequence[str] = LADDER
 
     def rates(self, look: int) -> list[float]:
         """Of all links before a look, from 0, in Mbit/s."""
@@ -61,31 +65,37 @@ SCENARIOS = {
     "100, 20, 5, 5 Mbit/s": Scenario((100, 20, 5, 5)),
     "40 Mbit/s, one falls to 4": Scenario((40, 40, 40, 40), falls_to=0.1),
     "100, 20, 5, 5 Mbit/s, a slow accelerator": Scenario((100, 20, 5, 5), (4.0, 1.0, 1.0, 1.0)),
+    "2 Mbit/s for all": Scenario(
+        (2, 2, 2, 2), fixed=("bf16", "int4", "int2", "int4 H=96", "int2 H=96", "int4 H=192")
+    ),
 }
 
 
 class Seen(Watch):
-    """And how often a learner was told to send in another codec."""
+    """And how often a learner was told to send in another codec, and the run of another plan."""
 
     def __init__(self, fragments: int) -> None:
         super().__init__(fragments)
         self.changes = 0
+        self.plans: list[str] = []
 
     def __call__(self, who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
         super().__call__(who, now, event, effects)
-        notes = (each.text for each in effects if isinstance(each, Note))
+        notes = [each.text for each in effects if isinstance(each, Note)]
         self.changes += sum("from now on" in text for text in notes)
+        self.plans += [text for text in notes if text.startswith("revision ")]
 
 
 def settings(codec: str, seed: int, steps: int) -> RunConfig:
     """A run in which all send in one codec, or each in the first of the ladder that fits."""
-    uplink: dict[str, Any] = {"uplink_codec": codec}
+    codec, _, period = codec.partition(" H=")
+    uplink: dict[str, Any] = {"uplink_codec": codec, "period": int(period or PERIOD)}
     if codec == "adaptive":
-        uplink = {"uplink_codecs": list(LADDER)}
+        uplink = {"uplink_codecs": list(LADDER), "period": PERIOD, "adapt": LIMITS}
     options = {**SIZE, "batch_size": SEQUENCES // LEARNERS, "learning_rate": RATE}
     return RunConfig(
         run={"learners": LEARNERS, "budget_steps": steps + PERIOD, "seed": seed},
-        sync={"fragments": PERIOD, "period": PERIOD, "downlink_codec": "int4", **uplink},
+        sync={"fragments": PERIOD, "downlink_codec": "int4", **uplink},
         workload={"options": options},
     )
 
@@ -117,6 +127,7 @@ def measure(scenario: Scenario, codec: str, seed: int, steps: int) -> Row:
             name: watch.participation_percent([name]) for name in config.learner_ids
         },
         "changes": watch.changes,
+        "plans": watch.plans,
         "seconds": round(time.monotonic() - begun, 1),
     }
 
@@ -152,6 +163,7 @@ def summary(rows: list[Row], adaptive: list[Row]) -> dict[str, Any]:
             for name in names
         },
         "changes": [row["changes"] for row in rows],
+        "plans": [row["plans"] for row in rows],
     }
 
 
@@ -165,7 +177,7 @@ def main() -> None:
     cells = {
         f"{name}: {codec}": (scenario, codec)
         for name, scenario in SCENARIOS.items()
-        for codec in ("adaptive", *LADDER)
+        for codec in ("adaptive", *scenario.fixed)
         if re.search(arguments.cells, f"{name}: {codec}")
     }
     rows = measured(
@@ -185,6 +197,7 @@ def main() -> None:
             "inner_rate": RATE,
             "period": PERIOD,
             "ladder": LADDER,
+            "limits": LIMITS,
             "latency_seconds": 0.01,
         },
         raw=[row for each in rows.values() for row in each],
