@@ -31,8 +31,8 @@ ESTIMATE = (
     "a body of bf16 takes 0.16, 0.8 and 3.2 of the second that it has: the two slow learners are "
     "heard a third as often with bf16, two thirds with int8, always with int4 and int2. At equal "
     "time int4 is best or equal, bf16 2 to 4 % worse, int8 1 %; the ladder within 0.5 % of int4. "
-    "At 2 Mbit/s a copy of int4 takes two steps of the one that it has: H = 24 ends 5 % or more above "
-    "H = 96, and what follows the links within 3 % of that"
+    "At 2 Mbit/s a copy of int4 takes two steps of the one that it has: H = 24 ends 5 % or more "
+    "above H = 96, and what follows the links within 3 % of that"
 )
 LADDER = ("bf16", "int8", "int4", "int2")
 LIMITS = {"period": [24, 192], "overlap": [2, 8]}
