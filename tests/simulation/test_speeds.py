@@ -15,7 +15,7 @@ from typing import Any, Literal
 import pytest
 
 from decoupled_diloco.protocol import Options
-from decoupled_diloco.protocol.effects import Apply, RoundFinished
+from decoupled_diloco.protocol.effects import Apply, Fold, RoundFinished
 from decoupled_diloco.protocol.events import StepFinished
 from decoupled_diloco.simulate import Choices, LearnerSpec
 from decoupled_diloco.simulate.crowd import Crowd
@@ -172,3 +172,23 @@ def test_carry_discards_no_step_in_flight() -> None:
     for participants, missed in product(PARTICIPANTS, MISSED):
         seen = books(participants, missed, "carry")
         assert all(seen.discarded_share(name, IN_FLIGHT) == 0 for name in SPEEDS)
+
+
+def test_a_learner_makes_as_many_steps_between_syncs_as_its_speed_allows() -> None:
+    """Dynamic local updates (DyLU, Async Local-SGD): H times its speed, by that of the fastest."""
+    options = Options(
+        fragments=FRAGMENTS, period=24, overlap=2, participants="all", alignment="carry"
+    )
+    specs = [LearnerSpec(name, seconds) for name, seconds in SPEEDS.items()]
+    steps: defaultdict[str, list[float]] = defaultdict(list)
+
+    def look(who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
+        for fold in effects:
+            if isinstance(fold, Fold) and now > 100:
+                steps[fold.learner].append(fold.steps)
+
+    Crowd(options, specs, seed=1, recorders=[look]).run(until=1000)
+    for name, seconds in SPEEDS.items():
+        mean = sum(steps[name]) / len(steps[name])
+        assert mean == pytest.approx(24 / seconds, rel=0.06), name
+        assert len(steps[name]) == pytest.approx(900, rel=0.06), "and sends as often as the others"
