@@ -45,6 +45,14 @@ def peers(result: Any) -> str:
         ]
         header = ["model and link", "system", "steps/s, of no communication", "longest step"]
         parts.append(table([*header, "sent a step, each way", "came to the end"], rows))
+    slow = [
+        [PEERS[system], few(row["seconds_of_all_steps"], 0, " s"), f"{row['loss']:.2f}"]
+        for systems in result.get("slow", {}).values()
+        for system, row in systems.items()
+    ]
+    if slow:
+        header = [f"{FAULTS['slow']}, equal tokens", "seconds of training", "loss"]
+        parts.append(table(header, slow))
     faulty = [
         [
             FAULTS[kind],

@@ -61,6 +61,10 @@ def _timed(rows: list[Row], alone: list[Row]) -> dict[str, Any]:
         "percent_of_none": [
             100 * row["rate"] / rates[row["repeat"]] for row in timed if row["repeat"] in rates
         ],
+        "seconds_of_all_steps": [
+            max(steps / rate for steps, rate in zip(row["steps"], row["rates"], strict=True))
+            for row in timed
+        ],
         "longest_gap_seconds": [max(row["gaps"]) for row in timed],
         "bytes_per_step": [sum(row["sent_per_step"]) / 2 for row in timed],
     }

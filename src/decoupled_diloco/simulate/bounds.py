@@ -8,8 +8,9 @@ seconds after it was published: a body that is being fetched comes first, and ma
 then the newest one, perhaps by a retry (r, a second). q: all fragments' whole copies through its
 downlink, the longest queue there can be, in n = ⌈P / ⌈τ·P/H⌉⌉ turns; w: one way with jitter; ξ: its
 longest step (anybody's, where learners wait for each other), τ' = τ where copies are applied at τ.
-For a learner of several ranks it is two steps more (a plan is for the boundary after the next one,
-and the one before has the ranks fetch their parts), and w counts twice (rank 0 asks the carriers).
+For a learner of several ranks it is 1 + n steps more (a plan is for the boundary after the next,
+and a boundary before has the ranks fetch their parts, in each turn), and w counts twice (rank 0
+asks the carriers). H is the shortest, τ' the longest and n the most that the run's limits allow.
 So it holds what was published D seconds ago, or newer. And a fragment is due once in H steps of the
 fastest learner (ξ_min each), so in D seconds no more than ``2 + ⌈D / (H·ξ_min)⌉`` versions of it
 are published: that is how many rounds it may be behind. But a whole copy makes way for
@@ -223,11 +224,11 @@ def behind_seconds_max(system: System, learner: LearnerHost) -> float:
     queue = system.model_bytes / spec.down_bytes_per_second
     way = _way(system, learner)
     steps = 1 + (options.overlaps[1] if options.apply == "at_tau" else 0)
+    turns = math.ceil(options.fragments / options.open_rounds_least)
     if spec.ranks > 1:
-        steps, way = steps + 2, 2 * way
+        steps, way = steps + 1 + turns, 2 * way
     alone = options.wait == "never"  # else it steps as the slowest does
     others = [learner] if alone else list(system.learners.values())
-    turns = math.ceil(options.fragments / options.open_rounds_least)
     waiting = 3 * queue + (8 + 2 * turns) * way + RETRY_SECONDS + SLACK_SECONDS
     return waiting + steps * max(map(step_seconds_max, others))
 

@@ -30,7 +30,7 @@ AWAY = ("starting", "restoring")
 """Phases in which a shard is not at work."""
 
 HEARD_SECONDS = 20.0
-"""And four steps: then everybody has heard of a plan, and is past its tick or has not come to it."""
+"""And four steps: then everybody has heard of a plan."""
 
 LOOK_STEPS = 3
 """After so many steps it is looked again whether what must happen has happened."""
