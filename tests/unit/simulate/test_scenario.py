@@ -179,6 +179,7 @@ def test_a_shipped_scenario_loads_and_tells_its_story(name: str) -> None:
 
 def test_there_are_scenarios() -> None:
     assert set(shipped("scenarios")) >= {
+        "evening-rush",
         "flaky-link",
         "mixed-speeds",
         "region-drops-out",
