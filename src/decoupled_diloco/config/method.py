@@ -96,6 +96,7 @@ def options_of(config: RunConfig) -> Options:
     """What the state machines need to know: the settings of the same names."""
     told = {**dict(config.run), **dict(config.sync), "shards": config.syncer.shards}
     told["ladder"] = config.sync.ladder
+    told["chain"] = config.sync.chain
     told["adapt"] = config.sync.limits
     told["error_feedback"] = config.sync.feedback is not None
     if config.sync.wait != "never":

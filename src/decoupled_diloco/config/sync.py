@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
+from math import ceil
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -29,6 +30,9 @@ BITS = {
 
 MOMENTUM_DEFAULTS = {"nesterov": 0.5, "delayed-nesterov": 0.5, "sgd": 0.0}
 """Our own outer optimizers; every other name is a class of torch.optim."""
+
+CHAIN_MAX = 16
+"""A shard offers so many differences of a fragment at most, and one more."""
 
 Names = Annotated[tuple[str, ...], Field(strict=False)]
 
@@ -286,6 +290,11 @@ class SyncSettings(Settings):
                     f"period - 1 = {self.period - 1}"
                 )
         return self
+
+    @property
+    def chain(self) -> int:
+        """Differences that together have fewer bits than a whole copy of 32 bits an element."""
+        return max(1, min(CHAIN_MAX, ceil(32 / bits_of(self.downlink_codec)) - 1))
 
     @property
     def ladder(self) -> tuple[tuple[str, float], ...]:

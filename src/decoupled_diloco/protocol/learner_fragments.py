@@ -1,6 +1,7 @@
 """What becomes of a learner's fragments: copies come, are applied, and changes go (rules 4, 5, 7).
 
-*Copies*. Who holds what a new copy follows takes the difference, everybody else the whole; one
+*Copies*. Who holds what a new copy follows takes the difference, who is a few behind one difference
+after the other, as long as a whole copy is larger, everybody else the whole; one
 fetch of a fragment is under way at a time, and what is newer by then comes next. From one shard as
 many fragments come at a time as it has slots, in the order in which they were announced, each in
 its newest version: over a slow link a copy is soon here, and not yet superseded.
@@ -260,7 +261,7 @@ def published(state: LearnerState, options: Options, message: Published) -> list
     if view.latest is not None and view.latest.version >= message.version:
         return []
     again, view.retry_at = view.retry_at is not None, None
-    view.told(message)
+    view.told(message, options.chain)
     return _want(state, options, message.fragment, again=again)
 
 
@@ -300,17 +301,18 @@ def _fetch_wanted(state: LearnerState, options: Options, shard: int) -> list[Lea
 
 
 def _fetch(options: Options, index: int, view: FragmentView) -> list[LearnerEffect]:
-    newest, latest = view.newest, view.latest
+    newest, latest, follows = view.newest, view.latest, view.next_difference()
     assert latest is not None
-    follows = newest is not None and latest.base == newest
-    whole = not follows or view.fetch_whole
-    if newest is not None and not follows:
+    whole = follows is None or view.fetch_whole
+    if newest is not None and follows is None:
         view.behind = True
-    view.fetching, view.fetch_whole = latest.version, whole
+    taken = latest if follows is None or whole else follows
+    view.fetching, view.fetch_whole = taken.version, whole
+    view.seals[taken.version] = (taken.digest, taken.seal)
     why = "it follows what is here" if not whole else f"what is here is {newest}"
-    path = latest.whole if whole else latest.difference
+    path = taken.whole if whole else taken.difference
     shard = options.owner(index)
-    return [Fetch(shard, index, latest.version, path, whole, latest.digest, why)]
+    return [Fetch(shard, index, taken.version, path, whole, taken.digest, why)]
 
 
 def _relabel(
@@ -351,6 +353,7 @@ def fetch_failed(
         return []
     was_whole = view.fetch_whole
     view.fetching, view.fetch_whole = None, False
+    view.following = ()  # those before the newest may be gone
     assert view.latest is not None
     note = Note(f"version {version} of fragment {index} could not be had", reason)
     if view.latest.version == version:

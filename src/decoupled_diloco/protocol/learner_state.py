@@ -62,7 +62,8 @@ class FragmentView:
     ``merged_step``: the newest own step that is in an accepted contribution. ``seals``: digest and
     seal of the versions that are here or on their way.
 
-    ``fetched_from``: when its newest fetch began.
+    ``fetched_from``: when its newest fetch began. ``following``: the newest announcements, each of
+    a difference to the one before it.
 
     ``sent``: what was made from ``held``. There is one at a time: from sending it until a newer
     copy is applied no other is, so that carrying subtracts exactly what was sent. ``late``: what
@@ -72,6 +73,7 @@ class FragmentView:
     held: Version | None = None
     staged: Version | None = None
     latest: Published | None = None
+    following: tuple[Published, ...] = ()
     fetching: Version | None = None
     fetch_whole: bool = False
     fetched_from: float = 0.0
@@ -94,12 +96,22 @@ class FragmentView:
         """The newest version that is here, applied or staged."""
         return self.staged or self.held
 
-    def told(self, message: Published) -> None:
+    def told(self, message: Published, chain: int) -> None:
         """A copy is announced; of those that are no longer here nothing is kept."""
+        newest = self.newest
+        later = [each for each in self.following if newest is None or each.version > newest]
+        joins = bool(later) and message.difference and later[-1].version == message.base
+        self.following = (*later, message)[-chain:] if joins else (message,)
         here = (self.held, self.staged, self.fetching)
         self.seals = {version: seal for version, seal in self.seals.items() if version in here}
         self.seals[message.version] = (message.digest, message.seal)
         self.latest = message
+
+    def next_difference(self) -> Published | None:
+        """The announcement that follows what is here."""
+        newest = self.newest
+        follows = (each for each in self.following if each.difference and each.base == newest)
+        return None if newest is None else next(follows, None)
 
     def holding(self, fragment: int) -> Holding:
         """What a shard is told of the version that is held."""

@@ -50,6 +50,8 @@ class Options:
         uplink_codec: name of the wire format of contributions.
         ladder: codecs and their bits an element, the most exact first, from which each learner's is
             chosen by its link (rule 20); none: always uplink_codec.
+        chain: so many differences one after the other a learner takes in the place of a whole copy:
+            together they have fewer bits.
         adapt: within what H and τ follow the links (rule 20); ``None``: they stay.
         error_feedback: what a codec leaves out goes with the next contribution (rule 19).
         budget_steps: the run ends when the slowest shard's clock reaches it; ``None``: no limit.
@@ -78,6 +80,7 @@ class Options:
     uplink_codec: str = "bf16"
     error_feedback: bool = False
     ladder: Ladder = ()
+    chain: int = 1
     adapt: AdaptLimits | None = None
     budget_steps: int | None = None
     budget_tokens: int | None = None

@@ -8,6 +8,7 @@ a run, and everything that shells do, is in `system`.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -194,6 +195,7 @@ class BareShard(Bare):
         self.who: dict[int, tuple[str, int]] = {}
         self.expected: dict[str, Awaited] = {}
         self.paths: dict[tuple[Any, ...], str] = {}
+        self.differences: dict[int, deque[say.Published]] = {}
         self.inboxes: dict[float, list[tuple[Connection, say.StepReport]]] = {}
 
     def begin(self) -> None:
@@ -302,11 +304,13 @@ class BareShard(Bare):
     def served(self, path: str) -> Body | None:
         """What a GET of this path gives at this moment."""
         kind, fragment, version = path.strip("/").split("/")
-        entry = self.machine.state.fragments[int(fragment)]
-        if str(entry.version) != version:
-            return None
         nbytes = self.crowd.fragment_bytes[int(fragment)]
-        return Body(nbytes if kind == "whole" else WIRE_BYTES * nbytes, entry.digest)
+        if kind == "whole":
+            newest = self.machine.state.fragments[int(fragment)]
+            return Body(nbytes, newest.digest) if str(newest.version) == version else None
+        offered = self.differences.get(int(fragment), ())
+        digest = next((each.digest for each in offered if each.difference == path), None)
+        return None if digest is None else Body(WIRE_BYTES * nbytes, digest)
 
     def carry_out(self, effect: Any) -> None:
         """See `Bare`."""
@@ -326,6 +330,8 @@ class BareShard(Bare):
                 if learner in self.bound:
                     self.bound[learner].send(self, message)
             case do.Broadcast(message):
+                if isinstance(message, say.Published) and message.difference:
+                    self._offer(message)
                 for connection in self.bound.values():
                     connection.send(self, message)
             case do.Expect(path, learner) | do.ExpectCopy(path, learner):
@@ -352,6 +358,10 @@ class BareShard(Bare):
                 self.crowd.ended(self)
             case _:
                 pass  # nothing is kept, and folding costs nothing
+
+    def _offer(self, message: say.Published) -> None:
+        kept = deque[say.Published](maxlen=self.crowd.options.chain + 1)
+        self.differences.setdefault(message.fragment, kept).append(message)
 
     def _bind(self, number: int, learner: str, epoch: int) -> None:
         older = self.bound.pop(learner, None)

@@ -21,7 +21,7 @@ that it has asked for in vain.
 L and observers O that the run has ever had, and its fragments P:
 
     shard        12·L + O + P·(12 + 16·L + 32)
-    learner      8·P + 4·S
+    learner      (8 + c)·P + 4·S        c: differences in the place of a whole copy
 
 whatever happens, and for however long. And a shard's data plane waits only for bodies that its
 machine waits for.
@@ -209,7 +209,7 @@ class Bounds:
             state = shard.machine.state
             _waits_for_nothing_else(shard, effects)
         elif who in self.system.participants:
-            allowed = 8 * options.fragments + 4 * options.shards
+            allowed = (8 + options.chain) * options.fragments + 4 * options.shards
             allowed += 3 * HELD_MAX if self.system.config.data.leases else 0
             state = self.system.participants[who].machine.state
         else:

@@ -48,6 +48,7 @@ def random_options(choices: Choices, learners: int) -> Options:
         uplink_codec=uplink,
         error_feedback=uplink != "bf16" or bool(ladder),
         ladder=ladder,
+        chain=choices.fork("downlink").pick([1, 1, 7]),
         late=choices.fork("late").pick(["next", "next", "drop"]),
         norm_gate=choices.fork("gate").pick([0.0, 10.0]),
         oversized=choices.fork("oversized").pick(["refuse", "clip"]),

@@ -254,6 +254,8 @@ def config_of(
             "overlap": limits.overlap,
             "carried_by": limits.carried_by,
         }
+    if options.chain > 1:
+        sync["downlink_codec"] = "int4"
     if not options.ladder:
         sync["uplink_codec"] = options.uplink_codec
     if options.wait == "never":

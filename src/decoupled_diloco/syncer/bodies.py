@@ -36,9 +36,6 @@ DECODED_MAX = 2
 """Contributions that are decoded and not folded yet: one in the worker, one that the loop looks at.
 Further bodies wait as they came, in the transport's bounded pool."""
 
-DIFFERENCES_KEPT = 2
-"""Published differences of a fragment that can be fetched."""
-
 Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 Handle = Callable[[fact.SyncerEvent], None]
 
@@ -253,16 +250,17 @@ class Uploads:
 class Downloads:
     """Published copies that learners may fetch.
 
-    Of each fragment: the newest whole, which is the shard's own published copy, and the two newest
-    differences, so that who is one version behind need not fetch four bytes an element. Who asks
+    Of each fragment: the newest whole, which is the shard's own published copy, and the newest
+    differences, so that who is a few versions behind need not fetch four bytes an element. Who asks
     for an older body is told that it is gone, and fetches the newest whole.
 
     Args:
         bodies: The server's data plane.
+        differences: How many of each fragment, at least 1.
     """
 
-    def __init__(self, bodies: BodyBooks) -> None:
-        self._bodies = bodies
+    def __init__(self, bodies: BodyBooks, differences: int) -> None:
+        self._bodies, self._kept = bodies, differences
         self._wholes: dict[int, str] = {}
         self._differences: dict[int, list[str]] = {}
         self._urls: dict[str, str] = {}
@@ -279,7 +277,7 @@ class Downloads:
             kept = self._differences.setdefault(fragment, [])
             kept.append(difference)
             self._urls[difference] = self._bodies.offer(difference, _view(published.difference), "")
-            while len(kept) > DIFFERENCES_KEPT:
+            while len(kept) > self._kept:
                 self._withdraw(kept.pop(0))
 
     def _withdraw(self, path: str) -> None:

@@ -3,11 +3,12 @@
 Pure arithmetic on the orders of `SyncerMachine`: used by the shard process and by the virtual
 world alike. Not thread-safe: one worker calls it, in the order of the orders.
 
-Host memory an owned parameter: 12 bytes of state (master, published copy, momentum), and the two
-newest differences on offer, 2 bytes each in bf16 (`Downloads`; the whole on offer is the published
-copy itself). For each fragment that something was folded for: an accumulator (4 bytes an element of
-the largest fragment, kept for the next one); two bodies that have arrived and are not folded yet,
-decoded (4 bytes); during the merge a second copy of the state of that fragment.
+Host memory an owned parameter: 12 bytes of state (master, published copy, momentum), and the newest
+differences on offer: two of 2 bytes each in bf16, with fewer bits more of them, 4.3 bytes together
+at most (`Downloads`; the whole on offer is the published copy itself). For each fragment that
+something was folded for: an accumulator (4 bytes an element of the largest fragment, kept for the
+next one); two bodies that have arrived and are not folded yet, decoded (4 bytes); during the merge
+a second copy of the state of that fragment.
 
 Shapes: N elements of a fragment; B bytes of a body.
 """

@@ -150,7 +150,7 @@ class Shard:
             checkpoint=lambda: self.machine.state.checkpoint,
         )
         self._uploads: Uploads | None = None
-        self._downloads = Downloads(self._server.bodies)
+        self._downloads = Downloads(self._server.bodies, self.machine.options.chain + 1)
         self._outbox = Outbox(
             self._sessions,
             self._downloads,

@@ -26,7 +26,7 @@ def gone(bodies: BodyBooks, url: str) -> bool:
 
 async def test_the_newest_whole_and_two_differences_are_kept() -> None:
     bodies = BodyBooks(ReceivePool(1 << 20), Limits())
-    downloads = Downloads(bodies)
+    downloads = Downloads(bodies, 2)
     wholes: list[str] = []
     differences: list[str] = []
     for number in range(5):

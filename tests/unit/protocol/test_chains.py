@@ -1,0 +1,67 @@
+"""Who is a few versions behind takes differences in the place of a whole copy (rule 5)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from decoupled_diloco.protocol import Version
+from decoupled_diloco.protocol.effects import Fetch
+from decoupled_diloco.protocol.events import FetchFailed
+from decoupled_diloco.protocol.versions import Holding
+
+
+def fetches(bench: Any) -> list[tuple[str, str, bool]]:
+    return [(str(o.version), o.path, o.whole) for o in bench.orders(Fetch)]
+
+
+def behind(learner_bench: Any, versions: int, **options: Any) -> Any:
+    """It fetches 1.1 of fragment 0, and so many versions more have come meanwhile."""
+    bench = learner_bench(**options)
+    bench.step()
+    for counter in range(1, versions + 2):
+        base, version = Version(1, counter - 1), Version(1, counter)
+        bench.publish(version, base, difference=f"/d/{version}")
+    return bench
+
+
+def test_who_is_a_few_versions_behind_takes_one_difference_after_the_other(
+    learner_bench: Any,
+) -> None:
+    """Each is verified by its own digest, and held by its own seal."""
+    bench = behind(learner_bench, 3, chain=3)
+    for counter in (1, 2, 3):
+        bench.fetched(Version(1, counter))
+        assert fetches(bench) == [(f"1.{counter + 1}", f"/d/1.{counter + 1}", False)]
+        assert [o.digest for o in bench.orders(Fetch)] == [f"digest-1.{counter + 1}"]
+    bench.fetched(Version(1, 3 + 1))
+    assert not fetches(bench)
+    bench.step()
+    (held,) = bench.messages(Holding)
+    assert (held.version, held.seal) == (Version(1, 4), "seal-1.4")
+
+
+def test_who_is_farther_behind_takes_the_whole(learner_bench: Any) -> None:
+    bench = behind(learner_bench, 4, chain=3)
+    bench.fetched(Version(1, 1))
+    assert fetches(bench) == [("1.5", "/w", True)]
+
+
+def test_a_difference_that_is_gone_is_not_asked_for_again(learner_bench: Any) -> None:
+    bench = behind(learner_bench, 2, chain=3)
+    bench.fetched(Version(1, 1))
+    bench.told(FetchFailed(0, Version(1, 2), "gone"))
+    assert fetches(bench) == [("1.3", "/w", True)]
+
+
+def test_a_version_that_was_not_heard_of_breaks_the_chain(learner_bench: Any) -> None:
+    bench = behind(learner_bench, 1, chain=7)
+    bench.publish(Version(1, 4), Version(1, 3), difference="/d/1.4")
+    bench.fetched(Version(1, 1))
+    assert fetches(bench) == [("1.4", "/w", True)]
+
+
+def test_a_new_name_breaks_the_chain(learner_bench: Any) -> None:
+    bench = behind(learner_bench, 1, chain=7)
+    bench.publish(Version(2, 0), Version(1, 2), difference="")
+    bench.fetched(Version(1, 1))
+    assert fetches(bench) == [("2.0", "/w", True)]
