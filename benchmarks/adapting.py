@@ -66,7 +66,7 @@ SCENARIOS = {
     "40 Mbit/s, one falls to 4": Scenario((40, 40, 40, 40), falls_to=0.1),
     "100, 20, 5, 5 Mbit/s, a slow accelerator": Scenario((100, 20, 5, 5), (4.0, 1.0, 1.0, 1.0)),
     "2 Mbit/s for all": Scenario(
-        (2, 2, 2, 2), fixed=("bf16", "int4", "int2", "int4 H=96", "int2 H=96", "int4 H=192")
+        (2, 2, 2, 2), fixed=("bf16", "int4", "int2", "int4 H=96", "int2 H=96", "int4 H=96 τ=4")
     ),
 }
 
@@ -88,8 +88,10 @@ class Seen(Watch):
 
 def settings(codec: str, seed: int, steps: int) -> RunConfig:
     """A run in which all send in one codec, or each in the first of the ladder that fits."""
-    codec, _, period = codec.partition(" H=")
+    codec, _, plan = codec.partition(" H=")
+    period, _, overlap = plan.partition(" τ=")
     uplink: dict[str, Any] = {"uplink_codec": codec, "period": int(period or PERIOD)}
+    uplink["overlap"] = int(overlap or 2)
     if codec == "adaptive":
         uplink = {"uplink_codecs": list(LADDER), "period": PERIOD, "adapt": LIMITS}
     options = {**SIZE, "batch_size": SEQUENCES // LEARNERS, "learning_rate": RATE}

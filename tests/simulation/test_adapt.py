@@ -35,7 +35,8 @@ class Seen:
     """Which codec each learner sent in, by step, what was merged, and what was said of it."""
 
     def __init__(self, rates: Sequence[float], ladder: Any = LADDER, **settings: Any) -> None:
-        options = Options(fragments=24, period=24, overlap=2, ladder=ladder, **settings)
+        values = {"fragments": 24, "period": 24, "overlap": 2, **settings}
+        options = Options(ladder=ladder, **values)
         specs = [
             LearnerSpec(
                 f"learner-{n}",
@@ -53,6 +54,7 @@ class Seen:
         self.steps: dict[str, int] = defaultdict(int)
         self.notes: list[tuple[float, Note]] = []
         self.revisions: list[tuple[float, Note]] = []
+        self.late: list[Note] = []
         self.merged = 0
         self.world.recorders.append(self)
 
@@ -66,6 +68,8 @@ class Seen:
                     self.folded[learner] += 1
                 case Note(text) if "from now on" in text:
                     self.notes.append((now, effect))
+                case Note(text) if text.endswith(" came late"):
+                    self.late.append(effect)
                 case Note(text) if text.startswith("revision "):
                     self.revisions.append((now, effect))
                 case RoundFinished(verdict="merged"):
@@ -111,6 +115,16 @@ def test_a_link_that_falls_to_a_tenth_for_a_while() -> None:
     assert seen.codecs["learner-1"][-1] == "bf16"
     assert len(seen.notes) <= 6, [note.text for _, note in seen.notes]
     assert seen.folded["learner-1"] >= 0.9 * seen.steps["learner-1"]
+
+
+@pytest.mark.parametrize(("overlap", "said"), [(2, 1), (4, 0)])
+def test_it_is_said_once_that_nothing_comes_in_time(overlap: int, said: int) -> None:
+    """Bodies of 2.1 s, which have two or four."""
+    seen = Seen([2, 2, 2, 2], LADDER[2:3], period=96, overlap=overlap)
+    seen.world.run(until=500)
+    assert [note.text for note in seen.late] == [
+        "all contributions to the last 24 rounds came late"
+    ] * said
 
 
 LIMITS = AdaptLimits((24, 192), (2, 16))

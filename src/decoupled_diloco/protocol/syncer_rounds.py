@@ -52,6 +52,9 @@ from decoupled_diloco.protocol.versions import Asking, Version
 SWEEP_TRIES_MAX = 3
 """How often a fragment's closing round may fail before its learners' rest is given up."""
 
+LATE_ROUNDS_MIN = 8
+"""So many rounds in a row, and a period of them, merge only what came late, until it is said."""
+
 CLOSING_SECONDS = 60.0
 """In the closing sweep, who has not begun to answer by then is not waited for: its loop stands."""
 
@@ -438,7 +441,21 @@ def _settle(state: SyncerState, now: float, round: Round) -> list[SyncerEffect]:
     round.settled_at = now
     round.version = Version(state.term, round.base.counter + 1)
     round.folded = state.fragments[round.fragment].take_folded()
-    return [Merge(round.number, round.fragment, round.version, round.base, round.close_reason)]
+    merge = Merge(round.number, round.fragment, round.version, round.base, round.close_reason)
+    return [merge, *_note_lateness(state, round)]
+
+
+def _note_lateness(state: SyncerState, round: Round) -> list[SyncerEffect]:
+    """Says it once if nothing comes in time any more: outer steps then lag by a period."""
+    is_late = all(ask.age for ask in round.folded) and not round.final
+    state.late_rounds = state.late_rounds + 1 if is_late else 0
+    if state.late_rounds != max(LATE_ROUNDS_MIN, len(state.fragments)):
+        return []
+    text = f"all contributions to the last {state.late_rounds} rounds came late"
+    why = (
+        "outer steps lag, and can diverge: raise sync.overlap, or send less (sync.adapt does both)"
+    )
+    return [Note(text, why)]
 
 
 def _give_up(state: SyncerState, now: float, round: Round, reason: str) -> list[SyncerEffect]:

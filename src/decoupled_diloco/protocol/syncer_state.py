@@ -161,11 +161,12 @@ class SyncerState:
     ``looked_at``: when it was looked last whether a loop stands still.
 
     ``queue``: the tick at which a fragment that waits was due. ``again``: due at the next tick.
-    ``asks``: how many contributions this life has asked for. ``step_seconds``: ξ_step, that of
-    the fastest live learner, found anew at every tick; 0 while unknown. ``members_stepping``: live
+    ``asks``: how many contributions this life has asked for. ``step_seconds``: ξ_step, that of the
+    fastest live learner, found anew at every tick; 0 while unknown. ``members_stepping``: live
     learners that have reported a step. ``revision``: of H and τ, that holds; ``next_revisions``:
-    that will; ``slots_most``: the most rounds that could be open at once until now. ``durable``:
-    what this life has found on its disk; ``durable_is_exact``: nothing newer may take its place.
+    that will; ``slots_most``: the most rounds that could be open at once until now;
+    ``late_rounds``: that have merged nothing that was in time, in a row. ``durable``: what this
+    life has found on its disk; ``durable_is_exact``: nothing newer may take its place.
     """
 
     phase: Phase = "starting"
@@ -204,6 +205,7 @@ class SyncerState:
     revision: Revision | None = None
     next_revisions: tuple[Revision, ...] = ()
     slots_most: int = 1
+    late_rounds: int = 0
 
     @property
     def tokens(self) -> int:
