@@ -25,7 +25,7 @@ LOOKS_WELL = 3
 """So many looks in a row must find room, before H or τ is made smaller."""
 
 BODIES_A_LOOK = 4
-"""Of each learner, at least, from one look to the next; and it is the least period at least."""
+"""Of each learner, at least, from one look to the next; and half of the least period at least."""
 
 LEAD_TICKS = 2
 """A revision holds from so many ticks on: by then everybody has heard of it."""
@@ -179,8 +179,11 @@ class Reviser:
         """
         if self.looked_at is None or clock < self.looked_at:
             self.looked_at = clock
-        apart = max(limits.period[0], BODIES_A_LOOK * present.period // fragments)
-        if clock - self.looked_at < apart or clock < present.tick or not self.demands:
+        if (
+            clock - self.looked_at < ticks_apart(limits, present, fragments)
+            or clock < present.tick
+            or not self.demands
+        ):
             return None
         self.looked_at = clock
         demand = Demand(
@@ -197,6 +200,15 @@ class Reviser:
                 return _revised(present, clock, roomy), _why(demand, "leaves room")
             case _:
                 return None
+
+
+def ticks_apart(limits: AdaptLimits, present: Revision, fragments: int) -> int:
+    """From one look to the next.
+
+    >>> ticks_apart(AdaptLimits((24, 192), (2, 8)), Revision(1, 50, 192, 2), 24)
+    32
+    """
+    return max(1, limits.period[0] // 2, BODIES_A_LOOK * present.period // fragments)
 
 
 def _larger(plan: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:

@@ -11,7 +11,6 @@ from decoupled_diloco.protocol.following import follow, hear, is_due
 from decoupled_diloco.protocol.learner_state import LearnerState
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.protocol.revisions import (
-    BODIES_A_LOOK,
     LOOKS_WELL,
     AdaptLimits,
     Demand,
@@ -20,10 +19,12 @@ from decoupled_diloco.protocol.revisions import (
     Revision,
     demand_of,
     fitting,
+    ticks_apart,
 )
 
 LIMITS = AdaptLimits((24, 192), (2, 16))
 FRAGMENTS = 24
+APART = LIMITS.period[0] // 2
 
 
 class Run:
@@ -74,14 +75,14 @@ def test_the_overlap_stays_below_the_period() -> None:
 def test_a_slow_moment_changes_nothing() -> None:
     run = Run()
     run.go(100, 0.5)
-    run.go(LIMITS.period[0] - 1, 50.0)
+    run.go(APART - 1, 50.0)
     run.go(200, 0.5)
     assert not run.made
 
 
 def test_it_takes_as_many_looks_as_it_says() -> None:
     run = Run()
-    run.go(1 + LATE_MAX * LIMITS.period[0] - 1, 2.0)
+    run.go(1 + LATE_MAX * APART - 1, 2.0)
     assert not run.made
     run.go(1, 2.0)
     ((plan, why),) = run.made
@@ -96,7 +97,7 @@ def test_it_takes_as_many_looks_as_it_says() -> None:
 def test_a_link_that_recovers_gets_the_short_period_again() -> None:
     run = Run()
     assert run.go(100, 3.3).period == 192
-    apart = max(LIMITS.period[0], BODIES_A_LOOK * 192 // FRAGMENTS)
+    apart = ticks_apart(LIMITS, run.plan, FRAGMENTS)
     run.go(2 + LOOKS_WELL * apart + apart, 0.2)
     assert (run.plan.period, run.plan.number) == (24, 2)
     assert run.made[-1][1].endswith("that leaves room")
@@ -115,7 +116,7 @@ def test_a_link_that_comes_and_goes_does_not_flap() -> None:
     run, chance = Run(), random.Random(1)
     for _ in range(400):
         run.go(chance.randint(20, 200), chance.choice([0.2, 2.0]))
-    assert len(run.made) <= 12, f"{len(run.made)} revisions in {run.clock} ticks"
+    assert len(run.made) <= 20, f"{len(run.made)} revisions in {run.clock} ticks"
 
 
 def test_the_slowest_shard_counts() -> None:
