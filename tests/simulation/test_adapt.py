@@ -140,7 +140,7 @@ def plans(seen: Seen) -> list[str]:
         ([20, 20, 20], LADDER, 24),
         ([2, 2, 2], LADDER, 48),
         ([1, 1, 1], LADDER, 96),
-        ([5, 5, 5], LADDER[:1], 192),
+        ([5, 5, 5], LADDER[:1], 96),
         ([100, 100, 100, 2], LADDER, 24),
         ([100, 100, 2, 2], LADDER, 48),
     ],
@@ -148,7 +148,7 @@ def plans(seen: Seen) -> list[str]:
 def test_the_period_is_the_shortest_that_three_quarters_of_the_links_carry(
     rates: list[float], ladder: Any, period: int
 ) -> None:
-    """A body of int2 is 2.1 Mbit, of bf16 16 Mbit, and has 0.8 H/P of a second."""
+    """A body of int2 is 2.1 Mbit, of bf16 16 Mbit, and has 0.95 H/P of a second."""
     seen = Seen(rates, ladder, adapt=LIMITS)
     seen.world.run(until=400)
     for host in (*seen.world.learners.values(), *seen.world.shards):

@@ -21,6 +21,10 @@ from math import ceil
 from decoupled_diloco.protocol.adapt import FITS, FITS_WELL, Hysteresis
 from decoupled_diloco.protocol.grace import MovingAverage
 
+BUSY = 0.95
+"""A link that is busy for less of the time carries the plan: a longer period costs more loss than
+to be heard a little less often."""
+
 LOOKS_WELL = 3
 """So many looks in a row must find room, before H or τ is made smaller."""
 
@@ -129,19 +133,22 @@ def demand_of(
     return Demand(*found)
 
 
-def fitting(limits: AdaptLimits, fragments: int, demand: Demand, filled: float) -> tuple[int, int]:
-    """The smallest H and τ of which what is needed takes no more than a share.
+def fitting(
+    limits: AdaptLimits, fragments: int, demand: Demand, busy: float, filled: float
+) -> tuple[int, int]:
+    """The smallest H and τ that give enough time.
 
     Args:
         limits: What the user allows: the greatest if nothing is long enough.
         fragments: P: a link has H/P steps for a body.
         demand: What is needed.
-        filled: The share, above 0 to 1.
+        busy: The share of the time for which a link may be busy, above 0 to 1.
+        filled: The share of τ that an answer may take.
 
-    >>> fitting(AdaptLimits((24, 120), (2, 8)), 24, Demand(1.2, 1.5), 0.8)
+    >>> fitting(AdaptLimits((24, 120), (2, 8)), 24, Demand(1.2, 1.5), 0.95, 0.8)
     (48, 2)
     """
-    needed = fragments * demand.body / filled
+    needed = fragments * demand.body / busy
     period = next((each for each in limits.periods if needed <= each), limits.period[1])
     least, most = limits.overlap
     overlap = min(max(least, ceil(demand.answer / filled)), most, period - 1)
@@ -191,8 +198,8 @@ class Reviser:
             max(each.answer for each in self.demands.values()),
         )
         now = (present.period, present.overlap)
-        enough = _larger(now, fitting(limits, fragments, demand, FITS))
-        roomy = _smaller(now, fitting(limits, fragments, demand, FITS_WELL))
+        enough = _larger(now, fitting(limits, fragments, demand, BUSY, FITS))
+        roomy = _smaller(now, fitting(limits, fragments, demand, FITS_WELL, FITS_WELL))
         match self.patience.saw(late=enough != now, well=enough == now and roomy != now):
             case "coarser":
                 return _revised(present, clock, enough), _why(demand, "is too much")

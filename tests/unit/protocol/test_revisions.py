@@ -51,7 +51,7 @@ class Run:
 
 @pytest.mark.parametrize(
     ("body", "period"),
-    [(0.1, 24), (0.79, 24), (0.81, 48), (1.59, 48), (1.61, 96), (3.3, 192), (99.0, 192)],
+    [(0.1, 24), (0.94, 24), (0.96, 48), (1.89, 48), (1.91, 96), (3.9, 192), (99.0, 192)],
 )
 def test_the_smallest_period_that_the_links_carry(body: float, period: int) -> None:
     run = Run()
@@ -96,7 +96,7 @@ def test_it_takes_as_many_looks_as_it_says() -> None:
 
 def test_a_link_that_recovers_gets_the_short_period_again() -> None:
     run = Run()
-    assert run.go(100, 3.3).period == 192
+    assert run.go(100, 3.9).period == 192
     apart = ticks_apart(LIMITS, run.plan, FRAGMENTS)
     run.go(2 + LOOKS_WELL * apart + apart, 0.2)
     assert (run.plan.period, run.plan.number) == (24, 2)
@@ -148,7 +148,7 @@ def test_what_all_but_the_slowest_need() -> None:
 def test_limits_that_are_one_value_stay() -> None:
     limits = AdaptLimits((24, 24), (2, 2))
     assert limits.periods == (24,)
-    assert fitting(limits, FRAGMENTS, Demand(99.0, 99.0), 0.8) == (24, 2)
+    assert fitting(limits, FRAGMENTS, Demand(99.0, 99.0), 0.95, 0.8) == (24, 2)
     run = Run(limits)
     run.go(500, 99.0, 99.0)
     assert not run.made
