@@ -514,3 +514,19 @@ if __name__ == "__main__":
     for number in range(int(sys.argv[1]), int(sys.argv[2])):
         if found := wrong(number):
             print(f"seed {number}: {found}", flush=True)
+
+
+def test_rule_20_nothing_flaps_where_no_plan_would_do() -> None:
+    """A little more is due than the greatest period carries: answers wait for each other."""
+    sites = Sites([4.05] * 3, ladder=LADDER[:1], adapt=AdaptLimits((8, 32), (1, 16)))
+    sites.run(3000)
+    assert len(sites.plans.changes) <= 3, sites.plans.changes
+
+
+def test_rule_20_a_body_that_is_too_late_to_be_merged_is_measured() -> None:
+    """It is late by more versions than are merged, in the first codec: so the next one is sent."""
+    sites = Sites([0.1] * 2 + [36.0] * 2)
+    sites.run(1400)
+    members = sites.world.shards[0].machine.state.members
+    rungs = {name: member.uplink.rung for name, member in members.items()}
+    assert list(rungs.values()) == [0, 0, 3, 3], rungs

@@ -199,9 +199,9 @@ def test_a_plan_is_explained_and_replays(tmp_path: Path) -> None:
     system.close()
     run = run_of(list(TapeReader(tmp_path)))
     plan, why = run.revisions[1]
-    assert (plan.period, plan.overlap) == (16, 4)
+    assert (plan.period, plan.overlap) == (16, 3)
     told = " ".join(explain_step(run, plan.tick + 1, None))
-    assert f"H = 16, τ = 4 since step {plan.tick}, by revision 1: {why}." in told
+    assert f"H = 16, τ = 3 since step {plan.tick}, by revision 1: {why}." in told
     rounds = [each for each in run.shards["shard-0"].rounds if each.tick]
     for each, period in ((rounds[0], 4), (rounds[-6], 16)):
         assert f"(every H = {period} steps, " in " ".join(explain_round(run, each.number, 0))

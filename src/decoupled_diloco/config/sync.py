@@ -43,13 +43,13 @@ class AdaptSettings(Settings):
     table: ClassVar[str] = "[sync.adapt]"
 
     period: tuple[int, int] | None = Field(default=None, strict=False)
-    """The least and the greatest `period`; the run begins with that of [sync]. It is doubled when
-    bodies take too long in the last of `uplink_codecs`, and halved when there is room. Default: it
-    stays."""
+    """The least and the greatest `period`; the run begins with that of [sync]. Then it is the
+    least, twice, four times that and so on, or the greatest: the shortest that links carry in the
+    last of `uplink_codecs`, and that is longer than the overlap. Default: it stays."""
 
     overlap: tuple[int, int] | None = Field(default=None, strict=False)
-    """The least and the greatest `overlap`; the run begins with that of [sync]. As short as bodies
-    arrive in time. Default: it stays."""
+    """The least and the greatest `overlap`; the run begins with that of [sync]. Then it is the
+    shortest in which bodies arrive, and with apply="at_tau" copies. Default: it stays."""
 
     carried_by: float = Field(default=0.75, gt=0, le=1)
     """The share of the learners whose links must carry the plan, greater than 0 to 1 (all). Who has

@@ -101,18 +101,35 @@ def copy_took(member: Member, message: CopyTook) -> list[SyncerEffect]:
     return []
 
 
-def tell_demand(state: SyncerState, options: Options) -> list[SyncerEffect]:
+def tell_demand(state: SyncerState, options: Options, now: float) -> list[SyncerEffect]:
     """At a tick a shard says what its learners' links need."""
     if options.adapt is None:
         return []
-    bits = options.rungs[-1][1]
-    links = [
-        (per_bit * bits, member.needs)
-        for member in state.stepping
-        if member.connected and (per_bit := member.uplink.per_bit.value) is not None
-    ]
+    links = []
+    for member in state.stepping:
+        seconds = _body_takes(state, options, now, member)
+        if member.connected and seconds is not None:
+            copy, answer = float(member.needs.copy), float(member.needs.answer)
+            back = copy if options.apply == "at_tau" else 0.0  # else a late copy is taken late
+            links.append((max(seconds, copy), answer + back))
     demand = demand_of(links, options.adapt.carried_by, state.step_seconds)
     return [] if demand is None else [Send(COORDINATOR, demand, "a tick")]
+
+
+def _body_takes(state: SyncerState, options: Options, now: float, member: Member) -> float | None:
+    """Seconds of a learner's body in the coarsest codec: as they took, or longer by now."""
+    ladder, uplink = dict(options.rungs), member.uplink
+    bits, per_bit = options.rungs[-1][1], uplink.per_bit.value
+    known = None if per_bit is None else per_bit * bits
+    between = state.step_seconds * options.period / options.fragments
+    for fragment in member.under_way:
+        ask = state.fragments[fragment].asks[member.learner]
+        if ask.announced_at is not None:
+            since = now - max(ask.announced_at, uplink.free_at)
+            so_far = since * bits / ladder.get(ask.codec or options.uplink_codec, bits)
+            if so_far > (between if known is None else known):
+                known = so_far
+    return known
 
 
 def fetches_begin(state: LearnerState, now: float, effects: Sequence[LearnerEffect]) -> None:
@@ -130,6 +147,8 @@ def copy_is_here(
     if options.adapt is None or view.fetching != version or not state.ready or not state.step:
         return []
     link = state.shards[shard]
-    seconds = now - max(view.fetched_from, link.copy_at)
+    seconds = now - max(view.fetched_from, *(each.copy_at for each in state.shards))
     link.copy_at = now
+    if view.fetch_whole:  # of so many differences, about
+        seconds /= options.chain + 1
     return [Send(shard_peer(shard), CopyTook(index, seconds), "a copy is here")]

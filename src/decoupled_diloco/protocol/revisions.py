@@ -116,43 +116,55 @@ def needed_by(carried_by: float, needs: Collection[float]) -> float:
 
 
 def demand_of(
-    links: Sequence[tuple[float, Needs]], carried_by: float, step_seconds: float
+    links: Sequence[tuple[float, float]], carried_by: float, step_seconds: float
 ) -> Demand | None:
-    """What a shard's learners need; ``None``: too little is known.
+    """What a shard's learners need; ``None``: nothing is known.
 
     Args:
-        links: Of each learner that has sent a body: seconds of one in the coarsest codec.
+        links: Of each learner of whom something is known, seconds: of a body in the coarsest codec,
+            and of an answer.
         carried_by: See `AdaptLimits`.
         step_seconds: Of the fastest live learner.
     """
     if not links or step_seconds <= 0.0:
         return None
-    bodies = [max(seconds, float(needs.copy)) for seconds, needs in links]
-    answers = [float(needs.answer) for _, needs in links]
-    found = (needed_by(carried_by, each) / step_seconds for each in (bodies, answers))
+    found = (needed_by(carried_by, each) / step_seconds for each in zip(*links, strict=True))
     return Demand(*found)
 
 
 def fitting(
-    limits: AdaptLimits, fragments: int, demand: Demand, busy: float, filled: float
+    limits: AdaptLimits,
+    fragments: int,
+    demand: Demand,
+    period: int,
+    *,
+    busy: float,
+    filled: float,
 ) -> tuple[int, int]:
     """The smallest H and τ that give enough time.
+
+    Where the present H is too short, answers wait for each other: then τ goes by one body alone.
 
     Args:
         limits: What the user allows: the greatest if nothing is long enough.
         fragments: P: a link has H/P steps for a body.
         demand: What is needed.
+        period: The present H.
         busy: The share of the time for which a link may be busy, above 0 to 1.
         filled: The share of τ that an answer may take.
 
-    >>> fitting(AdaptLimits((24, 120), (2, 8)), 24, Demand(1.2, 1.5), 0.95, 0.8)
+    >>> fitting(AdaptLimits((24, 120), (2, 8)), 24, Demand(1.2, 1.5), 24, busy=0.95, filled=0.8)
     (48, 2)
     """
-    needed = fragments * demand.body / busy
-    period = next((each for each in limits.periods if needed <= each), limits.period[1])
     least, most = limits.overlap
-    overlap = min(max(least, ceil(demand.answer / filled)), most, period - 1)
-    return period, overlap
+    queues = fragments * demand.body > BUSY * period
+    answer = min(demand.answer, demand.body) if queues else demand.answer
+    overlap = ceil(answer / filled)
+    overlap = min(max(least, overlap), most)
+    needed = fragments * demand.body / busy
+    enough = (each for each in limits.periods if needed <= each and overlap < each)
+    found = next(enough, limits.period[1])
+    return found, min(overlap, found - 1)
 
 
 @dataclass(slots=True)
@@ -197,9 +209,9 @@ class Reviser:
             max(each.body for each in self.demands.values()),
             max(each.answer for each in self.demands.values()),
         )
-        now = (present.period, present.overlap)
-        enough = _larger(now, fitting(limits, fragments, demand, BUSY, FITS))
-        roomy = _smaller(now, fitting(limits, fragments, demand, FITS_WELL, FITS_WELL))
+        now, told = (present.period, present.overlap), (limits, fragments, demand, present.period)
+        enough = _larger(now, fitting(*told, busy=BUSY, filled=FITS))
+        roomy = _smaller(now, fitting(*told, busy=FITS_WELL, filled=FITS_WELL))
         match self.patience.saw(late=enough != now, well=enough == now and roomy != now):
             case "coarser":
                 return _revised(present, clock, enough), _why(demand, "is too much")

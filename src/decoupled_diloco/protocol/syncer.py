@@ -491,7 +491,7 @@ class SyncerMachine:
         return [
             ClockAdvanced(state.clock, len(state.members), why),
             Send(COORDINATOR, Progress(state.clock, state.tokens), why),
-            *following.tell_demand(state, self.options),
+            *following.tell_demand(state, self.options, now),
             *asking.serve_idle(state, self.options, now),
         ]
 

@@ -159,6 +159,7 @@ def body_arrived(
     if ask is None or ask.epoch != event.epoch:
         why = "it was asked anew since, or is gone"
         return [Drop(event.fragment, event.learner, event.ask, why)]
+    adapted = body_is_here(state, options, now, state.members[ask.learner], ask)
     verdict, problem = problem_of(state, options, ask, event)
     scale = 1.0
     if not problem:
@@ -166,8 +167,9 @@ def body_arrived(
         verdict = "unfit" if scale == 0.0 else "accepted"
     if verdict != "accepted":
         drop = Drop(event.fragment, event.learner, event.ask, problem)
-        return [drop, *_fall_out(state, options, now, ask, "refused", problem, verdict)]
-    return _fold(state, options, now, ask, event, scale, problem)
+        fallen = _fall_out(state, options, now, ask, "refused", problem, verdict)
+        return [drop, *adapted, *fallen]
+    return [*adapted, *_fold(state, options, now, ask, event, scale, problem)]
 
 
 def _fold(
@@ -202,8 +204,7 @@ def _fold(
     member = state.members[ask.learner]
     member.heard_at[fragment] = now
     was_heard(member, fragment)
-    adapted = body_is_here(state, options, now, member, ask)
-    return [fold, *adapted, *_link_free(state, options, now, member, fragment)]
+    return [fold, *_link_free(state, options, now, member, fragment)]
 
 
 def _link_free(

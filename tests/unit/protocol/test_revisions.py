@@ -14,7 +14,6 @@ from decoupled_diloco.protocol.revisions import (
     LOOKS_WELL,
     AdaptLimits,
     Demand,
-    Needs,
     Reviser,
     Revision,
     demand_of,
@@ -69,7 +68,22 @@ def test_the_smallest_overlap_in_which_bodies_are_here(answer: float, overlap: i
 def test_the_overlap_stays_below_the_period() -> None:
     run = Run(AdaptLimits((4, 8), (1, 20)))
     run.go(500, 0.01, 100.0)
-    assert (run.plan.period, run.plan.overlap) == (4, 3)
+    assert (run.plan.period, run.plan.overlap) == (8, 7)
+
+
+def test_the_period_is_longer_than_the_overlap_that_is_needed() -> None:
+    run = Run(AdaptLimits((1, 64), (0, 16)))
+    run.go(200, 0.005, 1.2)
+    assert (run.plan.period, run.plan.overlap) == (4, 2)
+
+
+def test_answers_that_wait_for_each_other_do_not_raise_the_overlap() -> None:
+    """More is due than the greatest period carries: τ goes by one body, whatever answers take."""
+    run = Run()
+    for answer in range(10, 60):
+        run.go(50, 9.0, float(answer))
+    assert (run.plan.period, run.plan.overlap) == (192, 12)
+    assert len(run.made) == 1
 
 
 def test_a_slow_moment_changes_nothing() -> None:
@@ -133,13 +147,7 @@ def test_nothing_is_known_and_nothing_changes() -> None:
 
 
 def test_what_all_but_the_slowest_need() -> None:
-    def needs(answer: float, copy: float = 0.0) -> Needs:
-        found = Needs()
-        found.answer.update(answer)
-        found.copy.update(copy)
-        return found
-
-    links = [(0.2, needs(1.0)), (0.4, needs(2.0)), (8.0, needs(9.0)), (0.1, needs(1.5, copy=3.0))]
+    links = [(0.2, 1.0), (0.4, 2.0), (8.0, 9.0), (3.0, 1.5)]
     assert demand_of(links, 0.75, 0.5) == Demand(3.0 / 0.5, 2.0 / 0.5)
     assert demand_of(links, 1.0, 0.5) == Demand(16.0, 18.0)
     assert demand_of([], 0.75, 0.5) is demand_of(links, 0.75, 0.0) is None
@@ -148,7 +156,7 @@ def test_what_all_but_the_slowest_need() -> None:
 def test_limits_that_are_one_value_stay() -> None:
     limits = AdaptLimits((24, 24), (2, 2))
     assert limits.periods == (24,)
-    assert fitting(limits, FRAGMENTS, Demand(99.0, 99.0), 0.95, 0.8) == (24, 2)
+    assert fitting(limits, FRAGMENTS, Demand(99.0, 99.0), 24, busy=0.95, filled=0.8) == (24, 2)
     run = Run(limits)
     run.go(500, 99.0, 99.0)
     assert not run.made
