@@ -26,6 +26,12 @@ FAULTS = {
 }
 
 
+def _longest(kind: str, gaps: list[float | None]) -> float:
+    """Of the workers that were not killed."""
+    alive = gaps[:1] if kind == "kill-worker" else gaps
+    return max(gap for gap in alive if gap is not None)
+
+
 def peers(result: Any) -> str:
     parts = []
     if "speed" in result:
@@ -57,7 +63,7 @@ def peers(result: Any) -> str:
         [
             FAULTS[kind],
             PEERS[system],
-            few([gaps[0] for gaps in row["gaps"] if gaps[0] is not None], 1, " s"),
+            few([_longest(kind, gaps) for gaps in row["gaps"] if gaps[0] is not None], 1, " s"),
             few([back[1] for back in row["back_seconds"] if back[1] is not None], 1, " s"),
             few([float(steps[0]) for steps in row["steps_in_minute"]], 0, ""),
             f"{row['finished']} of {row['runs']}",
