@@ -306,10 +306,13 @@ def test_the_search_finds_what_is_there(tmp_path: Path) -> None:
     assert found == ["a", "b", "c", "d.xz", "d.xz, unpacked", "e"]
     watch.found.clear()
     shown = subprocess.Popen(
-        [sys.executable, "-c", "input()", secret],
+        [sys.executable, "-c", "print(flush=True); input()", secret],
         stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         env={**os.environ, "SECRET": secret},
     )
+    assert shown.stdout
+    shown.stdout.readline()  # before, it may still look like its parent
     try:
         watch.look_at_processes()
     finally:
