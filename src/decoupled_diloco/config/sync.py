@@ -149,7 +149,7 @@ class SyncSettings(Settings):
     that its link carries in time, within `overlap` steps. Who begins, begins with the first."""
 
     adapt: AdaptSettings | None = None
-    """AdaptLimits within which `period` and `overlap` follow the links. Default: they stay."""
+    """Limits within which `period` and `overlap` follow the links. Default: they stay."""
 
     error_feedback: bool | None = None
     """What the uplink codec leaves out of a contribution goes with the learner's next one. Costs 4

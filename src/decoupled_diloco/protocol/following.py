@@ -6,7 +6,7 @@ the coordinator of it, and what that makes of it, is in `revisions`. Functions o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from decoupled_diloco.protocol.adapt import SMOOTHING, arrived, body_seconds
@@ -105,10 +105,10 @@ def tell_demand(state: SyncerState, options: Options, now: float) -> list[Syncer
     """At a tick a shard says what its learners' links need."""
     if options.adapt is None:
         return []
-    links = []
+    links, ladder = [], dict(options.rungs)
     for member in state.stepping:
-        seconds = _body_takes(state, options, now, member)
-        if member.connected and seconds is not None:
+        seconds = _body_takes(state, options, ladder, now, member) if member.connected else None
+        if seconds is not None:
             copy, answer = float(member.needs.copy), float(member.needs.answer)
             back = copy if options.apply == "at_tau" else 0.0  # else a late copy is taken late
             links.append((max(seconds, copy), answer + back))
@@ -116,10 +116,12 @@ def tell_demand(state: SyncerState, options: Options, now: float) -> list[Syncer
     return [] if demand is None else [Send(COORDINATOR, demand, "a tick")]
 
 
-def _body_takes(state: SyncerState, options: Options, now: float, member: Member) -> float | None:
+def _body_takes(
+    state: SyncerState, options: Options, ladder: Mapping[str, float], now: float, member: Member
+) -> float | None:
     """Seconds of a learner's body in the coarsest codec: as they took, or longer by now."""
-    ladder, uplink = dict(options.rungs), member.uplink
-    bits, per_bit = options.rungs[-1][1], uplink.per_bit.value
+    uplink, bits = member.uplink, min(ladder.values())
+    per_bit = uplink.per_bit.value
     known = None if per_bit is None else per_bit * bits
     between = state.step_seconds * options.period / options.fragments
     for fragment in member.under_way:

@@ -124,7 +124,8 @@ class LearnerMachine:
     def handle(self, now: float, event: LearnerEvent) -> list[LearnerEffect]:
         """Takes one fact in; see `SyncerMachine.handle`."""
         effects = self._dispatch(now, event)
-        following.fetches_begin(self.state, now, effects)
+        if self.options.adapt is not None:
+            following.fetches_begin(self.state, now, effects)
         if not self.state.ready:
             effects += recovery.ready_if_complete(self.state, self.options, now)
         return effects
@@ -192,8 +193,7 @@ class LearnerMachine:
     def restore(self, state: LearnerState) -> None:
         """Goes on from a snapshot."""
         self.state = copy.deepcopy(state)
-        plan = self.state.revision
-        self.options = self._settings if plan is None else self._settings.revised(plan)
+        self.options = self._settings.revised(self.state.revision)
 
     @property
     def global_step(self) -> int:

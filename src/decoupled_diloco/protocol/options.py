@@ -107,8 +107,10 @@ class Options:
         windows = (sum(counts[t : t + self.overlap]) for t in range(self.period))
         return max(1, *windows)
 
-    def revised(self, revision: Revision) -> Options:
-        """From the tick on from which a revision holds."""
+    def revised(self, revision: Revision | None) -> Options:
+        """From the tick on from which a revision holds; ``None``: as they are set."""
+        if revision is None:
+            return self
         return replace(self, period=revision.period, overlap=revision.overlap)
 
     @property

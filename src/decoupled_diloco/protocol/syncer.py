@@ -169,8 +169,7 @@ class SyncerMachine:
     def restore(self, state: SyncerState) -> None:
         """Goes on from a snapshot."""
         self.state = copy.deepcopy(state)
-        plan = self.state.revision
-        self.options = self._settings if plan is None else self._settings.revised(plan)
+        self.options = self._settings.revised(self.state.revision)
 
     def check(self) -> None:
         """Asserts every invariant that can be seen in one state."""
