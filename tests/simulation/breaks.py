@@ -268,9 +268,9 @@ CORE = (
         "who has missed a version waits for one that fits",
         learner_fragments,
         "_fetch",
-        "whole = not follows or view.fetch_whole",
+        "whole = follows is None or view.fetch_whole",
         "whole = newest is None or view.fetch_whole\n"
-        "    if newest is not None and not follows:\n"
+        "    if newest is not None and follows is None:\n"
         "        return []",
         noticed_by=5,
     ),

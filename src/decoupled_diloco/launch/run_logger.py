@@ -1,7 +1,8 @@
 """`[run] log` of a run whose shards no launcher starts: `ddiloco log` beside shard 0's process.
 
 A launcher of all shards starts it itself. Elsewhere, as on Kubernetes, shard 0 does: there is one
-wherever a run is placed, and it knows where the others are.
+wherever a run is placed, and it knows where the others are. They stay until it has read them to
+the end.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from decoupled_diloco.config.addresses import on_this_machine
+from decoupled_diloco.config.addresses import alternatives, on_this_machine
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.placement import COMMAND
 from decoupled_diloco.launch.processes import LOGGER
+from decoupled_diloco.transport.reach import listens
 from decoupled_diloco.transport.tls import Tls
 
 logger = logging.getLogger(__name__)
@@ -26,6 +28,22 @@ AGAIN_SECONDS = 10.0
 
 LAST_SECONDS = 60.0
 """How long the shard waits, when the run is over, until all is logged."""
+
+LOOK_SECONDS = 0.5
+"""How often another shard looks whether shard 0 has gone."""
+
+
+async def until_logged(shard_0: str) -> None:
+    """Waits, in the process of another shard, until shard 0 has gone, but not for ever.
+
+    Args:
+        shard_0: Its address, as others dial it.
+    """
+    addresses = [on_this_machine(each) for each in alternatives(shard_0)]
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LAST_SECONDS):
+            while None in [await listens(each) for each in addresses]:
+                await asyncio.sleep(LOOK_SECONDS)
 
 
 class RunLogger:

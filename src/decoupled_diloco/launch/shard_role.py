@@ -15,7 +15,7 @@ from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.addresses import on_this_machine
 from decoupled_diloco.launch.collecting import Survivors
 from decoupled_diloco.launch.processes import open_tape, process_of
-from decoupled_diloco.launch.run_logger import RunLogger
+from decoupled_diloco.launch.run_logger import RunLogger, until_logged
 from decoupled_diloco.launch.secrets import (
     accepted_tokens,
     own_tls,
@@ -222,7 +222,7 @@ class ShardRole:
             coordinator_tape=partial(self._begin_tape, "coordinator") if self.shard == 0 else None,
             shard_lease=shard_lease,
             linger=self.linger,
-            last=None if self.logger is None else self.logger.ended,
+            last=self._until_logged if self.config.run.log else None,
         )
         _when_told_to_end(process.stop)
         if self.logger is None:
@@ -233,6 +233,13 @@ class ShardRole:
             finally:
                 await self.logger.stop()
         return process.finished
+
+    async def _until_logged(self) -> None:
+        """The shards serve their tapes until the logger has read them to the end."""
+        if self.logger is not None:
+            await self.logger.ended()
+        elif not self.linger:
+            await until_logged(self.addresses[0])
 
     def _begin_tape(self, who: str, header: Mapping[str, Any]) -> TapeWriter:
         self._tapes.append(self.open_tape(self.folder, who, header, file=self._files[who]))
