@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from decoupled_diloco.config import RunConfig, load_config
 from decoupled_diloco.merge import Fragment, gather, scatter, tensors_of
+from decoupled_diloco.simulate import LearnerSpec
 from decoupled_diloco.simulate.training import VirtualRun, train_virtually, virtual_run
 from decoupled_diloco.workloads import Workload
 
@@ -182,6 +183,65 @@ def test_streaming_diloco_blends_each_fragment_tau_steps_later() -> None:
                 pending[step + 2] = fragment
 
     assert_same(run, naive_run(run.workload, sync))
+
+
+SPEEDS = (1.0, 1.3, 1.7)
+"""Seconds of a step of each learner: no two of them finish one at the same moment."""
+
+
+def test_async_local_sgd_merges_each_learner_alone_after_its_own_steps() -> None:
+    config = config_of(
+        "async-local-sgd",
+        "sync.quorum=1",
+        "sync.period=3",
+        "sync.fragments=1",
+        "sync.uplink_codec=fp32",
+        "sync.downlink_codec=fp32",
+        "outer.options={every=2}",
+    )
+    specs = [
+        LearnerSpec(name, step_seconds=seconds, variance=0.0, latency=0.005)
+        for name, seconds in zip(config.learner_ids, SPEEDS, strict=True)
+    ]
+    with virtual_run(config, specs) as run:
+        run.system.run(stop=lambda: len(run.losses["learner-0"]) == STEPS)
+        run.system.run(until=run.system.now + 0.2)
+    counts = [len(losses) for losses in run.losses.values()]
+    assert counts[0] == STEPS
+    assert counts[0] > counts[1] > counts[2] > 6, "each has been merged twice"
+
+    naive = Naive(run.workload)
+    naive.remember_rates()
+    theta, momentum, waiting = (torch.cat([g.flatten() for g in x]) for x in (naive.globals,) * 3)
+    momentum, waiting, merges = momentum * 0, waiting * 0, 0
+    origins = [theta.clone() for _ in SPEEDS]
+    order = sorted(
+        (step * SPEEDS[m], m, step) for m in range(LEARNERS) for step in range(1, counts[m] + 1)
+    )
+    for _, m, step in order:
+        model = naive.models[m]
+        for group in naive.optimizers[m].param_groups:
+            group["lr"] = group["initial_lr"] * run.workload.schedule(step - 1)
+        run.workload.loss(model, next(naive.batches[m])).backward()
+        naive.optimizers[m].step()
+        naive.optimizers[m].zero_grad()
+        own = torch.cat([p.detach().flatten() for p in model.parameters()])
+        own = theta + (own - origins[m])  # what the others have sent, under what is its own
+        torch.nn.utils.vector_to_parameters(own, model.parameters())
+        origins[m] = theta.clone()
+        if step % 3 == 0:
+            delta, origins[m], merges = theta - own, own.clone(), merges + 1
+            waiting += delta
+            theta = theta - 0.7 * delta / 2
+            if merges % 2 == 0:
+                momentum = 0.5 * momentum + waiting / 2
+                theta, waiting = theta - 0.7 * 0.5 * momentum, waiting * 0
+    found = torch.cat([tensor.flatten() for tensor in run.weights()])
+    torch.testing.assert_close(found, theta, rtol=1e-5, atol=2e-6)
+    for host, model in zip(run.system.learners.values(), naive.models, strict=True):
+        assert host.model is not None
+        for ours, theirs in zip(host.model.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("recipe", ["data-parallel", "diloco", "fedavg", "streaming-diloco"])

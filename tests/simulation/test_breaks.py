@@ -16,6 +16,7 @@ from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.disk import Loss
 from decoupled_diloco.simulate.shrink import Changes, signature
 from simulation.breaks import CORE, SHELLS, STORAGE, Break
+from simulation.own_breaks import OWN_STEPS
 from simulation.residual_breaks import RESIDUALS
 from simulation.revision_breaks import REVISIONS
 from unit.learner import test_exchange
@@ -46,6 +47,11 @@ def test_broken_error_feedback_is_caught(each: Break) -> None:
 
 @pytest.mark.parametrize("each", REVISIONS, ids=names(REVISIONS))
 def test_a_broken_revision_is_caught(each: Break) -> None:
+    test_a_broken_core_is_caught(each)
+
+
+@pytest.mark.parametrize("each", OWN_STEPS, ids=names(OWN_STEPS))
+def test_broken_rounds_of_ones_own_are_caught(each: Break) -> None:
     test_a_broken_core_is_caught(each)
 
 

@@ -98,9 +98,12 @@ class SyncSettings(Settings):
     than the quorum, 0 (no grace window) to less than 1 (paper, Eq. 3: below 1, unpublished; 0.8
     leaves a fifth of the slack for jitter)."""
 
-    participants: Literal["reported", "all"] = "reported"
+    participants: Literal["reported", "all", "own"] = "reported"
     """The learners that a round asks: "reported": those that finished a step in this round's time
-    (paper, Alg. 2); "all": all live ones that have trained the fragment, also much slower ones."""
+    (paper, Alg. 2); "all": all live ones that have trained the fragment, also much slower ones;
+    "own": each learner alone, every `period` of its own steps, and what it sends is merged as soon
+    as it is there (Async Local-SGD, recipes/async-local-sgd.toml). Every learner then gets each
+    fragment once for each learner in a period, so much more comes down."""
 
     alignment: Literal["overwrite", "carry", "blend"] = "overwrite"
     """What applying a merged fragment does with the steps taken since it was sent: "overwrite"
@@ -320,6 +323,26 @@ class SyncSettings(Settings):
                 "one after it with fewer bits"
             )
         return names
+
+    @model_validator(mode="after")
+    def _check_own(self) -> SyncSettings:
+        if self.participants != "own":
+            return self
+        wanted = {
+            "quorum": 1,
+            "grace_margin": 0.0,
+            "wait": "never",
+            "late": "next",
+            "missed": "rebase",
+        }
+        why = "does not go with participants='own', which merges each contribution as it comes"
+        for name, value in wanted.items():
+            given = getattr(self, name)
+            if given != value:
+                raise ConfigError(f"{name}={given!r} in [sync] {why}: set {name} = {value!r}")
+        if self.adapt is not None:
+            raise ConfigError(f"[sync.adapt] {why}: take it out")
+        return self
 
     @model_validator(mode="after")
     def _check_adapt(self) -> SyncSettings:

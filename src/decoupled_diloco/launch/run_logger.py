@@ -43,7 +43,7 @@ async def until_logged(shard_0: str) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(LAST_SECONDS):
             while None in [await listens(each) for each in addresses]:
-                await asyncio.sleep(LOOK_SECONDS)
+                await asyncio.sleep(LOOK_SECONDS)  # noqa: ASYNC110 - what is waited for is far away
 
 
 class RunLogger:

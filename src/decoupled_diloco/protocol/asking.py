@@ -12,6 +12,10 @@ is always busy, and every fragment hears every learner equally often.
 as a rule. A learner whose copies come slowly hardly ever holds the newest: it is asked for what it
 has made from an older one, as late as a late body may be, once from each version that it holds.
 While it holds nothing that it could contribute from it is not asked, and nothing waits for it.
+
+*By themselves*. With ``participants = "own"`` no tick makes a fragment due. Each learner's own
+steps do, every H of them, with this learner alone; the fragment's round opens when its contribution
+is here, and merges it at once (rule 21, Async Local-SGD).
 """
 
 from __future__ import annotations
@@ -112,6 +116,8 @@ def _qualifies(state: SyncerState, options: Options, round: Round, member: Membe
         return "it is about to go"
     if round.leaver:
         return f"{round.leaver} is about to go: everybody is asked"
+    if options.participants == "own":
+        return None  # its own steps say when it is asked
     if options.participants == "all":
         return "every live learner takes part"
     if member.run_step >= round.tick:
@@ -190,6 +196,28 @@ def _urgency(
     return (not waits, member.heard_at.get(fragment, float("-inf")), fragment)
 
 
+def due_by_own_steps(
+    state: SyncerState, options: Options, now: float, member: Member, since: int
+) -> list[SyncerEffect]:
+    """A learner has stepped: what its own steps since then make due, it is asked for at once."""
+    if options.participants != "own" or state.phase != "running":
+        return []
+    effects: list[SyncerEffect] = []
+    for step in range(max(since, member.step - options.period) + 1, member.step + 1):
+        for fragment in options.due(step):
+            if fragment not in state.fragments or fragment in member.arrears:
+                continue
+            base = _held_base(state, options, member, fragment)
+            asked = member.learner in state.fragments[fragment].asks or not member.connected
+            merging = not _can_be_served(state, options, member, fragment)
+            if asked or merging or base is None or _is_busy(state, options, member):
+                member.arrears.add(fragment)
+                continue
+            why = f"its own step {step} makes fragment {fragment} due with it"
+            effects += _ask(state, options, now, member, fragment, base, why)
+    return effects + serve(state, options, now, member)
+
+
 def has_quorum(entry: FragmentState, options: Options) -> bool:
     """Whether enough learners have delivered for a merge."""
     return len(entry.delivered) >= options.quorum
@@ -223,11 +251,14 @@ def _ask(
         if round.closed_at is None or round.final or waits_for_leaver(state, round):
             round.awaited.add(learner)
         note_quorum(state, options, now, round, learner)
+    tick = state.clock if round is None else round.tick
+    if options.participants == "own" and not final:
+        tick = member.step
     pull = Pull(
         fragment=fragment,
         ask=name,
         base=base,
-        tick=state.clock if round is None else round.tick,
+        tick=tick,
         codec=ask.codec or options.uplink_codec,
         alignment=options.alignment,
         path=path,

@@ -37,6 +37,8 @@ def ticks_ahead(state: LearnerState, options: Options, now: float, shard: int) -
     link = state.shards[shard]
     if link.offset is None:
         return (0, -1)
+    if options.participants == "own":
+        return (state.step, state.step)  # its own steps say what is due
     own = link.offset + state.step
     tick_seconds = link.tick_seconds.value or 0.0
     if options.wait == "at_overlap":

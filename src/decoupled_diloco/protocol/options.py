@@ -10,7 +10,7 @@ from typing import Literal
 from decoupled_diloco.protocol.adapt import Ladder
 from decoupled_diloco.protocol.revisions import AdaptLimits, Revision
 
-Participants = Literal["reported", "all"]
+Participants = Literal["reported", "all", "own"]
 Alignment = Literal["overwrite", "carry", "blend"]
 Missed = Literal["overwrite", "rebase"]
 ApplyAt = Literal["on_arrival", "at_tau"]
@@ -33,7 +33,8 @@ class Options:
             wait for stragglers; 0: it does not wait.
         phases: t_p of each fragment, 0 to H - 1: it is due when the step mod H equals it. Empty:
             ⌊p·H/P⌋, evenly spread.
-        participants: who qualifies for a round: ``"reported"`` (paper) or ``"all"``.
+        participants: who qualifies for a round: ``"reported"`` (paper) or ``"all"``; ``"own"``:
+            each learner opens rounds of its own, which merge what it sends as soon as it is here.
         alignment: how a contributor takes the merged fragment.
         missed: how a live learner that did not take part takes it.
         apply: as soon as it has arrived, or exactly τ steps after the snapshot.

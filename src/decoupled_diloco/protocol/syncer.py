@@ -332,6 +332,7 @@ class SyncerMachine:
             member = syncer_members.admit(state, self.options, now, hello)
         member.connected = True
         member.held = credible(hello.held, self._owned_set)
+        since = member.step
         syncer_members.advance_step(state, member, now, hello.step)
         syncer_members.renew(state, now, hello.learner)
         effects.append(Accept(connection, hello.learner, hello.epoch, why))
@@ -339,6 +340,7 @@ class SyncerMachine:
         effects += syncer_fill.member_connected(state, self.owned, now, member)
         for round in state.rounds.values():
             effects += asking.ask_if_qualified(state, self.options, now, round, member)
+        effects += asking.due_by_own_steps(state, self.options, now, member, since)
         return effects + asking.serve(state, self.options, now, member)
 
     def _welcome(self, hello: Hello, step: int, run_step: int, why: str) -> list[SyncerEffect]:

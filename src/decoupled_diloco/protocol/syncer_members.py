@@ -164,7 +164,7 @@ def reported(
         state.members_stepping += 1
         for round in state.rounds.values():
             round.first_step(member.learner)
-    member.reported_at = now
+    member.reported_at, since = now, member.step
     advance_step(state, member, now, report.step)
     effects = _steps_again(state, member) if member.stands else []
     known.tokens, known.steps = max(known.tokens, report.tokens), max(known.steps, member.step)
@@ -174,7 +174,7 @@ def reported(
         state.hear_step_seconds(member.step_seconds)
     for round in state.rounds.values():
         effects += asking.ask_if_qualified(state, options, now, round, member)
-    return effects
+    return effects + asking.due_by_own_steps(state, options, now, member, since)
 
 
 def _steps_again(state: SyncerState, member: Member) -> list[SyncerEffect]:

@@ -18,6 +18,8 @@ in `asking`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from decoupled_diloco.protocol.asking import (
     ask_again,
     ask_if_qualified,
@@ -91,19 +93,18 @@ def open_due(state: SyncerState, options: Options, now: float) -> list[SyncerEff
     """Opens queued rounds while there are slots (rule 2)."""
     effects: list[SyncerEffect] = []
     slots = options.open_rounds_max - sum(round.holds_slot for round in state.rounds.values())
-    for fragment in _openable(state)[: max(0, slots)]:
+    for fragment in _openable(state, options)[: max(0, slots)]:
         tick = state.queue.pop(fragment, state.clock)
         effects += _open(state, options, now, fragment, tick)
     return effects
 
 
-def _openable(state: SyncerState) -> list[int]:
+def _openable(state: SyncerState, options: Options) -> list[int]:
+    queue: Iterable[int] = state.queue
+    if options.participants == "own":  # whatever is due: what is here opens a round
+        queue = (p for p in queue if state.fragments[p].folded or leaver_of(state, p))
     closing = sorted(state.closing - state.rounds.keys())
-    return [
-        fragment
-        for fragment in (*state.queue, *closing)
-        if state.fragments[fragment].retry_at is None
-    ]
+    return [p for p in (*queue, *closing) if state.fragments[p].retry_at is None]
 
 
 def _open(
@@ -128,6 +129,8 @@ def _open(
         leaver=leaver_of(state, fragment),
     )
     why = "the closing sweep" if final else f"fragment {fragment} is due since step {tick}"
+    if options.participants == "own" and not final:
+        why = "a contribution is here"
     if round.leaver and not final:
         why = f"{round.leaver} is about to go: everybody is asked"
     effects: list[SyncerEffect] = [round.opened(why)]
@@ -188,6 +191,11 @@ def _fold(
     round = state.rounds.get(fragment)
     if round is not None and round.settled_at is None:
         round.awaited.discard(ask.learner)
+    if options.participants == "own" and state.phase == "running":
+        if round is None:
+            state.queue[fragment] = state.clock
+        else:
+            round.next_tick = state.clock if round.settled_at is not None else round.next_tick
     cap = options.counter_cap_periods * options.period
     believed = tokens_believed(state, event)
     steps, tokens = float(event.steps), float(believed)
@@ -221,13 +229,15 @@ def declined(
 ) -> list[SyncerEffect]:
     """A learner says that it will not deliver; in the closing sweep only who has nothing may.
 
-    One in arrears that took a newer version while it was being asked keeps the fragment's turn.
+    One in arrears that took a newer version while it was being asked keeps the fragment's turn; and
+    one that is asked by its own steps, whom nobody else's round would ask again.
     """
     ask = _under_way(state, learner, message.fragment, message.ask)
     if ask is None:
         return []
     member = state.members[learner]
-    if member.pressed and member.held.get(ask.fragment) != ask.base:
+    keeps_turn = member.pressed or options.participants == "own"
+    if keeps_turn and member.held.get(ask.fragment) != ask.base:
         member.arrears.add(ask.fragment)
     keeps = state.phase == "sweeping" and not message.nothing_new
     ask_state: AskState = "refused" if keeps else "declined"
@@ -384,11 +394,11 @@ def _progress(state: SyncerState, options: Options, now: float, round: Round) ->
         if round.closed_at is None or round.awaited:
             return []
         if entry.folded:
-            return _settle(state, now, round)
+            return _settle(state, options, now, round)
         return _give_up(state, now, round, "nobody is left who has anything new")
     if round.closed_at is not None and has_quorum(entry, options):
         waits = round.awaited and (not round.delivery_over or waits_for_leaver(state, round))
-        return [] if waits else _settle(state, now, round)
+        return [] if waits else _settle(state, options, now, round)
     if round.delivery_over:
         round.holds_slot = False
     if _hopeless(state, options, round):
@@ -438,17 +448,20 @@ def _hopeless(state: SyncerState, options: Options, round: Round) -> bool:
     return can + sum(m.learner not in present for m in waiting) < options.quorum
 
 
-def _settle(state: SyncerState, now: float, round: Round) -> list[SyncerEffect]:
+def _settle(
+    state: SyncerState, options: Options, now: float, round: Round
+) -> list[SyncerEffect]:
     round.settled_at = now
     round.version = Version(state.term, round.base.counter + 1)
     round.folded = state.fragments[round.fragment].take_folded()
     merge = Merge(round.number, round.fragment, round.version, round.base, round.close_reason)
-    return [merge, *_note_lateness(state, round)]
+    return [merge, *_note_lateness(state, options, round)]
 
 
-def _note_lateness(state: SyncerState, round: Round) -> list[SyncerEffect]:
+def _note_lateness(state: SyncerState, options: Options, round: Round) -> list[SyncerEffect]:
     """Says it once if nothing comes in time any more: outer steps then lag by a period."""
     is_late = all(ask.age for ask in round.folded) and not round.final
+    is_late = is_late and options.participants != "own"  # there most have others' before them
     state.late_rounds = state.late_rounds + 1 if is_late else 0
     if state.late_rounds != max(LATE_ROUNDS_MIN, len(state.fragments)):
         return []

@@ -15,7 +15,8 @@ So it holds what was published D seconds ago, or newer. And a fragment is due on
 fastest learner (ξ_min each), so in D seconds no more than ``2 + ⌈D / (H·ξ_min)⌉`` versions of it
 are published: that is how many rounds it may be behind. But a whole copy makes way for
 the next version: who may ask for it only then, 2·w ≥ H·ξ_min, is allowed 2·w + r more for each copy
-that it has asked for in vain.
+that it has asked for in vain. Where learners open rounds by themselves, a fragment is due so many
+times as often as there are learners.
 
 *Memory.* The entries of all containers of a machine's state (`entries`) are bounded by the learners
 L and observers O that the run has ever had, and its fragments P:
@@ -152,7 +153,7 @@ class Bounds:
         """How long since then a learner may be without a copy; see the module's head."""
         system, there_and_back = self.system, 2 * _way(self.system, learner)
         seconds = behind_seconds_max(system, learner)
-        if there_and_back < system.options.periods[0] * _fastest_step(system):
+        if there_and_back < _seconds_between_rounds(system):
             return seconds
         in_vain = sum(at >= since for at in self._asked_in_vain[learner.name])
         return seconds + in_vain * (there_and_back + RETRY_SECONDS)
@@ -257,7 +258,13 @@ def _fastest_step(system: System) -> float:
 
 def rounds_behind_max(system: System, seconds: float) -> int:
     """How many rounds somebody may be behind who is so late; see the module's head."""
-    return 2 + math.ceil(seconds / (system.options.periods[0] * _fastest_step(system)))
+    return 2 + math.ceil(seconds / _seconds_between_rounds(system))
+
+
+def _seconds_between_rounds(system: System) -> float:
+    """The shortest time from one round of a fragment to the next, on the average."""
+    openers = len(system.learners) if system.options.participants == "own" else 1
+    return system.options.periods[0] * _fastest_step(system) / openers
 
 
 def step_seconds_max(learner: LearnerHost) -> float:

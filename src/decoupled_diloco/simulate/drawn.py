@@ -32,7 +32,7 @@ def random_options(choices: Choices, learners: int) -> Options:
     ladder = choices.fork("ladder").pick([(), (), LADDER])
     wait = quorum == learners and choices.chance(0.4)
     overlap = choices.integer(0, 3)
-    return Options(
+    drawn = Options(
         fragments=fragments,
         period=period,
         overlap=min(overlap, period - 1),
@@ -54,6 +54,10 @@ def random_options(choices: Choices, learners: int) -> Options:
         oversized=choices.fork("oversized").pick(["refuse", "clip"]),
         checkpoint_every_seconds=choices.fork("cuts").pick([0.0, 2.0, 5.0, 15.0]),
     )
+    by_themselves = choices.fork("own").chance(0.15) and drawn.quorum == 1 and drawn.late == "next"
+    if not by_themselves or drawn.wait != "never":
+        return drawn
+    return replace(drawn, participants="own", grace_margin=0.0, missed="rebase")
 
 
 def random_phases(choices: Choices, options: Options) -> tuple[int, ...]:
@@ -66,6 +70,8 @@ def random_phases(choices: Choices, options: Options) -> tuple[int, ...]:
 
 def random_limits(choices: Choices, options: Options) -> AdaptLimits | None:
     """Within what H and τ follow the links, in a third of the worlds in which they can."""
+    if options.participants == "own":
+        return None
     if options.wait != "never" or options.phases or not choices.chance(0.33):
         return None
     period = (choices.integer(1, options.period), options.period * choices.integer(1, 4))

@@ -47,6 +47,7 @@ from decoupled_diloco.simulate.faults import (
 )
 from decoupled_diloco.simulate.hosts import Host, LearnerHost, ParticipantHost
 from decoupled_diloco.simulate.lineage import Lineage
+from decoupled_diloco.simulate.own_checker import OwnChecker
 from decoupled_diloco.simulate.residuals import Residuals
 from decoupled_diloco.simulate.revision_checker import RevisionChecker
 from decoupled_diloco.simulate.shrink import Changes, Size
@@ -381,6 +382,7 @@ def _watched(
         checker,
         RevisionChecker(system),
     )
+    OwnChecker(system)
     return scene
 
 

@@ -180,6 +180,33 @@ CASES: list[tuple[dict[str, Any], str]] = [
         "counter_cap_periods=2 in [sync] would be ignored with weighting='uniform': "
         "take counter_cap_periods out",
     ),
+    (
+        {"sync": {"participants": "own", "missed": "rebase"}},
+        "grace_margin=0.8 in [sync] does not go with participants='own', which merges each "
+        "contribution as it comes: set grace_margin = 0.0",
+    ),
+    (
+        {"sync": {"participants": "own", "grace_margin": 0.0, "quorum": 2}},
+        "quorum=2 in [sync] does not go with participants='own', which merges each contribution "
+        "as it comes: set quorum = 1",
+    ),
+    (
+        {"sync": {"participants": "own", "grace_margin": 0.0}},
+        "missed='overwrite' in [sync] does not go with participants='own', which merges each "
+        "contribution as it comes: set missed = 'rebase'",
+    ),
+    (
+        {
+            "sync": {
+                "participants": "own",
+                "grace_margin": 0.0,
+                "missed": "rebase",
+                "adapt": {"period": [8, 48]},
+            }
+        },
+        "[sync.adapt] does not go with participants='own', which merges each contribution as it "
+        "comes: take it out",
+    ),
     ({"sync": {"merge": "rad"}}, "merge='rad' in [sync] is not known: did you mean 'rda'?"),
     (
         {"sync": {"uplink_codecs": ["int4", "bf16"]}},

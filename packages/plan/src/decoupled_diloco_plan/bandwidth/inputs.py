@@ -149,6 +149,12 @@ def _given_or(*values: int | None) -> int:
 def _settings_of(config: RunConfig) -> Mapping[str, Any]:
     """What a run's file says, by the names of the options."""
     sync = config.sync
+    if sync.participants == "own":
+        raise ConfigError(
+            f"the run {config.run.name!r} has participants='own', which the planner does not know: "
+            "each merge of one learner goes down to all; plan it with participants='reported', and "
+            "the link's way down as many times slower as there are learners"
+        )
     same = ("quorum", "period", "fragments", "overlap", "grace_margin", "partition")
     return {
         **{name: getattr(sync, name) for name in (*same, "wait", "apply", "alignment")},

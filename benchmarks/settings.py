@@ -1,0 +1,296 @@
+"""What the method's settings do to the loss: H, τ, P, M, outer optimizers, other models, long runs.
+
+Each group is a folder and a table. All its runs are in virtual time, at equal speeds and equal
+tokens, each with its data-parallel or default pair on the same batches. Every run is one line of a
+file, and one that is there is not run again.
+
+    python benchmarks/settings.py rounds --seeds 1
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from cells import Row, measured, parser
+from evidence import keep
+from quality import SEQUENCES, SIZE, SYNCHRONOUS, interval
+
+from decoupled_diloco.config import RunConfig
+from decoupled_diloco.config.sync import bits_of
+from decoupled_diloco.simulate.training import train_virtually
+from decoupled_diloco.workloads import load_workload
+
+STREAMING_OUTER = {"lr": 0.4, "momentum": 0.9}
+RATES = {"adamw": 8e-3, "muon": 1.6e-2}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run: how many learners (data-parallel: regions), their batch, what is set.
+
+    Attributes:
+        against: The cell that it is compared with; empty: none.
+        plain: Data-parallel training, without the method.
+    """
+
+    against: str = ""
+    learners: int = 4
+    batch: int = 0  # of each learner; 0: its share of the global batch
+    steps: int = 600
+    inner: str = "adamw"
+    rate: float = 0.0  # 0: the tuned one
+    plain: bool = False
+    workload: str = "gpt"
+    options: dict[str, Any] = field(default_factory=dict)
+    sync: dict[str, Any] = field(default_factory=dict)
+    outer: dict[str, Any] = field(default_factory=dict)
+
+    def config(self, seed: int) -> RunConfig:
+        """The settings of the run."""
+        size = SIZE if self.workload != "vit" else {}
+        inner = {"optimizer": self.inner, "learning_rate": self.rate or RATES[self.inner]}
+        batch = self.batch or SEQUENCES // self.learners
+        return RunConfig(
+            run={"learners": self.learners, "budget_steps": self.steps, "seed": seed},
+            sync={"fragments": 24, "period": 24, "overlap": 2, **self.sync},
+            outer=self.outer,
+            data={"leases": False},  # fixed parts, the same for data-parallel
+            workload={
+                "name": self.workload,
+                "options": {**size, **inner, "batch_size": batch, **self.options},
+            },
+        )
+
+    def measure(self, seed: int) -> Row:
+        """Its evaluation at the end."""
+        begun = time.monotonic()
+        found = self._data_parallel(seed) if self.plain else self._decoupled(seed)
+        return {**found, "seconds": round(time.monotonic() - begun, 1)}
+
+    def _decoupled(self, seed: int) -> Row:
+        return train_virtually(self.config(seed)).evaluate()
+
+    def _data_parallel(self, seed: int) -> Row:
+        told = self.config(seed).workload
+        seeded = {**told.options, "seed": seed, "total_steps": self.steps}
+        workload = load_workload(told.name, seeded)
+        model = workload.model()
+        optimizer = workload.optimizer(model)
+        streams = [workload.batches(part, self.learners) for part in range(self.learners)]
+        rates = [group["lr"] for group in optimizer.param_groups]
+        for step in range(self.steps):
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * workload.schedule(step)
+            for stream in streams:
+                (workload.loss(model, next(stream)) / self.learners).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return workload.evaluate(model)
+
+    @property
+    def less(self) -> float:
+        """How many times fewer bytes than gradients in fp32 at every step, up and down."""
+        if self.plain:
+            return 1.0
+        sync = self.config(0).sync
+        return 64 * sync.period / (bits_of(sync.uplinks[0]) + bits_of(sync.downlink_codec))
+
+
+@dataclass(frozen=True)
+class Group:
+    """The cells of one folder."""
+
+    cells: dict[str, Cell]
+    estimate: str
+    not_measured: str = "larger models, other texts"
+
+
+def _wire(up: str, down: str = "", period: int = 24) -> dict[str, Any]:
+    return {"uplink_codec": up, "downlink_codec": down or up, "period": period}
+
+
+def _longer() -> dict[str, Cell]:
+    cells: dict[str, Cell] = {}
+    for inner in RATES:
+        dp = f"{inner}: data-parallel"
+        cell = Cell(dp, steps=1800, inner=inner)
+        cells[dp] = replace(cell, against="", plain=True)
+        wires = {
+            "bf16": _wire("bf16"),
+            "int4": _wire("int4"),
+            "int2 up, int4 down": _wire("int2", "int4"),
+            "int2": _wire("int2"),
+            "int2, H = 48": _wire("int2", period=48),
+            "top-k up, int4 down": _wire("topk", "int4"),
+            "top-k": _wire("topk"),
+            "int2, H = 144": _wire("int2", period=144),
+        }
+        for name, sync in wires.items():
+            cells[f"{inner}: {name}"] = replace(cell, sync=sync)
+    return cells
+
+
+def _learners() -> dict[str, Cell]:
+    cells: dict[str, Cell] = {}
+    for inner in RATES:
+        for learners in (1, 2, 4, 8, 16):
+            for batch, which in ((0, "32 in all"), (8, "8 of each")):
+                if batch * learners == SEQUENCES:
+                    continue
+                name = f"{inner}: M = {learners}, batch {which}"
+                dp = f"{name}, data-parallel"
+                cell = Cell(dp, learners=learners, batch=batch, inner=inner)
+                cells[dp] = replace(cell, against="", plain=True)
+                cells[name] = cell
+    return cells
+
+
+def _schedule() -> dict[str, Cell]:
+    default = "H = 24, τ = 2, P = 24"
+    cells = {default: Cell()}
+    for period in (8, 48, 96, 200):
+        cells[f"H = {period}"] = Cell(default, sync={"period": period})
+    for overlap in (1, 6, 12, 23):
+        cells[f"τ = {overlap}"] = Cell(default, sync={"overlap": overlap})
+        carried = {"overlap": overlap, "alignment": "carry"}
+        cells[f"τ = {overlap}, carry"] = Cell(default, sync=carried)
+    for fragments in (1, 4):
+        cells[f"P = {fragments}"] = Cell(default, sync={"fragments": fragments})
+    return cells
+
+
+OUTERS = ((0.7, 0.5), (1.0, 0.0), (0.5, 0.7), (0.4, 0.9), (0.7, 0.9))
+
+
+def _rounds() -> dict[str, Cell]:
+    cells: dict[str, Cell] = {}
+    for steps, period in ((600, 24), (600, 8), (1800, 8)):
+        rounds = f"{steps // period} rounds of H = {period}"
+        default = f"{rounds}: 0.7 / 0.5"
+        for lr, momentum in OUTERS:
+            name = f"{rounds}: {lr:g} / {momentum:g}"
+            outer, sync = {"lr": lr, "momentum": momentum}, {"period": period}
+            against = default if name != default else ""
+            cells[name] = Cell(against, steps=steps, sync=sync, outer=outer)
+    return cells
+
+
+ALL_AT_ONCE = {
+    "fragments": 1,
+    "overlap": 0,
+    "quorum": 2,
+    "grace_margin": 0.0,
+    "wait": "at_overlap",
+    "weighting": "uniform",
+}
+"""As torchft's DiLoCo: two learners wait for each other and average all of the model."""
+
+
+def _merges() -> dict[str, Cell]:
+    cells: dict[str, Cell] = {}
+    for momentum in (0.5, 0.9):
+        default = f"0.7 / {momentum:g}: mean, all at once"
+        outer = {"lr": 0.7, "momentum": momentum}
+        cell = Cell(default, learners=2, steps=240, outer=outer)
+        mean = {"merge": "mean"}
+        cells[default] = replace(cell, against="", sync={**ALL_AT_ONCE, **mean})
+        cells[f"0.7 / {momentum:g}: RDA, all at once"] = replace(cell, sync=ALL_AT_ONCE)
+        cells[f"0.7 / {momentum:g}: mean, in 24 parts"] = replace(cell, sync=mean)
+        cells[f"0.7 / {momentum:g}: RDA, in 24 parts"] = cell
+    return cells
+
+
+def _models() -> dict[str, Cell]:
+    cells: dict[str, Cell] = {}
+    kinds = {
+        "mixture of experts": Cell(workload="moe", options={"expert_hidden": 128}),
+        "vision": Cell(workload="vit", steps=360, rate=4e-3, sync={"fragments": 12}),
+    }
+    for kind, cell in kinds.items():
+        for learners in (4, 8):
+            name = f"{kind}, M = {learners}"
+            dp = f"{name}: data-parallel"
+            here = replace(cell, against=dp, learners=learners)
+            streaming = {**cell.sync, **SYNCHRONOUS, "quorum": learners}
+            cells[dp] = replace(here, against="", plain=True)
+            cells[f"{name}: decoupled"] = here
+            cells[f"{name}: Streaming DiLoCo"] = replace(
+                here, sync=streaming, outer=STREAMING_OUTER
+            )
+    return cells
+
+
+GROUPS = {
+    "longer": Group(
+        _longer(),
+        "gap to data-parallel in bf16 4.5 % with AdamW, 3.5 % with Muon; int4 0 to 0.3 % more; two "
+        "bits both ways 1 %, at H = 48 4 %, at H = 144 20 %; top-k both ways 10 %",
+    ),
+    "learners": Group(
+        _learners(),
+        "one global batch: M = 1 1 % over data-parallel, M = 4 7 %, M = 8 12 %, M = 16 20 %; Muon "
+        "two thirds of that; one batch for each learner: M = 8 8 %, M = 16 10 %",
+    ),
+    "schedule": Group(
+        _schedule(),
+        "H = 8 3 % lower, 48 5 % higher, 96 12 %, 200 25 %; τ = 6 2 % higher, 12 5 %, 23 12 %, "
+        "half of that where steps are carried; P makes no difference",
+    ),
+    "rounds": Group(
+        _rounds(),
+        "0.7/0.9 18 % worse than 0.7/0.5 with 25 rounds, 5 % with 75, equal with 225; 0.4/0.9 "
+        "10 %, 2 % and 1 % better; 1/0 equal with 25, 1 and 2 % worse with more",
+    ),
+    "merges": Group(
+        _merges(),
+        "with momentum 0.9 RDA, whose steps are longer than a mean's, 3 % worse than the mean; "
+        "parts or all at once 1 % apart; with 0.5 all within 1 %",
+    ),
+    "models": Group(
+        _models(),
+        "mixture of experts: as the dense model, 8 % over data-parallel at M = 4 and 13 % at "
+        "M = 8; Streaming DiLoCo with its outer rate 4 % worse; images: 10 to 30 % of a small loss",
+    ),
+}
+
+
+def main() -> None:
+    options = parser(0, "ignored: each cell has its own", "")
+    options.add_argument("group", choices=GROUPS)
+    options.add_argument("--cells", default=".", help="a regular expression that finds their names")
+    arguments = options.parse_args()
+    torch.set_num_threads(1)
+    group = GROUPS[arguments.group]
+    names = [name for name in group.cells if re.search(arguments.cells, name)]
+    rows = measured(
+        arguments.kept, names, arguments.seeds, lambda name, seed: group.cells[name].measure(seed)
+    )
+    keep(
+        arguments.group,
+        estimate=group.estimate,
+        config={"seeds": arguments.seeds, "sequences": SEQUENCES, **SIZE},
+        raw=[row for each in rows.values() for row in each],
+        result={name: summary(group.cells[name], name, rows) for name in rows},
+        not_measured=group.not_measured,
+    )
+
+
+def summary(cell: Cell, name: str, rows: dict[str, list[Row]]) -> dict[str, Any]:
+    """Mean loss, and the paired gap to the cell that it is compared with."""
+    losses = [row["loss"] for row in rows[name]]
+    found: dict[str, Any] = {"less": cell.less, "loss": statistics.mean(losses)}
+    if "accuracy" in rows[name][0]:
+        found["accuracy"] = statistics.mean(row["accuracy"] for row in rows[name])
+    if cell.against in rows:
+        pairs = zip(losses, rows[cell.against], strict=True)
+        found["gap_percent"] = interval([100 * (loss / row["loss"] - 1) for loss, row in pairs])
+    return found
+
+
+if __name__ == "__main__":
+    main()
