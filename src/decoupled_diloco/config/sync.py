@@ -333,6 +333,7 @@ class SyncSettings(Settings):
             "grace_margin": 0.0,
             "wait": "never",
             "late": "next",
+            "late_discount": 1.0,
             "missed": "rebase",
         }
         why = "does not go with participants='own', which merges each contribution as it comes"

@@ -42,8 +42,8 @@ async def until_logged(shard_0: str) -> None:
     addresses = [on_this_machine(each) for each in alternatives(shard_0)]
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(LAST_SECONDS):
-            while None in [await listens(each) for each in addresses]:
-                await asyncio.sleep(LOOK_SECONDS)  # noqa: ASYNC110 - what is waited for is far away
+            while None in [await listens(each) for each in addresses]:  # noqa: ASYNC110
+                await asyncio.sleep(LOOK_SECONDS)
 
 
 class RunLogger:

@@ -448,9 +448,7 @@ def _hopeless(state: SyncerState, options: Options, round: Round) -> bool:
     return can + sum(m.learner not in present for m in waiting) < options.quorum
 
 
-def _settle(
-    state: SyncerState, options: Options, now: float, round: Round
-) -> list[SyncerEffect]:
+def _settle(state: SyncerState, options: Options, now: float, round: Round) -> list[SyncerEffect]:
     round.settled_at = now
     round.version = Version(state.term, round.base.counter + 1)
     round.folded = state.fragments[round.fragment].take_folded()

@@ -97,6 +97,11 @@ def test_a_recipe_gives_its_model_and_settings() -> None:
     assert found["prediction"]["compute_utilization"] < 1.0, "its learners wait"
 
 
+def test_rounds_that_learners_open_are_not_planned() -> None:
+    text = refusal("async-local-sgd", "--step-seconds", "0.25", "--link", "20Mbit")
+    assert "'async-local-sgd' has participants='own', which the planner does not know" in text
+
+
 def test_a_site_can_have_a_step_of_its_own(tmp_path: Path) -> None:
     sites = ("--site", "fast:1:1Gbit", "--site", "slow:1:1Gbit:20ms:step=3s")
     found = document(*SMALL, *sites, "--grace-margin", "0")
