@@ -270,8 +270,8 @@ GROUPS = {
         _variants(),
         "speeds 1, 1, 2, 4: own rounds with plain Nesterov diverge or end 20 % worse, for "
         "momentum grows with each of four merges a period; with delayed Nesterov 3 % worse than "
-        "the default, which averages four before each outer step; delayed Nesterov in ordinary rounds "
-        "2 % worse",
+        "the default, which averages four before each outer step; delayed Nesterov in ordinary "
+        "rounds 2 % worse",
     ),
     "longer": Group(
         _longer(),
