@@ -117,8 +117,16 @@ class _Round:
         lines += [f"{BULLET}{text}." for text in (*answers, *self._others())] or ["- no learner"]
         if result is None:
             return [*lines, "", self._unfinished()]
-        lines += ["", self._quorum(result), self._grace(result), self._closing(result)]
+        lines.append("")
+        if not self._is_own:
+            lines += [self._quorum(result), self._grace(result), self._closing(result)]
         return [*lines, self._durations(result), self._outcome(result)]
+
+    @property
+    def _is_own(self) -> bool:
+        """Whether a learner has opened it, or one that was about to go."""
+        closing = self.round.opened is not None and self.round.opened.closing
+        return self.options is not None and self.options.participants == "own" and not closing
 
     def _title(self) -> str:
         round, result = self.round, self.round.result
@@ -138,6 +146,8 @@ class _Round:
             return text + ", in the closing sweep, in which every fragment gets one last round"
         if tick is None:
             return text
+        if self._is_own and round.opened is not None:
+            return f"{text}, because {round.opened.why}: learners open their rounds themselves"
         text += (
             f", because the clock had reached step {tick}, when fragment {round.fragment} is due"
         )
@@ -228,6 +238,8 @@ class _Round:
             present = [stay for stay in stays if stay.since <= until]
             if not (present and math.isinf(present[-1].until)):
                 return "not live"
+        if self._is_own and (round.result is None or name in round.live):
+            return "live, but not asked: its own steps say when it is"
         if round.result is None or name in round.live:
             return "live, but not asked: " + self._window_missed(name)
         if name in round.unreachable:

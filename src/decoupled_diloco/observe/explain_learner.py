@@ -158,8 +158,11 @@ def _participation(run: RunModel, learner: LearnerLog) -> list[str]:
         f"It was in {took} of {many(merged, 'merged round')} ({percent(took / merged)}), and in "
         f"{learner.recent.count(TOOK_PART)} of the last {len(learner.recent)}. Why:"
     ]
+    words = dict(_REASONS)
+    if run.settings_of("sync").get("participants") == "own":
+        words[NOT_ASKED] = "another learner's: each opens its rounds by its own steps"
     for reason, count in learner.reasons.most_common():
-        told = _REASONS.get(reason, reason) + _example(run, learner.name, reason)
+        told = words.get(reason, reason) + _example(run, learner.name, reason)
         lines.append(f"{BULLET}{count}: {told}")
     early = merged - learner.reasons.total()
     if early > 0:

@@ -422,6 +422,8 @@ def _close(state: SyncerState, options: Options, now: float, round: Round) -> No
     )
     if decision.close:
         round.closed_at, round.close_reason = now, decision.reason
+        if options.participants == "own" and not round.leaver:
+            round.close_reason = "a contribution is merged as soon as it is here"
 
 
 def _qualified(state: SyncerState, round: Round) -> int:

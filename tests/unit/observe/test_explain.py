@@ -213,6 +213,22 @@ def test_a_window_that_was_open_is_told_with_its_length(tmp_path):
         assert f"The grace window was {format_duration(data['grace_seconds'])}: γ = 0.8" in text
 
 
+def test_a_round_that_a_learner_has_opened(tmp_path):
+    own = {"participants": "own", "grace_margin": 0.0, "missed": "rebase"}
+    write_world(tmp_path, quorum=1, **own)
+    chronicle = run_of(TapeReader(tmp_path))
+    rounds = [data for data in finished(tmp_path, 0) if data["why"].startswith("a contribution")]
+    assert len(rounds) > 40
+    for data in rounds:
+        text = said(explain_round(chronicle, data["round"], 0))
+        assert "because a contribution is here: learners open their rounds themselves." in text
+        assert "before the opening" in text
+        for ordinary in ("the clock had reached", "grace", "window", "quorum"):
+            assert ordinary not in text
+    text = said(explain_learner(chronicle, A))
+    assert re.search(r"- \d+: another learner's: each opens its rounds by its own steps", text)
+
+
 def test_who_declined_says_why(folder, chronicle):
     for shard, data, p in rounds_with(folder, "declined"):
         line = line_of(explain_round(chronicle, data["round"], shard), data, p)
