@@ -9,10 +9,12 @@ file, and one that is there is not run again.
 
 from __future__ import annotations
 
+import json
 import re
 import statistics
 import time
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -314,28 +316,40 @@ def main() -> None:
     torch.set_num_threads(1)
     group = GROUPS[arguments.group]
     names = [name for name in group.cells if re.search(arguments.cells, name)]
-    rows = measured(
+    measured(
         arguments.kept, names, arguments.seeds, lambda name, seed: group.cells[name].measure(seed)
     )
+    rows = kept_rows(arguments.kept, group.cells)
     keep(
         arguments.group,
         estimate=group.estimate,
-        config={"seeds": arguments.seeds, "sequences": SEQUENCES, **SIZE},
+        config={"sequences": SEQUENCES, **SIZE},
         raw=[row for each in rows.values() for row in each],
         result={name: summary(group.cells[name], name, rows) for name in rows},
         not_measured=group.not_measured,
     )
 
 
+def kept_rows(kept: Path, cells: dict[str, Cell]) -> dict[str, list[Row]]:
+    """All that was measured of each cell: those that decide have more seeds than the others."""
+    lines = sorted(map(json.loads, kept.read_text().splitlines()), key=lambda row: row["seed"])
+    found = {name: [row for row in lines if row["cell"] == name] for name in cells}
+    return {name: rows for name, rows in found.items() if rows}
+
+
 def summary(cell: Cell, name: str, rows: dict[str, list[Row]]) -> dict[str, Any]:
-    """Mean loss, and the paired gap to the cell that it is compared with."""
-    losses = [row["loss"] for row in rows[name]]
-    found: dict[str, Any] = {"less": cell.less, "loss": statistics.mean(losses)}
+    """Mean loss, and the gap to the cell that it is compared with, paired by seeds."""
+    found: dict[str, Any] = {
+        "less": cell.less,
+        "loss": statistics.mean(row["loss"] for row in rows[name]),
+        "seeds": len(rows[name]),
+    }
     if "accuracy" in rows[name][0]:
         found["accuracy"] = statistics.mean(row["accuracy"] for row in rows[name])
-    if cell.against in rows:
-        pairs = zip(losses, rows[cell.against], strict=True)
-        found["gap_percent"] = interval([100 * (loss / row["loss"] - 1) for loss, row in pairs])
+    others = {row["seed"]: row["loss"] for row in rows.get(cell.against, [])}
+    pairs = [(row["loss"], others[row["seed"]]) for row in rows[name] if row["seed"] in others]
+    if pairs and cell.against != name:
+        found["gap_percent"] = interval([100 * (loss / other - 1) for loss, other in pairs])
     return found
 
 

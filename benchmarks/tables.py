@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from loss_tables import adapting, late, loss_under_faults, outer, quality, speeds, traffic
+from loss_tables import adapting, late, loss_under_faults, quality, settings, speeds, traffic
 from peers_table import peers
 from shapes import spread, table
 
@@ -34,8 +34,14 @@ TITLES = {
     "mixed": "A run of mixed parallelism, and plain learners",
     "gpu": "On a GPU",
     "quality": "Loss at equal tokens",
-    "outer": "Which outer optimizer",
     "traffic": "Loss against traffic",
+    "longer": "Loss against traffic, three times as long",
+    "schedule": "Period, overlap and fragments",
+    "learners": "How many learners",
+    "rounds": "Which outer optimizer, for how many rounds",
+    "merges": "Why an outer optimizer does better elsewhere",
+    "variants": "Rounds that a learner opens, and delayed momentum",
+    "models": "A mixture of experts, and images",
     "adapting": "A codec for each link",
     "speeds": "Learners of unequal speed",
     "late": "Contributions that come late",
@@ -441,7 +447,13 @@ FORMS: dict[str, Callable[[Any], str]] = {
     "mixed": mixed,
     "gpu": gpu,
     "quality": quality,
-    "outer": outer,
+    "longer": settings("against its own data-parallel"),
+    "schedule": settings("against the default"),
+    "learners": settings("against data-parallel on its batches"),
+    "rounds": settings("against 0.7 / 0.5"),
+    "merges": settings("against a mean of all at once"),
+    "variants": settings("against the default"),
+    "models": settings("against data-parallel"),
     "speeds": speeds,
     "traffic": traffic,
     "adapting": adapting,
