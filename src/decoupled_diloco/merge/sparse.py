@@ -72,7 +72,8 @@ class TopKCodec(GroupedCodec):
     def _write(self, groups: Tensor, records: Tensor) -> None:
         sizes = groups.abs()
         chosen = _largest(sizes, self.k)
-        values, sizes = groups.gather(1, chosen), sizes.gather(1, chosen)
+        values = groups.gather(1, chosen)
+        sizes = values.abs()
         high = sizes > sizes.mean(1, keepdim=True)
         levels = torch.stack([_mean(sizes, ~high), _mean(sizes, high)], 1)
         codes = (values < 0) + 2 * high.to(torch.uint8)
@@ -112,16 +113,20 @@ def _largest(sizes: Tensor, k: int) -> Tensor:
         # k elements are as large as the k-th largest of the parts' maxima: so few are looked at.
         maxima = array.reshape(-1, _STRIDES, parts).max(1)
         least = np.partition(maxima, parts - k, 1)[:, parts - k, None]
-        rows, columns = np.divmod(np.flatnonzero(~(array < least)), CHUNK)
-        counts = np.bincount(rows, minlength=len(array))
-        places = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-        candidates = np.full((len(array), counts.max()), -1, np.float32)
-        found = np.zeros(candidates.shape, np.int64)
-        candidates[rows, places], found[rows, places] = array[rows, columns], columns
+        where = np.flatnonzero(~(array < least))  # NaN counts as the largest
+        rows, columns = where >> CHUNK.bit_length() - 1, where & CHUNK - 1
+        values, counts = array.reshape(-1)[where], np.bincount(rows, minlength=len(array))
+        there = np.arange(counts.max()) < counts[:, None]
+        candidates = np.full(there.shape, -1, np.float32)
+        candidates[there] = values
+        chosen = ~(values < np.partition(candidates, -k, 1)[rows, -k])
+        if np.count_nonzero(chosen) == k * len(array):
+            return torch.from_numpy(columns[chosen].reshape(-1, k))
+        found = np.zeros(there.shape, np.int64)  # others are as large as the k-th
+        found[there] = columns
     else:
         candidates, found = array, np.broadcast_to(np.arange(CHUNK), array.shape)
-    width = candidates.shape[1]
-    best = np.argpartition(candidates, width - k, 1)[:, width - k :]  # NaN counts as the largest
+    best = np.argpartition(candidates, -k, 1)[:, -k:]
     return torch.from_numpy(np.sort(np.take_along_axis(found, best, 1), 1))
 
 
