@@ -183,8 +183,9 @@ def ask_again(state: SyncerState, options: Options, round: Round) -> None:
 
 def _can_be_served(state: SyncerState, options: Options, member: Member, fragment: int) -> bool:
     round = state.rounds.get(fragment)
-    merging = round is not None and round.settled_at is not None
-    return not merging and _held_base(state, options, member, fragment) is not None
+    if round is not None and round.settled_at is not None and options.participants != "own":
+        return False  # what is being merged makes what it has late
+    return _held_base(state, options, member, fragment) is not None
 
 
 def _urgency(
@@ -209,8 +210,7 @@ def due_by_own_steps(
                 continue
             base = _held_base(state, options, member, fragment)
             asked = member.learner in state.fragments[fragment].asks or not member.connected
-            merging = not _can_be_served(state, options, member, fragment)
-            if asked or merging or base is None or _is_busy(state, options, member):
+            if asked or base is None or _is_busy(state, options, member):
                 member.arrears.add(fragment)
                 continue
             why = f"its own step {step} makes fragment {fragment} due with it"
@@ -234,6 +234,8 @@ def _ask(
     coming: tuple[int, ...] = (),
 ) -> list[SyncerEffect]:
     entry, round = state.fragments[fragment], state.rounds.get(fragment)
+    if round is not None and round.settled_at is not None:
+        round = None  # it merges without this one
     state.asks += 1
     name, learner = Asking(state.term, state.asks), member.learner
     path = f"/up/{name.term}/{fragment}/{learner}/{member.epoch}/{name.number}"
@@ -245,7 +247,7 @@ def _ask(
     entry.ask(ask)
     member.under_way.add(fragment)
     was_asked(member, fragment)
-    if round is not None and round.settled_at is None:
+    if round is not None:
         if learner not in round.turned:
             round.turn(learner, stepping=member.reported_at is not None)
         if round.closed_at is None or round.final or waits_for_leaver(state, round):
@@ -284,8 +286,18 @@ def note_quorum(
 def ask_leaver(
     state: SyncerState, options: Options, now: float, member: Member
 ) -> list[SyncerEffect]:
-    """Asks who is about to go for whatever an open round can still take."""
+    """Asks who is about to go for whatever an open round can still take.
+
+    Where learners open their rounds, it is asked for all that it can be asked for.
+    """
     effects: list[SyncerEffect] = []
+    if options.participants == "own":
+        for fragment in sorted(member.arrears) if member.connected else ():
+            base = _held_base(state, options, member, fragment)
+            if base is not None and member.learner not in state.fragments[fragment].asks:
+                member.arrears.discard(fragment)
+                effects += _ask(state, options, now, member, fragment, base, "it is about to go")
+        return effects
     for round in state.rounds.values() if member.connected else ():
         fragment, entry = round.fragment, state.fragments[round.fragment]
         wanted = member.leaving_with is not None and fragment in member.leaving_with

@@ -7,6 +7,9 @@ others have trained for nothing. So a learner that goes costs the others one syn
 ahead of time, and no step. An open round asks it at once, and waits for what it sends; one that is
 being merged makes what it has stale, as ever.
 
+Where learners open their rounds by themselves it alone is asked, for all fragments at once: what the
+others have trained is not overwritten then.
+
 Where fewer learners than the quorum are live nothing can be merged: it is dismissed at once. It
 waits no longer than it was given; what is not in a version by then is lost with it.
 """
@@ -39,6 +42,9 @@ def leaving(
     if member.leavings > LEAVINGS_MAX:
         return []  # who says so again and again would have everybody asked again and again
     member.leaving_with = frozenset(message.fragments) & frozenset(owned) - member.drained
+    if options.participants == "own":
+        member.arrears |= member.leaving_with
+        return []
     first = [p for p in sorted(member.leaving_with) if p not in state.rounds]
     rest = {p: tick for p, tick in state.queue.items() if p not in first}
     state.queue = dict.fromkeys(first, state.clock) | rest
@@ -46,8 +52,10 @@ def leaving(
     return []
 
 
-def leaver_of(state: SyncerState, fragment: int) -> str:
-    """A learner that is about to go and has something new of a fragment; empty: there is none."""
+def leaver_of(state: SyncerState, options: Options, fragment: int) -> str:
+    """A learner for whose sake a fragment's round is opened; empty: there is none."""
+    if options.participants == "own":
+        return ""
     for member in state.members.values():
         if member.leaving_with is not None and fragment in member.leaving_with:
             return member.learner

@@ -102,7 +102,7 @@ def open_due(state: SyncerState, options: Options, now: float) -> list[SyncerEff
 def _openable(state: SyncerState, options: Options) -> list[int]:
     queue: Iterable[int] = state.queue
     if options.participants == "own":  # whatever is due: what is here opens a round
-        queue = (p for p in queue if state.fragments[p].folded or leaver_of(state, p))
+        queue = (p for p in queue if state.fragments[p].folded)
     closing = sorted(state.closing - state.rounds.keys())
     return [p for p in (*queue, *closing) if state.fragments[p].retry_at is None]
 
@@ -126,7 +126,7 @@ def _open(
         deliver_until=now + (window := options.overlap * state.step_seconds),
         delivery_over=window == 0.0,
         final=final,
-        leaver=leaver_of(state, fragment),
+        leaver=leaver_of(state, options, fragment),
     )
     why = "the closing sweep" if final else f"fragment {fragment} is due since step {tick}"
     if options.participants == "own" and not final:
@@ -283,6 +283,8 @@ def _fall_out(
         outcome = Outcome(fragment, ask.name, verdict, reason, None)
         effects.append(Send(ask.learner, outcome, reason))
     if member is not None:
+        if ask_state == "gone" and options.participants == "own":
+            member.arrears.add(fragment)  # nobody else's round would ask it again
         effects += _link_free(state, options, now, member, fragment)
     return effects
 
@@ -422,7 +424,7 @@ def _close(state: SyncerState, options: Options, now: float, round: Round) -> No
     )
     if decision.close:
         round.closed_at, round.close_reason = now, decision.reason
-        if options.participants == "own" and not round.leaver:
+        if options.participants == "own":
             round.close_reason = "a contribution is merged as soon as it is here"
 
 

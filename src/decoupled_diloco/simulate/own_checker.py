@@ -1,10 +1,9 @@
 """What must hold where learners open rounds by themselves (``participants = "own"``, rule 21).
 
-A round is opened when a contribution is here, and merges it at once. The closing round asks
-everybody, and so does that of a learner that is about to go. Of what a learner sends of a fragment
-no more is merged than once in H of its own steps, and once in each of those rounds. One may have
-been long under way, the next in arrears for that, and the one after it in time: two more are
-allowed.
+A round is opened when a contribution is here, and merges it at once; the closing round asks
+everybody. Of what a learner sends of a fragment no more is merged than once in H of its own steps,
+and once as it goes. One may have been long under way, the next in arrears for that, and the one
+after it in time: two more are allowed. Nothing that is here lies.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ class OwnChecker:
         self._shards = {shard.name: shard for shard in system.shard_processes}
         self._first: dict[tuple[str, int, int, str, int], int] = {}
         self._folded: Counter[tuple[str, int, int, str, int]] = Counter()
-        self._others: Counter[tuple[str, int]] = Counter()
         if system.options.participants == "own":
             system.recorders.append(self)
 
@@ -39,8 +37,8 @@ class OwnChecker:
         merging = {effect.fragment for effect in effects if isinstance(effect, Merge)}
         for effect in effects:
             if isinstance(effect, RoundOpened) and not effect.closing:
-                if effect.fragment not in merging:
-                    self._opened(shard.machine.state.rounds, who, effect.fragment)
+                text = f"{who} opens a round of fragment {effect.fragment}, and nothing is here"
+                assert effect.fragment in merging, text
             elif isinstance(effect, Fold) and shard.machine.state.phase == "running":
                 member = shard.machine.state.members[effect.learner]
                 place = (who, shard.life, effect.fragment, effect.learner, member.epoch)
@@ -52,18 +50,11 @@ class OwnChecker:
             lies = entry.folded and fragment not in state.rounds and fragment not in state.queue
             assert not lies, f"{who} has a contribution to fragment {fragment}, and merges it not"
 
-    def _opened(self, rounds: dict[int, Any], who: str, fragment: int) -> None:
-        """A round that has nothing to merge."""
-        text = f"{who} opens a round of fragment {fragment}, and nothing is here"
-        assert fragment in rounds, text
-        assert rounds[fragment].leaver, text
-        self._others[who, fragment] += 1
-
     def _merges(self, place: tuple[str, int, int, str, int], step: int) -> None:
         """A learner's contribution is folded, at so many of its own steps."""
         who, _, fragment, learner, _ = place
         self._folded[place] += 1
         steps, times = step - self._first.setdefault(place, step), self._folded[place]
-        allowed = steps // self.system.options.period + 3 + self._others[who, fragment]
+        allowed = steps // self.system.options.period + 4
         text = f"{who} merges {learner} into fragment {fragment} {times} times in {steps} steps"
         assert times <= allowed, f"{text}: at most {allowed}"
