@@ -1,0 +1,258 @@
+"""What a shard must do where learners open rounds with their own steps: a naive model of the rule.
+
+Written from the rule and the docs alone; it is told every event and every order. Where it is not
+``strict``, it lets pass that nobody is asked for a fragment while that merges, that an asking is
+over with its connection, and that one who drains opens a round that waits for it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from decoupled_diloco.protocol import Options, Version
+from decoupled_diloco.protocol import effects as do
+from decoupled_diloco.protocol import events as ev
+from decoupled_diloco.protocol import messages as msg
+from decoupled_diloco.protocol.versions import Asking, Holding
+
+Key = tuple[str, int, Asking]
+"""Names one contribution: the learner, the fragment, the asking."""
+
+
+@dataclass
+class Part:
+    """What a shard must know of one life of a learner.
+
+    ``turns``: fragments that it is to be asked for, and whether it must be; ``fresh``: those that
+    the last event has made due; ``late``: what was asked in arrears; ``made``: from which versions
+    it has contributed (``before``: in earlier lives).
+    """
+
+    step: int
+    before: dict[int, list[Version]]
+    connected: bool = True
+    going: bool = False
+    turns: dict[int, bool] = field(default_factory=dict)
+    fresh: set[int] = field(default_factory=set)
+    late: set[int] = field(default_factory=set)
+    asked: dict[int, tuple[Asking, Version]] = field(default_factory=dict)
+    names: set[Asking] = field(default_factory=set)
+    held: dict[int, Version] = field(default_factory=dict)
+    made: dict[int, list[Version]] = field(default_factory=lambda: defaultdict(list))
+    swept: set[int] = field(default_factory=set)
+
+
+class Model:
+    """What must be asked for, folded and merged, and nothing else."""
+
+    def __init__(self, options: Options, shard: int, strict: bool) -> None:
+        self.options, self.owned, self.strict = options, options.owned(shard), strict
+        self.parts: dict[str, Part] = {}
+        self.epochs: Counter[str] = Counter()
+        self.before: dict[str, dict[int, list[Version]]] = defaultdict(lambda: defaultdict(list))
+        self.newest = dict.fromkeys(self.owned, 0)
+        self.folded: dict[int, list[Key]] = {p: [] for p in self.owned}
+        self.merging: dict[int, list[Key]] = {}
+        self.bases: dict[Key, Version] = {}
+        self.failed: dict[int, tuple[int, float]] = {}
+        self.open: set[int] = set()
+        self.drained: set[int] = set()
+        self.present: set[str] = set()
+        self.owed: dict[Key, str] = {}
+        self.body: Key | None = None
+        self.closing = self.swept = False
+        self.said: Counter[str] = Counter()
+
+    def told(self, now: float, event: Any) -> None:
+        """What a fact changes before the shard has answered it; ``whose``: whom it concerns."""
+        self.whose = {getattr(event, "peer", getattr(event, "learner", ""))}
+        for part in self.parts.values():
+            part.fresh = set()
+        match event:
+            case ev.Tick():
+                self.whose = set(self.parts)
+            case ev.Connected(name, msg.Hello() as hello):
+                self._greeted(name, hello)
+            case ev.Lost(name):
+                self.parts[name].connected = False
+                self.present.discard(name)
+            case ev.Reported(reports):
+                self.whose = {name for name, _ in reports}
+                for name, report in reports:
+                    self._stepped(name, report.step)
+            case ev.Received(name, msg.StepReport(step=step)):
+                self._stepped(name, step)
+            case ev.Received(name, Holding(p, version)):
+                self.parts[name].held[p] = version
+            case ev.Received(name, msg.Leave()):
+                self._gone(name)
+            case ev.Received(name, msg.Draining(fragments)):
+                self.parts[name].going = True
+                self.parts[name].turns |= dict.fromkeys(fragments, True)
+                self.drained |= set(fragments)
+            case ev.Received(name, msg.Decline(p, ask, nothing_new, reason)):
+                if self._over(name, p, ask) and not nothing_new:
+                    self.parts[name].turns[p] = reason == "behind"
+            case ev.BodyCorrupt(name, p, ask):
+                if self._over(name, p, ask):
+                    self.parts[name].turns[p] = False
+            case ev.BodyArrived(name, _, p, ask):
+                if base := self._over(name, p, ask):
+                    self.body, self.bases[name, p, ask] = (name, p, ask), base
+            case ev.Merged(_, p):
+                self.newest[p] += 1
+                self.failed.pop(p, None)
+                self._owes(p, "accepted")
+            case ev.MergeFailed(_, p):
+                count = self.failed.get(p, (0, 0.0))[0]
+                self.failed[p] = count + 1, now + min(60.0, 2.0**count)
+                for key in self._owes(p, "abandoned"):
+                    part = self.parts[key[0]]
+                    part.made[p] = [made for made in part.made[p] if made != self.bases[key]]
+            case ev.Received(_, msg.EndOrdered()):
+                self.closing = True
+                self.present = {name for name, part in self.parts.items() if part.connected}
+
+    def _greeted(self, name: str, hello: msg.Hello) -> None:
+        self.present.discard(name)
+        if hello.epoch > self.epochs[name]:
+            self._gone(name)
+        self.epochs[name] = hello.epoch
+        if name not in self.parts:
+            self.parts[name] = Part(hello.step, self.before[name])
+            self.parts[name].turns = dict.fromkeys(self.owned, False) if hello.step else {}
+        part = self.parts[name]
+        part.connected = True
+        part.held |= {holding.fragment: holding.version for holding in hello.held}
+        for p, (ask, _) in list(part.asked.items()):
+            if ask not in hello.asks:
+                self._over(name, p, ask)
+                part.turns[p] = self.strict
+                part.fresh.add(p)
+        self._stepped(name, hello.step)
+
+    def _gone(self, name: str) -> None:
+        self.present.discard(name)
+        if part := self.parts.pop(name, None):
+            for p, made in part.made.items():
+                self.before[name][p] += made
+
+    def _stepped(self, name: str, step: int) -> None:
+        part, period = self.parts[name], self.options.period
+        for s in range(part.step + 1, step + 1):
+            due = {p for p in self.owned if s % period == self.options.phase(p)}
+            part.fresh |= {p for p in due if not (part.turns.get(p) and self._fit(part, p))}
+            part.turns |= dict.fromkeys(due, True)
+        part.step = max(part.step, step)
+
+    def _over(self, name: str, p: int, ask: Asking) -> Version | None:
+        part = self.parts.get(name)
+        if part is None or part.asked.get(p, (None,))[0] != ask:
+            return None
+        part.late.discard(p)
+        return part.asked.pop(p)[1]
+
+    def _owes(self, p: int, verdict: str) -> Sequence[Key]:
+        keys = [key for key in self.merging.pop(p) if key[0] in self.parts]
+        mine = [key for key in keys if key[2] in self.parts[key[0]].names]
+        self.owed |= {key: verdict for key in mine if self.parts[key[0]].connected}
+        return mine
+
+    def answered(self, effect: Any) -> None:
+        """Whether the shard may give this order."""
+        match effect:
+            case do.Expect(learner=learner, fragment=p, ask=ask):
+                self.expected = learner, p, ask
+            case do.Send(peer, msg.Pull() as pull):
+                self._asks(self.parts[peer], peer, pull)
+            case do.Send(peer, msg.Outcome(p, ask, verdict)) if (peer, p, ask) in self.owed:
+                assert self.owed.pop((peer, p, ask)) == verdict, f"{effect} is not true"
+            case do.Fold(fragment=p, learner=learner, ask=ask):
+                assert self.body == (learner, p, ask), f"{effect}: only {self.body} has arrived"
+                assert self._age(p) <= self.options.late_rounds_max, f"{effect}: too late"
+                self.folded[p].append(self.body)
+                self.parts[learner].made[p].append(self.bases[self.body])
+                self.parts[learner].swept |= {p} if self.closing else set()
+                self.body = None
+            case do.Drop(fragment=p, learner=learner, ask=ask) if self.body == (learner, p, ask):
+                assert self._age(p) > self.options.late_rounds_max, f"dropped: {effect.why}"
+                self.body = None
+            case do.Merge(fragment=p, version=version):
+                assert p not in self.merging, f"{p} merges already"
+                assert self.folded[p], f"nothing to merge of {p}"
+                assert version == Version(1, self.newest[p] + 1), f"{version} is made"
+                self.merging[p], self.folded[p] = self.folded[p], []
+                self.said["late" if len(self.merging[p]) > 1 else "alone"] += 1
+            case do.RoundFinished(fragment=p):
+                self.open.discard(p)
+            case do.RoundOpened(fragment=p, closing=False):
+                drains = not self.strict and p in self.drained
+                assert self.folded[p] or drains, f"a round of {p} with nothing: {effect.why}"
+                self.open.add(p)
+            case do.Evict(learner):
+                self._gone(learner)
+            case do.Send(_, msg.Swept()):
+                left = [*self.merging, *filter(self.folded.get, self.owned)]
+                assert not left, f"something is left of {left}"
+                for name in self.present:
+                    left = sorted({*self.owned} - self.parts[name].swept)
+                    assert not left, f"{name} was not swept: {left}"
+                self.swept = True
+
+    def _age(self, p: int) -> int:
+        """By how many versions the body that has arrived is late where it is folded now."""
+        assert self.body
+        return self.newest[p] + (p in self.merging) - self.bases[self.body].counter
+
+    def _asks(self, part: Part, name: str, pull: msg.Pull) -> None:
+        p, about = pull.fragment, f"{name} is asked for {pull.fragment} from {pull.base}"
+        assert self.expected == (name, p, pull.ask), f"{about}: not expected"
+        assert p in self.owned, f"{about}: another shard's"
+        assert part.connected, f"{about}: nobody is there"
+        assert p not in part.asked, f"{about}: twice at a time"
+        assert pull.final == self.closing, f"{about}: final is {pull.final}"
+        drains = part.going or (not self.strict and p in self.drained)
+        if not self.closing:
+            age = self.newest[p] - pull.base.counter
+            assert p in part.turns or drains, f"{about}: not its turn"
+            assert pull.base not in part.made[p], f"{about}: made before"
+            assert age in (0, self.newest[p] - part.held.get(p, pull.base).counter), about
+            assert age <= self.options.late_rounds_max, f"{about}: too old"
+        if not self.closing and not drains:
+            assert len(part.asked) < self.options.open_rounds_max, f"{about}: {part.asked}"
+            assert p in part.fresh or not part.asked, f"{about}: in arrears, beside {part.asked}"
+        part.swept |= {p} if self.closing else set()
+        part.late |= {p} - part.fresh
+        part.turns.pop(p, None)
+        part.asked[p] = pull.ask, pull.base
+        part.names.add(pull.ask)
+
+    def settled(self, now: float) -> None:
+        """An event and every alarm is dealt with: nothing is left undone."""
+        assert self.body is None, f"{self.body} is neither folded nor dropped"
+        assert not self.owed, f"nobody hears what became of {self.owed}"
+        slots = self.options.open_rounds_max
+        for p in self.owned if not self.closing else ():
+            waits = p in self.merging or now < self.failed.get(p, (0, 0.0))[1]
+            waits |= len(self.merging if self.strict else self.open) >= slots
+            waits |= not self.strict and p in self.drained
+            assert waits or not self.folded[p], f"{self.folded[p]} lies there"
+        for name, part in self.parts.items() if not self.closing else ():
+            if not part.connected or not (self.strict or (name in self.whose and not part.going)):
+                continue
+            turns = {p for p, sure in part.turns.items() if sure}
+            left = sorted(p for p in turns if self._fit(part, p))
+            more = len(part.asked) < slots and not part.late and part.fresh >= turns
+            more &= turns.isdisjoint(part.asked.keys() | (set() if self.strict else self.drained))
+            free = not part.asked or more or part.going
+            assert not (free and left), f"{name} has a free link and is not asked for {left}"
+
+    def _fit(self, part: Part, p: int) -> bool:
+        held = part.held.get(p)
+        if held is None or p in part.asked or (p in self.merging and not self.strict):
+            return False
+        fresh = held not in part.made[p] + part.before[p]
+        return fresh and self.newest[p] - held.counter <= self.options.late_rounds_max
