@@ -1,8 +1,6 @@
 """What a shard must do where learners open rounds with their own steps: a naive model of the rule.
 
-Written from the rule and the docs alone; it is told every event and every order. Where it is not
-``strict``, it lets pass that nobody is asked for a fragment while that merges, that an asking is
-over with its connection, and that one who drains opens a round that waits for it.
+Written from the rule and the docs alone; it is told every event and every order.
 """
 
 from __future__ import annotations
@@ -48,8 +46,8 @@ class Part:
 class Model:
     """What must be asked for, folded and merged, and nothing else."""
 
-    def __init__(self, options: Options, shard: int, strict: bool) -> None:
-        self.options, self.owned, self.strict = options, options.owned(shard), strict
+    def __init__(self, options: Options, shard: int) -> None:
+        self.options, self.owned = options, options.owned(shard)
         self.parts: dict[str, Part] = {}
         self.epochs: Counter[str] = Counter()
         self.before: dict[str, dict[int, list[Version]]] = defaultdict(lambda: defaultdict(list))
@@ -58,8 +56,6 @@ class Model:
         self.merging: dict[int, list[Key]] = {}
         self.bases: dict[Key, Version] = {}
         self.failed: dict[int, tuple[int, float]] = {}
-        self.open: set[int] = set()
-        self.drained: set[int] = set()
         self.present: set[str] = set()
         self.owed: dict[Key, str] = {}
         self.body: Key | None = None
@@ -67,20 +63,16 @@ class Model:
         self.said: Counter[str] = Counter()
 
     def told(self, now: float, event: Any) -> None:
-        """What a fact changes before the shard has answered it; ``whose``: whom it concerns."""
-        self.whose = {getattr(event, "peer", getattr(event, "learner", ""))}
+        """What a fact changes before the shard has answered it."""
         for part in self.parts.values():
             part.fresh = set()
         match event:
-            case ev.Tick():
-                self.whose = set(self.parts)
             case ev.Connected(name, msg.Hello() as hello):
                 self._greeted(name, hello)
             case ev.Lost(name):
                 self.parts[name].connected = False
                 self.present.discard(name)
             case ev.Reported(reports):
-                self.whose = {name for name, _ in reports}
                 for name, report in reports:
                     self._stepped(name, report.step)
             case ev.Received(name, msg.StepReport(step=step)):
@@ -90,15 +82,16 @@ class Model:
             case ev.Received(name, msg.Leave()):
                 self._gone(name)
             case ev.Received(name, msg.Draining(fragments)):
-                self.parts[name].going = True
-                self.parts[name].turns |= dict.fromkeys(fragments, True)
-                self.drained |= set(fragments)
+                part = self.parts[name]
+                part.turns |= dict.fromkeys(fragments, not part.going)  # it has stopped stepping
+                part.going = True
             case ev.Received(name, msg.Decline(p, ask, nothing_new, reason)):
                 if self._over(name, p, ask) and not nothing_new:
-                    self.parts[name].turns[p] = reason == "behind"
+                    turns = self.parts[name].turns
+                    turns[p] = turns.get(p, False) or reason == "behind"
             case ev.BodyCorrupt(name, p, ask):
                 if self._over(name, p, ask):
-                    self.parts[name].turns[p] = False
+                    self.parts[name].turns.setdefault(p, False)
             case ev.BodyArrived(name, _, p, ask):
                 if base := self._over(name, p, ask):
                     self.body, self.bases[name, p, ask] = (name, p, ask), base
@@ -130,7 +123,7 @@ class Model:
         for p, (ask, _) in list(part.asked.items()):
             if ask not in hello.asks:
                 self._over(name, p, ask)
-                part.turns[p] = self.strict
+                part.turns[p] = True
                 part.fresh.add(p)
         self._stepped(name, hello.step)
 
@@ -186,12 +179,8 @@ class Model:
                 assert version == Version(1, self.newest[p] + 1), f"{version} is made"
                 self.merging[p], self.folded[p] = self.folded[p], []
                 self.said["late" if len(self.merging[p]) > 1 else "alone"] += 1
-            case do.RoundFinished(fragment=p):
-                self.open.discard(p)
             case do.RoundOpened(fragment=p, closing=False):
-                drains = not self.strict and p in self.drained
-                assert self.folded[p] or drains, f"a round of {p} with nothing: {effect.why}"
-                self.open.add(p)
+                assert self.folded[p], f"a round of {p} with nothing: {effect.why}"
             case do.Evict(learner):
                 self._gone(learner)
             case do.Send(_, msg.Swept()):
@@ -214,14 +203,13 @@ class Model:
         assert part.connected, f"{about}: nobody is there"
         assert p not in part.asked, f"{about}: twice at a time"
         assert pull.final == self.closing, f"{about}: final is {pull.final}"
-        drains = part.going or (not self.strict and p in self.drained)
         if not self.closing:
             age = self.newest[p] - pull.base.counter
-            assert p in part.turns or drains, f"{about}: not its turn"
+            assert p in part.turns or part.going, f"{about}: not its turn"
             assert pull.base not in part.made[p], f"{about}: made before"
             assert age in (0, self.newest[p] - part.held.get(p, pull.base).counter), about
             assert age <= self.options.late_rounds_max, f"{about}: too old"
-        if not self.closing and not drains:
+        if not self.closing and not part.going:
             assert len(part.asked) < self.options.open_rounds_max, f"{about}: {part.asked}"
             assert p in part.fresh or not part.asked, f"{about}: in arrears, beside {part.asked}"
         part.swept |= {p} if self.closing else set()
@@ -237,22 +225,21 @@ class Model:
         slots = self.options.open_rounds_max
         for p in self.owned if not self.closing else ():
             waits = p in self.merging or now < self.failed.get(p, (0, 0.0))[1]
-            waits |= len(self.merging if self.strict else self.open) >= slots
-            waits |= not self.strict and p in self.drained
+            waits |= len(self.merging) >= slots
             assert waits or not self.folded[p], f"{self.folded[p]} lies there"
         for name, part in self.parts.items() if not self.closing else ():
-            if not part.connected or not (self.strict or (name in self.whose and not part.going)):
+            if not part.connected:
                 continue
             turns = {p for p, sure in part.turns.items() if sure}
             left = sorted(p for p in turns if self._fit(part, p))
             more = len(part.asked) < slots and not part.late and part.fresh >= turns
-            more &= turns.isdisjoint(part.asked.keys() | (set() if self.strict else self.drained))
+            more &= turns.isdisjoint(part.asked.keys())
             free = not part.asked or more or part.going
             assert not (free and left), f"{name} has a free link and is not asked for {left}"
 
     def _fit(self, part: Part, p: int) -> bool:
         held = part.held.get(p)
-        if held is None or p in part.asked or (p in self.merging and not self.strict):
+        if held is None or p in part.asked:
             return False
         fresh = held not in part.made[p] + part.before[p]
         return fresh and self.newest[p] - held.counter <= self.options.late_rounds_max

@@ -24,6 +24,8 @@ from decoupled_diloco.protocol import messages as msg
 from decoupled_diloco.protocol.peers import COORDINATOR
 from outside.own_learner import Learner
 from outside.own_model import Key, Model
+from simulation.breaks import Break
+from simulation.own_breaks import FORGOTTEN_TURNS
 
 SEEDS = 80
 
@@ -31,7 +33,7 @@ SEEDS = 80
 class Schedule:
     """A shard and its learners, by a seed. ``spoils`` takes its orders, and gives others."""
 
-    def __init__(self, seed: int, strict: bool = False, **options: Any) -> None:
+    def __init__(self, seed: int, **options: Any) -> None:
         rng = self.rng = random.Random(f"own {seed}")
         fragments = rng.randint(1, 8)
         period = rng.choice([1, 2, fragments, rng.randint(1, 3 * fragments), 12])
@@ -50,7 +52,7 @@ class Schedule:
         shard = rng.randrange(shards)
         self.merge_seconds, self.fails = rng.choice([0.01, 0.05, 0.5, 3.0]), rng.choice([0, 0, 0.2])
         self.machine = SyncerMachine(Options(**{**given, **options}), shard)
-        self.model = Model(Options(**given), shard, strict)
+        self.model = Model(Options(**given), shard)
         self.spoils: Callable[[list[Any]], list[Any]] = list
         self.now = self.worker_free = 0.0
         self.count, self.heap = 0, list[tuple[float, int, Callable[[], None]]]()
@@ -144,9 +146,9 @@ class Schedule:
         assert self.model.swept, "the sweep does not end"
 
 
-def wrong(seed: int, strict: bool = False) -> str:
+def wrong(seed: int) -> str:
     try:
-        Schedule(seed, strict).whole()
+        Schedule(seed).whole()
     except AssertionError as error:
         return str(error)[:500] or "the machine's own check"
     return ""
@@ -197,7 +199,13 @@ def test_the_model_notices_rounds_that_a_clock_opens(participants: str) -> None:
         Schedule(3, participants=participants).whole()
 
 
+@pytest.mark.parametrize("each", FORGOTTEN_TURNS, ids=[each.what for each in FORGOTTEN_TURNS])
+def test_the_model_notices_a_turn_that_is_forgotten(each: Break) -> None:
+    with each.broken():
+        assert any(map(wrong, range(SEEDS)))
+
+
 if __name__ == "__main__":
     for number in range(int(sys.argv[1]), int(sys.argv[2])):
-        if found := wrong(number, strict="strict" in sys.argv):
+        if found := wrong(number):
             print(f"seed {number}: {found}", flush=True)

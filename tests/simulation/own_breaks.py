@@ -69,13 +69,15 @@ OWN_STEPS = (
         "if False:",
         OWN,
     ),
+)
+
+FORGOTTEN_TURNS = (
     Break(
         "who is due while its fragment is merged is not asked",
         asking,
         "_can_be_served",
         ' and options.participants != "own"',
         "",
-        FOR_LONG,
     ),
     Break(
         "what was asked over a connection that broke is not asked again",
@@ -83,6 +85,6 @@ OWN_STEPS = (
         "_fall_out",
         'if ask_state == "gone" and options.participants == "own":',
         "if False:",
-        FOR_LONG,
     ),
 )
+"""No world notices these: a turn that comes a period later is within its limits."""

@@ -20,6 +20,8 @@ is here, and merges it at once (rule 21, Async Local-SGD).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from decoupled_diloco.protocol.draining import waits_for_leaver, was_asked
 from decoupled_diloco.protocol.effects import Expect, Send, SyncerEffect
 from decoupled_diloco.protocol.membership import Member
@@ -110,14 +112,12 @@ def has_arrears(state: SyncerState, options: Options, member: Member) -> bool:
 def _qualifies(state: SyncerState, options: Options, round: Round, member: Member) -> str | None:
     if round.final:
         return "the closing sweep asks everyone"
-    if member.reported_at is None:
-        return None
+    if member.reported_at is None or options.participants == "own":
+        return None  # its own steps say when it is asked
     if member.leaving_with is not None and round.fragment in member.leaving_with:
         return "it is about to go"
     if round.leaver:
         return f"{round.leaver} is about to go: everybody is asked"
-    if options.participants == "own":
-        return None  # its own steps say when it is asked
     if options.participants == "all":
         return "every live learner takes part"
     if member.run_step >= round.tick:
@@ -144,9 +144,12 @@ def held_more(
 
 def serve(state: SyncerState, options: Options, now: float, member: Member) -> list[SyncerEffect]:
     """Asks a learner in arrears, whose link is free, for what has not heard it for longest."""
-    if member.under_way or not member.connected or state.phase != "running":
+    goes = options.participants == "own" and member.leaving_with is not None
+    if not member.connected or state.phase != "running" or (member.under_way and not goes):
         return []
     ready = [p for p in member.arrears if _can_be_served(state, options, member, p)]
+    if goes:
+        return _ask_who_goes(state, options, now, member, ready)
     if not ready:
         return []
     fragment, *coming = sorted(ready, key=lambda p: _urgency(state, options, member, p))
@@ -158,11 +161,24 @@ def serve(state: SyncerState, options: Options, now: float, member: Member) -> l
     return _ask(state, options, now, member, fragment, base, why, tuple(coming))
 
 
+def _ask_who_goes(
+    state: SyncerState, options: Options, now: float, member: Member, ready: Sequence[int]
+) -> list[SyncerEffect]:
+    """Where learners open their rounds, one that is about to go is asked for all it has at once."""
+    effects: list[SyncerEffect] = []
+    for fragment in sorted(ready):
+        base = _held_base(state, options, member, fragment)
+        if base is not None and member.learner not in state.fragments[fragment].asks:
+            member.arrears.discard(fragment)
+            effects += _ask(state, options, now, member, fragment, base, "it is about to go")
+    return effects
+
+
 def serve_idle(state: SyncerState, options: Options, now: float) -> list[SyncerEffect]:
     """Asks those in arrears who could not be asked before: what they lacked was being merged."""
     effects: list[SyncerEffect] = []
     for member in state.members.values():
-        if member.arrears and not member.under_way:
+        if member.arrears and (not member.under_way or member.leaving_with is not None):
             effects += serve(state, options, now, member)
     return effects
 
@@ -286,18 +302,8 @@ def note_quorum(
 def ask_leaver(
     state: SyncerState, options: Options, now: float, member: Member
 ) -> list[SyncerEffect]:
-    """Asks who is about to go for whatever an open round can still take.
-
-    Where learners open their rounds, it is asked for all that it can be asked for.
-    """
-    effects: list[SyncerEffect] = []
-    if options.participants == "own":
-        for fragment in sorted(member.arrears) if member.connected else ():
-            base = _held_base(state, options, member, fragment)
-            if base is not None and member.learner not in state.fragments[fragment].asks:
-                member.arrears.discard(fragment)
-                effects += _ask(state, options, now, member, fragment, base, "it is about to go")
-        return effects
+    """Asks who is about to go for whatever an open round can still take."""
+    effects = serve(state, options, now, member) if options.participants == "own" else []
     for round in state.rounds.values() if member.connected else ():
         fragment, entry = round.fragment, state.fragments[round.fragment]
         wanted = member.leaving_with is not None and fragment in member.leaving_with

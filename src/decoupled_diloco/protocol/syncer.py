@@ -244,7 +244,9 @@ class SyncerMachine:
             case Merged(number, fragment, digest):
                 return self._merged(now, number, fragment, digest)
             case MergeFailed(number, fragment, reason):
-                return syncer_rounds.merge_failed(state, now, number, fragment, reason)
+                return syncer_rounds.merge_failed(
+                    state, self.options, now, number, fragment, reason
+                )
             case CheckpointHeard(number):
                 return self._take_checkpoint(number, "a message is of it")
             case PartWritten(number, digest, nbytes, problem):

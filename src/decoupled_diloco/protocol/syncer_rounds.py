@@ -561,7 +561,7 @@ def merged(
 
 
 def merge_failed(
-    state: SyncerState, now: float, number: int, fragment: int, reason: str
+    state: SyncerState, options: Options, now: float, number: int, fragment: int, reason: str
 ) -> list[SyncerEffect]:
     """The worker could not: what was folded is gone with it, and the fragment pauses."""
     round = state.rounds.get(fragment)
@@ -584,4 +584,4 @@ def merge_failed(
         effects.append(Send(ask.learner, outcome, reason))
     effects.append(Broadcast(GivenUp(fragment, reason), reason))
     effects.append(round.finished(now, "abandoned", reason, list(entry.asks.values())))
-    return effects
+    return effects + serve_idle(state, options, now)
