@@ -23,7 +23,7 @@ def quality(result: Any) -> str:
     return table(header, rows) + "\n\nMean of the paired seeds, with 95 % intervals (Student's t)."
 
 
-def settings(against: str) -> Callable[[Any], str]:
+def settings(against: str, what: str = "600 steps") -> Callable[[Any], str]:
     """The table of a group of `settings.py`, with the words for what its cells are against."""
 
     def form(result: Any) -> str:
@@ -42,8 +42,8 @@ def settings(against: str) -> Callable[[Any], str]:
         header = ["", "times less traffic", "loss", *(["accuracy"] if accurate else [])]
         return (
             table([*header, against, "seeds"], rows)
-            + "\n\nUnless said: four learners, a global batch of 32 sequences, 600 steps, "
-            "P = H = 24, τ = 2, AdamW. Paired seeds, 95 % intervals (Student's t)."
+            + f"\n\nUnless said: four learners, a global batch of 32 sequences, {what}, P = H = 24, "
+            "τ = 2, AdamW. Paired seeds, 95 % intervals (Student's t)."
         )
 
     return form

@@ -112,7 +112,9 @@ class Cell:
         if self.plain:
             return 1.0
         sync = self.config(0).sync
-        return 64 * sync.period / (bits_of(sync.uplinks[0]) + bits_of(sync.downlink_codec))
+        merges = self.learners if sync.participants == "own" else 1
+        bits = bits_of(sync.uplinks[0]) + merges * bits_of(sync.downlink_codec)
+        return 64 * sync.period / bits
 
 
 @dataclass(frozen=True)

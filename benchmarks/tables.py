@@ -63,6 +63,7 @@ TITLES = {
     "fuzz": "A million hostile inputs",
     "shard_memory": "What memory a shard needs",
     "merging": "Merging",
+    "codec_speed": "Codecs on one core",
     "large": "A shard with thousands of learners",
     "tape": "The tapes of a long run",
     "events": "Random worlds, every event checked",
@@ -438,6 +439,14 @@ def tape(result: Any) -> str:
     return f"{table(['', ''], rows)}\n\n{compared}"
 
 
+def codec_speed(result: Any) -> str:
+    rows = [
+        [name, f"{row['bits']:g}", spread(row["encode"], 1), spread(row["decode"], 1)]
+        for name, row in result.items()
+    ]
+    return table(["codec", "bits an element", "encode, GB/s of fp32", "decode, GB/s of fp32"], rows)
+
+
 FORMS: dict[str, Callable[[Any], str]] = {
     "step_overhead": step_overhead,
     "step_overhead_int4": step_overhead,
@@ -447,17 +456,18 @@ FORMS: dict[str, Callable[[Any], str]] = {
     "mixed": mixed,
     "gpu": gpu,
     "quality": quality,
-    "longer": settings("against its own data-parallel"),
+    "longer": settings("against its own data-parallel", "1,800 steps"),
     "schedule": settings("against the default"),
     "learners": settings("against data-parallel on its batches"),
     "rounds": settings("against 0.7 / 0.5"),
-    "merges": settings("against a mean of all at once"),
-    "variants": settings("against the default"),
-    "models": settings("against data-parallel"),
+    "merges": settings("against a mean of all at once", "240 steps of two learners"),
+    "variants": settings("against the default", "1,536 steps of all together"),
+    "models": settings("against data-parallel", "600 steps (images: 360)"),
     "speeds": speeds,
     "traffic": traffic,
     "adapting": adapting,
     "late": late,
+    "codec_speed": codec_speed,
     "large": large,
     "tape": tape,
     "loss_under_faults": loss_under_faults,
