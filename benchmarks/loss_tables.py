@@ -42,8 +42,8 @@ def settings(against: str, what: str = "600 steps") -> Callable[[Any], str]:
         header = ["", "times less traffic", "loss", *(["accuracy"] if accurate else [])]
         return (
             table([*header, against, "seeds"], rows)
-            + f"\n\nUnless said: four learners, a global batch of 32 sequences, {what}, P = H = 24, "
-            "τ = 2, AdamW. Paired seeds, 95 % intervals (Student's t)."
+            + f"\n\nUnless said: four learners, a global batch of 32 sequences, {what}, "
+            "P = H = 24, τ = 2, AdamW. Paired seeds, 95 % intervals (Student's t)."
         )
 
     return form
