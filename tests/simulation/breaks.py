@@ -120,7 +120,7 @@ CORE = (
         "who is in arrears is never asked again",
         asking,
         "_can_be_served",
-        "return not merging and _held_base(state, options, member, fragment) is not None",
+        "return _held_base(state, options, member, fragment) is not None",
         "return False",
         noticed_by=25,
     ),

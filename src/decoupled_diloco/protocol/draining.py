@@ -7,8 +7,8 @@ others have trained for nothing. So a learner that goes costs the others one syn
 ahead of time, and no step. An open round asks it at once, and waits for what it sends; one that is
 being merged makes what it has stale, as ever.
 
-Where learners open their rounds by themselves it alone is asked, for all fragments at once: what the
-others have trained is not overwritten then.
+Where learners open their rounds by themselves it alone is asked, for all fragments at once: what
+the others have trained is not overwritten then.
 
 Where fewer learners than the quorum are live nothing can be merged: it is dismissed at once. It
 waits no longer than it was given; what is not in a version by then is lost with it.

@@ -32,7 +32,7 @@ def random_options(choices: Choices, learners: int) -> Options:
     ladder = choices.fork("ladder").pick([(), (), LADDER])
     wait = quorum == learners and choices.chance(0.4)
     overlap = choices.integer(0, 3)
-    drawn = Options(
+    return Options(
         fragments=fragments,
         period=period,
         overlap=min(overlap, period - 1),
@@ -54,10 +54,14 @@ def random_options(choices: Choices, learners: int) -> Options:
         oversized=choices.fork("oversized").pick(["refuse", "clip"]),
         checkpoint_every_seconds=choices.fork("cuts").pick([0.0, 2.0, 5.0, 15.0]),
     )
-    by_themselves = choices.fork("own").chance(0.15) and drawn.quorum == 1 and drawn.late == "next"
-    if not by_themselves or drawn.wait != "never":
-        return drawn
-    return replace(drawn, participants="own", grace_margin=0.0, missed="rebase")
+
+
+def with_own_rounds(choices: Choices, options: Options) -> Options:
+    """In some of the worlds in which they can, learners open rounds by themselves."""
+    can = options.quorum == 1 and options.wait == "never" and options.late == "next"
+    if not can or options.adapt is not None or not choices.chance(0.15):
+        return options
+    return replace(options, participants="own", grace_margin=0.0, missed="rebase")
 
 
 def random_phases(choices: Choices, options: Options) -> tuple[int, ...]:

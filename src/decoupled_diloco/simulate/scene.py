@@ -33,6 +33,7 @@ from decoupled_diloco.simulate.drawn import (
     random_phases,
     random_sizes,
     random_standbys,
+    with_own_rounds,
     with_ranks,
     with_slow_links,
 )
@@ -162,6 +163,8 @@ def draw(
     options = replace(options, budget_steps=budget if ends else ENDLESS_STEPS)
     options = replace(options, phases=random_phases(choices.fork("phases"), options))
     options = replace(options, **changes.options)
+    if not changes.options.keys() & {"participants", "grace_margin", "missed"}:
+        options = with_own_rounds(choices.fork("own"), options)
     if "adapt" not in changes.options:
         options = replace(options, adapt=random_limits(choices.fork("limits"), options))
     sizes = random_sizes(choices.fork("sizes"), options.fragments)
