@@ -64,6 +64,12 @@ def test_the_error_bar_is_that_of_the_real_runs() -> None:
         assert off <= measured.UTILIZATION_ERRORS[wait] + 5e-4
 
 
+def test_what_a_long_period_costs() -> None:
+    result = read("schedule")["result"]
+    for period, told in measured.PERIOD_LOSS_PERCENT.items():
+        assert pytest.approx(result[f"H = {period}"]["gap_percent"]["mean"], abs=0.005) == told
+
+
 def test_what_few_bits_cost() -> None:
     result = read("traffic")["result"]
     for name, told in measured.WIRE_LOSS_PERCENT.items():
