@@ -148,6 +148,9 @@ def _longer() -> dict[str, Cell]:
         }
         for name, sync in wires.items():
             cells[f"{inner}: {name}"] = replace(cell, sync=sync)
+        sparse = {**wires["top-k up, int4 down"], "feedback_decay": 0.95}
+        name = f"{inner}: top-k up, int4 down, 1 / 0, β = 0.95"  # as SparseLoCo
+        cells[name] = replace(cell, sync=sparse, outer={"lr": 1.0, "momentum": 0.0})
     return cells
 
 

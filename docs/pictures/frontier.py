@@ -44,7 +44,9 @@ def draw() -> str:
         drawing.text(LEFT - 10, y + 5, f"{tenth / 20:.2f}", colour=GREY, anchor="end")
     for inner, colour in COLOURS.items():
         points = sorted(
-            (row["less"], row["loss"], name) for name, row in result.items() if name.startswith(inner)
+            (row["less"], row["loss"], name)
+            for name, row in result.items()
+            if name.startswith(inner)
         )
         drawing.line([at(less, loss) for less, loss, _ in points], colour=colour)
         for less, loss, name in points:
