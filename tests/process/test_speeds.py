@@ -20,11 +20,23 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "mixed-speeds.toml"
 PACE = {"learner-0": 0.4, "learner-1": 0.4, "learner-2": 0.2, "learner-3": 0.1}
 
 
+OWN_ROUNDS = (
+    'sync.participants="own"',
+    "sync.grace_margin=0.0",
+    'sync.missed="rebase"',
+    'sync.alignment="carry"',
+)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The recipe, shortened to 6 outer rounds of every fragment."""
-    folder = tmp_path_factory.mktemp("speeds") / "run"
+    return run_of(tmp_path_factory.mktemp("speeds") / "run")
+
+
+def run_of(folder: Path, *settings: str) -> Path:
     overrides = [
+        *settings,
         f'run.folder="{folder}"',
         "run.budget_steps=144",
         "run.evaluator=false",
@@ -89,3 +101,18 @@ def test_weights_follow_the_tokens_of_each_learner(history: RunModel) -> None:
 
 def test_it_replays(folder: Path) -> None:
     assert assert_replays(folder) > 500
+
+
+def test_each_is_merged_after_its_own_steps_where_learners_open_rounds(tmp_path: Path) -> None:
+    folder = run_of(tmp_path / "run", *OWN_ROUNDS)
+    history, steps = read_run(folder), defaultdict(list)
+    test_nobody_waits(history)
+    for _, participant in folded(history):
+        steps[participant.learner].append(participant.steps)
+    assert steps.keys() == PACE.keys()
+    for name, each in steps.items():
+        trained = sum(life.steps for life in history.learners[name].lives)
+        rounds = len(each) / 24  # of each fragment: the first after less, the last at the end
+        assert rounds == pytest.approx(trained / 24 + 1, abs=0.6), "one in a period of its own"
+        assert sum(each) == pytest.approx(24 * trained, rel=0.15), "each step is in, once"
+    assert_replays(folder)
