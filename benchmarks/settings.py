@@ -174,6 +174,7 @@ def _schedule() -> dict[str, Cell]:
     cells = {default: Cell()}
     for period in (8, 48, 96, 200):
         cells[f"H = {period}"] = Cell(default, sync={"period": period})
+    cells["H = 8, carry"] = Cell(default, sync={"period": 8, "alignment": "carry"})
     for overlap in (1, 6, 12, 23):
         cells[f"τ = {overlap}"] = Cell(default, sync={"overlap": overlap})
         carried = {"overlap": overlap, "alignment": "carry"}
