@@ -174,7 +174,14 @@ def _schedule() -> dict[str, Cell]:
     cells = {default: Cell()}
     for period in (8, 48, 96, 200):
         cells[f"H = {period}"] = Cell(default, sync={"period": period})
-    cells["H = 8, carry"] = Cell(default, sync={"period": 8, "alignment": "carry"})
+    often = {"period": 8}
+    cells["H = 8, carry"] = Cell(default, sync={**often, "alignment": "carry"})
+    mean = {**often, "merge": "mean"}
+    cells["H = 8, mean"] = Cell(default, sync=mean)
+    mean["alignment"] = "carry"
+    cells["H = 8, mean, carry, 1 / 0"] = Cell(
+        default, sync=mean, outer={"lr": 1.0, "momentum": 0.0}
+    )
     for overlap in (1, 6, 12, 23):
         cells[f"τ = {overlap}"] = Cell(default, sync={"overlap": overlap})
         carried = {"overlap": overlap, "alignment": "carry"}
@@ -184,7 +191,7 @@ def _schedule() -> dict[str, Cell]:
     return cells
 
 
-OUTERS = ((0.7, 0.5), (1.0, 0.0), (0.5, 0.7), (0.4, 0.9), (0.7, 0.9))
+OUTERS = ((0.7, 0.5), (1.0, 0.0), (0.5, 0.7), (0.15, 0.9), (0.4, 0.9), (0.7, 0.9))
 
 
 def _rounds() -> dict[str, Cell]:
