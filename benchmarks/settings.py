@@ -182,10 +182,11 @@ def _schedule() -> dict[str, Cell]:
     cells["H = 8, mean, carry, 1 / 0"] = Cell(
         default, sync=mean, outer={"lr": 1.0, "momentum": 0.0}
     )
-    for overlap in (1, 6, 12, 23):
-        cells[f"τ = {overlap}"] = Cell(default, sync={"overlap": overlap})
-        carried = {"overlap": overlap, "alignment": "carry"}
-        cells[f"τ = {overlap}, carry"] = Cell(default, sync=carried)
+    for overlap in (2, 6, 12, 23):  # links take no time here: what has come has to wait
+        late = {"overlap": overlap, "apply": "at_tau"}
+        cells[f"applied {overlap} steps later"] = Cell(default, sync=late)
+        carried = {**late, "alignment": "carry"}
+        cells[f"applied {overlap} steps later, carry"] = Cell(default, sync=carried)
     for fragments in (1, 4):
         cells[f"P = {fragments}"] = Cell(default, sync={"fragments": fragments})
     return cells
