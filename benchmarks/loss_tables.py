@@ -33,7 +33,11 @@ def settings(against: str, what: str = "600 steps") -> Callable[[Any], str]:
                 name,
                 f"{row['less']:,.0f}",
                 f"{row['loss']:.4f}",
-                *([f"{100 * row['accuracy']:.1f} %"] if accurate else []),
+                *(
+                    [f"{100 * row['accuracy']:.1f} %" if "accuracy" in row else ""]
+                    if accurate
+                    else []
+                ),
                 percent(row.get("gap_percent")),
                 f"{row['seeds']}",
             ]
