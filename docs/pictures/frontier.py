@@ -57,7 +57,8 @@ def draw() -> str:
             drawing.dot(x, y, colour)
             if not label:
                 words = f"{NAMES[inner]}: data-parallel"
-                drawing.text(x + 12, y + 16, words, colour=colour, bold=True)
+                above = -14 if inner == "adamw" else 16
+                drawing.text(x + 12, y + above, words, colour=colour, bold=True)
             else:
                 below = 20 if label in ("int4", "int2, H = 48") else -10
                 drawing.text(x, y + below, label, colour=colour, size=12, anchor="middle")
