@@ -73,4 +73,4 @@ def _gap(row: dict[str, Any]) -> float:
 def _label(name: str) -> str:
     """The codec; nothing for data-parallel."""
     codec = name.partition(": ")[2]
-    return "" if codec == "data-parallel" else codec
+    return "" if codec == "data-parallel" else codec.partition(", 1 / 0")[0]
