@@ -57,7 +57,7 @@ def draw() -> str:
             drawing.dot(x, y, colour)
             if not label:
                 words = f"{NAMES[inner]}: data-parallel"
-                above = -14 if inner == "adamw" else 16
+                above = -34 if inner == "adamw" else 16
                 drawing.text(x + 12, y + above, words, colour=colour, bold=True)
             else:
                 below = 20 if label in ("int4", "int2, H = 48") else -10
