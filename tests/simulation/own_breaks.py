@@ -57,7 +57,7 @@ OWN_STEPS = (
         "one that comes while the one before is merged waits for the next",
         syncer_rounds,
         "_fold",
-        "round.next_tick = state.clock if round.settled_at is not None else round.next_tick",
+        "round.next_tick = state.clock",
         "pass",
         FOR_LONG,
     ),

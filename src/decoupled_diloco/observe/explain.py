@@ -124,7 +124,7 @@ class _Round:
 
     @property
     def _is_own(self) -> bool:
-        """Whether a learner has opened it, or one that was about to go."""
+        """Whether a learner has opened it by its own steps."""
         closing = self.round.opened is not None and self.round.opened.closing
         return self.options is not None and self.options.participants == "own" and not closing
 
@@ -238,10 +238,9 @@ class _Round:
             present = [stay for stay in stays if stay.since <= until]
             if not (present and math.isinf(present[-1].until)):
                 return "not live"
-        if self._is_own and (round.result is None or name in round.live):
-            return "live, but not asked: its own steps say when it is"
         if round.result is None or name in round.live:
-            return "live, but not asked: " + self._window_missed(name)
+            own = "its own steps say when it is"
+            return "live, but not asked: " + (own if self._is_own else self._window_missed(name))
         if name in round.unreachable:
             return "live, but not asked: its connection was broken"
         gone = [stay for stay in stays if stay.until <= until]

@@ -166,11 +166,11 @@ def _ask_who_goes(
 ) -> list[SyncerEffect]:
     """Where learners open their rounds, one that is about to go is asked for all it has at once."""
     effects: list[SyncerEffect] = []
-    for fragment in sorted(ready):
+    for fragment in sorted(set(ready) - member.under_way):
+        member.arrears.discard(fragment)
         base = _held_base(state, options, member, fragment)
-        if base is not None and member.learner not in state.fragments[fragment].asks:
-            member.arrears.discard(fragment)
-            effects += _ask(state, options, now, member, fragment, base, "it is about to go")
+        assert base is not None
+        effects += _ask(state, options, now, member, fragment, base, "it is about to go")
     return effects
 
 
@@ -225,7 +225,7 @@ def due_by_own_steps(
             if fragment not in state.fragments or fragment in member.arrears:
                 continue
             base = _held_base(state, options, member, fragment)
-            asked = member.learner in state.fragments[fragment].asks or not member.connected
+            asked = fragment in member.under_way or not member.connected
             if asked or base is None or _is_busy(state, options, member):
                 member.arrears.add(fragment)
                 continue
@@ -303,7 +303,9 @@ def ask_leaver(
     state: SyncerState, options: Options, now: float, member: Member
 ) -> list[SyncerEffect]:
     """Asks who is about to go for whatever an open round can still take."""
-    effects = serve(state, options, now, member) if options.participants == "own" else []
+    if options.participants == "own":
+        return serve(state, options, now, member)
+    effects: list[SyncerEffect] = []
     for round in state.rounds.values() if member.connected else ():
         fragment, entry = round.fragment, state.fragments[round.fragment]
         wanted = member.leaving_with is not None and fragment in member.leaving_with

@@ -194,8 +194,8 @@ def _fold(
     if options.participants == "own" and state.phase == "running":
         if round is None:
             state.queue[fragment] = state.clock
-        else:
-            round.next_tick = state.clock if round.settled_at is not None else round.next_tick
+        else:  # it merges what came before
+            round.next_tick = state.clock
     cap = options.counter_cap_periods * options.period
     believed = tokens_believed(state, event)
     steps, tokens = float(event.steps), float(believed)
@@ -462,8 +462,9 @@ def _settle(state: SyncerState, options: Options, now: float, round: Round) -> l
 
 def _note_lateness(state: SyncerState, options: Options, round: Round) -> list[SyncerEffect]:
     """Says it once if nothing comes in time any more: outer steps then lag by a period."""
+    if options.participants == "own":
+        return []  # most have others' before them
     is_late = all(ask.age for ask in round.folded) and not round.final
-    is_late = is_late and options.participants != "own"  # there most have others' before them
     state.late_rounds = state.late_rounds + 1 if is_late else 0
     if state.late_rounds != max(LATE_ROUNDS_MIN, len(state.fragments)):
         return []

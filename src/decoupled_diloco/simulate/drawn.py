@@ -74,9 +74,8 @@ def random_phases(choices: Choices, options: Options) -> tuple[int, ...]:
 
 def random_limits(choices: Choices, options: Options) -> AdaptLimits | None:
     """Within what H and τ follow the links, in a third of the worlds in which they can."""
-    if options.participants == "own":
-        return None
-    if options.wait != "never" or options.phases or not choices.chance(0.33):
+    can = options.wait == "never" and not options.phases and options.participants != "own"
+    if not can or not choices.chance(0.33):
         return None
     period = (choices.integer(1, options.period), options.period * choices.integer(1, 4))
     least = choices.integer(0, min(options.overlap, period[0] - 1))
