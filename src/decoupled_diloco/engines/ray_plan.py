@@ -173,6 +173,7 @@ def _shard(config: RunConfig, folder: Path, shard: int) -> RayPart:
     name = process_of(shard, standby=False)
     told = ["syncer", str(folder / SETTINGS), "--shard", str(shard)]
     told += ["--port", "{port}", "--addresses", "{addresses}", *_secret(config)]
+    told += ["--set", "run.log=[]"]  # not shard 0 starts the logger, but its actor
     commands = {name: RayProcess(arguments=tuple(told))}
     if config.run.log and shard == 0:
         places = [word for place in config.run.log for word in ("--to", place)]

@@ -18,6 +18,7 @@ from decoupled_diloco.engines.base import JOBS, SETTINGS
 from decoupled_diloco.engines.launch import FORMER, launch_folder, write_launch
 from decoupled_diloco.engines.ray_plan import PLAN, RayPlan, plan_of, read_plan
 from decoupled_diloco.errors import ConfigError, StorageError
+from decoupled_diloco.launch.processes import LOGGER
 
 
 def config(folder: Path = Path("runs/big"), **tables: Any) -> RunConfig:
@@ -51,6 +52,15 @@ def test_a_plan_has_an_actor_for_each_host_and_what_it_asks_for() -> None:
     assert learner.labels == {"ray.io/market-type": "spot"}
     assert "--nproc-per-node=2" in learner.commands["learner-0"].arguments
     assert RayPlan(**json.loads(made.to_json())) == made
+
+
+def test_one_process_logs_the_run() -> None:
+    made = plan(run={"learners": 1, "log": ("tensorboard",)}, syncer={"shards": 2})
+    loggers = [part.name for part in made.actors if LOGGER in part.commands]
+    assert loggers == ["shard-0"]
+    for shard in made.actors[:2]:
+        arguments = shard.commands[shard.name].arguments
+        assert arguments[-2:] == ("--set", "run.log=[]"), "else shard 0 starts another one"
 
 
 @pytest.mark.parametrize(
