@@ -50,11 +50,17 @@ class Watch:
 
 
 def parser(steps: int, of: str, name: str) -> ArgumentParser:
+    """The options of a benchmark whose runs are all of one length."""
+    found = kept_parser(name)
+    found.add_argument("--steps", type=int, default=steps, help=of)
+    found.add_argument("--name", default=name)
+    return found
+
+
+def kept_parser(name: str) -> ArgumentParser:
     """The options that all of them have."""
     found = ArgumentParser()
-    found.add_argument("--steps", type=int, default=steps, help=of)
     found.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    found.add_argument("--name", default=name)
     found.add_argument(
         "--kept",
         type=Path,

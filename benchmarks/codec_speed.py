@@ -6,13 +6,11 @@ python benchmarks/codec_speed.py
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from evidence import keep, spread
+from evidence import keep, spread, timed
 
 from decoupled_diloco.config.sync import bits_of
 from decoupled_diloco.merge.codec import codec
@@ -33,16 +31,14 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     values = torch.randn(arguments.elements) * 1e-3
-    raw: dict[str, Any] = {}
+    raw: dict[str, Any] = {name: {"encode": [], "decode": []} for name in NAMES}
     bodies = {name: codec(name).encode(values) for name in NAMES}
     out = torch.empty_like(values)
-    for name in NAMES:
-        raw[name] = {"encode": [], "decode": []}
     for _ in range(arguments.repeats):  # by turns, so that other work meets all alike
         for name in NAMES:
             each, body = codec(name), bodies[name]
-            raw[name]["encode"].append(seconds(partial(each.encode, values, body)))
-            raw[name]["decode"].append(seconds(partial(each.decode, body, len(values), out)))
+            raw[name]["encode"].append(timed(partial(each.encode, values, body)))
+            raw[name]["decode"].append(timed(partial(each.decode, body, len(values), out)))
     nbytes = values.nbytes
     result = {
         name: {
@@ -61,12 +57,6 @@ def main() -> None:
         result=result,
         not_measured="GPUs, other processors, error feedback and copies around it",
     )
-
-
-def seconds(work: Callable[[], object]) -> float:
-    begun = time.perf_counter()
-    work()
-    return time.perf_counter() - begun
 
 
 if __name__ == "__main__":

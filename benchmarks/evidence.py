@@ -11,6 +11,8 @@ import os
 import platform
 import statistics
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,13 @@ def hardware() -> dict[str, Any]:
         "torch": torch.__version__,
         "shared": "other work ran on the same machine; ratios are taken within one run",
     }
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds that some work takes."""
+    begun = time.perf_counter()
+    work()
+    return time.perf_counter() - begun
 
 
 def spread(values: list[float]) -> dict[str, float]:

@@ -27,25 +27,23 @@ def settings(against: str, what: str = "600 steps") -> Callable[[Any], str]:
     """The table of a group of `settings.py`, with the words for what its cells are against."""
 
     def form(result: Any) -> str:
-        accurate = any("accuracy" in row for row in result.values())
+        columns = ["times less traffic", "loss", "accuracy", against, "seeds"]
         rows = [
             [
                 name,
                 f"{row['less']:,.0f}",
                 f"{row['loss']:.4f}",
-                *(
-                    [f"{100 * row['accuracy']:.1f} %" if "accuracy" in row else ""]
-                    if accurate
-                    else []
-                ),
+                f"{100 * row['accuracy']:.1f} %" if "accuracy" in row else "",
                 percent(row.get("gap_percent")),
                 f"{row['seeds']}",
             ]
             for name, row in result.items()
         ]
-        header = ["", "times less traffic", "loss", *(["accuracy"] if accurate else [])]
+        if not any("accuracy" in row for row in result.values()):
+            columns.remove("accuracy")
+            rows = [[*row[:3], *row[4:]] for row in rows]
         return (
-            table([*header, against, "seeds"], rows)
+            table(["", *columns], rows)
             + f"\n\nUnless said: four learners, a global batch of 32 sequences, {what}, "
             "P = H = 24, τ = 2, AdamW. Paired seeds, 95 % intervals (Student's t)."
         )

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import argparse
 import resource
-import time
-from typing import Any
 
 import torch
-from evidence import keep, spread
+from evidence import keep, spread, timed
 
 from decoupled_diloco.merge import Contribution, Segment, codec, digest, make_outer, publish
 from decoupled_diloco.merge.accumulate import Accumulator
@@ -22,12 +20,6 @@ ESTIMATE = (
     "2 to 3 times a plain read; memory: one accumulator beside the bodies"
 )
 MIB = 1 << 20
-
-
-def timed(work: Any) -> float:
-    begun = time.perf_counter()
-    work()
-    return time.perf_counter() - begun
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from evidence import keep
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.simulate.training import train_virtually
-from decoupled_diloco.workloads import load_workload
+from decoupled_diloco.workloads import Workload, load_workload
 
 ESTIMATE = (
     "data-parallel best; Decoupled M=4 5 to 9 % worse at 600 steps (an earlier prototype: 8.8 %), "
@@ -103,20 +103,26 @@ def decoupled_alone(rate: float, seed: int, steps: int) -> float:
 def plain(
     rate: float, seed: int, steps: int, batch: int, parts: int, inner: str = "adamw"
 ) -> float:
-    """An ordinary training loop; with several parts, data-parallel over them."""
+    """The loss of an ordinary training loop; with several parts, data-parallel over them."""
     options = _options(rate, batch, inner)
     workload = load_workload("gpt", {**options, "seed": seed, "total_steps": steps})
+    return trained(workload, steps, parts, LEARNERS)["loss"]
+
+
+def trained(workload: Workload, steps: int, parts: int, of: int) -> dict[str, float]:
+    """The evaluation after an ordinary training loop over some of the data's parts."""
     model = workload.model()
     optimizer = workload.optimizer(model)
-    streams = [workload.batches(part, LEARNERS) for part in range(parts)]
+    streams = [workload.batches(part, of) for part in range(parts)]
+    rates = [group["lr"] for group in optimizer.param_groups]
     for step in range(steps):
-        for group in optimizer.param_groups:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * workload.schedule(step)
         for stream in streams:
             (workload.loss(model, next(stream)) / parts).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return workload.evaluate(model)["loss"]
+    return workload.evaluate(model)
 
 
 def data_parallel(rate: float, seed: int, steps: int) -> float:

@@ -1,8 +1,8 @@
 """What the method's settings do to the loss: H, τ, P, M, outer optimizers, other models, long runs.
 
-Each group is a folder and a table. All its runs are in virtual time, at equal speeds and equal
-tokens, each with its data-parallel or default pair on the same batches. Every run is one line of a
-file, and one that is there is not run again.
+Each group is a folder and a table of all that was measured of it so far. Runs are in virtual time,
+at equal tokens, each with its data-parallel or default pair on the same batches. Every run is one
+line of a file, and one that is there is not run again.
 
     python benchmarks/settings.py rounds --seeds 1
 """
@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cells import Row, measured, parser
+from cells import Row, kept_parser, measured
 from evidence import keep
-from quality import SEQUENCES, SIZE, SYNCHRONOUS, interval
+from quality import SEQUENCES, SIZE, SYNCHRONOUS, interval, trained
 from speeds import UNEQUAL, global_steps
 
 from decoupled_diloco.config import RunConfig
@@ -93,18 +93,7 @@ class Cell:
         told = self.config(seed).workload
         seeded = {**told.options, "seed": seed, "total_steps": self.steps}
         workload = load_workload(told.name, seeded)
-        model = workload.model()
-        optimizer = workload.optimizer(model)
-        streams = [workload.batches(part, self.learners) for part in range(self.learners)]
-        rates = [group["lr"] for group in optimizer.param_groups]
-        for step in range(self.steps):
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate * workload.schedule(step)
-            for stream in streams:
-                (workload.loss(model, next(stream)) / self.learners).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return workload.evaluate(model)
+        return trained(workload, self.steps, self.learners, self.learners)
 
     @property
     def less(self) -> float:
@@ -323,7 +312,7 @@ GROUPS = {
 
 
 def main() -> None:
-    options = parser(0, "ignored: each cell has its own", "")
+    options = kept_parser("settings")
     options.add_argument("group", choices=GROUPS)
     options.add_argument("--cells", default=".", help="a regular expression that finds their names")
     arguments = options.parse_args()

@@ -1,8 +1,8 @@
 """Loss against traffic: inner optimizers, codecs with and without error feedback, both ways.
 
-Runs in virtual time at equal speeds and equal tokens: the global batch is fixed, each of M learners
-takes its share of it. Every run is one line of a file, and one that is there is not run again, so
-the command can be stopped at any time, and several may work on different cells.
+Runs in virtual time at equal speeds and equal tokens: the global batch is fixed, each of four
+learners takes its share of it. Every run is one line of a file, and one that is there is not run
+again, so the command can be stopped at any time, and several may work on different cells.
 
     python benchmarks/traffic.py --cells 'dp|M=4' --seeds 1 2 3
 """
@@ -11,18 +11,14 @@ from __future__ import annotations
 
 import re
 import statistics
-import time
-from dataclasses import dataclass, field
-from itertools import product
+from dataclasses import replace
 from typing import Any
 
 import torch
 from cells import Row, measured, parser
 from evidence import keep
-from quality import SEQUENCES, SIZE, interval, plain, virtual
-
-from decoupled_diloco.config import RunConfig
-from decoupled_diloco.config.sync import bits_of
+from quality import SEQUENCES, SIZE, interval
+from settings import Cell
 
 ESTIMATE = (
     "int8 and int4 within 0.3 % of bf16, int2 up and int4 down within 0.5 % (both as published for "
@@ -30,59 +26,15 @@ ESTIMATE = (
     "data-parallel and decoupled; its gap to its own data-parallel 6 %, AdamW's 7.5 %. A run's own "
     "noise is 0.5 %"
 )
-PERIOD = 24
-
-REGIONS = 4
-"""Data-parallel draws its batch from as many regions of the text as there are learners."""
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One system: how many learners (0: plain data-parallel), what inside, what on the wire."""
-
-    learners: int
-    inner: str
-    rate: float
-    sync: dict[str, Any] = field(default_factory=dict)
-    outer: dict[str, Any] = field(default_factory=dict)
-
-    def loss(self, seed: int, steps: int) -> float:
-        """The held-out loss of the run's weights, nats a byte."""
-        if self.learners == 0:
-            return plain(self.rate, seed, steps, SEQUENCES // REGIONS, REGIONS, self.inner)
-        return virtual(
-            self.rate,
-            seed,
-            steps,
-            learners=self.learners,
-            batch=SEQUENCES // self.learners,
-            sync=self.sync,
-            outer=self.outer,
-            inner=self.inner,
-        )
-
-    @property
-    def base(self) -> str:
-        """The data-parallel cell of the same inner optimizer and rate."""
-        return f"dp {self.inner} {self.rate:g}"
-
-    @property
-    def less(self) -> float:
-        """How many times fewer bytes than data-parallel training that sends gradients in fp32."""
-        if self.learners == 0:
-            return 1.0
-        sync = RunConfig(run={"budget_steps": 1}, sync={"period": PERIOD, **self.sync}).sync
-        bits = bits_of(sync.uplinks[0]) + bits_of(sync.downlink_codec)
-        return 64 * sync.period / bits
 
 
 def _cells() -> dict[str, Cell]:
     cells: dict[str, Cell] = {}
     for inner, rates in {"adamw": (4e-3, 8e-3, 1.6e-2), "muon": (8e-3, 1.6e-2, 3.2e-2)}.items():
         for rate in rates:
-            cells[f"dp {inner} {rate:g}"] = Cell(0, inner, rate)
-            for learners in (1, 4, 8):
-                cells[f"M={learners} {inner} {rate:g}"] = Cell(learners, inner, rate)
+            cell = Cell(inner=inner, rate=rate)
+            cells[f"dp {inner} {rate:g}"] = replace(cell, plain=True)
+            cells[f"M=4 {inner} {rate:g}"] = cell
     wires = {
         "int8": ("int8", "int8", None),
         "int4": ("int4", "int4", None),
@@ -101,26 +53,7 @@ def _cells() -> dict[str, Cell]:
     for inner, rate in {"adamw": 8e-3, "muon": 1.6e-2}.items():
         for name, (up, down, feedback) in wires.items():
             sync = {"uplink_codec": up, "downlink_codec": down, "error_feedback": feedback}
-            cells[f"M=4 {inner} {rate:g} {name}"] = Cell(4, inner, rate, sync=sync)
-    return cells | _often()
-
-
-def _often() -> dict[str, Cell]:
-    """Fewer bits more often: what counts is bits divided by period."""
-    cells: dict[str, Cell] = {}
-    wires = {"bf16": "bf16", "int4": "int4", "int2": "int4", "topk": "int4", "topk-160": "int4"}
-    for period, (up, down) in product((2, 4, 8, 24, 72), wires.items()):
-        sync = {
-            "period": period,
-            "overlap": min(2, period - 1),
-            "alignment": "carry",
-            "uplink_codec": up,
-            "downlink_codec": down,
-        }
-        for lr, momentum in ((0.7, 0.5), (1.0, 0.0)):
-            name = f"M=4 adamw 0.008 H={period} carry {up} {lr:g}/{momentum:g}"
-            outer = {"lr": lr, "momentum": momentum}
-            cells[name] = Cell(4, "adamw", 8e-3, sync=sync, outer=outer)
+            cells[f"M=4 {inner} {rate:g} {name}"] = Cell(inner=inner, rate=rate, sync=sync)
     return cells
 
 
@@ -134,9 +67,7 @@ def main() -> None:
     torch.set_num_threads(1)
 
     def measure(cell: str, seed: int) -> Row:
-        begun = time.monotonic()
-        loss = CELLS[cell].loss(seed, arguments.steps)
-        return {"loss": loss, "seconds": round(time.monotonic() - begun, 1)}
+        return replace(CELLS[cell], steps=arguments.steps).measure(seed)
 
     names = [name for name in CELLS if re.search(arguments.cells, name)]
     rows = measured(arguments.kept, names, arguments.seeds, measure)
@@ -155,8 +86,8 @@ def summary(name: str, rows: dict[str, list[Row]]) -> dict[str, Any]:
     """Mean loss, and the paired gaps to data-parallel and to the same system in bf16."""
     cell, losses = CELLS[name], [row["loss"] for row in rows[name]]
     found: dict[str, Any] = {"less": cell.less, "loss": statistics.mean(losses)}
-    uncoded = f"M={cell.learners} {cell.inner} {cell.rate:g}"
-    for what, other in {"data-parallel": cell.base, "bf16": uncoded}.items():
+    of = f"{cell.inner} {cell.rate:g}"
+    for what, other in {"data-parallel": f"dp {of}", "bf16": f"M=4 {of}"}.items():
         if other in rows and other != name:
             pairs = zip(losses, rows[other], strict=True)
             gaps = [100 * (loss / row["loss"] - 1) for loss, row in pairs]
