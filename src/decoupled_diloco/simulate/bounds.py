@@ -16,7 +16,8 @@ fastest learner (ξ_min each), so in D seconds no more than ``2 + ⌈D / (H·ξ_
 are published: that is how many rounds it may be behind. But a whole copy makes way for
 the next version: who may ask for it only then, 2·w ≥ H·ξ_min, is allowed 2·w + r more for each copy
 that it has asked for in vain. Where learners open rounds by themselves, a fragment is due so many
-times as often as there are learners.
+times as often as there are learners, and n is c at least: of each no more than one difference is
+fetched in a turn, and c of them before a whole copy.
 
 *Memory.* The entries of all containers of a machine's state (`entries`) are bounded by the learners
 L and observers O that the run has ever had, and its fragments P:
@@ -226,6 +227,8 @@ def behind_seconds_max(system: System, learner: LearnerHost) -> float:
     way = _way(system, learner)
     steps = 1 + (options.overlaps[1] if options.apply == "at_tau" else 0)
     turns = math.ceil(options.fragments / options.open_rounds_least)
+    if options.participants == "own":
+        turns = max(turns, options.chain)
     if spec.ranks > 1:
         steps, way = steps + 1 + turns, 2 * way
     alone = options.wait == "never"  # else it steps as the slowest does
