@@ -290,13 +290,19 @@ def _want(
 
 
 def _fetch_wanted(state: LearnerState, options: Options, shard: int) -> list[LearnerEffect]:
+    """Those whose turn it is; where learners open rounds, each difference: M times as many come."""
     wanted, effects = state.shards[shard].wanted, list[LearnerEffect]()
-    flying = sum(state.fragments[p].fetching is not None for p in options.owned(shard))
-    while wanted and (not state.ready or flying < options.open_rounds_max):
-        index = next(iter(wanted))
+    own = options.participants == "own"
+    views = [state.fragments[p] for p in options.owned(shard)]
+    flying = sum(v.fetching is not None and (v.fetch_whole or not own) for v in views)
+    for index in tuple(wanted):
+        view = state.fragments[index]
+        takes_turn = not own or view.fetch_whole or view.next_difference() is None
+        if state.ready and takes_turn and flying >= options.open_rounds_max:
+            continue
         del wanted[index]
-        effects += _fetch(options, index, state.fragments[index])
-        flying += 1
+        effects += _fetch(options, index, view)
+        flying += takes_turn
     return effects
 
 

@@ -11,13 +11,13 @@ longest step (anybody's, where learners wait for each other), τ' = τ where cop
 For a learner of several ranks it is 1 + n steps more (a plan is for the boundary after the next,
 and a boundary before has the ranks fetch their parts, in each turn), and w counts twice (rank 0
 asks the carriers). H is the shortest, τ' the longest and n the most that the run's limits allow.
-So it holds what was published D seconds ago, or newer. And a fragment is due once in H steps of the
-fastest learner (ξ_min each), so in D seconds no more than ``2 + ⌈D / (H·ξ_min)⌉`` versions of it
-are published: that is how many rounds it may be behind. But a whole copy makes way for
-the next version: who may ask for it only then, 2·w ≥ H·ξ_min, is allowed 2·w + r more for each copy
+So it holds what was published D seconds ago, or newer. And a fragment is due once in H steps of
+the fastest learner (ξ_min each), so in D seconds no more than ``2 + ⌈D / (H·ξ_min)⌉`` versions of
+it are published: that is how many rounds it may be behind. But a whole copy makes way for the
+next version: who may ask for it only then, 2·w ≥ H·ξ_min, is allowed 2·w + r more for each copy
 that it has asked for in vain. Where learners open rounds by themselves, a fragment is due so many
-times as often as there are learners, and n is c at least: of each no more than one difference is
-fetched in a turn, and c of them before a whole copy.
+times as often as there are learners, and n is c at least: of each fragment no more than one
+difference is fetched in a turn, and c of them before a whole copy.
 
 *Memory.* The entries of all containers of a machine's state (`entries`) are bounded by the learners
 L and observers O that the run has ever had, and its fragments P:
