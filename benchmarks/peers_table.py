@@ -22,13 +22,14 @@ FAULTS = {
     "slow": "one worker four times slower",
     "kill-worker": "a worker is killed, and started again after 5 s",
     "kill-centre": "the centre is killed, and started again after 5 s",
+    "lose-worker": "one worker of four is killed, and never comes back",
     "cut": "the link is cut for a minute",
 }
 
 
 def _longest(kind: str, gaps: list[float | None]) -> float:
     """Of the workers that were not killed."""
-    alive = gaps[:1] if kind == "kill-worker" else gaps
+    alive = gaps[:-1] if kind.endswith("-worker") else gaps
     return max(gap for gap in alive if gap is not None)
 
 
@@ -64,7 +65,7 @@ def peers(result: Any) -> str:
             FAULTS[kind],
             PEERS[system],
             few([_longest(kind, gaps) for gaps in row["gaps"] if gaps[0] is not None], 1, " s"),
-            few([back[1] for back in row["back_seconds"] if back[1] is not None], 1, " s"),
+            few([back[-1] for back in row["back_seconds"] if back[-1] is not None], 1, " s"),
             few([float(steps[0]) for steps in row["steps_in_minute"]], 0, ""),
             f"{row['finished']} of {row['runs']}",
         ]

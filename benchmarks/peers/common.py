@@ -77,6 +77,11 @@ class Task:
         return cls(**json.loads(Path(path or sys.argv[1]).read_text()))
 
     @property
+    def site(self) -> int:
+        """Where this worker is."""
+        return self.worker % 2
+
+    @property
     def tokens_per_step(self) -> int:
         """Of one worker."""
         return int(MODELS[self.model]["batch_size"] * MODELS[self.model]["context"])

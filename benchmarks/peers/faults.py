@@ -36,11 +36,13 @@ class Fault:
     end: Callable[[Victims], None] = lambda run: None
     seconds: float = 0.0
     at_period: float = 2.5
+    for_ever: bool = False  # who was killed is not started again
 
 
 FAULTS = {
     "kill-worker": Fault(lambda run: run.kill("worker-1")),
     "kill-centre": Fault(lambda run: run.kill("centre")),
+    "lose-worker": Fault(lambda run: run.kill("worker-3"), for_ever=True),
     "cut": Fault(lambda run: run.sites.cut(), lambda run: run.sites.heal(), CUT_SECONDS),
 }
 """A system without a centre loses worker 0 as that: for DDP rank 0, and where its ranks meet."""

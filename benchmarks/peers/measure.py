@@ -38,7 +38,8 @@ sys.path.insert(0, str(HERE.parent))
 
 from evidence import keep
 
-WORKERS = 2
+WORKERS = {"lose-worker": 4}
+WORKERS_ELSE = 2
 PERIOD = 24
 FRAGMENTS = 24
 OVERLAP = 2
@@ -46,7 +47,7 @@ OUTER_LR, OUTER_MOMENTUM = 0.7, 0.5
 """Momentum 0.5 and not 0.9 for every system, because runs have so few outer steps."""
 
 PARAMETERS = {"tiny": 0.04e6, "0.87M": 0.87e6, "25M": 25.5e6}
-PERIODS = {"speed": 5, "loss": 25, "slow": 5, **dict.fromkeys(FAULTS, 20)}
+PERIODS = {"speed": 5, "loss": 25, "slow": 5, **dict.fromkeys(FAULTS, 20), "lose-worker": 8}
 """How long a run of each kind is: "speed" and "slow" are timed after the first period."""
 
 PERIODS_OF_LARGE = 3
@@ -88,7 +89,8 @@ def cells(models: Iterable[str]) -> list[Cell]:
 
 
 def tasks_of(cell: Cell, folder: Path, slowdown: float) -> list[Task]:
-    """Of both workers."""
+    """Of all workers; the sites take turns."""
+    workers = WORKERS.get(cell.kind, WORKERS_ELSE)
     rate = (LINKS[cell.link].mbit or 1000.0) * 1e6
     exchange_seconds = PARAMETERS[cell.model] * 32 / rate
     return [
@@ -96,7 +98,7 @@ def tasks_of(cell: Cell, folder: Path, slowdown: float) -> list[Task]:
             system=cell.system,
             folder=str(folder),
             worker=worker,
-            workers=WORKERS,
+            workers=workers,
             model=cell.model,
             steps=(PERIODS_OF_LARGE if cell.large else PERIODS[cell.kind]) * PERIOD,
             period=PERIOD,
@@ -107,10 +109,10 @@ def tasks_of(cell: Cell, folder: Path, slowdown: float) -> list[Task]:
             slowdown=slowdown * (SLOWDOWN if cell.kind == "slow" and worker == 1 else 1.0),
             snapshots=cell.kind in FAULTS,
             timeout_seconds=max(TIMEOUT_SECONDS_MIN, 20 * exchange_seconds),
-            addresses=ADDRESSES,
+            addresses=tuple(ADDRESSES[n % len(ADDRESSES)] for n in range(workers)),
             centre=ADDRESSES[0],
         )
-        for worker in range(WORKERS)
+        for worker in range(workers)
     ]
 
 
@@ -172,7 +174,8 @@ def main() -> None:
             "peers",
             estimate=ESTIMATE,
             config={
-                "workers": WORKERS,
+                "workers": WORKERS_ELSE,
+                "workers_of": WORKERS,
                 "period": PERIOD,
                 "fragments": FRAGMENTS,
                 "overlap": OVERLAP,

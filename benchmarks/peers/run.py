@@ -54,7 +54,11 @@ class Run:
         due: dict[str, float] = {}
         while (now := time.monotonic()) < self.deadline:
             self._let_it_happen(now)
-            codes = {name: process.poll() for name, process in self.processes.items()}
+            codes = {
+                name: process.poll()
+                for name, process in self.processes.items()
+                if name not in self.lost
+            }
             workers = [code for name, code in codes.items() if name.startswith("worker")]
             if all(code == 0 for code in workers):
                 return True
@@ -69,6 +73,11 @@ class Run:
                 self._start(name)
             time.sleep(POLL_SECONDS)
         return False
+
+    @property
+    def lost(self) -> set[str]:
+        """Who was killed and is not started again."""
+        return self.killed if self.fault and self.fault.for_ever else set()
 
     def _let_it_happen(self, now: float) -> None:
         """The fault begins, or ends, if it is time."""
@@ -122,7 +131,9 @@ class Run:
         """What the workers' files and the interfaces' counters say."""
         steps = [self._steps(task) for task in self.tasks]
         results = [_result(self.folder / f"worker-{task.worker}.json") for task in self.tasks]
-        row: Row = {"finished": ended and all(results), "steps": [_last(each) for each in steps]}
+        there = [f"worker-{task.worker}" not in self.lost for task in self.tasks]
+        finished = ended and all(r for r, here in zip(results, there, strict=True) if here)
+        row: Row = {"finished": finished, "steps": [_last(each) for each in steps]}
         if self.fault_begun:
             dead = {task.worker for task in self.tasks if f"worker-{task.worker}" in self.killed}
             until = time.monotonic()

@@ -19,10 +19,12 @@ ESTIMATE = (
     "60 % and 50 to 70 %, 150 kB a step; Flower, which starts a process for each message and asks "
     "every 3 s: 25 to 35 % on a clean link, 15 to 25 % on the others, 150 kB. A killed worker "
     "holds hivemind up for 15 s and Flower for a minute; a killed centre hivemind not at all, "
-    "Flower for half a minute"
+    "Flower for half a minute. One of four for ever: hivemind waits 15 s in that round and a few "
+    "seconds in each later one, DDP 60 s until its rendezvous, then goes on with three; torchft "
+    "3 s once; ours not at all"
 )
 NOT_MEASURED = (
-    "GPUs; more than two workers; machines with a core for the syncer; peers with other settings "
+    "GPUs; more than four workers; machines with a core for the syncer; peers with other settings "
     "than their documentation's; Flower's deprecated client, which stays one process"
 )
 

@@ -1,7 +1,7 @@
 """How each system is started: which processes at which site, in which environment.
 
 Worker 0 and what a system has as its centre (syncer, lighthouse, server) are at site 0, worker 1 at
-site 1, so every exchange crosses the link once each way.
+site 1, and so on by turns, so every exchange crosses the link once each way.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _script(name: str, task: Task) -> list[str]:
 
 
 def none(task: Task, python: Path) -> Start:
-    return Start(task.worker, [str(python), *_script("none", task)])
+    return Start(task.site, [str(python), *_script("none", task)])
 
 
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=1", "--max-restarts=3"]
@@ -80,18 +80,22 @@ def ddp(task: Task, python: Path) -> Start:
     rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint={task.centre}:29400", "--rdzv-id=run"]
     elastic = [f"--nnodes=1:{task.workers}", f"--local-addr={task.addresses[task.worker]}"]
     command = [str(python), *TORCHRUN, *elastic, *rendezvous, *_script("ddp", task)]
-    return Start(task.worker, command)
+    return Start(task.site, command)
 
 
 def torchft(task: Task, python: Path) -> Start:
     """The README's `torchrun` for a replica group, reachable from the other site."""
-    here = ["--nnodes=1", f"--master-addr={task.addresses[task.worker]}", "--master-port=29600"]
+    here = [
+        "--nnodes=1",
+        f"--master-addr={task.addresses[task.worker]}",
+        f"--master-port={29600 + task.worker}",
+    ]
     command = [str(python), *TORCHRUN, *here, *_script("torchft", task)]
     env = {
         "TORCHFT_LIGHTHOUSE": f"http://{task.centre}:29510",
         "REPLICA_GROUP_ID": str(task.worker),
     }
-    return Start(task.worker, command, env)
+    return Start(task.site, command, env)
 
 
 def lighthouse(task: Task, python: Path) -> Start:
@@ -103,7 +107,7 @@ def lighthouse(task: Task, python: Path) -> Start:
 
 
 def ours(task: Task, python: Path) -> Start:
-    return Start(task.worker, [str(python), *_script("ours", task)])
+    return Start(task.site, [str(python), *_script("ours", task)])
 
 
 def syncer(task: Task, python: Path) -> Start:
@@ -132,7 +136,7 @@ def syncer(task: Task, python: Path) -> Start:
 
 
 def hivemind(task: Task, python: Path) -> Start:
-    return Start(task.worker, [str(python), *_script("hivemind", task)])
+    return Start(task.site, [str(python), *_script("hivemind", task)])
 
 
 def dht(task: Task, python: Path) -> Start:
@@ -142,7 +146,7 @@ def dht(task: Task, python: Path) -> Start:
 
 
 def flower(task: Task, python: Path) -> Start:
-    return Start(task.worker, [str(python), *_script("flower", task)])
+    return Start(task.site, [str(python), *_script("flower", task)])
 
 
 def superlink(task: Task, python: Path) -> Start:
