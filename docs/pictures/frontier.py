@@ -7,11 +7,16 @@ import math
 from pathlib import Path
 from typing import Any
 
-from drawing import BLUE, FAINT, GREEN, GREY, Drawing
+from drawing import BLUE, FAINT, GREEN, GREY, PURPLE, Drawing
 
 RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "longer" / "result.json"
-COLOURS = {"adamw": BLUE, "muon": GREEN}
-NAMES = {"adamw": "AdamW inside", "muon": "Muon inside"}
+SERIES = {
+    "adamw: ": ("AdamW inside", BLUE),
+    "muon: ": ("Muon inside", PURPLE),
+    "muon: mean, ": ("Muon inside, a plain mean", GREEN),
+}
+"""By how the names of their cells begin, the longest that fits."""
+
 LEFT, TOP, WIDTH, HEIGHT = 70.0, 50.0, 700.0, 270.0
 LESS_MAX = 4000.0
 TICKS = (1, 10, 48, 186, 723, 2168)
@@ -22,7 +27,7 @@ GAP_MAX = 20.0
 def draw() -> str:
     """The picture."""
     result: dict[str, Any] = json.loads(RESULT.read_text())["result"]
-    result = {name: row for name, row in result.items() if _gap(row) < GAP_MAX}
+    result = {name: row for name, row in result.items() if _shown(name, row)}
     for name, row in result.items():  # not all have all seeds: what counts is the paired gap
         base = result[f"{name.partition(':')[0]}: data-parallel"]["loss"]
         row["loss"] = base * (1 + _gap(row) / 100)
@@ -45,24 +50,30 @@ def draw() -> str:
     for tenth in range(math.ceil(20 * low), math.floor(20 * high) + 1):
         _, y = at(1, tenth / 20)
         drawing.text(LEFT - 10, y + 5, f"{tenth / 20:.2f}", colour=GREY, anchor="end")
-    for inner, colour in COLOURS.items():
+    for row, (begin, (words, colour)) in enumerate(SERIES.items()):
+        ends = LEFT + WIDTH, TOP + HEIGHT - 54 + 20 * row
+        drawing.text(*ends, words, colour=colour, anchor="end", bold=True)
         points = sorted(
-            (row["less"], row["loss"], name)
-            for name, row in result.items()
-            if name.startswith(inner)
+            (found["less"], found["loss"], name)
+            for name, found in result.items()
+            if _series(name) == begin or name == f"{begin.partition(':')[0]}: data-parallel"
         )
         drawing.line([at(less, loss) for less, loss, _ in points], colour=colour)
         for less, loss, name in points:
             (x, y), label = at(less, loss), _label(name)
             drawing.dot(x, y, colour)
-            if not label:
-                words = f"{NAMES[inner]}: data-parallel"
-                above = -34 if inner == "adamw" else 16
-                drawing.text(x + 12, y + above, words, colour=colour, bold=True)
-            else:
-                below = 20 if label in ("int4", "int2, H = 48") else -10
+            below = 18 if begin == "muon: mean, " else -10
+            if label != "data-parallel":
                 drawing.text(x, y + below, label, colour=colour, size=12, anchor="middle")
+            elif begin != "muon: mean, ":  # it is Muon's
+                drawing.text(x + 10, y + 22, label, colour=colour, size=12)
     return drawing.svg()
+
+
+def _shown(name: str, row: dict[str, Any]) -> bool:
+    """Not what only tried to make the gap smaller."""
+    tried = ("1 / 0", "adamw: mean", "inner rate", "M = ")
+    return _gap(row) < GAP_MAX and not name.endswith(tried) and "M = " not in name
 
 
 def _gap(row: dict[str, Any]) -> float:
@@ -70,7 +81,12 @@ def _gap(row: dict[str, Any]) -> float:
     return float(row.get("gap_percent", {"mean": 0.0})["mean"])
 
 
+def _series(name: str) -> str:
+    """How the names of its line begin."""
+    return max((each for each in SERIES if f"{name}, ".startswith(each)), key=len)
+
+
 def _label(name: str) -> str:
-    """The codec; nothing for data-parallel."""
-    codec = name.partition(": ")[2]
-    return "" if codec == "data-parallel" else codec.partition(", 1 / 0")[0]
+    """The codec."""
+    codec = f"{name}, "[len(_series(name)) :].removesuffix(", ").partition(", 1 / 0")[0]
+    return codec or "bf16"

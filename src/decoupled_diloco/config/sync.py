@@ -174,8 +174,9 @@ class SyncSettings(Settings):
 
     merge: Literal["rda", "mean"] = "rda"
     """How outer gradients become one: "rda" averages norms and directions apart, because nearly
-    orthogonal ones shrink a plain "mean" by 1/√M (paper; here 1.6 % lower loss at H = 24). With
-    H = 8 the mean was 1.5 % lower: what few steps have in common is lost in the noise."""
+    orthogonal ones shrink a plain "mean" by 1/√M (paper; here 1.6 % lower loss at H = 24). But it
+    keeps noise as well: the mean was 1.5 % lower at H = 8, and 3.1 % with Muon inside
+    (benchmarks/results/schedule, longer)."""
 
     weighting: Literal["tokens", "uniform"] = "tokens"
     """Weight of a contribution: "tokens": tokens · (tokens / steps) since the last sync (paper,
