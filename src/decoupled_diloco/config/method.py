@@ -116,7 +116,9 @@ def plan_of(layout: Layout, config: RunConfig) -> MergePlan:
     sync, outer = config.sync, config.outer
 
     def factory(outer: OuterSettings) -> OuterFactory:
-        return make_outer(outer.optimizer, outer.lr, outer.momentum, outer.options)
+        return make_outer(
+            outer.optimizer, outer.lr, outer.momentum, outer.options, outer.momentum_warmup
+        )
 
     return MergePlan.make(
         synchronised(layout, config),

@@ -449,6 +449,9 @@ class OuterSettings(Settings):
     over 25 to 75 outer rounds the lineage's 0.9 ended with 5 to 28 % more loss, at every η
     (benchmarks/results/rounds); try 0.9 for runs of many hundred rounds."""
 
+    momentum_warmup: int = Field(default=0, ge=0)
+    """Over so many of its outer steps a fragment's momentum rises from 0 to μ, 0 or more."""
+
     options: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the torch.optim class, handed to it as they are; of "delayed-nesterov"
     every, the merges of a fragment from one refreshing of its momentum to the next, 1 or more."""
@@ -467,7 +470,7 @@ class OuterSettings(Settings):
             told = entry.model_dump(exclude={"fragments"})
             kept: dict[str, Any] = {"optimizer": self.optimizer, "lr": self.lr}
             if told.get("optimizer", self.optimizer) == self.optimizer:
-                kept |= {n: getattr(self, n) for n in ("momentum", "options")}
+                kept |= {n: getattr(self, n) for n in ("momentum", "momentum_warmup", "options")}
                 kept = {n: v for n, v in kept.items() if n not in self.inapplicable()}
             own = OuterSettings(**(kept | told))
             for fragment in entry.fragments:
@@ -480,11 +483,15 @@ class OuterSettings(Settings):
         return found
 
     def inapplicable(self) -> Mapping[str, str]:
-        """Only our own optimizers take `momentum`; two of them take no `options`."""
+        """Only our own optimizers take `momentum`; two of them warm it up, without `options`."""
         if self.optimizer == "delayed-nesterov":
-            return {}
-        ignored = "options" if self.optimizer in MOMENTUM_DEFAULTS else "momentum"
-        return {ignored: f"with optimizer={self.optimizer!r}"}
+            ignored = ["momentum_warmup"]
+        elif self.optimizer in MOMENTUM_DEFAULTS:
+            ignored = ["options"]
+        else:
+            ignored = ["momentum", "momentum_warmup"]
+        found = dict.fromkeys(ignored, f"with optimizer={self.optimizer!r}")
+        return {"momentum_warmup": "with momentum=0", **found} if self.momentum == 0 else found
 
     @model_validator(mode="before")
     @classmethod

@@ -241,6 +241,10 @@ CASES: list[tuple[dict[str, Any], str]] = [
         "take options out",
     ),
     ({"outer": {"lr": 0}}, "lr=0 in [outer] is out of range: it must be greater than 0.0"),
+    (
+        {"outer": {"momentum": 0, "momentum_warmup": 9}},
+        "momentum_warmup=9 in [outer] would be ignored with momentum=0: take momentum_warmup out",
+    ),
     ({"outer": {"momentum": 1}}, "momentum=1 in [outer] is out of range: it must be less than 1.0"),
     (
         {"outer": {"lr": float("nan")}},
