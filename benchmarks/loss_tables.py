@@ -86,6 +86,20 @@ def adapting(result: Any) -> str:
     return table([*header, "learners took part", "changes of codec"], rows)
 
 
+def cut_off(result: Any) -> str:
+    rows = [
+        [
+            name,
+            f"{row['loss']:.4f}",
+            percent(row["over_never_percent"]),
+            f"{row['highest_after']:.2f}" if row["highest_after"] else "",
+        ]
+        for name, row in result.items()
+    ]
+    header = ["one learner of two is away for", "loss", "against never", "highest loss after it"]
+    return table(header, rows)
+
+
 def late(result: Any) -> str:
     rows = [
         [

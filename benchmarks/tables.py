@@ -10,7 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from loss_tables import adapting, late, loss_under_faults, quality, settings, speeds, traffic
+from loss_tables import (
+    adapting,
+    cut_off,
+    late,
+    loss_under_faults,
+    quality,
+    settings,
+    speeds,
+    traffic,
+)
 from peers_table import peers
 from shapes import spread, table
 
@@ -45,6 +54,7 @@ TITLES = {
     "adapting": "A codec for each link",
     "speeds": "Learners of unequal speed",
     "late": "Contributions that come late",
+    "cut_off": "A learner that is cut off, and comes back",
     "kill": "One of four learners is killed",
     "fork_server": "Starts and restarts, with and without a fork server",
     "joining": "A learner joins",
@@ -458,7 +468,7 @@ FORMS: dict[str, Callable[[Any], str]] = {
     "quality": quality,
     "longer": settings("against its own data-parallel", "1,800 steps"),
     "schedule": settings("against the default"),
-    "learners": settings("against data-parallel on its batches"),
+    "learners": settings("against data-parallel", "600 steps (8 of each: as many tokens)"),
     "rounds": settings("against 0.7 / 0.5"),
     "merges": settings("against a mean of all at once", "240 steps of two learners"),
     "variants": settings("against the default", "1,536 steps of all together"),
@@ -467,6 +477,7 @@ FORMS: dict[str, Callable[[Any], str]] = {
     "traffic": traffic,
     "adapting": adapting,
     "late": late,
+    "cut_off": cut_off,
     "codec_speed": codec_speed,
     "large": large,
     "tape": tape,

@@ -176,9 +176,9 @@ CASES: list[tuple[dict[str, Any], str]] = [
         "take blend_alpha out",
     ),
     (
-        {"sync": {"weighting": "uniform", "counter_cap_periods": 2}},
-        "counter_cap_periods=2 in [sync] would be ignored with weighting='uniform': "
-        "take counter_cap_periods out",
+        {"sync": {"weighting": "uniform", "missed": "rebase", "counter_cap_periods": 2}},
+        "counter_cap_periods=2 in [sync] would be ignored with weighting='uniform' and "
+        "missed='rebase': take counter_cap_periods out",
     ),
     (
         {"sync": {"participants": "own", "missed": "rebase"}},

@@ -1,12 +1,14 @@
-"""Who is a few versions behind takes differences in the place of a whole copy (rule 5)."""
+"""Who is behind: differences in the place of a whole copy (rule 5), and what is kept (rule 7)."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from decoupled_diloco.protocol import Version
-from decoupled_diloco.protocol.effects import Fetch
-from decoupled_diloco.protocol.events import FetchFailed
+from decoupled_diloco.protocol.effects import Apply, Fetch
+from decoupled_diloco.protocol.events import FetchFailed, Paused
 from decoupled_diloco.protocol.versions import Holding
 
 
@@ -65,3 +67,42 @@ def test_a_new_name_breaks_the_chain(learner_bench: Any) -> None:
     bench.publish(Version(2, 0), Version(1, 2), difference="")
     bench.fetched(Version(1, 1))
     assert fetches(bench) == [("2.0", "/w", True)]
+
+
+def test_where_learners_open_rounds_only_whole_copies_wait_for_a_slot(learner_bench: Any) -> None:
+    """M times as many copies come: one a step and slot is too little for a learner of ranks."""
+    values = {"fragments": 6, "period": 6, "overlap": 2, "quorum": 1, "grace_margin": 0.0}
+    bench = learner_bench(participants="own", **values)
+    bench.told(Paused())
+    v0, v1 = Version(1, 0), Version(1, 1)
+    fetched, whole = list[tuple[int, bool]](), list[tuple[int, bool]]()
+    for fragment in (3, 1, 0, 2):
+        bench.publish(v1, v0, fragment)
+        fetched += [(o.fragment, o.whole) for o in bench.orders(Fetch)]
+    assert fetched == [(3, False), (1, False), (0, False), (2, False)]
+    for fragment in (3, 1, 0):
+        bench.told(FetchFailed(fragment, v1, "superseded"))
+        whole += [(o.fragment, o.whole) for o in bench.orders(Fetch)]
+    assert whole == [(3, True), (1, True)]
+    bench.publish(v1, v0, 5)
+    assert [(o.fragment, o.whole) for o in bench.orders(Fetch)] == [(5, False)], "it waits for none"
+
+
+@pytest.mark.parametrize(
+    ("missed", "steps", "mode"),
+    [("overwrite", 8, "rebase"), ("overwrite", 9, "overwrite"), ("rebase", 9, "rebase")],
+)
+def test_who_was_apart_for_more_steps_than_count_overwrites(
+    learner_bench: Any, missed: str, steps: int, mode: str
+) -> None:
+    """It has become another model: its change of so many steps would throw the run far back."""
+    bench = learner_bench(missed=missed, period=4, counter_cap_periods=2)
+    bench.told(Paused())
+    for _ in range(steps - 1):
+        bench.step()
+    bench.publish(Version(1, 2), Version(1, 1))
+    bench.fetched(Version(1, 2))
+    bench.step()
+    (applied,) = bench.orders(Apply)
+    tokens = bench.machine.state.tokens if mode == "overwrite" else 0
+    assert (applied.mode, applied.discarded_tokens) == (mode, tokens)

@@ -473,23 +473,6 @@ def test_rule_5_as_many_copies_come_at_a_time_as_a_shard_has_slots(learner_bench
     assert [order.fragment for order in bench.orders(Fetch)] == [2]
 
 
-def test_where_learners_open_rounds_only_whole_copies_wait_for_a_slot(learner_bench: Any) -> None:
-    """M times as many copies come: one a step and slot is too little for a learner of ranks."""
-    bench = fetching(learner_bench, 6, participants="own", quorum=1, grace_margin=0.0)
-    fetched = []
-    for fragment in (3, 1, 0, 2):
-        bench.publish(V1, V0, fragment)
-        fetched += fetches(bench)
-    assert fetched == [(fragment, V1, False) for fragment in (3, 1, 0, 2)]
-    whole = []
-    for fragment in (3, 1, 0):
-        bench.told(FetchFailed(fragment, V1, "superseded"))
-        whole += fetches(bench)
-    assert whole == [(3, V1, True), (1, V1, True)]
-    bench.publish(V1, V0, 5)
-    assert fetches(bench) == [(5, V1, False)], "who waits for a slot holds no difference up"
-
-
 def fetches(bench: Any) -> list[tuple[int, Version, bool]]:
     """What the last event has led to fetch: the fragment, its version, and whether whole."""
     return [(order.fragment, order.version, order.whole) for order in bench.orders(Fetch)]
