@@ -3,7 +3,7 @@
 Virtual time, a step a second, 480 steps of both. `missed = "rebase"` merges all that the learner
 has trained alone; the default drops it, once that is more than four periods.
 
-    python benchmarks/cut_off.py --seeds 1
+    python benchmarks/cut_off.py --seeds 1 2
 """
 
 from __future__ import annotations

@@ -53,19 +53,18 @@ def config(
     batch: int,
     sync: Any,
     outer: Any,
-    inner: str = "adamw",
 ) -> RunConfig:
     return RunConfig(
         run={"learners": learners, "budget_steps": steps, "seed": seed},
         sync={"fragments": 24, "period": 24, "overlap": 2, **sync},
         outer=outer,
         data={"leases": False},  # fixed parts, which `plain` trains too: paired seeds, same batches
-        workload={"options": _options(rate, batch, inner)},
+        workload={"options": _options(rate, batch)},
     )
 
 
-def _options(rate: float, batch: int, inner: str) -> dict[str, Any]:
-    return {**SIZE, "batch_size": batch, "learning_rate": rate, "optimizer": inner}
+def _options(rate: float, batch: int) -> dict[str, Any]:
+    return {**SIZE, "batch_size": batch, "learning_rate": rate}
 
 
 def virtual(rate: float, seed: int, steps: int, **settings: Any) -> float:
@@ -100,11 +99,9 @@ def decoupled_alone(rate: float, seed: int, steps: int) -> float:
     return virtual(rate, seed, steps, learners=1, batch=SEQUENCES, sync={}, outer={})
 
 
-def plain(
-    rate: float, seed: int, steps: int, batch: int, parts: int, inner: str = "adamw"
-) -> float:
+def plain(rate: float, seed: int, steps: int, batch: int, parts: int) -> float:
     """The loss of an ordinary training loop; with several parts, data-parallel over them."""
-    options = _options(rate, batch, inner)
+    options = _options(rate, batch)
     workload = load_workload("gpt", {**options, "seed": seed, "total_steps": steps})
     return trained(workload, steps, parts, LEARNERS)["loss"]
 

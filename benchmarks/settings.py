@@ -149,6 +149,11 @@ def _wire(up: str, down: str = "", period: int = 24) -> dict[str, Any]:
     return {"uplink_codec": up, "downlink_codec": down or up, "period": period}
 
 
+def _rising(rounds: int) -> dict[str, Any]:
+    """Momentum that rises to 0.9 over all rounds."""
+    return {"lr": 0.7, "momentum": 0.9, "momentum_warmup": rounds - 1}
+
+
 def _longer() -> dict[str, Cell]:
     cells: dict[str, Cell] = {}
     for inner in RATES:
@@ -176,12 +181,9 @@ def _longer() -> dict[str, Cell]:
         cells[f"{inner}: mean, 1 / 0"] = replace(cell, sync={"merge": "mean"}, outer=alone)
         for name in ("int4", "int2", "int2, H = 48", "int2, H = 144"):
             cells[f"{inner}: mean, {name}"] = replace(cell, sync={**wires[name], "merge": "mean"})
-        rising = {"outer": {"lr": 0.7, "momentum": 0.0}, "until": {"momentum": 0.9}}
-        cells[f"{inner}: momentum from 0 to 0.9"] = replace(cell, **rising)
-        mean = replace(cell, sync={"merge": "mean"}, **rising)
-        cells[f"{inner}: mean, momentum from 0 to 0.9"] = mean
-        two = replace(mean, sync={**wires["int2, H = 48"], "merge": "mean"})
-        cells[f"{inner}: mean, int2, H = 48, momentum from 0 to 0.9"] = two
+        rising = replace(cell, outer=_rising(1800 // 24))
+        cells[f"{inner}: momentum from 0 to 0.9"] = rising
+        cells[f"{inner}: mean, momentum from 0 to 0.9"] = replace(rising, sync={"merge": "mean"})
         for factor in (0.7, 1.4):
             name = f"{inner}: {factor:g} times the inner rate"
             cells[name] = replace(cell, rate=factor * RATES[inner])
@@ -236,7 +238,7 @@ def _schedule() -> dict[str, Cell]:
 
 OUTERS = ((0.7, 0.5), (1.0, 0.0), (0.5, 0.7), (0.15, 0.9), (0.4, 0.9), (0.7, 0.9))
 
-SCHEDULES = (("momentum", 0.0, 0.9), ("momentum", 0.9, 0.0), ("lr", 1.0, 0.4), ("lr", 0.4, 1.0))
+SCHEDULES = (("momentum", 0.9, 0.0), ("lr", 1.0, 0.4), ("lr", 0.4, 1.0))
 
 
 def _rounds() -> dict[str, Cell]:
@@ -249,6 +251,9 @@ def _rounds() -> dict[str, Cell]:
             outer, sync = {"lr": lr, "momentum": momentum}, {"period": period}
             against = default if name != default else ""
             cells[name] = Cell(against, steps=steps, sync=sync, outer=outer)
+        rising = _rising(steps // period)
+        name = f"{rounds}: momentum from 0 to 0.9"
+        cells[name] = Cell(default, steps=steps, sync=sync, outer=rising)
         for of, start, end in SCHEDULES:
             settings = {"lr": 0.7, "momentum": 0.5, of: start}
             name = f"{rounds}: {of} from {start:g} to {end:g}"

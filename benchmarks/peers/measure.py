@@ -38,8 +38,6 @@ sys.path.insert(0, str(HERE.parent))
 
 from evidence import keep
 
-WORKERS = {"lose-worker": 4}
-WORKERS_ELSE = 2
 PERIOD = 24
 FRAGMENTS = 24
 OVERLAP = 2
@@ -49,6 +47,8 @@ OUTER_LR, OUTER_MOMENTUM = 0.7, 0.5
 PARAMETERS = {"tiny": 0.04e6, "0.87M": 0.87e6, "25M": 25.5e6}
 PERIODS = {"speed": 5, "loss": 25, "slow": 5, **dict.fromkeys(FAULTS, 20), "lose-worker": 8}
 """How long a run of each kind is: "speed" and "slow" are timed after the first period."""
+
+WORKERS = {**dict.fromkeys(PERIODS, 2), "lose-worker": 4}
 
 PERIODS_OF_LARGE = 3
 SECONDS_MAX = {"speed": 150.0, "slow": 150.0, "loss": 300.0, **dict.fromkeys(FAULTS, 300.0)}
@@ -90,7 +90,7 @@ def cells(models: Iterable[str]) -> list[Cell]:
 
 def tasks_of(cell: Cell, folder: Path, slowdown: float) -> list[Task]:
     """Of all workers; the sites take turns."""
-    workers = WORKERS.get(cell.kind, WORKERS_ELSE)
+    workers = WORKERS[cell.kind]
     rate = (LINKS[cell.link].mbit or 1000.0) * 1e6
     exchange_seconds = PARAMETERS[cell.model] * 32 / rate
     return [
@@ -174,8 +174,7 @@ def main() -> None:
             "peers",
             estimate=ESTIMATE,
             config={
-                "workers": WORKERS_ELSE,
-                "workers_of": WORKERS,
+                "workers": WORKERS,
                 "period": PERIOD,
                 "fragments": FRAGMENTS,
                 "overlap": OVERLAP,

@@ -131,8 +131,8 @@ class Run:
         """What the workers' files and the interfaces' counters say."""
         steps = [self._steps(task) for task in self.tasks]
         results = [_result(self.folder / f"worker-{task.worker}.json") for task in self.tasks]
-        there = [f"worker-{task.worker}" not in self.lost for task in self.tasks]
-        finished = ended and all(r for r, here in zip(results, there, strict=True) if here)
+        lost = [f"worker-{task.worker}" in self.lost for task in self.tasks]
+        finished = ended and all(r or gone for r, gone in zip(results, lost, strict=True))
         row: Row = {"finished": finished, "steps": [_last(each) for each in steps]}
         if self.fault_begun:
             dead = {task.worker for task in self.tasks if f"worker-{task.worker}" in self.killed}

@@ -426,6 +426,9 @@ class FragmentOuterSettings(Settings):
     momentum: float | None = Field(default=None, ge=0, lt=1)
     """As in `[outer]`, 0 to less than 1. Default: as there."""
 
+    momentum_warmup: int | None = Field(default=None, ge=0)
+    """As in `[outer]`, 0 or more. Default: as there; 0 where `momentum` is 0 here."""
+
     options: dict[str, Any] | None = None
     """As in `[outer]`. Default: as there."""
 
@@ -474,6 +477,8 @@ class OuterSettings(Settings):
             if told.get("optimizer", self.optimizer) == self.optimizer:
                 kept |= {n: getattr(self, n) for n in ("momentum", "momentum_warmup", "options")}
                 kept = {n: v for n, v in kept.items() if n not in self.inapplicable()}
+            if told.get("momentum") == 0:
+                kept.pop("momentum_warmup", None)
             own = OuterSettings(**(kept | told))
             for fragment in entry.fragments:
                 if fragment in found:
@@ -486,12 +491,10 @@ class OuterSettings(Settings):
 
     def inapplicable(self) -> Mapping[str, str]:
         """Only our own optimizers take `momentum`; two of them warm it up, without `options`."""
-        if self.optimizer == "delayed-nesterov":
-            ignored = ["momentum_warmup"]
-        elif self.optimizer in MOMENTUM_DEFAULTS:
-            ignored = ["options"]
-        else:
-            ignored = ["momentum", "momentum_warmup"]
+        warms_up = self.optimizer in ("nesterov", "sgd")
+        ignored = ["options"] if warms_up else ["momentum_warmup"]
+        if self.optimizer not in MOMENTUM_DEFAULTS:
+            ignored.append("momentum")
         found = dict.fromkeys(ignored, f"with optimizer={self.optimizer!r}")
         return {"momentum_warmup": "with momentum=0", **found} if self.momentum == 0 else found
 

@@ -171,10 +171,11 @@ def apply_mode(
     if view.restored:
         return "overwrite", "what its earlier life sent may be in it"
     why = "it was behind" if view.behind else "it took no part in this version"
-    counted = options.counter_cap_periods * options.period
-    if options.missed == "overwrite" and view.behind and state.steps_of(view) > counted:
+    apart = view.behind and state.steps_of(view) > options.steps_counted
+    if apart and options.missed == "overwrite":
         # Another model by now: merged, it would throw the run far back, with capped weight too.
-        return "overwrite", f"it was apart for more than the {counted} steps that count"
+        why = f"it was apart for more than the {options.steps_counted} steps that count"
+        return "overwrite", why
     if view.held is not None and (options.missed == "rebase" or view.behind or keeps):
         return "rebase", why
     return "overwrite", why

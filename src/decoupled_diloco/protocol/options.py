@@ -108,6 +108,11 @@ class Options:
         windows = (sum(counts[t : t + self.overlap]) for t in range(self.period))
         return max(1, *windows)
 
+    @property
+    def steps_counted(self) -> int:
+        """The most steps of one contribution that count (rule 6)."""
+        return self.counter_cap_periods * self.period
+
     def revised(self, revision: Revision | None) -> Options:
         """From the tick on from which a revision holds; ``None``: as they are set."""
         if revision is None:

@@ -196,7 +196,7 @@ def _fold(
             state.queue[fragment] = state.clock
         else:  # it merges what came before
             round.next_tick = state.clock
-    cap = options.counter_cap_periods * options.period
+    cap = options.steps_counted
     believed = tokens_believed(state, event)
     steps, tokens = float(event.steps), float(believed)
     why = "delivered in time" if age == 0 else f"late by {age} versions"

@@ -341,15 +341,19 @@ def test_what_a_fragment_does_not_say_is_as_for_all() -> None:
         outer={
             "lr": 0.5,
             "momentum": 0.25,
+            "momentum_warmup": 9,
             "by_fragment": [
                 {"fragments": [1, 2], "lr": 0.1},
                 {"fragments": [3], "optimizer": "AdamW", "options": {"weight_decay": 0.5}},
                 {"fragments": [4], "optimizer": "sgd"},
+                {"fragments": [5], "momentum": 0.0},
+                {"fragments": [6], "momentum_warmup": 3},
             ],
         }
     )
     own = config.outer.of_fragments()
-    assert set(own) == {1, 2, 3, 4}
+    assert set(own) == {1, 2, 3, 4, 5, 6}
+    assert [own[n].momentum_warmup for n in (1, 3, 4, 5, 6)] == [9, 0, 0, 0, 3]
     assert (own[1].optimizer, own[1].lr, own[1].momentum) == ("nesterov", 0.1, 0.25)
     assert (own[3].lr, own[3].momentum, own[3].options) == (0.5, None, {"weight_decay": 0.5})
     assert own[4].momentum == 0, "another optimizer has its own defaults"
