@@ -116,9 +116,7 @@ def plan_of(layout: Layout, config: RunConfig) -> MergePlan:
     sync, outer = config.sync, config.outer
 
     def factory(outer: OuterSettings) -> OuterFactory:
-        return make_outer(
-            outer.optimizer, outer.lr, outer.momentum, outer.options, outer.momentum_warmup
-        )
+        return make_outer(outer.optimizer, outer.lr, outer.momentum, outer.options)
 
     return MergePlan.make(
         synchronised(layout, config),

@@ -426,9 +426,6 @@ class FragmentOuterSettings(Settings):
     momentum: float | None = Field(default=None, ge=0, lt=1)
     """As in `[outer]`, 0 to less than 1. Default: as there."""
 
-    momentum_warmup: int | None = Field(default=None, ge=0)
-    """As in `[outer]`, 0 or more. Default: as there; 0 where `momentum` is 0 here."""
-
     options: dict[str, Any] | None = None
     """As in `[outer]`. Default: as there."""
 
@@ -451,11 +448,7 @@ class OuterSettings(Settings):
     momentum: float | None = Field(default=None, ge=0, lt=1)
     """μ: outer momentum, 0 to less than 1. Default: 0.5, 0 for "sgd". 0.5 is ours:
     over 25 to 75 outer rounds the lineage's 0.9 ended with 5 to 28 % more loss, at every η
-    (benchmarks/results/rounds). With a warm-up it did not."""
-
-    momentum_warmup: int = Field(default=0, ge=0)
-    """Over so many of its outer steps a fragment's momentum rises from 0 to μ, 0 or more. To 0.9
-    over the whole run it was 3.5 % better than 0.5 at H = 8, and equal at H = 24 (ours)."""
+    (benchmarks/results/rounds). With H = 8, 0 was 3.5 % better than 0.5."""
 
     options: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the torch.optim class, handed to it as they are; of "delayed-nesterov"
@@ -475,10 +468,8 @@ class OuterSettings(Settings):
             told = entry.model_dump(exclude={"fragments"})
             kept: dict[str, Any] = {"optimizer": self.optimizer, "lr": self.lr}
             if told.get("optimizer", self.optimizer) == self.optimizer:
-                kept |= {n: getattr(self, n) for n in ("momentum", "momentum_warmup", "options")}
+                kept |= {n: getattr(self, n) for n in ("momentum", "options")}
                 kept = {n: v for n, v in kept.items() if n not in self.inapplicable()}
-            if told.get("momentum") == 0:
-                kept.pop("momentum_warmup", None)
             own = OuterSettings(**(kept | told))
             for fragment in entry.fragments:
                 if fragment in found:
@@ -490,13 +481,11 @@ class OuterSettings(Settings):
         return found
 
     def inapplicable(self) -> Mapping[str, str]:
-        """Only our own optimizers take `momentum`; two of them warm it up, without `options`."""
-        warms_up = self.optimizer in ("nesterov", "sgd")
-        ignored = ["options"] if warms_up else ["momentum_warmup"]
-        if self.optimizer not in MOMENTUM_DEFAULTS:
-            ignored.append("momentum")
-        found = dict.fromkeys(ignored, f"with optimizer={self.optimizer!r}")
-        return {"momentum_warmup": "with momentum=0", **found} if self.momentum == 0 else found
+        """Only our own optimizers take `momentum`; two of them take no `options`."""
+        if self.optimizer == "delayed-nesterov":
+            return {}
+        ignored = "options" if self.optimizer in MOMENTUM_DEFAULTS else "momentum"
+        return {ignored: f"with optimizer={self.optimizer!r}"}
 
     @model_validator(mode="before")
     @classmethod

@@ -54,31 +54,19 @@ class NesterovSGD:
         lr: η > 0.
         momentum: μ in [0, 1). With 0 no state is kept.
         nesterov: False gives heavy-ball momentum, `Θ ← Θ - η·b`.
-        warmup: N ≥ 0: step n, from 0, has `μ·min(1, n/N)` in the place of μ.
 
     Source:
         Decoupled DiLoCo, SGD with Nesterov momentum. It does not publish η and μ; our 0.7 and 0.5
         are gentler than DiLoCo's 0.7 and 0.9: merged gradients that are alike add up to η/(1-μ).
     """
 
-    def __init__(
-        self,
-        lr: float = LR,
-        momentum: float = MOMENTUM,
-        nesterov: bool = True,
-        *,
-        warmup: int = 0,
-    ) -> None:
+    def __init__(self, lr: float = LR, momentum: float = MOMENTUM, nesterov: bool = True) -> None:
         _check_lr(lr)
         _check_momentum(momentum)
-        if warmup < 0:
-            raise ConfigError(f"outer momentum_warmup={warmup} is below 0: take 0 for none")
         self.lr = lr
         self.momentum = momentum
         self.nesterov = nesterov
-        self.warmup = warmup if momentum else 0
         self._momentum_buffer: Tensor | None = None
-        self._count = 0
 
     def step(self, master: Tensor, gradient: Tensor) -> None:
         """Update `master` [N] in place; see `OuterOptimizer.step`.
@@ -92,28 +80,18 @@ class NesterovSGD:
             return
         if self._momentum_buffer is None:
             self._momentum_buffer = torch.zeros_like(master)
-        mu = self.momentum
-        if self.warmup:
-            mu *= min(1.0, self._count / self.warmup)
-            self._count = min(self._count + 1, self.warmup)
         vectors = (master, gradient, self._momentum_buffer)
         for theta, delta, b in zip(*map(blocks_of, vectors), strict=True):
-            b.mul_(mu).add_(delta)
+            b.mul_(self.momentum).add_(delta)
             if self.nesterov:
                 theta.add_(delta, alpha=-self.lr)
-                theta.add_(b, alpha=-self.lr * mu)
+                theta.add_(b, alpha=-self.lr * self.momentum)
             else:
                 theta.add_(b, alpha=-self.lr)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Give `{"momentum": b}`, or nothing before the first step or without momentum.
-
-        With a warm-up also `"count"`, the steps that were taken, N at most.
-        """
-        if self._momentum_buffer is None:
-            return {}
-        counted = {"count": torch.tensor(self._count)} if self.warmup else {}
-        return {"momentum": self._momentum_buffer, **counted}
+        """Give `{"momentum": b}`, or nothing before the first step or without momentum."""
+        return {} if self._momentum_buffer is None else {"momentum": self._momentum_buffer}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over a copy of what `state_dict` gave.
@@ -121,16 +99,13 @@ class NesterovSGD:
         Raises:
             MergeError: The state is another optimizer's.
         """
-        keeps = ["count"] * bool(self.warmup) + ["momentum"] * bool(self.momentum)
-        if state and sorted(state) != keeps:
+        if not state.keys() <= ({"momentum"} if self.momentum else set()):
             raise MergeError(
-                f"outer optimizer state has {sorted(state)}, SGD with momentum={self.momentum} and "
-                f"momentum_warmup={self.warmup} keeps {keeps or 'none'}: resume with the same "
-                "optimizer"
+                f"outer optimizer state has {sorted(state)}, SGD with momentum={self.momentum} "
+                f"keeps {['momentum'] if self.momentum else 'none'}: resume with the same optimizer"
             )
         kept = state.get("momentum")
         self._momentum_buffer = None if kept is None else kept.to(torch.float32, copy=True)
-        self._count = int(state["count"]) if "count" in state else 0
 
 
 class DelayedNesterov:
@@ -301,7 +276,6 @@ def make_outer(
     lr: float = LR,
     momentum: float | None = None,
     options: Mapping[str, Any] | None = None,
-    momentum_warmup: int = 0,
 ) -> OuterFactory:
     """Check an outer optimizer's settings once and give a factory of one per fragment.
 
@@ -312,7 +286,6 @@ def make_outer(
         momentum: μ in [0, 1). None means 0.5 for both of Nesterov's, 0 for `"sgd"`, and the class's
             own default otherwise.
         options: Further arguments of a `torch.optim` class; `every` of `"delayed-nesterov"`.
-        momentum_warmup: Steps in which the momentum of `"nesterov"` or `"sgd"` rises from 0 to μ.
 
     Raises:
         ConfigError: The name is unknown (the nearest is named), a value is out of range, or the
@@ -333,14 +306,8 @@ def make_outer(
                 "them, or name a class of torch.optim, as 'SGD'"
             )
         mu = momentum if momentum is not None else (MOMENTUM if name == "nesterov" else 0.0)
-        NesterovSGD(lr, mu, warmup=momentum_warmup)
-        nesterov = name == "nesterov"
-        return lambda numel: NesterovSGD(lr, mu, nesterov, warmup=momentum_warmup)
-    if momentum_warmup:
-        raise ConfigError(
-            f"momentum_warmup={momentum_warmup} is for 'nesterov' and 'sgd', not for '{name}': "
-            "remove it"
-        )
+        NesterovSGD(lr, mu)
+        return lambda numel: NesterovSGD(lr, mu, nesterov=name == "nesterov")
     if name == "delayed-nesterov":
         if options.keys() != {"every"}:
             raise ConfigError(

@@ -241,10 +241,6 @@ CASES: list[tuple[dict[str, Any], str]] = [
         "take options out",
     ),
     ({"outer": {"lr": 0}}, "lr=0 in [outer] is out of range: it must be greater than 0.0"),
-    (
-        {"outer": {"momentum": 0, "momentum_warmup": 9}},
-        "momentum_warmup=9 in [outer] would be ignored with momentum=0: take momentum_warmup out",
-    ),
     ({"outer": {"momentum": 1}}, "momentum=1 in [outer] is out of range: it must be less than 1.0"),
     (
         {"outer": {"lr": float("nan")}},
@@ -341,19 +337,15 @@ def test_what_a_fragment_does_not_say_is_as_for_all() -> None:
         outer={
             "lr": 0.5,
             "momentum": 0.25,
-            "momentum_warmup": 9,
             "by_fragment": [
                 {"fragments": [1, 2], "lr": 0.1},
                 {"fragments": [3], "optimizer": "AdamW", "options": {"weight_decay": 0.5}},
                 {"fragments": [4], "optimizer": "sgd"},
-                {"fragments": [5], "momentum": 0.0},
-                {"fragments": [6], "momentum_warmup": 3},
             ],
         }
     )
     own = config.outer.of_fragments()
-    assert set(own) == {1, 2, 3, 4, 5, 6}
-    assert [own[n].momentum_warmup for n in (1, 3, 4, 5, 6)] == [9, 0, 0, 0, 3]
+    assert set(own) == {1, 2, 3, 4}
     assert (own[1].optimizer, own[1].lr, own[1].momentum) == ("nesterov", 0.1, 0.25)
     assert (own[3].lr, own[3].momentum, own[3].options) == (0.5, None, {"weight_decay": 0.5})
     assert own[4].momentum == 0, "another optimizer has its own defaults"

@@ -105,30 +105,6 @@ class TestNesterov:
         with pytest.raises(ConfigError, match=r"not in \[0, 1\)"):
             NesterovSGD(momentum=momentum)
 
-    @pytest.mark.parametrize("nesterov", [True, False])
-    def test_momentum_that_is_warmed_up_is_a_row_of_optimizers(self, nesterov):
-        """Step n of the warm-up is that of one whose momentum is always so large."""
-        make = make_outer("nesterov" if nesterov else "sgd", 0.7, 0.9, momentum_warmup=3)
-        optimizer, master, expected, buffer = make(6), torch.ones(6), torch.ones(6), None
-        for gradient, mu in zip(gradients(6), [0.0, 0.3, 0.6, 0.9, 0.9, 0.9], strict=True):
-            optimizer.step(master, gradient)
-            buffer = gradient if buffer is None else mu * buffer + gradient
-            expected -= 0.7 * (gradient + mu * buffer if nesterov else buffer)
-            torch.testing.assert_close(master, expected)
-            resumed = make(6)
-            resumed.load_state_dict(load(save(optimizer.state_dict())))
-            optimizer = resumed
-
-    def test_a_state_without_the_warm_ups_count(self):
-        with pytest.raises(MergeError, match=r"momentum_warmup=3 keeps \['count', 'momentum'\]"):
-            NesterovSGD(warmup=3).load_state_dict({"momentum": torch.ones(3)})
-
-    def test_a_warm_up_needs_a_momentum_of_ours(self):
-        with pytest.raises(ConfigError, match="momentum_warmup=-1 is below 0"):
-            make_outer(momentum_warmup=-1)
-        with pytest.raises(ConfigError, match="momentum_warmup=2 is for 'nesterov' and 'sgd'"):
-            make_outer("AdamW", 0.1, momentum_warmup=2)
-
 
 class TestTorchOuter:
     def test_state_of_another_optimizer(self):
