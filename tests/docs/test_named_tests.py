@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from docs.snippets import ROOT
+from simulation.apart_breaks import APART
 from simulation.breaks import CORE
 from simulation.shell_breaks import RANKS
 
@@ -29,4 +30,4 @@ def test_every_break_that_a_page_names_is_there() -> None:
     table = text.split("## Faults that were found from outside")[1]
     named = re.findall(r'"([^"]+)"', table)
     assert len(named) >= 5
-    assert set(named) <= {each.what for each in (*CORE, *RANKS)}
+    assert set(named) <= {each.what for each in (*CORE, *APART, *RANKS)}

@@ -15,6 +15,7 @@ from decoupled_diloco.simulate import crashes, worlds
 from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.disk import Loss
 from decoupled_diloco.simulate.shrink import Changes, signature
+from simulation.apart_breaks import APART
 from simulation.breaks import CORE, SHELLS, STORAGE, Break
 from simulation.own_breaks import OWN_STEPS
 from simulation.residual_breaks import RESIDUALS
@@ -52,6 +53,11 @@ def test_a_broken_revision_is_caught(each: Break) -> None:
 
 @pytest.mark.parametrize("each", OWN_STEPS, ids=names(OWN_STEPS))
 def test_broken_rounds_of_ones_own_are_caught(each: Break) -> None:
+    test_a_broken_core_is_caught(each)
+
+
+@pytest.mark.parametrize("each", APART, ids=names(APART))
+def test_who_was_apart_and_keeps_it_is_caught(each: Break) -> None:
     test_a_broken_core_is_caught(each)
 
 

@@ -90,7 +90,7 @@ TRANSITIONS: tuple[tuple[str, str, str], ...] = (
     ("nothing held", "Published", "fetch the whole"),
     ("held = base", "Published", "fetch the difference"),
     ("held = base", "Published (renamed)", "relabel"),
-    ("held ≠ base", "Published", "fetch the whole, and rebase when it is applied"),
+    ("held ≠ base", "Published", "fetch the whole; rebase when it is applied, or drop if apart"),
     ("fetching", "Published (newer)", "remember it; decide when the fetch is over"),
     ("fetching", "Fetched", "staged"),
     ("fetching", "FetchFailed", "fetch the whole, later"),
@@ -511,6 +511,7 @@ class LearnerMachine:
                 self._late_is_lost(view, sent)
         for view in self._fragments_of(shard):
             view.owed_at = None  # steps are counted anew: what was due then is not now
+            fragments.comes_back(self.state, self.options, view)
         effects += self._count_alike()
         effects += draining.welcomed(self.state, self.options, shard)
         return effects + self._release_if_free("the shard counts from here")
@@ -533,6 +534,9 @@ class LearnerMachine:
             return fragments.decline(self.options, index, view, f"behind: I hold {view.held}")
         effects: list[LearnerEffect] = []
         if pull.base == view.held:
+            if fragments.is_apart(self.options, view):
+                why = "it was apart for too long: it drops what it has"
+                return fragments.decline(self.options, index, view, why, nothing_new=pull.final)
             if view.latest is None or view.latest.version == view.held:
                 why = (
                     "its shard asks again: nothing that was made from the newest version is in any"

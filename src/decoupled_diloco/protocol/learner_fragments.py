@@ -4,7 +4,12 @@
 after the other, as long as a whole copy is larger, everybody else the whole; one
 fetch of a fragment is under way at a time, and what is newer by then comes next. From one shard as
 many fragments come at a time as it has slots, in the order in which they were announced, each in
-its newest version: over a slow link a copy is soon here, and not yet superseded.
+its newest version: over a slow link a copy is soon here, and not yet superseded. Where learners
+open rounds, M times as many versions come, and differences wait for no slot until one fails.
+
+*Apart*. Who comes back after its link was down, with more steps of a fragment than count, while the
+fragment has gone on for as long, has become another model: merged, it would throw the run far back,
+with capped weight too. It drops that with the next copy, and contributes nothing before.
 
 *Boundaries*. A copy that is staged is applied first, in one of four ways. Then comes the snapshot
 that a pull waits for, or that will be due before the next boundary.
@@ -92,7 +97,25 @@ def answers_first(state: LearnerState, options: Options, view: FragmentView) -> 
         return False
     age = staged.counter - held.counter
     taken = staged.term == held.term and age <= options.late_rounds_max
+    taken = taken and not is_apart(options, view)
     return taken and options.late == "next" and state.steps_of(view) > 0
+
+
+def comes_back(state: LearnerState, options: Options, view: FragmentView) -> None:
+    """The link to a fragment's shard is here again."""
+    if view.held is not None and options.missed == "overwrite":
+        unsent = state.steps_of(view) - (view.sent.taken.steps if view.sent is not None else 0)
+        view.apart |= unsent > options.steps_counted
+
+
+def is_apart(options: Options, view: FragmentView) -> bool:
+    """Whether what was trained while the link was down is dropped: the fragment has gone on.
+
+    Where it has not, because nobody could reach the shard, it is a long contribution, and no more.
+    """
+    if not view.apart or view.held is None or view.latest is None:
+        return False
+    return view.latest.version.counter - view.held.counter > options.counter_cap_periods
 
 
 def may_apply(state: LearnerState, options: Options, view: FragmentView) -> bool:
@@ -126,7 +149,7 @@ def apply_staged(
     forgets = options.error_feedback and view.restored and sent is None
     view.held, view.staged = version, None
     view.snapshot = view.sent = view.owed_at = None
-    view.behind = view.restored = view.unfit = False
+    view.behind = view.restored = view.unfit = view.apart = False
     state.discarded_tokens += discarded
     effects: list[LearnerEffect] = [Apply(index, version, mode, discarded, why)]
     if sent is not None and sent.lost:
@@ -146,7 +169,8 @@ def apply_mode(
 
     Who has sent what it made from the copy that it held takes part in every newer one until
     then, whether its contribution is in it or follows: what was sent is not kept, and so is
-    never merged twice. Once the budget is spent nothing that was trained since is thrown away.
+    never merged twice. Once the budget is spent nothing that was trained since is thrown away, but
+    what was trained apart.
     """
     sent = view.sent
     keeps = state.ended
@@ -154,6 +178,11 @@ def apply_mode(
         # Kept, it would be in the next contribution, which would be refused for it, for ever. That
         # holds of NaN even if it was sent: nothing can be subtracted from it.
         return "overwrite", "what it made before was too large, or not finite"
+    if is_apart(options, view):
+        return (
+            "overwrite",
+            f"it was apart for more than the {options.steps_counted} steps that count",
+        )
     if sent is not None:
         mode: Mode = sent.taken.alignment
         follows = sent.version is None or sent.version > version
@@ -171,11 +200,6 @@ def apply_mode(
     if view.restored:
         return "overwrite", "what its earlier life sent may be in it"
     why = "it was behind" if view.behind else "it took no part in this version"
-    apart = view.behind and state.steps_of(view) > options.steps_counted
-    if apart and options.missed == "overwrite":
-        # Another model by now: merged, it would throw the run far back, with capped weight too.
-        why = f"it was apart for more than the {options.steps_counted} steps that count"
-        return "overwrite", why
     if view.held is not None and (options.missed == "rebase" or view.behind or keeps):
         return "rebase", why
     return "overwrite", why
@@ -231,7 +255,7 @@ def send(
     """Answers a pull from the snapshot."""
     assert view.snapshot is not None
     taken = replace(view.snapshot, alignment=pull.alignment)
-    view.pull, view.sent = None, Sent(pull.ask, taken)
+    view.pull, view.sent, view.apart = None, Sent(pull.ask, taken), False
     why = f"pulled for step {pull.tick}, snapshot of own step {taken.step}"
     return [
         SendBody(
@@ -295,17 +319,18 @@ def _want(
 
 
 def _fetch_wanted(state: LearnerState, options: Options, shard: int) -> list[LearnerEffect]:
-    """Those whose turn it is; where learners open rounds, each difference: M times as many come."""
-    wanted, effects = state.shards[shard].wanted, list[LearnerEffect]()
-    own = options.participants == "own"
+    """Those whose turn it is."""
+    link, effects = state.shards[shard], list[LearnerEffect]()
+    link.crowded = link.crowded and bool(link.wanted)
+    free = options.participants == "own" and not link.crowded  # differences wait for no slot
     views = [state.fragments[p] for p in options.owned(shard)]
-    flying = sum(v.fetching is not None and (v.fetch_whole or not own) for v in views)
-    for index in tuple(wanted):
+    flying = sum(v.fetching is not None and (v.fetch_whole or not free) for v in views)
+    for index in tuple(link.wanted):
         view = state.fragments[index]
-        takes_turn = not own or view.fetch_whole or view.next_difference() is None
+        takes_turn = not free or view.fetch_whole or view.next_difference() is None
         if state.ready and takes_turn and flying >= options.open_rounds_max:
             continue
-        del wanted[index]
+        del link.wanted[index]
         effects += _fetch(options, index, view)
         flying += takes_turn
     return effects
@@ -363,6 +388,7 @@ def fetch_failed(
     if view.fetching != version:
         return []
     was_whole = view.fetch_whole
+    state.shards[options.owner(index)].crowded |= not was_whole
     view.fetching, view.fetch_whole = None, False
     view.following = ()  # those before the newest may be gone
     assert view.latest is not None

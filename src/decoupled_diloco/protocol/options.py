@@ -36,7 +36,8 @@ class Options:
         participants: who qualifies for a round: ``"reported"`` (paper) or ``"all"``; ``"own"``:
             each learner opens rounds of its own, which merge what it sends as soon as it is here.
         alignment: how a contributor takes the merged fragment.
-        missed: how a live learner that did not take part takes it.
+        missed: how a live learner that did not take part takes it; with ``"overwrite"`` one whose
+            link was down for more steps than count drops what it trained alone.
         apply: as soon as it has arrived, or exactly τ steps after the snapshot.
         wait: ``"at_overlap"`` blocks the step until the merged fragment is there (synchronous
             baselines only).

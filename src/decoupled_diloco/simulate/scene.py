@@ -15,6 +15,7 @@ from decoupled_diloco.config import RunConfig
 from decoupled_diloco.protocol.effects import Broadcast, Merge, Persist, Send
 from decoupled_diloco.protocol.messages import CopyWanted
 from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.simulate.apart_checker import ApartChecker
 from decoupled_diloco.simulate.bounds import Bounds
 from decoupled_diloco.simulate.checkers import Checker
 from decoupled_diloco.simulate.choices import Choices
@@ -386,6 +387,7 @@ def _watched(
         RevisionChecker(system),
     )
     OwnChecker(system)
+    ApartChecker(system)
     return scene
 
 
@@ -495,7 +497,19 @@ def _faults(choices: Choices, scene: Scene, standbys: Standbys | None) -> list[F
         faults += random_takeovers(takeovers, shards, until=until, mean_seconds=2 * often)
     if scene.mishaps.clocks_leap:
         faults += _leaps(choices.fork("leaps"), [host.name for host in system.hosts], until)
-    return faults
+    return faults + _away(choices.fork("away"), scene)
+
+
+def _away(choices: Choices, scene: Scene) -> list[Fault]:
+    """In some worlds one learner is cut off for more steps than count."""
+    options, until = scene.system.options, scene.calm_at
+    specs = [host.spec for host in scene.system.learners.values()]
+    if len(specs) < 2 or not choices.chance(0.4):
+        return []
+    spec = choices.pick(specs)
+    steps = options.counter_cap_periods * options.periods[1] * choices.uniform(1.2, 3.0)
+    seconds = min(spec.step_seconds * steps, 0.9 * until)
+    return [Fault(choices.uniform(0.0, until - seconds), "cut", spec.name, seconds)]
 
 
 def _leaps(choices: Choices, names: Sequence[str], until: float) -> list[Fault]:

@@ -1,0 +1,42 @@
+"""What a learner trained while its link was down for too long is kept, in several ways."""
+
+from __future__ import annotations
+
+from decoupled_diloco.protocol import learner_fragments
+from decoupled_diloco.protocol.learner import LearnerMachine
+from decoupled_diloco.simulate.shrink import Changes
+from simulation.breaks import Break
+
+LIKELY = Changes(
+    options={"missed": "overwrite", "counter_cap_periods": 1, "quorum": 1, "wait": "never"}
+)
+
+APART = (
+    Break(
+        "a learner that was apart answers from the version that it held before",
+        LearnerMachine,
+        "_pulled",
+        "if fragments.is_apart(self.options, view):",
+        "if False:",
+        LIKELY,
+        noticed_by=45,
+    ),
+    Break(
+        "a learner that was apart does not notice that its link is back",
+        learner_fragments,
+        "comes_back",
+        "unsent > options.steps_counted",
+        "False",
+        LIKELY,
+        noticed_by=45,
+    ),
+    Break(
+        "a learner that was apart keeps what it trained alone",
+        learner_fragments,
+        "apply_mode",
+        "if is_apart(options, view):",
+        "if False:",
+        LIKELY,
+        noticed_by=45,
+    ),
+)
