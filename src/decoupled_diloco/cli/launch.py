@@ -41,7 +41,7 @@ def launch(
         ),
     ] = False,
 ) -> None:
-    """Start a run on the engine of its [where] table: this machine, or a cluster.
+    """Start a run on the engine that its file names: this machine, or a cluster.
 
     Exit code 0: it is submitted; on this machine: it has finished.
     """

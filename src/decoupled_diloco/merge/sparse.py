@@ -31,6 +31,7 @@ import re
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from decoupled_diloco.errors import ConfigError, ProtocolError
@@ -44,9 +45,6 @@ K = 80
 """How many of them "topk" sends: 2 %."""
 
 K_MAX = 1024
-
-_STRIDES = 8
-"""Of so many elements, a chunk's eighth apart, the largest says whether one may be chosen."""
 
 
 class TopKCodec(GroupedCodec):
@@ -108,33 +106,39 @@ def _largest(sizes: Tensor, k: int) -> Tensor:
     if sizes.device.type != "cpu":
         return sizes.topk(k, 1, sorted=False).indices.sort(1).values
     array = sizes.numpy()
-    parts = CHUNK // _STRIDES
-    if k <= parts // 2:
-        # k elements are as large as the k-th largest of the parts' maxima: so few are looked at.
-        maxima = array.reshape(-1, _STRIDES, parts).max(1)
-        least = np.partition(maxima, parts - k, 1)[:, parts - k, None]
-        where = np.flatnonzero(~(array < least))  # NaN counts as the largest
-        rows, columns = where >> CHUNK.bit_length() - 1, where & CHUNK - 1
-        values, counts = array.reshape(-1)[where], np.bincount(rows, minlength=len(array))
-        there = np.arange(counts.max()) < counts[:, None]
-        candidates = np.full(there.shape, -1, np.float32)
-        candidates[there] = values
-        chosen = ~(values < np.partition(candidates, -k, 1)[rows, -k])
-        if np.count_nonzero(chosen) == k * len(array):
-            return torch.from_numpy(columns[chosen].reshape(-1, k))
-        found = np.zeros(there.shape, np.int64)  # others are as large as the k-th
+    # A chunk is cut into 2k or more parts, each of elements that are that far apart. k elements are
+    # as large as the k-th largest of the parts' maxima, and only what is as large is looked at.
+    parts = 1 << (2 * k - 1).bit_length()
+    maxima = sizes.view(-1, CHUNK // parts, parts).amax(1).numpy()
+    least = np.partition(maxima, parts - k, 1)[:, parts - k, None]
+    where = _set_bits(~np.packbits(array < least, bitorder="little"))  # NaN counts as the largest
+    rows, columns = where >> CHUNK.bit_length() - 1, where & CHUNK - 1
+    values, counts = array.reshape(-1)[where], np.bincount(rows, minlength=len(array))
+    there = np.arange(counts.max()) < counts[:, None]
+    candidates = np.full(there.shape, -1, np.float32)
+    candidates[there] = values
+    chosen = ~(values < np.partition(candidates, -k, 1)[rows, -k])
+    if np.count_nonzero(chosen) > k * len(array):  # others are as large as the k-th
+        found = np.zeros(there.shape, np.int64)
         found[there] = columns
-    else:
-        candidates, found = array, np.broadcast_to(np.arange(CHUNK), array.shape)
-    best = np.argpartition(candidates, -k, 1)[:, -k:]
-    return torch.from_numpy(np.sort(np.take_along_axis(found, best, 1), 1))
+        best = np.argpartition(candidates, -k, 1)[:, -k:]
+        return torch.from_numpy(np.sort(np.take_along_axis(found, best, 1), 1))
+    return torch.from_numpy(columns[chosen].reshape(-1, k))
+
+
+def _set_bits(octets: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """The indices of the ones, ascending; fast where most octets are 0. The lowest bit is first."""
+    some = np.flatnonzero(octets != 0)
+    bits = np.flatnonzero(np.unpackbits(octets[some], bitorder="little").view(np.bool_))
+    indices: NDArray[np.int64] = (some[bits >> 3] << 3) + (bits & 7)
+    return indices
 
 
 def _packed_indices(chosen: Tensor) -> Tensor:
     """Indices below 4,096, int64 [C, k], as bytes [C, 3k/2]."""
-    first, second = chosen[:, ::2], chosen[:, 1::2]
-    octets = torch.stack((first & 255, first >> 8 | (second & 15) << 4, second >> 4), 2)
-    return octets.to(torch.uint8).view(len(chosen), -1)
+    pairs = chosen.int().view(len(chosen), -1, 2)
+    both = pairs[..., 0] | pairs[..., 1] << 12
+    return both.view(torch.uint8).view(len(chosen), -1, 4)[..., :3].flatten(1)
 
 
 def _unpacked_indices(octets: Tensor) -> Tensor:
