@@ -21,8 +21,8 @@ from decoupled_diloco.config import RunConfig
 from decoupled_diloco.observe.run_model import read_run
 
 ESTIMATE = (
-    "0 steps lost by the others; their longest gap stays below 1.5 medians, but for the restart, "
-    "which imports torch for 2 s on one of two cores: up to 2 medians then"
+    "0 steps lost by the others; their longest gap stays below 1.5 medians; the killed one is away "
+    "for 1.0 s: half a second of pause, then a fork of what has imported torch"
 )
 
 

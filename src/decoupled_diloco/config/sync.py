@@ -185,8 +185,8 @@ class SyncSettings(Settings):
     counter_cap_periods: int = Field(default=4, ge=1)
     """A learner's counters are capped at this many periods of steps, at least 1, so that one that
     was lost for long cannot dominate the merge. Whose link was down while it trained for more than
-    that, and more versions were made, drops what it has and takes the newest copy, unless missed =
-    "rebase" (ours)."""
+    that, and as many versions were made, drops what it has and takes the newest copy, unless missed
+    = "rebase" (ours)."""
 
     late: Literal["next", "drop"] = "next"
     """What becomes of a contribution that is under way when its round merges: "next" folds it into

@@ -17,6 +17,7 @@ waits no longer than it was given; what is not in a version by then is lost with
 from __future__ import annotations
 
 from decoupled_diloco.protocol.effects import LearnerEffect, Send, SyncerEffect
+from decoupled_diloco.protocol.learner_fragments import is_apart
 from decoupled_diloco.protocol.learner_state import LearnerState
 from decoupled_diloco.protocol.membership import Member
 from decoupled_diloco.protocol.messages import Draining, DrainRefused
@@ -103,13 +104,13 @@ def drained(state: LearnerState, options: Options) -> bool:
     for index, view in enumerate(state.fragments):
         link = state.shards[options.owner(index)]
         within_reach = link.linked and not link.dismissed and not link.finished
-        done = view.sent is not None and view.sent.version is not None
+        done = is_apart(options, view) or (view.sent is not None and view.sent.version is not None)
         if within_reach and ((state.steps_of(view) > 0 and not done) or view.late):
             return False
     return True
 
 
 def _leaving(state: LearnerState, options: Options, shard: int) -> Draining:
-    fragments = options.owned(shard)
-    new = tuple(p for p in fragments if state.steps_of(state.fragments[p]) > 0)
-    return Draining(new, state.leaving)
+    views = {p: state.fragments[p] for p in options.owned(shard)}
+    new = (p for p, v in views.items() if state.steps_of(v) > 0 and not is_apart(options, v))
+    return Draining(tuple(new), state.leaving)

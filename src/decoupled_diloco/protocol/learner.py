@@ -100,6 +100,7 @@ TRANSITIONS: tuple[tuple[str, str, str], ...] = (
     ("no snapshot", "Pull of held", "snapshot and send at the next boundary with a step"),
     ("held < base", "Pull", "keep it until the copy is applied"),
     ("held > base", "Pull", "decline: behind"),
+    ("held = base, apart", "Pull", "decline: what it has will be dropped"),
 )
 
 _MAY_BE_IN = "its outcome went with the connection: it may be merged"
@@ -446,9 +447,10 @@ class LearnerMachine:
 
     def _told(self, now: float, shard: int, message: Message) -> list[LearnerEffect]:
         link = self.state.shards[shard]
+        if isinstance(message, Welcome):
+            return self._welcomed(now, shard, message)
+        link.heard_step = self.state.step
         match message:
-            case Welcome():
-                return self._welcomed(now, shard, message)
             case DrainRefused():
                 link.dismissed = True
                 return []
@@ -511,7 +513,8 @@ class LearnerMachine:
                 self._late_is_lost(view, sent)
         for view in self._fragments_of(shard):
             view.owed_at = None  # steps are counted anew: what was due then is not now
-            fragments.comes_back(self.state, self.options, view)
+            view.alone += min(self.state.step - link.heard_step, self.state.steps_of(view))
+        link.heard_step = self.state.step
         effects += self._count_alike()
         effects += draining.welcomed(self.state, self.options, shard)
         return effects + self._release_if_free("the shard counts from here")
@@ -534,9 +537,8 @@ class LearnerMachine:
             return fragments.decline(self.options, index, view, f"behind: I hold {view.held}")
         effects: list[LearnerEffect] = []
         if pull.base == view.held:
-            if fragments.is_apart(self.options, view):
-                why = "it was apart for too long: it drops what it has"
-                return fragments.decline(self.options, index, view, why, nothing_new=pull.final)
+            if declined := fragments.decline_if_apart(self.options, index, view):
+                return declined
             if view.latest is None or view.latest.version == view.held:
                 why = (
                     "its shard asks again: nothing that was made from the newest version is in any"
@@ -570,6 +572,8 @@ class LearnerMachine:
             why = f"it is in {accepted}"
             effects = fragments.settle(self.options, message.fragment, sent, why, gone=True)
             sent.version = accepted
+            if sent is view.sent:
+                view.alone = 0
             return effects + self._merged(view, sent.taken.step)
         why = message.verdict
         effects = fragments.settle(self.options, message.fragment, sent, why, gone=False)

@@ -7,7 +7,7 @@ many fragments come at a time as it has slots, in the order in which they were a
 its newest version: over a slow link a copy is soon here, and not yet superseded. Where learners
 open rounds, M times as many versions come, and differences wait for no slot until one fails.
 
-*Apart*. Who comes back after its link was down, with more steps of a fragment than count, while the
+*Apart*. Who has trained a fragment for more steps than count while its link was down, and while the
 fragment has gone on for as long, has become another model: merged, it would throw the run far back,
 with capped weight too. It drops that with the next copy, and contributes nothing before.
 
@@ -101,21 +101,23 @@ def answers_first(state: LearnerState, options: Options, view: FragmentView) -> 
     return taken and options.late == "next" and state.steps_of(view) > 0
 
 
-def comes_back(state: LearnerState, options: Options, view: FragmentView) -> None:
-    """The link to a fragment's shard is here again."""
-    if view.held is not None and options.missed == "overwrite":
-        unsent = state.steps_of(view) - (view.sent.taken.steps if view.sent is not None else 0)
-        view.apart |= unsent > options.steps_counted
-
-
 def is_apart(options: Options, view: FragmentView) -> bool:
     """Whether what was trained while the link was down is dropped: the fragment has gone on.
 
     Where it has not, because nobody could reach the shard, it is a long contribution, and no more.
     """
-    if not view.apart or view.held is None or view.latest is None:
+    if options.missed == "rebase" or view.held is None or view.latest is None:
         return False
-    return view.latest.version.counter - view.held.counter > options.counter_cap_periods
+    gone_on = view.latest.version.counter - view.held.counter
+    return view.alone > options.steps_counted and gone_on >= options.counter_cap_periods
+
+
+def decline_if_apart(options: Options, index: int, view: FragmentView) -> list[LearnerEffect]:
+    """Answers a pull of what will be dropped."""
+    if view.pull is None or not is_apart(options, view):
+        return []
+    why = "it was apart for too long, and drops what it has"
+    return decline(options, index, view, why, nothing_new=view.pull.final)
 
 
 def may_apply(state: LearnerState, options: Options, view: FragmentView) -> bool:
@@ -149,7 +151,8 @@ def apply_staged(
     forgets = options.error_feedback and view.restored and sent is None
     view.held, view.staged = version, None
     view.snapshot = view.sent = view.owed_at = None
-    view.behind = view.restored = view.unfit = view.apart = False
+    view.behind = view.restored = view.unfit = False
+    view.alone = 0
     state.discarded_tokens += discarded
     effects: list[LearnerEffect] = [Apply(index, version, mode, discarded, why)]
     if sent is not None and sent.lost:
@@ -220,6 +223,8 @@ def snapshot_if_due(
         return []  # the snapshot that was sent is still needed
     pull = view.pull
     if pull is not None and pull.base == view.held and (not pull.final or state.ended):
+        if declined := decline_if_apart(options, index, view):
+            return declined
         if steps == 0 and (state.ended or state.leaving or state.holding):
             # It will not step for this: who waits for it would wait for ever.
             return decline(options, index, view, NOTHING_NEW, nothing_new=True)
@@ -255,7 +260,7 @@ def send(
     """Answers a pull from the snapshot."""
     assert view.snapshot is not None
     taken = replace(view.snapshot, alignment=pull.alignment)
-    view.pull, view.sent, view.apart = None, Sent(pull.ask, taken), False
+    view.pull, view.sent = None, Sent(pull.ask, taken)
     why = f"pulled for step {pull.tick}, snapshot of own step {taken.step}"
     return [
         SendBody(

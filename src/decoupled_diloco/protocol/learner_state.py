@@ -59,8 +59,8 @@ class FragmentView:
 
     ``unfit``: what was made from ``held``, or before, was refused for its values.
 
-    ``apart``: while its shard was out of reach it was trained for more steps than count
-    (`learner_fragments.is_apart`).
+    ``alone``: of the steps since ``held`` was applied, those taken while nothing was heard of its
+    shard, until its link was here again; see `learner_fragments.is_apart`.
 
     ``merged_step``: the newest own step that is in an accepted contribution. ``seals``: digest and
     seal of the versions that are here or on their way.
@@ -91,7 +91,7 @@ class FragmentView:
     owed_at: int | None = None
     restored: bool = False
     unfit: bool = False
-    apart: bool = False
+    alone: int = 0
     merged_step: int = 0
     seals: dict[Version, tuple[str, str]] = field(default_factory=dict)
 
@@ -130,8 +130,9 @@ class ShardView:
     ``news``: announcements that its welcome has promised and that have not come; ``None``: no
     welcome yet. ``dismissed``: it can take nothing from who is about to go. ``coming``: what it
     will probably ask for next. ``copy_at``: when a copy of it has come last. ``wanted``: fragments
-    whose newest copy waits for its turn, in order. ``crowded``: a difference was superseded while
-    it was under way, and ever since copies have been waiting.
+    whose newest copy waits for its turn, in order. ``crowded``: a difference could not be had, as a
+    rule because it was superseded, and ever since copies have been waiting. ``heard_step``: the own
+    step at which it has said something last.
     """
 
     linked: bool = False
@@ -145,6 +146,7 @@ class ShardView:
     coming: tuple[int, ...] = ()
     wanted: dict[int, None] = field(default_factory=dict)
     crowded: bool = False
+    heard_step: int = 0
     copy_at: float = float("-inf")
 
 

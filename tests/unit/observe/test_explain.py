@@ -116,7 +116,7 @@ def test_weights_are_those_of_the_counters_that_were_folded(folder, chronicle):
 
 
 def test_counters_that_were_capped_are_told(tmp_path):
-    write_world(tmp_path, faults=[Fault(50.0, "cut", B, 22.0)])
+    write_world(tmp_path, faults=[Fault(50.0, "cut", B, 22.0)], missed="rebase")
     chronicle = run_of(list(TapeReader(tmp_path)))
     capped = [each for each in rounds_with(tmp_path, "folded") if each[2]["steps"] > 16]
     assert capped, "nobody in the world was away for long"
