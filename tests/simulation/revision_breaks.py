@@ -28,7 +28,7 @@ REVISIONS = (
         "            Persist(why),\n",
         "",
         OFTEN,
-        noticed_by=5,
+        noticed_by=225,
     ),
     Break(
         "the number of a revision is used again",

@@ -175,17 +175,11 @@ def apply_mode(
     never merged twice. Once the budget is spent nothing that was trained since is thrown away, but
     what was trained apart.
     """
-    sent = view.sent
-    keeps = state.ended
+    sent, keeps, apart = view.sent, state.ended, is_apart(options, view)
     if view.unfit and not keeps:
         # Kept, it would be in the next contribution, which would be refused for it, for ever. That
         # holds of NaN even if it was sent: nothing can be subtracted from it.
         return "overwrite", "what it made before was too large, or not finite"
-    if is_apart(options, view):
-        return (
-            "overwrite",
-            f"it was apart for more than the {options.steps_counted} steps that count",
-        )
     if sent is not None:
         mode: Mode = sent.taken.alignment
         follows = sent.version is None or sent.version > version
@@ -199,9 +193,11 @@ def apply_mode(
             # With nothing to carry it is the copy, even where values are not finite.
             rest = state.steps_of(view) > sent.taken.steps
             mode = "carry" if rest else "overwrite"
-        return mode, why
+        return "overwrite" if apart else mode, why
     if view.restored:
         return "overwrite", "what its earlier life sent may be in it"
+    if apart:
+        return "overwrite", f"it was apart for more than {options.steps_counted} steps"
     why = "it was behind" if view.behind else "it took no part in this version"
     if view.held is not None and (options.missed == "rebase" or view.behind or keeps):
         return "rebase", why
