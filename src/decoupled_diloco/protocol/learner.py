@@ -447,10 +447,10 @@ class LearnerMachine:
 
     def _told(self, now: float, shard: int, message: Message) -> list[LearnerEffect]:
         link = self.state.shards[shard]
-        if isinstance(message, Welcome):
-            return self._welcomed(now, shard, message)
-        link.heard_step = self.state.step
+        unheard, link.heard_step = self.state.step - link.heard_step, self.state.step
         match message:
+            case Welcome():
+                return self._welcomed(now, shard, message, unheard)
             case DrainRefused():
                 link.dismissed = True
                 return []
@@ -497,7 +497,10 @@ class LearnerMachine:
         elif link.clock_at is None:
             link.clock_at = now
 
-    def _welcomed(self, now: float, shard: int, message: Welcome) -> list[LearnerEffect]:
+    def _welcomed(
+        self, now: float, shard: int, message: Welcome, unheard: int
+    ) -> list[LearnerEffect]:
+        """``unheard``: steps since the shard has said something last."""
         link = self.state.shards[shard]
         link.offset, link.news = message.run_step - message.step, message.news
         self._hear_clock(now, link, message.clock)
@@ -513,8 +516,7 @@ class LearnerMachine:
                 self._late_is_lost(view, sent)
         for view in self._fragments_of(shard):
             view.owed_at = None  # steps are counted anew: what was due then is not now
-            view.alone += min(self.state.step - link.heard_step, self.state.steps_of(view))
-        link.heard_step = self.state.step
+            view.alone += min(unheard, self.state.steps_of(view))
         effects += self._count_alike()
         effects += draining.welcomed(self.state, self.options, shard)
         return effects + self._release_if_free("the shard counts from here")

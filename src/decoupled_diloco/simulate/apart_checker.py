@@ -53,15 +53,10 @@ class Place:
 
 
 class ApartChecker:
-    """Watches one world; raises `AssertionError` at the event that breaks a rule.
-
-    Attributes:
-        apart: So many times a copy was taken by who was apart.
-    """
+    """Watches one world; raises `AssertionError` at the event that breaks a rule."""
 
     def __init__(self, system: System) -> None:
         self.system = system
-        self.apart = 0
         self._places: dict[tuple[str, int, str, int], Place] = defaultdict(Place)
         if system.options.missed == "overwrite":
             system.recorders.append(self)
@@ -97,9 +92,7 @@ class ApartChecker:
     def _takes(self, who: str, taken: Apply, place: Place, step: int) -> None:
         options = self.system.options
         text = f"{who} was apart from fragment {taken.fragment} for {place.alone} steps"
-        if self._is_apart(place):
-            self.apart += 1
-            assert taken.mode == "overwrite", f"{text}, and keeps them"
+        assert not self._is_apart(place) or taken.mode == "overwrite", f"{text}, and keeps them"
         if "it was apart" in taken.why:
             least = options.counter_cap_periods * options.periods[0]
             assert place.unheard > least, f"{text} at most, and drops them"
