@@ -108,6 +108,21 @@ def test_one_id_is_for_one_learner_at_a_time(make: Make) -> None:
         assert second.epoch == 2
 
 
+def test_learners_have_numbers_which_they_keep(make: Make) -> None:
+    """Also if a learner, or the whole syncer, starts again; more join than were expected."""
+    system = make(run={"budget_steps": 1000, "learners": 2})
+    system.start()
+    numbers = {}
+    for name in ("b", "a", "b", "c"):
+        with system.learner(Model(), name) as learner:
+            numbers[name] = learner.index, learner.count
+    assert numbers == {"b": (0, 2), "a": (1, 2), "c": (2, 3)}
+    system.stop()
+    system.start()
+    with system.learner(Model(), "a") as learner:
+        assert (learner.index, learner.count) == (1, 3)
+
+
 def test_a_step_after_close_is_an_error(make: Make) -> None:
     system = make(run={"budget_steps": 1000})
     system.start()

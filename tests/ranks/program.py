@@ -348,6 +348,7 @@ def train(job: Job) -> None:
         log=job.log,
     ) as learner:
         print(f"begins at step {learner.steps}", flush=True)
+        print(f"learner {learner.index} of {learner.count}", flush=True)
         for step in range(learner.steps, job.steps - (trouble == "a step fewer")):
             time.sleep(job.pause)
             tokens, targets = (t[part * size : (part + 1) * size] for t in batch_of(job.seed, step))

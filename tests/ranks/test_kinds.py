@@ -65,6 +65,7 @@ def trained(
     with system_in(folder) as system:
         with ranks(Job(kind, system.addresses[0], "one", folder, **options), world) as learner:
             learner.ends_well()
+            assert all("learner 0 of 1\n" in learner.log(rank) for rank in range(world))
         system.wait_finished()
     return {p: list(v) for p, v in merged.items()}, torch.load(folder / "one.pt")
 

@@ -94,6 +94,8 @@ class Background:
         links: The connections to the shards.
         bodies: What carries out what is ordered about bodies.
         run_id: The id of the run, once it has let this process in.
+        index: The number of this learner's name in the run.
+        count: How many learners the run expected when it let this process in first.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class Background:
         self._transfers = transfers or StateTransfers({})
         self.restoring = False
         self.run_id = ""
+        self.index, self.count = 0, 1
         self.identity = identity
         self.changed = runtime().monitor()
         self.shared: Shared | None = None
@@ -463,6 +466,7 @@ class Background:
             self.links.addresses = [reached_by(each, dialled) for each in admitted.shards]
             self.shared = Shared(machine, tensors, config, recorder)
             self.run_id = admitted.run
+            self.index, self.count = admitted.index, admitted.count
             if self.checkpointer is not None:
                 self._begin(self.shared, self.checkpointer)
             self.changed.notify()

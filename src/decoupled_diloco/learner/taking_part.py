@@ -54,6 +54,29 @@ class TakingPart(Participation):
         """The epoch that the coordinator gave this process."""
         return self._shared.machine.epoch
 
+    @property
+    def index(self) -> int:
+        """This learner's number in the run, from 0 to `count` - 1.
+
+        The coordinator gives every new name the lowest free number. A learner that is started
+        again under the same name has the same number. All ranks of a learner have one number.
+
+            torch.manual_seed(1337 + learner.index)  # its own data
+
+        A name that the learner chose itself (``learner_id=None``) is new in each process, and so
+        is its number: give names if the number selects a part of a data set.
+        """
+        return self._background.index
+
+    @property
+    def count(self) -> int:
+        """How many learners the run has, at least 1, as of this learner's join.
+
+        That is the run's setting ``learners``, or the number of names that have ever joined, if
+        that is more. It does not change while this process runs.
+        """
+        return self._background.count
+
     async def _begin(self) -> None:
         """The first boundary: what an earlier life has kept, then what is newer."""
         restoring = self._background.restoring

@@ -78,11 +78,16 @@ FORMER_KEPT = 16
 
 @dataclass(frozen=True, slots=True)
 class Enrolled:
-    """One learner id: its newest epoch and the process that bears it."""
+    """One learner id: its newest epoch, the process that bears it, and the name's number.
+
+    ``index``: 0 and up, different for every name, never changed. -1: it was written before
+    numbers existed.
+    """
 
     epoch: int
     nonce: str
     present: bool
+    index: int = -1
 
 
 @dataclass(slots=True)
@@ -128,6 +133,7 @@ class CoordinatorMachine:
         self._absences = Absences()
         self._checkpoints = Checkpoints()
         self._reviser = Reviser()
+        self._indexes: set[int] = set()
 
     def handle(self, now: float, event: CoordinatorEvent) -> list[CoordinatorEffect]:
         """Takes one fact in; see `SyncerMachine.handle`."""
@@ -193,19 +199,28 @@ class CoordinatorMachine:
         if self.state.phase in ("ending", "finished") and not self._spent():
             self.state.phase = "running"  # the budget was raised: the run goes on
             self.state.swept.clear()
-        for name, enrolled in self.state.learners.items():
-            self.state.learners[name] = replace(enrolled, present=False)
+        self._restore_learners()
         self._present_shards.clear()
         self.transfers = Transfers()
         self._absences = Absences(unnoticed=True)
         self._checkpoints = Checkpoints()
         self._reviser = Reviser()
 
+    def _restore_learners(self) -> None:
+        learners = self.state.learners
+        self._indexes = {known.index for known in learners.values() if known.index >= 0}
+        for name, known in sorted(learners.items()):
+            index = known.index if known.index >= 0 else self._free_index()
+            learners[name] = replace(known, present=False, index=index)
+
     def check(self) -> None:
         """Asserts every invariant that can be seen in one state."""
         state = self.state
         assert state.phase == "gathering" or state.fingerprint or self.weights_from_file
         assert all(enrolled.epoch >= 1 for enrolled in state.learners.values())
+        indexes = {enrolled.index for enrolled in state.learners.values()}
+        assert len(indexes) == len(state.learners)
+        assert min(indexes, default=0) >= 0
         assert state.phase != "running" or len(state.ready) == self.options.shards
         assert state.phase != "finished" or len(state.swept) == self.options.shards
         leases.check(state.data)
@@ -235,16 +250,25 @@ class CoordinatorMachine:
             why = f"{learner} is the first learner"
             effects.append(AdoptLayout(connection, joining.fingerprint, why))
         if known is None or known.nonce != joining.nonce:
-            epoch = (known.epoch if known else 0) + 1
-            known = Enrolled(epoch, joining.nonce, True)
+            index = known.index if known else self._free_index()
+            known = Enrolled((known.epoch if known else 0) + 1, joining.nonce, True, index)
         state.learners[learner] = replace(known, present=True)
         why = f"epoch {known.epoch}"
         effects.append(Persist(why, only))
         self._absences.ended(learner)
         newer = f"a newer process is {learner}"
         effects += leases.take_back(state.data, learner, newer, before_epoch=known.epoch)
-        effects.append(Admit(connection, learner, known.epoch, why))
+        count = max(self._indexes) + 1
+        effects.append(Admit(connection, learner, known.epoch, why, known.index, count))
         return effects + self._name_seed()
+
+    def _free_index(self) -> int:
+        """Takes the lowest number that no name has; a name keeps its number while it is away."""
+        index = len(self._indexes)
+        if max(self._indexes, default=-1) >= index:  # a lost record has left a gap
+            index = next(number for number in range(index) if number not in self._indexes)
+        self._indexes.add(index)
+        return index
 
     def _observer(self, connection: int, learner: str, joining: Joining) -> list[CoordinatorEffect]:
         if joining.difference:

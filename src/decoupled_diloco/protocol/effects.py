@@ -485,12 +485,17 @@ LearnerEffect = (
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Answer a join: this epoch. The shell adds settings, layout and addresses."""
+    """Answer a join: this epoch. The shell adds settings, layout and addresses.
+
+    ``index``: the name's number, 0 and up. ``count``: the highest number so far, plus 1.
+    """
 
     connection: int
     learner: str
     epoch: int
     why: str
+    index: int = 0
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True)

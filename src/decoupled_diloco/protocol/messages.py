@@ -290,6 +290,8 @@ class Admitted:
     """Coordinator → learner: your epoch, the run's settings and layout, where the shards are.
 
     ``run``: the id of this run, which no other has: what a learner keeps of one is void in another.
+    ``index``: the number of this name in the run, from 0; a restarted learner has the same.
+    ``count``: the number of learners that the run expects, or has had, whichever is more.
     """
 
     epoch: int
@@ -297,6 +299,8 @@ class Admitted:
     layout: str
     shards: tuple[str, ...]
     run: str = ""
+    index: int = 0
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True)

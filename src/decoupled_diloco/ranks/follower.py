@@ -81,6 +81,7 @@ class FollowerRank(OfMany):
 
     def _admit(self, admitted: Document) -> None:
         self.name, self._epoch = str(admitted["name"]), int(admitted["epoch"])
+        self._index, self._count = int(admitted["index"]), int(admitted["count"])
         self._public = admitted["settings"]
         config = read_public(json.dumps(self._public))
         plan = plan_of(Layout.from_json(admitted["layout"]), config)
@@ -155,3 +156,13 @@ class FollowerRank(OfMany):
     def epoch(self) -> int:
         """See `Learner.epoch`."""
         return self._epoch
+
+    @property
+    def index(self) -> int:
+        """See `Learner.index`: the learner's number, the same on all of its ranks."""
+        return self._index
+
+    @property
+    def count(self) -> int:
+        """See `Learner.count`."""
+        return self._count

@@ -176,6 +176,8 @@ class LeaderRank(OfMany):
             "layout": shared.tensors.plan.layout.to_json(),
             "settings": shared.config.public(),
             "epoch": shared.machine.epoch,
+            "index": self.index,
+            "count": self.count,
             "addresses": self._carriers.addresses,
         }
 

@@ -427,9 +427,15 @@ class CoordinatorHost:
             case _ForProcess(shard, link, order):
                 if self._shards.get(shard) is link:  # else the newer process is told its own
                     self._do(order)
-            case do.Admit(connection, _, epoch):
+            case do.Admit(connection, _, epoch, _, index, count):
                 admitted = say.Admitted(
-                    epoch, self._settings, self._layout_text(), self._addresses, self._run
+                    epoch,
+                    self._settings,
+                    self._layout_text(),
+                    self._addresses,
+                    self._run,
+                    index,
+                    max(count, self._config.run.learners),
                 )
                 self._answer(connection, admitted)
             case do.Deny(connection, reason, retry):

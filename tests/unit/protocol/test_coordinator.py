@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from decoupled_diloco.protocol import CoordinatorMachine, Options
+from decoupled_diloco.protocol.coordinator import Enrolled
 from decoupled_diloco.protocol.effects import (
     Admit,
     AdmitShard,
@@ -228,6 +229,50 @@ def test_a_coordinator_that_starts_again_names_a_new_seed() -> None:
     again.told(Connected("shard-0", ShardHello(0, "x")))
     again.join("b")
     assert again.orders(SeedNamed) == [(0, SeedNamed("b", 1, 2))]
+
+
+def test_every_name_has_the_lowest_free_number_and_keeps_it() -> None:
+    bench = Bench()
+    assert [bench.join(name).index for name in ("b", "a", "c")] == [0, 1, 2]
+    bench.told(Lost("b", "n"))
+    again = bench.join("b", "n2")
+    assert (again.epoch, again.index, again.count) == (2, 0, 3)
+    bench.told(Lost("a", "n"))
+    assert bench.join("d").index == 3, "a name that is away keeps its number"
+    assert bench.join("watcher", role="observer").index == 0
+    assert bench.join("e").index == 4, "an observer takes no number"
+
+
+def test_a_coordinator_that_starts_again_gives_no_number_twice() -> None:
+    bench = Bench()
+    for name in "ab":
+        bench.join(name)
+    again = Bench()
+    again.machine.restore(bench.machine.snapshot())
+    assert [again.join(name, "n2").index for name in ("c", "b", "a")] == [2, 1, 0]
+
+
+def test_a_number_whose_record_was_lost_is_free() -> None:
+    """Of two records in one write to the disk, the first may have survived alone."""
+    bench = Bench()
+    for name in "ab":
+        bench.join(name)
+    state = bench.machine.snapshot()
+    del state.learners["a"]
+    again = Bench()
+    again.machine.restore(state)
+    assert [again.join(name, "n2").index for name in ("c", "b", "d")] == [0, 1, 2]
+
+
+def test_names_from_before_there_were_numbers_have_different_ones() -> None:
+    bench = Bench()
+    bench.join("a")
+    state = bench.machine.snapshot()
+    for name in ("z", "y"):
+        state.learners[name] = Enrolled(3, "n", present=False)
+    again = Bench()
+    again.machine.restore(state)
+    assert [again.join(name, "n").index for name in ("a", "y", "z", "new")] == [0, 1, 2, 3]
 
 
 def test_ticks_are_harmless() -> None:
