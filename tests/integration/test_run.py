@@ -182,12 +182,41 @@ def test_an_optimizer_with_copies_of_its_own_is_refused(make: Make) -> None:
         assert learner.epoch == 1
 
 
-@pytest.mark.parametrize("tokens", [0, -1, True])
-def test_a_step_without_tokens_is_an_error(make: Make, tokens: int) -> None:
+def test_steps_without_tokens_are_steps_and_the_run_ends(make: Make) -> None:
+    """Every label of a batch may be masked, and of all batches: no contribution has weight."""
+    system = make(run={"learners": 1, "budget_steps": 12}, sync={"quorum": 1})
+    system.start()
+    with system.learner(Model(), "learner-0") as learner:
+        while learner.step(tokens=torch.tensor(0)):
+            time.sleep(0.005)
+        assert learner.steps >= 12
+        assert learner.tokens == 0
+    system.wait_finished()
+
+
+def test_steps_without_tokens_among_others_lose_nothing(make: Make) -> None:
+    system = make(run={"learners": 1, "budget_steps": 24}, sync={"quorum": 1})
+    system.start()
+    trained = 0
+    with system.learner(Model(), "learner-0") as learner:
+        goes_on = True
+        while goes_on:
+            tokens = 0 if learner.steps % 3 else 5
+            trained += tokens
+            goes_on = learner.step(tokens=tokens, loss=torch.tensor(float("nan")))
+            time.sleep(0.005)
+        assert learner.tokens == trained
+    system.wait_finished()
+
+
+@pytest.mark.parametrize("tokens", [-1, float("nan"), "8", True, None])
+def test_tokens_that_are_no_number_are_refused_and_the_step_may_be_repeated(
+    make: Make, tokens: Any
+) -> None:
     system = make()
     system.start()
     with system.learner(Model(), "learner-0") as learner:
-        with pytest.raises(ConfigError, match=f"tokens={tokens}: a step trains on at least 1"):
+        with pytest.raises(ConfigError, match=f"tokens={tokens!r} is not a valid number of tokens"):
             learner.step(tokens=tokens)
         assert learner.steps == 0
 

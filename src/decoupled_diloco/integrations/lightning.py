@@ -18,7 +18,7 @@ from torch import Tensor
 
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.integrations.part import FrameworkPart
-from decoupled_diloco.learner.counting import counted
+from decoupled_diloco.learner.counting import counted, warn_uncounted
 from decoupled_diloco.learner.learner import Learner
 
 try:
@@ -86,7 +86,10 @@ class DilocoCallback(Callback):
         batch_idx: int,
     ) -> None:
         """A batch is trained; perhaps it was the last of a step."""
-        self._tokens += int(tokens_of(batch))
+        found = tokens_of(batch)
+        if found is None:
+            warn_uncounted(pl_module, "the batch has no tensor")
+        self._tokens += 1 if found is None else int(found)
         if trainer.global_step == self._steps:
             return
         self._steps = trainer.global_step
@@ -94,7 +97,7 @@ class DilocoCallback(Callback):
         logs = self._steps % max(1, every.log_every_n_steps) == 0
         loss = outputs.get("loss") if logs and isinstance(outputs, Mapping) else None
         told = float(loss) if isinstance(loss, Tensor) else None
-        if not self._part.step(max(1, self._tokens), told):
+        if not self._part.step(self._tokens, told):
             trainer.should_stop = True
         self._tokens = 0
         if logs:
@@ -120,8 +123,6 @@ class DilocoCallback(Callback):
         self._before = int(state_dict["tokens"])
 
 
-def tokens_of(batch: Any) -> Tensor | int:
+def tokens_of(batch: Any) -> Tensor | int | None:
     """What a batch is trained on: see `counting.counted`."""
-    if isinstance(batch, Mapping):
-        return counted((), dict(batch))
-    return counted(tuple(batch) if isinstance(batch, list | tuple) else (batch,), {})
+    return counted((batch,), {})

@@ -106,7 +106,7 @@ class DilocoMixin:
         before = self._trainer.ntokens_seen
         base.train_step(data_iterator)
         tokens = self._trainer.ntokens_seen - before
-        self._goes_on = self._part.step(max(1, tokens), self._loss)
+        self._goes_on = self._part.step(tokens, self._loss)
         self._loss = None
 
     def _join(self) -> None:

@@ -31,9 +31,11 @@ from decoupled_diloco.learner.checkpointer import (
     all_stateful,
 )
 from decoupled_diloco.learner.checks import refuse_own_copies, refuse_what_is_not_finite
+from decoupled_diloco.learner.counting import whole_tokens
 from decoupled_diloco.learner.data_leases import DataLeases
 from decoupled_diloco.learner.joining import JOIN_TIMEOUT_SECONDS
 from decoupled_diloco.learner.loops import batches_of, following
+from decoupled_diloco.learner.losses import StepLosses
 from decoupled_diloco.learner.modules import Model, plain
 from decoupled_diloco.learner.store import ModuleStore, ParameterStore
 from decoupled_diloco.learner.taking_part import TakingPart
@@ -49,6 +51,9 @@ from decoupled_diloco.transport.tls import Tls
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+Tokens = int | float | torch.Tensor
+Loss = float | torch.Tensor | None
 
 TOLD_TO_GO = "it is told to go"
 
@@ -167,7 +172,7 @@ class Learner(TakingPart):
         if store is None:
             store = ModuleStore(model)  # First: what it cannot hold cannot be looked at either.
             refuse_what_is_not_finite(model)
-        self._after_apply, self._waits = after_apply, True
+        self._after_apply, self._waits, self._losses = after_apply, True, StepLosses()
         self._hand_in_seconds = parts.not_negative("hand_in_seconds", hand_in_seconds)
         self._transfers = parts.transfers_of(objects, donate, stateful or {}, listen, syncer, tls)
         self._checkpointer = parts.checkpointer_of(
@@ -225,27 +230,29 @@ class Learner(TakingPart):
         """
         return self._keep(run_checkpoint)
 
-    def step(self, tokens: int, loss: float | None = None) -> bool:
+    def step(self, tokens: Tokens, loss: Loss = None) -> bool:
         """One inner step is finished: call it after ``optimizer.step()``.
 
         Applies the global weights that have arrived, takes the snapshots that are due and hands the
         report over; all else goes on in the background.
 
         Args:
-            tokens: What was trained on since the last call, in tokens (or samples), at least 1: all
-                accumulated batches, without padding. Of several ranks each gives its own.
-            loss: The step's training loss, for the displays here and at the syncer: a number, since
-                a tensor on a GPU would be waited for.
+            tokens: The tokens (or samples) trained on since the last call, 0 or more: all
+                accumulated batches, without padding. Each rank gives its own. A number, or a tensor
+                with one element; a tensor on a GPU is waited for. A step with 0 tokens counts as a
+                step.
+            loss: The step's training loss, for the displays here and at the syncer: a number, or a
+                tensor with one element. A tensor on a GPU is not waited for; it is reported with a
+                later step.
 
         Returns:
             Whether the run goes on. After ``False``, stop training and `close`.
 
         Raises:
-            ConfigError: in the first step: the optimizer holds copies; or the learner is closed.
+            ConfigError: ``tokens`` is negative, NaN or not a number; ``loss`` is not a number; in
+                the first step: the optimizer holds copies; or the learner is closed.
             TransportError: ``give_up_seconds`` have passed without any shard.
         """
-        if tokens < 1 or isinstance(tokens, bool):
-            raise ConfigError(f"tokens={tokens}: a step trains on at least 1")
         if self._closed:
             raise ConfigError(
                 f"{self.name} is closed, and this step is nobody's: call step before close, or "
@@ -253,7 +260,9 @@ class Learner(TakingPart):
             )
         return blocking(self.take_step(tokens, loss))
 
-    def batches(self, loader: Iterable[T], tokens: Callable[[T], int] | None = None) -> Iterator[T]:
+    def batches(
+        self, loader: Iterable[T], tokens: Callable[[T], Tokens] | None = None
+    ) -> Iterator[T]:
         """The loader's batches; calls `step` after each that was trained, and in the end `close`.
 
             for batch in learner.batches(loader):
@@ -278,7 +287,7 @@ class Learner(TakingPart):
             return iter(())
         return batches_of(self, self._model, self._optimizer, loader, tokens)
 
-    def following(self, tokens: Callable[[], int] | None = None) -> AbstractContextManager[None]:
+    def following(self, tokens: Callable[[], Tokens] | None = None) -> AbstractContextManager[None]:
         """For a loop that cannot be changed: calls `step` after each ``optimizer.step()`` in it.
 
             with learner.following():
@@ -295,13 +304,15 @@ class Learner(TakingPart):
         """
         return following(self, self._model, self._optimizer, tokens)
 
-    async def take_step(self, tokens: int, loss: float | None) -> bool:
+    async def take_step(self, tokens: Tokens, loss: Loss) -> bool:
         """What `step` does, as a coroutine: `runtime.blocking` says what it may wait for."""
+        return await self._take_step(whole_tokens(tokens), self._losses.read(loss))
+
+    async def _take_step(self, tokens: int, loss: float | None) -> bool:
         self._raise_failure()
         self._check_optimizer()
         began = now()
-        loss = None if loss is None else float(loss)
-        plan = self._at_boundary(StepFinished(int(tokens), self.leases.taken()), loss)
+        plan = self._at_boundary(StepFinished(tokens, self.leases.taken()), loss)
         applied = plan.applied + (await self._hold() if plan.hold else ())
         if applied and self._after_apply is not None:
             self._after_apply(applied)

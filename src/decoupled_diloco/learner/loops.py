@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.learner.counting import TokenCounter
+from decoupled_diloco.learner.counting import TokenCounter, whole_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def batches_of(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     batches: Iterable[T],
-    tokens: Callable[[T], int] | None,
+    tokens: Callable[[T], Any] | None,
 ) -> Iterator[T]:
     """See `Learner.batches`."""
     stepped = optimizer is None
@@ -60,7 +60,7 @@ def batches_of(
         for batch in batches:
             yield batch
             seen, pending = seen + 1, pending + 1
-            trained += 0 if tokens is None else tokens(batch)
+            trained += 0 if tokens is None else whole_tokens(tokens(batch))
             if not stepped:
                 continue
             made, stepped = made + 1, optimizer is None
@@ -89,7 +89,7 @@ def following(
     learner: Steps,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    tokens: Callable[[], int] | None,
+    tokens: Callable[[], Any] | None,
 ) -> Iterator[None]:
     """See `Learner.following`."""
     if optimizer is None:

@@ -12,6 +12,7 @@ import torch
 from decoupled_diloco.config.method import plan_of, read_public
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.learner.learner import TOLD_TO_GO
+from decoupled_diloco.learner.losses import StepLosses
 from decoupled_diloco.learner.modules import Model, plain
 from decoupled_diloco.merge import Layout
 from decoupled_diloco.ranks.many import (
@@ -45,7 +46,7 @@ class FollowerRank(OfMany):
     ) -> None:
         self._optimizer = getattr(optimizer, "optimizer", optimizer)
         self._unchecked = optimizer if after_apply is None else None
-        self._closed = False
+        self._closed, self._losses = False, StepLosses()
         self._token, self._tls = arguments.get("token"), arguments.get("tls")
         self._client = arguments.get("client")
         told = {**arguments, "optimizer": optimizer, "after_apply": after_apply}
@@ -90,11 +91,10 @@ class FollowerRank(OfMany):
             plan, self.name, admitted["addresses"], self._token, self._tls, self._client
         )
 
-    async def take_step(self, tokens: int, loss: float | None) -> bool:
-        """See `Learner.take_step`."""
+    async def _take_step(self, tokens: int, loss: float | None) -> bool:
         self._seat.raise_failure()
         self._check_optimizer()
-        said = {"tokens": int(tokens), "loss": None if loss is None else float(loss)}
+        said: Document = {"tokens": tokens, "loss": loss}
         if self._seat.under_way is None:
             await self._seat.meet(FIRST, **said)
             self._seat.start(FIRST)

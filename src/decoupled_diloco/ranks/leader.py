@@ -63,7 +63,7 @@ class TokenCount:
         """What the machine is told of its next step."""
         self._told_steps += 1
         unknown = self._told_steps - self._steps
-        tokens = max(1, self._tokens + unknown * self._last - self._told)
+        tokens = max(0, self._tokens + unknown * self._last - self._told)
         self._told += tokens
         return tokens
 
@@ -219,13 +219,13 @@ class LeaderRank(OfMany):
         self._applied |= {str(p): str(fragments[p].held) for p in plan.applied}
         return plan
 
-    async def take_step(self, tokens: int, loss: float | None) -> bool:
-        """See `Learner.take_step`; the plan that is carried out was made a step ago."""
+    async def _take_step(self, tokens: int, loss: float | None) -> bool:
+        """The plan that is carried out was made a step ago."""
         self._raise_failure()
         self._seat.raise_failure()
         self._check_optimizer()
         began = now()
-        said = {"tokens": int(tokens), "loss": None if loss is None else float(loss)}
+        said: Document = {"tokens": tokens, "loss": loss}
         if self._seat.under_way is None:
             self._reported(await self._seat.meet(FIRST, **said))
             self._decide()

@@ -284,10 +284,9 @@ class VirtualLearner(Learner):
         """Steps that the machine was told of, and that will not come."""
         return 0
 
-    async def take_step(self, tokens: int, loss: float | None) -> bool:
-        """See `Learner`."""
+    async def _take_step(self, tokens: int, loss: float | None) -> bool:
         self.host.stepped(loss)
-        return await super().take_step(tokens, loss)
+        return await super()._take_step(tokens, loss)
 
     async def _finish(self) -> None:
         began = now()
