@@ -222,6 +222,10 @@ class LearnerOptions(DialOptions):
     index: Annotated[int, typer.Option()]
     """Which learner: 0 to learners - 1."""
 
+    devices: Annotated[str, typer.Option(metavar="NAME=LIST")] = ""
+    """Set this variable before PyTorch looks for devices, as CUDA_VISIBLE_DEVICES=2,3. `ddiloco
+    train` divides a machine's GPUs with it. Default: all devices of the environment."""
+
 
 @command(LearnerOptions)
 def learner(options: LearnerOptions) -> None:
@@ -230,6 +234,9 @@ def learner(options: LearnerOptions) -> None:
     from decoupled_diloco.launch.rank_processes import become_ranks, is_rank, take_place_in_step
     from decoupled_diloco.launch.termination import SignalledTermination
 
+    if options.devices:
+        name, _, devices = options.devices.partition("=")
+        os.environ[name] = devices
     if options.supervised:
         at = str(options.index)
         options.under_supervision(options.config(), f"learner-{at}", "learner", "--index", at)

@@ -6,6 +6,7 @@ Symbols in the descriptions (M, P, H, K, τ, γ) are those of the paper, *Decoup
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
@@ -24,6 +25,8 @@ LEARNERS_MAX = 100_000
 
 Parallelism: TypeAlias = Literal["plain", "ddp", "fsdp", "tp"]
 """How a model is cut over the ranks of a learner; "plain": it has one rank."""
+
+_DEVICE = re.compile(r"auto|gpu|cpu|mps|(cuda|xpu)(:[0-9]{1,4})?")
 
 _PRIVATE: dict[str, Any] = {
     "run": {"folder", "evaluator", "evaluate_every_seconds", "fork_server", "log"},
@@ -264,6 +267,17 @@ class LearnerSettings(Settings):
     several learners usually share this machine: learners × ranks × threads should not exceed its
     cores."""
 
+    device: str = Field(default="auto")
+    """Device that the learners train on: "auto", "gpu", "cpu", "cuda", "cuda:1", "xpu", "xpu:0" or
+    "mps". "auto" takes the first kind that PyTorch finds, in the order cuda, xpu, mps, cpu; "gpu"
+    does the same without the CPU, and `ddiloco launch` writes it where it reserves GPUs. `ddiloco
+    train` divides the GPUs of this machine among the learners, and each rank takes that of its
+    LOCAL_RANK. A device that is missing is an error."""
+
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Arithmetic of the forward pass and the loss: "bf16" runs them in PyTorch's autocast, and the
+    weights stay as the workload makes them. "fp32" changes nothing."""
+
     ranks: int | Annotated[tuple[int, ...], Field(strict=False)] = 1
     """Processes that one learner is, at least 1: one number, or a list with one for each learner.
     To the run they are one learner. Needs leases=false in [data]."""
@@ -315,6 +329,22 @@ class LearnerSettings(Settings):
         """One rank has nothing to cut."""
         names = ("parallelism", "carriers") if self.ranks == 1 else ()
         return dict.fromkeys(names, "with ranks=1")
+
+    @model_validator(mode="after")
+    def _check_device(self) -> LearnerSettings:
+        if not _DEVICE.fullmatch(self.device):
+            raise ConfigError(
+                f"device={self.device!r} in {self.table} is not a valid device: write 'auto', "
+                "'gpu', 'cpu', 'cuda', 'cuda:1', 'xpu:0' or 'mps'"
+            )
+        most = max(self.ranks, default=1) if isinstance(self.ranks, tuple) else self.ranks
+        if ":" in self.device and most > 1:
+            kind = self.device.partition(":")[0]
+            raise ConfigError(
+                f"device={self.device!r} in {self.table} names one device, but "
+                f"ranks={self.ranks!r} needs one for each rank: write device={kind!r}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_metrics(self) -> LearnerSettings:
@@ -476,6 +506,7 @@ class RunConfig(Settings):
             )
         self._check_addresses()
         self._check_ranks()
+        self._check_gpus()
         self._check_faults()
         return self
 
@@ -524,6 +555,22 @@ class RunConfig(Settings):
                 raise ConfigError(
                     f"ranks={learner.ranks!r} in [learner] does not go with leases=true in [data]: "
                     "leased data are for learners of one process: set data.leases=false"
+                )
+
+    def _check_gpus(self) -> None:
+        gpus, device = self.where.learner.gpus, self.learner.device
+        if not gpus or self.where.engine == "local":
+            return
+        if device == "cpu":
+            raise ConfigError(
+                f"gpus={gpus} in [where.learner] would be idle with device='cpu' in [learner]: "
+                "leave gpus out, or write device='auto'"
+            )
+        for index, name in enumerate(self.learner_ids):
+            if self.learner.ranks_of(index) > gpus:
+                raise ConfigError(
+                    f"gpus={gpus} in [where.learner] is too few for {name}, which has "
+                    f"ranks={self.learner.ranks_of(index)}: reserve one GPU for each rank"
                 )
 
     def _check_faults(self) -> None:

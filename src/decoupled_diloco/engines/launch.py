@@ -156,6 +156,9 @@ def placed_config(config: RunConfig, folder: Path) -> RunConfig:
         paths["token_file"] = folder / TOKEN
     weights = config.sync.initial_weights
     tls = {name: path and path.absolute() for name, path in dict(config.tls).items()}
+    learner = config.learner
+    if where.learner.gpus and learner.device == "auto":  # never on a CPU beside a reserved GPU
+        learner = learner.model_copy(update={"device": "gpu"})
     return config.model_copy(
         update={
             "run": run.model_copy(update={"folder": run.folder.absolute()}),
@@ -164,6 +167,7 @@ def placed_config(config: RunConfig, folder: Path) -> RunConfig:
             ),
             "syncer": syncer.model_copy(update={"host": host, "port": port, **paths}),
             "tls": config.tls.model_copy(update=tls),
+            "learner": learner,
             "where": where.model_copy(update={"workdir": where.workdir or Path.cwd()}),
         }
     )

@@ -81,8 +81,8 @@ class LocalRun:
 
     Raises:
         ConfigError: the folder is in use or not of ddiloco, the run in it has not ended, the
-            workload cannot be built, a learner's part of its data has no batch, or a secret or the
-            initial weights are missing.
+            workload cannot be built, a learner's part of its data has no batch, or a secret, a
+            device or the initial weights are missing.
         TransportError: a port of the settings is taken, or its host is not of this machine.
     """
 
@@ -108,6 +108,7 @@ class LocalRun:
 
             require_data(load_workload(config.workload.name, config.workload_options()), config)
         self._with_learners = learners
+        self._devices = self._divide_devices()
         if config.run.log:
             from decoupled_diloco.monitor.sinks import require_places
 
@@ -143,6 +144,15 @@ class LocalRun:
         self.global_step = 0
         self.addresses: tuple[str, ...] = ()
         self._listen_on: list[int] = []
+
+    def _divide_devices(self) -> list[list[str]]:
+        """The options by which each learner sees its own devices of this machine."""
+        if not self._with_learners:
+            return []
+        from decoupled_diloco.launch.devices import environment_of
+
+        each = (environment_of(self.config, index) for index in range(self.config.run.learners))
+        return [[f"--devices={name}={value}" for name, value in own.items()] for own in each]
 
     def _take_up(self, cut: str) -> None:
         """Finds out how far the run in the folder is, or goes back in it first."""
@@ -219,6 +229,7 @@ class LocalRun:
         for index, name in enumerate(config.learner_ids):
             own = ",".join(self._dial(name, local))
             arguments = ["learner", run_file, "--index", str(index), "--syncer", own]
+            arguments += self._devices[index]
             self.supervisor.start(name, [*arguments, *common], held=name in self._absent)
         if config.run.evaluator:
             own = ",".join(self._dial(EVALUATOR, local))

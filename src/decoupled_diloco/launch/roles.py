@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,9 @@ from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.method import difference_of_work, read_settings
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.export.weights import fill, find_weights
+from decoupled_diloco.launch.devices import device_of_process
 from decoupled_diloco.launch.folder import Position
+from decoupled_diloco.launch.on_device import Losses, home_of, moved, placed
 from decoupled_diloco.launch.processes import EVALUATOR, open_tape
 from decoupled_diloco.launch.shared_folder import SharedFolder
 from decoupled_diloco.launch.termination import SignalledTermination, Termination, interrupt
@@ -113,6 +115,7 @@ def workload_of(config: RunConfig) -> Workload:
 
 def _cut(config: RunConfig, index: int, workload: Workload, model: torch.nn.Module) -> Cut:
     ranks = ranks_of_this_job()
+    model = placed(model, device_of_process(config))
     if ranks == 1:
         return Cut(model, ranks, DataShare())
     parallelism = config.learner.parallelism_of(index)
@@ -150,18 +153,24 @@ def run_learner(
     torch.set_num_threads(config.learner.threads)
     asked = termination or SignalledTermination()
     seat = _seat_at(shared, f"learner-{index}", token, tls)
-    with _process_group(config.learner.ranks_of(index)):
+    device = device_of_process(config)
+    if device.index is not None:
+        getattr(torch, device.type).set_device(device)
+    with _process_group(config.learner.ranks_of(index), device):
         role = learn(config, index, seat, asked, syncer=syncer, folder=folder, token=token, tls=tls)
         blocking(role)
 
 
+_BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
+
+
 @contextlib.contextmanager
-def _process_group(ranks: int) -> Iterator[None]:
+def _process_group(ranks: int, device: torch.device) -> Iterator[None]:
     """The ranks of this learner, as long as the block lasts."""
     if ranks == 1:
         yield
         return
-    dist.init_process_group("gloo")
+    dist.init_process_group(_BACKENDS.get(device.type, "gloo"))
     if dist.get_world_size() != ranks:
         raise ConfigError(
             f"this learner has {dist.get_world_size()} processes, but ranks={ranks} in [learner]: "
@@ -228,7 +237,9 @@ async def learn(
             next_batch = parts.of(learner).__anext__
         else:
             next_batch = in_turn(fixed_batches(config, workload, index, position, cut.share))
-        training = Training(workload, model, optimizer, learner, seat.pace, ranks)
+        training = Training(
+            workload, model, optimizer, learner, seat.pace, ranks, config.learner.precision
+        )
         await training.run(next_batch, termination)
     if termination.asked:
         raise KeyboardInterrupt
@@ -273,6 +284,15 @@ class Training:
     learner: Learner
     pace: Callable[[], Coroutine[Any, Any, None]]
     ranks: int = 1
+    precision: Literal["fp32", "bf16"] = "fp32"
+
+    def __post_init__(self) -> None:
+        self._home = home_of(self.model)
+        kind = next(self.model.parameters()).device.type
+        self._arithmetic = torch.autocast(
+            kind, dtype=torch.bfloat16, enabled=self.precision == "bf16"
+        )
+        self._losses = Losses()
 
     async def run(
         self, next_batch: Callable[[], Awaitable[Batch]], termination: Termination
@@ -285,18 +305,22 @@ class Training:
         while goes_on and not (termination.asked and self.ranks == 1):
             batch = await next_batch()
             await self.pace()
+            tokens = self.workload.tokens(batch)  # on the CPU: counting makes no GPU wait
             loss = self._train_on(batch)
-            goes_on = await self.learner.take_step(self.workload.tokens(batch), loss)
+            goes_on = await self.learner.take_step(tokens, loss)
 
-    def _train_on(self, batch: Batch) -> float:
+    def _train_on(self, batch: Batch) -> float | None:
         factor = self.workload.schedule(self.learner.global_step)
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
-        loss = self.workload.loss(self.model, batch)
+        if self._home is not None:
+            batch = moved(batch, self._home)
+        with self._arithmetic:
+            loss = self.workload.loss(self.model, batch)
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return loss.item()
+        return self._losses.take(loss)
 
 
 def run_evaluator(

@@ -71,13 +71,14 @@ def divided(model: nn.Module, workload: Workload, parallelism: Parallelism) -> n
     """This rank's part of a model; every rank of the process group calls it.
 
     Args:
-        model: Whole, the same on every rank; on the CPU.
+        model: Whole, the same on every rank; on the device of this rank.
     """
     if parallelism == "ddp":
         return nn.parallel.DistributedDataParallel(
             model, find_unused_parameters=isinstance(workload, MoeWorkload)
         )
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    kind = next(model.parameters()).device.type
+    mesh = init_device_mesh(kind, (dist.get_world_size(),))
     blocks = [*getattr(model, "blocks", ())]
     if parallelism == "fsdp":
         for each in (*blocks, model):

@@ -34,8 +34,8 @@ CASES: list[tuple[dict[str, Any], str]] = [
     (
         {"learner": {"zzz": 1}},
         "unknown key 'zzz' in [learner]: choose one of 'give_up_seconds', "
-        "'checkpoint_every_seconds', 'listen', 'metrics', 'hand_in_seconds', 'threads', 'ranks', "
-        "'parallelism', 'carriers'",
+        "'checkpoint_every_seconds', 'listen', 'metrics', 'hand_in_seconds', 'threads', 'device', "
+        "'precision', 'ranks', 'parallelism', 'carriers'",
     ),
     (
         {"learner": {"ranks": 0}},
