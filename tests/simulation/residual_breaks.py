@@ -129,4 +129,11 @@ RESIDUALS = (
         "self._tensors().encoded(effect.fragment, effect.ask, residual)",
         "pass",
     ),
+    _break(
+        "an accepted contribution is settled while its steps are in the parameters",
+        LearnerMachine,
+        "_outcome",
+        "if sent is view.sent:",
+        "if False:",
+    ),
 )

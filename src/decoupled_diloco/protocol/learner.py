@@ -254,7 +254,7 @@ class LearnerMachine:
                     )
             state.look_away()
         if self.role == "learner" and self._has_last_copies():
-            effects += fragments.leave_no_rest(state)
+            effects += fragments.leave_no_rest(state, options)
         return effects + self._over_if_done()
 
     def _over_if_done(self) -> list[LearnerEffect]:
@@ -571,11 +571,13 @@ class LearnerMachine:
             view.late.pop(message.ask, None)
             if sent is None:
                 return []
-            why = f"it is in {accepted}"
-            effects = fragments.settle(self.options, message.fragment, sent, why, gone=True)
-            sent.version = accepted
-            if sent is view.sent:
+            effects: list[LearnerEffect] = []
+            if sent is view.sent:  # its steps are in the parameters: settled with the next copy
                 view.alone = 0
+            else:
+                why = f"it is in {accepted}"
+                effects = fragments.settle(self.options, message.fragment, sent, why, gone=True)
+            sent.version = accepted
             return effects + self._merged(view, sent.taken.step)
         why = message.verdict
         effects = fragments.settle(self.options, message.fragment, sent, why, gone=False)

@@ -57,16 +57,18 @@ UNDER_WAY = "its contribution is under way, and follows"
 def settle(
     options: Options, index: int, sent: Sent | None, why: str, *, gone: bool
 ) -> list[LearnerEffect]:
-    """What a contribution leaves for the fragment's next one is known (rule 19).
+    """Orders what a contribution leaves for the fragment's next one (rule 19).
 
-    Of one that was accepted it has been known since.
+    While a contribution's steps are still in the parameters, a checkpoint must hold the residual as
+    it was before them: a run that resumes from it makes that contribution again. An accepted
+    contribution is therefore settled when a newer copy is applied, not when its outcome arrives.
     """
-    if sent is None or sent.version is not None or not options.error_feedback:
+    if sent is None or not options.error_feedback:
         return []
     return [Settle(index, sent.ask, gone, why)]
 
 
-def leave_no_rest(state: LearnerState) -> list[LearnerEffect]:
+def leave_no_rest(state: LearnerState, options: Options) -> list[LearnerEffect]:
     """What no version has taken in the end is not kept: the model is the run's result.
 
     Nor is what a loop has trained that began when all was over: then no copy is waited for.
@@ -76,12 +78,13 @@ def leave_no_rest(state: LearnerState) -> list[LearnerEffect]:
         if state.has_rest(view) and (view.fetching is None or state.over):
             assert view.held is not None
             sent, view.sent, view.snapshot = view.sent, None, None
-            merged = sent.taken.tokens if sent is not None and sent.version is not None else 0
-            discarded = state.tokens_of(view) - merged
+            merged = sent if sent is not None and sent.version is not None else None
+            discarded = state.tokens_of(view) - (merged.taken.tokens if merged else 0)
             view.steps_before, view.tokens_before = state.step, state.tokens
             state.discarded_tokens += discarded
             why = NOT_TAKEN
             effects.append(Apply(index, view.held, "overwrite", discarded, why))
+            effects += settle(options, index, merged, why, gone=True)
     return effects
 
 
@@ -155,7 +158,7 @@ def apply_staged(
     view.alone = 0
     state.discarded_tokens += discarded
     effects: list[LearnerEffect] = [Apply(index, version, mode, discarded, why)]
-    if sent is not None and sent.lost:
+    if sent is not None and (sent.lost or sent.version is not None):
         effects += settle(options, index, sent, why, gone=True)
     if forgets:
         effects.append(ForgetResidual(index, "what its earlier life sent may have had it"))

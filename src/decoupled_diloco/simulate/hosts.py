@@ -21,6 +21,7 @@ from decoupled_diloco.launch.roles import Cut, Seat, evaluate, learn
 from decoupled_diloco.launch.shard_role import ShardRole
 from decoupled_diloco.launch.termination import INTERRUPTED, Termination
 from decoupled_diloco.learner.body_exchange import BodyExchange
+from decoupled_diloco.learner.checkpoint import LearnerCheckpoint
 from decoupled_diloco.learner.checkpointer import Written
 from decoupled_diloco.learner.exchange import Capture, LearnerTensors
 from decoupled_diloco.learner.learner import Learner
@@ -254,6 +255,18 @@ class WatchedExchange(BodyExchange):
         await super().send_body(effect, capture)
 
 
+CheckpointId = tuple[int, int, int | None]
+"""A learner's checkpoint: the epoch of its process, its own steps, the run's checkpoint if any.
+
+Steps alone do not identify it: a process that starts from an older checkpoint counts them again.
+"""
+
+
+def checkpoint_id(checkpoint: LearnerCheckpoint) -> CheckpointId:
+    """What distinguishes a checkpoint from all others of its learner."""
+    return checkpoint.epoch, checkpoint.steps, checkpoint.cut
+
+
 class VirtualLearner(Learner):
     """A `Learner` whose loop is a coroutine."""
 
@@ -276,7 +289,8 @@ class VirtualLearner(Learner):
     def _keep(self, run_checkpoint: int | None) -> Future[Written] | None:
         outline = self._outline(run_checkpoint)
         if outline is not None:
-            self.host.system.on_checkpoint(self.host.name, outline.steps, self._not_trained)
+            taken = checkpoint_id(outline)
+            self.host.system.on_checkpoint(self.host.name, taken, self._not_trained)
         return super()._keep(run_checkpoint)
 
     @property
@@ -416,7 +430,7 @@ class LearnerHost(ParticipantHost):
         stands: Its loop stands in its present step.
         stood_until: When it did last.
         stepping: It is within a step.
-        loaded_steps: Of the checkpoint that its present life began with.
+        loaded: The checkpoint from which its present process started, if any.
         waited_seconds: How long it has waited for the end, by its own clock, once it has.
         losses: Of its steps so far, those of all lives.
         model: What its present life trains.
@@ -428,7 +442,7 @@ class LearnerHost(ParticipantHost):
         self.slowness = 1.0
         self.stands = False
         self.stood_until = float("-inf")
-        self.loaded_steps = 0
+        self.loaded: CheckpointId | None = None
         self.waited_seconds: float | None = None
         self.losses: list[float] = []
         self.termination = Termination()
@@ -482,7 +496,7 @@ class LearnerHost(ParticipantHost):
         learner = self.participant = VirtualLearner(self, *arguments, **named)
         self.model = arguments[0]
         loaded = learner._checkpointer.loaded
-        self.loaded_steps = 0 if loaded is None else loaded.steps
+        self.loaded = None if loaded is None else checkpoint_id(loaded)
         return await learner.joined()
 
     async def _pace(self) -> None:

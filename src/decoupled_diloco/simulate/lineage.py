@@ -38,7 +38,7 @@ from decoupled_diloco.protocol.peers import is_shard_peer, shard_of
 from decoupled_diloco.protocol.versions import Asking, Version
 
 if TYPE_CHECKING:
-    from decoupled_diloco.simulate.hosts import ShardHost
+    from decoupled_diloco.simulate.hosts import CheckpointId, ShardHost
     from decoupled_diloco.simulate.system import System
 
 Life = tuple[str, int]
@@ -115,19 +115,29 @@ class Lineage:
     """Watches a system; raises `AssertionError` at the event that breaks a rule."""
 
     def __init__(self, system: System) -> None:
-        self.system = system
-        self.shards = {host.name: host for host in system.shard_processes}
         self.contents: dict[tuple[int, Version], Steps] = {}
         self.newest: dict[int, Version] = {}
         self.digests: dict[tuple[int, Version], str] = {}
         self.by_digest: dict[tuple[int, str], Steps] = {}
-        self.trainers: dict[str, Trainer] = {}
         self.sent: dict[tuple[str, int, Asking], Steps] = {}
+        self.epochs: dict[tuple[str, int], int] = {}
+        self.kept: dict[tuple[str, CheckpointId | None], list[Local]] = {}
+        self.bits: dict[tuple[str, CheckpointId | None], list[str | None]] = {}
+        self._earlier_lives = 0
+        self.resumed(system)
+
+    def resumed(self, system: System) -> None:
+        """Follows another system, which starts from checkpoints of the one before, if any.
+
+        Versions, checkpoints and epochs are the run's, and stay; processes count their lives anew.
+        """
+        self._earlier_lives = max(self.epochs.values(), default=0)
+        self.system = system
+        self.shards = {host.name: host for host in system.shard_processes}
+        self.newest.clear()
+        self.trainers: dict[str, Trainer] = {}
         self.folded: dict[tuple[str, int, int], Steps] = defaultdict(dict)
         self.merging: dict[tuple[str, int, int], tuple[Merge, Steps]] = {}
-        self.epochs: dict[tuple[str, int], int] = {}
-        self.kept: dict[tuple[str, int], list[Local]] = {}
-        self.bits: dict[tuple[str, int], list[str | None]] = {}
         system.recorders.append(self)
 
     def __call__(self, who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
@@ -139,18 +149,18 @@ class Lineage:
 
     def _trainer(self, who: str) -> Trainer:
         host = self.system.learners[who]
-        trainer = self.trainers.get(who)
-        if trainer is None or trainer.life[1] != host.life:
+        trainer, life = self.trainers.get(who), self._earlier_lives + host.life
+        if trainer is None or trainer.life[1] != life:
             count = self.system.config.sync.fragments
-            trainer = Trainer((who, host.life), 0, [Local() for _ in range(count)])
+            trainer = Trainer((who, life), 0, [Local() for _ in range(count)])
             self.trainers[who] = trainer
             epoch = host.machine.epoch
-            other = self.epochs.setdefault((who, epoch), host.life)
-            assert other == host.life, f"two processes of {who} have epoch {epoch}"
+            other = self.epochs.setdefault((who, epoch), life)
+            assert other == life, f"two processes of {who} have epoch {epoch}"
         return trainer
 
-    def checkpoint(self, who: str, steps: int, told: int) -> None:
-        """A learner keeps what it has at this moment, after so many steps of all its lives.
+    def checkpoint(self, who: str, taken: CheckpointId, told: int) -> None:
+        """A learner keeps what it has at this moment.
 
         Args:
             told: How many more its machine was told of, which will not come.
@@ -158,12 +168,12 @@ class Lineage:
         trainer = self._trainer(who)
         host = self.system.learners[who]
         last = steps_of(trainer.life, trainer.steps - told, trainer.steps)
-        self.kept[who, steps] = [Local(f.held, without(f.own, last)) for f in trainer.fragments]
-        self.bits[who, steps] = [host.bits_of(p) for p in range(len(trainer.fragments))]
+        self.kept[who, taken] = [Local(f.held, without(f.own, last)) for f in trainer.fragments]
+        self.bits[who, taken] = [host.bits_of(p) for p in range(len(trainer.fragments))]
 
     def _learner(self, trainer: Trainer, event: Any, effects: Sequence[Any]) -> None:
         if isinstance(event, Began) and event.kept:
-            loaded = self.system.learners[trainer.life[0]].loaded_steps
+            loaded = self.system.learners[trainer.life[0]].loaded
             trainer.restored = self.bits[trainer.life[0], loaded]
             for part in event.kept:
                 local = trainer.fragments[part.fragment]

@@ -22,7 +22,13 @@ from decoupled_diloco.ranks.follower import FollowerRank
 from decoupled_diloco.ranks.leader import LeaderRank
 from decoupled_diloco.ranks.seat import seated
 from decoupled_diloco.simulate.drift import Stage, Vectors
-from decoupled_diloco.simulate.hosts import Host, LearnerHost, ParticipantHost, VirtualLearner
+from decoupled_diloco.simulate.hosts import (
+    Host,
+    LearnerHost,
+    ParticipantHost,
+    VirtualLearner,
+    checkpoint_id,
+)
 from decoupled_diloco.simulate.rank_room import Room, RoomSurroundings
 from decoupled_diloco.simulate.spec import LearnerSpec
 from decoupled_diloco.workloads import Workload
@@ -177,7 +183,7 @@ class RankedHost(LearnerHost):
         seat = await seated(model, named, around)
         leader = self.participant = VirtualLeader(self, model, *arguments, **named, seat=seat)
         loaded = leader._checkpointer.loaded
-        self.loaded_steps = 0 if loaded is None else loaded.steps
+        self.loaded = None if loaded is None else checkpoint_id(loaded)
         return await leader.joined()
 
     def bits_of(self, fragment: int) -> str | None:

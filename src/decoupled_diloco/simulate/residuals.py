@@ -27,15 +27,16 @@ from decoupled_diloco.protocol.peers import COORDINATOR, shard_of
 from decoupled_diloco.protocol.versions import Asking, Version
 
 if TYPE_CHECKING:
-    from decoupled_diloco.simulate.hosts import LearnerHost
+    from decoupled_diloco.simulate.hosts import CheckpointId, LearnerHost
     from decoupled_diloco.simulate.system import System
 
 
 @dataclass
 class Sent:
-    """A contribution without an outcome: what it took of the residual, and what it leaves.
+    """A contribution: what it took of the residual, and what it leaves.
 
-    ``lost``: its outcome went with the connection.
+    ``lost``: its outcome went with the connection. ``accepted``: its outcome arrived while its
+    steps were still in the parameters, which go back to its base until a newer copy is applied.
     """
 
     base: Version
@@ -44,6 +45,7 @@ class Sent:
     changes: Tensor | None = None
     leaves: Tensor | None = None
     lost: bool = False
+    accepted: bool = False
 
 
 @dataclass
@@ -77,11 +79,9 @@ class Residuals:
     """Watches the learners of a system; raises `AssertionError` at what breaks a rule."""
 
     def __init__(self, system: System) -> None:
-        self.system = system
+        self.kept: dict[tuple[str, CheckpointId | None], list[tuple[Tensor, ...]]] = {}
         self.lives: dict[str, tuple[int, list[Local]]] = {}
-        self.kept: dict[tuple[str, int], list[tuple[Tensor, ...]]] = {}
-        system.recorders.append(self)
-        system.on_capture = self.captured
+        self.resumed(system)
 
     def __call__(self, who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
         """One event that a machine has handled."""
@@ -95,14 +95,21 @@ class Residuals:
         if isinstance(event, Began):
             for kept in event.kept:
                 local = fragments[kept.fragment]
-                local.left = self.kept[who, host.loaded_steps][kept.fragment]
+                local.left = self.kept[who, host.loaded][kept.fragment]
                 local.held, local.restored = kept.version, True
         elif isinstance(event, BodyEncoded):
             self._encoded(host, fragments[event.fragment], event)
-        for effect in effects:
-            self._ordered(fragments, event, effect)
+        for number, effect in enumerate(effects):
+            self._ordered(fragments, event, effect, effects[:number])
         for fragment, ask in _answered(event, effects, fragments, host.machine.options.shards):
             assert ask not in fragments[fragment].sent, f"{who}: {ask} of {fragment} is not settled"
+
+    def resumed(self, system: System) -> None:
+        """Follows another system, which starts from checkpoints of the one before, if any."""
+        self.system = system
+        self.lives = {}
+        system.recorders.append(self)
+        system.on_capture = self.captured
 
     def _fragments(self, host: LearnerHost) -> list[Local]:
         life, fragments = self.lives.get(host.name, (-1, []))
@@ -111,10 +118,10 @@ class Residuals:
             self.lives[host.name] = (host.life, fragments)
         return fragments
 
-    def checkpoint(self, who: str, steps: int) -> None:
+    def checkpoint(self, who: str, taken: CheckpointId) -> None:
         """A learner keeps what it has at this moment."""
         host = self.system.learners[who]
-        self.kept[who, steps] = [local.again for local in self._fragments(host)]
+        self.kept[who, taken] = [local.again for local in self._fragments(host)]
 
     def captured(self, host: LearnerHost, order: SendBody, capture: Capture) -> None:
         """What a learner is about to encode."""
@@ -139,14 +146,17 @@ class Residuals:
         assert body_digest(body, uplink) == event.digest, text
         sent.leaves = u - uplink.decode(body, len(u))
 
-    def _ordered(self, fragments: list[Local], event: Any, effect: Any) -> None:
+    def _ordered(
+        self, fragments: list[Local], event: Any, effect: Any, before: Sequence[Any]
+    ) -> None:
         match effect:
             case SendBody(fragment=fragment, ask=ask, base=base, codec=name):
                 local = fragments[fragment]
                 local.sent[ask], local.left, local.made = Sent(base, name, local.left), (), True
             case Settle(fragment, ask, gone):
                 local = fragments[fragment]
-                assert _may_settle(event, effect, local), f"{effect} for {event}"
+                applied = any(isinstance(e, Apply) and e.fragment == fragment for e in before)
+                assert _may_settle(event, effect, local, applied), f"{effect} for {event}"
                 sent = local.sent.pop(ask)
                 local.made &= gone or sent.base != local.held
                 unsent = sent.changes is not None and sent.leaves is None
@@ -168,12 +178,22 @@ def _answered(
 ) -> list[tuple[int, Asking]]:
     """What must be settled with this event."""
     applied = [effect.fragment for effect in effects if isinstance(effect, Apply)]
-    found = [(p, ask) for p in applied for ask, sent in fragments[p].sent.items() if sent.lost]
+    found = [
+        (p, ask)
+        for p in applied
+        for ask, sent in fragments[p].sent.items()
+        if sent.lost or sent.accepted
+    ]
     if not isinstance(event, Received) or event.peer == COORDINATOR:
         return found
     match event.message:
-        case Outcome(fragment=fragment, ask=ask):
-            found.append((fragment, ask))
+        case Outcome(fragment=fragment, ask=ask, verdict=verdict):
+            local = fragments[fragment]
+            outstanding = local.sent.get(ask)
+            if verdict == "accepted" and outstanding and outstanding.base == local.held:
+                outstanding.accepted = True
+            else:
+                found.append((fragment, ask))
         case Welcome(asks=asks):
             for p in range(shard_of(event.peer), len(fragments), shards):
                 local = fragments[p]
@@ -184,14 +204,16 @@ def _answered(
     return found
 
 
-def _may_settle(event: Any, order: Settle, local: Local) -> bool:
-    """Whether what was heard says what the order says."""
+def _may_settle(event: Any, order: Settle, local: Local, applied: bool) -> bool:
+    """Whether what was received allows the order; ``applied``: a copy was just applied."""
     sent = local.sent[order.ask]
-    if not isinstance(event, Received):  # a boundary, and a newer version is applied
-        return order.gone and sent.lost and sent.base != local.held
+    if not isinstance(event, Received):  # a boundary: its steps have left the parameters
+        return order.gone and (sent.lost or sent.accepted) and applied
     match event.message:
         case Outcome(ask=ask, verdict=verdict):
-            return ask == order.ask and order.gone == (verdict == "accepted")
+            if verdict == "accepted":
+                return ask == order.ask and order.gone and sent.base != local.held
+            return ask == order.ask and not order.gone
         case Welcome(asks=asks):
             return order.gone and order.ask not in asks and sent.base != local.held
         case Pull(base=base):  # it has nothing that was made from this version

@@ -47,7 +47,7 @@ from decoupled_diloco.simulate.faults import (
     random_takeovers,
     strike,
 )
-from decoupled_diloco.simulate.hosts import Host, LearnerHost, ParticipantHost
+from decoupled_diloco.simulate.hosts import CheckpointId, Host, LearnerHost, ParticipantHost
 from decoupled_diloco.simulate.lineage import Lineage
 from decoupled_diloco.simulate.own_checker import OwnChecker
 from decoupled_diloco.simulate.residuals import Residuals
@@ -135,6 +135,7 @@ class Scene:
     goes_on: bool
     calm_at: float
     lineage: Lineage
+    residuals: Residuals
     checker: Checker
     bounds: Bounds
     claims: ClaimChecker
@@ -343,12 +344,7 @@ def _watched(
     data: Data | None,
 ) -> Scene:
     lineage, residuals = Lineage(system), Residuals(system)
-
-    def kept(who: str, steps: int, told: int) -> None:
-        lineage.checkpoint(who, steps, told)
-        residuals.checkpoint(who, steps)
-
-    system.on_checkpoint = kept
+    watch_checkpoints(system, lineage, residuals)
     checker = None if data is None else DataChecker(system, lineage, data.parts)
     drawn: dict[str, Drawn] = {}
     poison = system.choices.fork("poison")
@@ -380,6 +376,7 @@ def _watched(
         not ends,
         0.0,
         lineage,
+        residuals,
         Checker(system),
         Bounds(system),
         ClaimChecker(system, clocks_leap=mishaps.clocks_leap > 0),
@@ -389,6 +386,16 @@ def _watched(
     OwnChecker(system)
     ApartChecker(system)
     return scene
+
+
+def watch_checkpoints(system: System, lineage: Lineage, residuals: Residuals) -> None:
+    """Notes what each learner's checkpoint holds, for the life that starts from it."""
+
+    def kept(who: str, taken: CheckpointId, told: int) -> None:
+        lineage.checkpoint(who, taken, told)
+        residuals.checkpoint(who, taken)
+
+    system.on_checkpoint = kept
 
 
 def _go_wrong(scene: Scene, choices: Choices, standbys: Standbys | None) -> None:

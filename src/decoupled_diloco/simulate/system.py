@@ -31,6 +31,7 @@ from decoupled_diloco.simulate.disk import Loss
 from decoupled_diloco.simulate.drift import Drift
 from decoupled_diloco.simulate.host_tape import HostTape
 from decoupled_diloco.simulate.hosts import (
+    CheckpointId,
     EvaluatorHost,
     Host,
     LearnerHost,
@@ -161,7 +162,7 @@ class System(Stage):
         self.limits = Limits()
         self.recorders: list[Recorder] = []
         self.finished = False
-        self.on_checkpoint: Callable[[str, int, int], None] = lambda who, steps, told: None
+        self.on_checkpoint: Callable[[str, CheckpointId, int], None] = lambda *_: None
         self.on_capture: Callable[[LearnerHost, SendBody, Capture], None] = lambda *_: None
         self.on_step: Callable[[LearnerHost], None] = lambda learner: None
         self.link_of_shards = Link()

@@ -33,7 +33,7 @@ from decoupled_diloco.simulate.checkers import Checker
 from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.hosts import LearnerHost, VirtualLearner
 from decoupled_diloco.simulate.liveness import must_go_on, pace, transfer_seconds
-from decoupled_diloco.simulate.scene import Scene, draw, heal
+from decoupled_diloco.simulate.scene import Scene, draw, heal, watch_checkpoints
 from decoupled_diloco.simulate.shrink import Changes, shrink, signature
 from decoupled_diloco.simulate.stage import Recorder
 from decoupled_diloco.simulate.system import System
@@ -150,11 +150,15 @@ def must_go_on_from_a_checkpoint(scene: Scene) -> int:
         old.config, scene.learners, old.folder, seed=f"{scene.seed}/resumed", sizes=old.sizes
     )
     checker, again = Checker(system), replace(scene, system=system)
+    scene.lineage.resumed(system)
+    scene.residuals.resumed(system)
+    watch_checkpoints(system, scene.lineage, scene.residuals)
     try:
         system.run(until=patience(again), stop=lambda: system.finished)
         assert system.finished, f"the resumed run is not over: {_state(again)}"
         system.run(until=system.now + 60.0)
         checker.check_end()
+        scene.lineage.check_end()
     finally:
         system.close()
     return system.events
