@@ -32,7 +32,7 @@ from decoupled_diloco.learner.store import Values
 from decoupled_diloco.protocol.events import KeptFragment
 from decoupled_diloco.protocol.versions import Version
 from decoupled_diloco.runtime import runtime
-from decoupled_diloco.storage.files import NOT_JSON
+from decoupled_diloco.storage.files import NOT_JSON, is_folder, names_in
 from decoupled_diloco.storage.ranges import PUBLISHED, RESIDUAL, kept_range, summed
 from decoupled_diloco.storage.states import pack, unpack
 from decoupled_diloco.storage.weights import load_sealed, save_sealed
@@ -217,7 +217,7 @@ class LearnerCheckpoint:
         except NOT_JSON as error:
             raise StorageError(f"{path} is no learner's checkpoint: {error!r}") from error
         beside = beside_of(path) if ranks else None
-        if beside is not None and not beside.is_dir():
+        if beside is not None and not is_folder(beside):
             raise StorageError(f"{path}: the folder beside it, {beside.name}, is missing")
         return cls(
             **numbers, fragments=fragments, model=model, state=state, ranks=ranks, beside=beside
@@ -278,7 +278,7 @@ class CheckpointFolder:
             ConfigError: Something in its state cannot be kept.
             StorageError: It cannot be written. What was there is untouched.
         """
-        for torn in self.path.glob(".*.part"):
+        for torn in names_in(self.path):
             if _TORN.fullmatch(torn.name):  # an earlier life was killed while it wrote
                 _delete(torn)
         number = self._next_number()
@@ -295,7 +295,7 @@ class CheckpointFolder:
     def next_beside(self) -> Path:
         """Where several ranks write the model and the state of the next checkpoint."""
         kept = {_number(path) for path in self._files()} | self._begun
-        for folder in self.path.glob("*.ranks"):
+        for folder in names_in(self.path):
             if _BESIDE.fullmatch(folder.name) and _number(folder) not in kept:
                 runtime().disk.remove_folder(folder)  # an earlier life was killed while it wrote
         self._begun.add(number := self._next_number())
@@ -327,12 +327,7 @@ class CheckpointFolder:
 
     def _files(self) -> list[Path]:
         """The checkpoints, ascending by number."""
-        try:
-            found = list(self.path.iterdir())
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise StorageError(f"{self.path} cannot be read: {error}") from error
+        found = names_in(self.path)
         return sorted((path for path in found if _OWN.fullmatch(path.name)), key=_number)
 
 
@@ -362,5 +357,5 @@ def _number(path: Path) -> int:
 def _delete(path: Path) -> None:
     with contextlib.suppress(OSError):  # tried again at the next checkpoint
         runtime().disk.remove(path)
-        if beside_of(path).is_dir():
+        if runtime().disk.is_folder(beside_of(path)):
             runtime().disk.remove_folder(beside_of(path))

@@ -30,6 +30,7 @@ from decoupled_diloco.observe.samples import CheckpointWritten, Sample
 from decoupled_diloco.protocol.effects import Recovered
 from decoupled_diloco.protocol.events import KeptFragment
 from decoupled_diloco.runtime import now, runtime
+from decoupled_diloco.storage.files import names_in, size_of
 from decoupled_diloco.storage.states import HostMemory, host_memory, on_host, pack
 from decoupled_diloco.storage.weights import seal_of
 
@@ -288,9 +289,9 @@ class Checkpointer:
         started, nbytes, seal, problem = now(), 0, "", ""
         try:
             path = self.folder.save(_with_digests(checkpoint))
-            nbytes, seal = path.stat().st_size, seal_of(path)
+            nbytes, seal = size_of(path), seal_of(path)
             if checkpoint.beside is not None:
-                nbytes += sum(file.stat().st_size for file in checkpoint.beside.iterdir())
+                nbytes += sum(map(size_of, names_in(checkpoint.beside)))
         except (Error, OSError) as error:
             problem = str(error)
             logger.error("%s: no checkpoint of %s this time", error, self.learner)

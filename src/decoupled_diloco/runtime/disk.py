@@ -1,4 +1,4 @@
-"""How this package changes what is on a disk: a handful of operations, one place for all of them.
+"""How this package reads and changes a disk: a handful of operations, one place for all of them.
 
 A crash can come between any two of them, and inside a write. What is written, renamed or deleted is
 sure to be there after a crash only once its file, or its folder for names, has been forced to the
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -19,7 +20,7 @@ class Disk:
 
     def make_folder(self, path: Path) -> None:
         """Makes a folder with those above it, and waits until the disk has their names."""
-        if path.is_dir():
+        if self.is_folder(path):
             return
         self.make_folder(path.parent)
         self.make_one_folder(path)
@@ -92,6 +93,30 @@ class Disk:
     def reading(self, path: Path) -> BinaryIO:
         """Opens a file for reading."""
         return path.open("rb")
+
+    def exists(self, path: Path) -> bool:
+        """Whether something has this name; unlike `Path.exists`, never a guess."""
+        return self._stat(path) is not None
+
+    def is_folder(self, path: Path) -> bool:
+        """Whether it is a folder."""
+        found = self._stat(path)
+        return found is not None and stat.S_ISDIR(found.st_mode)
+
+    def size(self, path: Path) -> int:
+        """Bytes of a file."""
+        return path.stat().st_size
+
+    def names(self, folder: Path) -> list[Path]:
+        """What is in a folder, in no order."""
+        return list(folder.iterdir())
+
+    @staticmethod
+    def _stat(path: Path) -> os.stat_result | None:
+        try:
+            return path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
 
     def free_bytes(self, path: Path) -> int:
         """How much can still be written where a path is."""

@@ -39,16 +39,49 @@ SECTOR_BYTES = 512
 """What a disk writes whole."""
 
 
-class UnsyncedDisk(Disk):
-    """The machine's own; nobody waits for it: a killed process loses nothing that is written.
+Trouble = Callable[[Path, bool], None]
+"""Raises what an operation on a path fails with, if it does; and whether it needs space."""
+
+
+class FailingDisk(Disk):
+    """A disk whose questions can fail, too: a network file system answers with an error at times.
 
     Args:
-        trouble: Raises what an operation on a path fails with, if it does.
+        trouble: Called before each operation.
     """
 
-    def __init__(self, trouble: Callable[[Path, bool], None]) -> None:
+    def __init__(self, trouble: Trouble = lambda path, needs_room: None) -> None:
         self._trouble = trouble
         self._handles: list[BinaryIO] = []
+
+    def exists(self, path: Path) -> bool:
+        """See `Disk`."""
+        self._trouble(path, False)
+        return super().exists(path)
+
+    def is_folder(self, path: Path) -> bool:
+        """See `Disk`."""
+        self._trouble(path, False)
+        return super().is_folder(path)
+
+    def size(self, path: Path) -> int:
+        """See `Disk`."""
+        self._trouble(path, False)
+        return super().size(path)
+
+    def names(self, folder: Path) -> list[Path]:
+        """See `Disk`."""
+        self._trouble(folder, False)
+        return super().names(folder)
+
+    def read(self, path: Path) -> bytes:
+        """See `Disk`."""
+        self._trouble(path, False)
+        return super().read(path)
+
+
+class UnsyncedDisk(FailingDisk):
+    """The machine's own; nobody waits for it: a killed process loses nothing that is written."""
 
     def close(self) -> None:
         """Closes every file, as the end of a process does."""
@@ -62,11 +95,6 @@ class UnsyncedDisk(Disk):
         file = super().open(path)
         self._handles.append(file)
         return file
-
-    def read(self, path: Path) -> bytes:
-        """See `Disk`."""
-        self._trouble(path, False)
-        return super().read(path)
 
     def write(self, file: BinaryIO, content: bytes | memoryview) -> None:
         """See `Disk`."""
@@ -125,13 +153,14 @@ class Operation:
     source: Path = Path()
 
 
-class SimulatedDisk(Disk):
+class SimulatedDisk(FailingDisk):
     """Does everything to the files below a folder, and keeps a log of it.
 
     Args:
         root: The folder. What is there already is taken to be safely on the disk.
         crash_at: The number of the operation before which the process is killed.
         full: Whether there is no space for the operation of this number.
+        trouble: See `FailingDisk`.
 
     Attributes:
         before: What was there in the beginning.
@@ -143,7 +172,9 @@ class SimulatedDisk(Disk):
         root: Path,
         crash_at: int | None = None,
         full: Callable[[int], bool] = lambda number: False,
+        trouble: Trouble = lambda path, needs_room: None,
     ) -> None:
+        super().__init__(trouble)
         self.root = root
         self.before = read_folder(root)
         self.log: list[Operation] = []
@@ -154,13 +185,13 @@ class SimulatedDisk(Disk):
         self._folders = {path for path, content in self.before.items() if content is None}
         self._next = len(self._files)
         self._open: dict[int, int] = {}
-        self._handles: list[BinaryIO] = []
 
     def _try(self, kind: Kind, path: Path) -> Path:
         """Counts an operation, and lets it fail where one is to; its relative path."""
         self.tried += 1
         if self._crash_at is not None and self.tried > self._crash_at:
             raise CrashError
+        self._trouble(path, kind not in ("open", "remove"))
         if kind not in ("open", "remove") and self._full(self.tried):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         return path.relative_to(self.root)
@@ -329,6 +360,10 @@ class Loss:
         return content
 
 
+NO_LOSS = Loss(Choices(0))
+"""All that was written is there."""
+
+
 @dataclass
 class _File:
     content: bytearray = field(default_factory=bytearray)
@@ -442,11 +477,20 @@ def _files_of(content: Mapping[Path, bytes | None]) -> list[Path]:
 
 
 def lose_power(disk: SimulatedDisk, loss: Loss) -> None:
-    """Has the files that a process has touched be what a crash of its machine leaves of them."""
-    rest = remains(disk.before, disk.log, loss)
+    """Has the files that a process has touched be what a crash of its machine leaves of them.
+
+    What another process has changed since stays: the storage has that, and not the lost writes.
+    """
+    rest, written = remains(disk.before, disk.log, loss), remains(disk.before, disk.log, NO_LOSS)
+    touched = {name for each in disk.log for name in (each.path, each.source)} - {Path()}
+    theirs = {name for name in touched if _content(disk.root / name) != written.get(name)}
     for operation in disk.log:
-        for name in {operation.path, operation.source} - {Path()}:
+        for name in {operation.path, operation.source} - {Path()} - theirs:
             _put_back(disk.root / name, rest, name)
+
+
+def _content(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None
 
 
 def _put_back(path: Path, rest: Content, name: Path) -> None:

@@ -80,13 +80,14 @@ class Host(VirtualProcess):
     def _disk(self) -> Disk:
         if self.system.power is None:
             return UnsyncedDisk(self._trouble)
-        return SimulatedDisk(self.system.folder, full=lambda _: self.disk_is_full)
+        return SimulatedDisk(self.system.folder, trouble=self._trouble)
 
     def _trouble(self, path: Path, needs_room: bool) -> None:
         if CLAIMS in path.parts:
             gone = self.storage_gone or self.choices.chance(self.system.storage_fails)
             if gone:
-                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+                code = self.choices.pick([errno.EIO, errno.EACCES, errno.ESTALE])
+                raise OSError(code, os.strerror(code), str(path))
         elif needs_room and self.disk_is_full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 

@@ -190,7 +190,7 @@ def draw(
     mishaps = replace(_mishaps(choices), **changes.mishaps)
     folder.mkdir(parents=True)
     power = choices.fork("power")
-    loses_power = power.chance(0.4) and standbys is None
+    loses_power = power.chance(0.4)
     often = [0.0, 1.0, 2.0] if ranked else [0.0, 2.0, 10.0]
     checkpoints = choices.fork("checkpoints").pick(often) * step
     initial = _initial_weights(folder, sizes) if choices.fork("file").chance(0.2) else None

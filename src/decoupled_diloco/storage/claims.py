@@ -22,7 +22,7 @@ from typing import get_args
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.protocol.shard_lease import Condition, NewestLease
 from decoupled_diloco.runtime import runtime
-from decoupled_diloco.storage.files import NOT_JSON
+from decoupled_diloco.storage.files import NOT_JSON, is_folder, names_in
 
 CLAIMS = "claims"
 """The folder in the run folder; each shard has its own in it."""
@@ -72,14 +72,9 @@ def numbered(folder: Path, number: int) -> Path:
 
 
 def _numbers(folder: Path) -> Iterator[int]:
-    try:
-        for path in folder.iterdir():
-            if path.suffix == ".json" and path.stem.isdigit():
-                yield int(path.stem)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise StorageError(f"{folder} cannot be read: {error.strerror or error}") from error
+    for path in names_in(folder):
+        if path.suffix == ".json" and path.stem.isdigit():
+            yield int(path.stem)
 
 
 class ClaimStore:
@@ -144,7 +139,7 @@ class ClaimStore:
         claim, path = numbered(self.folder, number), self._renewals_file(number)
         part, disk = path.with_name(f".{path.name}.part"), runtime().disk
         try:
-            claim.stat()
+            disk.size(claim)  # it must still be there
             disk.put(part, json.dumps({"renewals": renewals, "condition": condition}).encode())
             disk.rename(part, path)
         except OSError as error:
@@ -159,7 +154,7 @@ class ClaimStore:
     def _require_storage(self) -> None:
         """An empty mount point looks like a run that nobody has claimed anything of."""
         root = self.folder.parent
-        if not root.is_dir():
+        if not is_folder(root):
             raise StorageError(
                 f"{root} does not exist: mount the storage that the processes of this shard share; "
                 f"for a new run in it make the folder once: mkdir -p {root}"

@@ -22,7 +22,7 @@ from decoupled_diloco.protocol import wire
 from decoupled_diloco.protocol.data_leases.coordinator import LeaseBook, apply, copied
 from decoupled_diloco.protocol.data_leases.ledger import LEDGER_ENTRIES, LedgerEntry
 from decoupled_diloco.runtime import runtime
-from decoupled_diloco.storage.files import NOT_JSON
+from decoupled_diloco.storage.files import NOT_JSON, exists, names_in
 from decoupled_diloco.storage.journal import Journal, JournalReader
 
 FILE = "data.ledger"
@@ -115,16 +115,16 @@ def ledger_files(folder: Path) -> list[Path]:
     """The files of a run's ledger, in the order in which they were written."""
     numbered = {
         int(path.stem.removeprefix("data-")): path
-        for path in folder.glob("data-*.ledger")
-        if path.stem.removeprefix("data-").isdigit()
+        for path in names_in(folder)
+        if path.match("data-*.ledger") and path.stem.removeprefix("data-").isdigit()
     }
-    first = [folder / FILE] if (folder / FILE).exists() else []
+    first = [folder / FILE] if exists(folder / FILE) else []
     return first + [numbered[number] for number in sorted(numbered)]
 
 
 def _folded(path: Path) -> LeaseBook:
     book = LeaseBook()
-    if not path.exists():
+    if not exists(path):
         return book
     for item in read_ledger(path):
         if isinstance(item, Basis):

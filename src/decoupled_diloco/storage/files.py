@@ -1,4 +1,4 @@
-"""Small files that survive a crash: whole, or as they were."""
+"""What the disk has, and small files that survive a crash: whole, or as they were."""
 
 from __future__ import annotations
 
@@ -9,6 +9,56 @@ from decoupled_diloco.runtime import runtime
 
 NOT_JSON = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
 """What reading JSON raises that is none, or has other values in it than one looks for."""
+
+
+def exists(path: Path) -> bool:
+    """Whether something has this name.
+
+    Raises:
+        StorageError: The disk cannot answer.
+    """
+    try:
+        return runtime().disk.exists(path)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def is_folder(path: Path) -> bool:
+    """Whether it is a folder.
+
+    Raises:
+        StorageError: The disk cannot answer.
+    """
+    try:
+        return runtime().disk.is_folder(path)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def names_in(folder: Path) -> list[Path]:
+    """What is in a folder, in no order; one that does not exist is empty.
+
+    Raises:
+        StorageError: The disk cannot answer.
+    """
+    try:
+        return runtime().disk.names(folder)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise StorageError(f"{folder} cannot be read: {error.strerror or error}") from error
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file.
+
+    Raises:
+        StorageError: It is missing, or the disk cannot answer.
+    """
+    try:
+        return runtime().disk.size(path)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def write_text(path: Path, text: str) -> None:

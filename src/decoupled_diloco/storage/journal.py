@@ -56,7 +56,7 @@ class Journal:
         self._failed = False
         try:
             disk.make_folder(path.parent)
-            self.nbytes = _whole_bytes(path) if path.exists() else 0
+            self.nbytes = _whole_bytes(path) if disk.exists(path) else 0
             self._file: BinaryIO = disk.open(path)
             try:
                 disk.truncate(self._file, self.nbytes)

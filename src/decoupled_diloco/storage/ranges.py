@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from decoupled_diloco.errors import StorageError
+from decoupled_diloco.storage.files import names_in
 from decoupled_diloco.storage.weights import opened, save_weights
 
 Ranges = dict[tuple[int, int], Tensor]
@@ -51,7 +52,9 @@ def kept_range(folder: Path, vector: int, start: int, stop: int, what: str = PUB
     """
     values = torch.empty(stop - start, dtype=torch.float32)
     found = 0
-    for path in sorted(folder.glob(f"{what}-*.safetensors")):
+    for path in sorted(names_in(folder)):
+        if not path.match(f"{what}-*.safetensors"):
+            continue
         with opened(path) as file:
             for name in file.keys():  # noqa: SIM118
                 owner, first = map(int, name.split("."))

@@ -23,7 +23,7 @@ from decoupled_diloco.protocol.checkpoints.coordinator import OpenCheckpoint
 from decoupled_diloco.protocol.checkpoints.effects import KeepCheckpoint
 from decoupled_diloco.protocol.checkpoints.messages import CheckpointPart
 from decoupled_diloco.runtime import runtime
-from decoupled_diloco.storage.files import NOT_JSON, write_text
+from decoupled_diloco.storage.files import NOT_JSON, names_in, write_text
 from decoupled_diloco.syncer.durable import part_digest
 from decoupled_diloco.syncer.result import SHARES
 
@@ -164,7 +164,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 def checkpoint_folders(run: Path) -> list[Path]:
     """The folders of all checkpoints of a run, complete or not, newest first."""
-    found = [path for path in (run / SHARES).glob("cut-*") if path.name[4:].isdigit()]
+    there = names_in(run / SHARES)
+    found = [path for path in there if path.match("cut-*") and path.name[4:].isdigit()]
     return sorted(found, key=lambda path: int(path.name[4:]), reverse=True)
 
 

@@ -51,7 +51,7 @@ def joined_since(folder: Path) -> list[str]:
     """
     path = folder / JOINED
     try:
-        text = runtime().disk.read(path).decode() if path.exists() else ""
+        text = runtime().disk.read(path).decode() if runtime().disk.exists(path) else ""
     except (OSError, ValueError) as error:
         raise StorageError(f"{path} cannot be read: {error}") from error
     return text.split("\n")[:-1]
@@ -133,7 +133,7 @@ class CoordinatorDisk:
         """Deletes what nobody goes on from; a number that is free again is not the newest."""
         for number in range(last, 0, -1):
             path = numbered(self._states, number)
-            if not path.exists():
-                break
             with contextlib.suppress(OSError):
+                if not runtime().disk.exists(path):
+                    break
                 runtime().disk.remove(path)

@@ -21,7 +21,7 @@ from decoupled_diloco.protocol.coordinator import (
     state_today,
 )
 from decoupled_diloco.runtime import runtime
-from decoupled_diloco.storage.files import NOT_JSON
+from decoupled_diloco.storage.files import NOT_JSON, exists
 from decoupled_diloco.syncer.coordinator_disk import joined_since, newest_state
 
 _STATE = TypeAdapter(CoordinatorState)
@@ -81,7 +81,7 @@ def read_document(
         StorageError: It cannot be read.
         ConfigError: It is of a run with other settings.
     """
-    if not file.exists():
+    if not exists(file):
         return None
     try:
         document = json.loads(runtime().disk.read(file))

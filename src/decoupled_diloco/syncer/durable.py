@@ -40,7 +40,7 @@ from decoupled_diloco.errors import ConfigError, MergeError, StorageError
 from decoupled_diloco.merge import Layout, as_bytes, digest, values_digest
 from decoupled_diloco.protocol.versions import Version
 from decoupled_diloco.runtime import runtime
-from decoupled_diloco.storage.files import NOT_JSON
+from decoupled_diloco.storage.files import NOT_JSON, exists, names_in, size_of
 from decoupled_diloco.storage.journal import Journal, JournalReader, JournalRecord
 from decoupled_diloco.storage.weights import load_metadata, load_weights, save_weights
 from decoupled_diloco.syncer.fragments import FragmentTensors, PublishedCopy, ShardTensors
@@ -169,7 +169,7 @@ class ShardDisk:
     @property
     def is_exact(self) -> bool:
         """Whether what is there was put there to go back to; see `EXACT`."""
-        return (self.folder / EXACT).exists()
+        return exists(self.folder / EXACT)
 
     def installed(self, versions: Mapping[int, Version], memory: Json | None = None) -> None:
         """All fragments bear these versions now: where the run begins, or goes on after a restart.
@@ -248,7 +248,7 @@ class ShardDisk:
     def _save(self, path: Path) -> int:
         """Writes a checkpoint; its size in bytes."""
         self.part(self.memory).write(path)
-        return path.stat().st_size
+        return size_of(path)
 
     def part(self, memory: Json | None) -> ShardPart:
         """All fragments as they are now, to be written elsewhere, by any thread.
@@ -316,7 +316,8 @@ class ShardDisk:
     def _delete_before(self, number: int) -> None:
         """Deletes older pairs, and what a crash has left of a checkpoint that was being written."""
         older = [file for file in self._files() if int(file.stem) < number]
-        for file in (*older, *self.folder.glob(".*.part")):
+        torn = [file for file in names_in(self.folder) if file.match(".*.part")]
+        for file in (*older, *torn):
             with contextlib.suppress(OSError):  # tried again at the next checkpoint
                 runtime().disk.remove(file)
 
@@ -419,12 +420,7 @@ class ShardDisk:
 
     def _files(self, *suffixes: str) -> list[Path]:
         wanted = suffixes or (".safetensors", ".journal")
-        try:
-            found = list(self.folder.iterdir())
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise StorageError(f"{self.folder} cannot be read: {error.strerror}") from error
+        found = names_in(self.folder)
         return [path for path in found if path.suffix in wanted and path.stem.isdigit()]
 
 

@@ -14,6 +14,7 @@ from decoupled_diloco.config.method import options_of, plan_of
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.merge import Layout
 from decoupled_diloco.runtime import runtime
+from decoupled_diloco.storage.files import is_folder
 from decoupled_diloco.syncer.coordinator_document import read_layout
 from decoupled_diloco.syncer.durable import DURABLE, Durable, ShardDisk, identity_of_shard
 from decoupled_diloco.syncer.fragments import ShardTensors
@@ -32,7 +33,7 @@ def kept_layout(run: Path, config: RunConfig) -> Layout | None:
         StorageError: The coordinator's state cannot be read.
         ConfigError: It is of a run with other settings.
     """
-    if not (run / DURABLE).is_dir():
+    if not is_folder(run / DURABLE):
         return None
     return read_layout(run, config)
 

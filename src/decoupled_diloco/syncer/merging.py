@@ -20,6 +20,7 @@ from decoupled_diloco.protocol.syncer import SyncerMachine
 from decoupled_diloco.protocol.syncer_memory import remembered
 from decoupled_diloco.protocol.wire import decode, encode
 from decoupled_diloco.runtime import now
+from decoupled_diloco.storage.files import size_of
 from decoupled_diloco.syncer.bodies import Downloads, InWorker
 from decoupled_diloco.syncer.checkpoints import part_file
 from decoupled_diloco.syncer.coordinator import RETRY_SECONDS
@@ -173,7 +174,7 @@ class Merging:
         try:
             write = self._shard_lease.fenced(partial(part.write, path))
             digest = await asyncio.to_thread(write)
-            self._handle(PartWritten(number, digest, path.stat().st_size))
+            self._handle(PartWritten(number, digest, size_of(path)))
         except (StorageError, OSError) as error:
             self._handle(PartWritten(number, "", 0, str(error)))
 

@@ -29,6 +29,7 @@ from torch import Tensor
 from decoupled_diloco.errors import ProtocolError, StorageError
 from decoupled_diloco.merge import Body, Layout, as_bytes
 from decoupled_diloco.runtime import runtime
+from decoupled_diloco.storage.files import exists
 from decoupled_diloco.storage.weights import load_weights, save_weights
 from decoupled_diloco.syncer.durable import JOURNAL_CHECKPOINTS_MAX, as_tensors, from_tensors
 from decoupled_diloco.syncer.fragments import FragmentTensors, ShardTensors
@@ -140,7 +141,7 @@ def read_recovered(
 ) -> Mapping[int, FragmentTensors] | None:
     """What the shard had recovered when it was given a term; ``None``: it was not kept."""
     path = _recovered(folder, term)
-    if not path.exists():
+    if not exists(path):
         return None
     state = load_weights(path)
     fragments = sorted({int(name.split(".")[0]) for name in state})

@@ -230,7 +230,7 @@ class ShardLease:
                 case shard_lease.GiveBack(number, finished):
                     condition: shard_lease.Condition = "finished" if finished else "released"
                     store.renew(number, self.machine.state.renewals, condition)
-        except StorageError as error:
+        except (StorageError, OSError) as error:  # an order without an answer would hang for ever
             if isinstance(order, shard_lease.GiveBack):
                 logger.warning("the claim could not be given back: %s", error)
             return shard_lease.failure_of(order, str(error))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 
 from decoupled_diloco.errors import LeaseError, StorageError
 from decoupled_diloco.observe.tape import TapeWriter
+from decoupled_diloco.runtime.disk import Disk
 from decoupled_diloco.storage.claims import ClaimStore
 from decoupled_diloco.syncer.coordinator_disk import FILE, STATES, STATES_KEPT, CoordinatorDisk
 from decoupled_diloco.syncer.shard_lease import NO_STANDBY, ShardLease
@@ -87,6 +90,56 @@ async def test_without_the_storage_it_steps_down_and_another_may_act(folder: Pat
     await first.end(finished=False)
     assert second.holds()
     await second.end(finished=False)
+
+
+QUESTIONS = ("is_folder", "names", "read")
+
+
+def fail_once(monkeypatch: pytest.MonkeyPatch, question: str, code: int) -> list[str]:
+    """Has the disk's next answer be an error; the list has the paths that were asked about."""
+    asked: list[str] = []
+    answer = getattr(Disk, question)
+
+    def ask(disk: Disk, path: Path) -> object:
+        asked.append(str(path))
+        if len(asked) == 1:
+            raise OSError(code, os.strerror(code), str(path))
+        return answer(disk, path)
+
+    monkeypatch.setattr(Disk, question, ask)
+    return asked
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("question", QUESTIONS)
+async def test_a_standby_takes_over_after_a_read_that_failed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, question: str, code: int
+) -> None:
+    first = contender(folder, "first")
+    assert await first.gained()
+    await first.end(finished=False)
+    asked = fail_once(monkeypatch, question, code)
+    second = contender(folder, "standby")
+    assert await asyncio.wait_for(second.gained(), 30.0)
+    assert len(asked) > 1
+    await second.end(finished=False)
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("question", ["is_folder", "names"])
+async def test_a_shard_that_acts_reports_a_storage_that_fails_as_such(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, question: str, code: int
+) -> None:
+    """Its merge is tried again: any other error would end the process."""
+    shard_lease = contender(folder, "first", lease_seconds=60.0)
+    assert await shard_lease.gained()
+    fail_once(monkeypatch, question, code)
+    with pytest.raises(StorageError, match=os.strerror(code)):
+        shard_lease.fenced(lambda: None)()
+    assert shard_lease.fenced(lambda: "done")() == "done"
+    fail_once(monkeypatch, question, code)
+    assert not await shard_lease.ended()
+    await shard_lease.end(finished=False)
 
 
 async def test_what_is_fenced_is_not_done_once_there_is_a_newer_claim(folder: Path) -> None:
