@@ -42,11 +42,12 @@ WAY_OUT = (
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """Who this process is in the run."""
+    """Who this process is in the run; ``device``: what a learner trains on, in words."""
 
     name: str
     nonce: str
     role: say.Role
+    device: str = ""
 
 
 @dataclass(frozen=True)
@@ -266,7 +267,8 @@ class CoordinatorSession:
 
     async def _ask(self, client: Client, channel: Channel, address: str) -> Channel:
         identity = self._identity
-        join = say.Join(identity.name, identity.nonce, identity.role, self._layout, self._run)
+        me = (identity.name, identity.nonce, identity.role)
+        join = say.Join(*me, self._layout, self._run, identity.device)
         channel.send(encode(join))
         answer: Any = decode(await channel.receive(), _ANSWERS)
         if isinstance(answer, say.Referred):

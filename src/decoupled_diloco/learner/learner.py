@@ -36,7 +36,7 @@ from decoupled_diloco.learner.data_leases import DataLeases
 from decoupled_diloco.learner.joining import JOIN_TIMEOUT_SECONDS
 from decoupled_diloco.learner.loops import batches_of, following
 from decoupled_diloco.learner.losses import StepLosses
-from decoupled_diloco.learner.modules import Model, plain
+from decoupled_diloco.learner.modules import Model, device_text, plain
 from decoupled_diloco.learner.store import ModuleStore, ParameterStore
 from decoupled_diloco.learner.taking_part import TakingPart
 from decoupled_diloco.monitor.tally import LearnerTally
@@ -196,11 +196,15 @@ class Learner(TakingPart):
             client=client,
             checkpointer=self._checkpointer,
             transfers=self._transfers,
+            device=self._device_text(),
         )
         self.leases = DataLeases(self._background)
 
     def _require_carriers(self, carriers: object) -> None:
         chosen_carriers(carriers, ["this one"])
+
+    def _device_text(self) -> str:
+        return device_text(self._model)
 
     untold = 0
     """Tokens of the step that the end of a loader has interrupted: see `batches`."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 
+import torch
 from torch import nn
 
 from decoupled_diloco.errors import ConfigError
@@ -51,6 +54,32 @@ def _graft(target: nn.Module, parts: Sequence[nn.Module], place: str) -> None:
             whole = nn.Module()
             _graft(whole, found, f"{place}{name}.")
         target.add_module(name, whole)
+
+
+def device_text(model: nn.Module) -> str:
+    """The device of a model's parameters for people, the first one's name after a comma.
+
+    A GPU that the process counts otherwise than its machine has the machine's number in brackets:
+    ``"cuda:0 (GPU 3), NVIDIA H100 80GB HBM3"``.
+
+    >>> device_text(nn.Linear(2, 2, device="cpu"))
+    'cpu'
+    """
+    devices = dict.fromkeys(parameter.device for parameter in model.parameters())
+    text = " + ".join(map(_numbered, devices))
+    with suppress(AttributeError, RuntimeError):  # a device without names
+        first = next(iter(devices))
+        if first.type != "cpu":
+            text += f", {torch.get_device_module(first).get_device_name(first)}"
+    return text
+
+
+def _numbered(device: torch.device) -> str:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if device.type != "cuda" or device.index is None or device.index >= len(visible):
+        return str(device)
+    number = visible[device.index].strip()
+    return str(device) if number in ("", str(device.index)) else f"{device} (GPU {number})"
 
 
 def parts_of(model: Model) -> Sequence[nn.Module]:

@@ -47,6 +47,7 @@ class Participation:
         client: Callable[[], Client] | None,
         checkpointer: Checkpointer | None = None,
         transfers: StateTransfers | None = None,
+        device: str = "",
     ) -> None:
         unnamed = name_problem(name)
         if unnamed:
@@ -66,7 +67,7 @@ class Participation:
         self._store = store
         self._closed = False
         self._background = Background(
-            ProcessIdentity(name, runtime().unique_id(), role),
+            ProcessIdentity(name, runtime().unique_id(), role, device),
             addresses,
             store,
             client=client or (lambda: HttpClient(token=secret, tls=tls)),

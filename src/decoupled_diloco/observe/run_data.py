@@ -217,6 +217,7 @@ class LearnerLog:
     process: str = ""  # "" (not known), joining, training, restarting, down, finished
     has_tape: bool = False
     down_at: float | None = None  # when its process ended, until it is back
+    device: str = ""  # what its newest life trains on, in words
     left: str = ""  # what its newest life said when it left on purpose
     cut_from: set[str] = field(default_factory=set)  # shards that no longer count on it
     cut_at: float = 0.0  # since when, while it is not down

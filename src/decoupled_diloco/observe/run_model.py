@@ -381,6 +381,8 @@ class RunModel:
         match value:
             case samples.BytesMoved():
                 self._bytes.setdefault(self.record.who, {})[self.record.life] = value
+            case samples.DeviceUsed(name, device) if name not in self.observers:
+                self.learner(name).device = device
             case samples.Evaluated():
                 self._evaluated(value)
             case samples.WeightsSaved(path):

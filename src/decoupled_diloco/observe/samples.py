@@ -198,6 +198,14 @@ class WentBack:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceUsed:
+    """A learner that has joined trains on this device: "cuda:0 (GPU 3), NVIDIA H100 80GB HBM3"."""
+
+    learner: str
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
 class PayloadsEnded:
     """A shard keeps no more bodies for a replay, and why."""
 
@@ -207,7 +215,7 @@ class PayloadsEnded:
 Sample = (
     LossMeasured | Evaluated | ProcessStarted | ProcessEnded | EndRequested | FaultInjected
     | FaultEnded | RestartScheduled | TookOver | WeightsSaved | SampleGenerated | CorpusDescribed
-    | LinkState | BytesMoved | CheckpointWritten | PayloadsEnded | WentBack
+    | LinkState | BytesMoved | CheckpointWritten | PayloadsEnded | WentBack | DeviceUsed
 )  # fmt: skip
 
 

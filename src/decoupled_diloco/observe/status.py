@@ -59,6 +59,7 @@ class LearnerStatus:
     discarded_why: dict[str, float] | None  # by mode and reason; only its own tape tells
     bytes_up: int  # contributions that the syncer has received
     loss: float | None  # its last training loss
+    device: str = ""  # what it trains on, as "cuda:0, NVIDIA H100 80GB HBM3"; "": not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +300,7 @@ def _learner(
         discarded_why=why if learner.has_tape else None,
         bytes_up=learner.bytes_up,
         loss=learner.loss,
+        device=learner.device,
     )
 
 

@@ -37,6 +37,7 @@ OPEN_ROUNDS_MAX = 3
 _LEARNERS_NARROW = ("learner", "state", "steps", "tok/s", "took\npart", "lately")
 _LEARNERS = (*_LEARNERS_NARROW, "rounds\nbehind", "silent")
 _LEARNERS_WIDE = (*_LEARNERS[:-1], "stale\ncopies", "discarded", "silent")
+_DEVICE = "device"  # shown where it is known: tapes of earlier versions have none
 _LEARNERS_TRAINING = ("learner", "state", "steps", "tok/s", "loss", "took part")
 _SHARDS_NARROW = ("syncer", "state", "term", "clock", "merged", "given\nup", "open")
 _SHARDS = (*_SHARDS_NARROW[:-1], "live", "open", "grace", "versions")
@@ -157,6 +158,8 @@ def _learner_table(status: RunStatus, columns: Sequence[str], room: int) -> Tabl
     left = len(status.learners) - len(learners)
     room -= bool(left)
     shown = learners if len(learners) <= room else _most_interesting(learners, room - 1)
+    if columns is not _LEARNERS_NARROW and any(learner.device for learner in shown):
+        columns = (*columns[:2], _DEVICE, *columns[2:])
     table = _table(columns, map(_learner_cells, shown))
     rest = [""] * (len(columns) - 1)
     if len(shown) < len(learners):
@@ -182,6 +185,7 @@ def _learner_cells(learner: LearnerStatus) -> dict[str, str | Text]:
     return {
         "learner": learner.name,
         "state": _state(learner.state),
+        _DEVICE: learner.device.partition(",")[0] or ABSENT,
         "steps": str(learner.steps),
         "tok/s": ABSENT if rate is None else format_count(rate),
         "loss": ABSENT if learner.loss is None else f"{learner.loss:.3f}",

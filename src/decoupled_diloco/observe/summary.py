@@ -194,7 +194,12 @@ def learner_rows(run: RunModel) -> list[list[str]]:
     """A table of the learners: the header, then one row each."""
     header = ["", "steps", "tokens", "last loss", "took part", "discarded", "away"]
     header += ["longest gap", "median step"]
-    return [header, *(_learner_row(run, learner) for learner in run.trained.values())]
+    rows = [header, *(_learner_row(run, learner) for learner in run.trained.values())]
+    devices = [learner.device for learner in run.trained.values()]
+    if any(devices):  # tapes of earlier versions do not say
+        for row, text in zip(rows, ["device", *devices], strict=True):
+            row.append(text or ABSENT)
+    return rows
 
 
 def _learner_row(run: RunModel, learner: LearnerLog) -> list[str]:

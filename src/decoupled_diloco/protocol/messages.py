@@ -275,7 +275,8 @@ class Join:
     """Learner or observer → coordinator: let me in. ``layout`` is its layout as JSON text.
 
     An empty layout (an observer that wants to learn it) matches any. ``run``: the id of the run
-    that it is in already and comes back to; empty: it is in none.
+    that it is in already and comes back to; empty: it is in none. ``device``: what a learner trains
+    on, for people.
     """
 
     learner: str
@@ -283,6 +284,7 @@ class Join:
     role: Role
     layout: str
     run: str = ""
+    device: str = ""
 
 
 @dataclass(frozen=True, slots=True)

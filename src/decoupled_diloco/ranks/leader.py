@@ -114,6 +114,10 @@ class LeaderRank(OfMany):
 
     _checkpointer: LeaderCheckpointer
 
+    def _device_text(self) -> str:
+        """The leader's device; those of the other ranks are like it."""
+        return f"{super()._device_text()}, and {self._seat.group.size - 1} more ranks"
+
     def _require_carriers(self, carriers: object) -> None:
         """The seat has looked at them."""
 

@@ -32,6 +32,7 @@ from decoupled_diloco.config.method import (
 from decoupled_diloco.config.run import RunConfig
 from decoupled_diloco.errors import ConfigError, ProtocolError, StorageError, TransportError
 from decoupled_diloco.merge import Layout
+from decoupled_diloco.observe.samples import DeviceUsed
 from decoupled_diloco.observe.tape import Recorder, TapeWriter
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import messages as say
@@ -73,6 +74,9 @@ LISTEN_SECONDS = 0.1
 
 FAREWELL_SECONDS = 20.0
 """How long the coordinator waits at the end for the other shards to be gone."""
+
+DEVICE_CHARACTERS = 80
+"""So much of what a learner says of its device is kept."""
 
 LAST_REPORT_SECONDS = 5.0
 """How long it waits at the end for learners to say which of their data are durable, and to go."""
@@ -422,6 +426,13 @@ class CoordinatorHost:
         self._gone.set()
         self._carry_out()
 
+    def _note_device(self, connection: int) -> None:
+        """Puts the device of a learner that was let in on the tape: the text is anybody's."""
+        join = self._joining[connection][1] if connection in self._joining else None
+        if join is not None and join.role == "learner" and join.device:
+            text = "".join(each for each in join.device[:DEVICE_CHARACTERS] if each.isprintable())
+            self.tape.sample(now(), DeviceUsed(join.learner, text))
+
     def _do(self, effect: do.CoordinatorEffect | _ForProcess) -> None:
         match effect:
             case _ForProcess(shard, link, order):
@@ -438,6 +449,7 @@ class CoordinatorHost:
                     max(count, self._config.run.learners),
                 )
                 self._answer(connection, admitted)
+                self._note_device(connection)
             case do.Deny(connection, reason, retry):
                 self._answer(connection, say.JoinRefused(reason, retry))
             case OpenRelay(_, donor, _, path, head_nbytes, nbytes):

@@ -58,7 +58,7 @@ def test_python_and_torch_are_as_new_as_the_project_says() -> None:
 @pytest.mark.parametrize(
     ("facts", "level", "text"),
     [
-        (TorchFacts("2.6.0+cpu", None, (), False), "ok", "a CPU build; no CUDA device"),
+        (TorchFacts("2.6.0+cpu", None, (), False), "ok", "a CPU build; no GPU"),
         (TorchFacts("2.13.0", "13.0", ("H200",), True), "ok", "built for CUDA 13.0: H200"),
         (TorchFacts("2.13.0", None, (), True), "warning", "this machine has an NVIDIA device"),
         (TorchFacts("2.13.0", "13.0", (), True), "warning", "no device can be used"),

@@ -22,6 +22,7 @@ from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.addresses import alternatives, reached_by
 from decoupled_diloco.errors import ConfigError, Error
 from decoupled_diloco.launch.data import require_data
+from decoupled_diloco.launch.devices import environment_of, kind_of
 from decoupled_diloco.launch.doctor import facts, machine
 from decoupled_diloco.launch.doctor import syncer as judge
 from decoupled_diloco.launch.doctor.machine import Finding, error, ok, warning
@@ -65,6 +66,7 @@ def examine(case: Examined) -> Iterator[Finding]:
         learners = 1 if case.syncer else config.run.learners
         ranks = sum(map(config.learner.ranks_of, range(learners)))
         yield machine.judge_cores(cores, learners, ranks, config.learner.threads)
+        yield _devices(config, learners)
     omp = os.environ.get("OMP_NUM_THREADS")
     yield machine.judge_threads(omp, torch.get_num_threads(), cores)
     process_bytes = facts.process_bytes()
@@ -81,6 +83,18 @@ def examine(case: Examined) -> Iterator[Finding]:
         yield from _syncer(case, model)
     elif config is not None:
         yield from _here(config)
+
+
+def _devices(config: RunConfig, learners: int) -> Finding:
+    """The devices that the learners of this machine get."""
+    try:
+        kind, _ = kind_of(config)
+        shares = [environment_of(config, index) for index in range(learners)]
+    except ConfigError as problem:
+        if config.where.engine != "local":  # they run elsewhere
+            return warning("device", str(problem), f"ignore it if {config.where.engine} has them")
+        return error("device", str(problem), "correct [learner] of the file")
+    return machine.judge_devices(kind, config.learner.device, shares)
 
 
 def _model(config: RunConfig) -> tuple[Workload | None, facts.ModelFacts | None, Finding]:

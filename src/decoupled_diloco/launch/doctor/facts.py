@@ -16,6 +16,7 @@ from torch import nn
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.method import plan_of
 from decoupled_diloco.errors import StorageError
+from decoupled_diloco.launch.devices import count
 from decoupled_diloco.merge import Layout, layout_of
 from decoupled_diloco.units import KIB, MIB
 from decoupled_diloco.workloads import Workload, load_workload
@@ -72,8 +73,13 @@ class ModelFacts:
 
 
 def torch_facts() -> TorchFacts:
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    names = tuple(torch.cuda.get_device_name(device) for device in range(count))
+    names = tuple(
+        f"cuda:{number} {torch.cuda.get_device_name(number)}" for number in range(count("cuda"))
+    )
+    names += tuple(
+        f"xpu:{number} {torch.xpu.get_device_name(number)}" for number in range(count("xpu"))
+    )
+    names += ("mps",) * count("mps")
     return TorchFacts(torch.__version__, torch.version.cuda, names, Path("/dev/nvidia0").exists())
 
 

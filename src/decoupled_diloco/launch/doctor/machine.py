@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -93,7 +94,22 @@ def judge_torch(facts: TorchFacts) -> Finding:
         return warning(
             "torch", f"{text}, but no device can be used", "check the driver with nvidia-smi"
         )
-    return ok("torch", f"{text}; no CUDA device")
+    return ok("torch", f"{text}; no GPU")
+
+
+def judge_devices(
+    kind: str, setting: str, shares: Sequence[Mapping[str, str]], shown: int = 8
+) -> Finding:
+    """What the learners train on; ``shares``: the variable that gives each its own devices.
+
+    >>> judge_devices("cuda", "auto", [{"CUDA_VISIBLE_DEVICES": "0"}]).text
+    "device='auto' is cuda: learner-0 gets 0"
+    """
+    own = [", ".join(each.values()) for each in shares]
+    parts = [f"learner-{index} gets {gets}" for index, gets in enumerate(own[:shown]) if gets]
+    more = f", and {len(own) - shown} more" if parts and len(own) > shown else ""
+    told = f": {'; '.join(parts)}{more}" if parts else ""
+    return ok("device", f"device={setting!r} is {kind}{told}")
 
 
 def judge_cores(cores: float, learners: int, ranks: int, threads: int) -> Finding:

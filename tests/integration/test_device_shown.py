@@ -1,0 +1,69 @@
+"""The device that a learner trains on travels with its join: status and report show it."""
+
+from __future__ import annotations
+
+import io
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from integration.system import Model, System
+from rich.console import Console
+from torch import nn
+
+from decoupled_diloco.learner.modules import device_text
+from decoupled_diloco.observe.run_model import read_run
+from decoupled_diloco.observe.status import status_of
+from decoupled_diloco.observe.status_view import render_status
+from decoupled_diloco.observe.summary import learner_rows
+
+
+def test_status_and_report_show_the_device_of_each_learner(tmp_path: Path) -> None:
+    system = System(tmp_path, run={"learners": 1})
+    try:
+        system.start()
+        system.learner(Model(), "learner-0").close()
+        system.stop()
+    finally:
+        system.close()
+    run = read_run(tmp_path, "details")
+    assert run.learners["learner-0"].device == "cpu"
+    status = status_of(run, time.time())
+    assert status.to_json()["learners"][0]["device"] == "cpu"
+    present = replace(status.learners[0], state="stepping")  # the table leaves out who has left
+    status = replace(status, learners=(present,))
+    console = Console(width=100, file=io.StringIO(), record=True)
+    console.print(render_status(status, width=100))
+    assert "device" in console.export_text()
+    header, row = learner_rows(run)
+    assert dict(zip(header, row, strict=True))["device"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("visible", "text"),
+    [
+        ("", "cuda:1"),
+        ("0,1", "cuda:1"),
+        ("2,3", "cuda:1 (GPU 3)"),
+        ("GPU-1f,GPU-2e", "cuda:1 (GPU GPU-2e)"),
+        ("5", "cuda:1"),
+    ],
+)
+def test_a_gpu_has_the_number_that_its_machine_counts(
+    monkeypatch: pytest.MonkeyPatch, visible: str, text: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    model = nn.Linear(1, 1)
+
+    class Elsewhere:
+        device = torch.device("cuda", 1)
+
+    monkeypatch.setattr(model, "parameters", lambda: iter([Elsewhere()]))
+    assert device_text(model) == text
+
+
+def test_a_model_on_several_devices_names_all() -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta"))
+    assert device_text(model) == "cpu + meta"
