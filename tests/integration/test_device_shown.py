@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from integration.system import Model, System
 from rich.console import Console
 from torch import nn
 
@@ -18,6 +17,7 @@ from decoupled_diloco.observe.run_model import read_run
 from decoupled_diloco.observe.status import status_of
 from decoupled_diloco.observe.status_view import render_status
 from decoupled_diloco.observe.summary import learner_rows
+from integration.system import Model, System
 
 
 def test_status_and_report_show_the_device_of_each_learner(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_a_gpu_has_the_number_that_its_machine_counts(
         device = torch.device("cuda", 1)
 
     monkeypatch.setattr(model, "parameters", lambda: iter([Elsewhere()]))
-    assert device_text(model) == text
+    assert device_text(model).partition(",")[0] == text
 
 
 def test_a_model_on_several_devices_names_all() -> None:

@@ -1,4 +1,4 @@
-"""A model and its batches on the device that trains; neither they nor the losses make it wait."""
+"""A model and its batches on the device that trains; the host waits for none of the copies."""
 
 from __future__ import annotations
 
@@ -64,34 +64,3 @@ def _moved_fields(batch: Any, device: torch.device) -> Any:
     for field in dataclasses.fields(batch):
         object.__setattr__(there, field.name, moved(getattr(batch, field.name), device))
     return there
-
-
-class Losses:
-    """Brings the loss of each step to the host while the device computes the next one."""
-
-    def __init__(self) -> None:
-        self._arriving: tuple[Tensor, Any] | None = None
-
-    def take(self, loss: Tensor) -> float | None:
-        """Takes a step's loss; gives the loss of the step before, or on a CPU that of this one.
-
-        What it waits for is the step before this one, while this one is queued at the device: so
-        the device never runs dry, and the host is never more than two steps ahead.
-        """
-        if loss.device.type not in ASYNCHRONOUS or type(loss) is not Tensor:
-            return loss.item()
-        before, self._arriving = self._arriving, begin_download(loss)
-        if before is None:
-            return None
-        value, arrived = before
-        arrived.synchronize()
-        return value.item()
-
-
-def begin_download(loss: Tensor) -> tuple[Tensor, Any]:
-    """Starts a copy to pinned memory; gives it and the event of its end."""
-    copy = torch.empty(loss.shape, dtype=loss.dtype, device="cpu", pin_memory=True)
-    copy.copy_(loss.detach(), non_blocking=True)
-    event = getattr(torch, loss.device.type).Event()
-    event.record()
-    return copy, event

@@ -23,7 +23,7 @@ from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.export.weights import fill, find_weights
 from decoupled_diloco.launch.devices import device_of_process
 from decoupled_diloco.launch.folder import Position
-from decoupled_diloco.launch.on_device import Losses, home_of, moved, placed
+from decoupled_diloco.launch.on_device import home_of, moved, placed
 from decoupled_diloco.launch.processes import EVALUATOR, open_tape
 from decoupled_diloco.launch.shared_folder import SharedFolder
 from decoupled_diloco.launch.termination import SignalledTermination, Termination, interrupt
@@ -292,7 +292,6 @@ class Training:
         self._arithmetic = torch.autocast(
             kind, dtype=torch.bfloat16, enabled=self.precision == "bf16"
         )
-        self._losses = Losses()
 
     async def run(
         self, next_batch: Callable[[], Awaitable[Batch]], termination: Termination
@@ -309,7 +308,7 @@ class Training:
             loss = self._train_on(batch)
             goes_on = await self.learner.take_step(tokens, loss)
 
-    def _train_on(self, batch: Batch) -> float | None:
+    def _train_on(self, batch: Batch) -> torch.Tensor:
         factor = self.workload.schedule(self.learner.global_step)
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
@@ -320,7 +319,7 @@ class Training:
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return self._losses.take(loss)
+        return loss.detach()  # the learner reads it later: on a GPU nothing waits for it here
 
 
 def run_evaluator(

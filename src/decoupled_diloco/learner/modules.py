@@ -67,7 +67,7 @@ def device_text(model: nn.Module) -> str:
     """
     devices = dict.fromkeys(parameter.device for parameter in model.parameters())
     text = " + ".join(map(_numbered, devices))
-    with suppress(AttributeError, RuntimeError):  # a device without names
+    with suppress(AttributeError, AssertionError, RuntimeError):  # a device without names
         first = next(iter(devices))
         if first.type != "cpu":
             text += f", {torch.get_device_module(first).get_device_name(first)}"

@@ -1,4 +1,4 @@
-"""The training loop on another device: batches go there, losses come back. "meta" stands in."""
+"""The training loop on another device: the model and its batches go there. "meta" stands in."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from decoupled_diloco.launch import on_device
-from decoupled_diloco.launch.on_device import Losses, home_of, moved, placed
+from decoupled_diloco.launch.on_device import home_of, moved, placed
 
 META = torch.device("meta")
 CPU = torch.device("cpu")
@@ -105,32 +104,3 @@ def test_a_model_goes_to_the_device_unless_the_workload_has_placed_it() -> None:
     spread = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device=META))
     assert home_of(placed(spread, META)) is None
     assert spread[0].weight.device == CPU
-
-
-class Arrival:
-    """An event that notes when it is waited for."""
-
-    def __init__(self, waited: list[float], value: float) -> None:
-        self._waited, self._value = waited, value
-
-    def synchronize(self) -> None:
-        self._waited.append(self._value)
-
-
-def test_on_a_gpu_the_loss_of_the_step_before_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[float] = []
-    monkeypatch.setattr(on_device, "ASYNCHRONOUS", ("cpu",))
-    monkeypatch.setattr(
-        on_device,
-        "begin_download",
-        lambda loss: (loss.clone(), Arrival(waited, float(loss))),
-    )
-    losses = Losses()
-    found = [losses.take(torch.tensor(value)) for value in (3.0, 2.0, 1.0)]
-    assert found == [None, 3.0, 2.0]
-    assert waited == [3.0, 2.0], "it waits for the step before, never for the last one"
-
-
-def test_on_the_cpu_the_loss_is_that_of_the_step() -> None:
-    losses = Losses()
-    assert [losses.take(torch.tensor(value)) for value in (3.0, 2.0)] == [3.0, 2.0]
