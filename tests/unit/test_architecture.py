@@ -347,7 +347,7 @@ FILE_METHODS = {
     "write_bytes",
     "write_text",
 }
-"""Methods of a path that change or read a file, or ask whether it is there: all of them can fail."""
+"""Methods of a path that change or read a file, or ask whether it is there: each can fail."""
 
 PATHS = ("file", "folder", "part", "path", "source", "target")
 """How paths are called where a method of a path has a name that other objects use, too."""
