@@ -335,9 +335,14 @@ def _tied(named: Iterable[tuple[str, Tensor]]) -> list[tuple[list[str], Tensor]]
 
 def local_of(tensor: Tensor) -> Tensor:
     """What this process holds of a tensor: the local part of a sharded one, else all of it."""
-    # Importing DTensor takes a second, which only those pay who have one.
-    to_local = getattr(tensor.detach(), "to_local", None)
-    return tensor.detach() if to_local is None else cast("Tensor", to_local())
+    # Looked up by name because importing DTensor takes a second, which a plain model need not pay.
+    to_local = getattr(tensor, "to_local", None)
+    if to_local is not None:
+        # Without gradients to_local() returns the tensor that it holds; with them, and in detach()
+        # of a DTensor, an operation is dispatched, which takes 0.1 ms.
+        with torch.no_grad():
+            tensor = to_local()
+    return tensor.detach()
 
 
 def _storage_key(parameter: Tensor) -> object:

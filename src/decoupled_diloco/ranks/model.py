@@ -10,7 +10,7 @@ A model may be several modules: the parts of a pipeline that one rank has.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -45,12 +45,17 @@ class RankModel:
     counted: tuple[int, ...]
 
 
-def reshard(module: Model) -> None:
-    """Has FSDP2 hold the parameters that are trained: after an evaluation its root holds others."""
-    for part in parts_of(module):
-        for each in part.modules():
-            if isinstance(each, FSDPModule):
-                each.reshard()
+def sharded_modules(module: Model) -> list[FSDPModule]:
+    """Lists the modules that FSDP2 shards, in module order."""
+    return [
+        each for part in parts_of(module) for each in part.modules() if isinstance(each, FSDPModule)
+    ]
+
+
+def reshard(modules: Iterable[FSDPModule]) -> None:
+    """Makes FSDP2 hold its shards: after an evaluation, the root module holds whole parameters."""
+    for each in modules:
+        each.reshard()
 
 
 def data_of(module: Model, rank: int) -> list[Any]:

@@ -28,7 +28,7 @@ from decoupled_diloco.ranks.carrier import CarriedValues
 from decoupled_diloco.ranks.carriers import cut_for
 from decoupled_diloco.ranks.group import Exchange, chosen_carriers
 from decoupled_diloco.ranks.link import CarrierLink
-from decoupled_diloco.ranks.model import RankModel, described, joined, reshard
+from decoupled_diloco.ranks.model import RankModel, described, joined, reshard, sharded_modules
 from decoupled_diloco.ranks.surroundings import RankState, RankSurroundings
 from decoupled_diloco.ranks.tensors import RankTensors
 from decoupled_diloco.runtime import runtime
@@ -64,6 +64,7 @@ class RankSeat:
     def __init__(self, model: Model, around: RankSurroundings) -> None:
         self._given = model
         self._module = plain(model)
+        self._sharded = sharded_modules(model)  # walking a large model takes a millisecond
         self.around = around
         self.group = around.group
         self.tensors: RankTensors | None = None
@@ -240,7 +241,7 @@ class RankSeat:
 
     def reshard(self) -> None:
         """See `model.reshard`."""
-        reshard(self._module)
+        reshard(self._sharded)
 
 
 OWN_ON_EACH = (
@@ -265,7 +266,7 @@ async def seated(
     Raises:
         ConfigError: On every rank, if something is wrong on one.
     """
-    reshard(model)
+    reshard(sharded_modules(model))
     optimizer = arguments.get("optimizer")
     objects = all_stateful(optimizer, arguments.get("stateful"))
     folder = _folder_of(arguments)
