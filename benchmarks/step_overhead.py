@@ -8,6 +8,7 @@ enough to be saturated by the fragments.
     python benchmarks/step_overhead.py                      # all four cases
     python benchmarks/step_overhead.py --case 25M --link 8
     python benchmarks/step_overhead.py --codec int4         # both ways
+    python benchmarks/step_overhead.py --short              # steps of about 7 to 100 ms
 """
 
 from __future__ import annotations
@@ -41,6 +42,18 @@ CASES = {
     "0.87M": {"layers": 4, "width": 128, "heads": 4, "batch_size": 16},
     "25M": {"layers": 8, "width": 512, "heads": 8, "batch_size": 2},
 }
+SHORT = {
+    "0.06M": {"layers": 1, "width": 64, "heads": 2, "context": 64, "batch_size": 4},
+    "0.2M": {"layers": 2, "width": 96, "heads": 2, "context": 128, "batch_size": 4},
+    "0.87M": {"layers": 4, "width": 128, "heads": 4, "batch_size": 8},
+}
+OPTIONS = {f"{name}, short": options for name, options in SHORT.items()} | CASES
+SHORT_FRAGMENTS = (24, 4)
+"""Of a period of 24 steps: a merge in every step, and one in every sixth."""
+
+BLOCK_SECONDS = 2.0
+"""What a block of short steps lasts at least."""
+
 LINKS_MBIT = {"0.87M": 1.0, "25M": 8.0}
 """Saturating: a step's traffic is 72 kB in 0.15 s, and 2.1 MB in 0.6 s, each way."""
 
@@ -55,7 +68,14 @@ ESTIMATE_CODED = (
 )
 
 
-def server_config(case: str, host: str, folder: Path, codec: str) -> RunConfig:
+ESTIMATE_SHORT = (
+    "step() takes 0.35 ms and a merge 2.5 ms of the background's CPU, whatever the step: with a "
+    "merge in every step 5 and 13 % of a step of 7 ms where no core is free, 2 and 5 % of one of "
+    "20 ms; with four fragments a sixth of the background's part"
+)
+
+
+def server_config(case: str, host: str, folder: Path, codec: str, fragments: int = 24) -> RunConfig:
     return RunConfig(
         run={
             "learners": 1,
@@ -64,21 +84,21 @@ def server_config(case: str, host: str, folder: Path, codec: str) -> RunConfig:
             "folder": str(folder / "run"),
         },
         sync={
-            "fragments": 24,
+            "fragments": fragments,
             "period": 24,
             "overlap": 2,
             "uplink_codec": codec,
             "downlink_codec": codec,
         },
         syncer={"host": host, "port": 7311, "token_file": str(folder / "token")},
-        workload={"options": {**CASES[case], "total_steps": 10**6}},
+        workload={"options": {**OPTIONS[case], "total_steps": 10**6}},
     )
 
 
 def measure(case: str, address: str, token: str, blocks: int, steps: int) -> dict[str, Any]:
     """Runs in the learner's process (and namespace)."""
     torch.set_num_threads(1)
-    workload = load_workload("gpt", {**CASES[case], "total_steps": 10**6})
+    workload = load_workload("gpt", {**OPTIONS[case], "total_steps": 10**6})
     model = workload.model()
     optimizer = workload.optimizer(model)
     batches = workload.batches(0, 1)
@@ -92,14 +112,20 @@ def measure(case: str, address: str, token: str, blocks: int, steps: int) -> dic
 
     for _ in range(5):
         train()
+    began = time.perf_counter()
+    for _ in range(5):
+        train()
+    step_seconds = (time.perf_counter() - began) / 5
+    steps = max(steps, int(BLOCK_SECONDS / step_seconds) if case not in CASES else 0)
     raw: dict[str, Any] = {"attached": [], "detached": [], "inside": [], "versions": []}
     with Learner(model, address, token=token, learner_id="learner-0") as learner:
         client = learner._background._client
         assert client is not None
         before = vars(client.stats).copy()
-        own = 0
+        own, cpu = 0, {"attached": 0.0, "detached": 0.0}
         for block in range(2 * blocks):
             attached = block % 2 == 0
+            began_cpu = time.process_time()
             for number in range(steps):
                 begun = time.perf_counter()
                 tokens = train()
@@ -113,6 +139,8 @@ def measure(case: str, address: str, token: str, blocks: int, steps: int) -> dic
                 if number >= 3:
                     key = "attached" if attached else "detached"
                     raw[key].append((block // 2, time.perf_counter() - begun))
+            cpu["attached" if attached else "detached"] += time.process_time() - began_cpu
+        raw["cpu_seconds"] = cpu
         after = vars(client.stats)
         raw["moved"] = {name: after[name] - before[name] for name in before}
         raw["own_steps"] = own
@@ -122,7 +150,7 @@ def measure(case: str, address: str, token: str, blocks: int, steps: int) -> dic
     return raw
 
 
-def summarise(raw: dict[str, Any], codec: str) -> dict[str, Any]:
+def summarise(raw: dict[str, Any], codec: str, fragments: int = 24) -> dict[str, Any]:
     def block_medians(kind: str) -> list[float]:
         blocks = sorted({block for block, _ in raw[kind]})
         return [statistics.median(s for b, s in raw[kind] if b == block) for block in blocks]
@@ -131,12 +159,13 @@ def summarise(raw: dict[str, Any], codec: str) -> dict[str, Any]:
     step = statistics.median(detached)
     inside = sorted(raw["inside"])
     p99 = inside[min(len(inside) - 1, int(0.99 * len(inside)))]
-    theory = 2 * bits_of(codec) / 8 * raw["parameters"] / 24
+    theory = 2 * bits_of(codec) / 8 * raw["parameters"] / fragments
     moved = sum(raw["moved"].values())
     merges = max(1, raw["sent"])
     return {
         "parameters": raw["parameters"],
         "step_seconds": step,
+        "inside_step_ms": 1e3 * statistics.median(inside),
         "inside_step_percent": {
             "median": 100 * statistics.median(inside) / step,
             "p99": 100 * p99 / step,
@@ -144,6 +173,10 @@ def summarise(raw: dict[str, Any], codec: str) -> dict[str, Any]:
         "throughput_percent_of_detached": spread(
             [100 * d / a for a, d in zip(attached, detached, strict=True)]
         ),
+        "merges_per_step": raw["sent"] / raw["own_steps"],
+        "own_cpu_ms_per_step": 1e3
+        * (raw["cpu_seconds"]["attached"] - raw["cpu_seconds"]["detached"])
+        / raw["own_steps"],
         "merges": merges,
         "bytes_per_merge_over_theory_percent": 100 * (moved / merges / theory - 1),
         "control_share_percent": 100
@@ -176,7 +209,9 @@ def drop_link() -> None:
         subprocess.run(["ip", "netns", "del", space], check=False, stderr=subprocess.DEVNULL)
 
 
-def run_case(case: str, mbit: float | None, codec: str, blocks: int, steps: int) -> dict[str, Any]:
+def run_case(
+    case: str, mbit: float | None, codec: str, blocks: int, steps: int, fragments: int = 24
+) -> dict[str, Any]:
     host = f"{NETWORK}.1" if mbit else "127.0.0.1"
     far, near = SPACES if mbit else (None, None)
     with tempfile.TemporaryDirectory() as name:
@@ -184,7 +219,9 @@ def run_case(case: str, mbit: float | None, codec: str, blocks: int, steps: int)
         if mbit:
             make_link(mbit)
         (folder / "token").write_text("benchmark")
-        (folder / "run.toml").write_text(dump_config(server_config(case, host, folder, codec)))
+        (folder / "run.toml").write_text(
+            dump_config(server_config(case, host, folder, codec, fragments))
+        )
         cli = [sys.executable, "-m", "decoupled_diloco.cli"]
         serve = [*cli, "syncer", str(folder / "run.toml"), "--shard", "0"]
         with (folder / "shard.log").open("wb") as log:
@@ -203,16 +240,41 @@ def run_case(case: str, mbit: float | None, codec: str, blocks: int, steps: int)
     return raw
 
 
+def measure_short(blocks: int) -> None:
+    """Steps of about 7 to 100 ms, with a merge in every step and in every sixth."""
+    raw, result = {}, {}
+    for case in (each for each in OPTIONS if each not in CASES):
+        for fragments in SHORT_FRAGMENTS:
+            name = f"{case} steps, {fragments} fragments"
+            raw[name] = run_case(case, None, "bf16", blocks, 40, fragments)
+            result[name] = summarise(raw[name], "bf16", fragments)
+            print(name, json.dumps(result[name], indent=1), flush=True)
+    keep(
+        "step_overhead_short",
+        estimate=ESTIMATE_SHORT,
+        config={"cases": SHORT, "fragments": SHORT_FRAGMENTS, "blocks": blocks},
+        raw=raw,
+        result=result,
+        not_measured="CUDA; a slow link; several learners on one machine",
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--case", choices=list(CASES))
+    parser.add_argument("--case", choices=list(OPTIONS))
     parser.add_argument("--link", type=float, help="Mbit/s of a rate-limited link")
     parser.add_argument("--codec", default="bf16", help="of both ways")
     parser.add_argument("--blocks", type=int, default=6)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument(
+        "--short", action="store_true", help="short steps, two numbers of fragments"
+    )
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--address", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.short:
+        measure_short(arguments.blocks)
+        return
     if arguments.measure:
         print(
             json.dumps(
