@@ -43,7 +43,7 @@ from decoupled_diloco.transport.base import Client, Limits, OnChannel, Server
 from decoupled_diloco.transport.documents import Document, NoSuchDocumentError
 from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.http_server import HttpServer
-from decoupled_diloco.transport.tls import Tls
+from decoupled_diloco.transport.tls import LiveTls, Tls
 from decoupled_diloco.transport.tokens import Tokens, is_loopback
 from decoupled_diloco.units import MIB
 
@@ -84,6 +84,9 @@ def run_shard(
     """
     tokens = accepted_tokens(config, token)
     own, served = own_tls(config, f"shard-{shard}"), served_tls(config)
+    for files in (own, served):
+        if files is not None:
+            LiveTls(files)  # waits until they fit, before a lease could run out meanwhile
     warn_if_readable(config, token)
     asking = token_of_a_reader(config, token)
     limits = limits_here(config.run.learners)

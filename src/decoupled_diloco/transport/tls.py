@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import ssl
 import time
 from collections.abc import Iterator, Mapping
@@ -30,6 +31,9 @@ TELL_SECONDS = 7 * DAY_SECONDS
 LOOK_SECONDS = 3600.0
 """How often a process that opens no connection looks at its files and at the date."""
 
+EXCHANGE_SECONDS = 20.0
+"""How long after a change of its files a process that starts waits until they fit together."""
+
 DIAGNOSIS_SECONDS = 2.0
 
 RENEW = "renew it (ddiloco certificates renew FOLDER)"
@@ -37,6 +41,10 @@ RENEW = "renew it (ddiloco certificates renew FOLDER)"
 _NAME_CODES = (62, 63, 64)  # X509_V_ERR_HOSTNAME_MISMATCH, EMAIL, IP_ADDRESS
 _STRANGER_CODES = (2, 18, 19, 20, 21)  # no issuer is known, or one that nobody trusts has signed
 _NOT_YET_CODE, _EXPIRED_CODE = 9, 10
+
+
+class UnfitFilesError(ConfigError):
+    """Files that cannot be used, as while a program exchanges them one after the other."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +127,9 @@ class ServerTls:
 class LiveTls:
     """A context that follows its files.
 
+    A new certificate and its key are written one after the other. A process that starts in between
+    waits until they fit: up to `EXCHANGE_SECONDS` after the last change.
+
     Raises:
         ConfigError: A file cannot be used, or the certificate is not valid now.
     """
@@ -128,7 +139,7 @@ class LiveTls:
         self._paths = [Path(path) for path in _values(files)]
         self._told: dict[str, float] = {}
         self._stamps = self._look()
-        self._context, self._ends = self._load()
+        self._context, self._ends = self._load_when_exchanged()
 
     def context(self) -> ssl.SSLContext:
         """The context of a new connection."""
@@ -178,6 +189,26 @@ class LiveTls:
         when = f"has ended {hours:.0f} hours ago" if past else f"ends in {hours:.0f} hours"
         logger.warning("%s %s: %s; it is loaded without a restart", what, when, RENEW)
 
+    def _load_when_exchanged(self) -> tuple[ssl.SSLContext, float | None]:
+        deadline, told = now() + EXCHANGE_SECONDS, False
+        while True:
+            self._stamps = self._look()
+            try:
+                return self._load()
+            except UnfitFilesError as error:
+                if now() > deadline or not self._have_just_changed():
+                    raise
+                if not told:
+                    logger.warning("%s; waiting: the files have just changed", error)
+                told = True
+            time.sleep(0.1)
+
+    def _have_just_changed(self) -> bool:
+        """By the file system's own times: programs that copy files keep those of the contents."""
+        found = [found for found in map(_found, self._paths) if found is not None]
+        changed_at = max((each.st_ctime for each in found), default=0.0)
+        return time.time() - changed_at < EXCHANGE_SECONDS
+
     def _load(self) -> tuple[ssl.SSLContext, float | None]:
         context = self._files.new_context()
         certificate = self._files.certificate
@@ -195,18 +226,22 @@ def _values(files: Tls | ServerTls) -> Iterator[str | Path]:
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
+    found = _found(path)
+    return None if found is None else (found.st_mtime_ns, found.st_size, found.st_ino)
+
+
+def _found(path: Path) -> os.stat_result | None:
     try:
-        found = path.stat()
+        return path.stat()
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def _read(what: str, path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise ConfigError(
+        raise UnfitFilesError(
             f"{what}={str(path)!r} cannot be read: {error.strerror}: correct the path, or make one "
             "with ddiloco certificates"
         ) from None
@@ -217,7 +252,7 @@ def _trust(context: ssl.SSLContext, what: str, path: Path) -> None:
     try:
         context.load_verify_locations(cadata=data.decode("ascii"))
     except (ssl.SSLError, ValueError):
-        raise ConfigError(
+        raise UnfitFilesError(
             f"{what}={str(path)!r} holds no certificate in PEM: give the file that begins with "
             "-----BEGIN CERTIFICATE-----"
         ) from None
@@ -234,11 +269,11 @@ def _show(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
         context.load_cert_chain(certificate, key, passphrase)
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
-            raise ConfigError(
+            raise UnfitFilesError(
                 f"key={str(key)!r} does not belong to certificate={str(certificate)!r}: give the "
                 "two that were made together"
             ) from None
-        raise ConfigError(
+        raise UnfitFilesError(
             f"certificate={str(certificate)!r} and key={str(key)!r} are not a certificate and its "
             "key in PEM: correct the files"
         ) from None

@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives import serialization
 import encrypted
 from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.launch.certificates import CertificateFolder
+from decoupled_diloco.transport import tls
 from decoupled_diloco.transport.tls import LiveTls, ServerTls, Tls
 from decoupled_diloco.transport.tokens import RequestRefusal, Tokens
 
@@ -123,7 +124,8 @@ def test_half_of_a_pair_is_refused() -> None:
         Tls()
 
 
-def test_files_that_cannot_be_used(folder: Path) -> None:
+def test_files_that_cannot_be_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tls, "EXCHANGE_SECONDS", 0.0)
     (folder / "text").write_text("no certificate")
     for files, words in (
         (Tls(folder / "gone.pem"), "authority=.*gone.pem' cannot be read: No such file"),
@@ -141,6 +143,46 @@ def test_files_that_cannot_be_used(folder: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             LiveTls(files)
+
+
+def torn(path: Path) -> bytes:
+    return path.read_bytes()[:200]
+
+
+@pytest.mark.parametrize("name", ["syncer.pem", "syncer.key"])
+@pytest.mark.parametrize("state", ["old", "torn", "empty", "missing"])
+def test_a_process_that_starts_while_files_are_exchanged_waits_until_they_fit(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, state: str
+) -> None:
+    new = encrypted.made(tmp_path / "new")
+    before = (folder / name).read_bytes()
+    for each in ("syncer.pem", "syncer.key"):
+        shutil.copy(new / each, folder)
+    if state == "missing":
+        (folder / name).unlink()
+    else:
+        content = {"old": before, "torn": torn(new / name), "empty": b""}[state]
+        (folder / name).write_bytes(content)
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        shutil.copy(new / name, folder)
+
+    monkeypatch.setattr(tls.time, "sleep", wait)
+    live = LiveTls(encrypted.served(folder))
+    assert len(waits) == 1
+    assert live.shows
+
+
+def test_files_that_never_fit_are_refused_after_a_while(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copy(encrypted.made(tmp_path / "new") / "syncer.key", folder)
+    monkeypatch.setattr(tls, "EXCHANGE_SECONDS", 0.3)
+    with pytest.raises(ConfigError, match="does not belong to"):
+        LiveTls(encrypted.served(folder))
+    assert sum("waiting" in message for message in caplog.messages) <= 1
 
 
 def test_a_key_with_a_passphrase_asks_nobody(folder: Path) -> None:
