@@ -17,6 +17,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import errno
 import gc
 import importlib
 import json
@@ -100,7 +101,11 @@ class ForkServer:
     ) -> None:
         self._orders, theirs = socket.socketpair()
         with theirs:
-            self._process = start(["fork-server", str(run), " " * ROOM], theirs)
+            try:
+                self._process = start(["fork-server", str(run), " " * ROOM], theirs)
+            except OSError:
+                self._orders.close()
+                raise
         self._said = b""
         self._ready = False
         self._codes: dict[int, int] = {}
@@ -120,6 +125,9 @@ class ForkServer:
     ) -> ForkedProcess | None:
         """A process of these arguments; ``None``: the server has ended.
 
+        Raises:
+            OSError: The server cannot fork, at a limit on processes or memory; it may again later.
+
         Args:
             arguments: Of `ddiloco`.
             log: Where its output goes.
@@ -132,6 +140,8 @@ class ForkServer:
         if not self._until(lambda: self._answer is not None):
             return None
         assert self._answer is not None
+        if self._answer < 0:
+            raise OSError(-self._answer, os.strerror(-self._answer))
         return ForkedProcess(self, self._answer)
 
     def code_of(self, pid: int) -> int | None:
@@ -180,6 +190,8 @@ class ForkServer:
         if "forked" in said:
             self._answer = said["forked"]
             self._codes.pop(self._answer, None)  # of an earlier process that had the same number
+        elif "refused" in said:
+            self._answer = -said["refused"]
         elif "ended" in said:
             self._codes[said["ended"]] = said["code"]
 
@@ -221,17 +233,25 @@ def serve() -> list[str]:
             os._exit(0)
         while not told.endswith(b"\n"):  # one role at a time: the launcher waits for the answer
             told += orders.recv(ROLE_BYTES)
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:  # all other processes still need this one
+            _close(descriptors)
+            _say(refused=error.errno or errno.EAGAIN)
+            continue
         if pid == 0:
             atexit.register(gc.unfreeze)  # else extensions report all of it as leaked
             signal.set_wakeup_fd(-1)
-            for each in (woken, wakes):
-                os.close(each)
+            _close((woken, wakes))
             orders.detach()
             return _become(json.loads(told), descriptors[0])
-        for each in descriptors:
-            os.close(each)
+        _close(descriptors)
         _say(forked=pid)
+
+
+def _close(descriptors: Sequence[int]) -> None:
+    for each in descriptors:
+        os.close(each)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -16,6 +17,8 @@ from typing import IO, Protocol
 from decoupled_diloco.config.resume import RUN_FILE
 from decoupled_diloco.launch.fork_server import AVAILABLE, ForkServer
 from decoupled_diloco.launch.termination import handling, send_to_all_of
+
+logger = logging.getLogger(__name__)
 
 COMMAND = (sys.executable, "-m", "decoupled_diloco.cli")
 """What runs a child's arguments: the same as ``ddiloco``."""
@@ -86,8 +89,7 @@ class ThisMachine:
     ) -> None:
         self.folder = folder
         self._descriptors = descriptors
-        own = forks and AVAILABLE and server is None
-        self._own = ForkServer(self._start_server, folder / RUN_FILE) if own else None
+        self._own = self._fork_server() if forks and AVAILABLE and server is None else None
         self.server = server or self._own
         self._pipe: tuple[int, ...] = (
             os.pipe()
@@ -120,6 +122,14 @@ class ThisMachine:
             pass_fds=self._descriptors,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
+
+    def _fork_server(self) -> ForkServer | None:
+        """Saves seconds, and nothing depends on it: a machine at its limit starts without it."""
+        try:
+            return ForkServer(self._start_server, self.folder / RUN_FILE)
+        except OSError as error:
+            logger.warning("no fork server can be started (%s): processes import alone", error)
+            return None
 
     def _start_server(self, arguments: list[str], orders: socket.socket) -> subprocess.Popen[bytes]:
         path = self.folder / "logs" / "fork-server.log"

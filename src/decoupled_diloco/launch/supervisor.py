@@ -7,7 +7,7 @@ import signal
 import time
 from dataclasses import dataclass, field
 
-from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.launch.placement import PlacedProcess, Placement
 from decoupled_diloco.observe.samples import (
     EndRequested,
@@ -25,6 +25,9 @@ RESTART_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
 
 HEALTHY_SECONDS = 30.0
 """A process that has lived so long has not failed in a row."""
+
+NOT_STARTED = 1
+"""The exit code of a process that could not be started."""
 
 TERMINATE_SECONDS = 3.0
 """How long a process that was told to end may take before it is killed. Learners and shards end one
@@ -44,6 +47,7 @@ class Child:
     restarts: bool = True
     held: bool = False
     code: int | None = None
+    problem: str = ""  # why its last start failed
 
     @property
     def running(self) -> bool:
@@ -77,8 +81,15 @@ class Supervisor:
             self._spawn(child)
 
     def _spawn(self, child: Child) -> None:
-        child.restart_at, child.started_at = None, now()
-        child.process = self.placement.start(child.name, child.arguments)
+        child.restart_at, child.started_at, child.problem = None, now(), ""
+        try:
+            child.process = self.placement.start(child.name, child.arguments)
+        except (OSError, StorageError) as error:
+            # A limit on processes, memory or descriptors, or a full disk: it may pass.
+            child.code, child.problem = NOT_STARTED, f"it cannot be started: {error}"
+            logger.warning("%s cannot be started: %s", child.name, error)
+            self._failed(child)
+            return
         self._sample(ProcessStarted(child.name, child.process.pid))
 
     def _sample(
@@ -99,10 +110,15 @@ class Supervisor:
         child.process, child.code = None, code
         by_signal = -code if code < 0 else None
         self._sample(ProcessEnded(child.name, None if by_signal else code, by_signal))
-        if code == 0 or self.stopping or not child.restarts or child.held:
+        if code != 0:
+            self._failed(child)
+
+    def _failed(self, child: Child) -> None:
+        """Schedules its restart, or leaves it down after too many failures in a row."""
+        if self.stopping or not child.restarts or child.held:
             return
         child.failures = 1 if now() - child.started_at > HEALTHY_SECONDS else child.failures + 1
-        if code == ConfigError.exit_code or child.failures > len(RESTART_SECONDS):
+        if child.code == ConfigError.exit_code or child.failures > len(RESTART_SECONDS):
             logger.error("%s stays down: %s", child.name, self.last_words(child.name))
             return
         delay = RESTART_SECONDS[child.failures - 1]
@@ -110,7 +126,8 @@ class Supervisor:
         self._sample(RestartScheduled(child.name, delay))
 
     def last_words(self, name: str) -> str:
-        return self.placement.last_words(name)
+        """Why a process could not be started, or the last line of its log."""
+        return self.children[name].problem or self.placement.last_words(name)
 
     def retire(self) -> None:
         """Starts no process again from now on."""

@@ -26,12 +26,19 @@ from decoupled_diloco.observe.tape import TapeWriter
 pytestmark = pytest.mark.skipif(not module.AVAILABLE, reason="Linux alone has a fork server")
 
 CHILD = """
-import atexit, gc, random, sys, time
+import atexit, gc, os, pathlib, random, sys, time
 import numpy
 from decoupled_diloco.launch import fork_server
 atexit.register(lambda: print("frozen at the end:", gc.get_freeze_count(), flush=True))
 fork_server.IMPORTS = ()
 if sys.argv[1] == "fork-server":
+    fork, limit = os.fork, pathlib.Path(*sys.argv[2:3]).parent / "limit"
+    def limited():
+        if limit.exists():
+            limit.unlink()
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return fork()
+    os.fork = limited
     fork_server.serve()
 print(sys.argv[1:], flush=True)
 print("drawn", random.random(), numpy.random.rand(), flush=True)
@@ -74,6 +81,20 @@ def server_of(supervisor: Supervisor) -> ForkServer:
 def pid_of(supervisor: Supervisor, name: str) -> int | None:
     process = supervisor.children[name].process
     return None if process is None else process.pid
+
+
+def test_a_fork_that_fails_ends_no_other_process_and_is_tried_again(
+    supervisor: Supervisor, tmp_path: Path
+) -> None:
+    before = pid_of(supervisor, "a")
+    (tmp_path / "limit").touch()
+    supervisor.start("b", ["learner", "--index", "1"])
+    child = supervisor.children["b"]
+    assert (child.running, child.failures) == (False, 1)
+    assert "unavailable" in supervisor.last_words("b")
+    poll_until(supervisor, lambda: child.running)
+    assert isinstance(child.process, ForkedProcess)
+    assert pid_of(supervisor, "a") == before
 
 
 def test_a_child_is_what_a_new_process_would_be(supervisor: Supervisor, tmp_path: Path) -> None:

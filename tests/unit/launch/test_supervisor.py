@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import sys
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from decoupled_diloco.errors import StorageError
 from decoupled_diloco.launch import placement
 from decoupled_diloco.launch import supervisor as module
 from decoupled_diloco.launch.placement import ThisMachine, interrupts_deferred
@@ -59,6 +61,76 @@ def test_success_and_wrong_configuration_are_final(
     settle(supervisor)
     child = supervisor.children["once"]
     assert (child.failures, child.down, child.done) == (int(down), down, not down)
+
+
+def refusing(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, errors: list[Exception]
+) -> None:
+    """Has the next starts fail with these errors."""
+    start = supervisor.placement.start
+
+    def refuse(name: str, arguments: list[str]) -> placement.PlacedProcess:
+        if errors:
+            raise errors.pop(0)
+        return start(name, arguments)
+
+    monkeypatch.setattr(supervisor.placement, "start", refuse)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        OSError(errno.EMFILE, "Too many open files"),
+        StorageError("RUN/places/shard-1 cannot be written: No space left on device"),
+    ],
+)
+def test_a_process_that_cannot_be_started_is_started_later(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    refusing(supervisor, monkeypatch, [error])
+    supervisor.start("late", ["import time; time.sleep(60)"])
+    child = supervisor.children["late"]
+    assert (child.running, child.down, child.failures) == (False, False, 1)
+    assert supervisor.last_words("late") == f"it cannot be started: {error}"
+    deadline = time.monotonic() + 10
+    while not child.running:
+        assert time.monotonic() < deadline
+        supervisor.poll()
+        time.sleep(0.005)
+    child.failures = 0
+    refusing(supervisor, monkeypatch, [error])
+    supervisor.kill("late", restart=True)
+    deadline = time.monotonic() + 10
+    while child.failures < 2 or not child.running:
+        assert time.monotonic() < deadline
+        supervisor.poll()
+        time.sleep(0.005)
+
+
+def test_a_process_that_can_never_be_started_stays_down(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusing(supervisor, monkeypatch, [OSError(errno.EAGAIN, "no process is left")] * 99)
+    supervisor.start("never", ["pass"])
+    settle(supervisor)
+    child = supervisor.children["never"]
+    assert (child.down, child.failures) == (True, 3)
+    assert "no process is left" in supervisor.last_words("never")
+
+
+def test_without_room_for_a_fork_server_processes_start_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(ThisMachine, "_launch", refuse)
+    (tmp_path / "logs").mkdir()
+    here = ThisMachine(tmp_path, forks=True)
+    assert here.server is None
+    here.close()
 
 
 def test_a_killed_process_comes_back_if_it_shall(supervisor: Supervisor) -> None:
