@@ -173,7 +173,7 @@ class CoordinatorHost:
                 f"{join.learner} is in the run already, and its process is alive: give this one "
                 "another learner id, or stop the other one first"
             )
-            channel.send(encode(say.JoinRefused(reason, False)))
+            channel.send(encode(say.JoinRefused(reason, True)))
             await channel.close(reason)
             return
         self._connections += 1

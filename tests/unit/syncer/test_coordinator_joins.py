@@ -20,7 +20,8 @@ from decoupled_diloco.observe.data_ledger import read_data
 from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.protocol import messages as say
 from decoupled_diloco.protocol.data_leases.messages import DataReport
-from decoupled_diloco.protocol.wire import encode
+from decoupled_diloco.protocol.wire import decode, encode
+from decoupled_diloco.runtime import now
 from decoupled_diloco.syncer import coordinator
 from decoupled_diloco.syncer.coordinator import CoordinatorHost
 from decoupled_diloco.syncer.coordinator_disk import FILE, JOINED, newest_state
@@ -165,6 +166,19 @@ async def test_the_first_join_writes_all_and_the_next_ones_a_line_each(begin: Be
     await life.join("b")
     await life.join("c")
     assert (life.whole, life.lines) == (["a"], ["b", "c"])
+
+
+async def test_a_second_live_process_with_an_id_may_ask_again(begin: Begin) -> None:
+    """The first may be about to end: its node agent starts the second at the same time."""
+    life = begin()
+    (first,) = await life.join("a", nonce="first")
+    second = life.ask("a", nonce="second")
+    await asyncio.sleep(0)
+    first.last_received = now() + 60.0
+    await until(lambda: second.sent)
+    refusal = decode(second.sent[0], (say.JoinRefused,))
+    assert refusal.retry
+    assert "its process is alive" in refusal.reason
 
 
 async def test_those_that_ask_during_a_write_share_the_next_one(
