@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,8 +25,9 @@ from decoupled_diloco.learner.checkpoint import (
 from decoupled_diloco.observe.tape import TapeReader
 from decoupled_diloco.protocol.coordinator import Phase
 from decoupled_diloco.protocol.data_leases.coordinator import LeaseBook
+from decoupled_diloco.runtime import runtime
 from decoupled_diloco.storage.data_ledger import DataLedger
-from decoupled_diloco.storage.files import write_text
+from decoupled_diloco.storage.files import names_in, write_text
 from decoupled_diloco.storage.weights import load_weights
 from decoupled_diloco.syncer.checkpoints import Manifest, checkpoint_folders, read_manifest
 from decoupled_diloco.syncer.coordinator_disk import FILE, newest_state
@@ -37,6 +37,9 @@ from decoupled_diloco.syncer.result import RESULT
 
 LEARNERS = "learners"
 """The folder of the learners' own checkpoints in the run folder."""
+
+COPY_BYTES = 1 << 24
+"""Of a shard's part in memory at a time."""
 
 GOING_BACK = "going-back"
 """The file that names the cut while a run is being put back to it."""
@@ -98,34 +101,55 @@ def go_back(folder: Path, config: RunConfig, which: str) -> str:
     """Puts a run back to a consistent cut, "last" or its number; what is newer is set aside.
 
     A last one that is torn or corrupt is named, and the one before it is used. Says what was done.
+    A process or a machine may fail at any instant: until everything is on the disk, `half_way`
+    names the cut, and going back again completes it.
 
     Raises:
         ConfigError: ``which`` is neither.
-        StorageError: There is no such cut, whole.
+        StorageError: There is no such cut, whole; or the folder cannot be changed.
     """
     if config.syncer.standbys:
         raise ConfigError("--cut is not built for runs with syncer.standbys: leave it out")
     manifest, problems = _chosen(folder, which)
     write_text(folder / GOING_BACK, str(manifest.number))
     aside = _free(folder / "set-aside")
-    for part in manifest.shards:
-        durable = folder / DURABLE / part.who
-        if durable.exists():
-            _move(durable, aside / DURABLE / part.who)
-        durable.mkdir(parents=True)
-        shutil.copyfile(manifest.part(part.who), durable / "00000001.safetensors")
-        (durable / EXACT).touch()
-    for own in sorted((folder / LEARNERS).glob("*")):
-        for file in sorted(own.glob("*.safetensors")):
-            if run_checkpoint_of(file) != manifest.number:
-                for each in (file, beside_of(file)):
-                    if each.exists():
-                        _move(each, aside / LEARNERS / own.name / each.name)
-    _put_coordinator_back(folder, config, manifest)
-    (folder / GOING_BACK).unlink()
+    try:
+        _put_processes_back(folder, manifest, aside)
+        _put_coordinator_back(folder, config, manifest)
+        runtime().disk.remove(folder / GOING_BACK)
+        runtime().disk.sync(folder)
+    except OSError as error:
+        raise StorageError(
+            f"{folder} cannot be put back to cut {manifest.number} ({error}): free space or "
+            "correct its permissions, and resume it again, which completes this"
+        ) from error
     missing = f", without {', '.join(manifest.missing)}" if manifest.missing else ""
     words = f"back to cut {manifest.number}{missing}; what is newer is in {aside}"
     return "; ".join([*problems, words])
+
+
+def _put_processes_back(folder: Path, manifest: Manifest, aside: Path) -> None:
+    """Gives shards and learners their parts; all of it is on the disk when this returns."""
+    disk = runtime().disk
+    for part in manifest.shards:
+        durable = folder / DURABLE / part.who
+        if disk.exists(durable):
+            _move(durable, aside / DURABLE / part.who)
+        disk.make_folder(durable)
+        own = durable / "00000001.safetensors"
+        with disk.reading(manifest.part(part.who)) as source, disk.open(own) as target:
+            while block := source.read(COPY_BYTES):
+                disk.write(target, block)
+            disk.sync_file(target)
+        disk.open(durable / EXACT).close()
+        disk.sync(durable)
+    for learner in names_in(folder / LEARNERS):
+        for file in names_in(learner):
+            if file.suffix != ".safetensors" or run_checkpoint_of(file) == manifest.number:
+                continue
+            for each in (file, beside_of(file)):
+                if disk.exists(each):
+                    _move(each, aside / LEARNERS / learner.name / each.name)
 
 
 def half_way(folder: Path) -> str:
@@ -192,8 +216,18 @@ def _put_coordinator_back(folder: Path, config: RunConfig, manifest: Manifest) -
 
 
 def _move(source: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    source.rename(target)
+    """Moves a file or a folder, one name after the other; the disk has the new ones."""
+    disk = runtime().disk
+    if disk.is_folder(source):
+        disk.make_folder(target)
+        for each in disk.names(source):
+            _move(each, target / each.name)
+        disk.remove_folder(source)
+    else:
+        disk.make_folder(target.parent)
+        disk.rename(source, target)
+        disk.sync(target.parent)
+    disk.sync(source.parent)
 
 
 def _free(path: Path) -> Path:

@@ -1,0 +1,105 @@
+"""A run that goes back to a checkpoint of itself is there, whole, once that is said to be done."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from decoupled_diloco.config import RunConfig
+from decoupled_diloco.launch.resume import LEARNERS, go_back, half_way
+from decoupled_diloco.learner.checkpoint import run_checkpoint_of
+from decoupled_diloco.runtime import Runtime, within
+from decoupled_diloco.simulate.choices import Choices
+from decoupled_diloco.simulate.disk import CrashError, Loss, SimulatedDisk, remains, write_folder
+from decoupled_diloco.simulate.spec import LearnerSpec
+from decoupled_diloco.simulate.system import System
+from decoupled_diloco.syncer.checkpoints import checkpoint_folders, read_manifest
+from decoupled_diloco.syncer.coordinator_disk import FILE
+from decoupled_diloco.syncer.durable import DURABLE, EXACT
+
+
+def settings(folder: Path) -> RunConfig:
+    return RunConfig(
+        run={
+            "name": "r",
+            "folder": folder,
+            "learners": 2,
+            "budget_steps": 30,
+            "evaluator": False,
+            "checkpoint_every_seconds": 6.0,
+        },
+        sync={"fragments": 2, "period": 4, "overlap": 1, "quorum": 1},
+        syncer={"shards": 2},
+        learner={"checkpoint_every_seconds": 5.0},
+        data={"leases": False},
+        workload={},
+    )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that is over, with checkpoints of the whole."""
+    folder = tmp_path_factory.mktemp("run") / "r"
+    folder.mkdir()
+    learners = [LearnerSpec(f"learner-{n}", step_seconds=1.0) for n in range(2)]
+    system = System(settings(folder), learners, folder, seed=1)
+    system.run(until=500.0, stop=lambda: system.finished)
+    system.close()
+    assert len(checkpoint_folders(folder)) > 1
+    return folder
+
+
+def assert_is_back(folder: Path) -> None:
+    """Whether everything is as its last whole checkpoint has it."""
+    last = next(path for path in checkpoint_folders(folder) if (path / "manifest.json").exists())
+    manifest = read_manifest(last)
+    for part in manifest.shards:
+        durable = folder / DURABLE / part.who
+        assert sorted(path.name for path in durable.iterdir()) == ["00000001.safetensors", EXACT]
+        own = (durable / "00000001.safetensors").read_bytes()
+        assert own == manifest.part(part.who).read_bytes()
+    for file in (folder / LEARNERS).rglob("*.safetensors"):
+        assert run_checkpoint_of(file) == manifest.number
+    assert (folder / FILE).exists()
+
+
+def test_it_survives_a_power_loss_once_it_is_done(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "r")
+    disk = SimulatedDisk(tmp_path)
+    with within(Runtime(disk)):
+        go_back(tmp_path / "r", settings(run), "last")
+    disk.close()
+    for seed in range(5):
+        loss = Loss(Choices(seed), names=1.0, writes=1.0, zeros=0.5)
+        write_folder(tmp_path / f"after-{seed}", remains(disk.before, disk.log, loss))
+        after = tmp_path / f"after-{seed}" / "r"
+        assert not half_way(after)
+        assert_is_back(after)
+
+
+def test_wherever_the_power_is_lost_going_back_again_completes_it(
+    run: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(run, tmp_path / "whole" / "r")
+    whole = SimulatedDisk(tmp_path / "whole")
+    with within(Runtime(whole)):
+        go_back(tmp_path / "whole" / "r", settings(run), "last")
+    whole.close()
+    begun = 0
+    for crash_at in range(1, whole.tried, 7):
+        top = tmp_path / f"crash-{crash_at}"
+        shutil.copytree(run, top / "r")
+        disk = SimulatedDisk(top, crash_at=crash_at)
+        with within(Runtime(disk)), pytest.raises(CrashError):
+            go_back(top / "r", settings(run), "last")
+        disk.close()
+        loss = Loss(Choices(crash_at), names=0.5, writes=0.5, torn=0.5)
+        write_folder(tmp_path / f"after-{crash_at}", remains(disk.before, disk.log, loss))
+        after = tmp_path / f"after-{crash_at}" / "r"
+        if cut := half_way(after):
+            begun += 1
+            go_back(after, settings(run), cut)
+            assert_is_back(after)
+    assert begun
