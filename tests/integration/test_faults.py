@@ -20,13 +20,25 @@ from decoupled_diloco import Learner
 from decoupled_diloco.config.method import plan_of, read_public
 from decoupled_diloco.errors import AccessError, ProtocolError, TransportError
 from decoupled_diloco.merge import Layout, digest, layout_of
+from decoupled_diloco.observe.advice import advice_of
+from decoupled_diloco.observe.run_model import read_run
 from decoupled_diloco.observe.tape import TapeReader
 from decoupled_diloco.protocol import messages as say
 from decoupled_diloco.protocol.versions import Version
 from decoupled_diloco.protocol.wire import decode, encode
 from decoupled_diloco.transport.base import TransferStats
 from decoupled_diloco.transport.http_client import HttpClient
-from integration.system import Model, System, Trainer, equal, parameters, training, until
+from integration.system import (
+    TOKENS,
+    Model,
+    System,
+    Trainer,
+    equal,
+    nudge,
+    parameters,
+    training,
+    until,
+)
 
 Make = Callable[..., System]
 LONG = {"budget_steps": 100_000}
@@ -144,7 +156,10 @@ class Sick(Trainer):
         return super()._step(learner, rng)
 
 
-def test_a_contribution_that_is_not_finite_is_refused_and_the_run_goes_on(make: Make) -> None:
+def test_a_contribution_that_is_not_finite_is_refused_and_the_run_goes_on(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its own process hears of it, too."""
     system = make(run={"budget_steps": 60})
     system.start()
     sick, well = Sick(system, "learner-0", Model(seed=0)), Trainer(system, "learner-1")
@@ -162,8 +177,43 @@ def test_a_contribution_that_is_not_finite_is_refused_and_the_run_goes_on(make: 
         if p["state"] == "refused" and "not finite" in p["reason"]
     ]
     assert {p["learner"] for p in refused} == {"learner-0"}
+    logged = [
+        r.getMessage() for r in caplog.records if r.name.startswith("decoupled_diloco.learner")
+    ]
+    told = [text for text in logged if "that is not merged" in text]
+    assert told[0].startswith("learner-0: it made a contribution to fragment ")
+    assert "that is not merged (1 so far)" in told[0]
+    assert "not finite" in told[0]
+    assert "look for NaN" in told[0]
+    assert len(told) <= 2, "at first, and rarely from then on"
     assert equal(parameters(sick.model), parameters(well.model))
     assert all(torch.isfinite(p).all() for p in parameters(well.model).values())
+
+
+def test_learners_of_one_seed_and_one_pace_are_warned_of(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever their generators do: here their contributions are nearly equal."""
+    system = make(run={"budget_steps": 100_000}, sync={"quorum": 2, "fragments": 2})
+    system.start()
+    learners = {name: system.learner(Model(), name) for name in "ab"}
+    models = {name: learner._model for name, learner in learners.items()}
+    rngs = {name: random.Random(1) for name in learners}
+    said = ": a and b seem to train on the same data ("
+
+    def step() -> bool:
+        for name, learner in learners.items():
+            nudge(models[name], rngs[name])
+            learner.step(tokens=TOKENS)
+        texts = [record.getMessage() for record in caplog.records]
+        return all(any(text.startswith(name + said) for text in texts) for name in learners)
+
+    until(step, "both say it")
+    for learner in learners.values():
+        learner.close()
+    syncer = [r for r in caplog.records if r.name == "decoupled_diloco.syncer.shard"]
+    assert sum(said[2:] in record.getMessage() for record in syncer) == 1
+    assert any("a and b seem" in each for each in advice_of(read_run(system.folder)))
 
 
 def test_what_is_not_finite_is_not_taken_from_copy_to_copy(make: Make) -> None:

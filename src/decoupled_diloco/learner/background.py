@@ -317,8 +317,9 @@ class Background:
                     self.changed.notify()
             case do.Expelled():
                 pass  # `_converse` has heard the same
-            case do.Note(text, why):
-                logger.info("%s: %s (%s)", self.identity.name, text, why)
+            case do.Note(text, why, warns):
+                level = logging.WARNING if warns else logging.INFO
+                logger.log(level, "%s: %s (%s)", self.identity.name, text, why)
             case RelayState() | ForgetState() | FetchState() | DropState():
                 self._transfers.carry_out(effect, self.identity.name)
             case do.Recovered():

@@ -13,6 +13,7 @@ learner.close()
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -33,6 +34,7 @@ from decoupled_diloco.learner.checkpointer import (
 from decoupled_diloco.learner.checks import refuse_own_copies, refuse_what_is_not_finite
 from decoupled_diloco.learner.counting import whole_tokens
 from decoupled_diloco.learner.data_leases import DataLeases
+from decoupled_diloco.learner.draws import LAST_STEP, Draws
 from decoupled_diloco.learner.joining import JOIN_TIMEOUT_SECONDS
 from decoupled_diloco.learner.loops import batches_of, following
 from decoupled_diloco.learner.losses import StepLosses
@@ -42,7 +44,8 @@ from decoupled_diloco.learner.taking_part import TakingPart
 from decoupled_diloco.monitor.tally import LearnerTally
 from decoupled_diloco.monitor.watched import WatchedLearner
 from decoupled_diloco.observe.samples import LossMeasured
-from decoupled_diloco.protocol.events import StepFinished
+from decoupled_diloco.protocol.events import RandomDrawn, StepFinished
+from decoupled_diloco.protocol.learner import UNFIT, is_worth_a_word
 from decoupled_diloco.ranks.group import chosen_carriers, is_sharded, ranks_of_this_job
 from decoupled_diloco.runtime import blocking, now
 from decoupled_diloco.transport.base import Client
@@ -179,6 +182,7 @@ class Learner(TakingPart):
             learner_id, model, objects, checkpoint, checkpoint_every_seconds, self._keeper
         )
         self._tally = LearnerTally()
+        self._draws: Draws | None = Draws()
         name = self._checkpointer.learner
         self._log = parts.log_of(log, name)
         watchers = (parts.endpoint_of(metrics, name, token, self._look), self._log)
@@ -330,11 +334,36 @@ class Learner(TakingPart):
         state = self._shared.machine.state
         return not (state.ended or state.leaving)
 
+    _losses_not_finite = 0
+
+    def _diverged(self) -> None:
+        self._losses_not_finite += 1
+        if is_worth_a_word(self._losses_not_finite, first=1):
+            logger.warning(
+                "%s: the loss of step %d is not finite (the %d. so far): %s",
+                self.name,
+                self.steps,
+                self._losses_not_finite,
+                UNFIT,
+            )
+
     def _stepped(self, began: float, applied: tuple[int, ...], loss: float | None) -> None:
         """What others are told of a step that began to be handled then."""
         self._tally.stepped(began, now(), len(applied), loss)
+        if loss is not None and not math.isfinite(loss):
+            self._diverged()
+        if self._draws is not None:
+            self._look_at_draws(self._draws)
         if self._log is not None:
             self._log.stepped(began, self.global_step, self._look)
+
+    def _look_at_draws(self, draws: Draws) -> None:
+        step = self._shared.machine.state.step
+        states = draws.stepped(step)
+        if states:
+            self._background.tell_later(RandomDrawn(states))
+        if step >= LAST_STEP:
+            self._draws = None
 
     def _check_optimizer(self) -> None:
         if self._unchecked is not None:

@@ -12,6 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from decoupled_diloco.observe import figures
 from decoupled_diloco.observe.accounts import TIME_PARTS, TOKEN_PARTS
+from decoupled_diloco.observe.advice import advice_of
 from decoupled_diloco.observe.charts import DARK, LIGHT, Chart
 from decoupled_diloco.observe.reader import run_folder_of
 from decoupled_diloco.observe.run_data import GAP_MEDIANS
@@ -136,7 +137,7 @@ def subtitle_of(run: RunModel) -> str:
 
 def problems_of(run: RunModel) -> list[str]:
     """What the reader of a report should know before its numbers, one sentence each."""
-    problems = list(run.problems)
+    problems = [*run.problems, *advice_of(run)]
     if run.afar:
         problems.append(
             f"The tapes of {listing(run.afar)} are not here: what is told of them is what the "

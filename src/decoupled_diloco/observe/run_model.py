@@ -51,6 +51,9 @@ from decoupled_diloco.units import format_duration
 REMARKS_MAX = 500
 """Remarks that are kept of a run that goes on, the newest."""
 
+WARNINGS_MAX = 20
+"""Warnings that are kept: the first ones, each in its newest words."""
+
 REPEAT_SECONDS = 5.0
 """A remark that several processes make within this time is told once."""
 
@@ -93,6 +96,7 @@ class RunModel:
         self.faults: list[FaultLog] = []
         self.remarks: list[Remark] = []  # of the present state the newest of all ``remarks_told``
         self.remarks_told = 0
+        self.warnings: dict[str, str] = {}  # what people should act on, by what it is about
         self.cut: tuple[float, KeepCheckpoint] | None = None
         self.headers: dict[str, dict[str, Any]] = {}
         self.releases: dict[str, str] = {}
@@ -367,8 +371,8 @@ class RunModel:
                 self.remark(self.record.who, self._acting.took_over(value))
             case do.Send(_, Revision() as plan, why):
                 self.revisions.setdefault(plan.number, (plan, why))
-            case do.Note(text, why):
-                self._noted(text, why)
+            case do.Note(text, why, warns):
+                self._noted(text, why, warns)
             case samples.WentBack(told):
                 for shard in self.shards.values():
                     shard.clock = shard.clock_max = 0
@@ -450,10 +454,13 @@ class RunModel:
         elif self._is_learner(name):
             self.learner(name).process = state
 
-    def _noted(self, text: str, why: str) -> None:
+    def _noted(self, text: str, why: str, warns: bool) -> None:
         who, names = self.record.who, [n for n in subjects_of(text) if n in self.learners]
         subject = who if text.startswith("it ") else next(iter(names), "")
-        self.remark(subject, note_in_words(who, text, why))
+        words = note_in_words(who, text, why)
+        if warns and (text in self.warnings or len(self.warnings) < WARNINGS_MAX):
+            self.warnings[f"{who} {text}" if text.startswith("it ") else text] = words
+        self.remark(subject, words)
 
     def remark(self, subject: str, text: str) -> None:
         """Notes what is worth a line, unless there is none or it was told just before."""

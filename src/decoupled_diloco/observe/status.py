@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from decoupled_diloco.observe.accounts import RunAccount
+from decoupled_diloco.observe.advice import advice_of
 from decoupled_diloco.observe.run_data import OUT_OF_REACH, TOOK_PART, LearnerLog
 from decoupled_diloco.observe.run_model import RunModel
 from decoupled_diloco.observe.shard_data import RoundLog, ShardLog, Stay
@@ -210,7 +211,11 @@ def status_of(
         shards=tuple(_shard(run, shard, as_of) for shard in run.shards.values()),
         cut=_cut(run, as_of),
         remarks=tuple((r.at, r.text) for r in run.remarks if r.kind not in ROUTINE)[-20:],
-        problems=(*problems, *(f"{n} records left out: {why}" for why, n in run.left_out.items())),
+        problems=(
+            *problems,
+            *advice_of(run),
+            *(f"{n} records left out: {why}" for why, n in run.left_out.items()),
+        ),
     )
 
 

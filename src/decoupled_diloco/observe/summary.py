@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from decoupled_diloco.observe.accounts import TIME_PARTS, RunAccount
+from decoupled_diloco.observe.advice import advice_of
 from decoupled_diloco.observe.run_data import CutOff, LearnerLog, Outage
 from decoupled_diloco.observe.run_model import RunModel
 from decoupled_diloco.observe.shard_data import ShardLog
@@ -49,6 +50,7 @@ def print_summary(
         if learner.steps_unrecorded
     ]
     lines += [f"the tape is not whole: {problem}" for problem in run.problems]
+    lines += advice_of(run)
     for line in lines:
         console.print()
         console.say(line)

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, assert_never
 
+from decoupled_diloco.protocol import same_data
 from decoupled_diloco.protocol.checkpoints import coordinator as checkpoints
 from decoupled_diloco.protocol.checkpoints.coordinator import Checkpoints
 from decoupled_diloco.protocol.checkpoints.events import CheckpointWanted
@@ -49,6 +50,7 @@ from decoupled_diloco.protocol.messages import (
     FinishOrdered,
     Message,
     Progress,
+    RandomNumbers,
     SeedFailed,
     SeedNamed,
     ShardHello,
@@ -134,6 +136,7 @@ class CoordinatorMachine:
         self._checkpoints = Checkpoints()
         self._reviser = Reviser()
         self._indexes: set[int] = set()
+        self._drawn: dict[str, str] = {}
 
     def handle(self, now: float, event: CoordinatorEvent) -> list[CoordinatorEffect]:
         """Takes one fact in; see `SyncerMachine.handle`."""
@@ -287,6 +290,9 @@ class CoordinatorMachine:
                 return self._checkpoints.learner_kept(self.state, learner, message)
             case DataReport():
                 return leases.report(self.state.data, learner, known.epoch, message)
+            case RandomNumbers(states):
+                there = {name for name, each in self.state.learners.items() if each.present}
+                return same_data.drawn(self._drawn, there, learner, states)
             case _:
                 present = {name: each.present for name, each in self.state.learners.items()}
                 clock = max(self.state.clocks.values(), default=0)

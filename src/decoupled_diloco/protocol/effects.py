@@ -260,10 +260,11 @@ class ClockAdvanced:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A fact for people: on the tape, and in the log."""
+    """A fact for people: on the tape, and in the log; ``warns``: somebody should act on it."""
 
     text: str
     why: str
+    warns: bool = False
 
 
 @dataclass(frozen=True, slots=True)

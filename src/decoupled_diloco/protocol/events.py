@@ -136,7 +136,10 @@ class Reported:
 
 @dataclass(frozen=True, slots=True)
 class BodyArrived:
-    """A contribution's body is here, whole, with the announced digest, finite; ``norm`` is ‖d‖."""
+    """A contribution's body is here, whole, with the announced digest, finite; ``norm`` is ‖d‖.
+
+    ``alike``: learners whose contributions to the same round are nearly parallel to it.
+    """
 
     learner: str
     epoch: int
@@ -147,6 +150,7 @@ class BodyArrived:
     tokens: int
     nbytes: int
     norm: float = 0.0
+    alike: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,6 +328,13 @@ class Began:
     gives: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class RandomDrawn:
+    """The loop draws random numbers in every step: generators, and their states by now."""
+
+    states: tuple[str, ...]
+
+
 LearnerEvent = (
     Tick
     | Connected
@@ -333,6 +344,7 @@ LearnerEvent = (
     | StepFinished
     | Paused
     | DrainAsked
+    | RandomDrawn
     | Fetched
     | FetchFailed
     | BodyEncoded

@@ -45,6 +45,7 @@ from decoupled_diloco.protocol.events import (
     LearnerEvent,
     Lost,
     Paused,
+    RandomDrawn,
     Received,
     StepFinished,
     Tick,
@@ -71,8 +72,10 @@ from decoupled_diloco.protocol.messages import (
     Outcome,
     Published,
     Pull,
+    RandomNumbers,
     Refusal,
     Role,
+    SameData,
     Shifted,
     StepReport,
     Upload,
@@ -81,6 +84,7 @@ from decoupled_diloco.protocol.messages import (
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.protocol.peers import COORDINATOR, shard_of, shard_peer
 from decoupled_diloco.protocol.revisions import Revision
+from decoupled_diloco.protocol.same_data import same_data
 from decoupled_diloco.protocol.transfer import learner as transfer
 from decoupled_diloco.protocol.transfer.events import TransferEvent
 from decoupled_diloco.protocol.versions import Asking
@@ -104,6 +108,25 @@ TRANSITIONS: tuple[tuple[str, str, str], ...] = (
 )
 
 _MAY_BE_IN = "its outcome went with the connection: it may be merged"
+
+
+UNFIT = (
+    "until its weights are finite and of the usual size, nothing of it is merged: look for NaN in "
+    "its loss and in the optimizer's state, lower the learning rate or clip gradients, and start "
+    "it again"
+)
+REFUSED = "if this goes on, 'ddiloco explain' shows what became of each of its contributions"
+
+
+def is_worth_a_word(count: int, first: int) -> bool:
+    """Whether people hear of something that has happened so often: soon, then ever more rarely.
+
+    >>> [count for count in range(1, 1000) if is_worth_a_word(count, 3)]
+    [3, 30, 300]
+    """
+    while count > first and count % 10 == 0:
+        count //= 10
+    return count == first
 
 
 class LearnerMachine:
@@ -144,6 +167,8 @@ class LearnerMachine:
                 return self._boundary(now) + self._hold_or_release()
             case DrainAsked(why):
                 return draining.told_to_go(self.state, self.options, why)
+            case RandomDrawn(states):
+                return [Send(COORDINATOR, RandomNumbers(states), "to find equal seeds")]
             case Connected(peer) | Received(peer) | Lost(peer) if peer == COORDINATOR:
                 return self._of_coordinator(now, event)
             case Connected(peer):
@@ -321,6 +346,8 @@ class LearnerMachine:
         match message:
             case CheckpointOrdered():
                 return checkpoints.ordered(state, message)
+            case SameData():
+                return self._same_data(message)
             case LeasesGiven() | DataRefused():
                 return [] if state.data is None else leases.told(state.data, message)
             case _:
@@ -480,6 +507,8 @@ class LearnerMachine:
                 return []
             case CopyWanted():
                 return fragments.copy_wanted(self.state, shard, message)
+            case SameData():
+                return self._same_data(message)
             case Ending():
                 self.state.ending = True
                 return []  # who holds ends at the boundary at which it stands: no step more
@@ -488,6 +517,13 @@ class LearnerMachine:
                 return self._over_if_done()
             case _:
                 raise AssertionError(f"a shard does not say this to a learner: {message}")
+
+    def _same_data(self, message: SameData) -> list[LearnerEffect]:
+        """Every shard may notice it; this process logs it once."""
+        if message.other in self.state.twins:
+            return []
+        self.state.twins.add(message.other)
+        return [same_data(self.learner, message.other, message.why)]
 
     def _hear_clock(self, now: float, link: ShardView, clock: int) -> None:
         if clock > link.clock:
@@ -589,7 +625,17 @@ class LearnerMachine:
             view.unfit = True
         if message.verdict == "behind":
             view.behind = True
-        return effects
+        return effects if sent is None else effects + self._refused(message)
+
+    def _refused(self, message: Outcome) -> list[LearnerEffect]:
+        """People hear of what this learner trained in vain: soon, and then ever more rarely."""
+        counts, unfit = self.state.refusals, message.verdict == "unfit"
+        counts[message.verdict] = count = counts.get(message.verdict, 0) + 1
+        if not is_worth_a_word(count, first=1 if unfit else 3):
+            return []
+        text = f"it made a contribution to fragment {message.fragment} that is not merged"
+        text += f" ({count} so far)"
+        return [Note(text, f"{message.reason}: {UNFIT if unfit else REFUSED}", warns=True)]
 
     def _fragments_of(self, shard: int) -> list[FragmentView]:
         return [self.state.fragments[p] for p in self.options.owned(shard)]

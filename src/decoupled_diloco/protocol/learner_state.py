@@ -177,7 +177,9 @@ class LearnerState:
     ``checkpoint``: the checkpoint of the run that its part was taken of last; ``checkpoint_heard``:
     the newest that it has heard of, whose part is due at the next boundary;
     ``checkpoint_just_taken``: the last boundary was one for a part.
-    ``revision``: of H and τ, that holds, and the next ones that are heard of.
+    ``revision``: of H and τ, that holds, and the next ones that are heard of. ``twins``: learners
+    that seem to train on the same data as this one. ``refusals``: how many contributions were not
+    merged, by verdict.
     """
 
     fragments: list[FragmentView]
@@ -204,6 +206,8 @@ class LearnerState:
     checkpoint_just_taken: bool = False
     revision: Revision | None = None
     next_revisions: tuple[Revision, ...] = ()
+    twins: set[str] = field(default_factory=set)
+    refusals: dict[str, int] = field(default_factory=dict)
 
     def steps_of(self, view: FragmentView) -> int:
         """c_steps[p]: inner steps that are in the parameters and in no version that is held."""

@@ -261,6 +261,24 @@ class DrainRefused:
 
 
 @dataclass(frozen=True, slots=True)
+class SameData:
+    """Shard or coordinator → learner: you seem to train on this other learner's data, and why."""
+
+    other: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class RandomNumbers:
+    """Learner → coordinator: generators that the loop draws from in every step, and their states.
+
+    All learners say it after equally many steps of their own.
+    """
+
+    states: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Ending:
     """The budget is spent: stop stepping, the closing sweep begins."""
 
@@ -430,11 +448,12 @@ ToLearner = (
     | Revision
     | CopyWanted
     | DrainRefused
+    | SameData
     | Ending
     | Finished
 )
-FromMember = transfer.FromMember | DataReport | PartSaved
-ToMember = transfer.ToMember | LeasesGiven | DataRefused | CheckpointOrdered
+FromMember = transfer.FromMember | DataReport | PartSaved | RandomNumbers
+ToMember = transfer.ToMember | LeasesGiven | DataRefused | CheckpointOrdered | SameData
 FROM_MEMBER: tuple[type[FromMember], ...] = get_args(FromMember)
 TO_MEMBER: tuple[type[ToMember], ...] = get_args(ToMember)
 FromShard = ShardReady | SeedFailed | Progress | Demand | Swept | PartSaved

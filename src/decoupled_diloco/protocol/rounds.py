@@ -19,7 +19,7 @@ class Ask:
     ``round``: the number of the fragment's round at that moment; 0: there was none. ``final``: the
     learner answers when it has stopped stepping. ``base_at``: since when it holds the base.
     ``codec``: that was chosen for it; empty: the run's. ``announced_at``: when it has begun to
-    answer.
+    answer. ``alike``: learners whose contributions are nearly parallel to it.
     """
 
     name: Asking
@@ -40,6 +40,7 @@ class Ask:
     age: int = 0
     delivered_at: float | None = None
     reason: str = ""
+    alike: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from decoupled_diloco.protocol import same_data
 from decoupled_diloco.protocol.asking import (
     ask_again,
     ask_if_qualified,
@@ -186,7 +187,7 @@ def _fold(
 ) -> list[SyncerEffect]:
     fragment, age = event.fragment, age_of(state, ask)
     ask.state, ask.delivered_at, ask.reason, ask.age = "folded", now, gated, age
-    ask.steps, ask.tokens = event.steps, event.tokens
+    ask.steps, ask.tokens, ask.alike = event.steps, event.tokens, event.alike
     state.fragments[fragment].fold(ask)
     round = state.rounds.get(fragment)
     if round is not None and round.settled_at is None:
@@ -457,7 +458,8 @@ def _settle(state: SyncerState, options: Options, now: float, round: Round) -> l
     round.version = Version(state.term, round.base.counter + 1)
     round.folded = state.fragments[round.fragment].take_folded()
     merge = Merge(round.number, round.fragment, round.version, round.base, round.close_reason)
-    return [merge, *_note_lateness(state, options, round)]
+    twins = same_data.noticed(state.twins, round.folded, round.tick, options.period)
+    return [merge, *_note_lateness(state, options, round), *twins]
 
 
 def _note_lateness(state: SyncerState, options: Options, round: Round) -> list[SyncerEffect]:
@@ -472,7 +474,7 @@ def _note_lateness(state: SyncerState, options: Options, round: Round) -> list[S
     why = (
         "outer steps lag, and can diverge: raise sync.overlap, or send less (sync.adapt does both)"
     )
-    return [Note(text, why)]
+    return [Note(text, why, warns=True)]
 
 
 def _give_up(state: SyncerState, now: float, round: Round, reason: str) -> list[SyncerEffect]:

@@ -15,6 +15,7 @@ from decoupled_diloco.protocol.membership import TOKENS_FACTOR, Identity, Member
 from decoupled_diloco.protocol.messages import Published
 from decoupled_diloco.protocol.revisions import Revision
 from decoupled_diloco.protocol.rounds import Ask, Round
+from decoupled_diloco.protocol.same_data import Twin
 from decoupled_diloco.protocol.versions import Version
 
 Phase = Literal[
@@ -167,6 +168,7 @@ class SyncerState:
     that will; ``slots_most``: the most rounds that could be open at once until now;
     ``late_rounds``: that have merged nothing that was in time, in a row. ``durable``: what this
     life has found on its disk; ``durable_is_exact``: nothing newer may take its place.
+    ``twins``: learners that seem to train on another one's data.
     """
 
     phase: Phase = "starting"
@@ -206,6 +208,7 @@ class SyncerState:
     next_revisions: tuple[Revision, ...] = ()
     slots_most: int = 1
     late_rounds: int = 0
+    twins: dict[str, Twin] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:

@@ -180,11 +180,12 @@ class Uploads:
         self, upload: BodyUpload, announced: say.Upload, effect: do.Expect
     ) -> None:
         learner, fragment, ask = effect.learner, effect.fragment, effect.ask
-        norm = 0.0
+        norm, alike = 0.0, tuple[str, ...]()
 
         def verify(body: PoolBody) -> None:
-            nonlocal norm
+            nonlocal norm, alike
             norm = self._tensors.verify(fragment, ask, body.buffer, announced.digest, effect.codec)
+            alike = self._tensors.alike(fragment, ask, learner)
             if self._keep is not None:
                 self._keep(effect.path, body.buffer)
 
@@ -200,6 +201,7 @@ class Uploads:
                     tokens=announced.tokens,
                     nbytes=upload.nbytes,
                     norm=norm,
+                    alike=alike,
                 )
             )
 

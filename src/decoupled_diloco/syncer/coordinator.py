@@ -473,8 +473,8 @@ class CoordinatorHost:
                 self._tell(shard_of(peer), cast("say.ToShard", message))
             case do.Send(learner, message):
                 self._inform(learner, message)
-            case do.Note(text, why):
-                logger.info("%s (%s)", text, why)
+            case do.Note(text, why, warns):
+                logger.log(logging.WARNING if warns else logging.INFO, "%s (%s)", text, why)
             case do.DenyShard():
                 pass  # it was told at once
             case do.Persist() | Enter():

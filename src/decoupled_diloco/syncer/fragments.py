@@ -31,8 +31,13 @@ from decoupled_diloco.merge import (
     publish,
     values_digest,
 )
+from decoupled_diloco.merge.fragments import parameters_numel
 from decoupled_diloco.merge.plan import MergePlan
+from decoupled_diloco.merge.sketch import are_alike, sketch
 from decoupled_diloco.protocol.versions import Asking
+
+COMPARED_MAX = 32
+"""With how many other contributions a new one is compared."""
 
 
 @dataclass
@@ -87,6 +92,8 @@ class ShardTensors:
         self._received: dict[int, tuple[str, Tensor]] = {}
         self._accumulators: dict[int, Accumulator] = {}
         self._numel_max = max(plan.fragments[fragment].numel for fragment in owned)
+        self._sketches: dict[int, dict[Asking, tuple[str, Tensor]]] = {p: {} for p in owned}
+        self._earlier: dict[int, dict[str, Tensor]] = {p: {} for p in owned}
         self._free: list[Tensor] = []
         self._used: dict[int, Tensor] = {}
 
@@ -157,6 +164,33 @@ class ShardTensors:
         self._arrived[ask] = contribution
         return contribution.norm
 
+    def alike(self, fragment: int, ask: Asking, learner: str) -> tuple[str, ...]:
+        """The learners whose contributions to the next merge are nearly parallel to this one.
+
+        With many learners it is compared with the newest `COMPARED_MAX`. Buffers do not count:
+        their values, not changes, are sent, and they are alike in all learners. A learner's first
+        contribution is compared with none.
+
+        Args:
+            fragment: Which fragment.
+            ask: Names a contribution that was verified and is neither folded nor dropped.
+            learner: Which learner made it.
+        """
+        numel = parameters_numel(self.plan.fragments[fragment], self.plan.layout)
+        own = sketch(self._arrived[ask].parts[0][1][:numel])
+        others, earlier = self._sketches[fragment], self._earlier[fragment]
+        before = earlier.pop(learner, None)
+        found = {
+            name
+            for name, other in list(others.values())[-COMPARED_MAX:]
+            if name != learner and before is not None and are_alike(own, other, before)
+        }
+        others[ask] = learner, own
+        earlier[learner] = own  # the newest is the last one
+        if len(earlier) > COMPARED_MAX:
+            del earlier[next(iter(earlier))]
+        return tuple(sorted(found))
+
     def fold(
         self,
         fragment: int,
@@ -190,9 +224,13 @@ class ShardTensors:
     def drop(self, ask: Asking) -> None:
         """Forgets a verified contribution that is not wanted."""
         self._arrived.pop(ask, None)
+        for sketches in self._sketches.values():
+            sketches.pop(ask, None)
 
     def forget_folded(self, fragment: int) -> None:
         """Forgets what was folded, if anything; the accumulator's memory serves the next one."""
+        kept = {a: s for a, s in self._sketches[fragment].items() if a in self._arrived}
+        self._sketches[fragment] = kept
         if self._accumulators.pop(fragment, None) is not None:
             self._free.append(self._used.pop(fragment))
 

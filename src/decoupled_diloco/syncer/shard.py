@@ -382,8 +382,8 @@ class Shard:
                 self._tally.finished(effect)
             case do.ClockAdvanced() | do.RoundOpened():
                 pass
-            case do.Note(text, why):
-                logger.info("%s (%s)", text, why)
+            case do.Note(text, why, warns):
+                logger.log(logging.WARNING if warns else logging.INFO, "%s (%s)", text, why)
             case TakeCheckpoint(number):
                 memory = encode(remembered(self.machine.state))
                 self._spawn(self._require_merging().take_checkpoint(number, memory))

@@ -107,6 +107,24 @@ def test_a_parameter_behind_a_buffer_is_refused() -> None:
         Layout.from_json(data)
 
 
+def test_equal_buffers_do_not_make_contributions_alike() -> None:
+    models = [Model(seed) for seed in range(2)]
+    plan = plan_for(models[0], fragments=1)
+    shard, (part,) = ShardTensors(plan, (0,)), plan.fragments
+    stores = [ModuleStore(model) for model in models]
+    begin = gather(part, stores[0]._tensors)
+    shard.install(0, begin)
+    for n, model in enumerate(models * 3):
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                if tensor.is_floating_point():
+                    tensor.copy_(tensor + torch.randn_like(tensor) if tensor.requires_grad else 1e4)
+        capture = Capture(plan, 0, stores[n % 2].snapshot(part), begin)
+        body, told, _ = capture.encode("bf16")
+        shard.verify(0, Asking(1, n), body, told)
+        assert shard.alike(0, Asking(1, n), f"learner-{n % 2}") == ()
+
+
 @pytest.mark.parametrize("method", ["rda", "mean"])
 @pytest.mark.parametrize("strategy", ["balanced", "tensor", "layer-strided"])
 @pytest.mark.parametrize("seed", range(3))

@@ -214,3 +214,28 @@ def test_a_whole_body_is_copied_out_of_its_buffer() -> None:
     assert torch.equal(values, torch.ones(N))
     with pytest.raises(ProtocolError, match="48 are needed"):
         values_of(memoryview(bytes(44)), N)
+
+
+def test_nearly_parallel_contributions_to_one_merge_are_named() -> None:
+    """Whether those before are folded already or not; the next merge begins anew."""
+    rng, tensors, number = torch.Generator().manual_seed(1), shard(), iter(range(1, 99))
+
+    def alike(learner: str, d: Tensor, *, folds: bool = True) -> tuple[str, ...]:
+        ask = Asking(1, next(number))
+        deliver(tensors, ask, d)
+        found = tensors.alike(0, ask, learner)
+        if folds:
+            tensors.fold(0, ask, 4, 400)
+        return found
+
+    one, other, third = (torch.randn(N, generator=rng) for _ in range(3))
+    assert [alike(name, one) for name in "abc"] == [(), (), ()], "all are the first ones"
+    tensors.merge(0)
+    assert [alike("a", other), alike("b", third), alike("c", 2 * other)] == [(), (), ("a",)]
+    assert alike("c", third, folds=False) == ("b",), "whether it is folded or not"
+    assert alike("a", third) == ("b", "c")
+    tensors.merge(0)
+    assert alike("a", one) == (), "those before are merged"
+    assert alike("d", one) == (), "its first one"
+    assert alike("b", one) == ("a", "d")
+    assert alike("b", 2 * one) == (), "it goes one way in every round"

@@ -6,6 +6,7 @@ A check that hangs is left behind in its thread and said to hang; the others go 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 import threading
@@ -20,7 +21,7 @@ import torch
 from decoupled_diloco import __version__
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.addresses import alternatives, reached_by
-from decoupled_diloco.errors import ConfigError, Error
+from decoupled_diloco.errors import ConfigError, Error, StorageError
 from decoupled_diloco.launch.data import require_data
 from decoupled_diloco.launch.devices import environment_of, kind_of
 from decoupled_diloco.launch.doctor import facts, machine
@@ -28,6 +29,9 @@ from decoupled_diloco.launch.doctor import syncer as judge
 from decoupled_diloco.launch.doctor.machine import Finding, error, ok, warning
 from decoupled_diloco.launch.folder import read_token
 from decoupled_diloco.launch.secrets import accepted_tokens, served_tls
+from decoupled_diloco.observe.advice import advice_of
+from decoupled_diloco.observe.reader import TapeReader
+from decoupled_diloco.observe.run_model import RunModel
 from decoupled_diloco.transport.reach import LookTrouble, Seen, listens, look
 from decoupled_diloco.transport.tls import LiveTls, Tls
 from decoupled_diloco.workloads import Workload
@@ -36,6 +40,7 @@ SECONDS_MAX = 15.0
 MODEL_SECONDS = 6.0
 DATA_SECONDS = 3.0
 DISK_SECONDS = 3.0
+TAPE_SECONDS = 3.0
 THREAD = "check"
 
 _T = TypeVar("_T")
@@ -76,6 +81,7 @@ def examine(case: Examined) -> Iterator[Finding]:
         yield finding
         if workload is not None:
             yield _data(config, workload)
+        yield from _former(config)
     yield _memory(case, model, process_bytes)
     yield _disk(config, model)
     yield machine.judge_clock(facts.clock_facts())
@@ -127,6 +133,20 @@ def _data(config: RunConfig, workload: Workload) -> Finding:
     except Error as problem:
         return error("data", str(problem), "correct [workload.options] or run.learners")
     return ok("data", f"each learner has batches, of {tokens} tokens")
+
+
+def _former(config: RunConfig) -> Iterator[Finding]:
+    """What the tape says of the run so far, if it was started before."""
+
+    def read() -> list[str]:
+        run = RunModel()
+        run.take_all(TapeReader(config.run.folder))
+        return advice_of(run)
+
+    with contextlib.suppress(StorageError, TimeoutError):  # no tape, or a long one
+        for sentence in limited(TAPE_SECONDS, read):
+            text, _, advice = sentence.rpartition(": ")
+            yield warning("so far", text, advice)
 
 
 def _memory(case: Examined, model: facts.ModelFacts | None, process_bytes: int) -> Finding:

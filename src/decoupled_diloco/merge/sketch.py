@@ -1,0 +1,77 @@
+"""Short sketches of contributions, to notice learners that train on the same data.
+
+Two learners that see the same batches make contributions that are nearly parallel; those of
+different data are far from it after the first steps. A sketch is a random projection of evenly
+spaced rows of the vector, so its cost does not grow with the model: at most a million elements are
+read, and 16 KiB are kept.
+
+Shapes: N elements of a contribution; W = `WIDTH`; R rows of W elements.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+WIDTH = 4096
+"""W: numbers in a sketch. The cosine of unrelated vectors comes out as 0 ± 1/√W = 0.016."""
+
+ROWS_MAX = 256
+
+NEARLY_PARALLEL = 0.99
+"""Contributions with at least this cosine count as nearly parallel."""
+
+ROUNDING = 1e-4
+"""More than rounding, in codecs as well, can change a cosine near 1 of vectors that are equal."""
+
+
+def sketch(vector: Tensor) -> Tensor:
+    """A short vector whose cosine with another sketch is about that of the two vectors.
+
+    ``sketch[j] = Σ_r sign_r · v[r · W + j]`` over at most `ROWS_MAX` evenly spaced rows r, with
+    fixed random signs. The difference of two sketches is the sketch of the difference, so
+    1 − cosine has a small *relative* error: nearly parallel vectors are never missed.
+
+    Args:
+        vector: [N], fp32, on the CPU, finite.
+
+    Returns:
+        [min(N, W)], fp32; a short vector is its own sketch.
+    """
+    rows = vector.numel() // WIDTH
+    if rows < 2:
+        return vector[:WIDTH].clone()
+    table = vector[: rows * WIDTH].view(rows, WIDTH)
+    if rows > ROWS_MAX:
+        table = table[torch.arange(ROWS_MAX, device="cpu") * rows // ROWS_MAX]
+    return _signs()[: len(table)] @ table
+
+
+def cosine(one: Tensor, other: Tensor) -> float:
+    """The cosine of the angle between two vectors of one size; 0 if one of them is zero."""
+    norms = float(one.norm()) * float(other.norm())
+    return float(one @ other) / norms if norms > 0.0 else 0.0
+
+
+def are_alike(own: Tensor, other: Tensor, before: Tensor) -> bool:
+    """Whether two learners' contributions are nearly parallel, and not for another reason.
+
+    Where all contributions point one way, as in the first steps of a training or in a very simple
+    model, those of different data are nearly parallel, too. But so is a learner's own one before.
+
+    Args:
+        own: Sketch of a learner's contribution.
+        other: Of another learner's.
+        before: Of the first learner's contribution to an earlier round.
+    """
+    turned, usual = 1.0 - cosine(own, other), 1.0 - abs(cosine(own, before))
+    return turned <= 1.0 - NEARLY_PARALLEL and 2 * turned + ROUNDING < usual
+
+
+@lru_cache(maxsize=1)
+def _signs() -> Tensor:
+    rng = torch.Generator("cpu").manual_seed(4096)
+    bits = torch.randint(2, (ROWS_MAX,), generator=rng, device="cpu")
+    return bits.to(torch.float32) * 2 - 1
