@@ -76,6 +76,34 @@ def system(tmp_path: Path) -> Iterator[System]:
     system.close()
 
 
+@pytest.mark.parametrize("what", ["auto_find_batch_size", "interrupted"])
+def test_training_begins_again_in_the_same_process(
+    system: System, tmp_path: Path, what: str
+) -> None:
+    """After an out-of-memory error that the Trainer handles, or in a notebook after Ctrl-C."""
+    model, calls = model_of(), 0
+
+    def fail(module: Any, given: Any, named: Any) -> None:
+        nonlocal calls
+        calls += module.training
+        if calls == 5:
+            calls += 1
+            raise RuntimeError("CUDA out of memory.") if again else KeyboardInterrupt
+
+    again = what == "auto_find_batch_size"
+    model.register_forward_pre_hook(fail, with_kwargs=True)
+    trainer = trainer_of(tmp_path, model, auto_find_batch_size=again)
+    callback = synchronize(trainer, system.addresses[0], learner_id="a")
+    if not again:
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+    trainer.train()
+    assert callback.learner is not None
+    assert callback.learner.epoch == 2
+    assert callback.learner.over
+    system.wait_finished()
+
+
 def test_a_trainer_takes_part_until_the_budget_is_spent(system: System, tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, model_of())
     callback = synchronize(trainer, system.addresses, learner_id="one")

@@ -83,6 +83,8 @@ class DilocoCallback(TrainerCallback):
                     "model. Use DDP, or FSDP2 in a loop of your own (docs/how-to/many-gpus.md)"
                 )
         tokens = int(state.num_input_tokens_seen)
+        if self._counter is not None:
+            self._counter.close()  # of an earlier `train`, which was interrupted or begins again
         self._part.begin(given["model"], given["optimizer"], state.global_step, tokens)
         self._counter = TokenCounter(given["model"])
 

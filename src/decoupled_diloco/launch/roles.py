@@ -30,6 +30,7 @@ from decoupled_diloco.launch.termination import SignalledTermination, Terminatio
 from decoupled_diloco.learner.learner import Learner
 from decoupled_diloco.learner.leased import LeasedBatches
 from decoupled_diloco.learner.observer import Observer
+from decoupled_diloco.learner.process import is_death_of_worker
 from decoupled_diloco.observe.samples import CorpusDescribed, SampleGenerated, evaluation_of
 from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.ranks.group import ranks_of_this_job
@@ -300,6 +301,16 @@ class Training:
 
         Several ranks have to stop at the same one: `Learner.take_step` tells all of them when.
         """
+        try:
+            await self._run(next_batch, termination)
+        except (RuntimeError, OSError, EOFError) as error:
+            # A signal to the process group also ends the workers of a DataLoader, which raises.
+            if not (is_death_of_worker(error) and await self.learner.ends_in_order(error)):
+                raise
+
+    async def _run(
+        self, next_batch: Callable[[], Awaitable[Batch]], termination: Termination
+    ) -> None:
         goes_on = True
         while goes_on and not (termination.asked and self.ranks == 1):
             batch = await next_batch()

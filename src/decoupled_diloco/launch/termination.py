@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+from decoupled_diloco.learner.process import let_workers_end
 from decoupled_diloco.runtime import now
 
 INTERRUPTED = 130
@@ -99,3 +100,4 @@ class SignalledTermination(Termination):
         self._asked_at = now()
         if not self.told():
             os._exit(INTERRUPTED)
+        let_workers_end()

@@ -14,17 +14,19 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, cast
+from typing import Any, Literal, NoReturn, Self, TypeVar, cast
 
 import torch
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.learner import parts
+from decoupled_diloco.learner import parts, process
 from decoupled_diloco.learner.checkpointer import (
     Checkpointer,
     Counted,
@@ -39,6 +41,7 @@ from decoupled_diloco.learner.joining import JOIN_TIMEOUT_SECONDS
 from decoupled_diloco.learner.loops import batches_of, following
 from decoupled_diloco.learner.losses import StepLosses
 from decoupled_diloco.learner.modules import Model, device_text, plain
+from decoupled_diloco.learner.participation import addresses_in
 from decoupled_diloco.learner.store import ModuleStore, ParameterStore
 from decoupled_diloco.learner.taking_part import TakingPart
 from decoupled_diloco.monitor.tally import LearnerTally
@@ -178,6 +181,8 @@ class Learner(TakingPart):
         self._after_apply, self._waits, self._losses = after_apply, True, StepLosses()
         self._hand_in_seconds = parts.not_negative("hand_in_seconds", hand_in_seconds)
         self._transfers = parts.transfers_of(objects, donate, stateful or {}, listen, syncer, tls)
+        # Before the folder is read: the earlier learner may still write a checkpoint.
+        process.take_over(learner_id or parts.default_id(), addresses_in(syncer))
         self._checkpointer = parts.checkpointer_of(
             learner_id, model, objects, checkpoint, checkpoint_every_seconds, self._keeper
         )
@@ -203,6 +208,13 @@ class Learner(TakingPart):
             device=self._device_text(),
         )
         self.leases = DataLeases(self._background)
+
+    def _enter(self) -> None:
+        super()._enter()
+        process.enter(self)
+
+    _thread: int | None = None
+    """The thread that trains, from its first `step` on."""
 
     def _require_carriers(self, carriers: object) -> None:
         chosen_carriers(carriers, ["this one"])
@@ -236,6 +248,8 @@ class Learner(TakingPart):
         Returns:
             Done when it is written, or its failure told; `None` if this learner keeps none.
         """
+        if self._is_fork:
+            self._refuse("checkpoint()")
         return self._keep(run_checkpoint)
 
     def step(self, tokens: Tokens, loss: Loss = None) -> bool:
@@ -262,11 +276,54 @@ class Learner(TakingPart):
             TransportError: ``give_up_seconds`` have passed without any shard.
         """
         if self._closed:
-            raise ConfigError(
-                f"{self.name} is closed, and this step is nobody's: call step before close, or "
-                "make a new Learner to take part again"
+            self._refuse("step()")
+        if self._stopped:
+            raise SystemExit(process.EXIT_CODE)
+        self._thread = threading.get_ident()
+        goes_on = blocking(self.take_step(tokens, loss))
+        if not goes_on:
+            self._ends()
+        return goes_on
+
+    _stopped = False
+    """`step` has returned ``False`` because of SIGTERM."""
+
+    _ended = False
+    """`step` has returned ``False`` because the run has ended."""
+
+    def _ends(self) -> None:
+        """`step` returns ``False``; a program that goes on all the same is noticed."""
+        if process.asked_to_stop() and not self.finished:
+            self._stopped = True
+            logger.warning(
+                "%s: SIGTERM received: step() returns False; close the learner and exit",
+                self.name,
             )
-        return blocking(self.take_step(tokens, loss))
+        elif self._ended and not self._warned:
+            self._warned = True
+            logger.warning(
+                "%s: step() is called after it returned False: the run is over, and this training "
+                "is not merged; end the outer loop, too (if learner.over: break)",
+                self.name,
+            )
+        self._ended = True
+
+    _warned = False
+
+    def _refuse(self, what: str) -> NoReturn:
+        """Raises, because the learner is closed."""
+        if self._is_fork:
+            raise ConfigError(
+                f"{what} called on learner {self.name!r} in a forked child process: use the "
+                "learner in the process that created it, or create another one in the child"
+            )
+        raise ConfigError(
+            f"{what} called on closed learner {self.name!r}{self._closed_why}: call it before "
+            "close, or create a new Learner to rejoin"
+        )
+
+    _is_fork = False
+    _closed_why = ""
 
     def batches(
         self, loader: Iterable[T], tokens: Callable[[T], Tokens] | None = None
@@ -292,8 +349,24 @@ class Learner(TakingPart):
             ConfigError, TransportError: see `step`.
         """
         if self._closed:
-            return iter(())
+            return iter(self._no_batches())
         return batches_of(self, self._model, self._optimizer, loader, tokens)
+
+    def _no_batches(self) -> Iterable[T]:
+        """After the end, for a program with an outer loop over epochs."""
+        if self._is_fork:
+            self._refuse("batches()")
+        if self._stopped:
+            raise SystemExit(process.EXIT_CODE)
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "%s: batches() gives no more batches, because the learner is closed%s: end the "
+                "outer loop, too (if learner.over: break)",
+                self.name,
+                ": the run is over" if self.over else self._closed_why,
+            )
+        return ()
 
     def following(self, tokens: Callable[[], Tokens] | None = None) -> AbstractContextManager[None]:
         """For a loop that cannot be changed: calls `step` after each ``optimizer.step()`` in it.
@@ -332,7 +405,7 @@ class Learner(TakingPart):
             self.checkpoint()
         self._stepped(began, applied, loss)
         state = self._shared.machine.state
-        return not (state.ended or state.leaving)
+        return self._waits and not (state.ended or state.leaving)
 
     _losses_not_finite = 0
 
@@ -371,11 +444,11 @@ class Learner(TakingPart):
             self._unchecked = None
 
     def stop_waiting(self) -> None:
-        """From now on no `step` waits for anything: the process is told to go.
+        """Requests a stop: from now on no `step` waits, and `step` returns ``False``.
 
-        Only with the run's setting ``wait="at_overlap"`` is there a wait to end. A signal's handler
-        may call it. Of several ranks, called on rank 0, `step` soon returns ``False`` on all, at
-        the same step: they have to `close` together.
+        A signal's handler may call it. If the program has no handler of its own for SIGTERM, the
+        learner installs one that does. With several ranks, call it on rank 0: `step` soon returns
+        ``False`` on all ranks, at the same step; they have to `close` together.
         """
         self._waits = False
 
@@ -419,6 +492,8 @@ class Learner(TakingPart):
         Returns:
             Whether all of it has been taken.
         """
+        if self._is_fork:
+            self._refuse("hand_in()")
         return blocking(self._hand_in(seconds, why))
 
     def close(self) -> None:
@@ -434,28 +509,75 @@ class Learner(TakingPart):
         kind: type[BaseException] | None,
         error: BaseException | None,
         traceback: TracebackType | None,
-    ) -> None:
+    ) -> bool:
+        in_order = False
         try:
-            if kind is KeyboardInterrupt and not (self._closed or self._checkpointer.changing):
-                self.checkpoint()
-                await self._written(CHECKPOINT_SECONDS)
+            if error is not None and not self._closed and await self.ends_in_order(error):
+                with process.workers_may_end():
+                    await self._hand_in(self._hand_in_seconds, TOLD_TO_GO)
+                    await self._keep_last()
+                in_order = not self._waits and process.is_death_of_worker(error)
         finally:
             await super().__aexit__(kind, error, traceback)
+        return in_order
+
+    async def ends_in_order(self, error: BaseException) -> bool:
+        """Whether an exception in the loop means that the process was asked to stop."""
+        if self._checkpointer.changing:
+            return False  # it came while the parameters were changed
+        if process.is_death_of_worker(error):  # the worker may have received the signal first
+            deadline = now() + process.SAME_SECONDS
+            with self._background.changed:
+                while self._waits and now() < deadline:
+                    await self._wait(0.05)
+        return isinstance(error, KeyboardInterrupt | SystemExit) or not self._waits
+
+    async def _keep_last(self) -> None:
+        """Writes a last checkpoint, if this learner keeps them."""
+        self.checkpoint()
+        await self._written(CHECKPOINT_SECONDS)
+
+    def replaced(self) -> None:
+        """Another learner with the same name takes over in this process."""
+        logger.warning(
+            "%s: another Learner with this name is created in this process: this one closes",
+            self.name,
+        )
+        if self._background.failure is None and not self._checkpointer.changing:
+            blocking(self._keep_last())
+        self._closed_why = " (another Learner with its name was created in this process)"
+        self._leave("another learner with its name takes over", abrupt=True)
+
+    def forked(self) -> None:
+        """This is the copy in a forked child; it has no thread, and locks may be held for ever."""
+        self._closed = self._is_fork = True
+
+    def program_ends(self) -> None:
+        """The program ends without `close`."""
+        error = getattr(sys, "last_value", None)
+        if self._thread == threading.main_thread().ident:
+            blocking(self.__aexit__(None if error is None else type(error), error, None))
 
     async def _close(self) -> None:
         if self._closed:
             return
+        with process.workers_may_end():
+            await self._close_in_order()
+
+    async def _close_in_order(self) -> None:
         if self.finished and self._background.failure is None:
             await self._finish()
             await self._written(CHECKPOINT_SECONDS)
         elif self._background.failure is None:
             await self._hand_in(self._hand_in_seconds, TOLD_TO_GO)
-            self.checkpoint()
-            await self._written(CHECKPOINT_SECONDS)
+            await self._keep_last()
         self.leases.close()
         self._leave("the run is over" if self.over else "its loop has ended")
 
     def _leave(self, farewell: str, *, abrupt: bool = False) -> None:
+        if self._closed:
+            return
+        process.leave(self)
         self._end_watching()
         super()._leave(farewell, abrupt=abrupt)
         self._checkpointer.close()

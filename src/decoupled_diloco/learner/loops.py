@@ -12,6 +12,7 @@ from torch import nn
 
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.learner.counting import TokenCounter, whole_tokens
+from decoupled_diloco.runtime import blocking
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,9 @@ class Steps(Protocol):
 
     def step(self, tokens: int) -> bool:
         """One inner step is finished; returns whether the run goes on."""
+
+    async def ends_in_order(self, error: BaseException) -> bool:
+        """Whether an exception of the loader means that the process was asked to stop."""
 
     def close(self) -> None:
         """Leaves the run."""
@@ -57,7 +61,7 @@ def batches_of(
     counter = TokenCounter(model) if tokens is None else None
     hook = None if optimizer is None else optimizer.register_step_post_hook(note)
     try:
-        for batch in batches:
+        for batch in _until_stopped(learner, batches):
             yield batch
             seen, pending = seen + 1, pending + 1
             trained += 0 if tokens is None else whole_tokens(tokens(batch))
@@ -82,6 +86,22 @@ def batches_of(
             counter.close()
         if hook is not None:
             hook.remove()
+
+
+def _until_stopped(learner: Steps, batches: Iterable[T]) -> Iterator[T]:
+    """The batches; ends when a signal that also asks this process to stop has ended a worker."""
+    iterator = iter(batches)
+    while True:
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            return
+        except (RuntimeError, OSError, EOFError) as error:
+            if not blocking(learner.ends_in_order(error)):
+                raise
+            learner.close()
+            return
+        yield batch
 
 
 @contextmanager

@@ -29,6 +29,12 @@ from decoupled_diloco.transport.tls import Tls, require_used
 from decoupled_diloco.transport.tokens import read_secret
 
 
+def addresses_in(syncer: str | Sequence[str]) -> tuple[str, ...]:
+    """The addresses of one or several shards, each with its standbys'."""
+    told = (syncer,) if isinstance(syncer, str) else tuple(syncer)
+    return tuple(each for address in told for each in alternatives(address))
+
+
 class Participation:
     """What learners and observers have in common: joining, following, closing."""
 
@@ -52,8 +58,7 @@ class Participation:
         unnamed = name_problem(name)
         if unnamed:
             raise ConfigError(unnamed)
-        told = (syncer,) if isinstance(syncer, str) else tuple(syncer)
-        addresses = tuple(each for address in told for each in alternatives(address))
+        addresses = addresses_in(syncer)
         for address in addresses:
             if client is None and not address.startswith(("http://", "https://")):
                 raise ConfigError(
@@ -63,7 +68,7 @@ class Participation:
         if join_timeout is not None and not join_timeout > 0:
             raise ConfigError(f"join_timeout={join_timeout}: give more than 0 seconds, or None")
         secret = read_secret(token)
-        self.name = name
+        self.name, self.addresses = name, addresses
         self._store = store
         self._closed = False
         self._background = Background(
@@ -195,8 +200,9 @@ class Participation:
         kind: type[BaseException] | None,
         error: BaseException | None,
         traceback: TracebackType | None,
-    ) -> None:
-        blocking(self.__aexit__(kind, error, traceback))
+    ) -> bool:
+        """Returns whether the error is only that a signal to stop has ended a loader's workers."""
+        return blocking(self.__aexit__(kind, error, traceback))
 
     async def __aenter__(self) -> Self:
         return self
@@ -206,11 +212,12 @@ class Participation:
         kind: type[BaseException] | None,
         error: BaseException | None,
         traceback: TracebackType | None,
-    ) -> None:
+    ) -> bool:
         if kind is None:
             await self._close()
         else:
             self._leave(f"{kind.__name__} in the training loop", abrupt=True)
+        return False
 
     def _leave(self, farewell: str, *, abrupt: bool = False) -> None:
         if not self._closed:

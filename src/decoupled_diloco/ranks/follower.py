@@ -11,9 +11,11 @@ import torch
 
 from decoupled_diloco.config.method import plan_of, read_public
 from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.learner import process
 from decoupled_diloco.learner.learner import TOLD_TO_GO
 from decoupled_diloco.learner.losses import StepLosses
 from decoupled_diloco.learner.modules import Model, plain
+from decoupled_diloco.learner.participation import addresses_in
 from decoupled_diloco.merge import Layout
 from decoupled_diloco.ranks.many import (
     BEFORE,
@@ -50,6 +52,7 @@ class FollowerRank(OfMany):
         self._token, self._tls = arguments.get("token"), arguments.get("tls")
         self._client = arguments.get("client")
         told = {**arguments, "optimizer": optimizer, "after_apply": after_apply}
+        self.addresses = addresses_in(syncer)
         self._seat = seat or blocking(seated(model, told))
         self._model, self._after_apply = plain(model), after_apply
         self._facts, self._held = dict(BEFORE), {}
@@ -83,6 +86,7 @@ class FollowerRank(OfMany):
     def _admit(self, admitted: Document) -> None:
         self.name, self._epoch = str(admitted["name"]), int(admitted["epoch"])
         self._index, self._count = int(admitted["index"]), int(admitted["count"])
+        process.take_over(self.name, self.addresses)
         self._public = admitted["settings"]
         config = read_public(json.dumps(self._public))
         plan = plan_of(Layout.from_json(admitted["layout"]), config)
@@ -121,7 +125,7 @@ class FollowerRank(OfMany):
         if self._closed:
             return
         await self._last_plan()
-        self._closed = True
+        self._leave("")
         await self._follow(CLOSING, "closed")
         self._seat.leave()
 
@@ -134,12 +138,17 @@ class FollowerRank(OfMany):
         kind: type[BaseException] | None,
         error: BaseException | None,
         traceback: TracebackType | None,
-    ) -> None:
+    ) -> bool:
         if kind is None:
             await self._close()
         elif not self._closed:
-            self._closed = True
+            self._leave("")
             self._seat.leave(error)
+        return False
+
+    def _leave(self, farewell: str, *, abrupt: bool = False) -> None:
+        self._closed = True
+        process.leave(self)
 
     def _raise_failure(self) -> None:
         self._seat.raise_failure()

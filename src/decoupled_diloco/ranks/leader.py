@@ -308,10 +308,10 @@ class LeaderRank(OfMany):
         kind: type[BaseException] | None,
         error: BaseException | None,
         traceback: TracebackType | None,
-    ) -> None:
+    ) -> bool:
         if error is not None and not self._closed:
             self._seat.leave(error)
-        await super().__aexit__(kind, error, traceback)
+        return await super().__aexit__(kind, error, traceback)
 
     def hand_in(self, seconds: float, why: str = TOLD_TO_GO) -> bool:
         """See `Learner.hand_in`; every rank calls it."""

@@ -106,6 +106,20 @@ class OfMany(Learner):
         super().load_state_dict(state)
         self._facts |= {"steps": int(state["steps"]), "tokens": int(state["tokens"])}
 
+    async def ends_in_order(self, error: BaseException) -> bool:
+        """Never: the other ranks would have to end at the same step."""
+        return False
+
+    def replaced(self) -> None:
+        """See `Learner.replaced`; the other ranks do the same when they create theirs."""
+        why = "another Learner with its name was created in its process"
+        self._closed_why = f" ({why})"
+        self._seat.leave(Error(why))
+        self._leave(why, abrupt=True)
+
+    def program_ends(self) -> None:
+        """See `Learner.program_ends`: the other ranks may not end now."""
+
     def _told_of_restored(self, applied: tuple[int, ...]) -> None:
         """A checkpoint's optimizer may have weights of its own, of before what was applied now."""
         tensors = self._seat.tensors

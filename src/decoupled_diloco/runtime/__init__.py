@@ -20,6 +20,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, Protocol, Self, TypeVar
+from weakref import WeakSet
 
 from decoupled_diloco.runtime.disk import Disk
 
@@ -201,16 +202,52 @@ class _LoopThread:
     # No daemon: one that is still at work while the interpreter is taken down would be torn out of
     # the middle of tensor code, which aborts the process.
     def __init__(self, main: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        _loop_threads.add(self)
         self._thread = threading.Thread(target=self._run, args=(main,), name=name)
         self._thread.start()
 
-    @staticmethod
-    def _run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def _run(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        async def run() -> None:
+            self._loop = asyncio.get_running_loop()
+            await main()
+
         _let_others_finish()
-        asyncio.run(main())
+        asyncio.run(run())
 
     def join(self, seconds: float) -> None:
         self._thread.join(seconds)
+
+    def drop_sockets(self) -> None:
+        """In a forked child: replaces the sockets of the parent's event loop by `/dev/null`.
+
+        Otherwise the other ends would not notice that the parent died while the child lives. The
+        numbers stay in use, so that a socket object that the child collects closes nothing else.
+        The selector is not changed, because its kernel object is shared with the parent.
+        """
+        if self._loop is None or self._loop.is_closed():
+            return  # its numbers may be those of other files by now
+        inner: Any = self._loop  # asyncio has no public list of a loop's sockets
+        open_ones = dict(getattr(inner, "_transports", ()))  # also those that do not read just now
+        numbers = {number for number, each in open_ones.items() if each._sock is not None}
+        numbers |= set(inner._selector.get_map() or ()) if hasattr(inner, "_selector") else set()
+        null = os.open(os.devnull, os.O_RDWR)
+        for number in numbers:
+            with suppress(OSError):
+                os.dup2(null, number, inheritable=False)
+        os.close(null)
+
+
+_loop_threads: WeakSet[_LoopThread] = WeakSet()
+
+
+def _drop_sockets() -> None:
+    for each in tuple(_loop_threads):
+        each.drop_sockets()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_drop_sockets)
 
 
 def _let_others_finish() -> None:

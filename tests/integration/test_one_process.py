@@ -1,0 +1,179 @@
+"""The process of a learner: a cell that runs again, a fork, and a program without `close`."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import multiprocessing
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from decoupled_diloco import Learner
+from decoupled_diloco.errors import ConfigError
+from integration.system import PATIENCE_SECONDS, TOKENS, Model, System, free_ports, nudge
+
+Make = Callable[..., System]
+
+CELL = """
+model = torch.nn.Linear(4, 4)
+learner = dd.Learner(model, address, learner_id="a", metrics=metrics, **options)
+for _ in range(5):
+    learner.step(tokens=8)
+if interrupted:
+    raise KeyboardInterrupt
+learner.close()
+"""
+
+
+def background_threads() -> list[str]:
+    return [each.name for each in threading.enumerate() if each.name == "ddiloco"]
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_notebook_cell_may_be_interrupted_and_run_again(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, kept: bool
+) -> None:
+    """The second learner takes the name and the port; a checkpoint of the first is continued."""
+    import decoupled_diloco as dd
+
+    system = make(run={"learners": 1, "budget_steps": 1000}, sync={"quorum": 1})
+    system.start()
+    notebook: dict[str, Any] = {
+        "torch": torch,
+        "dd": dd,
+        "address": system.addresses[0],
+        "metrics": f"127.0.0.1:{free_ports(1)[0]}",
+        "options": {"checkpoint": tmp_path / "kept"} if kept else {},
+        "interrupted": True,
+    }
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            exec(CELL, notebook)
+    first = notebook["learner"]
+    notebook["interrupted"] = False
+    exec(CELL, notebook)
+    last = notebook["learner"]
+    assert last.epoch == 3
+    assert last.steps == (15 if kept else 5)
+    assert not background_threads()
+    assert sum("another Learner with this name" in each for each in caplog.messages) == 2
+    with pytest.raises(ConfigError, match=r"'a' \(another Learner with its name was"):
+        first.step(tokens=8)
+
+
+def test_a_second_learner_with_another_name_or_syncer_closes_nothing(make: Make) -> None:
+    systems = make(run={"budget_steps": 1000}), make(run={"budget_steps": 1000})
+    for system in systems:
+        system.start()
+    first = systems[0].learner(Model(), "a")
+    others = systems[0].learner(Model(), "b"), systems[1].learner(Model(), "a")
+    for each in (first, *others):
+        assert each.step(tokens=TOKENS)
+        each.close()
+
+
+def in_child(work: Callable[[], object]) -> str:
+    """What becomes of some work in a forked child; fails if it does not end."""
+
+    def run() -> None:
+        try:
+            result = f"{work()}"
+        except BaseException as error:
+            result = f"{type(error).__name__}: {error}"
+        sender.send(result)
+
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    child = multiprocessing.get_context("fork").Process(target=run)
+    child.start()
+    try:
+        assert receiver.poll(PATIENCE_SECONDS), "it hangs"
+        return str(receiver.recv())
+    finally:
+        child.kill()
+        child.join()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_cannot_use_the_learner_and_does_not_hang(
+    make: Make, tmp_path: Path
+) -> None:
+    system = make(run={"learners": 1, "budget_steps": 1000}, sync={"quorum": 1})
+    system.start()
+    with system.learner(Model(), "a", checkpoint=tmp_path / "kept") as learner:
+        learner.step(tokens=TOKENS)
+        refused = "called on learner 'a' in a forked child process: use the learner in the process"
+        with learner._background.changed:  # the child inherits it locked, and nothing unlocks it
+            assert f"step() {refused}" in in_child(lambda: learner.step(tokens=TOKENS))
+            assert f"batches() {refused}" in in_child(lambda: learner.batches([1]))
+            assert f"checkpoint() {refused}" in in_child(learner.checkpoint)
+            assert f"hand_in() {refused}" in in_child(lambda: learner.hand_in(1.0))
+            assert in_child(learner.close) == "None"
+            assert in_child(lambda: gc.collect() >= 0) == "True"
+        assert learner.step(tokens=TOKENS), "the parent continues"
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_keeps_no_socket_of_the_learner(make: Make) -> None:
+    def sockets() -> list[str]:
+        links = [str(Path(f"/proc/self/fd/{each}").readlink()) for each in numbers]
+        return [each for each in links if each.startswith("socket:")]
+
+    system = make(run={"learners": 1, "budget_steps": 1000}, sync={"quorum": 1})
+    system.start()
+    with system.learner(Model(), "a") as learner:
+        learner.step(tokens=TOKENS)
+        loop = learner._background._loop
+        assert loop is not None
+        numbers = list(loop._transports)
+        assert len(sockets()) == len(numbers) > 0
+        assert in_child(sockets) == "[]"
+
+
+def test_a_step_after_the_end_of_the_run_is_reported_once(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    import random
+
+    system = make(run={"learners": 1, "budget_steps": 4}, sync={"quorum": 1})
+    system.start()
+    model, rng = Model(), random.Random(0)
+    with system.learner(model, "a") as learner:
+        for _ in range(3):  # epochs
+            goes_on = True
+            while goes_on:
+                nudge(model, rng)
+                goes_on = learner.step(tokens=TOKENS)
+    system.wait_finished()
+    warnings = [each for each in caplog.messages if "after it returned False" in each]
+    assert len(warnings) == 1
+    assert "the run is over" in warnings[0]
+
+
+def test_epochs_after_the_end_of_the_run_are_reported_once(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    system = make(run={"learners": 1, "budget_steps": 4}, sync={"quorum": 1})
+    system.start()
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    learner: Learner = system.learner(model, "a", optimizer=optimizer)
+    empty = 0
+    while empty < 3:
+        trained = 0
+        for batch in learner.batches([torch.randn(2, 4)] * 3):
+            model(batch).square().mean().backward()
+            optimizer.step()
+            trained += 1
+        empty += not trained
+    assert learner.over
+    warnings = [each for each in caplog.records if "gives no more batches" in each.getMessage()]
+    assert len(warnings) == 1
+    assert warnings[0].levelno == logging.WARNING
+    assert "if learner.over: break" in warnings[0].getMessage()
+    system.wait_finished()
