@@ -394,3 +394,45 @@ def test_what_is_of_real_machines_is_there_and_needs_to_be() -> None:
     for path in OF_REAL_MACHINES:
         tree = ast.parse((ROOT / path).read_text())
         assert list(asks_past_the_runtime(tree)), f"{path} goes through the runtime now"
+
+
+FACTORIES = {
+    *("arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace"),
+    *("logspace", "ones", "rand", "randint", "randn", "randperm", "scalar_tensor", "tensor"),
+    *("tril_indices", "triu_indices", "zeros"),
+}
+"""Functions of torch whose result depends on the process's default device."""
+
+WHOLE = {"randint", "randperm", "tril_indices", "triu_indices"}
+"""Those that give whole numbers, whatever the default dtype is."""
+
+
+def test_no_tensor_depends_on_the_default_device_or_dtype_of_its_process() -> None:
+    """A learner is a guest in a program that may have set both; the model itself is PyTorch's.
+
+    `torch.load` maps to the default device, too, and a generator belongs to a device.
+    """
+    found = []
+    for path in sorted(ROOT.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        of_modules = {
+            id(argument)
+            for call in ast.walk(tree)
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "nn.Parameter"
+            for argument in call.args
+            if path.parent.name == "workloads"  # a module is built where its context says
+        }
+        for call in (each for each in ast.walk(tree) if isinstance(each, ast.Call)):
+            name = ast.unparse(call.func).removeprefix("torch.")
+            if ast.unparse(call.func) == name or id(call) in of_modules:
+                continue
+            given = {keyword.arg for keyword in call.keywords}
+            wanted: set[str] = set()
+            if name in FACTORIES:
+                wanted = {"device"} if name in WHOLE else {"device", "dtype"}
+            elif name == "load":
+                wanted = {"map_location"}
+            missing = wanted - given
+            if missing or (name == "Generator" and not (call.args or given)):
+                found.append(f"{path.relative_to(ROOT)}:{call.lineno}: {name} lacks {missing}")
+    assert not found

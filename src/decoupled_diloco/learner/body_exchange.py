@@ -125,7 +125,7 @@ class BodyExchange:
             if not self._reaches(effect.shard):
                 raise TransportError("its shard is out of reach")  # or another run is there
             async with self._gates[effect.shard]:
-                body = torch.empty(nbytes, dtype=torch.uint8)
+                body = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
                 base = self._address_of(effect.shard)
                 await self._client().get(effect.path, body.numpy().data, base=base)
                 values = await self._in_worker(lambda: decoded(body))

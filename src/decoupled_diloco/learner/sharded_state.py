@@ -207,5 +207,5 @@ def _packed(objects: dict[str, Any]) -> bytes:
 
 
 def _unpacked(data: bytes) -> dict[str, Any]:
-    kept = torch.load(io.BytesIO(data), weights_only=True)
+    kept = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
     return dict(unpack(kept["tensors"], kept["text"]))

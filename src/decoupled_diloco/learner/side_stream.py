@@ -41,7 +41,10 @@ class SideStream:
         Returns:
             The copies, and the event of their end. A thread that waits for it sleeps.
         """
-        copies = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in tensors]
+        copies = [
+            torch.empty(each.shape, dtype=each.dtype, device="cpu", pin_memory=True)
+            for each in tensors
+        ]
         done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._stream.wait_event(after)

@@ -54,7 +54,7 @@ class StateBlob:
             places.append((name, dtype, list(tensor.shape), nbytes))
             size = tensor.numel() * tensor.element_size()
             nbytes += math.ceil(size / ALIGNMENT) * ALIGNMENT
-        data = torch.zeros(nbytes, dtype=torch.uint8)
+        data = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
         for (_, _, _, offset), tensor in zip(places, tensors.values(), strict=True):
             _view(data, tensor.dtype, list(tensor.shape), offset).copy_(tensor)
         return cls(text, places, data)
@@ -77,7 +77,11 @@ class StateBlob:
         """
         try:
             text, tensors, digests = json.loads(head)
-            blob = cls(str(text), [tuple(place) for place in tensors], torch.empty(0))
+            blob = cls(
+                str(text),
+                [tuple(place) for place in tensors],
+                torch.empty(0, dtype=torch.float32, device="cpu"),
+            )
             ends = [
                 offset + math.prod(shape) * getattr(torch, dtype).itemsize
                 for _, dtype, shape, offset in blob.tensors
@@ -90,7 +94,7 @@ class StateBlob:
         if not fits:
             raise StorageError(f"a donor's head does not fit the {nbytes} bytes that it announced")
         try:
-            blob.data = torch.zeros(nbytes, dtype=torch.uint8)
+            blob.data = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
         except RuntimeError as error:
             raise StorageError(f"no memory for a donor's {nbytes} bytes: {error}") from error
         return blob, digests

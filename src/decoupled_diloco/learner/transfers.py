@@ -219,7 +219,7 @@ class StateTransfers:
             await client.close()
 
     async def _fetched_by(self, order: FetchState, me: str, client: Client) -> Mapping[str, Any]:
-        head = torch.empty(order.head_nbytes, dtype=torch.uint8)
+        head = torch.empty(order.head_nbytes, dtype=torch.uint8, device="cpu")
         await self._chunk(client, order, me, 0, head, order.digest)
         blob, digests = StateBlob.open(head.numpy().tobytes(), order.nbytes)
         for number, (chunk, announced) in enumerate(

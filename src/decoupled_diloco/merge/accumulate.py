@@ -161,17 +161,23 @@ class Accumulator:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Give everything as tensors, as safetensors wants it; the sums are shared, not copied."""
-        sums = torch.zeros(self.numel) if self._sums is None else self._sums
+        sums = (
+            torch.zeros(self.numel, dtype=torch.float32, device="cpu")
+            if self._sums is None
+            else self._sums
+        )
         bounds = [(segment.start, segment.stop) for segment in self.segments]
         return {
             "sums": sums,
-            "norm_sums": torch.tensor(self._norm_sums, dtype=torch.float64),
-            "weight": torch.tensor([self.weight], dtype=torch.float64),
-            "count": torch.tensor([self.count], dtype=torch.int64),
-            "epsilon": torch.tensor([self.epsilon], dtype=torch.float64),
-            "heaviest": torch.tensor([self._heaviest], dtype=torch.float64),
-            "segment_bounds": torch.tensor(bounds, dtype=torch.int64),
-            "segment_merge": torch.tensor([_MERGES.index(s.merge) for s in self.segments]),
+            "norm_sums": torch.tensor(self._norm_sums, dtype=torch.float64, device="cpu"),
+            "weight": torch.tensor([self.weight], dtype=torch.float64, device="cpu"),
+            "count": torch.tensor([self.count], dtype=torch.int64, device="cpu"),
+            "epsilon": torch.tensor([self.epsilon], dtype=torch.float64, device="cpu"),
+            "heaviest": torch.tensor([self._heaviest], dtype=torch.float64, device="cpu"),
+            "segment_bounds": torch.tensor(bounds, dtype=torch.int64, device="cpu"),
+            "segment_merge": torch.tensor(
+                [_MERGES.index(s.merge) for s in self.segments], dtype=torch.int64, device="cpu"
+            ),
         }
 
     @classmethod

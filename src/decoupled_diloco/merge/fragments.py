@@ -349,7 +349,7 @@ def gather(fragment: Fragment, tensors: Sequence[Tensor], out: Tensor | None = N
         out: Vector [N] to fill, any floating dtype and device; a new fp32 one on the CPU if None.
     """
     if out is None:
-        out = torch.empty(fragment.numel, dtype=torch.float32)
+        out = torch.empty(fragment.numel, dtype=torch.float32, device="cpu")
     assert out.shape == (fragment.numel,), f"out has shape {tuple(out.shape)}"
     with torch.no_grad():
         for start, stop, piece in _spans(fragment):

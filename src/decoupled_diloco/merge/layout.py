@@ -105,7 +105,9 @@ class Constant:
     values: Annotated[tuple[Whole, ...], Field(max_length=CONSTANT_NUMEL_MAX)]
 
     def tensor(self) -> Tensor:
-        return torch.tensor(self.values, dtype=WHOLE_DTYPES[self.dtype]).reshape(self.shape)
+        return torch.tensor(self.values, dtype=WHOLE_DTYPES[self.dtype], device="cpu").reshape(
+            self.shape
+        )
 
 
 @dataclass(frozen=True)

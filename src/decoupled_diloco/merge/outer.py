@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any, Protocol
 
@@ -159,7 +160,10 @@ class DelayedNesterov:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Give `{"momentum": b, "sum": s, "count": merges since}`, or nothing at first."""
-        return self._state and {**self._state, "count": torch.tensor(self._count)}
+        return self._state and {
+            **self._state,
+            "count": torch.tensor(self._count, dtype=torch.int64, device="cpu"),
+        }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over a copy of what `state_dict` gave.
@@ -206,6 +210,9 @@ class BuffersBehind:
             self._parameters.load_state_dict(state)
 
 
+_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
+
+
 class TorchOuter:
     """Any optimizer of `torch.optim`, as `"AdamW"`, on a flat fp32 parameter [N].
 
@@ -217,7 +224,7 @@ class TorchOuter:
         self._name = name
         self._numel = numel
         self._options = options
-        self._parameter = torch.nn.Parameter(torch.zeros(numel))
+        self._parameter = torch.nn.Parameter(torch.zeros(numel, dtype=torch.float32, device="cpu"))
         make = _torch_optimizer(name)
         _check_options(name, make, options)
         try:
@@ -234,7 +241,8 @@ class TorchOuter:
         _check_sizes(master, gradient, self._parameter)
         self._parameter.data = master  # the same memory: the optimizer works on the master itself
         self._parameter.grad = gradient
-        self._optimizer.step()
+        with _as_in_a_new_process(master.device):
+            self._optimizer.step()
         self._parameter.grad = None
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -244,7 +252,9 @@ class TorchOuter:
             if isinstance(value, Tensor):
                 state[key] = value
             elif value is not None:
-                state[f"number.{key}"] = torch.tensor(value)
+                state[f"number.{key}"] = torch.tensor(
+                    value, dtype=_NUMBERS[type(value)], device="cpu"
+                )
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -329,12 +339,28 @@ def _try_out(name: str, arguments: Mapping[str, Any]) -> TorchOuter:
     """Take one step on two elements, so that what cannot work is refused before the run."""
     optimizer = TorchOuter(name, 2, **arguments)
     try:
-        optimizer.step(torch.zeros(2), torch.ones(2))
+        vectors = torch.zeros(2, 2, dtype=torch.float32, device="cpu")
+        optimizer.step(vectors[0], vectors[1] + 1)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(
             f"outer optimizer '{name}' cannot step on a flat vector: {error}: use another one"
         ) from error
     return optimizer
+
+
+@contextmanager
+def _as_in_a_new_process(device: torch.device) -> Iterator[None]:
+    """PyTorch's optimizers make some of their numbers in the default dtype, on the default device.
+
+    The dtype is one for all threads; no other code of this package depends on it.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with device:
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _torch_optimizer(name: str) -> Callable[..., torch.optim.Optimizer]:

@@ -182,6 +182,6 @@ def values_of(body: Body, numel: int) -> Tensor:
     octets = as_bytes(body)
     if octets.numel() != 4 * numel:
         raise ProtocolError(f"the body has {octets.numel()} bytes, {4 * numel} are needed")
-    values = torch.empty(numel, dtype=torch.float32)
+    values = torch.empty(numel, dtype=torch.float32, device="cpu")
     as_bytes(values).copy_(octets)
     return values

@@ -192,7 +192,7 @@ def _table(levels: Sequence[float], bits: int) -> Tensor:
     shifts = range(0, 8, bits)
     rows = [[levels[byte >> shift & 2**bits - 1] for shift in shifts] for byte in range(256)]
     wide = {2: torch.float64, 4: torch.complex128}.get(8 // bits, torch.float32)
-    return torch.tensor(rows, dtype=torch.float32).view(wide).view(-1)
+    return torch.tensor(rows, dtype=torch.float32, device="cpu").view(wide).view(-1)
 
 
 def _look_up(table: Tensor, codes: Tensor, out: Tensor) -> None:

@@ -188,7 +188,7 @@ class Carrier:
         downlink = codec("fp32") if whole else plan.codec_of(fragment, plan.downlink)
         first, total = downlink.nbytes(start) if start else 0, downlink.nbytes(numel)
         last = downlink.nbytes(stop) if stop < numel else total
-        body = torch.empty(last - first, dtype=torch.uint8)
+        body = torch.empty(last - first, dtype=torch.uint8, device="cpu")
         url, base = asked["url"], asked["base"]
         await self._client().get(url, _view(body), base=base, first=first, total=total)
         before = None if whole else await self._value(asked["on"])

@@ -143,7 +143,7 @@ class _Exchange:
     def __init__(self, group: RankGroup, mine: bytes) -> None:
         self._group = group
         self._mine = mine
-        slot = torch.zeros(SLOT_BYTES, dtype=torch.uint8)
+        slot = torch.zeros(SLOT_BYTES, dtype=torch.uint8, device="cpu")
         slot[:LENGTH_BYTES] = _bytes(len(mine).to_bytes(LENGTH_BYTES, "big"))
         head = mine[: SLOT_BYTES - LENGTH_BYTES]
         slot[LENGTH_BYTES : LENGTH_BYTES + len(head)] = _bytes(head)
@@ -163,7 +163,7 @@ class _Exchange:
         slot = bytes(self._slots[rank].tolist())
         length = int.from_bytes(slot[:LENGTH_BYTES], "big")
         head = slot[LENGTH_BYTES : LENGTH_BYTES + length]
-        rest = torch.zeros(length - len(head), dtype=torch.uint8)
+        rest = torch.zeros(length - len(head), dtype=torch.uint8, device="cpu")
         if rest.numel():
             if rank == self._group.rank:
                 rest[:] = _bytes(self._mine[len(head) :])
@@ -172,7 +172,7 @@ class _Exchange:
 
 
 def _bytes(data: bytes) -> Tensor:
-    return torch.tensor(list(data), dtype=torch.uint8)
+    return torch.tensor(list(data), dtype=torch.uint8, device="cpu")
 
 
 class _told:

@@ -148,11 +148,11 @@ class Redistribution:
             This carrier's range of the fragment, fp32; empty on a rank that is none.
         """
         start, stop = self.own_range(fragment)
-        flat = torch.empty(stop - start, dtype=torch.float32)
+        flat = torch.empty(stop - start, dtype=torch.float32, device="cpu")
         for chunks in self._chunks(fragment):
             sizes = self._sizes(chunks, to_carriers=True)
-            given = torch.empty(sum(sizes[0]), dtype=torch.float32)
-            out = torch.empty(sum(sizes[1]), dtype=torch.float32)
+            given = torch.empty(sum(sizes[0]), dtype=torch.float32, device="cpu")
+            out = torch.empty(sum(sizes[1]), dtype=torch.float32, device="cpu")
             filled = 0
             for (first, runs), carrier in zip(chunks, self._sharding.carriers, strict=True):
                 for run in runs:
@@ -198,13 +198,15 @@ class Redistribution:
         start, _ = self.own_range(fragment)
         rows = self.parts(fragment)
         parts = tuple(
-            None if box is None else HeldRows(box, torch.empty(box.shape, dtype=torch.float32))
+            None
+            if box is None
+            else HeldRows(box, torch.empty(box.shape, dtype=torch.float32, device="cpu"))
             for box in rows
         )
         for chunks in self._chunks(fragment):
             sizes = self._sizes(chunks, to_carriers=False)
             given = self._pack(chunks, flat, start, sum(sizes[0]))
-            out = torch.empty(sum(sizes[1]), dtype=torch.float32)
+            out = torch.empty(sum(sizes[1]), dtype=torch.float32, device="cpu")
             await self._exchange(out, given, sizes[1], sizes[0])
             read = 0
             for (first, runs), carrier in zip(chunks, self._sharding.carriers, strict=True):
@@ -222,7 +224,7 @@ class Redistribution:
         return parts
 
     def _pack(self, chunks: _Chunks, flat: Tensor, start: int, numel: int) -> Tensor:
-        given = torch.empty(numel, dtype=torch.float32)
+        given = torch.empty(numel, dtype=torch.float32, device="cpu")
         if self._rank not in self._sharding.carriers:
             return given
         first, runs = chunks[self._sharding.carriers.index(self._rank)]

@@ -228,7 +228,7 @@ class RankTensors:
 
     async def _receive(self, handle: int, fragment: int) -> None:
         start, stop = self._moves.own_range(self._fragments[fragment])
-        nothing = torch.empty(0, dtype=torch.float32)
+        nothing = torch.empty(0, dtype=torch.float32, device="cpu")
         values = self._carried.future(handle).result(0) if start < stop else nothing
         parts = await self._moves.distribute(self._fragments[fragment], values)
         if self._side is not None:

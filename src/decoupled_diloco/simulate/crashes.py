@@ -162,8 +162,13 @@ class Life:
                 self.known.tell(fragment, version, self._bits[fragment])
 
     def _random(self, fragment: int) -> torch.Tensor:
-        rng = torch.Generator().manual_seed(self.choices.integer(0, 2**40))
-        return torch.randn(self.tensors.plan.fragments[fragment].numel, generator=rng)
+        rng = torch.Generator("cpu").manual_seed(self.choices.integer(0, 2**40))
+        return torch.randn(
+            self.tensors.plan.fragments[fragment].numel,
+            generator=rng,
+            dtype=torch.float32,
+            device="cpu",
+        )
 
 
 def bits_of(entry: FragmentTensors) -> str:

@@ -19,7 +19,9 @@ class Vectors(nn.Module):
 
     def __init__(self, sizes: Sequence[int]) -> None:
         super().__init__()
-        self.vectors = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in sizes])
+        self.vectors = nn.ParameterList(
+            [nn.Parameter(torch.zeros(size, dtype=torch.float32, device="cpu")) for size in sizes]
+        )
 
 
 class Stage(nn.Module):
@@ -104,8 +106,14 @@ class _Sloping(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, slope: float, *vectors: Tensor) -> Tensor:
         ctx.slope, ctx.sizes = slope, [len(vector) for vector in vectors]
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float32, device="cpu")
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, *(torch.full((size,), ctx.slope) for size in ctx.sizes))
+        return (
+            None,
+            *(
+                torch.full((size,), ctx.slope, dtype=torch.float32, device="cpu")
+                for size in ctx.sizes
+            ),
+        )

@@ -232,7 +232,7 @@ class RoomState:
     def load(self, folder: Path, ranks: int) -> None:
         """See `ShardedState.load`."""
         assert ranks == len(self._room.members), "virtual learners keep their number of ranks"
-        kept = torch.load(folder / self._name, weights_only=True)
+        kept = torch.load(folder / self._name, weights_only=True, map_location="cpu")
         state = unpack(kept["tensors"], kept["text"])
         self._module.load_state_dict(state["model"])
         for name, thing in self._objects.items():

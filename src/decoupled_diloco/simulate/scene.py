@@ -299,7 +299,13 @@ def config_of(
 
 def _initial_weights(folder: Path, sizes: Sequence[int]) -> Path:
     path = folder / WEIGHTS
-    save_file({f"vectors.{n}": torch.full((size,), 0.5) for n, size in enumerate(sizes)}, path)
+    save_file(
+        {
+            f"vectors.{n}": torch.full((size,), 0.5, dtype=torch.float32, device="cpu")
+            for n, size in enumerate(sizes)
+        },
+        path,
+    )
     return path
 
 

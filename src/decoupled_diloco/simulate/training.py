@@ -72,7 +72,10 @@ class VirtualRun:
 
     def weights(self) -> list[Tensor]:
         """The global weights, fp32, in the order of the layout."""
-        flat = [torch.empty(spec.numel) for spec in self.plan.layout.tensors]
+        flat = [
+            torch.empty(spec.numel, dtype=torch.float32, device="cpu")
+            for spec in self.plan.layout.tensors
+        ]
         for shard in self.system.shards:
             for fragment, entry in shard.tensors.fragments.items():
                 start = 0

@@ -50,7 +50,7 @@ def kept_range(folder: Path, vector: int, start: int, stop: int, what: str = PUB
     Raises:
         StorageError: Some are missing, or a file cannot be read.
     """
-    values = torch.empty(stop - start, dtype=torch.float32)
+    values = torch.empty(stop - start, dtype=torch.float32, device="cpu")
     found = 0
     for path in sorted(names_in(folder)):
         if not path.match(f"{what}-*.safetensors"):

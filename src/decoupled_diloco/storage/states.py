@@ -109,7 +109,7 @@ def _fit(memory: HostMemory, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _empty(shape: torch.Size, dtype: torch.dtype, pinned: bool) -> Tensor:
-    return torch.empty(shape, dtype=dtype, pin_memory=pinned)
+    return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned)
 
 
 class _Packer:

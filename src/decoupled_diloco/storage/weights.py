@@ -99,7 +99,8 @@ def opened(path: str | Path) -> Iterator[Any]:
         StorageError: It is missing, torn, or no safetensors file.
     """
     try:
-        with safe_open(Path(path), framework="pt") as file:
+        # A slice of a file would otherwise be made on the process's default device.
+        with torch.device("cpu"), safe_open(Path(path), framework="pt") as file:
             yield file
     except FileNotFoundError:
         raise StorageError(f"{path} does not exist") from None

@@ -214,7 +214,11 @@ class ShardTensors:
         if scale != 1.0:
             contribution.scale(scale)
         if fragment not in self._accumulators:
-            memory = self._free.pop() if self._free else torch.empty(self._numel_max)
+            memory = (
+                self._free.pop()
+                if self._free
+                else torch.empty(self._numel_max, dtype=torch.float32, device="cpu")
+            )
             self._used[fragment] = memory
             buffer = memory[: self.plan.fragments[fragment].numel]
             self._accumulators[fragment] = self.plan.accumulator(fragment, buffer)

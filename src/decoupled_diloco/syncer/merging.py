@@ -139,7 +139,11 @@ class Merging:
     def _install(self, effect: do.Install) -> None:
         tensors, fragment = self.tensors, effect.fragment
         tensors.install_received(fragment, effect.digest)
-        copy = PublishedCopy(torch.empty(0), tensors.whole(fragment), effect.digest)
+        copy = PublishedCopy(
+            torch.empty(0, dtype=torch.float32, device="cpu"),
+            tensors.whole(fragment),
+            effect.digest,
+        )
         self._downloads.offer(fragment, effect.version, copy)
         begins = self._machine.state.phase == "ready"
         if fragment == self._machine.owned[-1] and self.disk is not None and not begins:

@@ -133,7 +133,10 @@ def values_in(path: Path, plan: MergePlan, fragments: Iterable[int]) -> dict[int
         StorageError: it is missing, torn, or of another model.
     """
     weights = load_weights(path)
-    tensors = [weights.get(spec.name, torch.empty(0)) for spec in plan.layout.tensors]
+    tensors = [
+        weights.get(spec.name, torch.empty(0, dtype=torch.float32, device="cpu"))
+        for spec in plan.layout.tensors
+    ]
     for spec, found in zip(plan.layout.tensors, tensors, strict=True):
         if tuple(found.shape) != spec.shape:
             raise StorageError(f"{path} is of another model: {spec.name!r} has another shape")
@@ -142,7 +145,9 @@ def values_in(path: Path, plan: MergePlan, fragments: Iterable[int]) -> dict[int
 
 def by_name(plan: MergePlan, copies: Mapping[int, Tensor]) -> dict[str, Tensor]:
     """Whole copies of all fragments as tensors under the model's names, tied ones too."""
-    tensors = [torch.empty(s.shape, dtype=DTYPES[s.dtype]) for s in plan.layout.tensors]
+    tensors = [
+        torch.empty(s.shape, dtype=DTYPES[s.dtype], device="cpu") for s in plan.layout.tensors
+    ]
     for fragment, values in copies.items():
         scatter(plan.fragments[fragment], values, tensors)
     named: dict[str, Tensor] = {}

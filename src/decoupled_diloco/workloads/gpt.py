@@ -139,7 +139,7 @@ class GptWorkload(BuiltIn):
     def sample(self, model: nn.Module, prompt: str = "def ", length: int = 200) -> str:
         """The prompt and what the model writes after it, by a fixed seed."""
         assert isinstance(model, GPT)
-        generator = torch.Generator().manual_seed(self.options.seed)
+        generator = torch.Generator("cpu").manual_seed(self.options.seed)
         written = model.generate(prompt.encode(), length, temperature=0.8, generator=generator)
         return prompt + written.decode(errors="replace")
 
@@ -217,7 +217,7 @@ class GPT(nn.Module):
         `temperature` 0: always the likeliest byte; 1: as the model says; more: wilder.
         """
         device = self.embedding.weight.device
-        ids = torch.tensor([list(prompt or b"\0")], device=device)
+        ids = torch.tensor([list(prompt or b"\0")], dtype=torch.int64, device=device)
         for _ in range(count):
             logits = self(ids[:, -self.context :])[:, -1].float().cpu()
             if temperature > 0:

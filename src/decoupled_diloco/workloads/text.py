@@ -169,12 +169,14 @@ def held_out_batches(text: Tensor, *, count: int, batch_size: int, context: int)
             f"the held-out text has {len(text)} bytes, fewer than context={context} + 1: "
             "lower context or raise corpus_bytes_max"
         )
-    offsets = torch.linspace(0, starts - 1, count * batch_size, dtype=torch.float64).long()
+    several = count * batch_size
+    offsets = torch.linspace(0, starts - 1, several, dtype=torch.float64, device="cpu").long()
     return [_windows(text, some, context) for some in offsets.view(count, batch_size).unbind()]
 
 
 def _windows(text: Tensor, offsets: Tensor, context: int) -> Tensor:
-    return text[offsets[:, None] + torch.arange(context + 1)].long()
+    places = torch.arange(context + 1, dtype=torch.int64, device="cpu")
+    return text[offsets[:, None] + places].long()
 
 
 def _source_files(root: Path) -> Iterator[str]:

@@ -88,8 +88,11 @@ class MLP(nn.Module):
 
 def rotary(positions: int, size: int) -> Angles:
     """The rotary position angles of heads of this size, for positions 0 to `positions` - 1."""
-    frequencies = ROTARY_BASE ** (-torch.arange(0, size, 2) / size)
-    angles = torch.outer(torch.arange(positions), frequencies)
+    here = torch.get_default_device()  # where the module is built, as its parameters
+    even = torch.arange(0, size, 2, dtype=torch.float32, device=here)
+    frequencies = ROTARY_BASE ** (-even / size)
+    places = torch.arange(positions, dtype=torch.float32, device=here)
+    angles = torch.outer(places, frequencies)
     return angles.cos(), angles.sin()
 
 

@@ -238,6 +238,8 @@ def shifted(images: Tensor, shifts: Tensor) -> Tensor:
     `shifts`: int64 [B, 2], pixels from -7 to 7: down, right.
     """
     padded = F.pad(images, (SIDE, SIDE, SIDE, SIDE))
-    rows = torch.arange(SIDE)[None, :] + SIDE - shifts[:, :1]
-    columns = torch.arange(SIDE)[None, :] + SIDE - shifts[:, 1:]
-    return padded[torch.arange(len(images))[:, None, None], rows[:, :, None], columns[:, None, :]]
+    places = torch.arange(SIDE, dtype=torch.int64, device=images.device)
+    numbers = torch.arange(len(images), dtype=torch.int64, device=images.device)
+    rows = places[None, :] + SIDE - shifts[:, :1]
+    columns = places[None, :] + SIDE - shifts[:, 1:]
+    return padded[numbers[:, None, None], rows[:, :, None], columns[:, None, :]]
