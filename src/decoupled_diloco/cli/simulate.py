@@ -26,6 +26,8 @@ from decoupled_diloco.config.files import find_shipped
 from decoupled_diloco.launch.termination import INTERRUPTED, handling
 
 if TYPE_CHECKING:
+    import torch
+
     from decoupled_diloco.observe.terminal import SteadyConsole
     from decoupled_diloco.simulate.protocol_run import ProtocolRun
     from decoupled_diloco.simulate.scenario import Scenario
@@ -60,6 +62,10 @@ class SimulateOptions(CommandOptions):
     protocol_only: Annotated[bool, typer.Option("--protocol-only")] = False
     """Simulate the protocol without tensors, for thousands of learners."""
 
+    device: Annotated[str, typer.Option(metavar="DEVICE")] = "cpu"
+    """Train all learners on this device: "auto", "gpu", "cpu", "cuda", "cuda:1", "xpu" or "mps".
+    Only on the CPU does the same seed give the same bits."""
+
     tape: Annotated[Path | None, typer.Option(metavar="FOLDER")] = None
     """With --protocol-only: write the event tape there."""
 
@@ -72,13 +78,21 @@ def simulate(options: SimulateOptions) -> None:
     tape, overrides = options.tape, options.settings or ()
     if tape is not None and not options.protocol_only:
         fail("--tape is for --protocol-only: with tensors the tape is in the run folder")
+    if options.protocol_only and options.device != "cpu":
+        fail(f"--device {options.device} is for tensors: leave it or --protocol-only out")
     _require_scenario(options.scenario)
+    if options.device != "cpu":
+        overrides = [*overrides, f"learner.device={options.device}"]
     told = load_scenario(options.scenario, run=options.run, overrides=overrides, seed=options.seed)
     if options.protocol_only:
         spare_a_real_run(tape, "--tape ")
         exit_with(simulate_protocol(told, tape, make_console()))
     spare_a_real_run(Path(told.config.run.folder), "--set run.folder=")
-    exit_with(simulate_training(told, make_console()))
+    from decoupled_diloco.launch.devices import device_of_process
+
+    # A missing device is an error before there is a folder.
+    device = None if options.device == "cpu" else device_of_process(told.config)
+    exit_with(simulate_training(told, make_console(), device))
 
 
 def _require_scenario(path: Path) -> None:
@@ -106,8 +120,10 @@ def spare_a_real_run(folder: Path | None, option: str) -> None:
         )
 
 
-def simulate_training(scenario: Scenario, console: SteadyConsole) -> int:
-    """Simulates with tensors; returns the exit code."""
+def simulate_training(
+    scenario: Scenario, console: SteadyConsole, device: torch.device | None = None
+) -> int:
+    """Simulates with tensors, on the CPU or a device; returns the exit code."""
     from decoupled_diloco.cli.telling import tell_outcome
     from decoupled_diloco.launch.folder import RunFolder
     from decoupled_diloco.observe.progress import ProgressDisplay
@@ -118,7 +134,7 @@ def simulate_training(scenario: Scenario, console: SteadyConsole) -> int:
     workload = trained_in(scenario)  # What is wrong with it is told before there is a folder.
     with RunFolder(Path(config.run.folder)) as folder, _noticing_interrupts() as interrupted:
         _keep_settings(scenario, folder.path)
-        simulation = Simulation(scenario, folder.path, workload)
+        simulation = Simulation(scenario, folder.path, workload, device or "cpu")
         _tell_beginning("", scenario, console)
         budget = (config.run.budget_steps, config.run.budget_tokens)
         weights: Path | None = None

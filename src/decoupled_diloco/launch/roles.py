@@ -71,6 +71,10 @@ class Cut:
     share: DataShare
 
 
+def _built(workload: Workload) -> torch.nn.Module:
+    return workload.model()
+
+
 @dataclass(frozen=True)
 class Seat:
     """How a role takes part from where it runs: this machine, or a virtual one."""
@@ -82,6 +86,7 @@ class Seat:
     # awaited in each step, before the model is touched; here steps take their own time
     pace: Callable[[], Coroutine[Any, Any, None]]
     open_tape: Callable[[Path, str, Mapping[str, Any]], TapeWriter]
+    model: Callable[[Workload], torch.nn.Module] = _built
 
 
 async def _learner(*arguments: Any, **named: Any) -> Learner:
@@ -199,7 +204,7 @@ async def learn(
             "learners, or leave data.leases=true, so that there may be any number"
         )
     workload = seat.workload(config)
-    cut = seat.cut(config, index, workload, workload.model())
+    cut = seat.cut(config, index, workload, seat.model(workload))
     model, ranks = cut.model, cut.ranks
     optimizer = workload.optimizer(model)
     for group in optimizer.param_groups:
@@ -361,7 +366,7 @@ async def evaluate(
 ) -> None:
     """What the process of an evaluator does; see `run_evaluator`."""
     workload = seat.workload(config)
-    model = workload.model()
+    model = seat.model(workload)
     with seat.open_tape(folder, EVALUATOR, {"machine": "evaluator"}) as tape:
         async with await seat.observer(
             model,

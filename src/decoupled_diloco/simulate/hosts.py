@@ -16,6 +16,7 @@ import torch
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.errors import Error
+from decoupled_diloco.launch.on_device import placed
 from decoupled_diloco.launch.processes import process_of
 from decoupled_diloco.launch.roles import Cut, Seat, evaluate, learn
 from decoupled_diloco.launch.shard_role import ShardRole
@@ -369,6 +370,7 @@ class ParticipantHost(Host):
             self.divide,
             self._pace,
             self.open_tape,
+            lambda workload: placed(workload.model(), self.system.device),
         )
 
     def divide(self, config: RunConfig, index: int, workload: Workload, model: Any) -> Cut:

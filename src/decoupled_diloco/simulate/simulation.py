@@ -103,6 +103,7 @@ class Simulation:
         scenario: What is simulated.
         folder: The run folder; it exists.
         workload: What `trained_in` has made of the scenario, if that is done already.
+        device: What all learners and the evaluator compute on.
 
     Raises:
         ConfigError: the workload cannot be built, its model not be cut, or the scenario has sizes
@@ -114,6 +115,7 @@ class Simulation:
         scenario: Scenario,
         folder: Path,
         workload: Callable[[ParticipantHost], Workload] | None = None,
+        device: str | torch.device = "cpu",
     ) -> None:
         torch.set_num_threads(1)
         config = scenario.config
@@ -129,6 +131,7 @@ class Simulation:
             seed=scenario.seed,
             workload=workload or trained_in(scenario),
             tapes=folder,
+            device=device,
         )
         self.script = Script(self.system, scenario)
         self._watch = Clockwatch(self.system, self.script, scenario)

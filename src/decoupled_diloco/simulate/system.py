@@ -14,6 +14,8 @@ from contextvars import Context
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.addresses import BETWEEN
 from decoupled_diloco.config.method import options_of
@@ -125,6 +127,7 @@ class System(Stage):
         power: What a machine that loses its power loses of what nobody waited for; ``None``:
             nothing.
         checks: Assert every invariant of a machine after each of its events.
+        device: What all learners and the evaluator compute on; shards merge on the CPU.
 
     Raises:
         ConfigError: This system does not allow as many open files as there are tapes; or the
@@ -144,6 +147,7 @@ class System(Stage):
         bytes_factor: float = 1.0,
         power: Loss | None = None,
         checks: bool = True,
+        device: str | torch.device = "cpu",
     ) -> None:
         _require_one_process_each(config)
         _require_nobody_scrapes(config)
@@ -154,6 +158,7 @@ class System(Stage):
         self.sizes = list(sizes or [8] * config.sync.fragments)
         self.workload = workload or self._drift
         self.power = power
+        self.device = torch.device(device)
         self.checks = checks
         self.stalls = self.storage_fails = self.preempted = self.plans_late = 0.0
         self.rank_hosts: list[RankHost] = []

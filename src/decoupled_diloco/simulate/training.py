@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.method import plan_of
 from decoupled_diloco.errors import Error
+from decoupled_diloco.launch.on_device import placed
 from decoupled_diloco.launch.roles import workload_of
 from decoupled_diloco.merge import layout_of, tensors_of
 from decoupled_diloco.merge.plan import MergePlan
@@ -87,8 +88,8 @@ class VirtualRun:
         return [tensor.view(shape) for tensor, shape in zip(flat, shapes, strict=True)]
 
     def model(self) -> nn.Module:
-        """A model with the global weights."""
-        model = self.workload.model()
+        """A model with the global weights, on the device of the learners."""
+        model = placed(self.workload.model(), self.system.device)
         own = tensors_of(model, self.plan.layout)
         with torch.no_grad():
             for tensor, values in zip(own, self.weights(), strict=True):
@@ -113,6 +114,7 @@ def virtual_run(
     seed: int | None = None,
     workload: Workload | None = None,
     recorder: Recorder | None = None,
+    device: str | torch.device = "cpu",
 ) -> VirtualRun:
     """Builds a run in virtual time; `VirtualRun.system` lets the time pass.
 
@@ -126,6 +128,8 @@ def virtual_run(
         seed: Of the world's own choices (variance, jitter, faults); default: the run's.
         workload: What is trained; default: the configuration's.
         recorder: The event tape.
+        device: What all learners compute on, "cuda" for example: eight of them share one GPU. Only
+            on the CPU does the same seed give the same bits.
     """
     torch.set_num_threads(1)
     config = config.model_copy(
@@ -144,6 +148,7 @@ def virtual_run(
         Path(folder.name),
         seed=config.run.seed if seed is None else seed,
         workload=lambda host: workload,
+        device=device,
     )
     if recorder is not None:
         system.recorders.append(recorder)
@@ -158,13 +163,16 @@ def train_virtually(
     seed: int | None = None,
     workload: Workload | None = None,
     recorder: Recorder | None = None,
+    device: str | torch.device = "cpu",
 ) -> VirtualRun:
     """Runs to the end of the budget, and closes the run; see `virtual_run` for the arguments.
 
     Raises:
         Error: nothing more can happen although the budget is not spent.
     """
-    with virtual_run(config, learners, seed=seed, workload=workload, recorder=recorder) as run:
+    with virtual_run(
+        config, learners, seed=seed, workload=workload, recorder=recorder, device=device
+    ) as run:
         outcome = run.system.run(stop=lambda: run.system.finished, until=FOREVER_SECONDS)
     if outcome != "stop":
         clocks = {shard.name: shard.machine.state.clock for shard in run.system.shards}
