@@ -7,6 +7,9 @@ Parts, each in processes of its own, in this order:
 - *tests*: the unit tests that have a case for CUDA.
 - *paths*: codecs give the same bits on the device as on the host; parameters are written as on the
   host; none of it waits for the device.
+- *train*, *assignment*, *precision*, *ranks*, *simulate*, *defaults*: what a user starts. `ddiloco
+  train` takes the GPU by itself and shows it; learners share the GPUs; bf16 autocast; the process
+  group of a learner's ranks; virtual training; another default device and dtype.
 - *learners* of 0.1, 0.5 and 1.5 B parameters in bf16 and fp32, and one of FSDP2 over NCCL on all
   GPUs: a GPT against a shard in another process, by turns with and without ``learner.step()``.
   PyTorch's sync debug mode makes every wait for the device inside ``step()`` an error. Waits that
@@ -44,6 +47,7 @@ from typing import Any
 import torch
 from evidence import RESULTS, keep, spread
 from gpu_parts import COMPARISON, FRAGMENTS, SIZES, run_part
+from gpu_product import PARTS as PRODUCT
 
 from decoupled_diloco.config import RunConfig, dump_config
 
@@ -92,6 +96,11 @@ class Part:
         return self.kind == "learner"
 
 
+def product_parts() -> list[Part]:
+    """What a user starts, each program once."""
+    return [Part(name, "product", 8, 90, "tiny") for name in PRODUCT]
+
+
 def parts_for(devices: int) -> list[Part]:
     """All parts, what matters most first."""
 
@@ -105,6 +114,7 @@ def parts_for(devices: int) -> list[Part]:
     return [
         Part("tests", "tests", 30, 60),
         Part("paths", "paths", 20, 60),
+        *product_parts(),
         learner("0.1B", "bf16", 25),
         learner("0.1B", "fp32", 25),
         learner("0.1B", "bf16", 30, devices),
@@ -121,6 +131,7 @@ def rehearsal() -> list[Part]:
     return [
         Part("tests", "tests", 30, 120),
         Part("paths", "paths", 20, 60),
+        *product_parts(),
         Part("tiny, fp32", "learner", 12, 90, "tiny", "fp32"),
         Part("tiny, bf16, FSDP2 over 1", "learner", 12, 90, "tiny", "bf16", 1),
         Part("tiny, fp32, FSDP2 over 2", "learner", 12, 120, "tiny", "fp32", 2),
@@ -145,12 +156,14 @@ def run(part: Part, limit: float, folder: Path, device: str) -> Any:
         finished([command], limit, folder)
         return {}
     me = [__file__, "--part", json.dumps(vars(part)), "--into", str(folder), "--device", device]
-    if not part.is_learner:
+    if not (part.is_learner or part.name == "defaults"):
         finished([[sys.executable, *me]], limit, folder)
         return told_by(folder, 0)
     with a_shard(part, folder) as address:
         command = [sys.executable, *me, "--syncer", address]
         finished([command] * max(1, part.ranks), limit, folder, as_ranks=part.ranks > 0)
+    if not part.is_learner:
+        return told_by(folder, 0)
     others = [told_by(folder, rank) for rank in range(1, part.ranks)]
     return told_by(folder, 0) | {"other ranks": others}
 
@@ -308,7 +321,7 @@ def claims_of(part: Part, raw: Any, device: str) -> list[str]:
         return found
     if part.kind == "comparison":
         return claims_of_comparison(raw, not part.size)
-    if part.kind == "paths":
+    if part.kind in ("paths", "product"):
         return [f"{name}: {problem}" for name, problem in raw.items() if problem]
     return []
 
@@ -317,6 +330,8 @@ def summarise(part: Part, raw: Any) -> Any:
     """What the table shows of a part whose claims hold, or not."""
     if part.kind == "tests":
         return "passed"
+    if part.kind == "product":
+        return f"{sum(not problem for problem in raw.values())} of {len(raw)} claims hold"
     if part.kind == "paths":
         return f"{sum(not problem for problem in raw.values())} of {len(raw)} as on the host"
     if part.kind == "comparison":
@@ -415,6 +430,7 @@ def main() -> None:
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--syncer", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--only", nargs="+", metavar="NAME", default=(), help="these parts alone")
     told = parser.parse_args()
     if told.part:
         run_part(Part(**json.loads(told.part)), told.into, told.device, told.syncer)
@@ -424,8 +440,12 @@ def main() -> None:
         print("no CUDA device here: nothing to check or to measure")
         return
     parts = rehearsal() if told.rehearse else parts_for(devices)
+    names = [part.name for part in parts]
+    if unknown := sorted(set(told.only) - set(names)):
+        parser.error(f"--only {unknown[0]}: the parts are {', '.join(map(repr, names))}")
+    parts = [part for part in parts if not told.only or part.name in told.only]
     raw, result, problems = run_all(parts, "cuda" if devices else "cpu", told.seconds)
-    if not told.rehearse:
+    if not (told.rehearse or told.only):
         names = [torch.cuda.get_device_name(number) for number in range(devices)]
         keep(
             "gpu",

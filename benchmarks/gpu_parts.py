@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gpu_product import PARTS
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -77,6 +78,9 @@ def run_part(part: Any, into: Path, device: str, syncer: str) -> None:
             found = LearnerPart(part, torch.device(device), into).measure(syncer)
         elif part.kind == "comparison":
             found = comparison(torch.device(device), tiny=bool(part.size))
+        elif part.kind == "product":
+            more = [syncer] if syncer else []
+            found = PARTS[part.name](torch.device(device), *more)
         else:
             found = paths(torch.device(device))
     except Exception as error:

@@ -23,7 +23,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The script as a module."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     yield __import__("gpu")
-    for name in ("gpu", "gpu_parts", "evidence"):
+    for name in ("gpu", "gpu_parts", "gpu_product", "evidence"):
         sys.modules.pop(name, None)
 
 
@@ -107,6 +107,23 @@ def test_the_paths_are_the_same_on_the_host(gpu: ModuleType, parts: ModuleType) 
     assert {"codec bf16", "carry, bf16", "rebase, fp32"} <= raw.keys()
     raw["codec bf16"] = "it is decoded otherwise"
     assert gpu.claims_of(part, raw, "cuda") == ["codec bf16: it is decoded otherwise"]
+
+
+@pytest.mark.parametrize("name", ["precision", "ranks"])
+def test_what_a_user_starts(gpu: ModuleType, parts: ModuleType, name: str) -> None:
+    part = gpu.Part(name, "product", 8.0, 90.0, "tiny")
+    raw = parts.PARTS[name](CPU)
+    assert gpu.claims_of(part, raw, "cpu") == []
+    assert gpu.summarise(part, raw) == f"{len(raw)} of {len(raw)} claims hold"
+
+
+def test_an_unknown_part_is_refused(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--rehearse", "--only", "tests", "trains"])
+    with pytest.raises(SystemExit):
+        gpu.main()
+    assert "--only trains: the parts are 'tests', 'paths', 'train'" in capsys.readouterr().err
 
 
 def test_the_comparison(gpu: ModuleType, parts: ModuleType) -> None:

@@ -167,7 +167,7 @@ def run_learner(
         blocking(role)
 
 
-_BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
+BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
 
 
 @contextlib.contextmanager
@@ -176,7 +176,7 @@ def _process_group(ranks: int, device: torch.device) -> Iterator[None]:
     if ranks == 1:
         yield
         return
-    dist.init_process_group(_BACKENDS.get(device.type, "gloo"))
+    dist.init_process_group(BACKENDS.get(device.type, "gloo"))
     if dist.get_world_size() != ranks:
         raise ConfigError(
             f"this learner has {dist.get_world_size()} processes, but ranks={ranks} in [learner]: "
