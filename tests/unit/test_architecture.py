@@ -264,7 +264,7 @@ def test_no_file_is_too_long_to_be_read() -> None:
         str(path): lines
         for root in (ROOT, PLAN, tests)
         for path in root.rglob("*.py")
-        if (lines := len(path.read_text().splitlines())) > 600
+        if (lines := len(path.read_text().splitlines())) > 700
     }
     assert not long
 

@@ -29,6 +29,7 @@ from decoupled_diloco.launch.shared_folder import SharedFolder
 from decoupled_diloco.launch.termination import SignalledTermination, Termination, interrupt
 from decoupled_diloco.learner.learner import Learner
 from decoupled_diloco.learner.leased import LeasedBatches
+from decoupled_diloco.learner.modules import device_text
 from decoupled_diloco.learner.observer import Observer
 from decoupled_diloco.learner.process import is_death_of_worker
 from decoupled_diloco.observe.samples import CorpusDescribed, SampleGenerated, evaluation_of
@@ -210,6 +211,7 @@ async def learn(
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]  # what is kept of it, and put back, is a scheduled rate
     name = f"learner-{index}"
+    logger.info("%s trains on %s in %s", name, device_text(model), config.learner.precision)
     if isinstance(workload, Placed):
         workload.take_place(index, config.run.learners)
     position = Position()

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.engines.launch import placed_config
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch import devices
 from decoupled_diloco.launch.devices import device_of_process, environment_of, kind_of
+from decoupled_diloco.launch.roles import _process_group
 
 GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 RANK_VARIABLES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -186,3 +188,20 @@ def test_a_launch_that_reserves_gpus_trains_on_them_or_fails(tmp_path: Any) -> N
         told("cpu")
     with pytest.raises(ConfigError, match=r"gpus=2 .* is too few for learner-0, which has ranks=4"):
         told(gpus=2, ranks=4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend"), [("cpu", "gloo"), ("cuda", "cpu:gloo,cuda:nccl"), ("mps", "gloo")]
+)
+def test_ranks_meet_by_the_backend_of_their_device(
+    monkeypatch: pytest.MonkeyPatch, kind: str, backend: str
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(dist, "init_process_group", asked.append)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: asked.append("end"))
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with _process_group(2, torch.device(kind)):
+        pass
+    with _process_group(1, torch.device(kind)):
+        pass
+    assert asked == [backend, "end"], "one rank alone needs no group"
