@@ -75,6 +75,10 @@ class Ray:
         cluster.require_unused(ray, plan)
         # As any command that begins a run: an earlier one in its folder is moved aside.
         with RunFolder(config.run.folder, resume=resume):
+            if resume:
+                from decoupled_diloco.launch.resume import require_whole  # torch takes seconds
+
+                require_whole(config.run.folder, config)
             enter_run_folder(config)
         for note in (folder / ENDED).glob("*.json"):
             note.unlink()

@@ -156,10 +156,11 @@ class LocalRun:
 
     def _take_up(self, cut: str) -> None:
         """Finds out how far the run in the folder is, or goes back in it first."""
-        from decoupled_diloco.launch.resume import go_back, half_way, standing_of
+        from decoupled_diloco.launch.resume import go_back, half_way, require_whole, standing_of
 
         cut = cut or half_way(self.path)
         self.went_back = go_back(self.path, self.config, cut) if cut else ""
+        require_whole(self.path, self.config)
         self.standing = standing_of(self.path, self.config)
 
     def _require_syncer(self) -> None:

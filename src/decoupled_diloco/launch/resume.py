@@ -7,8 +7,10 @@ after any restart, and tapes are appended to.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,27 +18,34 @@ from pathlib import Path
 from decoupled_diloco.config import RunConfig, load_config
 from decoupled_diloco.config.resume import RUN_FILE
 from decoupled_diloco.errors import ConfigError, StorageError
+from decoupled_diloco.launch.processes import process_of
 from decoupled_diloco.learner.checkpoint import (
     CheckpointFolder,
     LearnerCheckpoint,
     beside_of,
     run_checkpoint_of,
 )
+from decoupled_diloco.observe.records import FOLDER_NAME
 from decoupled_diloco.observe.tape import TapeReader
 from decoupled_diloco.protocol.coordinator import Phase
 from decoupled_diloco.protocol.data_leases.coordinator import LeaseBook
+from decoupled_diloco.protocol.versions import Version
 from decoupled_diloco.runtime import runtime
+from decoupled_diloco.storage.data_ledger import FILE as LEDGER
 from decoupled_diloco.storage.data_ledger import DataLedger
-from decoupled_diloco.storage.files import names_in, write_text
+from decoupled_diloco.storage.files import NOT_JSON, exists, is_folder, names_in, write_text
 from decoupled_diloco.storage.weights import load_weights
 from decoupled_diloco.syncer.checkpoints import Manifest, checkpoint_folders, read_manifest
 from decoupled_diloco.syncer.coordinator_disk import FILE, newest_state
 from decoupled_diloco.syncer.coordinator_document import document_at_checkpoint, read_state
-from decoupled_diloco.syncer.durable import DURABLE, EXACT
+from decoupled_diloco.syncer.durable import DURABLE, EXACT, lacking
 from decoupled_diloco.syncer.result import RESULT
 
 LEARNERS = "learners"
 """The folder of the learners' own checkpoints in the run folder."""
+
+TAPE_BYTES = 1 << 20
+"""How much of the end of an event log is read."""
 
 COPY_BYTES = 1 << 24
 """Of a shard's part in memory at a time."""
@@ -77,6 +86,91 @@ def standing_of(folder: Path, config: RunConfig) -> RunStanding:
     weights = folder / RESULT
     phase = None if kept is None else kept.phase
     return RunStanding(phase, faults, weights if weights.exists() else None)
+
+
+def require_whole(folder: Path, config: RunConfig) -> None:
+    """Refuses to resume a run of which a part is missing: not copied, or on a disk that is lost.
+
+    What is missing would be replaced without a word: the weights by those of the learner that
+    joins first. What a learner keeps of itself may be missing: then it starts without it.
+
+    Raises:
+        StorageError: A file is missing or truncated.
+        ConfigError: The coordinator's state is of a run with other settings.
+    """
+    if not config.syncer.durable:
+        return
+    published = {shard: _published(folder, shard) for shard in range(config.syncer.shards)}
+    kept = read_state(folder, config)
+    if kept is None:
+        _require_no_trace(folder, any(published.values()))
+        return
+    if config.syncer.principals_file is None and config.syncer.token_file is None:
+        token = folder / "token"
+        if config.tls.client_authority is None and not exists(token):
+            raise StorageError(
+                _refusal(folder, f"{token} does not exist, and its learners present what it held")
+            )
+    if kept.phase not in ("running", "finished"):
+        return
+    for shard, versions in published.items():
+        problem = lacking(folder / DURABLE / f"shard-{shard}", versions)
+        if problem:
+            raise StorageError(_refusal(folder, problem))
+
+
+def _require_no_trace(folder: Path, has_published: bool) -> None:
+    """Raises unless a run without a coordinator's state has never begun."""
+    traces = [file for part in (DURABLE, LEARNERS) for file in _files_below(folder / part)]
+    traces += checkpoint_folders(folder)
+    if exists(folder / LEDGER):
+        traces.append(folder / LEDGER)
+    if traces or has_published:
+        trace = traces[0] if traces else f"{folder}/tape"
+        raise StorageError(
+            _refusal(folder, f"{folder / FILE} does not exist, though {trace} is of a started run")
+        )
+
+
+def _files_below(folder: Path) -> list[Path]:
+    """The files in the folders of a folder."""
+    below = [each for path in names_in(folder) if is_folder(path) for each in names_in(path)]
+    return sorted(path for path in below if path.suffix in (".safetensors", ".journal"))
+
+
+def _refusal(folder: Path, problem: str) -> str:
+    back = "go back to a checkpoint of it (--cut last), " if checkpoint_folders(folder) else ""
+    return (
+        f"{folder} cannot be resumed: {problem}. Copy the whole run folder again, {back}or start a "
+        "new run in another folder"
+    )
+
+
+def _published(folder: Path, shard: int) -> dict[int, Version]:
+    """The newest versions that a shard has sent to learners, by the ends of its event logs."""
+    found: dict[int, Version] = {}
+    for name in (process_of(shard, standby=standby) for standby in (False, True)):
+        for line in _last_lines(folder / FOLDER_NAME / f"{name}.jsonl"):
+            if b'"Published"' not in line:
+                continue
+            with contextlib.suppress(*NOT_JSON):
+                message = json.loads(line)["data"]["message"]
+                version = message["version"]
+                version = Version.read(f"{version['term']}.{version['counter']}")
+                fragment = int(message["fragment"])
+                found[fragment] = max(version, found.get(fragment, version))
+    return found
+
+
+def _last_lines(path: Path) -> list[bytes]:
+    try:
+        with runtime().disk.reading(path) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAPE_BYTES))
+            return file.read().splitlines()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def require_over(folder: Path) -> None:

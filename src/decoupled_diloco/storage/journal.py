@@ -25,6 +25,7 @@ import xxhash
 
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.runtime import runtime
+from decoupled_diloco.storage.files import NOT_JSON
 
 MAGIC = b"DDJ1"
 _HEAD = struct.Struct("<4sIQ16s")
@@ -136,6 +137,28 @@ class JournalReader:
                 self.torn_bytes = os.fstat(file.fileno()).st_size - end
         except OSError as error:
             raise StorageError(f"{self.path} cannot be read: {error.strerror}") from error
+
+
+def fields_in(path: Path) -> Iterator[dict[str, Any]]:
+    """What the records of a journal say, in order, without reading their bodies or digests.
+
+    Raises:
+        StorageError: The file cannot be read.
+    """
+    try:
+        with runtime().disk.reading(path) as file:
+            nbytes = os.fstat(file.fileno()).st_size
+            while len(head := file.read(_HEAD.size)) == _HEAD.size:
+                magic, text_bytes, body_bytes, _ = _HEAD.unpack(head)
+                if magic != MAGIC or file.tell() + text_bytes + body_bytes > nbytes:
+                    return
+                try:
+                    yield dict(json.loads(file.read(text_bytes)))
+                except NOT_JSON:
+                    return
+                file.seek(body_bytes, os.SEEK_CUR)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _whole_bytes(path: Path) -> int:

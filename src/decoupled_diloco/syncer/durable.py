@@ -41,7 +41,7 @@ from decoupled_diloco.merge import Layout, as_bytes, digest, values_digest
 from decoupled_diloco.protocol.versions import Version
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.storage.files import NOT_JSON, exists, names_in, size_of
-from decoupled_diloco.storage.journal import Journal, JournalReader, JournalRecord
+from decoupled_diloco.storage.journal import Journal, JournalReader, JournalRecord, fields_in
 from decoupled_diloco.storage.weights import load_metadata, load_weights, save_weights
 from decoupled_diloco.syncer.fragments import FragmentTensors, PublishedCopy, ShardTensors
 from decoupled_diloco.syncer.result import RESULT, values_in
@@ -104,6 +104,57 @@ def part_digest(path: Path) -> str:
     metadata = load_metadata(path)
     _load_checked(path, metadata)
     return _seal(metadata)
+
+
+def lacking(folder: Path, published: Mapping[int, Version]) -> str:
+    """What a shard's folder lacks of what was in it, as far as names and headers show.
+
+    Args:
+        folder: Of one shard whose run has begun.
+        published: Versions that the shard has sent to learners: they were on its disk before.
+
+    Returns:
+        The file and the problem, in words; empty: nothing is known to be missing.
+
+    Raises:
+        StorageError: The folder cannot be read.
+    """
+    numbers = sorted(
+        (int(path.stem) for path in names_in(folder) if _is_own(path, ".safetensors")), reverse=True
+    )
+    problems = []
+    for number in numbers:
+        path = folder / f"{number:08d}.safetensors"
+        try:
+            versions = json.loads(load_metadata(path)["versions"])
+            known = {int(p): Version.read(version) for p, version in versions.items()}
+            break
+        except (StorageError, *NOT_JSON) as error:
+            problems.append(f"{path}: {error}")
+    else:
+        return problems[0] if problems else f"{folder} has no checkpoint of its shard"
+    if exists(folder / EXACT):
+        return ""  # it has just been put back to this checkpoint
+    if not exists(journal := folder / f"{number:08d}.journal"):
+        return f"{journal} does not exist, though the checkpoint beside it does"
+    later = sorted(int(p.stem) for p in names_in(folder) if _is_own(p, ".journal"))
+    for each in later[later.index(number) :]:
+        journal = folder / f"{each:08d}.journal"
+        for fields in fields_in(journal):
+            with contextlib.suppress(*NOT_JSON):
+                fragment, version = int(fields["fragment"]), Version.read(fields["version"])
+                known[fragment] = max(version, known.get(fragment, version))
+    for fragment, version in sorted(published.items()):
+        if fragment not in known or known[fragment] < version:
+            return (
+                f"{journal} ends with version {known.get(fragment)} of fragment {fragment}, though "
+                f"{version} was published: it is truncated, or a later file is missing"
+            )
+    return ""
+
+
+def _is_own(path: Path, suffix: str) -> bool:
+    return path.suffix == suffix and path.stem.isdigit()
 
 
 def identity_of_shard(config: RunConfig, layout: Layout) -> str:
@@ -421,7 +472,7 @@ class ShardDisk:
     def _files(self, *suffixes: str) -> list[Path]:
         wanted = suffixes or (".safetensors", ".journal")
         found = names_in(self.folder)
-        return [path for path in found if path.suffix in wanted and path.stem.isdigit()]
+        return [path for path in found if any(_is_own(path, each) for each in wanted)]
 
 
 def _published(fragment: int | str) -> str:
