@@ -172,6 +172,10 @@ class ClaimStore:
                 raise ValueError(f"condition {condition!r}")
         except FileNotFoundError:
             return 0, "held"
-        except (OSError, *NOT_JSON) as error:
+        except OSError as error:
             raise StorageError(f"{path} cannot be read: {error}") from error
+        except NOT_JSON:
+            # Torn by a power loss, since nothing waits for the disk: a holder that lives replaces
+            # it, and one that does not is silent from now on.
+            return 0, "held"
         return renewals, condition
