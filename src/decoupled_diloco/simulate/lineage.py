@@ -12,7 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
+from decoupled_diloco.learner.store import ModuleStore
 from decoupled_diloco.learner.taking_part import FAREWELL_SECONDS
+from decoupled_diloco.merge import values_digest
 from decoupled_diloco.protocol.effects import (
     Apply,
     Fold,
@@ -217,10 +221,19 @@ class Lineage:
                     local.under_way[ask] = local.sent = local.snapshot
                     self.sent[trainer.life[0], fragment, ask] = local.sent
                 case Apply(fragment, version, mode):
+                    self._check_bits(trainer.life[0], fragment, version)
                     self._apply(trainer, trainer.fragments[fragment], fragment, version, mode)
                 case Relabel(fragment, version, _, staged):
                     if not staged:
                         trainer.fragments[fragment].held = version
+
+    def _check_bits(self, who: str, fragment: int, version: Version) -> None:
+        """A copy that is about to be applied has the bits that its shard has published."""
+        tensors = self.system.learners[who].tensors
+        values = tensors.staged[fragment] if isinstance(tensors.store, ModuleStore) else None
+        if isinstance(values, Tensor):  # else it is held already, or other processes have it
+            text = f"{who} applies other bits than those of {version} of fragment {fragment}"
+            assert values_digest(values) == self.digests[fragment, version], text
 
     def _apply(
         self, trainer: Trainer, local: Local, fragment: int, version: Version, mode: str

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import cast
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from decoupled_diloco.errors import MergeError
+from decoupled_diloco.learner.body_exchange import BodyExchange
 from decoupled_diloco.learner.exchange import LearnerTensors, verified
 from decoupled_diloco.learner.store import ModuleStore
-from decoupled_diloco.merge import codec, digest, layout_of, make_outer, publish
+from decoupled_diloco.merge import (
+    as_bytes,
+    codec,
+    digest,
+    layout_of,
+    make_outer,
+    publish,
+    values_digest,
+)
 from decoupled_diloco.merge.plan import MergePlan
-from decoupled_diloco.protocol.versions import Asking
+from decoupled_diloco.protocol.effects import Fetch
+from decoupled_diloco.protocol.events import Fetched, FetchFailed
+from decoupled_diloco.protocol.versions import Asking, Version
+from decoupled_diloco.runtime import REAL
+from decoupled_diloco.transport.base import Client
 
 N = 12
 ASK = Asking(1, 1)
@@ -46,6 +62,43 @@ def theta(tensors: LearnerTensors) -> Tensor:
 def train(tensors: LearnerTensors, by: float) -> None:
     fragment = tensors.plan.fragments[0]
     tensors.store.overwrite(fragment, theta(tensors) + by)
+
+
+class Served:
+    """A client that gets the same bytes by every path."""
+
+    def __init__(self, body: Tensor) -> None:
+        self.body = body
+
+    async def get(self, path: str, buffer: memoryview, *, base: str) -> None:
+        buffer[:] = as_bytes(self.body).numpy().data
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+async def test_a_whole_copy_is_staged_only_if_its_digest_is_the_announced_one(
+    tensors: LearnerTensors, is_right: bool
+) -> None:
+    """No difference leads to a whole copy: nothing else could notice that its bits are wrong."""
+    values = torch.linspace(-1, 1, N)
+    told: list[object] = []
+
+    async def in_worker(task: Callable[[], Tensor]) -> Tensor:
+        return task()
+
+    exchange = BodyExchange(
+        client=lambda: cast("Client", Served(values if is_right else values + 0.25)),
+        address_of=lambda shard: "",
+        reaches=lambda shard: True,
+        tensors=lambda: tensors,
+        changed=REAL.monitor(),
+        told=told.append,
+        say=lambda shard, message: None,
+        in_worker=in_worker,
+    )
+    version = Version(1, 4)
+    await exchange.fetch(Fetch(0, 0, version, "/w", True, values_digest(values), "it is behind"))
+    assert [type(event) for event in told] == [Fetched if is_right else FetchFailed]
+    assert (tensors.staged[0] is not None) == is_right
 
 
 def test_no_training_contributes_exactly_nothing(tensors: LearnerTensors) -> None:

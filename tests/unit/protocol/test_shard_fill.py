@@ -109,6 +109,20 @@ def test_seeding_from_the_learner_that_is_named() -> None:
     assert len(bench.said(Published)) == 2
 
 
+def test_a_disk_behind_a_learner_is_not_what_a_shard_goes_on_from() -> None:
+    """A disk that has lost a merge would roll the run back."""
+    bench = FillBench(begun=True)
+    kept = tuple(DurableCopy(p, Version(1, 3), f"kept-{p}") for p in range(2))
+    bench.told(DiskRead(kept))
+    bench.greet("a", Version(1, 3), Version(1, 5), step=9)
+    bench.told(Tick(), SETTLE_SECONDS + 1.0)
+    wanted = bench.wanted()
+    assert [(name, ask.fragment, ask.version) for name, ask in wanted] == [("a", 1, Version(1, 5))]
+    bench.deliver(wanted)
+    digests = {order.fragment: order.digest for order in bench.orders(Install)}
+    assert digests == {0: "kept-0", 1: "copy-1"}
+
+
 def test_a_seed_that_comes_later_is_asked_then() -> None:
     bench = FillBench(begun=False)
     bench.told(Received(COORDINATOR, SeedNamed("b", 1, 1)))

@@ -95,6 +95,15 @@ def test_who_acts_renews_four_times_in_a_lease(first: Bench) -> None:
     assert first.machine.deadline() == 102.0
 
 
+def test_a_renewed_lease_counts_from_the_start_of_its_renewal(first: Bench) -> None:
+    """The storage has had it since some instant in between, and others may count from there."""
+    acting(first)
+    first.told(Tick(), 101.0)
+    assert first.told(Renewed(1, 1), 103.0) != [StepDown]
+    assert first.machine.holds(101.0 + LEASE * (1 - MARGIN) - 0.01)
+    assert not first.machine.holds(101.0 + LEASE * (1 - MARGIN))
+
+
 def test_who_cannot_renew_steps_down_within_its_lease_and_for_good(first: Bench) -> None:
     acting(first)
     first.told(Tick(), 101.0)

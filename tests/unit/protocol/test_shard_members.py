@@ -100,6 +100,17 @@ def test_rule_13_a_tick_that_comes_late_evicts_nobody(shard_bench: Any) -> None:
     assert len(bench.orders(Evict)) == 2, "nothing was heard since"
 
 
+def test_rule_13_a_late_tick_gives_time_to_a_learner_that_reconnects(shard_bench: Any) -> None:
+    """Rule 13: while the shard was paused, nobody could connect to it either."""
+    bench = shard_bench("a", "b")
+    bench.told(Lost("a"), 2.0)
+    bench.told(Tick(), bench.machine.deadline() + 100.0)
+    assert not bench.orders(Evict)
+    assert "a" in bench.machine.state.members
+    bench.greet("a", step=1)
+    assert not bench.orders(Evict)
+
+
 def test_rule_13_a_deadline_that_lies_in_the_past_is_not_a_late_tick(shard_bench: Any) -> None:
     """Rule 13: only a pause of the shard extends leases, not a window that is over at its start."""
     bench = shard_bench("a", "b", fragments=1, period=2)

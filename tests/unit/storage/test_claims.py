@@ -12,6 +12,9 @@ import pytest
 
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.protocol.shard_lease import Condition, NewestLease
+from decoupled_diloco.runtime import Runtime, within
+from decoupled_diloco.simulate.choices import Choices
+from decoupled_diloco.simulate.disk import Loss, SimulatedDisk, remains
 from decoupled_diloco.storage.claims import ClaimStore, create_once, newest_number, numbered
 
 RACES = 100
@@ -106,6 +109,20 @@ def test_a_renewal_that_a_power_loss_has_torn_counts_as_none(store: ClaimStore, 
     assert store.look() == NewestLease(1, "me", 0, 5.0, "held")
     store.renew(1, 8)
     assert store.look().renewals == 8
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_wherever_the_power_is_lost_a_claim_is_whole_or_not_there(
+    tmp_path: Path, seed: int
+) -> None:
+    whole = SimulatedDisk(tmp_path)
+    with within(Runtime(whole)):
+        assert create_once(tmp_path / "claims" / "00000001.json", "what it says", "me")
+    for done in range(len(whole.log) + 1):
+        loss = Loss(Choices(seed), writes=1.0, names=0.5 * seed, zeros=0.5)
+        found = remains(whole.before, whole.log[:done], loss)
+        assert found.get(Path("claims/00000001.json")) in (None, b"what it says")
+    assert found.get(Path("claims/00000001.json")) == b"what it says", "it was confirmed"
 
 
 def test_a_claim_in_the_making_is_none(store: ClaimStore) -> None:

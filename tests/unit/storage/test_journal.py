@@ -50,6 +50,18 @@ def test_a_flipped_bit_ends_the_journal_before_its_record(tmp_path: Path) -> Non
     assert [record.fields["n"] for record in JournalReader(path)] == [1]
 
 
+def test_any_changed_byte_of_a_record_ends_the_journal_before_it(tmp_path: Path) -> None:
+    """Also where what it says is still JSON: no other digest covers the fields."""
+    path = tmp_path / "a.journal"
+    ends = written(path)
+    content = path.read_bytes()
+    for place in range(ends[1], ends[2]):
+        changed = bytearray(content)
+        changed[place] ^= 3
+        path.write_bytes(changed)
+        assert [record.fields["n"] for record in JournalReader(path)] == [1, 2], place
+
+
 def test_opened_again_after_a_torn_write_it_goes_on_behind_the_last_whole_record(
     tmp_path: Path,
 ) -> None:

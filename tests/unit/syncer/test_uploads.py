@@ -16,7 +16,7 @@ from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
 from decoupled_diloco.protocol.versions import Asking, Version
-from decoupled_diloco.syncer.bodies import Uploads
+from decoupled_diloco.syncer.bodies import DECODED_MAX, Uploads
 from decoupled_diloco.syncer.fragments import ShardTensors
 from decoupled_diloco.transport.base import Limits
 from decoupled_diloco.transport.bodies import BodyBooks
@@ -74,6 +74,31 @@ class Shard:
         async with stream.receiving():
             stream.write(self.body.numpy().tobytes()[:nbytes])
         await settle()
+
+
+async def test_few_contributions_are_decoded_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many arrive together: each takes four bytes an element until it is folded."""
+    shard, folding = Shard(), asyncio.Event()
+    decoded: list[str] = []
+
+    async def in_worker(task: Callable[[], _T]) -> _T:
+        result = task()
+        await folding.wait()  # what is decoded waits until the worker folds it
+        return result
+
+    monkeypatch.setattr(
+        shard.intake._tensors, "verify", lambda *arguments: decoded.append("one") or 1.0
+    )
+    shard.intake._in_worker = in_worker
+    names = [f"learner-{number}" for number in range(5)]
+    for name in names:
+        shard.expect(name)
+        shard.announce(name)
+        await shard.put(name)
+    assert len(decoded) == DECODED_MAX
+    folding.set()
+    await asyncio.gather(*shard.tasks)
+    assert len(shard.told) == 5
 
 
 async def settle() -> None:
