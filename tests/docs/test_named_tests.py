@@ -10,6 +10,7 @@ import pytest
 from docs.snippets import ROOT
 from simulation.apart_breaks import APART
 from simulation.breaks import CORE
+from simulation.residual_breaks import RESIDUALS
 from simulation.shell_breaks import RANKS
 
 TOP = ("ARCHITECTURE.md", "CONTRIBUTING.md", "README.md")
@@ -30,4 +31,4 @@ def test_every_break_that_a_page_names_is_there() -> None:
     table = text.split("## Faults that were found from outside")[1]
     named = re.findall(r'"([^"]+)"', table)
     assert len(named) >= 5
-    assert set(named) <= {each.what for each in (*CORE, *APART, *RANKS)}
+    assert set(named) <= {each.what for each in (*CORE, *APART, *RANKS, *RESIDUALS)}
