@@ -11,7 +11,9 @@ residuals, and a few fragments in flight.
 *Error feedback* (rule 19). What a codec leaves out of a contribution, its *residual*, goes with the
 fragment's next one. A contribution that is captured takes the residual along. When it is merged, or
 may be, what its own body lacks is left; when it is merged nowhere, what it has taken is left again.
-While one is under way, the next one has nothing of it, so that no part is ever in two bodies.
+While one is under way, the next one has nothing of it, so that no part is ever in two bodies. It
+counts as under way until its steps have left the parameters: a checkpoint that holds these steps
+holds the residual from before them.
 
 Shapes: N elements of a fragment; B bytes of a body.
 """
