@@ -258,17 +258,6 @@ def test_no_two_classes_have_one_name() -> None:
     assert not [paths for paths in twice if any(p.split("/")[0] in OWN for p in paths)]
 
 
-def test_no_file_is_too_long_to_be_read() -> None:
-    tests = Path(__file__).parents[1]
-    long = {
-        str(path): lines
-        for root in (ROOT, PLAN, tests)
-        for path in root.rglob("*.py")
-        if (lines := len(path.read_text().splitlines())) > 700
-    }
-    assert not long
-
-
 def test_the_machines_are_told_by_their_shells_only() -> None:
     for _, path, tree in modules("learner", "syncer", "simulate", "observe"):
         for node in ast.walk(tree):
