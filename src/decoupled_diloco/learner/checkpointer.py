@@ -105,6 +105,8 @@ class Checkpointer:
         self._every_seconds = every_seconds
         for name, thing in self._stateful.items():
             require_stateful(name, thing)
+        if folder is not None:
+            self._require_model_kept()
         self.loaded = folder.newest() if folder is not None else None
         self._taken_at = now()
         self._writer = runtime().worker("ddiloco-checkpoint")
@@ -116,6 +118,16 @@ class Checkpointer:
         if isinstance(optimizer, torch.optim.Optimizer):
             optimizer.register_step_pre_hook(lambda *_: self._change(True))
             optimizer.register_step_post_hook(lambda *_: self._change(False))
+
+    def _require_model_kept(self) -> None:
+        """Refuse a model whose state no checkpoint can hold, now and not at the first one."""
+        try:
+            pack(dict(self._model.state_dict()))
+        except ConfigError as error:
+            raise ConfigError(
+                f"checkpoint= cannot keep the model: {error}. A buffer that a restart builds again "
+                "can be registered with persistent=False"
+            ) from error
 
     def _change(self, changing: bool) -> None:
         self.changing = changing

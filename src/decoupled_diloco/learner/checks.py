@@ -8,9 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.merge import Layout, is_finite, local_of
+from decoupled_diloco.merge import (
+    Layout,
+    is_finite,
+    is_wrapper,
+    keeps_values,
+    local_of,
+    overlaps_itself,
+)
 
 OWN_COPIES = (
     "fp32_from_fp16_groups",
@@ -49,20 +57,51 @@ def layout_text(layout: Layout) -> str:
     return text
 
 
-def refuse_what_is_nowhere(model: nn.Module) -> None:
-    """A tensor on the meta device has a shape and no values.
+def refuse_what_cannot_be_written(model: nn.Module) -> None:
+    """Refuse tensors whose values a learner could not read or replace.
 
     Raises:
-        ConfigError: A trainable parameter or a buffer is on it; the first one is named.
+        ConfigError: A trainable parameter or a buffer has no values yet, or a trainable parameter
+            has a form that does not keep the exact values written into it. The first is named.
     """
     parameters = ((n, p) for n, p in model.named_parameters() if p.requires_grad)
     for kind, tensors in (("parameter", parameters), ("buffer", model.named_buffers())):
         for name, tensor in tensors:
+            if is_lazy(tensor):
+                raise ConfigError(
+                    f"{kind} {name!r} of a lazy module has no shape yet: run the model once on a "
+                    "batch (a dry run) before creating the Learner"
+                )
             if local_of(tensor).is_meta:
                 raise ConfigError(
                     f"{kind} {name!r} is on the meta device: give it memory and values "
                     "(module.to_empty(device=…), then its initialization) before the Learner"
                 )
+    for name, parameter in model.named_parameters():
+        problem = _unwritable(local_of(parameter)) if parameter.requires_grad else ""
+        if problem:
+            raise ConfigError(f"trainable parameter {name!r} {problem}")
+
+
+def _unwritable(tensor: Tensor) -> str:
+    """Say why values written into a tensor would not be kept exactly; empty if they are."""
+    if tensor.layout is not torch.strided:
+        return f"has layout {tensor.layout}: make it dense, or freeze it"
+    if is_wrapper(tensor):
+        if keeps_values(tensor):
+            return ""
+        return (
+            f"is a {type(tensor).__name__}, a tensor subclass that does not keep values exactly: "
+            "freeze it, or train an ordinary tensor"
+        )
+    if tensor.is_inference():
+        return "was made in inference mode: make it outside of torch.inference_mode()"
+    if overlaps_itself(tensor):
+        return (
+            "has several elements in one place of memory (it is expanded): replace it with "
+            "nn.Parameter(parameter.detach().clone(memory_format=torch.contiguous_format))"
+        )
+    return ""
 
 
 def refuse_what_is_not_finite(model: nn.Module) -> None:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.merge import overlaps_itself
 
 Model = nn.Module | Sequence[nn.Module]
 """A model, or the parts of one that a rank has: several stages of a pipeline."""
@@ -101,3 +102,30 @@ def plain(model: Model) -> nn.Module:
         if not isinstance(inner, nn.Module):
             return model
         model = inner
+
+
+def give_buffers_memory(module: nn.Module) -> None:
+    """Replace buffers that cannot be written in place by copies that can.
+
+    Expanded buffers have several elements in one place; inference mode makes the others.
+    """
+    copies: dict[int, Tensor] = {}  # a tied buffer stays tied
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and not is_writable(buffer):
+                if id(buffer) not in copies:
+                    copies[id(buffer)] = writable_copy(buffer)
+                owner._buffers[name] = copies[id(buffer)]
+
+
+def is_writable(buffer: Tensor) -> bool:
+    """Return whether each element can be written in place."""
+    if buffer.is_inference():
+        return False
+    return buffer.layout is not torch.strided or not overlaps_itself(buffer)
+
+
+def writable_copy(buffer: Tensor) -> Tensor:
+    """Give a copy with memory for each element."""
+    with torch.inference_mode(False):
+        return buffer.detach().clone(memory_format=torch.contiguous_format)

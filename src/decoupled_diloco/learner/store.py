@@ -17,7 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from decoupled_diloco.learner.checks import refuse_what_is_nowhere
+from decoupled_diloco.learner.checks import refuse_what_cannot_be_written
+from decoupled_diloco.learner.modules import give_buffers_memory
 from decoupled_diloco.learner.side_stream import SideStream
 from decoupled_diloco.merge import (
     Fragment,
@@ -124,7 +125,8 @@ class ModuleStore:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        refuse_what_is_nowhere(module)
+        refuse_what_cannot_be_written(module)
+        give_buffers_memory(module)
         self._layout = layout_of(module)
         tensors = tensors_of(module, self._layout)
         names = [spec.name for spec in self._layout.tensors if spec.role == "buffer"]

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.merge.layout import DTYPES, Layout, TensorSpec
+from decoupled_diloco.merge.memory import is_wrapper
 
 Strategy = Literal["balanced", "tensor", "layer-strided", "layer-sequential"]
 MergeMethod = Literal["rda", "mean"]
@@ -352,9 +353,15 @@ def gather(fragment: Fragment, tensors: Sequence[Tensor], out: Tensor | None = N
         out = torch.empty(fragment.numel, dtype=torch.float32, device="cpu")
     assert out.shape == (fragment.numel,), f"out has shape {tuple(out.shape)}"
     with torch.no_grad():
-        for start, stop, piece in _spans(fragment):
-            flat = tensors[piece.tensor].detach().reshape(-1)
-            out[start:stop].copy_(flat[piece.start : piece.stop])
+        pieces = [
+            _part(_flat(tensors[piece.tensor].detach()), piece.start, piece.stop)
+            for piece in fragment.pieces
+        ]
+        if {piece.device for piece in pieces} == {out.device}:
+            torch.cat(pieces, out=out)  # one call, however many small tensors there are
+        else:
+            for (start, stop, _), piece in zip(_spans(fragment), pieces, strict=True):
+                out[start:stop].copy_(piece)
     return out
 
 
@@ -366,15 +373,33 @@ def scatter(fragment: Fragment, flat: Tensor, tensors: Sequence[Tensor]) -> None
         tensors: The tensors of the layout, in its order; may be leaves that require gradients.
     """
     assert flat.shape == (fragment.numel,), f"flat has shape {tuple(flat.shape)}"
+    targets: list[Tensor] = []
+    sources: list[Tensor] = []
     with torch.no_grad():
-        for start, stop, piece in _spans(fragment):
+        values = torch.split(flat, [piece.numel for piece in fragment.pieces])
+        for piece, source in zip(fragment.pieces, values, strict=True):
             tensor = tensors[piece.tensor].detach()
-            if tensor.is_contiguous():
-                tensor.view(-1)[piece.start : piece.stop].copy_(flat[start:stop])
+            if tensor.is_contiguous() and not is_wrapper(tensor):
+                targets.append(_part(tensor.view(-1), piece.start, piece.stop))
+                sources.append(source)
             else:
-                whole = tensor.reshape(-1)  # a copy: these strides cannot be viewed as flat
-                whole[piece.start : piece.stop].copy_(flat[start:stop])
+                whole = _flat(tensor).clone()  # these elements cannot be viewed as flat
+                whole[piece.start : piece.stop].copy_(source)
                 tensor.copy_(whole.view(tensor.shape))
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """All elements in order: a view where the strides allow it, otherwise a copy."""
+    if is_wrapper(tensor):
+        tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return tensor.reshape(-1)
+
+
+def _part(flat: Tensor, start: int, stop: int) -> Tensor:
+    # Slicing costs as much as copying a small tensor, and most pieces are whole tensors.
+    return flat if stop - start == flat.numel() else flat[start:stop]
 
 
 def cast_like(

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from decoupled_diloco.errors import ConfigError, ProtocolError
 from decoupled_diloco.merge.blocks import is_finite
+from decoupled_diloco.merge.memory import has_window, local_of, place_of
 
 T = TypeVar("T")
 
@@ -284,13 +285,13 @@ def _buffers_of(module: nn.Module) -> tuple[list[TensorSpec], tuple[Constant, ..
 
 
 def _has_a_mean(buffer: Tensor) -> bool:
-    if buffer.dtype not in DTYPES.values():
+    if buffer.dtype not in DTYPES.values() or not (buffer.is_meta or has_window(local_of(buffer))):
         return False
     return buffer.device.type == "meta" or is_finite(local_of(buffer))
 
 
 def _is_small(buffer: Tensor) -> bool:
-    return buffer.device.type != "meta" and buffer.numel() <= CONSTANT_NUMEL_MAX
+    return has_window(buffer) and buffer.numel() <= CONSTANT_NUMEL_MAX
 
 
 def tensors_of(module: nn.Module, layout: Layout) -> list[Tensor]:
@@ -329,30 +330,10 @@ def _tied(named: Iterable[tuple[str, Tensor]]) -> list[tuple[list[str], Tensor]]
     """Group names by storage, in module order; a trainable tensor represents its group."""
     groups: dict[object, tuple[list[str], Tensor]] = {}
     for name, tensor in named:
-        key = _storage_key(tensor)
+        key = place_of(tensor)
         names, first = groups.get(key, ([], tensor))
         groups[key] = ([*names, name], first if first.requires_grad else tensor)
     return list(groups.values())
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor: the local part of a sharded one, else all of it."""
-    # Looked up by name because importing DTensor takes a second, which a plain model need not pay.
-    to_local = getattr(tensor, "to_local", None)
-    if to_local is not None:
-        # Without gradients to_local() returns the tensor that it holds; with them, and in detach()
-        # of a DTensor, an operation is dispatched, which takes 0.1 ms.
-        with torch.no_grad():
-            tensor = to_local()
-    return tensor.detach()
-
-
-def _storage_key(parameter: Tensor) -> object:
-    """Identify the elements a parameter stands for, so that equal keys mean tied weights."""
-    local = local_of(parameter)
-    if local.numel() == 0 or local.device.type == "meta":
-        return id(parameter)  # Of a sharded model this rank may hold nothing.
-    return (local.device, local.data_ptr(), tuple(parameter.shape), local.stride())
 
 
 def _refuse_overlap(groups: Collection[tuple[list[str], Tensor]]) -> None:
@@ -361,7 +342,7 @@ def _refuse_overlap(groups: Collection[tuple[list[str], Tensor]]) -> None:
     extents = sorted(
         (str(local.device), local.data_ptr(), local.data_ptr() + _extent_bytes(local), name)
         for name, local in held
-        if local.numel() and local.device.type != "meta"
+        if local.numel() and has_window(local)
     )
     for (device, _, stop, name), (device_next, start, _, name_next) in pairwise(extents):
         if device == device_next and start < stop:

@@ -65,6 +65,9 @@ class LeaderCheckpointer(Checkpointer):
         self._adopted: list[Document] = []
         self._read: int | None = None
 
+    def _require_model_kept(self) -> None:
+        """Nothing: torch.distributed.checkpoint keeps the model of several ranks."""
+
     def fits(self, run: str, fragment_numels: tuple[int, ...]) -> str:
         """See `Checkpointer.fits`; that of a learner of one process is written anew, for all."""
         problem, checkpoint = super().fits(run, fragment_numels), self.loaded

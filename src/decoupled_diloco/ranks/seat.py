@@ -19,10 +19,10 @@ from decoupled_diloco.learner.checkpoint import OPTIMIZER
 from decoupled_diloco.learner.checkpointer import all_stateful, require_stateful
 from decoupled_diloco.learner.checks import (
     refuse_own_copies,
+    refuse_what_cannot_be_written,
     refuse_what_is_not_finite,
-    refuse_what_is_nowhere,
 )
-from decoupled_diloco.learner.modules import Model, plain
+from decoupled_diloco.learner.modules import Model, give_buffers_memory, plain
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.ranks.carrier import CarriedValues
 from decoupled_diloco.ranks.carriers import cut_for
@@ -96,7 +96,8 @@ class RankSeat:
         """
         mine: Document = {"arguments": arguments, "host": self.around.host()}
         try:
-            refuse_what_is_nowhere(self._module)
+            refuse_what_cannot_be_written(self._module)
+            give_buffers_memory(self._module)
             refuse_what_is_not_finite(self._module)
             check()
             if folder is not None:

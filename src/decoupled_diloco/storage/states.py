@@ -7,13 +7,18 @@ itself; everything else is an object with one key that names its kind:
 ```
 {"dict": [[key, value], …]}   {"tuple": […]}   {"tensor": name}   {"array": name}
 {"complex": name}   {"bytes": hex}   {"float": "inf" | "-inf" | "nan"}
+{"dtype": name}   {"wrapper": [class, shape, strides, context, {attribute: tensor, …}]}
 ```
+
+A *wrapper* is a tensor subclass around other tensors, as quantized weights and the states of 8-bit
+optimizers are. Its class is looked up among the modules that the program has imported.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,6 +28,7 @@ import torch
 from torch import Tensor
 
 from decoupled_diloco.errors import ConfigError, StorageError
+from decoupled_diloco.merge import inside_of, is_wrapper, place_of
 from decoupled_diloco.storage.files import NOT_JSON
 
 DEPTH_MAX = 100
@@ -130,7 +136,9 @@ class _Packer:
         if type(value) is float:
             return value if math.isfinite(value) else {"float": str(value)}
         if isinstance(value, Tensor):
-            return self._tensor(value, where)
+            return self._tensor(value, where, depth + 1)
+        if type(value) is torch.dtype:
+            return {"dtype": str(value).removeprefix("torch.")}
         if type(value) is bytes:
             return {"bytes": value.hex()}
         if isinstance(value, np.ndarray):
@@ -152,7 +160,9 @@ class _Packer:
                 raise ConfigError(f"{where} has the key {key!r}: only text and integers are kept")
         return {"dict": [[k, self.plain(v, f"{where}[{k!r}]", depth)] for k, v in value.items()]}
 
-    def _tensor(self, tensor: Tensor, where: str) -> Any:
+    def _tensor(self, tensor: Tensor, where: str, depth: int) -> Any:
+        if is_wrapper(tensor):
+            return {"wrapper": self._wrapper(tensor.detach(), where, depth)}
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
             kind = f"{tensor.layout} {tensor.dtype} tensor on {tensor.device}"
             raise ConfigError(f"{where} is a {kind}, which cannot be kept: make it a dense one")
@@ -161,13 +171,25 @@ class _Packer:
             return {"complex": self._keep(torch.view_as_real(tensor.resolve_conj()))}
         return {"tensor": self._keep(tensor)}
 
+    def _wrapper(self, tensor: Tensor, where: str, depth: int) -> list[Any]:
+        kind = type(tensor)
+        name = f"{kind.__module__}:{kind.__qualname__}"
+        if _wrapper_class(name) is not kind:
+            raise ConfigError(
+                f"{where} is a {kind.__qualname__}, which cannot be kept: define this tensor "
+                "subclass at the top of a module, with __tensor_flatten__ and __tensor_unflatten__"
+            )
+        inside, context = inside_of(tensor)
+        return [
+            name,
+            list(tensor.shape),
+            list(tensor.stride()),
+            self.plain(context, f"{where}'s context", depth),
+            {key: self._tensor(each, f"{where}.{key}", depth) for key, each in inside.items()},
+        ]
+
     def _keep(self, tensor: Tensor) -> str:
-        place: object = (
-            (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-            if tensor.numel()
-            else len(self.tensors)
-        )
-        name = self._names.setdefault(place, str(len(self.tensors)))
+        name = self._names.setdefault(place_of(tensor), str(len(self.tensors)))
         # The one that is kept keeps its memory alive, so no other can get the same place.
         self.tensors.setdefault(name, tensor)
         return name
@@ -195,6 +217,30 @@ def _unpacked(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     return _KINDS[kind](content, tensors)
 
 
+def _wrapper_class(name: str) -> Any:
+    """The tensor subclass of a name; None if the program has not imported one."""
+    module, _, qualified = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in qualified.split("."):
+        found = getattr(found, part, None)
+    is_one = isinstance(found, type) and issubclass(found, Tensor)
+    return found if is_one and hasattr(found, "__tensor_unflatten__") else None
+
+
+def _wrapped(content: list[Any], tensors: Mapping[str, Tensor]) -> Tensor:
+    name, shape, strides, context, inside = content
+    kind = _wrapper_class(name)
+    if kind is None:
+        raise StorageError(f"{name} is not imported: import its module before the Learner is made")
+    parts = {key: _unpacked(each, tensors) for key, each in inside.items()}
+    context = _unpacked(context, tensors)
+    try:
+        made: Tensor = kind.__tensor_unflatten__(parts, context, torch.Size(shape), tuple(strides))
+    except Exception as error:  # whatever the subclass raises, this state is not one of it
+        raise StorageError(f"{name} cannot be made of what was kept: {error!r:.200}") from error
+    return made
+
+
 _KINDS: dict[str, Callable[[Any, Mapping[str, Tensor]], Any]] = {
     "dict": lambda pairs, tensors: {key: _unpacked(item, tensors) for key, item in pairs},
     "tuple": lambda items, tensors: tuple(_unpacked(item, tensors) for item in items),
@@ -202,8 +248,17 @@ _KINDS: dict[str, Callable[[Any, Mapping[str, Tensor]], Any]] = {
     "complex": lambda name, tensors: torch.view_as_complex(tensors[name]),
     "array": lambda name, tensors: _array(tensors[name]),
     "bytes": lambda text, tensors: bytes.fromhex(text),
+    "dtype": lambda name, tensors: _dtype(name),
+    "wrapper": _wrapped,
     "float": lambda text, tensors: float(text),
 }
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name} is not a dtype")
+    return found
 
 
 def _array(tensor: Tensor) -> Any:

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from decoupled_diloco.errors import StorageError
-from decoupled_diloco.merge import digest
+from decoupled_diloco.merge import digest, place_of
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.storage.files import NOT_JSON
 
@@ -112,9 +112,9 @@ def _drop_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dic
     """Split names for the same memory from tensors, which come as separate contiguous copies."""
     unique: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
-    names: dict[tuple[object, ...], str] = {}
+    names: dict[object, str] = {}
     for name, tensor in tensors.items():
-        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        place = place_of(tensor)
         if tensor.numel() and place in names:
             aliases[name] = names[place]
         else:

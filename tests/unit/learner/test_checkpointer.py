@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
+from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.learner.checkpoint import CheckpointFolder, LearnerCheckpoint
 from decoupled_diloco.learner.checkpointer import Checkpointer
 
@@ -81,3 +84,35 @@ def test_a_checkpoint_from_which_it_is_about_to_go_on_is_not_forgotten(tmp_path:
     again._writer.submit(int).result(20.0)
     assert not list(tmp_path.glob("*.safetensors"))
     again.close()
+
+
+class Opaque(nn.Linear):
+    """A module with a state that only pickle could keep."""
+
+    def get_extra_state(self) -> object:
+        return {1}
+
+    def set_extra_state(self, state: object) -> None:
+        raise AssertionError("it is never kept")
+
+
+@pytest.mark.parametrize(
+    ("model", "what"),
+    [
+        (lambda: Opaque(2, 2), "_extra_state"),
+        (lambda: nn.Sequential(nn.Linear(2, 2), Opaque(2, 2)), "1._extra_state"),
+        (lambda: sparse(), "table"),
+    ],
+)
+def test_a_model_that_cannot_be_kept_is_refused_at_once(
+    model: Callable[[], nn.Module], what: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^checkpoint= cannot keep the model: .*'{what}'"):
+        Checkpointer("me", model(), {}, CheckpointFolder(tmp_path), every_seconds=0.0)
+    Checkpointer("me", model(), {}, None, every_seconds=0.0).close()
+
+
+def sparse() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.register_buffer("table", torch.eye(3).to_sparse())
+    return model

@@ -17,6 +17,7 @@ from torch import nn
 from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.storage.states import host_memory, on_host, pack, unpack
 from decoupled_diloco.storage.weights import load_sealed, save_sealed
+from wrapped import Wrapped
 
 DTYPES = (
     torch.float64,
@@ -212,3 +213,28 @@ def test_a_file_without_a_seal_is_refused(tmp_path: Path) -> None:
     save_weights(tmp_path / "w", {"a": torch.ones(1)}, {"text": json.dumps(1)})
     with pytest.raises(StorageError, match="metadata is not what was written"):
         load_sealed(tmp_path / "w")
+
+
+def test_wrapper_subclasses_come_back_as_they_were(tmp_path: Path) -> None:
+    """Their memory is inside them: data pointer 0 does not make two of them one."""
+    one, other = Wrapped(torch.full((2, 3), 1.5)), Wrapped(torch.zeros(2, 3))
+    back = kept({"a": one, "b": [other, one]}, tmp_path)
+    assert type(back["a"]) is type(back["b"][0]) is Wrapped
+    assert torch.equal(back["a"].inner, one.inner)
+    assert torch.equal(back["b"][0].inner, other.inner)
+    assert back["a"].inner.data_ptr() == back["b"][1].inner.data_ptr()
+
+
+def test_a_wrapper_whose_class_nobody_can_look_up_is_refused() -> None:
+    class Local(Wrapped):
+        pass
+
+    with pytest.raises(ConfigError, match=r"state\['m'\] is a .*Local, which cannot be kept: de"):
+        pack({"m": Local(torch.ones(2))})
+
+
+@pytest.mark.parametrize("name", ["os:path", "builtins:object", "no.such:Tensor", "torch:Tensor"])
+def test_only_wrapper_subclasses_are_made_again(name: str) -> None:
+    text = json.dumps({"wrapper": [name, [1], [1], None, {"dict": []}]})
+    with pytest.raises(StorageError):
+        unpack({}, text)
