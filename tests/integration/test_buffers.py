@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from decoupled_diloco.config.method import plan_of, read_public
+from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.export.weights import fill, find_weights
 from decoupled_diloco.merge import layout_of
 from decoupled_diloco.syncer.result import assemble
@@ -103,3 +104,24 @@ def test_buffers_may_stay_local(make: Make) -> None:
     assert set(weights) == {name for name, _ in model().named_parameters()}
     mine, other = (trainer.model[1].running_mean for trainer in trainers)  # type: ignore[index]
     assert not torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("what", ["parameter", "buffer"])
+def test_a_model_that_changes_after_the_join_is_reported_in_the_next_step(
+    make: Make, what: str
+) -> None:
+    """The learner then leaves: nothing of another model is sent."""
+    system = make()
+    system.start()
+    net = model()
+    learner = system.learner(net, "a")
+    learner.step(tokens=TOKENS)
+    if what == "parameter":
+        net[0].weight = nn.Parameter(torch.ones(16, 4))
+    else:
+        net[1].running_mean = torch.zeros(3)
+    with pytest.raises(ConfigError, match=rf"^{what} '[01]\.\w+' (was|changed)"):
+        learner.step(tokens=TOKENS)
+    with pytest.raises(ConfigError):
+        learner.step(tokens=TOKENS)
+    learner.close()

@@ -213,10 +213,10 @@ class Background:
 
     def _broken(self, error: BaseException) -> None:
         if isinstance(error, Error):
-            self._fail(error)
+            self.fail(error)
             return
         logger.error("the background of %s failed", self.identity.name, exc_info=error)
-        self._fail(Error(f"the background of {self.identity.name} failed: {error!r}"))
+        self.fail(Error(f"the background of {self.identity.name} failed: {error!r}"))
 
     def sample(self, sample: Sample) -> None:
         """Writes a measurement to the tape."""
@@ -340,7 +340,8 @@ class Background:
         with self.changed:
             self.changed.notify()
 
-    def _fail(self, error: Error) -> None:
+    def fail(self, error: Error) -> None:
+        """End the learner: `close` no longer takes part, and each `step` raises this error."""
         with self.changed:
             if self.failure is None:
                 self.failure = error
@@ -426,7 +427,7 @@ class Background:
     async def _end_with_the_program(self) -> None:
         """A program that ends without `close`, by Ctrl-C say, is not held up by this thread."""
         await runtime().program_ended()
-        self._fail(Error(_NO_MAIN_THREAD))
+        self.fail(Error(_NO_MAIN_THREAD))
         self._leave("its program has ended")
 
     async def _watch(self) -> None:

@@ -40,10 +40,12 @@ from decoupled_diloco.learner.draws import LAST_STEP, Draws
 from decoupled_diloco.learner.joining import JOIN_TIMEOUT_SECONDS
 from decoupled_diloco.learner.loops import batches_of, following
 from decoupled_diloco.learner.losses import StepLosses
+from decoupled_diloco.learner.model_guard import ModelGuard
 from decoupled_diloco.learner.modules import Model, device_text, plain
 from decoupled_diloco.learner.participation import addresses_in
 from decoupled_diloco.learner.store import ModuleStore, ParameterStore
 from decoupled_diloco.learner.taking_part import TakingPart
+from decoupled_diloco.merge import Layout
 from decoupled_diloco.monitor.tally import LearnerTally
 from decoupled_diloco.monitor.watched import WatchedLearner
 from decoupled_diloco.observe.samples import LossMeasured
@@ -178,6 +180,7 @@ class Learner(TakingPart):
         if store is None:
             store = ModuleStore(model)  # First: what it cannot hold cannot be looked at either.
             refuse_what_is_not_finite(model)
+        self._guard = self._guard_of(model, store.layout)
         self._after_apply, self._waits, self._losses = after_apply, True, StepLosses()
         self._hand_in_seconds = parts.not_negative("hand_in_seconds", hand_in_seconds)
         self._transfers = parts.transfers_of(objects, donate, stateful or {}, listen, syncer, tls)
@@ -208,6 +211,7 @@ class Learner(TakingPart):
             device=self._device_text(),
         )
         self.leases = DataLeases(self._background)
+        self._guard.compares_buffers = self._shared.config.sync.buffers != "local"
 
     def _enter(self) -> None:
         super()._enter()
@@ -271,8 +275,10 @@ class Learner(TakingPart):
             Whether the run goes on. After ``False``, stop training and `close`.
 
         Raises:
-            ConfigError: ``tokens`` is negative, NaN or not a number; ``loss`` is not a number; in
-                the first step: the optimizer holds copies; or the learner is closed.
+            ConfigError: a parameter was replaced, untied, unfrozen, cast or moved since the join,
+                or a synchronised buffer changed its form; ``tokens`` is negative, NaN or not a
+                number; ``loss`` is not a number; in the first step: the optimizer holds copies; or
+                the learner is closed.
             TransportError: ``give_up_seconds`` have passed without any shard.
         """
         if self._closed:
@@ -391,6 +397,7 @@ class Learner(TakingPart):
 
     async def _take_step(self, tokens: int, loss: float | None) -> bool:
         self._raise_failure()
+        self._check_model()
         self._check_optimizer()
         began = now()
         plan = self._at_boundary(StepFinished(tokens, self.leases.taken()), loss)
@@ -437,6 +444,17 @@ class Learner(TakingPart):
             self._background.tell_later(RandomDrawn(states))
         if step >= LAST_STEP:
             self._draws = None
+
+    def _guard_of(self, model: torch.nn.Module, layout: Layout) -> ModelGuard:
+        return ModelGuard(model, layout)
+
+    def _check_model(self) -> None:
+        """Report a change of the model before anything is read from it or written to it."""
+        try:
+            self._guard.check()
+        except ConfigError as error:
+            self._background.fail(error)  # `close` sends nothing of a model that is another one
+            raise
 
     def _check_optimizer(self) -> None:
         if self._unchecked is not None:

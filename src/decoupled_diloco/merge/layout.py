@@ -321,9 +321,18 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
 def unwrapped(named: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
     """The same by the names that the model has without wrappers of its parts."""
     for name, thing in named:
-        for each in WRAPPED:
-            name = name.replace(each, "")
-        yield name, thing
+        yield unwrapped_name(name), thing
+
+
+def unwrapped_name(name: str) -> str:
+    """Give the name that a tensor has without wrappers of the model's parts.
+
+    >>> unwrapped_name("blocks.0._orig_mod.weight")
+    'blocks.0.weight'
+    """
+    for each in WRAPPED:
+        name = name.replace(each, "")
+    return name
 
 
 def _tied(named: Iterable[tuple[str, Tensor]]) -> list[tuple[list[str], Tensor]]:

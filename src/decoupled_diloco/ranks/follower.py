@@ -55,6 +55,7 @@ class FollowerRank(OfMany):
         self.addresses = addresses_in(syncer)
         self._seat = seat or blocking(seated(model, told))
         self._model, self._after_apply = plain(model), after_apply
+        self._guard = self._guard_of(self._model, self._seat.model.layout)
         self._facts, self._held = dict(BEFORE), {}
         self.leases = NoLeases()
         self._enter()
@@ -91,12 +92,14 @@ class FollowerRank(OfMany):
         config = read_public(json.dumps(self._public))
         plan = plan_of(Layout.from_json(admitted["layout"]), config)
         self._seat.admit(plan)
+        self._guard.compares_buffers = config.sync.buffers != "local"
         self._seat.carry(
             plan, self.name, admitted["addresses"], self._token, self._tls, self._client
         )
 
     async def _take_step(self, tokens: int, loss: float | None) -> bool:
         self._seat.raise_failure()
+        self._check_model()
         self._check_optimizer()
         said: Document = {"tokens": tokens, "loss": loss}
         if self._seat.under_way is None:

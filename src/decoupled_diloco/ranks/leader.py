@@ -227,6 +227,7 @@ class LeaderRank(OfMany):
         """The plan that is carried out was made a step ago."""
         self._raise_failure()
         self._seat.raise_failure()
+        self._check_model()
         self._check_optimizer()
         began = now()
         said: Document = {"tokens": tokens, "loss": loss}

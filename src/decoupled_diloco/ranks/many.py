@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+
 from decoupled_diloco.errors import ConfigError, Error
 from decoupled_diloco.learner.data_leases import DataLeases
 from decoupled_diloco.learner.learner import Learner
+from decoupled_diloco.learner.model_guard import ModelGuard
+from decoupled_diloco.merge import Layout
 from decoupled_diloco.ranks.seat import Document, RankSeat
 
 FIRST = "its first step"
@@ -125,6 +129,16 @@ class OfMany(Learner):
         tensors = self._seat.tensors
         if tensors is not None and tensors.restored and self._after_apply is not None:
             self._after_apply(applied)
+
+    def _guard_of(self, model: nn.Module, layout: Layout) -> ModelGuard:
+        return ModelGuard(model, layout, buffers_in_place=True, settle=self._seat.reshard)
+
+    def _check_model(self) -> None:
+        try:
+            self._guard.check()
+        except ConfigError as error:
+            self._seat.leave(error)
+            raise
 
     def _check_optimizer(self) -> None:
         if self._unchecked is not None:
