@@ -92,7 +92,7 @@ def misfit(model: nn.Module, tensors: Mapping[str, Tensor]) -> str:
     """Why weights are not of a model, in words that follow their name; empty: they are."""
     own = _tensors_of(model)
     for spec in layout_of(model).tensors:
-        if spec.name not in tensors and spec.role != "buffer":
+        if spec.name not in tensors and not spec.is_buffer:
             return f"lacks {spec.name!r}, which the model has"
     for name, values in tensors.items():
         if name not in own:

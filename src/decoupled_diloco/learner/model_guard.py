@@ -94,7 +94,7 @@ class ModelGuard:
         self._forms = {name: _FORM(tensor) for name, tensor in self._names.items()}
         self._slices = list(_slices_of(model))
         self._next = 0
-        synchronised = {spec.name for spec in layout.tensors if spec.role == "buffer"}
+        synchronised = {spec.name for spec in layout.tensors if spec.is_buffer}
         self._buffers = [each for each in _buffers_of(model) if each.name in synchronised]
 
     def check(self) -> None:

@@ -129,7 +129,7 @@ class ModuleStore:
         give_buffers_memory(module)
         self._layout = layout_of(module)
         tensors = tensors_of(module, self._layout)
-        names = [spec.name for spec in self._layout.tensors if spec.role == "buffer"]
+        names = [spec.name for spec in self._layout.tensors if spec.is_buffer]
         self._parameters = tensors[: len(tensors) - len(names)]
         self._buffers = [(_owner_of(module, name), name.rpartition(".")[2]) for name in names]
         self._device = self._parameters[0].device

@@ -15,6 +15,11 @@ a full-length step along noise would do harm.
 Everything kept is a sum over learners, so accumulators can be combined in any tree. (A segment that
 is taken from one learner is that of the largest weight: a maximum combines as well.)
 
+A buffer's values are merged by their mean, where the mean is of their kind. It is not where all
+contributions are whole numbers (a counter, a mask), or all are unit vectors (a direction), or one
+is not finite. Nor is a mean needed where all are alike, and rounding would change them. In these
+cases the buffer is that of the finite contribution with the largest weight.
+
 Shapes:
     N  elements of one fragment
     S  segments of one fragment
@@ -37,6 +42,11 @@ from decoupled_diloco.merge.fragments import Segment, SegmentMerge
 EPSILON = 1e-3
 
 _MERGES: tuple[SegmentMerge, ...] = get_args(SegmentMerge)
+
+_ALIKE, _WHOLE, _UNIT, _FINITE = 1, 2, 4, 8
+"""What all contributions to a buffer have in common."""
+
+_UNIT_TOLERANCE = 1e-3
 
 
 class Accumulator:
@@ -78,6 +88,10 @@ class Accumulator:
         self._sums: Tensor | None = None
         self._norm_sums = [0.0] * len(self.segments)
         self._heaviest = 0.0
+        self._kinds = [_ALIKE | _WHOLE | _UNIT | _FINITE] * len(self.segments)
+        self._single_weights = [0.0] * len(self.segments)  # negative: not finite, so any other wins
+        self._buffers_start = next((s.start for s in segments if s.merge == "buffer"), numel)
+        self._single: Tensor | None = None
 
     def add(self, vector: Tensor, weight: float, norms: Sequence[float] | None = None) -> None:
         """Fold one whole contribution in. Nothing has changed if this raises.
@@ -124,8 +138,10 @@ class Accumulator:
             )
         if other._sums is not None and self._sums is None:
             self._sums_like(other._sums).copy_(other._sums)
+            self._kinds, self._single_weights = other._kinds[:], other._single_weights[:]
+            self._single = None if other._single is None else other._single.clone()
         elif other._sums is not None:
-            self._combine_sums(other._sums, heavier=other._heaviest > self._heaviest)
+            self._combine_sums(other, heavier=other._heaviest > self._heaviest)
         self._heaviest = max(self._heaviest, other._heaviest)
         self._norm_sums = [a + b for a, b in zip(self._norm_sums, other._norm_sums, strict=True)]
         self.weight += other.weight
@@ -145,14 +161,19 @@ class Accumulator:
         if out is None:
             out = torch.empty_like(self._sums)
         _check_vector(out, self.numel)
-        for segment, norm_sum in zip(self.segments, self._norm_sums, strict=True):
+        for index, (segment, norm_sum) in enumerate(
+            zip(self.segments, self._norm_sums, strict=True)
+        ):
+            if segment.merge == "buffer" and not self._has_a_mean(index):
+                out[segment.start : segment.stop] = self._single_of(segment)
+                continue
             sums = self._sums[segment.start : segment.stop]
             scale = 1.0 if segment.merge == "one" else 1 / self.weight
             if segment.merge == "rda":
                 direction_length = norm_of(sums) / self.weight
                 scale *= norm_sum / self.weight / max(direction_length, self.epsilon)
             _scale(sums, scale, out[segment.start : segment.stop])
-        if not is_finite(out):
+        if not is_finite(out[: self._trained]):
             raise MergeError(
                 f"the merge of {self.count} contributions overflowed fp32: "
                 "their values or weights are too large"
@@ -174,6 +195,11 @@ class Accumulator:
             "count": torch.tensor([self.count], dtype=torch.int64, device="cpu"),
             "epsilon": torch.tensor([self.epsilon], dtype=torch.float64, device="cpu"),
             "heaviest": torch.tensor([self._heaviest], dtype=torch.float64, device="cpu"),
+            "single": torch.empty(0, dtype=torch.float32, device="cpu")
+            if self._single is None
+            else self._single,
+            "single_weights": torch.tensor(self._single_weights, dtype=torch.float64, device="cpu"),
+            "kinds": torch.tensor(self._kinds, dtype=torch.int64, device="cpu"),
             "segment_bounds": torch.tensor(bounds, dtype=torch.int64, device="cpu"),
             "segment_merge": torch.tensor(
                 [_MERGES.index(s.merge) for s in self.segments], dtype=torch.int64, device="cpu"
@@ -203,6 +229,14 @@ class Accumulator:
             accumulator._sums = state["sums"]
         accumulator._norm_sums = state["norm_sums"].tolist()
         accumulator._heaviest = float(state["heaviest"])
+        accumulator._kinds = state["kinds"].tolist()
+        accumulator._single_weights = state["single_weights"].tolist()
+        if accumulator.count and accumulator._buffers_start < accumulator.numel:
+            if state["single"].numel() != accumulator.numel - accumulator._buffers_start:
+                raise MergeError("accumulator state: 'single' has another size than the buffers")
+            accumulator._single = state["single"]
+        if not is_finite(state["sums"][: accumulator._trained]):
+            raise MergeError("accumulator state: 'sums' holds a value that is not finite")
         return accumulator
 
     def _fold(
@@ -223,6 +257,8 @@ class Accumulator:
                     if weight > self._heaviest:
                         target.copy_(values)
                     continue
+                if self.segments[index].merge == "buffer":
+                    continue
                 if is_rda and norms[index] == 0:  # φ(0) = 0
                     if first:
                         target.zero_()
@@ -235,16 +271,76 @@ class Accumulator:
         for index, segment in enumerate(self.segments):
             if segment.merge == "rda":
                 self._norm_sums[index] += weight * norms[index]
+            elif segment.merge == "buffer":
+                self._fold_buffer(index, _values_of(parts, segment), weight, first=first)
         self._heaviest = max(self._heaviest, weight)
         self.weight += weight
         self.count += 1
 
-    def _combine_sums(self, sums: Tensor, *, heavier: bool) -> None:
-        """Adds sums; of what is taken from one learner those of the heavier one stay."""
+    @property
+    def _trained(self) -> int:
+        """The elements before the buffers, which have to be finite."""
+        buffers = (s.start for s in self.segments if s.merge in ("buffer", "one"))
+        return next(buffers, self.numel)
+
+    def _has_a_mean(self, index: int) -> bool:
+        return self._kinds[index] == _FINITE
+
+    def _single_of(self, segment: Segment) -> Tensor:
+        """The values of one contribution to a buffer."""
+        if self._single is None:
+            assert self._sums is not None
+            self._single = torch.empty_like(self._sums[self._buffers_start :])
+        start = segment.start - self._buffers_start
+        return self._single[start : start + segment.stop - segment.start]
+
+    def _fold_buffer(self, index: int, values: Tensor, weight: float, *, first: bool) -> None:
         assert self._sums is not None
-        for segment in self.segments:
+        segment = self.segments[index]
+        sums, single = self._sums[segment.start : segment.stop], self._single_of(segment)
+        kinds = _kinds_of(values)
+        if first or _same_bits(values, single):
+            kinds |= _ALIKE
+        self._kinds[index] &= kinds
+        if first:
+            _scale(values, weight, sums)
+        elif self._kinds[index] & _FINITE:
+            _add_scaled(sums, values, weight)
+        if not is_finite(sums):  # as is the sum of large finite ones, such as a mask's
+            self._kinds[index] &= ~_FINITE
+            sums.zero_()
+        rank = weight if kinds & _FINITE else -1 / weight
+        if first or rank > self._single_weights[index]:
+            single.copy_(values)
+            self._single_weights[index] = rank
+
+    def _combine_buffer(self, index: int, other: Accumulator) -> None:
+        assert self._sums is not None
+        assert other._sums is not None
+        segment = self.segments[index]
+        single, theirs = self._single_of(segment), other._single_of(segment)
+        self._kinds[index] &= other._kinds[index]
+        if not _same_bits(single, theirs):
+            self._kinds[index] &= ~_ALIKE
+        sums = self._sums[segment.start : segment.stop]
+        sums.add_(other._sums[segment.start : segment.stop])
+        if not is_finite(sums):
+            self._kinds[index] &= ~_FINITE
+            sums.zero_()
+        if other._single_weights[index] > self._single_weights[index]:
+            single.copy_(theirs)
+            self._single_weights[index] = other._single_weights[index]
+
+    def _combine_sums(self, other: Accumulator, *, heavier: bool) -> None:
+        """Adds sums; of what is taken from one learner those of the heavier one stay."""
+        sums = other._sums
+        assert self._sums is not None
+        assert sums is not None
+        for index, segment in enumerate(self.segments):
             target, values = (x[segment.start : segment.stop] for x in (self._sums, sums))
-            if segment.merge != "one":
+            if segment.merge == "buffer":
+                self._combine_buffer(index, other)
+            elif segment.merge != "one":
                 target.add_(values)
             elif heavier:
                 target.copy_(values)
@@ -299,7 +395,10 @@ class Contribution:
         squares, of_means = list(self._squares), self._squares_of_means
         for index, low, high in _overlaps(self.segments, start, part.numel()):
             values = part[low - start : high - start]
-            merge, square = self.segments[index].merge, squares_of(values)
+            merge = self.segments[index].merge
+            if merge in ("buffer", "one"):  # no change, so no norm; it may be infinite
+                continue
+            square = squares_of(values)
             finite = math.isfinite(square)
             if merge == "rda":
                 squares[index] += square
@@ -366,6 +465,36 @@ def merge(
     for vector, weight in zip(vectors, weights, strict=True):
         accumulator.add(vector, weight)
     return accumulator.result()
+
+
+def _values_of(parts: Sequence[tuple[int, Tensor]], segment: Segment) -> Tensor:
+    """A segment's values from the parts of a contribution."""
+    for start, part in parts:
+        if start <= segment.start and segment.stop <= start + part.numel():
+            return part[segment.start - start : segment.stop - start]
+    values = torch.empty(
+        segment.stop - segment.start, dtype=torch.float32, device=parts[0][1].device
+    )
+    for start, part in parts:
+        for _, low, high in _overlaps([segment], start, part.numel()):
+            values[low - segment.start : high - segment.start] = part[low - start : high - start]
+    return values
+
+
+def _kinds_of(values: Tensor) -> int:
+    """Which of `_WHOLE`, `_UNIT` and `_FINITE` values are."""
+    if not is_finite(values):
+        return 0
+    kinds = _FINITE
+    if torch.equal(values, values.round()):
+        kinds |= _WHOLE
+    if values.numel() > 1 and abs(norm_of(values) - 1) < _UNIT_TOLERANCE:
+        kinds |= _UNIT
+    return kinds
+
+
+def _same_bits(left: Tensor, right: Tensor) -> bool:
+    return torch.equal(left.view(torch.int32), right.view(torch.int32))
 
 
 def _add_scaled(sums: Tensor, values: Tensor, factor: float) -> None:
@@ -437,6 +566,9 @@ def _check_state(state: Mapping[str, Tensor]) -> None:
         "count": (torch.int64, (1,)),
         "epsilon": (torch.float64, (1,)),
         "heaviest": (torch.float64, (1,)),
+        "single": (torch.float32, None),
+        "single_weights": (torch.float64, (count,)),
+        "kinds": (torch.int64, (count,)),
         "segment_bounds": (torch.int64, (count, 2)),
         "segment_merge": (torch.int64, (count,)),
     }
@@ -446,7 +578,8 @@ def _check_state(state: Mapping[str, Tensor]) -> None:
         tensor = state[name]
         if tensor.dtype != dtype or (tensor.dim() != 1 if shape is None else tensor.shape != shape):
             raise MergeError(f"accumulator state: '{name}' is {tensor.dtype} {tuple(tensor.shape)}")
-        if dtype.is_floating_point and not is_finite(tensor):
+        values_may_be_infinite = name in ("sums", "single")  # of buffers
+        if dtype.is_floating_point and not (values_may_be_infinite or is_finite(tensor)):
             raise MergeError(f"accumulator state: '{name}' holds a value that is not finite")
     known = (state["segment_merge"] >= 0) & (state["segment_merge"] < len(_MERGES))
     if not bool(known.all()):

@@ -109,34 +109,42 @@ class BuffersExact:
     """A codec for a fragment's parameters; the buffers behind them go in fp32.
 
     Rounded, a table of frequencies would no longer be what the model was built with, and a
-    variance that falls could come out below zero.
+    variance that falls could come out below zero. They go as values: of an infinite one there is no
+    difference.
+
+    Attributes:
+        parameters_numel: The elements before the buffers.
     """
 
     group = None
 
     def __init__(self, parameters: Codec, numel: int) -> None:
         self._parameters = parameters
-        self._numel = numel
+        self.parameters_numel = numel
         self._buffers = codec("fp32")
         self.name = parameters.name
 
     def nbytes(self, numel: int) -> int:
-        return self._parameters.nbytes(self._numel) + self._buffers.nbytes(numel - self._numel)
+        return self._parameters.nbytes(self.parameters_numel) + self._buffers.nbytes(
+            numel - self.parameters_numel
+        )
 
     def encode(self, vector: Tensor, out: Tensor | memoryview | None = None) -> Tensor:
         body = room_for(self.nbytes(vector.numel()), out, vector.device)
-        cut = self._parameters.nbytes(self._numel)
-        self._parameters.encode(vector[: self._numel], body[:cut])
-        self._buffers.encode(vector[self._numel :], body[cut:])
+        cut = self._parameters.nbytes(self.parameters_numel)
+        self._parameters.encode(vector[: self.parameters_numel], body[:cut])
+        self._buffers.encode(vector[self.parameters_numel :], body[cut:])
         return body
 
     def decode(self, body: Body, numel: int, out: Tensor | None = None) -> Tensor:
-        source, cut = as_bytes(body), self._parameters.nbytes(self._numel)
+        source, cut = as_bytes(body), self._parameters.nbytes(self.parameters_numel)
         check_size(source, self, numel)
         if out is None:
             out = torch.empty(numel, dtype=torch.float32, device=source.device)
-        self._parameters.decode(source[:cut], self._numel, out[: self._numel])
-        self._buffers.decode(source[cut:], numel - self._numel, out[self._numel :])
+        self._parameters.decode(source[:cut], self.parameters_numel, out[: self.parameters_numel])
+        self._buffers.decode(
+            source[cut:], numel - self.parameters_numel, out[self.parameters_numel :]
+        )
         return out
 
 

@@ -62,8 +62,9 @@ class Fragment:
 class Segment:
     """Elements `start <= i < stop` of a flat fragment that are merged as one vector.
 
-    A `"buffer"` segment is merged by mean, of values and not of changes, and has no norm. A `"one"`
-    segment is such a segment as well: it is taken from the contribution of the largest weight.
+    A `"buffer"` segment is merged by mean, of values and not of changes, and has no norm; where a
+    mean makes no sense, `accumulate` says when, it is taken from a single contribution. A `"one"`
+    segment always is: from that of the largest weight.
     """
 
     start: int
@@ -84,7 +85,8 @@ def partition(
 ) -> tuple[Fragment, ...]:
     """Cut a layout into fragments; deterministic, every element in exactly one of them.
 
-    - `"balanced"` (default): tensors by size, descending, each into the smallest bin; a tensor
+    - `"balanced"` (default): tensors by size, descending, each into the smallest bin; the buffers
+      of one module stay together, so that one learner's fit each other; a tensor
       larger than a fair share `total / P` is first cut into parts of that size and a rest, between
       leading rows if these are small; splittable tensors are then poured over the smallest bins.
       The largest fragment is at most 4/3 of the optimum.
@@ -179,24 +181,48 @@ def _balanced(
         splittable if isinstance(splittable, bool) else splittable(spec) for spec in layout.tensors
     ]
     by_size = sorted(range(len(layout.tensors)), key=lambda i: (-layout.tensors[i].numel, i))
+    together = [] if splittable is False else _buffers_together(layout, fragments)
+    for group in together:
+        for index in group:
+            pourable[index] = False
+    grouped = {index for group in together for index in group}
     parts = [
-        part
+        [part]
         for index in by_size
-        if not pourable[index]
+        if not pourable[index] and index not in grouped
         for part in _cut(layout, index, fragments if splittable is not False else 1)
     ]
+    parts += [[Piece(i, 0, layout.tensors[i].numel) for i in group] for group in together]
     bins: list[list[Piece]] = [[] for _ in range(fragments)]
     loads = [0] * fragments
     smallest_first = [(0, p) for p in range(fragments)]
-    for part in sorted(parts, key=lambda part: (-part.numel, part.tensor, part.start)):
+    for part in sorted(parts, key=lambda part: (-_numel(part), part[0].tensor, part[0].start)):
         _, p = smallest_first[0]
-        bins[p].append(part)
-        loads[p] += part.numel
+        bins[p] += part
+        loads[p] += _numel(part)
         heapq.heapreplace(smallest_first, (loads[p], p))
     for index in by_size:
         if pourable[index]:
             _pour(layout, index, fragments, bins, loads)
     return bins
+
+
+def _numel(pieces: Sequence[Piece]) -> int:
+    return sum(piece.numel for piece in pieces)
+
+
+def _buffers_together(layout: Layout, fragments: int) -> list[list[int]]:
+    """The buffers of each module that has several, where all of them fit into a fair share."""
+    owned: dict[str, list[int]] = {}
+    for index, spec in enumerate(layout.tensors):
+        if spec.is_buffer:
+            owned.setdefault(spec.name.rpartition(".")[0], []).append(index)
+    return [
+        group
+        for group in owned.values()
+        if len(group) > 1
+        and sum(layout.tensors[index].numel for index in group) * fragments <= layout.numel
+    ]
 
 
 def _cut(layout: Layout, index: int, fragments: int) -> list[Piece]:
@@ -303,9 +329,10 @@ def segments(
 
     Args:
         method: `"rda"`: every piece is a vector of its own, merged by RDA, but embeddings by plain
-            mean. `"mean"`: one mean over everything. Buffers, which come last, are a segment of
-            their own either way.
-        buffers: Merged by the `"mean"` of their values, or taken from `"one"` learner.
+            mean. `"mean"`: one mean over everything. Each buffer, and buffers come last, is a
+            segment of its own either way.
+        buffers: Merged by the `"mean"` of their values, but those of a parametrization; or all
+            taken from `"one"` learner.
 
     Source:
         Decoupled DiLoCo: the embedding by plain weighted mean, all else by RDA.
@@ -313,21 +340,21 @@ def segments(
     found: list[Segment] = []
     for start, stop, piece in _spans(fragment):
         merge = _merge_of(layout.tensors[piece.tensor], method, buffers)
-        if found and merge == found[-1].merge != "rda":
+        if found and merge == found[-1].merge and merge in ("mean", "one"):
             start = found.pop().start
         found.append(Segment(start, stop, merge))
     return tuple(found)
 
 
 def _merge_of(spec: TensorSpec, method: MergeMethod, buffers: Buffers) -> SegmentMerge:
-    if spec.role == "buffer":
-        return "buffer" if buffers == "mean" else "one"
+    if spec.is_buffer:
+        return "buffer" if buffers == "mean" and spec.role == "buffer" else "one"
     return "mean" if merges_elementwise(spec) else method
 
 
 def parameters_numel(fragment: Fragment, layout: Layout) -> int:
     """The elements of a flat fragment that are parameters; those behind them are buffers."""
-    return sum(p.numel for p in fragment.pieces if layout.tensors[p.tensor].role != "buffer")
+    return sum(p.numel for p in fragment.pieces if not layout.tensors[p.tensor].is_buffer)
 
 
 def clipped(fragment: Fragment, start: int, stop: int) -> Fragment:

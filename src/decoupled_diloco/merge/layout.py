@@ -19,14 +19,14 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 import torch
 from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from decoupled_diloco.errors import ConfigError, ProtocolError
-from decoupled_diloco.merge.blocks import is_finite
 from decoupled_diloco.merge.memory import has_window, local_of, place_of
 
 T = TypeVar("T")
 
-Role = Literal["matrix", "embedding", "buffer"]
+Role = Literal["matrix", "embedding", "buffer", "single"]
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -73,7 +73,8 @@ class TensorSpec:
         shape: Its shape; every dimension >= 1.
         dtype: A key of `DTYPES`: the dtype in which the learner trains it.
         role: `"embedding"` is merged by plain weighted mean, `"matrix"` by the method of the run.
-            A `"buffer"` is replaced by the weighted mean of the learners' values.
+            A `"buffer"` is replaced by the weighted mean of the learners' values, a `"single"` one
+            by the values of a single learner.
         aliases: The other names of a tied weight.
     """
 
@@ -88,6 +89,11 @@ class TensorSpec:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def is_buffer(self) -> bool:
+        """Whether it is a buffer, whose values are merged and not their changes."""
+        return self.role in ("buffer", "single")
 
 
 @dataclass(frozen=True)
@@ -144,8 +150,8 @@ class Layout:
 
     def without_buffers(self) -> Layout:
         """The parameters alone, for a run whose buffers stay local."""
-        kept = tuple(spec for spec in self.tensors if spec.role != "buffer")
-        local = [spec.name for spec in self.tensors if spec.role == "buffer"]
+        kept = tuple(spec for spec in self.tensors if not spec.is_buffer)
+        local = [spec.name for spec in self.tensors if spec.is_buffer]
         local += [constant.name for constant in self.constants]
         return Layout(kept, (*self.excluded, *local))
 
@@ -210,7 +216,7 @@ class Layout:
 
     def _contradiction(self) -> str:
         """What in it cannot be beside the rest; empty if all can."""
-        roles = [spec.role == "buffer" for spec in self.tensors]
+        roles = [spec.is_buffer for spec in self.tensors]
         if roles != sorted(roles):
             return "layout.tensors has a parameter behind a buffer"
         if self.numel > NUMEL_MAX:
@@ -237,9 +243,10 @@ def layout_of(module: nn.Module) -> Layout:
     Trainable parameters in module order, under the names that they have without wrappers; tied
     weights are one tensor by storage: the first name wins, the others are its aliases, and if any
     of them belongs to an `nn.Embedding` the tensor's role is `"embedding"`. Behind them come the
-    buffers that a state dict has, if they are of a floating dtype and finite (a mask of -inf has no
-    mean); small ones of whole numbers are constants. Frozen parameters, other buffers and what has
-    no elements are excluded.
+    buffers that a state dict has, if they are of a floating dtype; those of a parametrization are
+    taken from a single learner. Small ones of whole numbers are constants. Frozen parameters, other
+    buffers and what has no elements are excluded. Values never count: learners whose buffers have
+    different values have the same layout.
 
     Raises:
         ConfigError: Nothing is trainable, a trainable parameter has a dtype that is not supported,
@@ -269,13 +276,15 @@ def layout_of(module: nn.Module) -> Layout:
 def _buffers_of(module: nn.Module) -> tuple[list[TensorSpec], tuple[Constant, ...], list[str]]:
     """Buffers to be merged, those that are kept as they are, and those that stay local."""
     saved = dict(unwrapped(module.state_dict(keep_vars=True).items())).keys()
+    single = _reparametrizing(module)
     merged: list[TensorSpec] = []
     constants: list[Constant] = []
     local: list[str] = []
     for names, buffer in _tied(unwrapped(module.named_buffers(remove_duplicate=False))):
         shape, dtype = tuple(buffer.shape), str(buffer.dtype).removeprefix("torch.")
-        if not saved.isdisjoint(names) and buffer.numel() and _has_a_mean(buffer):
-            merged.append(TensorSpec(names[0], shape, dtype, "buffer", tuple(names[1:])))
+        if not saved.isdisjoint(names) and buffer.numel() and _is_merged(buffer):
+            role: Role = "buffer" if single.isdisjoint(names) else "single"
+            merged.append(TensorSpec(names[0], shape, dtype, role, tuple(names[1:])))
         elif names[0] in saved and dtype in WHOLE_DTYPES and _is_small(buffer):
             values = tuple(int(value) for value in buffer.reshape(-1).tolist())
             constants += [Constant(name, shape, dtype, values) for name in names]
@@ -284,10 +293,26 @@ def _buffers_of(module: nn.Module) -> tuple[list[TensorSpec], tuple[Constant, ..
     return merged, tuple(constants), local
 
 
-def _has_a_mean(buffer: Tensor) -> bool:
-    if buffer.dtype not in DTYPES.values() or not (buffer.is_meta or has_window(local_of(buffer))):
+def _is_merged(buffer: Tensor) -> bool:
+    if buffer.dtype not in DTYPES.values():
         return False
-    return buffer.device.type == "meta" or is_finite(local_of(buffer))
+    return buffer.is_meta or has_window(local_of(buffer))
+
+
+def _reparametrizing(module: nn.Module) -> set[str]:
+    """Names of the buffers from which a parameter is computed: no mean of them would fit it.
+
+    They belong to a parametrization, or to a hook that has renamed a parameter to `…_orig`, as
+    `torch.nn.utils.spectral_norm` and pruning do.
+    """
+    found: dict[str, None] = {}
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        place = f"{prefix}." if prefix else ""
+        if isinstance(child, ParametrizationList):
+            found |= {place + name: None for name, _ in child.named_buffers()}
+        renamed = [key.removesuffix("orig") for key in child._parameters if key.endswith("_orig")]
+        found |= {place + key: None for key in child._buffers if key.startswith(tuple(renamed))}
+    return {name for name, _ in unwrapped(found.items())}
 
 
 def _is_small(buffer: Tensor) -> bool:
@@ -301,7 +326,7 @@ def tensors_of(module: nn.Module, layout: Layout) -> list[Tensor]:
         ConfigError: The module has another layout; the message names the first difference.
     """
     own = layout_of(module)
-    if not any(spec.role == "buffer" for spec in layout.tensors):
+    if not any(spec.is_buffer for spec in layout.tensors):
         own = own.without_buffers()
     difference = layout.describe_difference(own)
     if difference is not None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from decoupled_diloco.errors import MergeError
 from decoupled_diloco.merge.blocks import BLOCK, is_finite
-from decoupled_diloco.merge.codec import Body, Codec, as_bytes, check_size, room_for
+from decoupled_diloco.merge.codec import Body, BuffersExact, Codec, as_bytes, check_size, room_for
 from decoupled_diloco.merge.fragments import Fragment, dtype_runs, parameters_numel
 from decoupled_diloco.merge.layout import Layout
 
@@ -82,13 +82,14 @@ def encode_with_feedback(
             u.add_(residual[elements], alpha=decay)
         codec.encode(u, body[octets])
         u.sub_(codec.decode(body[octets], u.numel(), scratch))
+        u[_changes(codec, u.numel()) :] = 0  # what is sent as it is leaves nothing, NaN neither
     return body, d
 
 
 def publish(
     master: Tensor, published: Tensor, codec: Codec, out: Tensor | memoryview | None = None
 ) -> Tensor:
-    """Encode `Θ - Θ̂` for everybody and add what they will decode to the published copy.
+    """Encode `Θ - Θ̂`, of buffers Θ itself, and add what all will decode to the published copy.
 
     Afterwards `published` has exactly the bits that `receive` gives every receiver; what rounding
     took stays in `master - published` and goes out next time.
@@ -107,8 +108,10 @@ def publish(
     body = room_for(codec.nbytes(numel), out, master.device)
     for elements, octets, scratch in _cuts(codec, numel, master.device):
         torch.sub(master[elements], published[elements], out=scratch)
+        trained = _changes(codec, scratch.numel())
+        scratch[trained:] = master[elements][trained:]
         codec.encode(scratch, body[octets])
-        if not is_finite(codec.decode(body[octets], scratch.numel(), scratch)):
+        if not is_finite(codec.decode(body[octets], scratch.numel(), scratch)[:trained]):
             raise MergeError(
                 f"the master differs from its published copy by NaN, or by more than codec "
                 f"'{codec.name}' can hold: the outer step diverged, lower the outer lr"
@@ -130,7 +133,15 @@ def receive(published: Tensor, body: Body, codec: Codec) -> None:
     source, numel = as_bytes(body), published.numel()
     check_size(source, codec, numel)
     for elements, octets, scratch in _cuts(codec, numel, published.device):
-        published[elements].add_(codec.decode(source[octets], scratch.numel(), scratch))
+        values = codec.decode(source[octets], scratch.numel(), scratch)
+        trained = _changes(codec, values.numel())
+        published[elements][:trained].add_(values[:trained])
+        published[elements][trained:] = values[trained:]
+
+
+def _changes(codec: Codec, numel: int) -> int:
+    """How many elements are sent as changes; the buffers behind them are sent as values."""
+    return codec.parameters_numel if isinstance(codec, BuffersExact) else numel
 
 
 def _cuts(codec: Codec, numel: int, device: torch.device) -> Iterator[tuple[slice, slice, Tensor]]:

@@ -213,6 +213,6 @@ def _union(layouts: Sequence[Layout], parts: Sequence[Sequence[int]]) -> Layout:
             constants.update((constant.name, constant) for constant in layout.constants)
             excluded.update(dict.fromkeys(layout.excluded))
     ordered = [spec for _, spec in sorted(tensors.values(), key=itemgetter(0))]
-    parameters = [spec for spec in ordered if spec.role != "buffer"]
-    buffers = [spec for spec in ordered if spec.role == "buffer"]
+    parameters = [spec for spec in ordered if not spec.is_buffer]
+    buffers = [spec for spec in ordered if spec.is_buffer]
     return Layout((*parameters, *buffers), tuple(excluded), tuple(constants.values()))

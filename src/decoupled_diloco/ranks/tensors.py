@@ -145,7 +145,7 @@ class RankTensors:
             spec = self._model.layout.tensors[piece.tensor]
             regions = boxes_of_range(spec.shape, piece.start, piece.stop)
             inside = tuple(found for each in regions if (found := each.intersection(part)))
-            rows.append(_Row(tensor, box, inside, spec.role == "buffer"))
+            rows.append(_Row(tensor, box, inside, spec.is_buffer))
         return rows
 
     async def carry_out(self, orders: Orders) -> None:

@@ -28,10 +28,10 @@ from decoupled_diloco.merge import (
     OuterOptimizer,
     body_digest,
     is_finite,
+    parameters_numel,
     publish,
     values_digest,
 )
-from decoupled_diloco.merge.fragments import parameters_numel
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.merge.sketch import are_alike, sketch
 from decoupled_diloco.protocol.versions import Asking
@@ -108,8 +108,7 @@ class ShardTensors:
         """
         numel = self.plan.fragments[fragment].numel
         assert values.shape == (numel,), f"{tuple(values.shape)} for N={numel}"
-        if not is_finite(values):
-            raise MergeError(f"fragment {fragment} has NaN or infinite values: not installed")
+        self._require_finite(fragment, values)
         self.fragments[fragment] = FragmentTensors(
             values.clone(), values, self.plan.outer_of(fragment)
         )
@@ -125,9 +124,14 @@ class ShardTensors:
         actual = values_digest(values)
         if actual != announced:
             raise ProtocolError(f"the digest is {actual}, {announced} was announced")
-        if not is_finite(values):
-            raise MergeError(f"fragment {fragment} has NaN or infinite values: not installed")
+        self._require_finite(fragment, values)
         self._received[fragment] = (actual, values)
+
+    def _require_finite(self, fragment: int, values: Tensor) -> None:
+        """Parameters must be finite; a buffer may be infinite, as a mask or a least value is."""
+        trained = parameters_numel(self.plan.fragments[fragment], self.plan.layout)
+        if not is_finite(values[:trained]):
+            raise MergeError(f"fragment {fragment} has NaN or infinite values: not installed")
 
     def install_received(self, fragment: int, wanted: str) -> None:
         """Installs what was kept aside, if it is what is wanted; it is needed no more."""

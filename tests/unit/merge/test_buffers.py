@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, prune
 
 from decoupled_diloco.errors import ProtocolError
 from decoupled_diloco.learner.exchange import Capture
@@ -16,11 +20,14 @@ from decoupled_diloco.merge import (
     Constant,
     Contribution,
     Layout,
+    Segment,
     digest,
     gather,
     layout_of,
     make_outer,
     parameters_numel,
+    partition,
+    receive,
 )
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.protocol.versions import Asking
@@ -59,10 +66,10 @@ def plan_for(model: nn.Module, fragments: int = 3, **changes: str) -> MergePlan:
 def test_buffers_come_behind_the_parameters() -> None:
     layout = layout_of(Model())
     roles = {spec.name: spec.role for spec in layout.tensors}
-    assert list(roles)[-3:] == ["angles", "norm.running_mean", "norm.running_var"]
+    assert list(roles)[-4:] == ["angles", "mask", "norm.running_mean", "norm.running_var"]
     assert [spec.aliases for spec in layout.tensors if spec.name == "angles"] == [("again",)]
-    assert list(roles.values()).count("buffer") == 3
-    assert layout.excluded == ("scratch", "mask", "indices")
+    assert list(roles.values()).count("buffer") == 4
+    assert layout.excluded == ("scratch", "indices")
     assert layout.constants == (
         Constant("flags", (2,), "bool", (1, 0)),
         Constant("norm.num_batches_tracked", (), "int64", (0,)),
@@ -238,3 +245,130 @@ def test_a_store_overwrites_buffers_in_every_mode_and_finds_those_that_are_new()
     assert torch.equal(store.snapshot(part).values()[trained:], values[trained:])
     store.combine(part, before, None, 0.5)
     assert torch.equal(store.snapshot(part).values()[trained:], before[trained:])
+
+
+def merged(*contributions: tuple[list[float], float], in_a_tree: bool = False) -> list[float]:
+    """One buffer from its contributions and their weights."""
+    numel = len(contributions[0][0])
+    segments = (Segment(0, numel, "buffer"),)
+    whole = Accumulator(numel, segments)
+    for values, weight in contributions:
+        if in_a_tree:
+            leaf = Accumulator(numel, segments)
+            leaf.add(torch.tensor(values), weight)
+            whole.combine(Accumulator.from_state_dict(leaf.state_dict()))
+        else:
+            whole.add(torch.tensor(values), weight)
+    return Accumulator.from_state_dict(whole.state_dict()).result().tolist()
+
+
+TREES = pytest.mark.parametrize("in_a_tree", [False, True])
+
+
+@TREES
+@pytest.mark.parametrize(
+    ("contributions", "expected"),
+    [
+        ([([0.5, 2.0], 1.0), ([1.5, 4.0], 3.0)], [1.25, 3.5]),
+        ([([10.0, 3.0], 1.0), ([20.0, 5.0], 3.0), ([30.0, 7.0], 2.0)], [20.0, 5.0]),
+        ([([0.0, 1.0], 1.0), ([1.0, 1.0], 3.0)], [1.0, 1.0]),
+        ([([10.0], 1.0), ([20.5], 3.0)], [17.875]),
+        ([([0.8, 0.6], 1.0), ([-0.8, -0.6], 3.0)], [-0.8, -0.6]),
+        ([([0.8, 0.6], 1.0), ([-0.8, -0.9], 3.0)], [-0.4, -0.525]),
+    ],
+    ids=["mean", "counters", "flags", "not all whole", "unit vectors", "not all of length 1"],
+)
+def test_a_buffer_without_a_mean_is_one_contribution(
+    contributions: list[tuple[list[float], float]], expected: list[float], in_a_tree: bool
+) -> None:
+    assert merged(*contributions, in_a_tree=in_a_tree) == pytest.approx(expected)
+    backwards = merged(*reversed(contributions), in_a_tree=in_a_tree)
+    assert backwards == pytest.approx(expected), "whichever arrived first"
+
+
+@TREES
+@pytest.mark.parametrize("value", [0.1, math.inf, -math.inf, math.nan, torch.finfo().min])
+def test_a_constant_keeps_its_bits(value: float, in_a_tree: bool) -> None:
+    values = torch.tensor([value, 0.3, 1e-20]).tolist()
+    result = merged(*((values, weight) for weight in (3.0, 7.0, 1e6)), in_a_tree=in_a_tree)
+    assert torch.equal(
+        torch.tensor(result).view(torch.int32), torch.tensor(values).view(torch.int32)
+    )
+
+
+@TREES
+def test_a_finite_contribution_wins_over_others(in_a_tree: bool) -> None:
+    """As of an observer's least value, which is infinite until data were seen."""
+    seen, fresh = ([-2.5], 1.0), ([math.inf], 5.0)
+    assert merged(seen, fresh, in_a_tree=in_a_tree) == [-2.5]
+    assert merged(fresh, seen, ([-1.5], 2.0), in_a_tree=in_a_tree) == [-1.5]
+    assert merged(fresh, ([math.nan], 1.0), in_a_tree=in_a_tree) == [math.inf]
+
+
+@pytest.mark.parametrize("feedback", [None, 1.0])
+def test_infinite_buffers_travel_both_ways(feedback: float | None) -> None:
+    model = Model()
+    plan = replace(plan_for(model, fragments=1), feedback=feedback)
+    shard, store, part = ShardTensors(plan, (0,)), ModuleStore(model), plan.fragments[0]
+    begin = store.snapshot(part).values()
+    shard.install(0, begin.clone())
+    with torch.no_grad():
+        model.hidden.weight.add_(0.5)
+        model.norm.running_mean.add_(0.25)
+    body, told, residual = Capture(plan, 0, store.snapshot(part), begin).encode("bf16")
+    assert residual is None or torch.isfinite(residual).all()
+    shard.verify(0, Asking(1, 1), body, told)
+    shard.fold(0, Asking(1, 1), 1, 1)
+    copy = shard.merge(0)
+    received = begin.clone()
+    receive(received, copy.difference, plan.codec_of(0, plan.downlink))
+    assert torch.equal(received, copy.whole)
+    store.overwrite(part, received)
+    assert torch.equal(model.mask, torch.full((2, 2), -math.inf))
+    assert torch.equal(model.norm.running_mean, torch.full((7,), 0.25)), "values, not rounded"
+
+
+class Pruned(nn.Linear):
+    """With a buffer beside those of pruning."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        prune.l1_unstructured(self, "weight", 0.5)
+        self.register_buffer("seen", torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("make", "single"),
+    [
+        (
+            lambda: parametrizations.spectral_norm(nn.Linear(4, 4)),
+            {"parametrizations.weight.0._u", "parametrizations.weight.0._v"},
+        ),
+        (lambda: parametrizations.orthogonal(nn.Linear(4, 4)), {"parametrizations.weight.0.base"}),
+        (lambda: nn.utils.spectral_norm(nn.Linear(4, 4)), {"weight_u", "weight_v"}),
+        (Pruned, {"weight_mask"}),
+        (lambda: nn.BatchNorm1d(4), set()),
+    ],
+)
+def test_buffers_of_a_parametrization_are_one_learners(
+    make: Callable[[], nn.Module], single: set[str]
+) -> None:
+    layout = layout_of(nn.Sequential(make(), nn.Linear(4, 40)))
+    found = {spec.name for spec in layout.tensors if spec.role == "single"}
+    assert found == {f"0.{name}" for name in single}
+    if single:
+        places = [
+            fragment.index
+            for fragment in partition(layout, 4)
+            for piece in fragment.pieces
+            if layout.tensors[piece.tensor].role == "single"
+        ]
+        assert len(set(places)) == 1, "of one learner, so in one fragment"
+
+
+def test_values_have_no_part_in_the_layout() -> None:
+    finite, infinite = Model(), Model()
+    finite.mask.zero_()
+    infinite.angles.fill_(math.nan)
+    infinite.norm.running_var.fill_(math.inf)
+    assert layout_of(finite) == layout_of(infinite)
