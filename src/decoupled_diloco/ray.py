@@ -264,7 +264,7 @@ def way_to(run: str | Path, learner_id: str) -> dict[str, Any]:
         ConfigError: it is no run folder of a run that was launched, or has no secret for this id.
     """
     from decoupled_diloco.launch.secrets import own_tls, own_token
-    from decoupled_diloco.launch.shared_folder import SharedFolder, shared_addresses
+    from decoupled_diloco.storage.shared_folder import SharedFolder, shared_addresses
     from decoupled_diloco.transport.http_client import HttpClient
 
     config = Launch(launch_folder(Path(run))).config

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from decoupled_diloco.config import dump_config
-from decoupled_diloco.launch.folder import read_addresses
 from decoupled_diloco.observe.tape import TapeReader
+from decoupled_diloco.storage.shared_folder import read_addresses
 from process.runs import command, config_of, health, stopped_at_exit, until
 
 LARGE = {"layers": 2, "width": 128}

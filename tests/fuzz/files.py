@@ -22,7 +22,7 @@ from decoupled_diloco.errors import ConfigError, Error, StorageError
 from decoupled_diloco.export.folder import read_facts
 from decoupled_diloco.export.weights import _versions
 from decoupled_diloco.launch.certificates import CertificateFolder
-from decoupled_diloco.launch.folder import is_run_folder, launcher_of, read_addresses, read_token
+from decoupled_diloco.launch.folder import is_run_folder, launcher_of, read_token
 from decoupled_diloco.launch.secrets import read_principals
 from decoupled_diloco.learner.checkpoint import CheckpointFolder, LearnerCheckpoint
 from decoupled_diloco.merge import digest
@@ -35,6 +35,7 @@ from decoupled_diloco.storage.claims import ClaimStore
 from decoupled_diloco.storage.data_ledger import DataLedger, read_ledger
 from decoupled_diloco.storage.journal import Journal, JournalReader
 from decoupled_diloco.storage.ranges import keep_ranges, kept_range
+from decoupled_diloco.storage.shared_folder import read_addresses
 from decoupled_diloco.storage.states import pack, unpack
 from decoupled_diloco.storage.weights import load_sealed, load_weights, save_sealed, save_weights
 from decoupled_diloco.syncer.checkpoints import checkpoint_folder, read_manifest, write_manifest

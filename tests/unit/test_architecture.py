@@ -269,6 +269,8 @@ SHELLS = ("learner", "syncer", "storage", "transport")
 """Real shells: they run on virtual machines, too, and so ask nobody but the runtime."""
 
 OF_REAL_MACHINES = {
+    "learner/launched.py": "a launcher's pipe, watched in a thread",
+    "storage/shared_folder.py": "shards on machines that share a file system",
     "learner/parts.py": "names a learner after its host and process",
     "transport/documents.py": "a command reads a running syncer's tapes",
     "transport/http_client.py": "real sockets",

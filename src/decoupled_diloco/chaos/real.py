@@ -77,7 +77,7 @@ def _require_no_sizes(scenario: Scenario) -> None:
                 f"{name}={value} in the scenario would be ignored, because real processes have it "
                 f"of themselves: take {name} out, or use --virtual --protocol-only"
             )
-    paced = scenario.config.workload.name == "paced"
+    paced = scenario.config.required_workload.name == "paced"
     varied = next((g for g in file.learners if g.variance), None)
     if varied is not None:
         raise ConfigError(
@@ -107,11 +107,11 @@ def _limited(scenario: Scenario) -> bool:
 def paced_config(scenario: Scenario) -> RunConfig:
     """The scenario's run, with the pace of its learners where the workload has one."""
     config = scenario.config
-    if config.workload.name != "paced" or not scenario.file.learners:
+    if config.required_workload.name != "paced" or not scenario.file.learners:
         return config
     paces = [group.step_seconds for group in scenario.members.values()]
-    options = {**config.workload.options, "step_seconds": paces}
-    workload = config.workload.model_copy(update={"options": options})
+    options = {**config.required_workload.options, "step_seconds": paces}
+    workload = config.required_workload.model_copy(update={"options": options})
     return config.model_copy(update={"workload": workload})
 
 

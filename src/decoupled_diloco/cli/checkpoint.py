@@ -42,8 +42,9 @@ def checkpoint(
     """
     from decoupled_diloco.cli.checkpoint_client import take_checkpoint
     from decoupled_diloco.config.addresses import on_this_machine
-    from decoupled_diloco.launch.folder import read_addresses, read_token
+    from decoupled_diloco.launch.folder import read_token
     from decoupled_diloco.launch.secrets import secrets_in
+    from decoupled_diloco.storage.shared_folder import read_addresses
     from decoupled_diloco.units import format_bytes
 
     tls = tls_of(authority, certificate, key)

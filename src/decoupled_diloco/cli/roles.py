@@ -34,6 +34,7 @@ from decoupled_diloco.config.addresses import advertised, on_this_machine
 from decoupled_diloco.config.files import find_shipped
 
 if TYPE_CHECKING:
+    from decoupled_diloco.launch.termination import Termination
     from decoupled_diloco.transport.tls import Tls
 
 
@@ -185,7 +186,7 @@ class DialOptions(CommandOptions):
         """Where it finds the shards: as given, or on this machine."""
         told = listed(self.syncer)
         if self.shared_folder is not None:
-            from decoupled_diloco.launch.shared_folder import shared_addresses
+            from decoupled_diloco.storage.shared_folder import shared_addresses
 
             return shared_addresses(self.shared_folder)
         return told or tuple(map(on_this_machine, advertised(config)))
@@ -242,6 +243,8 @@ def learner(options: LearnerOptions) -> None:
         options.under_supervision(options.config(), f"learner-{at}", "learner", "--index", at)
     termination = SignalledTermination()  # First: what follows imports torch, which takes seconds.
     config = options.config()
+    if config.learner.command:
+        exit_with(_run_program(options, config, termination))
     ranks = config.learner.ranks_of(options.index)
     if ranks > 1 and not is_rank() and not take_place_in_step(ranks):
         become_ranks(ranks, stop_with_parent if options.stop_with_parent else None)
@@ -262,6 +265,39 @@ def learner(options: LearnerOptions) -> None:
     )
 
 
+def _run_program(
+    options: LearnerOptions | EvaluatorOptions, config: RunConfig, termination: Termination
+) -> int:
+    """Runs the user's own program as a learner, or as the evaluator."""
+    from decoupled_diloco.launch import command
+    from decoupled_diloco.launch.folder import enter_run_folder
+    from decoupled_diloco.launch.processes import EVALUATOR
+    from decoupled_diloco.launch.secrets import own_token_file
+
+    _prepare(False, "launcher ")
+    command.require_commands(config)
+    index = options.index if isinstance(options, LearnerOptions) else None
+    name = EVALUATOR if index is None else f"learner-{index}"
+    folder = enter_run_folder(config)
+    launched = command.launched(
+        config,
+        index,
+        syncer=() if options.shared_folder else options.addresses(config),
+        folder=folder,
+        token_file=own_token_file(config, name, options.token_file, folder),
+        shared=options.shared_folder,
+        tls=options.tls(config, name),
+    )
+    return command.run_command(
+        config.run.evaluate_command if index is None else config.learner.command,
+        launched,
+        environment=command.variables(config),
+        patience_seconds=config.learner.leave_seconds_max,
+        termination=termination,
+        parent_matters=options.stop_with_parent,
+    )
+
+
 class EvaluatorOptions(DialOptions):
     """Options of `ddiloco evaluator`."""
 
@@ -274,13 +310,17 @@ def evaluator(options: EvaluatorOptions) -> None:
     """An observer that scores the published weights on held-out data."""
     if options.supervised:
         options.under_supervision(options.config(), "evaluator", "evaluator")
+    config = options.config()
+    if config.run.evaluate_command:
+        from decoupled_diloco.launch.termination import SignalledTermination
+
+        exit_with(_run_program(options, config, SignalledTermination()))
     _prepare(options.stop_with_parent)
     from decoupled_diloco.launch import roles
     from decoupled_diloco.launch.folder import enter_run_folder, require_ours_or_unused
     from decoupled_diloco.launch.processes import EVALUATOR
     from decoupled_diloco.launch.secrets import own_token
 
-    config = options.config()
     if options.result:
         require_ours_or_unused(config.run.folder)
         roles.evaluate_result(config, folder=config.run.folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,12 +57,18 @@ def in_words(config: RunConfig, *, here: bool = True) -> str:
     budgets = [f"{run.budget_steps} steps"] if run.budget_steps else []
     budgets += [f"{format_count(run.budget_tokens)} tokens"] if run.budget_tokens else []
     parts = [
-        *([f"workload {config.workload.name}"] if here else []),
+        *([_what_learners_run(config)] if here else []),
         many(run.learners, "learner") + _of_ranks(config) + ("" if here else " expected"),
         many(config.syncer.shards, "syncer shard") + (" with standbys" * config.syncer.standbys),
         " or ".join(budgets),
     ]
     return f"{run.name}: {', '.join(parts)}"
+
+
+def _what_learners_run(config: RunConfig) -> str:
+    if config.workload is None:
+        return f"command {shlex.join(config.learner.command)}"
+    return f"workload {config.workload.name}"
 
 
 def _of_ranks(config: RunConfig) -> str:

@@ -11,15 +11,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from decoupled_diloco.config.command import OF_WORKLOAD_DATA, has_value, require_command
 from decoupled_diloco.config.settings import Settings, suggestion
 from decoupled_diloco.config.sync import OuterSettings, SyncSettings
+from decoupled_diloco.config.syncer import PORT_MAX, SyncerSettings
 from decoupled_diloco.config.tls import TlsSettings
 from decoupled_diloco.config.where import WhereSettings
 from decoupled_diloco.errors import ConfigError
 
-PORT_MAX = 65_535
 LEARNERS_MAX = 100_000
 """A run is made for thousands; each has a name, a port and more in every process."""
 
@@ -29,7 +30,10 @@ Parallelism: TypeAlias = Literal["plain", "ddp", "fsdp", "tp"]
 _DEVICE = re.compile(r"auto|gpu|cpu|mps|(cuda|xpu)(:[0-9]{1,4})?")
 
 _PRIVATE: dict[str, Any] = {
-    "run": {"folder", "evaluator", "evaluate_every_seconds", "fork_server", "log"},
+    "run": {
+        *("folder", "evaluator", "evaluate_every_seconds", "evaluate_command"),
+        *("fork_server", "log"),
+    },
     "sync": {"initial_weights"},
     "syncer": True,
     "tls": True,
@@ -99,6 +103,11 @@ class RunSettings(Settings):
     """Seconds from one evaluation's start to the next one's, greater than 0. Raise it when
     evaluations take processor time that the learners need."""
 
+    evaluate_command: tuple[str, ...] = Field(default=(), strict=False)
+    """Program that evaluates the global weights: the program and its arguments, as a list. It uses
+    `dd.Observer(model)` without an address. Default: the workload's own evaluation; with `command`
+    in [learner], none."""
+
     log: tuple[str, ...] = Field(default=(), strict=False)
     """Where a process of its own logs the run's numbers and each learner's: "tensorboard" (to
     `RUN/tensorboard`), "wandb", "mlflow", or one of them with what it is called there, as
@@ -110,8 +119,14 @@ class RunSettings(Settings):
     your workload uses a library that does not survive a fork."""
 
     def inapplicable(self) -> Mapping[str, str]:
-        """`evaluate_every_seconds` needs an evaluator."""
-        return {} if self.evaluator else {"evaluate_every_seconds": "with evaluator=false"}
+        """The settings of the evaluator need one."""
+        names = ("evaluate_every_seconds", "evaluate_command")
+        return {} if self.evaluator else dict.fromkeys(names, "with evaluator=false")
+
+    @model_validator(mode="after")
+    def _check_command(self) -> RunSettings:
+        require_command(self, "evaluate_command", self.evaluate_command)
+        return self
 
     @model_validator(mode="before")
     @classmethod
@@ -129,107 +144,6 @@ class RunSettings(Settings):
         return self
 
 
-class SyncerSettings(Settings):
-    """`[syncer]`: the CPU processes that merge."""
-
-    table: ClassVar[str] = "[syncer]"
-
-    shards: int = Field(default=1, ge=1)
-    """S: syncer processes, 1 to fragments; each owns some fragments. Raise it when one process or
-    one host's link is the bottleneck, or so that a crash stops fewer fragments."""
-
-    host: str = Field(default="127.0.0.1", min_length=1)
-    """Address the shards listen on. The default is reached from this machine only; "0.0.0.0" or
-    "::" opens them to the network: learners then use whichever address of this machine they
-    dial."""
-
-    port: int = Field(default=7070, ge=0, le=PORT_MAX)
-    """Port of the first shard; the others take the following ones. 0: any free ports."""
-
-    addresses: tuple[str, ...] = Field(default=(), strict=False)
-    """The URLs by which learners reach the shards, one per shard, when these run on several
-    machines or behind a proxy; for a shard with a standby both, as "http://a:7070|http://b:7070".
-    Default: host and ports; in the place of a host that means all interfaces, the one that the
-    learner has dialled."""
-
-    token_file: Path | None = Field(default=None, strict=False)
-    """File with the shared secret that learners must show, relative to where the command is
-    started. Default: the local launcher makes one up for each run."""
-
-    principals_file: Path | None = Field(default=None, strict=False)
-    """File with a secret for each id instead of one for all, so that no process can speak for
-    another one: lines of TOML, learner-0 = "…", also for "shard-1" and following, and "evaluator".
-    Relative to where the command is started. A learner elsewhere gets its own one in a token_file.
-    Default: one secret for all."""
-
-    durable: bool = True
-    """Whether each shard keeps its fragments on disk, in the run folder: a checkpoint and a journal
-    of merges, so that every version that a learner has received survives a crash; 12 to 120 bytes a
-    parameter, and 4 bytes an element written for each merge. false: a shard that starts again takes
-    its fragments from what its learners hold, and its momentum starts afresh."""
-
-    standbys: int = Field(default=0, ge=0, le=1)
-    """Processes that stand by for each shard, 0 or 1. A standby takes over when its shard is dead,
-    hangs, or cannot reach the run folder, which all processes of the shards must share; it recovers
-    what is in there. It listens on the port that follows those of the shards, and costs memory once
-    it acts."""
-
-    lease_seconds: float = Field(default=5.0, ge=0.5)
-    """How long a silent shard may still be alive before its standby takes over, seconds, at least
-    0.5. A takeover begins a lease after the last sign of life. Half of what learners wait for a
-    silent connection (10 s); raise it if the shared folder stalls for longer: then a healthy shard
-    steps down, and its fragments rest for some seconds."""
-
-    record_payloads: bool = False
-    """Whether each shard keeps every contribution and whole copy that it has verified, in the run
-    folder, so that `ddiloco replay` can compute the run's weights again, bit for bit. That is the
-    uplink codec's size of all parameters (bf16: 2 bytes each) for every learner and period, for as
-    long as there is space; then it ends, and the run goes on."""
-
-    pool_mib: int = Field(default=256, ge=1)
-    """Memory for bodies on their way in and out of one shard, MiB, at least 1. A shard needs room
-    for about learners × rounds in flight × the encoded size of a fragment."""
-
-    threads: int = Field(default=1, ge=1)
-    """Threads of one shard's merge arithmetic, at least 1. Folding in a body runs at memory speed
-    with one; raise it for very large fragments on a host of its own."""
-
-    def inapplicable(self) -> Mapping[str, str]:
-        """Without standbys there are no leases of shards."""
-        return {} if self.standbys else {"lease_seconds": "with standbys=0"}
-
-    @model_validator(mode="after")
-    def _check_secrets(self) -> SyncerSettings:
-        if self.token_file is not None and self.principals_file is not None:
-            raise ConfigError(
-                "[syncer] has both token_file and principals_file: keep one, for one secret for "
-                "all or one for each id"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_addresses(self) -> SyncerSettings:
-        last = self.port + self.shards * (1 + self.standbys) - 1
-        if self.port and last > PORT_MAX:
-            standbys = f" and standbys={self.standbys}" if self.standbys else ""
-            raise ConfigError(
-                f"port={self.port} with shards={self.shards}{standbys} needs ports up to {last}, "
-                f"but {PORT_MAX} is the last: lower port"
-            )
-        if self.addresses and len(self.addresses) != self.shards:
-            raise ConfigError(
-                f"addresses has {len(self.addresses)} entries, but shards={self.shards}: "
-                "give one address per shard"
-            )
-        for address in (each for all_of_one in self.addresses for each in all_of_one.split("|")):
-            if not address.startswith(("http://", "https://")):
-                raise ConfigError(
-                    f"address {address!r} in [syncer] is not a URL: "
-                    f"write it as 'http://host:port', for example 'http://{address}'"
-                )
-        return self
-
-
 STEP_AND_CHECKPOINT_SECONDS = 30.0
 """What a learner that is told to go may take beside `hand_in_seconds`, where a machine is left."""
 
@@ -238,6 +152,12 @@ class LearnerSettings(Settings):
     """`[learner]`: the training processes that the local launcher starts."""
 
     table: ClassVar[str] = "[learner]"
+
+    command: tuple[str, ...] = Field(default=(), strict=False)
+    """Your training program, started for each learner: the program and its arguments, as a list,
+    such as ["torchrun", "--nproc-per-node=8", "train.py"]. It uses `dd.Learner(model)` without an
+    address. Paths are relative to where `ddiloco` is started. Programs beside the Python that runs
+    `ddiloco` come first. Default: the learners train `[workload]`."""
 
     give_up_seconds: float | None = Field(default=None, gt=0)
     """A learner that cannot reach the syncer for this many seconds ends with an error; greater
@@ -326,7 +246,10 @@ class LearnerSettings(Settings):
         return told[min(index, len(told) - 1)] if isinstance(told, tuple) else told
 
     def inapplicable(self) -> Mapping[str, str]:
-        """One rank has nothing to cut."""
+        """One rank has nothing to cut; a command makes its ranks itself."""
+        if self.command:
+            decided = ("ranks", "parallelism", "precision")
+            return dict.fromkeys(decided, "with command, whose program decides that")
         names = ("parallelism", "carriers") if self.ranks == 1 else ()
         return dict.fromkeys(names, "with ranks=1")
 
@@ -343,6 +266,17 @@ class LearnerSettings(Settings):
             raise ConfigError(
                 f"device={self.device!r} in {self.table} names one device, but "
                 f"ranks={self.ranks!r} needs one for each rank: write device={kind!r}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_command(self) -> LearnerSettings:
+        require_command(self, "command", self.command)
+        if self.command and ":" in self.device:
+            raise ConfigError(
+                f"device={self.device!r} in {self.table} would be ignored with command, whose "
+                "program chooses among the devices that it sees: leave device out, or set "
+                "CUDA_VISIBLE_DEVICES where ddiloco is started"
             )
         return self
 
@@ -444,8 +378,8 @@ class RunConfig(Settings):
     data: DataSettings = Field(default_factory=DataSettings)
     """How the learners share the data."""
 
-    workload: WorkloadSettings = Field(default_factory=WorkloadSettings)
-    """Model and data."""
+    workload: WorkloadSettings | None = Field(default_factory=WorkloadSettings)
+    """Model and data; `None` where the learners run a `command`, which has its own."""
 
     faults: tuple[FaultSettings, ...] = Field(default=(), strict=False)
     """Learners to kill on the way."""
@@ -467,7 +401,21 @@ class RunConfig(Settings):
         options: dict[str, Any] = {"seed": self.run.seed}
         if self.run.budget_steps is not None:
             options["total_steps"] = self.run.budget_steps
-        return options | self.workload.options
+        return options | self.required_workload.options
+
+    @property
+    def required_workload(self) -> WorkloadSettings:
+        """The workload, for what cannot do without one.
+
+        Raises:
+            ConfigError: The learners run a command.
+        """
+        if self.workload is None:
+            raise ConfigError(
+                f"{self.run.name} has no [workload], because its learners run a command: only that "
+                "program can build the model"
+            )
+        return self.workload
 
     def public(self) -> dict[str, Any]:
         """What the syncer decides for all learners, as plain values that `read_settings` reads.
@@ -475,8 +423,53 @@ class RunConfig(Settings):
         Left out is what concerns one process or machine only: addresses, folders, threads, faults.
         """
         public = self.model_dump(mode="json", exclude=_PRIVATE)
-        public["workload"]["options"] = self.workload_options()
+        if self.workload is None:
+            # Complete, as the settings of another process that has not read the command.
+            public |= {"workload": None, "data": self.data.model_dump(mode="json")}
+        else:
+            public["workload"]["options"] = self.workload_options()
         return public | {"shards": self.syncer.shards}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_what_a_command_has(cls, data: Any) -> Any:
+        """With a command there is no workload, and nothing evaluates it."""
+        if not (isinstance(data, dict) and has_value(data.get("learner"), "command")):
+            return data
+        run = data.get("run")
+        if isinstance(run, dict) and "evaluate_command" not in run:
+            data = {**data, "run": {"evaluator": False, **run}}
+        return {"workload": None, **data}
+
+    @model_validator(mode="after")
+    def _check_command(self) -> RunConfig:
+        if not self.learner.command:
+            return self
+        because = "with command in [learner]"
+        if self.workload is not None:
+            raise ConfigError(
+                f"[workload] would be ignored {because}, whose program has its own model and data: "
+                "leave one of them out"
+            )
+        if self.run.evaluator and not self.run.evaluate_command:
+            raise ConfigError(
+                f"evaluator=true in [run] needs evaluate_command {because}: give the program that "
+                "evaluates, or leave evaluator out"
+            )
+        for name in OF_WORKLOAD_DATA:
+            if name in self.data.model_fields_set:
+                raise ConfigError(
+                    f"{name}={getattr(self.data, name)!r} in [data] would be ignored {because}, "
+                    f"whose program chooses its own data: leave {name} out"
+                )
+        return self
+
+    @model_serializer(mode="wrap")
+    def _tell_what_has_an_effect(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        told = super()._tell_what_has_an_effect(dump)
+        if self.learner.command and "data" in told:
+            told["data"] = {k: v for k, v in told["data"].items() if k not in OF_WORKLOAD_DATA}
+        return told
 
     @model_validator(mode="after")
     def _check_tables_against_each_other(self) -> RunConfig:
@@ -545,6 +538,8 @@ class RunConfig(Settings):
                     f"hosts={self.where.learner.hosts} in [where.learner] does not divide the "
                     f"ranks={ranks} of {name}: change one of them"
                 )
+            if learner.command:
+                continue
             carriers = learner.carriers
             if ranks > 1 and isinstance(carriers, int) and not 1 <= carriers <= ranks:
                 raise ConfigError(

@@ -28,7 +28,7 @@ from decoupled_diloco.config.addresses import url_of
 from decoupled_diloco.config.method import plan_of as merge_plan_of
 from decoupled_diloco.engines.ray_plan import RayPart, RayPlan
 from decoupled_diloco.errors import ConfigError, Error
-from decoupled_diloco.launch.folder import PLACES, enter_run_folder, read_places, write_place
+from decoupled_diloco.launch.folder import enter_run_folder
 from decoupled_diloco.launch.placement import PlacedProcess, ThisMachine
 from decoupled_diloco.launch.ports import free_ports
 from decoupled_diloco.launch.processes import LOGGER, open_tape
@@ -38,6 +38,7 @@ from decoupled_diloco.observe.samples import WeightsSaved
 from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.runtime import now, runtime
 from decoupled_diloco.storage.files import write_text
+from decoupled_diloco.storage.shared_folder import PLACES, read_places, write_place
 
 POLL_SECONDS = 0.1
 LINES = 100

@@ -16,7 +16,7 @@ from decoupled_diloco.export.huggingface import require_huggingface, write_huggi
 from decoupled_diloco.export.weights import Found, fill, find_weights, misfit
 from decoupled_diloco.merge import layout_of
 from decoupled_diloco.storage.weights import load_weights, save_weights
-from decoupled_diloco.workloads import Workload, load_workload
+from decoupled_diloco.workloads import Workload, workload_of
 
 Format = Literal["native", "huggingface"]
 CONFIG = "run.toml"
@@ -139,7 +139,7 @@ def _config_of(run: Path) -> RunConfig:
 
 
 def _built(config: RunConfig) -> tuple[Workload, nn.Module]:
-    workload = load_workload(config.workload.name, config.workload_options())
+    workload = workload_of(config)
     return workload, workload.model()
 
 
@@ -147,7 +147,7 @@ def _facts(config: RunConfig, model: nn.Module, found: Found, format: Format) ->
     layout = layout_of(model)
     return _common_facts(config, found) | {
         "format": format,
-        "workload": config.workload.name,
+        "workload": config.required_workload.name,
         "parameters": layout.numel,
         "layout": layout.fingerprint,
     }

@@ -25,7 +25,7 @@ def require_data(workload: Workload, config: RunConfig) -> int:
             says why.
     """
     require_divisible(workload, config)
-    name, learners = config.workload.name, config.run.learners
+    name, learners = config.required_workload.name, config.run.learners
     if not config.data.leases:
         return _first_tokens(workload, name, learners, lambda n: workload.batches(n, learners))
     if isinstance(workload, Placed):

@@ -74,7 +74,8 @@ def environment_of(config: RunConfig, index: int, *, each: int | None = None) ->
     Args:
         config: The run's settings.
         index: Number of the learner, 0 to learners - 1; all learners are on this machine.
-        each: Devices per learner. Default: one for each rank. 0: an equal share of all devices.
+        each: Devices per learner. Default: one for each rank, and with a command, whose ranks are
+            not known here, 0. 0: an equal share of all devices.
 
     Raises:
         ConfigError: The device is missing, or a learner has more ranks than there are devices.
@@ -83,6 +84,8 @@ def environment_of(config: RunConfig, index: int, *, each: int | None = None) ->
     if kind not in _VARIABLES or number is not None:
         return {}
     variable, visible = _visible(kind)
+    if each is None and config.learner.command:
+        each = 0
     if each is None:
         first = sum(config.learner.ranks_of(before) for before in range(index))
         each = config.learner.ranks_of(index)

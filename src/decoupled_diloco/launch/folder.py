@@ -17,7 +17,7 @@ import os
 import secrets
 import socket
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
@@ -26,16 +26,7 @@ from decoupled_diloco.config.resume import RUN_FILE
 from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.observe.records import FOLDER_NAME, MERGED_NAME
 from decoupled_diloco.storage.files import write_text
-
-ADDRESSES = "addresses"
-"""The file that says where the shards listen."""
-
-HOST = "host"
-"""The file with the name of their machine, for those that share the run folder."""
-
-PLACES = "places"
-"""The folder in which each shard writes down where it listens, if each is started on a machine of
-its own: a line for each of its places, the newest last."""
+from decoupled_diloco.storage.shared_folder import reason_of
 
 LAUNCHER = "launcher"
 """The file with the launcher's process number, and the name of its machine."""
@@ -217,7 +208,7 @@ def is_run_folder(path: Path) -> bool:
     has_tape = (path / FOLDER_NAME).is_dir() or (path / MERGED_NAME).is_file()
     with contextlib.suppress(OSError, ValueError, RecursionError):  # TOML and UTF-8 both
         tables = tomllib.loads((path / RUN_FILE).read_text(encoding="utf-8"))
-        optional = {"faults", "tls", "where"}
+        optional = {"faults", "tls", "where", "workload"}
         return has_tape and tables.keys() >= set(RunConfig.model_fields) - optional
     return False
 
@@ -279,31 +270,6 @@ class Position:
         self.batches = state_dict["batches"]
 
 
-def write_addresses(run: Path, addresses: Sequence[str]) -> None:
-    """Keeps where the shards listen, in order: with port 0 nothing else tells."""
-    write_text(run / HOST, socket.gethostname() + "\n")
-    write_text(run / ADDRESSES, "\n".join(addresses) + "\n")
-
-
-def write_place(run: Path, shard: int, address: str) -> None:
-    """Notes that a shard, which others look for in the run folder, is started at an address."""
-    (run / PLACES).mkdir(exist_ok=True)
-    path = run / PLACES / f"shard-{shard}"
-    before = path.read_text() if path.exists() else ""
-    write_text(path, f"{before}{address}\n")
-
-
-def read_places(run: Path) -> tuple[tuple[str, ...], ...]:
-    """Where each shard has listened, in order, the newest place last; empty: they note it not.
-
-    A shard that has not been started yet has no place; those behind it are left out.
-    """
-    found: list[tuple[str, ...]] = []
-    while (path := run / PLACES / f"shard-{len(found)}").exists():
-        found.append(tuple(path.read_text().split()))
-    return tuple(found)
-
-
 def launcher_of(run: Path) -> tuple[int, str]:
     """The process that launched a run which is under way, and its machine.
 
@@ -315,16 +281,12 @@ def launcher_of(run: Path) -> tuple[int, str]:
         number = int(text)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{run} does not say who launched it ({_reason(error)}): give the run folder of a "
+            f"{run} does not say who launched it ({reason_of(error)}): give the run folder of a "
             "run that ddiloco train, syncer or launch has started"
         ) from None
     if host == socket.gethostname() and not _is_locked(run):
         raise ConfigError(f"{run} does not run: there is nothing to stop")
     return number, host
-
-
-def _reason(error: OSError | ValueError) -> str:
-    return error.strerror or str(error) if isinstance(error, OSError) else "it is no such file"
 
 
 def _is_locked(run: Path) -> bool:
@@ -334,27 +296,3 @@ def _is_locked(run: Path) -> bool:
     except BlockingIOError:
         return True
     return False
-
-
-def read_addresses(run: Path) -> tuple[str, ...]:
-    """Where the shards of a run on this machine listen, or did when it was last started.
-
-    Raises:
-        ConfigError: There is no such folder.
-        StorageError: It is no run folder, or the run was never started.
-    """
-    if not run.exists():
-        raise ConfigError(
-            f"{run} does not exist: give the folder of a run that was started on this machine, or "
-            "http://HOST:PORT"
-        )
-    try:
-        places = read_places(run)
-        if places:
-            return tuple(of_shard[-1] for of_shard in places)
-        return tuple((run / ADDRESSES).read_text().split())
-    except (OSError, ValueError) as error:
-        raise StorageError(
-            f"{run} does not say where its syncer listens ({_reason(error)}): give the folder of a "
-            "run that was started on this machine, or http://HOST:PORT"
-        ) from error

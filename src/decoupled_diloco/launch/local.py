@@ -15,7 +15,8 @@ from decoupled_diloco.config.addresses import advertised, everywhere, on_this_ma
 from decoupled_diloco.config.method import plan_of
 from decoupled_diloco.config.resume import RUN_FILE
 from decoupled_diloco.errors import ConfigError, Error, StorageError
-from decoupled_diloco.launch.folder import RunFolder, read_token, write_addresses
+from decoupled_diloco.launch.command import require_commands
+from decoupled_diloco.launch.folder import RunFolder, read_token
 from decoupled_diloco.launch.fork_server import ForkServer
 from decoupled_diloco.launch.placement import ThisMachine
 from decoupled_diloco.launch.ports import free_ports
@@ -40,6 +41,7 @@ from decoupled_diloco.observe.run_model import RunModel, read_run
 from decoupled_diloco.observe.samples import FaultInjected, Sample, WeightsSaved, WentBack
 from decoupled_diloco.observe.tape import pack_tapes
 from decoupled_diloco.storage.files import write_text
+from decoupled_diloco.storage.shared_folder import write_addresses
 from decoupled_diloco.transport.tls import LiveTls, require_used
 
 # What needs torch is imported where it is needed: it takes seconds, and a syncer's learners wait.
@@ -103,10 +105,7 @@ class LocalRun:
         self._told = tuple if dial is None else everywhere
         self._absent = frozenset(absent)
         if learners:
-            from decoupled_diloco.launch.data import require_data
-            from decoupled_diloco.workloads import load_workload
-
-            require_data(load_workload(config.workload.name, config.workload_options()), config)
+            _require_work(config)
         self._with_learners = learners
         self._devices = self._divide_devices()
         if config.run.log:
@@ -369,7 +368,11 @@ class LocalRun:
     def stop(self) -> None:
         """Ends all processes, learners first, so that they can say goodbye."""
         learners = [n for n in self.supervisor.children if not n.startswith("shard-")]
-        self.supervisor.stop(learners, self.config.learner.hand_in_seconds)
+        settings = self.config.learner
+        # A program of the user's may be in a long step, and keeps itself after the flush.
+        self.supervisor.stop(
+            learners, settings.leave_seconds_max if settings.command else settings.hand_in_seconds
+        )
         self.supervisor.stop()
 
     def close(self) -> None:
@@ -389,6 +392,16 @@ def _require_over(folder: Path) -> None:
     from decoupled_diloco.launch.resume import require_over
 
     require_over(folder)
+
+
+def _require_work(config: RunConfig) -> None:
+    """Checks what the learners and the evaluator run."""
+    require_commands(config)
+    if config.workload is not None:
+        from decoupled_diloco.launch.data import require_data
+        from decoupled_diloco.workloads import workload_of
+
+        require_data(workload_of(config), config)
 
 
 def _listens(host: str, port: int) -> bool:

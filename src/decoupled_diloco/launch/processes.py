@@ -13,6 +13,7 @@ from typing import Any
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.observe.tape import TapeWriter
+from decoupled_diloco.runtime import runtime
 from decoupled_diloco.storage.claims import CLAIMS, ClaimStore
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,16 @@ LOGGER = "logger"
 def process_of(shard: int, *, standby: bool) -> str:
     """What a process of a shard is called."""
     return f"shard-{shard}-standby" if standby else f"shard-{shard}"
+
+
+def evaluator_name(config: RunConfig) -> str:
+    """A name of its own, since a second one of the same name would take over from the first.
+
+    Where ids have secrets or certificates there is one evaluator, by the name that they are for.
+    """
+    if config.syncer.principals_file is not None or config.tls.client_authority is not None:
+        return EVALUATOR
+    return f"{EVALUATOR}-{runtime().unique_id()[:8]}"
 
 
 def reopen_claims(folder: Path, config: RunConfig) -> None:

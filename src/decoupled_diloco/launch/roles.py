@@ -24,8 +24,7 @@ from decoupled_diloco.export.weights import fill, find_weights
 from decoupled_diloco.launch.devices import device_of_process
 from decoupled_diloco.launch.folder import Position
 from decoupled_diloco.launch.on_device import home_of, moved, placed
-from decoupled_diloco.launch.processes import EVALUATOR, open_tape
-from decoupled_diloco.launch.shared_folder import SharedFolder
+from decoupled_diloco.launch.processes import EVALUATOR, evaluator_name, open_tape
 from decoupled_diloco.launch.termination import SignalledTermination, Termination, interrupt
 from decoupled_diloco.learner.learner import Learner
 from decoupled_diloco.learner.leased import LeasedBatches
@@ -35,10 +34,11 @@ from decoupled_diloco.learner.process import is_death_of_worker
 from decoupled_diloco.observe.samples import CorpusDescribed, SampleGenerated, evaluation_of
 from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.ranks.group import ranks_of_this_job
-from decoupled_diloco.runtime import blocking, now, runtime
+from decoupled_diloco.runtime import blocking, now
+from decoupled_diloco.storage.shared_folder import SharedFolder
 from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.tls import Tls
-from decoupled_diloco.workloads import Batch, Workload, load_workload
+from decoupled_diloco.workloads import Batch, Workload, workload_of
 from decoupled_diloco.workloads.base import Placed
 from decoupled_diloco.workloads.divided import (
     DataShare,
@@ -113,11 +113,6 @@ def _seat_at(shared: Path | None, name: str, token: str | None, tls: Tls | None)
 
 async def _at_once() -> None:
     pass
-
-
-def workload_of(config: RunConfig) -> Workload:
-    """What a run trains."""
-    return load_workload(config.workload.name, config.workload_options())
 
 
 def _cut(config: RunConfig, index: int, workload: Workload, model: torch.nn.Module) -> Cut:
@@ -373,7 +368,7 @@ async def evaluate(
         async with await seat.observer(
             model,
             syncer,
-            name=_evaluator_name(config),
+            name=evaluator_name(config),
             token=token,
             tls=tls,
             give_up_seconds=EVALUATOR_GIVES_UP_SECONDS,
@@ -413,16 +408,6 @@ def _sample_text(workload: Workload, model: torch.nn.Module, tape: TapeWriter) -
     text = workload.sample(model)
     if text is not None:
         tape.sample(now(), SampleGenerated(text))
-
-
-def _evaluator_name(config: RunConfig) -> str:
-    """A name of its own, since a second one of the same name would take over from the first.
-
-    Where ids have secrets or certificates there is one evaluator, by the name that they are for.
-    """
-    if config.syncer.principals_file is not None or config.tls.client_authority is not None:
-        return EVALUATOR
-    return f"{EVALUATOR}-{runtime().unique_id()[:8]}"
 
 
 def _evaluate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -74,6 +75,28 @@ def own_token(config: RunConfig, name: str, token_file: Path | None = None) -> s
     principals = read_principals(path)
     require_principals(path, principals, [name])
     return principals[name]
+
+
+def own_token_file(
+    config: RunConfig, name: str, token_file: Path | None, folder: Path
+) -> Path | None:
+    """The file with what the process of this id shows, for a program that reads it there.
+
+    From a file with the secrets of all ids, the program's own one is copied into the run folder.
+
+    Raises:
+        ConfigError: a file cannot be read, or has no secret for this id.
+    """
+    secret = own_token(config, name, token_file)  # it is looked at before the program starts
+    if token_file is not None or config.syncer.principals_file is None:
+        return token_file or config.syncer.token_file
+    assert secret is not None
+    path = folder / "tokens" / name
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secret + "\n")
+    return path
 
 
 def token_of_a_reader(config: RunConfig, token: str | None) -> str | None:

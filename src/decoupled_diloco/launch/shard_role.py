@@ -22,7 +22,6 @@ from decoupled_diloco.launch.secrets import (
     served_tls,
     token_of_a_reader,
 )
-from decoupled_diloco.launch.shared_folder import shards_that_move
 from decoupled_diloco.monitor.measures import INSTALL, METRICS_PATH
 from decoupled_diloco.observe.open_files import SPARE, open_files_allowed
 from decoupled_diloco.observe.samples import TookOver
@@ -34,6 +33,7 @@ from decoupled_diloco.page.feed import Feed
 from decoupled_diloco.page.site import Site
 from decoupled_diloco.runtime import now, runtime
 from decoupled_diloco.storage.claims import CLAIMS, ClaimStore
+from decoupled_diloco.storage.shared_folder import shards_that_move
 from decoupled_diloco.syncer import checkpoint_requests
 from decoupled_diloco.syncer.checkpoint_requests import CHECKPOINT_PATH
 from decoupled_diloco.syncer.shard import Shard

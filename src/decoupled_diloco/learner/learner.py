@@ -38,6 +38,7 @@ from decoupled_diloco.learner.counting import whole_tokens
 from decoupled_diloco.learner.data_leases import DataLeases
 from decoupled_diloco.learner.draws import LAST_STEP, Draws
 from decoupled_diloco.learner.joining import JOIN_TIMEOUT_SECONDS
+from decoupled_diloco.learner.launched import finds_its_run
 from decoupled_diloco.learner.loops import batches_of, following
 from decoupled_diloco.learner.losses import StepLosses
 from decoupled_diloco.learner.model_guard import ModelGuard
@@ -82,6 +83,10 @@ class Learner(TakingPart):
             any one device. Wrappers (`torch.compile`, DDP, Fabric's) do not change their names. If
             this rank has several stages of a pipeline: a list of them, in the pipeline's order.
         syncer: Address of a shard, as ``"http://host:7070"``, or of several; each knows the others.
+            Default: what the launcher has passed to this program, if the run has a ``command`` (see
+            `docs/how-to/own-script.md`). Then ``learner_id``, ``token``, ``tls``, ``checkpoint``,
+            ``checkpoint_every_seconds``, ``hand_in_seconds``, ``give_up_seconds``, ``listen``,
+            ``metrics``, ``carriers`` and ``tape`` have the run's values, unless they are given.
         token: The run's secret, if it has one: the text of its token file, with or without the
             newline at its end.
         tls: Certificates for a syncer at ``https://``: whom to trust, and what to show. Default:
@@ -125,7 +130,8 @@ class Learner(TakingPart):
         client: Makes the transport's client. Default: HTTP.
 
     Raises:
-        ConfigError: the model differs from the run's (the first differing tensor is named), or has
+        ConfigError: there is no ``syncer``, and no launcher has started this program; the model
+            differs from the run's (the first differing tensor is named), or has
             NaN or infinite weights, the id or address is no good, the optimizer holds copies, or
             something in ``stateful`` cannot be kept or does not fit its checkpoint; the token can
             be none.
@@ -144,10 +150,11 @@ class Learner(TakingPart):
             return cast("Self", object.__new__(kind_of_rank()))
         return super().__new__(cls)
 
+    @finds_its_run("learner")
     def __init__(
         self,
         model: Model,
-        syncer: str | Sequence[str],
+        syncer: str | Sequence[str] | None = None,
         *,
         token: str | None = None,
         tls: Tls | None = None,
@@ -169,6 +176,7 @@ class Learner(TakingPart):
         store: ParameterStore | None = None,
         client: Callable[[], Client] | None = None,
     ) -> None:
+        assert syncer is not None, "the launcher's, if none is given"
         self._require_carriers(carriers)
         self._model = model if isinstance(model, torch.nn.Module) else plain(model)
         objects = all_stateful(optimizer, stateful)

@@ -12,6 +12,7 @@ import torch
 from decoupled_diloco.config.method import plan_of, read_public
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.learner import process
+from decoupled_diloco.learner.launched import finds_its_run
 from decoupled_diloco.learner.learner import TOLD_TO_GO
 from decoupled_diloco.learner.losses import StepLosses
 from decoupled_diloco.learner.modules import Model, plain
@@ -36,10 +37,11 @@ class FollowerRank(OfMany):
 
     _handed = False
 
+    @finds_its_run("learner")
     def __init__(
         self,
         model: Model,
-        syncer: str | Sequence[str],
+        syncer: str | Sequence[str] | None = None,
         *,
         optimizer: torch.optim.Optimizer | None = None,
         after_apply: Callable[[tuple[int, ...]], None] | None = None,

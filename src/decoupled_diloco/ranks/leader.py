@@ -12,6 +12,7 @@ from typing import Any
 from decoupled_diloco.errors import Error
 from decoupled_diloco.learner.checkpoint import LearnerCheckpoint
 from decoupled_diloco.learner.checkpointer import Written
+from decoupled_diloco.learner.launched import finds_its_run
 from decoupled_diloco.learner.learner import TOLD_TO_GO
 from decoupled_diloco.learner.modules import Model
 from decoupled_diloco.learner.plan import StepPlan
@@ -71,10 +72,11 @@ class TokenCount:
 class LeaderRank(OfMany):
     """Rank 0 of a learner of many ranks."""
 
+    @finds_its_run("learner")
     def __init__(
         self,
         model: Model,
-        syncer: str | Sequence[str],
+        syncer: str | Sequence[str] | None = None,
         *,
         seat: RankSeat | None = None,
         **arguments: Any,

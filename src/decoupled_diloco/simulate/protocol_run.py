@@ -18,7 +18,6 @@ from typing import Any
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.method import options_of
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.launch.roles import workload_of
 from decoupled_diloco.observe.tape import pack_tapes
 from decoupled_diloco.protocol.effects import RoundFinished
 from decoupled_diloco.simulate.crowd import Crowd
@@ -26,6 +25,7 @@ from decoupled_diloco.simulate.scenario import Scenario
 from decoupled_diloco.simulate.script import Script
 from decoupled_diloco.simulate.simulation import Clockwatch, say_goodbye, specs_of
 from decoupled_diloco.simulate.system import System
+from decoupled_diloco.workloads import workload_of
 
 MANY = 100
 """With more learners there are only the bare state machines."""

@@ -393,15 +393,17 @@ def _members(groups: Sequence[LearnerGroup], config: RunConfig) -> dict[str, Lea
 
 def _paces(config: RunConfig) -> list[float]:
     """Seconds of each learner's step, where the scenario does not say: the workload's, or one."""
-    pace = config.workload.options.get("step_seconds", 1.0)
-    if config.workload.name == "paced" and isinstance(pace, list | tuple):
+    pace = config.required_workload.options.get("step_seconds", 1.0)
+    if config.required_workload.name == "paced" and isinstance(pace, list | tuple):
         if len(pace) != config.run.learners:
             raise ConfigError(
                 f"step_seconds in [workload.options] lists {len(pace)}, but there are "
                 f"{config.run.learners} learners: give one number for all, or one for each"
             )
         return [_seconds(each) for each in pace]
-    return [_seconds(pace) if config.workload.name == "paced" else 1.0] * config.run.learners
+    return [
+        _seconds(pace) if config.required_workload.name == "paced" else 1.0
+    ] * config.run.learners
 
 
 def _seconds(pace: Any) -> float:

@@ -21,14 +21,13 @@ from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.method import plan_of
 from decoupled_diloco.errors import Error
 from decoupled_diloco.launch.on_device import placed
-from decoupled_diloco.launch.roles import workload_of
 from decoupled_diloco.merge import layout_of, tensors_of
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.simulate.hosts import ParticipantHost
 from decoupled_diloco.simulate.spec import LearnerSpec
 from decoupled_diloco.simulate.stage import Recorder
 from decoupled_diloco.simulate.system import System
-from decoupled_diloco.workloads import Workload
+from decoupled_diloco.workloads import Workload, workload_of
 from decoupled_diloco.workloads.base import Placed
 from decoupled_diloco.workloads.gpt import GptWorkload
 from decoupled_diloco.workloads.paced import PacedOptions
@@ -186,7 +185,7 @@ FOREVER_SECONDS = 1e9
 
 def unpaced(config: RunConfig) -> Callable[[ParticipantHost], Workload]:
     """What the processes of a run train; in virtual time a paced workload does not sleep."""
-    if config.workload.name == "paced":
+    if config.required_workload.name == "paced":
         gpt = GptWorkload(PacedOptions(**config.workload_options()))
         return lambda host: gpt
     shared = workload_of(config)

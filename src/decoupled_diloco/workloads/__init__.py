@@ -16,13 +16,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from decoupled_diloco.config.run import RunConfig
 from decoupled_diloco.config.settings import suggestion
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.workloads.base import Batch, Workload
 
-__all__ = ["Batch", "Workload", "load_workload"]
+__all__ = ["Batch", "Workload", "load_workload", "workload_of"]
 
 BUILT_IN = ("gpt", "moe", "vit", "paced")
+
+
+def workload_of(config: RunConfig) -> Workload:
+    """Build the workload of a run.
+
+    Raises:
+        ConfigError: Its learners run a command, or see `load_workload`.
+    """
+    return load_workload(config.required_workload.name, config.workload_options())
 
 
 def load_workload(name: str, options: Mapping[str, Any]) -> Workload:

@@ -47,8 +47,8 @@ def require_divisible(workload: Workload, config: RunConfig) -> None:
         problem = _problem(workload, parallelism, ranks)
         if problem:
             raise ConfigError(
-                f"workload {config.workload.name!r} cannot be cut by parallelism={parallelism!r} "
-                f"over ranks={ranks}: {problem}"
+                f"workload {config.required_workload.name!r} cannot be cut by "
+                f"parallelism={parallelism!r} over ranks={ranks}: {problem}"
             )
 
 

@@ -33,7 +33,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"works": 1}, "unknown key 'works': did you mean 'workload'?"),
     (
         {"learner": {"zzz": 1}},
-        "unknown key 'zzz' in [learner]: choose one of 'give_up_seconds', "
+        "unknown key 'zzz' in [learner]: choose one of 'command', 'give_up_seconds', "
         "'checkpoint_every_seconds', 'listen', 'metrics', 'hand_in_seconds', 'threads', 'device', "
         "'precision', 'ranks', 'parallelism', 'carriers'",
     ),

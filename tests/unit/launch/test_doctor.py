@@ -27,6 +27,7 @@ from decoupled_diloco.observe.terminal import SteadyConsole
 from decoupled_diloco.transport.http_server import HttpServer
 from decoupled_diloco.transport.reach import LookTrouble, Seen
 from decoupled_diloco.units import GIB, MIB
+from decoupled_diloco.workloads import workload_of
 
 PROJECT = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
 
@@ -268,7 +269,7 @@ def test_a_layout_that_is_none_is_told() -> None:
 def test_the_model_of_a_file_is_described() -> None:
     options = {"layers": 1, "width": 32, "heads": 2, "context": 16}
     config = config_of(sync={"fragments": 4}, workload={"name": "gpt", "options": options})
-    model = facts.model_facts(config, facts.workload_of(config))
+    model = facts.model_facts(config, workload_of(config))
     assert model.model_bytes == model.gradient_bytes == 4 * model.layout.numel
     assert model.optimizer_bytes == 2 * model.model_bytes, "AdamW"
     assert model.fragment_bytes == 2 * model.fragment_numel, "bf16"

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from decoupled_diloco.launch.folder import HOST, write_addresses, write_place
-from decoupled_diloco.launch.shared_folder import (
+from decoupled_diloco.storage.shared_folder import (
+    HOST,
     SharedFolder,
     shards_that_move,
     shared_addresses,
+    write_addresses,
+    write_place,
 )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shlex
 import sys
 import threading
 import time
@@ -22,6 +23,7 @@ from decoupled_diloco import __version__
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.addresses import alternatives, reached_by
 from decoupled_diloco.errors import ConfigError, Error, StorageError
+from decoupled_diloco.launch.command import require_commands
 from decoupled_diloco.launch.data import require_data
 from decoupled_diloco.launch.devices import environment_of, kind_of
 from decoupled_diloco.launch.doctor import facts, machine
@@ -34,7 +36,7 @@ from decoupled_diloco.observe.reader import TapeReader
 from decoupled_diloco.observe.run_model import RunModel
 from decoupled_diloco.transport.reach import LookTrouble, Seen, listens, look
 from decoupled_diloco.transport.tls import LiveTls, Tls
-from decoupled_diloco.workloads import Workload
+from decoupled_diloco.workloads import Workload, workload_of
 
 SECONDS_MAX = 15.0
 MODEL_SECONDS = 6.0
@@ -77,10 +79,13 @@ def examine(case: Examined) -> Iterator[Finding]:
     process_bytes = facts.process_bytes()
     model: facts.ModelFacts | None = None
     if config is not None:
-        workload, model, finding = _model(config)
-        yield finding
-        if workload is not None:
-            yield _data(config, workload)
+        if config.workload is None:
+            yield _commands(config)
+        else:
+            workload, model, finding = _model(config, config.workload.name)
+            yield finding
+            if workload is not None:
+                yield _data(config, config.workload.name, workload)
         yield from _former(config)
     yield _memory(case, model, process_bytes)
     yield _disk(config, model)
@@ -103,32 +108,43 @@ def _devices(config: RunConfig, learners: int) -> Finding:
     return machine.judge_devices(kind, config.learner.device, shares)
 
 
-def _model(config: RunConfig) -> tuple[Workload | None, facts.ModelFacts | None, Finding]:
+def _commands(config: RunConfig) -> Finding:
+    """Whether the programs that the learners and the evaluator run are here."""
+    try:
+        require_commands(config)
+    except ConfigError as problem:
+        return error("command", str(problem), "correct the command in the file")
+    return ok("command", shlex.join(config.learner.command))
+
+
+def _model(
+    config: RunConfig, name: str
+) -> tuple[Workload | None, facts.ModelFacts | None, Finding]:
     def look() -> tuple[Workload, facts.ModelFacts]:
-        workload = facts.workload_of(config)
+        workload = workload_of(config)
         return workload, facts.model_facts(config, workload)
 
     try:
         workload, model = limited(MODEL_SECONDS, look)
     except TimeoutError:
-        text = f"{config.workload.name} is not built within {MODEL_SECONDS:g} s"
+        text = f"{name} is not built within {MODEL_SECONDS:g} s"
         advice = "data, memory, layout and the way of a fragment are not looked at"
         return None, None, warning("model", text, advice)
     except ConfigError as problem:
         advice = "correct [workload] or [sync] of the file"
         return None, None, error("model", str(problem), advice)
     except Exception as problem:  # A workload may be anybody's code.
-        text = f"{config.workload.name}: {type(problem).__name__}: {problem}"
+        text = f"{name}: {type(problem).__name__}: {problem}"
         return None, None, error("model", text, "correct the workload")
-    return workload, model, machine.judge_model(config.workload.name, model)
+    return workload, model, machine.judge_model(name, model)
 
 
-def _data(config: RunConfig, workload: Workload) -> Finding:
+def _data(config: RunConfig, name: str, workload: Workload) -> Finding:
     """Whether each learner has a batch: here, or in a run that learners join one by one."""
     try:
         tokens = limited(DATA_SECONDS, lambda: require_data(workload, config))
     except TimeoutError:
-        text = f"{config.workload.name} gives no batch within {DATA_SECONDS:g} s"
+        text = f"{name} gives no batch within {DATA_SECONDS:g} s"
         return warning("data", text, "each learner waits as long when it starts")
     except Error as problem:
         return error("data", str(problem), "correct [workload.options] or run.learners")

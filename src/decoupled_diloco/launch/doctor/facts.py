@@ -19,7 +19,7 @@ from decoupled_diloco.errors import StorageError
 from decoupled_diloco.launch.devices import count
 from decoupled_diloco.merge import Layout, layout_of
 from decoupled_diloco.units import KIB, MIB
-from decoupled_diloco.workloads import Workload, load_workload
+from decoupled_diloco.workloads import Workload
 
 DISK_BYTES = 32 * MIB
 DISK_SECONDS = 1.0
@@ -162,11 +162,6 @@ def port_problem(host: str, port: int) -> str:
         except OSError as error:
             return error.strerror or str(error)
     return ""
-
-
-def workload_of(config: RunConfig) -> Workload:
-    """The run's workload."""
-    return load_workload(config.workload.name, config.workload_options())
 
 
 def model_facts(config: RunConfig, workload: Workload) -> ModelFacts:

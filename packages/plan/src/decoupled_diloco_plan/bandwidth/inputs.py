@@ -168,16 +168,17 @@ def _settings_of(config: RunConfig) -> Mapping[str, Any]:
 
 def model_of(config: RunConfig) -> dict[str, Any]:
     """The size of a run's model, and its step if it is paced."""
-    from decoupled_diloco.workloads import load_workload  # it imports torch
+    from decoupled_diloco.workloads import workload_of  # it imports torch
 
-    workload = load_workload(config.workload.name, config.workload_options())
+    workload = workload_of(config)
     tensors = {
         name: each.numel()
         for name, each in workload.model().named_parameters()
         if each.requires_grad
     }
     blocks = {match[0] for name in tensors if (match := re.match(r".*?\.\d+\.", name))}
-    pace = config.workload.options.get("step_seconds") if config.workload.name == "paced" else None
+    settings = config.required_workload
+    pace = settings.options.get("step_seconds") if settings.name == "paced" else None
     step = max(pace) if isinstance(pace, list | tuple) else pace
     size = float(sum(tensors.values()))
     return {"params": size, "layers": len(blocks) or None, "step_seconds": step}

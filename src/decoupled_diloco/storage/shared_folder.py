@@ -20,10 +20,20 @@ from decoupled_diloco.config.addresses import (
     reached_by,
     url_of,
 )
-from decoupled_diloco.errors import Error
-from decoupled_diloco.launch.folder import ADDRESSES, HOST, read_addresses, read_places
+from decoupled_diloco.errors import ConfigError, Error, StorageError
+from decoupled_diloco.storage.files import write_text
 
 logger = logging.getLogger(__name__)
+
+ADDRESSES = "addresses"
+"""The file that says where the shards listen."""
+
+HOST = "host"
+"""The file with the name of their machine, for those that share the run folder."""
+
+PLACES = "places"
+"""The folder in which each shard writes down where it listens, if each is started on a machine of
+its own: a line for each of its places, the newest last."""
 
 WAIT_SECONDS = 0.5
 """How often a process looks whether the syncer has been started."""
@@ -98,3 +108,56 @@ class SharedFolder:
         for shard, address in [*former, *(told for view in views for told in enumerate(view))]:
             for turn, one in enumerate(alternatives(address)):
                 self._place[one] = (shard, turn)
+
+
+def write_addresses(run: Path, addresses: Sequence[str]) -> None:
+    """Keeps where the shards listen, in order: with port 0 nothing else tells."""
+    write_text(run / HOST, socket.gethostname() + "\n")
+    write_text(run / ADDRESSES, "\n".join(addresses) + "\n")
+
+
+def write_place(run: Path, shard: int, address: str) -> None:
+    """Notes that a shard, which others look for in the run folder, is started at an address."""
+    (run / PLACES).mkdir(exist_ok=True)
+    path = run / PLACES / f"shard-{shard}"
+    before = path.read_text() if path.exists() else ""
+    write_text(path, f"{before}{address}\n")
+
+
+def read_places(run: Path) -> tuple[tuple[str, ...], ...]:
+    """Where each shard has listened, in order, the newest place last; empty: they note it not.
+
+    A shard that has not been started yet has no place; those behind it are left out.
+    """
+    found: list[tuple[str, ...]] = []
+    while (path := run / PLACES / f"shard-{len(found)}").exists():
+        found.append(tuple(path.read_text().split()))
+    return tuple(found)
+
+
+def read_addresses(run: Path) -> tuple[str, ...]:
+    """Where the shards of a run on this machine listen, or did when it was last started.
+
+    Raises:
+        ConfigError: There is no such folder.
+        StorageError: It is no run folder, or the run was never started.
+    """
+    if not run.exists():
+        raise ConfigError(
+            f"{run} does not exist: give the folder of a run that was started on this machine, or "
+            "http://HOST:PORT"
+        )
+    try:
+        places = read_places(run)
+        if places:
+            return tuple(of_shard[-1] for of_shard in places)
+        return tuple((run / ADDRESSES).read_text().split())
+    except (OSError, ValueError) as error:
+        raise StorageError(
+            f"{run} does not say where its syncer listens ({reason_of(error)}): give the folder of "
+            "a run that was started on this machine, or http://HOST:PORT"
+        ) from error
+
+
+def reason_of(error: OSError | ValueError) -> str:
+    return error.strerror or str(error) if isinstance(error, OSError) else "it is no such file"
