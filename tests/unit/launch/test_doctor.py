@@ -276,7 +276,7 @@ def test_the_model_of_a_file_is_described() -> None:
     assert model.layout.numel / 4 <= model.fragment_numel < model.layout.numel
     options["optimizer"] = "sgd"
     plain = config_of(sync={"fragments": 4}, workload={"name": "gpt", "options": options})
-    assert facts.model_facts(plain, facts.workload_of(plain)).optimizer_bytes == 0
+    assert facts.model_facts(plain, workload_of(plain)).optimizer_bytes == 0
 
 
 def test_this_machine_has_cores_memory_and_a_disk(tmp_path: Path) -> None:
