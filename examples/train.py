@@ -1,6 +1,10 @@
 r"""A plain PyTorch training loop as a learner of a run: the lines with `learner` are all it takes.
 
-Start a syncer, then as many learners as you like, each with a name of its own:
+Start everything on this machine, from the root of the repository:
+
+    ddiloco train examples/train.toml
+
+Or start a syncer, then as many learners as you like, each with its own name:
 
     ddiloco syncer recipes/homelab.toml
     python examples/train.py --syncer http://127.0.0.1:7070 \
@@ -11,7 +15,6 @@ import argparse
 import sys
 import sysconfig
 import time
-import zlib
 from pathlib import Path
 
 import torch
@@ -22,26 +25,24 @@ import decoupled_diloco as dd
 CONTEXT, BATCH = 64, 256
 
 parser = argparse.ArgumentParser(description="Train a small byte model as one learner.")
-parser.add_argument("--syncer", required=True, help="address of a shard, as http://host:port")
+parser.add_argument("--syncer", help="address of a shard, as http://host:port")
 parser.add_argument("--token-file", type=Path, help="file with the run's secret")
-parser.add_argument("--name", required=True, help="this learner's name, the same across restarts")
+parser.add_argument("--name", help="this learner's name, the same across restarts")
 
 
-def train(syncer: str, token_file: Path | None, name: str) -> None:
+def train(syncer: str | None, token_file: Path | None, name: str | None) -> None:
     """Trains until the run is over."""
     token = token_file.read_text().strip() if token_file else None
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8)
-    seed = zlib.crc32(name.encode())  # of its own: every learner reads elsewhere
-    rng = torch.Generator().manual_seed(seed)
-
     model = nn.Sequential(
         *(nn.Embedding(256, 16), nn.Flatten(), nn.Linear(16 * CONTEXT, 512), nn.GELU()),
         nn.Linear(512, 256),
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 
-    learner = dd.Learner(model, syncer, token=token, learner_id=name)
+    learner = dd.Learner(model, syncer, token=token, learner_id=name, optimizer=optimizer)
+    rng = torch.Generator().manual_seed(1337 + learner.index)  # every learner reads elsewhere
     going_on, smoothed, tell_at = True, 0.0, 0.0
     while going_on:
         starts = torch.randint(len(text) - CONTEXT, (BATCH,), generator=rng)
@@ -56,7 +57,7 @@ def train(syncer: str, token_file: Path | None, name: str) -> None:
             tell_at = time.monotonic() + 5
             print(f"step {learner.global_step}: loss {smoothed:.3f}", flush=True)
     learner.close()
-    print(f"{name}: {learner.steps} steps; the model holds the run's final weights")
+    print(f"{learner.name}: {learner.steps} steps; the model holds the run's final weights")
 
 
 try:

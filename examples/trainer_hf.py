@@ -1,16 +1,21 @@
 r"""Hugging Face's Trainer as a learner of a run: the line with `synchronize` is all it takes.
 
     pip install -e '.[transformers]'     # in the clone; else 'decoupled-diloco[transformers]'
+    ddiloco train examples/trainer_hf.toml
+
+Or start a syncer, and the script in as many terminals as you like, each with its own name:
+
     ddiloco syncer homelab
     python examples/trainer_hf.py --syncer http://127.0.0.1:7070 \
         --token-file runs/homelab/token --name a
 
 It trains a tiny Llama on the bytes of Python's standard library. Started again under the same name
-with `--resume`, it goes on from the Trainer's last checkpoint, with the run's weights. `torchrun
+with `--resume`, it continues from the Trainer's last checkpoint, with the run's weights. `torchrun
 --nproc_per_node 2 examples/trainer_hf.py …` makes one learner of two processes.
 """
 
 import argparse
+import os
 import sysconfig
 import zlib
 from pathlib import Path
@@ -18,16 +23,21 @@ from pathlib import Path
 import torch
 from torch.utils.data import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 
 from decoupled_diloco.integrations.transformers import synchronize
 
 CONTEXT = 64
 
 parser = argparse.ArgumentParser(description="Train a tiny Llama as one learner.")
-parser.add_argument("--syncer", required=True, help="address of a shard, as http://host:port")
+parser.add_argument("--syncer", help="address of a shard, as http://host:port")
 parser.add_argument("--token-file", type=Path, help="file with the run's secret")
-parser.add_argument("--name", required=True, help="this learner's name, the same across restarts")
-parser.add_argument("--resume", action="store_true", help="go on from the Trainer's checkpoint")
+parser.add_argument(
+    "--name",
+    default=os.environ.get("DDILOCO_NAME", "alone"),
+    help="this learner's name, the same across restarts",
+)
+parser.add_argument("--resume", action="store_true", help="continue from its last checkpoint")
 
 
 class Windows(Dataset[dict[str, torch.Tensor]]):
@@ -54,8 +64,9 @@ def main() -> None:
     given = parser.parse_args()
     token = given.token_file.read_text() if given.token_file else None
     config = AutoConfig.from_pretrained(Path(__file__).parent / "tiny_llama")
+    folder = Path(os.environ.get("DDILOCO_CHECKPOINT", "runs")) / f"trainer-{given.name}"
     arguments = TrainingArguments(
-        f"runs/trainer-{given.name}",
+        str(folder),
         max_steps=1_000_000,  # the run's budget ends the training
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2,
@@ -68,8 +79,9 @@ def main() -> None:
     )
     model = AutoModelForCausalLM.from_config(config)
     trainer = Trainer(model, arguments, train_dataset=Windows(zlib.crc32(given.name.encode())))
+    last = get_last_checkpoint(folder) if folder.is_dir() else None
     callback = synchronize(trainer, given.syncer, token=token, learner_id=given.name)
-    trainer.train(resume_from_checkpoint=given.resume)
+    trainer.train(resume_from_checkpoint=last if given.resume else None)
     learner = callback.learner
     print(f"{given.name}: {learner.steps} steps; the model holds the run's final weights")
 

@@ -62,6 +62,8 @@ def export_run(
     out = run / "export" if out is None else out
     config = _config_of(run)
     require_free(out, force=force)
+    if config.workload is None and format == "native":
+        return _export_plain(out, config, find_weights(run, config, weights), force=force)
     workload, model = _built(config)
     if format == "huggingface":
         require_huggingface(workload, model)

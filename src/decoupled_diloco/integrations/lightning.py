@@ -51,7 +51,7 @@ class DilocoCallback(Callback):
         ConfigError: An option is the Trainer's own; in `Trainer.fit`, see `Learner`.
     """
 
-    def __init__(self, syncer: str | Sequence[str], **options: Any) -> None:
+    def __init__(self, syncer: str | Sequence[str] | None = None, **options: Any) -> None:
         self._part = FrameworkPart(
             "Trainer", ("checkpoint", "stateful", "optimizer"), syncer, options
         )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.learner.launched import launched_as
 from decoupled_diloco.learner.learner import Learner
 from decoupled_diloco.learner.modules import Model
 
@@ -18,7 +19,8 @@ class FrameworkPart:
     Args:
         framework: As messages name it.
         owns: Arguments of `Learner` that the framework has itself.
-        syncer: See `Learner`.
+        syncer: See `Learner`. `None`: what the launcher has passed, without what the framework
+            owns.
         options: Further arguments of `Learner`.
 
     Attributes:
@@ -33,12 +35,13 @@ class FrameworkPart:
         self,
         framework: str,
         owns: Collection[str],
-        syncer: str | Sequence[str],
+        syncer: str | Sequence[str] | None,
         options: dict[str, Any],
     ) -> None:
         for name in owns:
             if options.get(name) is not None:
                 raise ConfigError(f"{name}=: the {framework} has its own; leave it out")
+        self._owns = {*owns, *(("checkpoint_every_seconds",) if "checkpoint" in owns else ())}
         self._syncer = syncer
         self._options = options
         self._versions: tuple[str, ...] = ()
@@ -57,7 +60,12 @@ class FrameworkPart:
             tokens: What they were trained on.
         """
         inner = getattr(optimizer, "optimizer", optimizer)
-        self.learner = Learner(model, self._syncer, optimizer=inner, **self._options)
+        syncer, options = self._syncer, self._options
+        if syncer is None:
+            launched = launched_as("learner")
+            passed = {k: v for k, v in launched.arguments().items() if k not in self._owns}
+            syncer, options = launched.addresses(), {**passed, **options}
+        self.learner = Learner(model, syncer, optimizer=inner, **options)
         if steps:
             told = self.learner.state_dict() | {"steps": steps, "tokens": tokens}
             self.learner.load_state_dict(told)

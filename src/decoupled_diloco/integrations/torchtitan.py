@@ -56,7 +56,9 @@ class DilocoMixin:
         ConfigError: An option is torchtitan's own; in ``train``, see `Learner`.
     """
 
-    def __init__(self, config: Any, syncer: str | Sequence[str], **options: Any) -> None:
+    def __init__(
+        self, config: Any, syncer: str | Sequence[str] | None = None, **options: Any
+    ) -> None:
         owned = ("checkpoint", "stateful", "optimizer")
         self._part = FrameworkPart("torchtitan Trainer", owned, syncer, {"donate": (), **options})
         self._loss: float | None = None

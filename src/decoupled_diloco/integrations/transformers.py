@@ -55,7 +55,7 @@ class DilocoCallback(TrainerCallback):
         ConfigError: An option is the Trainer's own; in `Trainer.train`, see `Learner`.
     """
 
-    def __init__(self, syncer: str | Sequence[str], **options: Any) -> None:
+    def __init__(self, syncer: str | Sequence[str] | None = None, **options: Any) -> None:
         self._part = FrameworkPart(
             "Trainer", ("checkpoint", "stateful", "optimizer"), syncer, options
         )
@@ -118,7 +118,9 @@ class DilocoCallback(TrainerCallback):
         self._part.end()
 
 
-def synchronize(trainer: Trainer, syncer: str | Sequence[str], **options: Any) -> DilocoCallback:
+def synchronize(
+    trainer: Trainer, syncer: str | Sequence[str] | None = None, **options: Any
+) -> DilocoCallback:
     """Makes a Trainer a learner: adds a `DilocoCallback` before all others.
 
     So its numbers are in what the others report (Weights & Biases, TensorBoard).

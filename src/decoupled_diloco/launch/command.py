@@ -183,7 +183,8 @@ def run_command(
     os.close(ours)
     if code is None or termination.asked or orphaned.is_set():
         return INTERRUPTED
-    logger.info("the program has ended with exit code %d", code)
+    if code == 0:  # else the log's last line is the program's own
+        logger.info("the program has ended with exit code 0")
     return code if code >= 0 else 128 - code
 
 

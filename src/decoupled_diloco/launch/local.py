@@ -54,6 +54,9 @@ POLL_SECONDS = 0.1
 EVALUATOR_SECONDS = 60.0
 """How long the evaluator may take for its last evaluation after the run is over."""
 
+PROGRAM_SECONDS = 120.0
+"""How long the user's own programs may take after the run is over, to save and evaluate."""
+
 FAREWELL_SECONDS = 5.0
 """How long learners and shards may take to end after the coordinator, which ends last; a learner
 that was started again too late would look for the run for ever."""
@@ -143,6 +146,7 @@ class LocalRun:
         self.global_step = 0
         self.addresses: tuple[str, ...] = ()
         self._listen_on: list[int] = []
+        self._left_at: float | None = None
 
     def _divide_devices(self) -> list[list[str]]:
         """The options by which each learner sees its own devices of this machine."""
@@ -287,6 +291,8 @@ class LocalRun:
         running = {name for name, child in self.supervisor.children.items() if child.running}
         if not running:
             return 0.0
+        if self.config.learner.command and running & set(self.config.learner_ids):
+            return PROGRAM_SECONDS
         return EVALUATOR_SECONDS if running & {EVALUATOR, LOGGER} else FAREWELL_SECONDS
 
     def _hopeless(self) -> str | None:
@@ -302,6 +308,21 @@ class LocalRun:
                 return f"{name} was refused: {self.supervisor.last_words(name)}"
         if learners and all(name in down for name in learners):
             return f"no learner runs: {self.supervisor.last_words(learners[0])}"
+        return self._all_left([children[name] for name in learners])
+
+    def _all_left(self, learners: list[Child]) -> str | None:
+        """Whether programs have ended before the run, with exit code 0, and none is left."""
+        if not any(child.done for child in learners) or self.followed.run.finished:
+            self._left_at = None
+        elif all(child.done or child.down for child in learners):
+            # The shards end some moments after the last learner of a run that is over.
+            self._left_at = self._left_at or time.monotonic()
+            if time.monotonic() > self._left_at + FAREWELL_SECONDS:
+                return (
+                    f"every learner has left at step {self.global_step}, before the budget was "
+                    "spent: their data or steps have ended; lower the budget, or let the program "
+                    "train until learner.step() returns False"
+                )
         return None
 
     def _processes_of(self, shard: int) -> list[Child]:

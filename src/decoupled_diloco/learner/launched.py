@@ -191,6 +191,8 @@ def finds_its_run(role: Role) -> Callable[[Init], Init]:
     def decorate(init: Init) -> Init:
         @functools.wraps(init)
         def constructor(self: object, *positional: Any, **named: Any) -> None:
+            if positional[1:] == (None,):
+                positional = positional[:1]
             if len(positional) < 2 and named.get("syncer") is None:
                 launched = launched_as(role)
                 explicit = {name: value for name, value in named.items() if value is not None}
