@@ -54,6 +54,7 @@ class FollowerRank(OfMany):
         self._token, self._tls = arguments.get("token"), arguments.get("tls")
         self._client = arguments.get("client")
         told = {**arguments, "optimizer": optimizer, "after_apply": after_apply}
+        assert syncer is not None, "the launcher's, if none is given"
         self.addresses = addresses_in(syncer)
         self._seat = seat or blocking(seated(model, told))
         self._model, self._after_apply = plain(model), after_apply
