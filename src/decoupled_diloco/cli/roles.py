@@ -311,6 +311,8 @@ def evaluator(options: EvaluatorOptions) -> None:
     if options.supervised:
         options.under_supervision(options.config(), "evaluator", "evaluator")
     config = options.config()
+    if config.run.evaluate_command and options.result:
+        fail("--result scores a workload, but this run has an evaluate_command: run that by hand")
     if config.run.evaluate_command:
         from decoupled_diloco.launch.termination import SignalledTermination
 

@@ -244,6 +244,11 @@ class LocalRun:
         evaluator = self.supervisor.children.get(EVALUATOR)
         if evaluator is None or evaluator.held or evaluator.code == 0:
             return
+        if self.config.run.evaluate_command:
+            logger.warning(
+                "the final weights are not evaluated: evaluate_command has not seen the run's end"
+            )
+            return
         self.supervisor.stop([EVALUATOR])
         run_file = str(self.path / RUN_FILE)
         self.supervisor.start(EVALUATOR, ["evaluator", run_file, "--result", "--stop-with-parent"])
