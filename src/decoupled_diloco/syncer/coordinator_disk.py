@@ -115,9 +115,11 @@ class CoordinatorDisk:
         if self._shard_lease.number:
             number = self._number + 1
             path = numbered(self._states, number)
-            if not create_once(path, text, self._shard_lease.nonce) or self._newest() > number:
+            is_ours = create_once(path, text, self._shard_lease.nonce)
+            if is_ours:
+                self._number = number  # also if the storage fails now, and this is tried again
+            if not is_ours or self._newest() > number:
                 raise LeaseError(f"another coordinator has gone on: {path} is not this one's")
-            self._number = number
             self._forget(number - STATES_KEPT)
         write_text(self._states.with_name(FILE), text)
         with contextlib.suppress(OSError):  # older records than the state's change nothing

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from decoupled_diloco.config import RunConfig
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.launch import placement
 from decoupled_diloco.launch import supervisor as module
 from decoupled_diloco.launch.placement import ThisMachine, interrupts_deferred
+from decoupled_diloco.launch.supervised import supervise
 from decoupled_diloco.launch.supervisor import Supervisor
 from decoupled_diloco.observe.tape import TapeReader, TapeWriter
 
@@ -107,6 +109,25 @@ def test_a_process_that_cannot_be_started_is_started_later(
         assert time.monotonic() < deadline
         supervisor.poll()
         time.sleep(0.005)
+
+
+def test_a_process_inside_a_clusters_job_is_started_later_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = [BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")]
+    start = ThisMachine.start
+
+    def refuse(self: ThisMachine, name: str, arguments: list[str]) -> placement.PlacedProcess:
+        if errors:
+            raise errors.pop()
+        return start(self, name, arguments)
+
+    monkeypatch.setattr(ThisMachine, "start", refuse)
+    monkeypatch.setattr(module, "RESTART_SECONDS", (0.01, 0.02))
+    monkeypatch.setattr(placement, "COMMAND", (sys.executable, "-S", "-c"))
+    run = {"name": "r", "folder": tmp_path / "r", "budget_steps": 10, "fork_server": False}
+    assert supervise(RunConfig(run=run), "learner-0", ["print('it runs')"]) == 0
+    assert (tmp_path / "r" / "logs" / "learner-0.log").read_text() == "it runs\n"
 
 
 def test_a_process_that_can_never_be_started_stays_down(

@@ -208,6 +208,23 @@ async def test_a_coordinator_that_was_replaced_writes_nothing_that_is_read(folde
     await third.end(finished=False)
 
 
+async def test_a_read_that_fails_does_not_replace_a_coordinator(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its state is written when it looks for a newer one; then it writes the state again."""
+    shard_lease = contender(folder, "first")
+    assert await shard_lease.gained()
+    disk = CoordinatorDisk(folder, shard_lease)
+    disk.find()
+    disk.write("one")
+    fail_once(monkeypatch, "names", errno.EIO)
+    with pytest.raises(StorageError, match="Input/output error"):
+        disk.write("two")
+    disk.write("two")
+    assert CoordinatorDisk(folder, shard_lease).find().read_text() == "two"
+    await shard_lease.end(finished=False)
+
+
 async def test_a_coordinator_goes_on_from_the_only_file_of_an_earlier_kind(folder: Path) -> None:
     (folder / FILE).write_text("of a run without standbys")
     shard_lease = contender(folder, "first")
