@@ -45,6 +45,7 @@ from decoupled_diloco.workloads.divided import (
     divided,
     require_divisible,
     share_of_data,
+    step_separately,
 )
 from decoupled_diloco.workloads.parts import WorkloadParts
 
@@ -290,6 +291,7 @@ class Training:
     precision: Literal["fp32", "bf16"] = "fp32"
 
     def __post_init__(self) -> None:
+        step_separately(self.optimizer)
         self._home = home_of(self.model)
         kind = next(self.model.parameters()).device.type
         self._arithmetic = torch.autocast(

@@ -12,12 +12,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     RowwiseParallel,
     parallelize_module,
 )
+from torch.optim import Optimizer
 
 from decoupled_diloco.config.run import Parallelism, RunConfig
 from decoupled_diloco.errors import ConfigError
@@ -89,6 +91,18 @@ def divided(model: nn.Module, workload: Workload, parallelism: Parallelism) -> n
     for attention in (each for each in model.modules() if isinstance(each, Attention)):
         attention.heads //= dist.get_world_size()
     return model
+
+
+def step_separately(optimizer: Optimizer) -> None:
+    """Keep an optimizer from handling a DTensor and a plain tensor in one operation.
+
+    A tensor-parallel model has both kinds of parameters. On a GPU, PyTorch's optimizers handle all
+    parameters of a group in one operation (``foreach``), which raises for such a mixture.
+    """
+    for group in optimizer.param_groups:
+        kinds = {isinstance(parameter, DTensor) for parameter in group["params"]}
+        if len(kinds) > 1 and "foreach" in group:
+            group["foreach"] = False
 
 
 def _block_plan() -> dict[str, ParallelStyle]:
