@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
@@ -42,17 +41,17 @@ LAYOUT_CHARACTERS_MAX = 900_000
 
 
 def layout_text(layout: Layout) -> str:
-    """The layout as the JSON text that a join carries.
+    """The layout as the text that a join carries.
 
     Raises:
         ConfigError: the model has too many tensors for one control message.
     """
-    text = json.dumps(layout.to_json())
+    text = layout.to_text()
     if len(text) > LAYOUT_CHARACTERS_MAX:
         raise ConfigError(
             f"the names and shapes of the model's {len(layout.tensors)} trainable tensors take "
-            f"{len(text)} characters, {LAYOUT_CHARACTERS_MAX} fit into one message: stack small "
-            "tensors (experts, say) into one, freeze some, or shorten their names"
+            f"{len(text)} characters compressed, {LAYOUT_CHARACTERS_MAX} fit into one message: "
+            "stack small tensors (experts, say) into one, freeze some, or shorten their names"
         )
     return text
 

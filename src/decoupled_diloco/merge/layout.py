@@ -6,9 +6,11 @@ of the layout alone, so who agrees on its fingerprint agrees on every fragment.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import math
+import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -50,6 +52,11 @@ CONSTANT_NUMEL_MAX = 64
 
 TENSORS_MAX = 1_000_000
 """Bound on tensors (and on excluded names) in a layout that a peer sends."""
+LAYOUT_BYTES_MAX = 1 << 26
+"""Bound on the JSON of a layout that a peer sends compressed."""
+PLAIN_CHARACTERS_MAX = 100_000
+COMPRESSED = "zlib:"
+"""What compressed text begins with: base64 of zlib's format."""
 NAME_LENGTH_MAX = 1024
 DIMENSIONS_MAX = 16
 NUMEL_MAX = 2**48
@@ -180,13 +187,26 @@ class Layout:
         """Give a plain dictionary that `json.dumps` takes; `from_json` is the way back."""
         return cast("dict[str, Any]", _LAYOUT.dump_python(self, mode="json"))
 
+    def to_text(self) -> str:
+        """Give text for a message: JSON, compressed where it is long; `from_text` is the way back.
+
+        The names of ten thousand tensors are alike, and take a fiftieth of their characters.
+        """
+        text = json.dumps(self.to_json())
+        if len(text) <= PLAIN_CHARACTERS_MAX:
+            return text
+        return COMPRESSED + base64.b64encode(zlib.compress(text.encode())).decode()
+
     @classmethod
     def from_text(cls, text: str | bytes) -> Layout:
-        """Read JSON text, trusting nothing.
+        """Read JSON text, compressed or not, trusting nothing.
 
         Raises:
-            ProtocolError: It is no JSON, or `from_json` refuses what is in it.
+            ProtocolError: It is not JSON, it is longer than a layout can be, or `from_json` refuses
+                what is in it.
         """
+        if isinstance(text, str) and text.startswith(COMPRESSED):
+            text = _decompressed(text.removeprefix(COMPRESSED))
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -228,6 +248,20 @@ class Layout:
 
 
 _LAYOUT = TypeAdapter(Layout)
+
+
+def _decompressed(text: str) -> bytes:
+    try:
+        packed = base64.b64decode(text, validate=True)
+        unpacker = zlib.decompressobj()
+        plain = unpacker.decompress(packed, LAYOUT_BYTES_MAX)
+    except (ValueError, zlib.error) as error:
+        raise ProtocolError(f"the layout cannot be decompressed: {error!s:.100}") from None
+    if not unpacker.eof:
+        raise ProtocolError(
+            f"the layout is torn, or has more than {LAYOUT_BYTES_MAX} bytes decompressed"
+        )
+    return plain
 
 
 def _explained(error: ValidationError) -> str:

@@ -531,7 +531,7 @@ class CoordinatorHost:
             link(message)
 
     def _layout_text(self) -> str:
-        return "" if self._layout is None else json.dumps(self._layout.to_json())
+        return "" if self._layout is None else self._layout.to_text()
 
     def _document(self) -> dict[str, Any]:
         return {

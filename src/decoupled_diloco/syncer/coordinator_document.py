@@ -92,7 +92,7 @@ def read_document(
         state = _STATE.validate_python(state_today(document["state"]))
         layout = document["layout"]
         theirs = read_public(document["settings"])
-        found = Layout.from_json(json.loads(layout)) if layout else None
+        found = Layout.from_text(layout) if layout else None
     except (OSError, ProtocolError, *NOT_JSON) as error:
         raise StorageError(
             f"{file} cannot be read ({error}): move the run folder away to begin anew"

@@ -1,6 +1,8 @@
+import base64
 import json
 import subprocess
 import sys
+import zlib
 
 import pytest
 import torch
@@ -59,6 +61,39 @@ def elements(fragments):
         for piece in fragment.pieces
         for element in range(piece.start, piece.stop)
     )
+
+
+def experts(count: int) -> Layout:
+    """A mixture of experts with a module for each."""
+    place = "model.layers.{}.mlp.experts.{}.gate_proj.weight"
+    return Layout(
+        tuple(
+            TensorSpec(place.format(n // 128, n % 128), (4, 4), "bfloat16", "matrix")
+            for n in range(count)
+        )
+    )
+
+
+class TestText:
+    @pytest.mark.parametrize("count", [1, 30_000])
+    def test_a_layout_comes_back_from_its_text(self, count):
+        text = experts(count).to_text()
+        assert Layout.from_text(text) == experts(count)
+        assert len(text) < 250_000
+
+    @pytest.mark.parametrize(
+        ("text", "problem"),
+        [
+            ("zlib:####", "cannot be decompressed"),
+            ("zlib:aGVsbG8=", "cannot be decompressed"),
+            ("zlib:" + base64.b64encode(zlib.compress(b"[]")).decode()[:-8], "torn|decompressed"),
+            ("zlib:" + base64.b64encode(zlib.compress(b"{")).decode(), "is not JSON"),
+            ("zlib:" + base64.b64encode(zlib.compress(bytes(1 << 27))).decode(), "more than 6710"),
+        ],
+    )
+    def test_hostile_text_is_refused(self, text, problem):
+        with pytest.raises(ProtocolError, match=problem):
+            Layout.from_text(text)
 
 
 class TestLayoutOf:
