@@ -16,7 +16,8 @@ from decoupled_diloco.learner.modules import device_text
 from decoupled_diloco.observe.run_model import read_run
 from decoupled_diloco.observe.status import status_of
 from decoupled_diloco.observe.status_view import render_status
-from decoupled_diloco.observe.summary import learner_rows
+from decoupled_diloco.observe.summary import learner_rows, print_summary
+from decoupled_diloco.observe.terminal import SteadyConsole
 from integration.system import Model, System
 
 
@@ -37,8 +38,11 @@ def test_status_and_report_show_the_device_of_each_learner(tmp_path: Path) -> No
     console = Console(width=100, file=io.StringIO(), record=True)
     console.print(render_status(status, width=100))
     assert "device" in console.export_text()
-    header, row = learner_rows(run)
+    header, row = learner_rows(run, devices=True)
     assert dict(zip(header, row, strict=True))["device"] == "cpu"
+    console = SteadyConsole(width=80, file=io.StringIO(), record=True)
+    print_summary(run, console=console)
+    assert "1 learner on cpu" in console.export_text()
 
 
 @pytest.mark.parametrize(

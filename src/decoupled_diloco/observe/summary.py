@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ def print_summary(
     """Prints what became of a run: totals, every learner and shard, outages, files written."""
     console = console or SteadyConsole()
     told = [(t.name, f"{t.text}, {t.detail}" if t.detail else t.text) for t in totals(run)]
+    told += [("trained", devices)] if (devices := _devices(run)) else []
     console.print(named_values(told))
     for title, rows in (("learners", learner_rows(run)), ("syncer", shard_rows(run))):
         if len(rows) > 1:
@@ -192,14 +194,20 @@ def _lost(whose: str, lost_steps: dict[str, int]) -> str:
     return line + (f" ({', '.join(losers)})" if losers else "")
 
 
-def learner_rows(run: RunModel) -> list[list[str]]:
-    """A table of the learners: the header, then one row each."""
+def _devices(run: RunModel) -> str:
+    """How many learners trained on which device; empty: the tape does not say."""
+    counted = Counter(each.device for each in run.trained.values() if each.device)
+    return "; ".join(f"{many(count, 'learner')} on {text}" for text, count in counted.items())
+
+
+def learner_rows(run: RunModel, *, devices: bool = False) -> list[list[str]]:
+    """A table of the learners: the header, then a row each; ``devices``: with that column."""
     header = ["", "steps", "tokens", "last loss", "took part", "discarded", "away"]
     header += ["longest gap", "median step"]
     rows = [header, *(_learner_row(run, learner) for learner in run.trained.values())]
-    devices = [learner.device for learner in run.trained.values()]
-    if any(devices):  # tapes of earlier versions do not say
-        for row, text in zip(rows, ["device", *devices], strict=True):
+    texts = [learner.device for learner in run.trained.values()]
+    if devices and any(texts):  # tapes of earlier versions do not say
+        for row, text in zip(rows, ["device", *texts], strict=True):
             row.append(text or ABSENT)
     return rows
 

@@ -73,7 +73,7 @@ def _bar(name: str, time: TimeAccount) -> Markup:
 
 def tables_of(run: RunModel) -> dict[str, Table]:
     """Every table of a run's report, by its id."""
-    learner_header, *learners = learner_rows(run)
+    learner_header, *learners = learner_rows(run, devices=True)
     shard_header, *shards = shard_rows(run)
     return {
         "time": _time_table(run),
