@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         leased,
     )
     from decoupled_diloco.learner.observer import Observer
+    from decoupled_diloco.learner.weight_copies import register_weight_copies
     from decoupled_diloco.transport.tls import Tls
 
 __version__ = "0.1.0"
@@ -54,6 +55,7 @@ __all__ = [
     "leased",
     "load_exported",
     "ray",
+    "register_weight_copies",
 ]
 
 
@@ -71,6 +73,10 @@ def __getattr__(name: str) -> Any:
         from decoupled_diloco.learner import leased
 
         return getattr(leased, name)
+    if name == "register_weight_copies":
+        from decoupled_diloco.learner.weight_copies import register_weight_copies
+
+        return register_weight_copies
     if name == "Tls":
         from decoupled_diloco.transport.tls import Tls
 

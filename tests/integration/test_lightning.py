@@ -51,6 +51,14 @@ class Two(Module):
         super().__init__()
         self.automatic_optimization = False
 
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        loss = super().training_step(batch, index)
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
 
 def loader() -> Any:
     rows = torch.randn(64, 6, generator=torch.Generator().manual_seed(0))
@@ -127,10 +135,19 @@ def test_an_error_in_training_ends_the_learner(system: System, tmp_path: Path) -
         callback.learner.step(1)
 
 
-def test_several_optimizers_are_refused(tmp_path: Path) -> None:
-    callback = DilocoCallback("http://127.0.0.1:9", learner_id="one")
-    with pytest.raises(ConfigError, match="has 2 optimizers"):
-        trainer_of(tmp_path, callback, accumulate_grad_batches=1).fit(Two(), loader())
+def test_a_batch_in_which_several_optimizers_step_is_one_step(
+    system: System, tmp_path: Path
+) -> None:
+    kept = tmp_path / "kept.ckpt"
+    for ends, steps in ((16, 8), (24, 12)):
+        callback = DilocoCallback(system.addresses, learner_id="one")
+        trainer = trainer_of(tmp_path, callback, accumulate_grad_batches=1, max_steps=ends)
+        again = {"ckpt_path": kept, "weights_only": False} if kept.exists() else {}
+        trainer.fit(Two(), loader(), **again)
+        trainer.save_checkpoint(kept)
+        assert callback.learner is not None
+        assert callback.learner.steps == steps
+        assert callback.learner.tokens == 4 * steps
 
 
 def test_tokens_of_batches() -> None:

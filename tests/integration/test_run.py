@@ -174,7 +174,7 @@ def test_an_optimizer_with_copies_of_its_own_is_refused(make: Make) -> None:
     model = Model()
     master = [p.detach().double().requires_grad_() for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(master, lr=0.1)
-    with pytest.raises(ConfigError, match=r"group 0 of SGD holds a tensor .* Refresh it in after_"):
+    with pytest.raises(ConfigError, match=r"group 0 of SGD holds a tensor .* refresh it in after_"):
         system.learner(model, "learner-0", optimizer=optimizer)
     with system.learner(
         model, "learner-0", optimizer=optimizer, after_apply=lambda fragments: None

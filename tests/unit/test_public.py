@@ -28,6 +28,7 @@ def test_the_public_names_are_these() -> None:
         "leased",
         "load_exported",
         "ray",
+        "register_weight_copies",
     ]
     assert all(hasattr(dd, name) for name in dd.__all__)
 

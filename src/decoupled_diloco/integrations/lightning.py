@@ -38,7 +38,8 @@ class DilocoCallback(Callback):
     run's budget is spent, or at the Trainer's own ``max_steps`` or ``max_epochs``. If the run is
     over then, the module has its final weights.
 
-    Steps are those of the optimizer, however many batches are accumulated. Tokens are counted in
+    Steps are those of the optimizer, however many batches are accumulated. With several optimizers
+    (manual optimization) a batch in which one of them steps is a step. Tokens are counted in
     the batches (`counting.counted`). With several devices all of them are one learner: DDP, and
     `ModelParallelStrategy` (FSDP2, tensor parallel).
 
@@ -57,6 +58,7 @@ class DilocoCallback(Callback):
         )
         self._tokens = self._before = 0
         self._steps = 0
+        self._made: int | None = None  # The Trainer counts the steps of each optimizer.
 
     @property
     def learner(self) -> Learner | None:
@@ -70,12 +72,11 @@ class DilocoCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Joins the run."""
-        if len(trainer.optimizers) != 1:
-            raise ConfigError(
-                f"the module has {len(trainer.optimizers)} optimizers: one is supported"
-            )
         self._steps = trainer.global_step
-        self._part.begin(pl_module, trainer.optimizers[0], self._steps, self._before)
+        several: Any = trainer.optimizers
+        optimizers = several[0] if len(several) == 1 else (several or None)
+        steps = self._steps if self._made is None else self._made
+        self._part.begin(pl_module, optimizers, steps, self._before)
 
     def on_train_batch_end(
         self,
@@ -116,11 +117,14 @@ class DilocoCallback(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """What the Trainer's checkpoints keep of it."""
-        return {"tokens": 0 if self.learner is None else self.learner.tokens}
+        if self.learner is None:
+            return {"tokens": 0}
+        return {"tokens": self.learner.tokens, "steps": self.learner.steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on counting from there."""
         self._before = int(state_dict["tokens"])
+        self._made = state_dict.get("steps")
 
 
 def tokens_of(batch: Any) -> Tensor | int | None:

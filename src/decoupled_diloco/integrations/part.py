@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import torch
-
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.learner.launched import launched_as
 from decoupled_diloco.learner.learner import Learner
 from decoupled_diloco.learner.modules import Model
+from decoupled_diloco.learner.optimizers import Optimizers
 
 
 class FrameworkPart:
@@ -48,24 +47,21 @@ class FrameworkPart:
         self.learner: Learner | None = None
         self.rounds = 0
 
-    def begin(
-        self, model: Model, optimizer: torch.optim.Optimizer | None, steps: int, tokens: int
-    ) -> None:
+    def begin(self, model: Model, optimizer: Optimizers | None, steps: int, tokens: int) -> None:
         """Joins the run.
 
         Args:
             model: What is trained.
-            optimizer: The framework's, perhaps within a wrapper of its own.
+            optimizer: The framework's, one or several, perhaps within wrappers of its own.
             steps: What earlier lives have made.
             tokens: What they were trained on.
         """
-        inner = getattr(optimizer, "optimizer", optimizer)
         syncer, options = self._syncer, self._options
         if syncer is None:
             launched = launched_as("learner")
             passed = {k: v for k, v in launched.arguments().items() if k not in self._owns}
             syncer, options = launched.addresses(), {**passed, **options}
-        self.learner = Learner(model, syncer, optimizer=inner, **options)
+        self.learner = Learner(model, syncer, optimizer=optimizer, **options)
         if steps:
             told = self.learner.state_dict() | {"steps": steps, "tokens": tokens}
             self.learner.load_state_dict(told)

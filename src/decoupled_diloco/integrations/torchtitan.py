@@ -18,9 +18,7 @@ import torch
 
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.integrations.part import FrameworkPart
-from decoupled_diloco.learner.checks import refuse_own_copies
 from decoupled_diloco.learner.learner import Learner
-from decoupled_diloco.learner.modules import plain
 
 try:
     from torchtitan.distributed.utils import dist_sum
@@ -118,11 +116,8 @@ class DilocoMixin:
             count = torch.tensor(tokens, dtype=torch.int64, device=trainer.device)
             tokens = dist_sum(count, trainer.parallel_dims.get_optional_mesh("loss"))
         optimizers = trainer.optimizers.optimizers
-        for each in optimizers:
-            refuse_own_copies(plain(trainer.model_parts), each)
         # Not torchtitan's container of several: a look at its state makes a step of each.
-        optimizer = optimizers[0] if len(optimizers) == 1 else None
-        self._part.begin(trainer.model_parts, optimizer, trainer.step, int(tokens))
+        self._part.begin(trainer.model_parts, list(optimizers), trainer.step, int(tokens))
 
     def _logged(self, step: int, loss: float, *numbers: Any, **named: Any) -> None:
         """The metrics of a step: the run's are added, and the loss goes to the run."""

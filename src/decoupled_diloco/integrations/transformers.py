@@ -43,6 +43,9 @@ class DilocoCallback(TrainerCallback):
     stops when the run's budget is spent or ``max_steps`` are made, whichever is first; so give
     ``max_steps`` more than the budget. If the run is over then, the model has its final weights.
 
+    With ``load_best_model_at_end`` the model has the Trainer's best weights instead: they are
+    loaded after this learner has left, so the run gets what was trained.
+
     Steps are the Trainer's. Tokens are counted (`TokenCounter`), so accumulation and padding need
     no help. Only what is trained is synchronized: of a PEFT model, the adapter.
 
@@ -98,6 +101,13 @@ class DilocoCallback(TrainerCallback):
         self._loss = None
         return control
 
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Leaves the run if training ends here: before the Trainer loads its best checkpoint."""
+        if control.should_training_stop:
+            self._end()
+
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
@@ -105,6 +115,8 @@ class DilocoCallback(TrainerCallback):
         if self.learner is None:
             return
         logs: dict[str, Any] = given["logs"]
+        if "train_runtime" in logs:  # The last ones; the best checkpoint is loaded after them.
+            self._end()
         if "loss" in logs:
             self._loss = float(logs["loss"])
         logs |= self._part.measured()
@@ -113,6 +125,9 @@ class DilocoCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
         """Leaves the run; if it is over, the model has the final weights afterwards."""
+        self._end()
+
+    def _end(self) -> None:
         if self._counter is not None:
             self._counter.close()
         self._part.end()

@@ -24,6 +24,7 @@ from decoupled_diloco.learner.checkpoint import (
     KeptBeside,
     LearnerCheckpoint,
 )
+from decoupled_diloco.learner.optimizers import InnerOptimizers, Optimizers
 from decoupled_diloco.learner.store import Values
 from decoupled_diloco.merge import values_digest
 from decoupled_diloco.observe.samples import CheckpointWritten, Sample
@@ -114,10 +115,9 @@ class Checkpointer:
         self._spare: list[HostMemory] = []
         self._prepared = folder is None or not every_seconds
         self.changing = False
-        optimizer = self._stateful.get(OPTIMIZER)
-        if isinstance(optimizer, torch.optim.Optimizer):
-            optimizer.register_step_pre_hook(lambda *_: self._change(True))
-            optimizer.register_step_post_hook(lambda *_: self._change(False))
+        optimizers = self._stateful.get(OPTIMIZER)
+        if isinstance(optimizers, InnerOptimizers):
+            optimizers.on_step(lambda _: self._change(False), lambda: self._change(True))
 
     def _require_model_kept(self) -> None:
         """Refuse a model whose state no checkpoint can hold, now and not at the first one."""
@@ -348,18 +348,14 @@ def held_fragment(
 
 
 def all_stateful(
-    optimizer: torch.optim.Optimizer | None, stateful: Mapping[str, Any] | None
+    optimizer: Optimizers | None, stateful: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """The inner optimizer and the user's objects, by name.
+    """The inner optimizers and the user's objects, by name.
 
     Raises:
         ConfigError: The optimizer has no state, stateful has no names, or one is the optimizer's.
     """
-    if optimizer is not None and not hasattr(optimizer, "param_groups"):
-        raise ConfigError(
-            f"optimizer is a {type(optimizer).__name__} without param_groups: give the torch.optim "
-            "optimizer of the training loop, or leave it out"
-        )
+    optimizers = None if optimizer is None else InnerOptimizers(optimizer)
     if not isinstance(stateful or {}, Mapping):
         raise ConfigError(
             f"stateful is a {type(stateful).__name__} without names: give a dict, as in "
@@ -368,7 +364,7 @@ def all_stateful(
     objects = dict(stateful or {})
     if OPTIMIZER in objects:
         raise ConfigError(f"stateful has {OPTIMIZER!r}: give the inner optimizer as optimizer=")
-    return objects if optimizer is None else {OPTIMIZER: optimizer, **objects}
+    return objects if optimizers is None else {OPTIMIZER: optimizers, **objects}
 
 
 def tell_recovery(learner: str, recovered: Recovered) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,6 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.learner.copy_search import suspects, undoes
+from decoupled_diloco.learner.optimizers import Optimizers, layers_of, several
+from decoupled_diloco.learner.weight_copies import WeightCopies
 from decoupled_diloco.merge import (
     Layout,
     is_finite,
@@ -30,10 +34,9 @@ OWN_COPIES = (
 
 _OWN_COPY_NAME = re.compile(r"master|^(fp32|float32|main)_?(p|param|params|weight|weights|copy)$")
 
-_WAY_OUT = (
-    "its own copy of the weights would undo what is applied. Refresh it in after_apply=…, which "
-    "says that this is taken care of"
-)
+_FIX = "refresh it in after_apply=…, which says that this is taken care of"
+
+_WAY_OUT = f"its own copy of the weights would undo what is applied; {_FIX}"
 
 
 LAYOUT_CHARACTERS_MAX = 900_000
@@ -117,17 +120,94 @@ def refuse_what_is_not_finite(model: nn.Module) -> None:
             )
 
 
-def refuse_own_copies(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def refuse_own_copies(model: nn.Module, optimizer: Optimizers) -> None:
     """An optimizer that holds weights of its own would undo what is applied to the model.
 
-    Three things are looked at: a tensor of ``param_groups`` that is no parameter of the model; an
-    attribute of `OWN_COPIES` that is not empty; and, beside a parameter of lower precision, an fp32
-    state of its shape that is called like a master copy (``master_param``, ``fp32_param``, …) or
-    has just its values. The state exists only once the optimizer has stepped.
+    Refused are: a tensor of ``param_groups`` that is not a parameter of the model; an attribute of
+    `OWN_COPIES` that is not empty; beside a parameter of lower precision, an fp32 state of its
+    shape that is called like a master copy (``master_param``, ``fp32_param``, …) or has just its
+    values; and any other tensor near to a parameter with which the optimizer undoes an apply
+    (`copy_search`), unless it is registered (`weight_copies`). What wrappers wrap is checked, too.
+    The state exists only once the optimizer has stepped.
+
+    Args:
+        model: The model.
+        optimizer: One optimizer, or several in a sequence or a mapping.
 
     Raises:
         ConfigError: it has such a copy.
     """
+    for each in several(optimizer).values():
+        for layer in layers_of(each):
+            _refuse_own_copies(model, layer)
+        _refuse_what_undoes(model, each)
+
+
+class OptimizerChecks:
+    """When to look for an optimizer's own copies: in a few early steps, and when a state appears.
+
+    Lookahead, for one, makes its slow weights at its k-th step. `due` costs a microsecond.
+
+    Args:
+        model: The model.
+        optimizer: As in `refuse_own_copies`.
+    """
+
+    AT_STEPS = (1, 2, 10, 100, 1000)
+
+    def __init__(self, model: nn.Module, optimizer: Optimizers) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._steps = 0
+        self._states: list[tuple[Any, Tensor]] = []
+        for each in several(optimizer).values():
+            for layer in layers_of(each):
+                if isinstance(getattr(layer, "state", None), Mapping):
+                    # One of each group: optimizers treat the parameters of a group alike.
+                    of_groups = (group["params"][:1] for group in layer.param_groups[:4])
+                    self._states += [(layer, p) for few in of_groups for p in few]
+        self._keys = self._count_keys()
+
+    def due(self) -> bool:
+        """Whether to look now; call it once in each step."""
+        self._steps += 1
+        keys = self._count_keys()
+        appeared, self._keys = keys != self._keys, keys
+        return appeared or self._steps in self.AT_STEPS
+
+    def _count_keys(self) -> int:
+        return sum(len(layer.state.get(parameter) or ()) for layer, parameter in self._states)
+
+    def look(self) -> None:
+        """Refuses what `refuse_own_copies` does.
+
+        Raises:
+            ConfigError: it has such a copy.
+        """
+        refuse_own_copies(self._model, self._optimizer)
+
+
+def _refuse_what_undoes(model: nn.Module, optimizer: Any) -> None:
+    names = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
+    copies = WeightCopies([optimizer])
+    for suspect in suspects(names, optimizer):
+        known = copies.known(suspect.layer, suspect.key) or (
+            not suspect.in_state and copies.registered_elsewhere()
+        )
+        if known or undoes(optimizer, suspect) is False:
+            continue
+        kind, place = type(suspect.layer).__name__, "state" if suspect.in_state else "attribute"
+        fix = f"dd.register_weight_copies({kind}, {suspect.key!r})"
+        if not suspect.in_state:
+            fix = f"dd.register_weight_copies({kind}, copies=…)"
+        raise ConfigError(
+            f"{kind} keeps weights of its own in its {place} {suspect.key!r} (found beside "
+            f"parameter {suspect.name!r}), which would undo what is applied: have them follow the "
+            f"global weights with {fix} before the Learner, or {_FIX}"
+        )
+
+
+def _refuse_own_copies(model: nn.Module, optimizer: Any) -> None:
     kind = type(optimizer).__name__
     own = {id(parameter) for parameter in model.parameters()}
     for number, group in enumerate(optimizer.param_groups):
@@ -135,7 +215,10 @@ def refuse_own_copies(model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
             if id(parameter) not in own:
                 raise ConfigError(
                     f"group {number} of {kind} holds a tensor of shape {tuple(parameter.shape)} "
-                    f"that is not a parameter of the model: {_WAY_OUT}"
+                    "that is not a parameter of the model. If another module trains it (a loss "
+                    "with parameters, a second network), put both into one module and give that "
+                    "as the model: nn.ModuleDict({'model': model, 'loss': loss}). If it is a copy "
+                    f"of the weights, {_FIX}"
                 )
     for holder in (optimizer, getattr(optimizer, "_amp_stash", None)):
         for name in OWN_COPIES:
@@ -143,7 +226,7 @@ def refuse_own_copies(model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
             if getattr(holder, "__dict__", {}).get(name):
                 raise ConfigError(f"{kind} has {name!r}: {_WAY_OUT}")
     for name, parameter in model.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
+        for key, value in getattr(optimizer, "state", {}).get(parameter, {}).items():
             if _is_own_copy(key, value, parameter):
                 raise ConfigError(f"{kind} keeps {name!r} in fp32 as {key!r}: {_WAY_OUT}")
 

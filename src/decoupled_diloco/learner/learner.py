@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self, TypeVar, cast
@@ -27,26 +27,31 @@ import torch
 
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.learner import parts, process
+from decoupled_diloco.learner.checkpoint import OPTIMIZER
 from decoupled_diloco.learner.checkpointer import (
     Checkpointer,
     Counted,
     Written,
     all_stateful,
 )
-from decoupled_diloco.learner.checks import refuse_own_copies, refuse_what_is_not_finite
+from decoupled_diloco.learner.checks import OptimizerChecks, refuse_what_is_not_finite
 from decoupled_diloco.learner.counting import whole_tokens
 from decoupled_diloco.learner.data_leases import DataLeases
 from decoupled_diloco.learner.draws import LAST_STEP, Draws
 from decoupled_diloco.learner.joining import JOIN_TIMEOUT_SECONDS
+from decoupled_diloco.learner.last_weights import LastWeights
 from decoupled_diloco.learner.launched import finds_its_run
 from decoupled_diloco.learner.loops import batches_of, following
 from decoupled_diloco.learner.losses import StepLosses
 from decoupled_diloco.learner.model_guard import ModelGuard
 from decoupled_diloco.learner.modules import Model, device_text, plain
+from decoupled_diloco.learner.optimizers import Optimizers, several
 from decoupled_diloco.learner.participation import addresses_in
-from decoupled_diloco.learner.store import ModuleStore, ParameterStore
+from decoupled_diloco.learner.store import FollowedStore, ModuleStore, ParameterStore
 from decoupled_diloco.learner.taking_part import TakingPart
+from decoupled_diloco.learner.weight_copies import WeightCopies
 from decoupled_diloco.merge import Layout
+from decoupled_diloco.merge.layout import unwrapped
 from decoupled_diloco.monitor.tally import LearnerTally
 from decoupled_diloco.monitor.watched import WatchedLearner
 from decoupled_diloco.observe.samples import LossMeasured
@@ -93,10 +98,10 @@ class Learner(TakingPart):
             the system's authorities, and nothing.
         learner_id: A name of its own that stays the same across restarts: 1 to 64 letters, digits,
             ``.``, ``_``, ``-``. Default: host name and process id.
-        optimizer: The inner optimizer; given without ``after_apply``, it is checked, here and in
-            the first step, not to hold weights of its own, which would undo what is applied: in
-            its groups, in the attributes of well-known wrappers, and as fp32 state beside a
-            parameter of lower precision (`checks.refuse_own_copies` says just what is looked at).
+        optimizer: The inner optimizer, or several in a list or dict (a GAN; Muon beside AdamW).
+            Checkpoints keep their state. Given without ``after_apply``, they are checked, here and
+            in the first steps, not to hold weights of their own, which would undo what is applied
+            (`checks.refuse_own_copies` says what is checked).
         after_apply: Called at the end of a step in which global weights were applied, with the
             fragments' numbers: the place to refresh an optimizer's own copies of the weights.
         give_up_seconds: Raise `TransportError` after so long without any shard. Default: train on
@@ -159,7 +164,7 @@ class Learner(TakingPart):
         token: str | None = None,
         tls: Tls | None = None,
         learner_id: str | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: Optimizers | None = None,
         stateful: Mapping[str, Any] | None = None,
         checkpoint: str | Path | None = None,
         checkpoint_every_seconds: float = 60.0,
@@ -180,14 +185,15 @@ class Learner(TakingPart):
         self._require_carriers(carriers)
         self._model = model if isinstance(model, torch.nn.Module) else plain(model)
         objects = all_stateful(optimizer, stateful)
-        self._optimizer = getattr(optimizer, "optimizer", optimizer)  # as Accelerate wraps it
-        self._unchecked = optimizer if after_apply is None else None
-        if self._unchecked is not None:
-            refuse_own_copies(self._model, self._unchecked)
+        self._optimizers = objects.get(OPTIMIZER)
+        self._take_optimizer(optimizer, after_apply is None)
         model = plain(model)
         if store is None:
             store = ModuleStore(model)  # First: what it cannot hold cannot be looked at either.
             refuse_what_is_not_finite(model)
+            self._last = LastWeights(model.parameters(), self._optimizers)
+        if self._copies is not None:
+            store = self._followed(store, self._copies)
         self._guard = self._guard_of(model, store.layout)
         self._after_apply, self._waits, self._losses = after_apply, True, StepLosses()
         self._hand_in_seconds = parts.not_negative("hand_in_seconds", hand_in_seconds)
@@ -349,10 +355,11 @@ class Learner(TakingPart):
                 optimizer.step()
                 optimizer.zero_grad()
 
-        Given ``optimizer=``, a step is finished when a batch's body has called ``optimizer.step``:
-        so gradient accumulation needs no help. Without it each batch is a step. A batch whose body
-        is left by ``break`` is not told of. At the end of the loader the learner stays in the run,
-        for another epoch, which goes on with a step that is not finished. When the run is over the
+        Given ``optimizer=``, a step is finished when a batch's body has called ``optimizer.step``,
+        with several optimizers at least one of them: so gradient accumulation needs no help.
+        Without it each batch is a step. A batch whose body is left by ``break`` is not counted. At
+        the end of the loader the learner stays in the run, for another epoch, which continues with
+        a step that is not finished. When the run is over the
         loop ends, and the model has the final weights.
 
         Args:
@@ -364,7 +371,7 @@ class Learner(TakingPart):
         """
         if self._closed:
             return iter(self._no_batches())
-        return batches_of(self, self._model, self._optimizer, loader, tokens)
+        return batches_of(self, self._model, self._optimizers, loader, tokens)
 
     def _no_batches(self) -> Iterable[T]:
         """After the end, for a program with an outer loop over epochs."""
@@ -388,6 +395,7 @@ class Learner(TakingPart):
             with learner.following():
                 train(model, optimizer)
 
+        With several optimizers a step is finished when each of them has stepped at least once.
         When the run is over the loop is left at its ``optimizer.step()``, and the learner closes.
 
         Args:
@@ -397,7 +405,7 @@ class Learner(TakingPart):
             ConfigError: there is no ``optimizer=``, or see `step`.
             TransportError: see `step`.
         """
-        return following(self, self._model, self._optimizer, tokens)
+        return following(self, self._model, self._optimizers, tokens)
 
     async def take_step(self, tokens: Tokens, loss: Loss) -> bool:
         """What `step` does, as a coroutine: `runtime.blocking` says what it may wait for."""
@@ -464,10 +472,25 @@ class Learner(TakingPart):
             self._background.fail(error)  # `close` sends nothing of a model that is another one
             raise
 
+    _checks: OptimizerChecks | None = None
+
+    def _take_optimizer(self, optimizer: Optimizers | None, checked: bool) -> None:
+        if optimizer is not None:
+            self._copies = WeightCopies(several(optimizer).values())
+        if optimizer is not None and checked:
+            self._checks = OptimizerChecks(self._model, optimizer)
+            self._checks.look()
+
     def _check_optimizer(self) -> None:
-        if self._unchecked is not None:
-            refuse_own_copies(self._model, self._unchecked)  # Now it has a state.
-            self._unchecked = None
+        if self._checks is not None and self._checks.due():
+            self._look_at_optimizer(self._checks)
+
+    def _look_at_optimizer(self, checks: OptimizerChecks) -> None:
+        checks.look()
+
+    def _followed(self, store: ParameterStore, copies: WeightCopies) -> ParameterStore:
+        parameters = dict(unwrapped(self._model.named_parameters(remove_duplicate=False)))
+        return FollowedStore(store, parameters, copies)
 
     def stop_waiting(self) -> None:
         """Requests a stop: from now on no `step` waits, and `step` returns ``False``.
@@ -591,14 +614,28 @@ class Learner(TakingPart):
             await self._close_in_order()
 
     async def _close_in_order(self) -> None:
-        if self.finished and self._background.failure is None:
-            await self._finish()
-            await self._written(CHECKPOINT_SECONDS)
-        elif self._background.failure is None:
-            await self._hand_in(self._hand_in_seconds, TOLD_TO_GO)
-            await self._keep_last()
+        optimizers = self._optimizers
+        mode = nullcontext(False) if optimizers is None else optimizers.in_training_mode()
+        with mode as changed:
+            if changed and self._last is not None:
+                self._last.mark()
+            if self._background.failure is None:
+                await self._submit_last()
+            if changed and self.over and self._copies is not None:
+                # So that leaving the mode keeps the run's final weights.
+                self._copies.reset(self._model.parameters())
         self.leases.close()
         self._leave("the run is over" if self.over else "its loop has ended")
+
+    async def _submit_last(self) -> None:
+        if self._weights_replaced():
+            return
+        if self.finished:
+            await self._finish()
+            await self._written(CHECKPOINT_SECONDS)
+        else:
+            await self._hand_in(self._hand_in_seconds, TOLD_TO_GO)
+            await self._keep_last()
 
     def _leave(self, farewell: str, *, abrupt: bool = False) -> None:
         if self._closed:
@@ -609,6 +646,8 @@ class Learner(TakingPart):
         self._checkpointer.close()
 
     def _end_watching(self) -> None:
+        if self._last is not None:
+            self._last.close()
         for each in self._watchers:
             each.close()
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
-import torch
 from torch import nn
 
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.learner.counting import TokenCounter, whole_tokens
+from decoupled_diloco.learner.optimizers import InnerOptimizers
 from decoupled_diloco.runtime import blocking
 
 logger = logging.getLogger(__name__)
@@ -45,12 +45,12 @@ class LeaveLoop(BaseException):
 def batches_of(
     learner: Steps,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: InnerOptimizers | None,
     batches: Iterable[T],
     tokens: Callable[[T], Any] | None,
 ) -> Iterator[T]:
     """See `Learner.batches`."""
-    stepped = optimizer is None
+    stepped = optimizers is None
     seen = made = pending = 0
     trained, learner.untold = learner.untold, 0
 
@@ -59,7 +59,7 @@ def batches_of(
         stepped = True
 
     counter = TokenCounter(model) if tokens is None else None
-    hook = None if optimizer is None else optimizer.register_step_post_hook(note)
+    end = None if optimizers is None else optimizers.on_step(note)
     try:
         for batch in _until_stopped(learner, batches):
             yield batch
@@ -67,7 +67,7 @@ def batches_of(
             trained += 0 if tokens is None else whole_tokens(tokens(batch))
             if not stepped:
                 continue
-            made, stepped = made + 1, optimizer is None
+            made, stepped = made + 1, optimizers is None
             goes_on = learner.step(trained + (0 if counter is None else counter.take()))
             trained = pending = 0
             if not goes_on:
@@ -84,8 +84,8 @@ def batches_of(
     finally:
         if counter is not None:
             counter.close()
-        if hook is not None:
-            hook.remove()
+        if end is not None:
+            end()
 
 
 def _until_stopped(learner: Steps, batches: Iterable[T]) -> Iterator[T]:
@@ -108,25 +108,31 @@ def _until_stopped(learner: Steps, batches: Iterable[T]) -> Iterator[T]:
 def following(
     learner: Steps,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: InnerOptimizers | None,
     tokens: Callable[[], Any] | None,
 ) -> Iterator[None]:
     """See `Learner.following`."""
-    if optimizer is None:
+    if optimizers is None:
         raise ConfigError("there is no optimizer to follow: give Learner the argument optimizer=")
     counter = TokenCounter(model) if tokens is None else None
     count = tokens or (lambda: counter.take() if counter else 1)
 
-    def made(*_: Any) -> None:
+    waiting = set(range(len(optimizers.all)))
+
+    def made(number: int) -> None:
+        waiting.discard(number)
+        if waiting:
+            return
+        waiting.update(range(len(optimizers.all)))
         if not learner.step(count()):
             raise LeaveLoop
 
-    hook = optimizer.register_step_post_hook(made)
+    end = optimizers.on_step(made)
     try:
         yield
     except LeaveLoop:
         learner.close()
     finally:
-        hook.remove()
+        end()
         if counter is not None:
             counter.close()

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.learner.checkpoint import OPTIMIZER, LearnerCheckpoint
+from decoupled_diloco.learner.optimizers import exact
 from decoupled_diloco.merge.layout import unwrapped
 from decoupled_diloco.storage.states import pack, unpack
 
@@ -60,13 +61,14 @@ class ShardedState:
         self._module = module
         self._objects = dict(stateful)
         inner = self._objects.pop(OPTIMIZER, None)
-        if inner is not None and not isinstance(inner, torch.optim.Optimizer):
-            raise ConfigError(
-                f"optimizer is a {type(inner).__name__}: checkpoints of several ranks name its "
-                "state by parameter, which a torch.optim.Optimizer allows alone; give that, or "
-                "leave out checkpoint="
-            )
-        self._inner: tuple[torch.optim.Optimizer, ...] = () if inner is None else (inner,)
+        self._inner: tuple[torch.optim.Optimizer, ...] = () if inner is None else inner.all
+        for each in self._inner:
+            if not isinstance(each, torch.optim.Optimizer):
+                raise ConfigError(
+                    f"optimizer is a {type(each).__name__}: checkpoints of several ranks name its "
+                    "state by parameter, which only a torch.optim.Optimizer allows; give that, or "
+                    "leave out checkpoint="
+                )
         self._group = group
         self._rank, self._ranks = (0, 1) if group is None else (group.rank(), group.size())
         self._writing: Future[Any] | None = None
@@ -119,13 +121,14 @@ class ShardedState:
                 no_dist=self._group is None,
             )
             objects = _unpacked(state[own])
-            set_state_dict(
-                self._module,
-                self._inner,
-                model_state_dict=state["model"],
-                optim_state_dict=state["optimizer"],
-                options=BY_NAME,
-            )
+            with exact(self._inner):
+                set_state_dict(
+                    self._module,
+                    self._inner,
+                    model_state_dict=state["model"],
+                    optim_state_dict=state["optimizer"],
+                    options=BY_NAME,
+                )
             for name, thing in self._objects.items():
                 thing.load_state_dict(objects[name])
         except CheckpointException as error:
@@ -157,30 +160,40 @@ def spread_out(
     if checkpoint.state.keys() != stateful.keys():
         raise ConfigError(f"it has {sorted(checkpoint.state)}, not {sorted(stateful)}")
     named = {id(parameter): name for name, parameter in unwrapped(module.named_parameters())}
-    trained = (
-        [named[id(p)] for group in inner.param_groups for p in group["params"]] if inner else []
-    )
     optimizer: dict[str, Any] = {}
-    groups = kept["param_groups"] if kept else []
-    numbers = [number for group in groups for number in group["params"]]
     states = (checkpoint.model, module.state_dict())
     model, own = (dict(unwrapped(each.items())) for each in states)
-    if len(numbers) != len(trained) or not own.keys() <= model.keys():
+    if not own.keys() <= model.keys():
         raise ConfigError("it is of another model or optimizer than rank 0 has")
+    try:
+        for each, state in inner.paired(kept) if inner else []:
+            optimizer |= _by_name(each, state, named)
+    except (ValueError, KeyError) as error:
+        raise ConfigError("it is of another model or optimizer than rank 0 has") from error
+    whole = {"model": model, "optimizer": optimizer}
+    try:
+        save(whole | {_objects_of(0): _packed(objects)}, checkpoint_id=folder, no_dist=True)
+    except (CheckpointException, OSError) as error:
+        raise StorageError(f"{folder} cannot be written ({causes(error)})") from error
+
+
+def _by_name(
+    optimizer: torch.optim.Optimizer, kept: Mapping[str, Any], named: Mapping[int, str]
+) -> dict[str, Any]:
+    """An optimizer's state with the names of its parameters in the place of their numbers."""
+    trained = [named[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    numbers = [number for group in kept["param_groups"] for number in group["params"]]
     names = dict(zip(numbers, trained, strict=True))
-    for group in groups:
+    flat: dict[str, Any] = {}
+    for group in kept["param_groups"]:
         settings = {key: value for key, value in group.items() if key != "params"}
         for number in group["params"]:
             for what, values in (
                 ("state", kept["state"].get(number, {})),
                 ("param_groups", settings),
             ):
-                optimizer |= {f"{what}.{names[number]}.{k}": v for k, v in values.items()}
-    state = {"model": model, "optimizer": optimizer}
-    try:
-        save(state | {_objects_of(0): _packed(objects)}, checkpoint_id=folder, no_dist=True)
-    except (CheckpointException, OSError) as error:
-        raise StorageError(f"{folder} cannot be written ({causes(error)})") from error
+                flat |= {f"{what}.{names[number]}.{k}": v for k, v in values.items()}
+    return flat
 
 
 _WAY_OUT = "delete it and the file of the same number, and the one before is used"

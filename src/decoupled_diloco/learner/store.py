@@ -11,6 +11,7 @@ Shapes: N elements of a fragment.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from decoupled_diloco.learner.checks import refuse_what_cannot_be_written
 from decoupled_diloco.learner.modules import give_buffers_memory
 from decoupled_diloco.learner.side_stream import SideStream
+from decoupled_diloco.learner.weight_copies import WeightCopies
 from decoupled_diloco.merge import (
     Fragment,
     Layout,
@@ -187,3 +189,52 @@ class ModuleStore:
 
     def _upload(self, values: Tensor) -> Tensor:
         return values if self._side is None else self._side.upload([values])[0]
+
+
+class FollowedStore:
+    """A parameter store whose writes are followed by the optimizers' copies.
+
+    Args:
+        store: The store.
+        parameters: Name to parameter, tied ones under all of their names.
+        copies: What follows.
+    """
+
+    def __init__(
+        self, store: ParameterStore, parameters: Mapping[str, Tensor], copies: WeightCopies
+    ) -> None:
+        self._store = store
+        self._copies = copies
+        self._parameters = [
+            [parameters[name] for name in (spec.name, *spec.aliases) if name in parameters]
+            for spec in store.layout.tensors
+        ]
+
+    @property
+    def layout(self) -> Layout:
+        """See `ParameterStore.layout`."""
+        return self._store.layout
+
+    def snapshot(self, fragment: Fragment) -> HostCopy:
+        """See `ParameterStore.snapshot`."""
+        return self._store.snapshot(fragment)
+
+    def overwrite(self, fragment: Fragment, values: Values) -> None:
+        """See `ParameterStore.overwrite`."""
+        with self._copies.following(self._written(fragment)):
+            self._store.overwrite(fragment, values)
+
+    def combine(
+        self, fragment: Fragment, values: Values, minus: HostCopy | None, keep: float
+    ) -> None:
+        """See `ParameterStore.combine`."""
+        with self._copies.following(self._written(fragment)):
+            self._store.combine(fragment, values, minus, keep)
+
+    def prepare(self, values: Tensor) -> Tensor:
+        """See `ParameterStore.prepare`."""
+        return self._store.prepare(values)
+
+    def _written(self, fragment: Fragment) -> list[Tensor]:
+        numbers = dict.fromkeys(piece.tensor for piece in fragment.pieces)
+        return [parameter for number in numbers for parameter in self._parameters[number]]

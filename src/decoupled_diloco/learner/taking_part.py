@@ -6,11 +6,15 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 
+from torch import nn
+
 from decoupled_diloco.learner.checkpoint import LearnerCheckpoint
 from decoupled_diloco.learner.checkpointer import Checkpointer, Written, held_fragment
+from decoupled_diloco.learner.last_weights import LastWeights
 from decoupled_diloco.learner.participation import Participation
 from decoupled_diloco.learner.plan import StepPlan
 from decoupled_diloco.learner.transfers import StateTransfers
+from decoupled_diloco.learner.weight_copies import WeightCopies
 from decoupled_diloco.protocol.checkpoints.events import PartWritten
 from decoupled_diloco.protocol.draining import drained
 from decoupled_diloco.protocol.events import DrainAsked, Paused, StepFinished
@@ -28,6 +32,10 @@ class TakingPart(Participation):
 
     _checkpointer: Checkpointer
     _transfers: StateTransfers
+    _model: nn.Module
+    _last: LastWeights | None = None
+    _copies: WeightCopies | None = None
+    """Weights that the inner optimizers keep, and that follow the applied ones."""
     _after_apply: Callable[[tuple[int, ...]], None] | None
     _waits: bool
     """Whether a step may wait at all; see `Learner.stop_waiting`."""
@@ -79,13 +87,16 @@ class TakingPart(Participation):
 
     async def _begin(self) -> None:
         """The first boundary: what an earlier life has kept, then what is newer."""
-        restoring = self._background.restoring
+        restoring, donated = self._background.restoring, False
         if restoring:
             self._checkpointer.restore()
         elif self._transfers.taken is not None:
             self._checkpointer.adopt("the donor", self._transfers.taken)
             self._transfers.taken = None
+            donated = True
         applied = self._at_boundary(Paused()).applied
+        if donated and self._copies is not None:
+            self._copies.reset(self._model.parameters())  # They were beside the donor's weights.
         if restoring and self._after_apply is not None:
             self._after_apply(applied)
 
@@ -95,6 +106,8 @@ class TakingPart(Participation):
         self._checkpointer.changing = True
         plan = background.tell(event, loss)
         self._checkpointer.changing = False
+        if self._last is not None:
+            self._last.mark()
         if plan.checkpoint is None:
             return plan
         number, written = plan.checkpoint, self._keep(plan.checkpoint)
@@ -161,6 +174,8 @@ class TakingPart(Participation):
         background, deadline = self._background, now() + seconds
         if seconds <= 0 or background.failure is not None or self.finished or self._closed:
             return False
+        if self._weights_replaced():
+            return False
         background.tell(DrainAsked(why))
         with background.changed:
             while now() < deadline and background.failure is None:
@@ -170,6 +185,18 @@ class TakingPart(Participation):
                 await self._wait(min(0.1, seconds))
         state, options = self._shared.machine.state, self._shared.machine.options
         return drained(state, options) and not any(link.dismissed for link in state.shards)
+
+    def _weights_replaced(self) -> bool:
+        """Whether the model holds other weights than at the last step, which is logged."""
+        if self._last is None or not self._last.replaced():
+            return False
+        logger.warning(
+            "The weights of %s were replaced after its last step, so they are not submitted, and "
+            "what it trained since its last contribution is discarded. To submit that, close the "
+            "learner before other weights (a best checkpoint, an average) are loaded",
+            self.name,
+        )
+        return True
 
     async def _finish(self) -> None:
         background = self._background

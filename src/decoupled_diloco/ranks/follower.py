@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from decoupled_diloco.config.method import plan_of, read_public
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.learner import process
@@ -16,6 +14,7 @@ from decoupled_diloco.learner.launched import finds_its_run
 from decoupled_diloco.learner.learner import TOLD_TO_GO
 from decoupled_diloco.learner.losses import StepLosses
 from decoupled_diloco.learner.modules import Model, plain
+from decoupled_diloco.learner.optimizers import InnerOptimizers, Optimizers
 from decoupled_diloco.learner.participation import addresses_in
 from decoupled_diloco.merge import Layout
 from decoupled_diloco.ranks.many import (
@@ -43,13 +42,12 @@ class FollowerRank(OfMany):
         model: Model,
         syncer: str | Sequence[str] | None = None,
         *,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: Optimizers | None = None,
         after_apply: Callable[[tuple[int, ...]], None] | None = None,
         seat: RankSeat | None = None,
         **arguments: Any,
     ) -> None:
-        self._optimizer = getattr(optimizer, "optimizer", optimizer)
-        self._unchecked = optimizer if after_apply is None else None
+        self._optimizers = None if optimizer is None else InnerOptimizers(optimizer)
         self._closed, self._losses = False, StepLosses()
         self._token, self._tls = arguments.get("token"), arguments.get("tls")
         self._client = arguments.get("client")
@@ -59,6 +57,7 @@ class FollowerRank(OfMany):
         self._seat = seat or blocking(seated(model, told))
         self._model, self._after_apply = plain(model), after_apply
         self._guard = self._guard_of(self._model, self._seat.model.layout)
+        self._take_optimizer(optimizer, after_apply is None)
         self._facts, self._held = dict(BEFORE), {}
         self.leases = NoLeases()
         self._enter()

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
 
 from decoupled_diloco.errors import ConfigError, Error
+from decoupled_diloco.learner.checks import OptimizerChecks
 from decoupled_diloco.learner.data_leases import DataLeases
 from decoupled_diloco.learner.learner import Learner
 from decoupled_diloco.learner.model_guard import ModelGuard
+from decoupled_diloco.learner.store import ParameterStore
+from decoupled_diloco.learner.weight_copies import WeightCopies
 from decoupled_diloco.merge import Layout
 from decoupled_diloco.ranks.seat import Document, RankSeat
 
@@ -140,10 +144,18 @@ class OfMany(Learner):
             self._seat.leave(error)
             raise
 
-    def _check_optimizer(self) -> None:
-        if self._unchecked is not None:
-            self._seat.reshard()
-        super()._check_optimizer()
+    def _look_at_optimizer(self, checks: OptimizerChecks) -> None:
+        self._seat.reshard()
+        super()._look_at_optimizer(checks)
+
+    def _followed(self, store: ParameterStore, copies: WeightCopies) -> ParameterStore:
+        return store  # Each rank has its part of the parameters: see `_carry_out`.
+
+    def _following(self) -> AbstractContextManager[None]:
+        if self._copies is None:
+            return nullcontext()
+        self._seat.reshard()
+        return self._copies.following(self._model.parameters())
 
     def _step_name(self) -> str:
         self._calls += 1
@@ -153,9 +165,11 @@ class OfMany(Learner):
 
     async def _carry_out(self, plan: Document) -> tuple[int, ...]:
         """Does what a plan says; returns the fragments whose global weights are taken."""
+        writes = any(order[0] == "write" for order in plan["orders"])
         try:
             if self._seat.tensors is not None:
-                await self._seat.tensors.carry_out(plan["orders"])
+                with self._following() if writes else nullcontext():
+                    await self._seat.tensors.carry_out(plan["orders"])
         except Error as error:
             self._seat.leave(error)
             raise
