@@ -154,7 +154,9 @@ class LocalRun:
             return []
         from decoupled_diloco.launch.devices import environment_of
 
-        each = (environment_of(self.config, index) for index in range(self.config.run.learners))
+        config = self.config
+        share = 0 if config.learner.command else None  # a command may start ranks of its own
+        each = (environment_of(config, index, each=share) for index in range(config.run.learners))
         return [[f"--devices={name}={value}" for name, value in own.items()] for own in each]
 
     def _take_up(self, cut: str) -> None:
