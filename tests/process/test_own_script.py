@@ -25,6 +25,7 @@ def config_of(example: str, folder: Path, *settings: str) -> RunConfig:
             f"run.folder={str(folder)!r}",
             "syncer.port=0",
             "learner.checkpoint_every_seconds=1.0",
+            "sync.quorum=2",  # the run cannot end before a killed learner is back
             *settings,
         ],
     )
@@ -74,7 +75,7 @@ def test_a_killed_program_rejoins(example: str, settings: list[str], tmp_path: P
     assert [r.data["header"]["epoch"] for r in own if r.kind == "start"] == [1, 2]
     ended = [r.data for r in records(folder, "launcher") if r.type == "ProcessEnded"]
     assert {"signal": 9} in [
-        {"signal": each["signal"]} for each in ended if each["process"] == "learner-1"
+        {"signal": each["signal"]} for each in ended if each["name"] == "learner-1"
     ]
     assert not programs(folder)
     model = read_run(folder)
@@ -108,7 +109,7 @@ with dd.Learner(torch.nn.Linear(4, 4)) as learner:
     assert not outcome.finished
     assert outcome.reason.startswith("every learner has left at step")
     codes = [r.data for r in records(run.path, "launcher") if r.type == ProcessEnded.__name__]
-    assert [each["code"] for each in codes if each["process"] == "learner-0"] == [0]
+    assert [each["code"] for each in codes if each["name"] == "learner-0"] == [0]
 
 
 def test_sigterm_flushes_and_keeps_a_checkpoint(tmp_path: Path) -> None:
@@ -119,7 +120,7 @@ def test_sigterm_flushes_and_keeps_a_checkpoint(tmp_path: Path) -> None:
         until(lambda: run.followed.poll() or run.followed.run.global_step > 40, "it trains", 90)
         run.stop()
     ended = [r.data for r in records(run.path, "launcher") if r.type == ProcessEnded.__name__]
-    codes = {each["process"]: each["code"] for each in ended}
+    codes = {each["name"]: each["code"] for each in ended}
     assert (codes["learner-0"], codes["learner-1"]) == (130, 130)
     for name in ("learner-0", "learner-1"):
         assert list((kept / name).glob("*")), "a checkpoint"
