@@ -79,7 +79,7 @@ def test_a_killed_program_rejoins(example: str, settings: list[str], tmp_path: P
     ]
     assert not programs(folder)
     model = read_run(folder)
-    write_report(model, folder / "report.html")
+    write_report(model, folder / "report.html", folder / "report.png")
     assert set(model.trained) == {"learner-0", "learner-1"}
     assert "learner-1" in (folder / "report.html").read_text()
     assert bool(model.evaluations) == (example == "train_ddp")
