@@ -22,6 +22,7 @@ from decoupled_diloco.errors import (
 if TYPE_CHECKING:
     from decoupled_diloco import ray
     from decoupled_diloco.export.run import load_exported
+    from decoupled_diloco.export.weights import load_weights
     from decoupled_diloco.learner.learner import Learner
     from decoupled_diloco.learner.leased import (
         LeasedBatches,
@@ -54,6 +55,7 @@ __all__ = [
     "__version__",
     "leased",
     "load_exported",
+    "load_weights",
     "ray",
     "register_weight_copies",
 ]
@@ -85,6 +87,10 @@ def __getattr__(name: str) -> Any:
         from decoupled_diloco.export.run import load_exported
 
         return load_exported
+    if name == "load_weights":
+        from decoupled_diloco.export.weights import load_weights
+
+        return load_weights
     if name == "ray":
         import importlib
 

@@ -27,6 +27,7 @@ def test_the_public_names_are_these() -> None:
         "__version__",
         "leased",
         "load_exported",
+        "load_weights",
         "ray",
         "register_weight_copies",
     ]

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.method import plan_of
 from decoupled_diloco.errors import ConfigError, StorageError
+from decoupled_diloco.learner.modules import plain
 from decoupled_diloco.merge import layout_of
 from decoupled_diloco.merge.layout import unwrapped
-from decoupled_diloco.storage.weights import load_metadata, load_weights
+from decoupled_diloco.storage import weights as files
+from decoupled_diloco.storage.weights import load_metadata
 from decoupled_diloco.syncer.coordinator_disk import FILE as COORDINATOR_FILE
 from decoupled_diloco.syncer.coordinator_disk import newest_state
 from decoupled_diloco.syncer.durable import DURABLE
@@ -45,12 +47,12 @@ def find_weights(run: Path, config: RunConfig, given: Path | None = None) -> Fou
         StorageError: There are none, or they cannot be read.
     """
     if given is not None:
-        return Found(given, load_weights(given), _versions(given), None)
+        return Found(given, files.load_weights(given), _versions(given), None)
     layout = kept_layout(run, config)
     over = layout is None or _is_over(run)  # else what an earlier end has left is not the newest
     if over and (run / RESULT).exists():
         path = run / RESULT
-        return Found(path, load_weights(path), _versions(path), _global_step(run))
+        return Found(path, files.load_weights(path), _versions(path), _global_step(run))
     paths = [share_file(run, shard) for shard in range(config.syncer.shards)]
     missing = [path.name for path in paths if not path.exists()]
     if layout is not None and (missing or not over):
@@ -67,6 +69,35 @@ def find_weights(run: Path, config: RunConfig, given: Path | None = None) -> Fou
     return Found(run / SHARES, tensors, versions, _global_step(run))
 
 
+def load_weights(model: nn.Module, file: str | Path) -> None:
+    """Load the weights of a run into a model, in place.
+
+    Tied weights are once in the file, and the names that share them in its metadata, so that
+    `model.load_state_dict(…, strict=True)` misses names. What the run did not synchronize (frozen
+    parameters, buffers that stay local) is not in the file and stays as it is.
+
+    Args:
+        model: The model as the learners built it, on any device, in any dtypes. Wrappers
+            (`torch.compile`, DDP) do not matter.
+        file: `RUN/weights.safetensors`, or a `model.safetensors` that `ddiloco export` wrote.
+
+    Raises:
+        StorageError: The file is missing, torn, or not a safetensors file.
+        ConfigError: A trainable parameter is missing, or a tensor does not fit; it is named.
+    """
+    path, model = Path(file), plain(model)
+    tensors = files.load_weights(path)
+    for spec in layout_of(model).tensors:
+        names = (spec.name, *spec.aliases)
+        values = next((tensors[name] for name in names if name in tensors), None)
+        if values is not None:  # a file of another program may have one of the tied names alone
+            tensors |= dict.fromkeys(names, values)
+    problem = misfit(model, tensors)
+    if problem:
+        raise ConfigError(f"{path} {problem}: build the same model as the learners of the run")
+    _copy(model, tensors)
+
+
 def fill(model: nn.Module, tensors: Mapping[str, Tensor], source: Path) -> None:
     """Gives a model these weights: all that is trained, and whatever else of it is there.
 
@@ -79,10 +110,14 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor], source: Path) -> None:
             f"{source} {problem}: export with the configuration and the code that the run was "
             "trained with"
         )
-    own = _tensors_of(model)
     for spec in layout_of(model).tensors:
         if spec.name not in tensors:
             logger.warning("%s lacks the buffer %r: it stays as it is", source, spec.name)
+    _copy(model, tensors)
+
+
+def _copy(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    own = _tensors_of(model)
     with torch.no_grad():
         for name, values in tensors.items():
             own[name].copy_(values)
