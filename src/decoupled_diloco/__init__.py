@@ -21,6 +21,7 @@ from decoupled_diloco.errors import (
 
 if TYPE_CHECKING:
     from decoupled_diloco import ray
+    from decoupled_diloco.config.plugins import allow_codec
     from decoupled_diloco.export.run import load_exported
     from decoupled_diloco.export.weights import load_weights
     from decoupled_diloco.learner.learner import Learner
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     )
     from decoupled_diloco.learner.observer import Observer
     from decoupled_diloco.learner.weight_copies import register_weight_copies
+    from decoupled_diloco.merge.codec import register_codec
     from decoupled_diloco.transport.tls import Tls
 
 __version__ = "0.1.0"
@@ -53,10 +55,12 @@ __all__ = [
     "Tls",
     "TransportError",
     "__version__",
+    "allow_codec",
     "leased",
     "load_exported",
     "load_weights",
     "ray",
+    "register_codec",
     "register_weight_copies",
 ]
 
@@ -91,6 +95,14 @@ def __getattr__(name: str) -> Any:
         from decoupled_diloco.export.weights import load_weights
 
         return load_weights
+    if name == "allow_codec":
+        from decoupled_diloco.config.plugins import allow_codec
+
+        return allow_codec
+    if name == "register_codec":
+        from decoupled_diloco.merge.codec import register_codec
+
+        return register_codec
     if name == "ray":
         import importlib
 

@@ -25,10 +25,12 @@ def test_the_public_names_are_these() -> None:
         "Tls",
         "TransportError",
         "__version__",
+        "allow_codec",
         "leased",
         "load_exported",
         "load_weights",
         "ray",
+        "register_codec",
         "register_weight_copies",
     ]
     assert all(hasattr(dd, name) for name in dd.__all__)

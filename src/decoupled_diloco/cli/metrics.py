@@ -91,7 +91,7 @@ def _config(run: str, settings: list[str], token_file: Path | None, given: Tls |
 
     folder = Path(run)
     if (folder / RUN_FILE).is_file():
-        config = load_config(folder / RUN_FILE, settings)
+        config = load_config(folder / RUN_FILE, settings, plugins=False)
         addresses = read_addresses(folder)
     else:
         config = load_config(find_shipped("recipes", run), settings)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from decoupled_diloco.cli.options import exit_with, make_console
+from decoupled_diloco.config import load_config
+from decoupled_diloco.config.resume import RUN_FILE
 
 if TYPE_CHECKING:
     from decoupled_diloco.observe.terminal import SteadyConsole
@@ -49,6 +51,8 @@ def replay(
     from decoupled_diloco.simulate.weights_replay import has_payloads, replay_weights
 
     console = make_console()
+    if (run / RUN_FILE).is_file():
+        load_config(run / RUN_FILE)  # for the methods that it names, and the modules with them
     results, problems = replay_run(run, until)
     for problem in problems:
         console.print(f"note: {problem}")

@@ -15,8 +15,10 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
+from decoupled_diloco.config.plugins import load_plugins
 from decoupled_diloco.config.run import RunConfig
 from decoupled_diloco.config.settings import shown
+from decoupled_diloco.config.sync import methods_unchecked
 from decoupled_diloco.errors import ConfigError
 
 _SCENARIOS_OWN = {"set", "until_seconds", "parameters", "learners", "links", "events", "random"}
@@ -26,20 +28,29 @@ INSTALL = "pip install 'decoupled-diloco[cli]' (in a clone: pip install -e '.[cl
 """How to have the command line, and what else is of its extra."""
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a run's TOML file, apply overrides, and check everything.
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), *, plugins: bool = True
+) -> RunConfig:
+    """Read a run's TOML file, apply overrides, import what it names, and check everything.
 
     Args:
         overrides: `"table.key=value"` each, later ones win. Values are TOML; what is no TOML value
             is taken as text, so that quotes can be left out. An empty value takes the key out of
             the file: the default holds again.
+        plugins: Whether to import the modules that the file names (`[run] imports`, and methods
+            such as ``"module:function"``). False: such methods are not checked and cannot be used.
 
     Raises:
-        ConfigError: The file cannot be read, or a setting does not fit.
+        ConfigError: The file cannot be read, a setting does not fit, or a module cannot be
+            imported.
     """
     tables = read_run_tables(Path(path))
     for override in overrides:
         override_key(tables, override)
+    if not plugins:
+        with methods_unchecked():
+            return RunConfig(**tables)
+    load_plugins(tables, Path(path).parent)
     return RunConfig(**tables)
 
 

@@ -12,6 +12,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from decoupled_diloco.config.plugins import MissingCodecError, provide_codecs, require_codecs
 from decoupled_diloco.config.run import RunConfig
 from decoupled_diloco.config.sync import OuterSettings
 from decoupled_diloco.errors import ConfigError, ProtocolError
@@ -35,11 +36,18 @@ def public_text(config: RunConfig) -> str:
 def read_public(text: str) -> RunConfig:
     """The settings that another process sent; trusts nothing. What is private has its default.
 
+    No module is imported because it is named there.
+
     Raises:
+        MissingCodecError: this program does not have a codec of the run.
         ProtocolError: it is not what `public_text` writes.
     """
     try:
-        return read_settings(json.loads(text))
+        settings = json.loads(text)
+        require_codecs(settings)
+        return read_settings(settings)
+    except MissingCodecError:
+        raise
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ProtocolError(f"the run's settings cannot be read: {error!r}") from error
     except RecursionError:
@@ -57,6 +65,7 @@ def read_settings(public: Mapping[str, Any]) -> RunConfig:
         ConfigError: a setting does not fit.
         KeyError, TypeError: they are no settings.
     """
+    provide_codecs(public)
     tables = {name: value for name, value in public.items() if name not in ("shards", "digest")}
     return RunConfig(**{**tables, "syncer": {"shards": public["shards"]}})
 

@@ -32,7 +32,7 @@ _DEVICE = re.compile(r"auto|gpu|cpu|mps|(cuda|xpu)(:[0-9]{1,4})?")
 _PRIVATE: dict[str, Any] = {
     "run": {
         *("folder", "evaluator", "evaluate_every_seconds", "evaluate_command"),
-        *("fork_server", "log"),
+        *("fork_server", "log", "imports", "imports_from"),
     },
     "sync": {"initial_weights"},
     "syncer": True,
@@ -42,6 +42,9 @@ _PRIVATE: dict[str, Any] = {
     "where": True,
 }
 """What learners are not told."""
+
+
+ModuleName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")]
 
 
 def host_and_port(name: str, address: str) -> tuple[str, int]:
@@ -117,6 +120,14 @@ class RunSettings(Settings):
     """On Linux one process imports PyTorch, and learners, shards and evaluator are forked from it:
     they start sooner, and one that is started again is at work within two seconds. Turn it off if
     your workload uses a library that does not survive a fork."""
+
+    imports: tuple[ModuleName, ...] = Field(default=(), strict=False)
+    """Modules that every process started with this file imports before it checks the settings, for
+    example one that registers a codec. Processes that only join the run do not import them."""
+
+    imports_from: Path | None = Field(default=None, strict=False)
+    """Folder in which `imports` and methods such as "module:function" are found, after the
+    installed modules and the folder where the command is started. Default: that of this file."""
 
     def inapplicable(self) -> Mapping[str, str]:
         """The settings of the evaluator need one."""

@@ -9,6 +9,7 @@ that the run does not do.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal, NoReturn, get_args, get_origin
 
@@ -95,6 +96,18 @@ class Settings(BaseModel):
                     f"{name}={value!r} in {self.table} would be ignored {reason}: take {name} out"
                 )
         return self
+
+
+_OWN = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", re.ASCII)
+
+
+def is_own(name: str) -> bool:
+    """Whether a name is of the form ``"module:function"``.
+
+    >>> is_own("my.codecs:sign"), is_own("sign"), is_own("my codecs:sign")
+    (True, False, False)
+    """
+    return _OWN.fullmatch(name) is not None
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import pairwise
 from math import ceil
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from decoupled_diloco.config.settings import Settings, nearest
+from decoupled_diloco.config.settings import Settings, is_own, nearest, suggestion
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.protocol.revisions import AdaptLimits
 
@@ -31,10 +33,25 @@ BITS = {
 MOMENTUM_DEFAULTS = {"nesterov": 0.5, "delayed-nesterov": 0.5, "sgd": 0.0}
 """Our own outer optimizers; every other name is a class of torch.optim."""
 
+MERGE_RULES = ("rda", "mean")
+"""The built-in merge rules."""
+
 CHAIN_MAX = 16
 """A shard offers so many differences of a fragment at most, and one more."""
 
 Names = Annotated[tuple[str, ...], Field(strict=False)]
+
+_unchecked: ContextVar[bool] = ContextVar("unchecked", default=False)
+
+
+@contextmanager
+def methods_unchecked() -> Iterator[None]:
+    """In this block any codec is valid: for readers that need other settings of a run's file."""
+    token = _unchecked.set(True)
+    try:
+        yield
+    finally:
+        _unchecked.reset(token)
 
 
 class AdaptSettings(Settings):
@@ -144,8 +161,8 @@ class SyncSettings(Settings):
     """Number format of what learners send. "bf16" halves the traffic at the same quality (paper,
     text 55.4 against 55.3); "fp32" loses nothing, for baselines. "int8", "int4" and "fp4-e3m0", and
     "int2" have 8, 4 and 2 bits, with a scale for each 128 elements; "topk" sends the largest 80 of
-    each 4,096 elements in 2 bits each, "topk-40" the largest 40. Or one's own, which every process
-    has registered by `merge.register_codec` before."""
+    each 4,096 elements in 2 bits each, "topk-40" the largest 40. Or your own: "module:function", or
+    the name under which a module in `run.imports` registers it."""
 
     uplink_codecs: Names = ()
     """Codecs, the most exact first, in the place of `uplink_codec`: each learner sends in the first
@@ -172,11 +189,11 @@ class SyncSettings(Settings):
     can be evaluated then; "one": as well, but those of the learner whose contribution has the
     largest weight; "local": every learner keeps its own, and the weights have none."""
 
-    merge: Literal["rda", "mean"] = "rda"
+    merge: str = "rda"
     """How outer gradients become one: "rda" averages norms and directions apart, because nearly
     orthogonal ones shrink a plain "mean" by 1/√M (paper; here 1.6 % lower loss at H = 24). But it
     keeps noise as well: the mean was 1.5 % lower at H = 8, and 3.1 % with Muon inside
-    (benchmarks/results/schedule, longer)."""
+    (benchmarks/results/schedule, longer). Or your own rule, as "module:function"."""
 
     weighting: Literal["tokens", "uniform"] = "tokens"
     """Weight of a contribution: "tokens": tokens · (tokens / steps) since the last sync (paper,
@@ -319,6 +336,8 @@ class SyncSettings(Settings):
     def _check_codecs(cls, names: tuple[str, ...], field: ValidationInfo) -> tuple[str, ...]:
         for name in names:
             _check_codec(name, field)
+        if _unchecked.get():
+            return names
         bits = [bits_of(name) for name in names]
         if any(finer <= coarser for finer, coarser in pairwise(bits)):
             shown = ", ".join(f"{name} ({each:g})" for name, each in zip(names, bits, strict=True))
@@ -327,6 +346,16 @@ class SyncSettings(Settings):
                 "one after it with fewer bits"
             )
         return names
+
+    @field_validator("merge")
+    @classmethod
+    def _check_merge(cls, name: str) -> str:
+        if name not in MERGE_RULES and not is_own(name):
+            raise ConfigError(
+                f"merge={name!r} in [sync] is not known: {suggestion(name, MERGE_RULES)} (A "
+                "custom rule is written as 'module:function'.)"
+            )
+        return name
 
     @model_validator(mode="after")
     def _check_own(self) -> SyncSettings:
@@ -404,6 +433,8 @@ def bits_of(name: str) -> float:
 
 
 def _check_codec(name: str, field: ValidationInfo) -> None:
+    if _unchecked.get():
+        return
     try:
         bits_of(name)
     except ConfigError as error:
@@ -440,7 +471,7 @@ class OuterSettings(Settings):
     """"nesterov": SGD with Nesterov momentum (paper, and all of its lineage); "delayed-nesterov":
     its momentum is refreshed at every N-th merge alone, options = { every = N } (Async Local-SGD);
     "sgd": with heavy-ball momentum, or none; or a class of torch.optim, such as "AdamW", its
-    arguments in options."""
+    arguments in options. Or your own, as "module:function"."""
 
     lr: float = Field(default=0.7, gt=0)
     """η: outer learning rate, greater than 0. What counts is η / (1 - μρ), ρ being the likeness of
@@ -452,8 +483,9 @@ class OuterSettings(Settings):
     (benchmarks/results/rounds). With H = 8, 0 was 3.5 % better than 0.5."""
 
     options: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of the torch.optim class, handed to it as they are; of "delayed-nesterov"
-    every, the merges of a fragment from one refreshing of its momentum to the next, 1 or more."""
+    """Further arguments of the torch.optim class or of your function, passed as they are; of
+    "delayed-nesterov" every, the merges of a fragment from one refreshing of its momentum to the
+    next, 1 or more."""
 
     by_fragment: tuple[FragmentOuterSettings, ...] = Field(default=(), strict=False)
     """Fragments with other settings, for example a smaller lr for the embedding."""
@@ -508,8 +540,11 @@ class OuterSettings(Settings):
 
     @model_validator(mode="after")
     def _try_out(self) -> OuterSettings:
-        """What has options is tried before a process starts; the others need no torch for that."""
-        if self.optimizer not in ("nesterov", "sgd"):
+        """What has options is tried before a process starts; the others need no torch for that.
+
+        A custom optimizer was tried when it was loaded, and only the syncer's processes load it.
+        """
+        if self.optimizer not in ("nesterov", "sgd") and not self._is_absent():
             from decoupled_diloco.merge import make_outer  # torch takes seconds
 
             try:
@@ -518,3 +553,11 @@ class OuterSettings(Settings):
                 raise ConfigError(f"[outer] cannot be used: {error}") from None
         self.of_fragments()
         return self
+
+    def _is_absent(self) -> bool:
+        """Whether this process has not loaded the custom optimizer, as learners have not."""
+        if not is_own(self.optimizer):
+            return False
+        from decoupled_diloco.merge.outer import has_own_outer
+
+        return not has_own_outer(self.optimizer)

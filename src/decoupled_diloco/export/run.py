@@ -120,7 +120,7 @@ def load_exported(folder: str | Path) -> nn.Module:
             f"{folder} is an export for transformers: load it with its from_pretrained, or export "
             "with --format native"
         )
-    _, model = _built(load_config(folder / CONFIG))
+    _, model = _built(load_config(folder / CONFIG, plugins=False))
     if layout_of(model).fingerprint != facts.get("layout"):
         raise ConfigError(
             f"the workload builds another model now than the one in {folder}: use the code that "

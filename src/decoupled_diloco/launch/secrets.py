@@ -122,7 +122,7 @@ def secrets_in(
     """
     if not (folder / RUN_FILE).is_file():
         return read_token(token_file), given
-    config = load_config(folder / RUN_FILE)
+    config = load_config(folder / RUN_FILE, plugins=False)
     made_up = folder / "token"
     path = token_file or config.syncer.token_file or (made_up if made_up.exists() else None)
     return token_of_a_reader(config, read_token(path)), own_tls(config, "shard-0", given)

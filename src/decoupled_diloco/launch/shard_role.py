@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.addresses import on_this_machine
+from decoupled_diloco.config.plugins import plugin_versions
 from decoupled_diloco.launch.collecting import Survivors
 from decoupled_diloco.launch.processes import open_tape, process_of
 from decoupled_diloco.launch.run_logger import RunLogger, until_logged
@@ -208,6 +209,7 @@ class ShardRole:
                 "shard": self.shard,
                 "settings": self.config.public(),
                 "versions": versions(),
+                "plugins": plugin_versions(),
             },
         )
         shard_lease = self.shard_lease

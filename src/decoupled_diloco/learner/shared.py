@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from decoupled_diloco.config import RunConfig
+from decoupled_diloco.config.plugins import plugin_versions
 from decoupled_diloco.learner.exchange import LearnerTensors
 from decoupled_diloco.observe.tape import Recorder
 from decoupled_diloco.observe.versions import versions
@@ -45,4 +46,5 @@ def header_of(machine: LearnerMachine, config: RunConfig) -> dict[str, Any]:
         "role": machine.role,
         "settings": config.public(),
         "versions": versions(),
+        "plugins": plugin_versions(),
     }

@@ -20,6 +20,7 @@ from decoupled_diloco.merge.codec import (
     Body,
     Codec,
     RawCodec,
+    SimpleCodec,
     as_bytes,
     block_digests,
     block_ranges,
@@ -72,6 +73,7 @@ from decoupled_diloco.merge.outer import (
 from decoupled_diloco.merge.plan import token_weight
 from decoupled_diloco.merge.published import contribution, encode_with_feedback, publish, receive
 from decoupled_diloco.merge.quantize import QuantizedCodec
+from decoupled_diloco.merge.rules import OwnAccumulator, Rule
 from decoupled_diloco.merge.sparse import TopKCodec
 
 __all__ = [
@@ -87,10 +89,13 @@ __all__ = [
     "Layout",
     "NesterovSGD",
     "OuterOptimizer",
+    "OwnAccumulator",
     "Piece",
     "QuantizedCodec",
     "RawCodec",
+    "Rule",
     "Segment",
+    "SimpleCodec",
     "TensorSpec",
     "TopKCodec",
     "TorchOuter",

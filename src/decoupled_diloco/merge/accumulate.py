@@ -403,7 +403,7 @@ class Contribution:
             if merge == "rda":
                 squares[index] += square
                 finite = math.isfinite(squares[index])
-            elif merge == "mean":
+            elif merge in ("mean", "own"):
                 of_means += square
                 finite = math.isfinite(of_means)
             if not finite:
@@ -418,17 +418,30 @@ class Contribution:
     @property
     def norms(self) -> tuple[float, ...]:
         """The S segment norms; 0 for mean segments, which need none."""
-        if not self.complete:
-            arrived = sum(part.numel() for _, part in self.parts)
-            raise MergeError(
-                f"contribution has {arrived} of {self.numel} elements: parts are missing"
-            )
+        self._require_complete()
         return tuple(math.sqrt(square) for square in self._squares)
+
+    def whole(self) -> Tensor:
+        """All elements as one vector, fp32 [N].
+
+        Raises:
+            MergeError: Parts are missing.
+        """
+        self._require_complete()
+        parts = [part for _, part in sorted(self.parts, key=lambda each: each[0])]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     @property
     def norm(self) -> float:
         """The norm of all that has arrived, mean segments and all; buffers are no change."""
         return math.sqrt(math.fsum(self._squares) + self._squares_of_means)
+
+    def _require_complete(self) -> None:
+        if not self.complete:
+            arrived = sum(part.numel() for _, part in self.parts)
+            raise MergeError(
+                f"contribution has {arrived} of {self.numel} elements: parts are missing"
+            )
 
     def scale(self, factor: float) -> None:
         """Multiplies all but buffers; slices that were handed in are left as they are."""

@@ -1,7 +1,8 @@
 """How vectors become bytes.
 
 A codec turns an fp32 vector into a body and back. Bodies are raw and little-endian, without a
-header: their size follows from the codec and the number of elements. `register_codec` takes more.
+header: their size follows from the codec and the number of elements. `register_codec` adds codecs,
+also simpler ones of users (`SimpleCodec`).
 
 Shapes:
     N  elements of one fragment
@@ -10,19 +11,21 @@ Shapes:
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
-from decoupled_diloco.errors import ConfigError, ProtocolError
+from decoupled_diloco.errors import ConfigError, MergeError, ProtocolError
+from decoupled_diloco.merge.blocks import is_finite
 
 Body = Tensor | bytes | bytearray | memoryview
 """Bytes to read: a contiguous tensor of any dtype, or any buffer, writable or not."""
@@ -64,6 +67,26 @@ class Codec(Protocol):
 
         Raises:
             ProtocolError: The body's size is not `nbytes(numel)`, or no vector has such a body.
+        """
+
+
+class SimpleCodec(Protocol):
+    """The least that a custom codec needs: sizes, and two deterministic functions of tensors.
+
+    ``name`` and ``group`` are optional; see `Codec`. Without ``group`` a body cannot be divided
+    among the sync ranks of a learner.
+    """
+
+    def nbytes(self, numel: int) -> int:
+        """Return B, the number of bytes for N elements, at least 1."""
+
+    def encode(self, vector: Tensor) -> Tensor:
+        """Encode a vector, fp32 [N] on any device, as new bytes, uint8 [B]; it stays as it is."""
+
+    def decode(self, body: Tensor, numel: int) -> Tensor:
+        """Decode bytes, uint8 [B] of the right size but any content, as a vector, fp32 [N].
+
+        Any exception refuses the body. The same bytes must give the same bits on every machine.
         """
 
 
@@ -148,19 +171,142 @@ class BuffersExact:
         return out
 
 
+class CustomCodec:
+    """A user's codec as a `Codec`: it checks sizes, fills ``out`` and refuses what cannot be read.
+
+    Args:
+        name: Its name on the wire.
+        own: The user's codec.
+    """
+
+    def __init__(self, name: str, own: SimpleCodec) -> None:
+        self.name = name
+        self.group: int | None = getattr(own, "group", None)
+        self._own = own
+
+    def nbytes(self, numel: int) -> int:
+        return self._own.nbytes(numel)
+
+    def encode(self, vector: Tensor, out: Tensor | memoryview | None = None) -> Tensor:
+        body = self._own.encode(vector)
+        if body.dtype != torch.uint8 or body.shape != (self.nbytes(vector.numel()),):
+            raise MergeError(
+                f"codec {self.name!r} encoded {vector.numel()} elements as {body.dtype} "
+                f"{list(body.shape)}: it must return uint8 [{self.nbytes(vector.numel())}]"
+            )
+        return body if out is None else room_for(body.numel(), out).copy_(body)
+
+    def decode(self, body: Body, numel: int, out: Tensor | None = None) -> Tensor:
+        source = as_bytes(body)
+        check_size(source, self, numel)
+        source = source.clone()  # aligned, and writable: a body may be read-only memory
+        try:
+            vector = self._own.decode(source, numel)
+        except Exception as error:
+            raise ProtocolError(f"codec {self.name!r} cannot decode a body: {error!r}") from error
+        if vector.dtype != torch.float32 or vector.shape != (numel,):
+            raise MergeError(
+                f"codec {self.name!r} decoded {vector.dtype} {list(vector.shape)}: it must return "
+                f"float32 [{numel}]"
+            )
+        return vector if out is None else out.copy_(vector)
+
+
 _codecs: dict[str, Codec] = {}
 _families: dict[str, Callable[[str], Codec | None]] = {}
 
 
-def register_codec(new: Codec) -> None:
-    """Make a codec known under its name.
+def register_codec(new: Codec | SimpleCodec) -> None:
+    """Register a codec under its ``name``, after trying it out on a few vectors.
 
     Raises:
-        ConfigError: The name is taken.
+        ConfigError: The name is taken, or the codec does not do what `Codec` or `SimpleCodec` says.
     """
-    if new.name in _codecs:
-        raise ConfigError(f"codec '{new.name}' is registered already: choose another name")
-    _codecs[new.name] = new
+    name = getattr(new, "name", None)
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"codec {new!r} has no name: give it an attribute name, a text")
+    if name in _codecs:
+        raise ConfigError(f"codec '{name}' is registered already: choose another name")
+    _codecs[name] = _tried(name, new)
+
+
+def register_own_codec(name: str, make: Callable[[], Codec | SimpleCodec]) -> None:
+    """Register the codec that a user's function returns; nothing, if that name is registered.
+
+    Args:
+        name: Its name in configurations and on the wire, as ``"module:function"``.
+
+    Raises:
+        ConfigError: The function raises, or what it returns is not a codec.
+    """
+    if name in _codecs:
+        return
+    try:
+        own = make()
+    except Exception as error:
+        raise ConfigError(f"codec '{name}' cannot be made: {error!r}: correct it") from error
+    _codecs[name] = _tried(name, own)
+
+
+def has_codec(name: str) -> bool:
+    """Whether there is a codec of that name."""
+    return name in _codecs or any(make(name) is not None for make in _families.values())
+
+
+def own_codecs() -> tuple[object, ...]:
+    """The registered codecs that do not come with this package."""
+    owns = (each._own if isinstance(each, CustomCodec) else each for each in _codecs.values())
+    package = __name__.partition(".")[0]
+    return tuple(own for own in owns if type(own).__module__.partition(".")[0] != package)
+
+
+def _tried(name: str, own: Any) -> Codec:
+    """A codec that has shown on a few vectors that it is one."""
+    missing = [m for m in ("nbytes", "encode", "decode") if not callable(getattr(own, m, None))]
+    if missing:
+        raise ConfigError(
+            f"codec '{name}' is a {type(own).__name__} without {', '.join(missing)}: return an "
+            "object with the methods of decoupled_diloco.merge.SimpleCodec"
+        )
+    is_simple = "out" not in inspect.signature(own.encode).parameters
+    tried: Codec = CustomCodec(name, own) if is_simple else own
+    group = tried.group
+    if group is not None and not (type(group) is int and group >= 1):
+        raise ConfigError(f"codec '{name}' has group={group!r}: give a number from 1 up, or None")
+    for numel in (1, 7, 2 * (group or 1), 3 * (group or 100) + 1):
+        vector = torch.linspace(-1, 2, numel, device="cpu", dtype=torch.float32)
+        try:
+            problem = _problem_of(tried, vector)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        if problem:
+            raise ConfigError(f"codec '{name}' fails for {numel} elements: {problem}: correct it")
+    return tried
+
+
+def _problem_of(tried: Codec, vector: Tensor) -> str:
+    """What a codec does wrong with a vector [N], in words."""
+    numel, before = vector.numel(), vector.clone()
+    body = tried.encode(vector)
+    decoded = tried.decode(body, numel)
+    if not torch.equal(vector, before):
+        return "encode changed the vector"
+    if body.dtype != torch.uint8 or body.shape != (tried.nbytes(numel),):
+        return f"a body is {body.dtype} {list(body.shape)}, not uint8 [{tried.nbytes(numel)}]"
+    if decoded.dtype != torch.float32 or decoded.shape != (numel,):
+        return f"decode gave {decoded.dtype} {list(decoded.shape)}, not float32 [{numel}]"
+    if not is_finite(decoded):
+        return "decode gave a value that is not finite"
+    if not torch.equal(tried.encode(vector), body) or not torch.equal(
+        tried.decode(body, numel), decoded
+    ):
+        return "a second time it gave other bits"
+    if tried.group is not None and numel > tried.group:
+        cut = max(1, numel // tried.group // 2) * tried.group
+        parts = [tried.encode(vector[:cut]), tried.encode(vector[cut:])]
+        if not torch.equal(torch.cat(parts), body):
+            return f"a body is not those of its parts, one after the other, as group={tried.group}"
+    return ""
 
 
 def register_family(pattern: str, make: Callable[[str], Codec | None]) -> None:
@@ -187,7 +333,10 @@ def codec(name: str) -> Codec:
             return found
     near = get_close_matches(name, _codecs, n=1, cutoff=0.0)[0]
     known = ", ".join([*_codecs, *_families])
-    raise ConfigError(f"codec '{name}' is unknown: did you mean '{near}'? Known are {known}")
+    raise ConfigError(
+        f"codec '{name}' is unknown: did you mean '{near}'? Known are {known}. (Name your own as "
+        "'module:function', or have a module in run.imports register it.)"
+    )
 
 
 def codec_names() -> tuple[str, ...]:
@@ -199,8 +348,14 @@ def codec_names() -> tuple[str, ...]:
     return tuple(_codecs)
 
 
-register_codec(RawCodec("fp32", torch.float32))
-register_codec(RawCodec("bf16", torch.bfloat16))
+def add_built_in(new: Codec) -> None:
+    """Register a codec of this package, untried: importing it computes nothing."""
+    assert new.name not in _codecs, f"codec '{new.name}' is there already"
+    _codecs[new.name] = new
+
+
+add_built_in(RawCodec("fp32", torch.float32))
+add_built_in(RawCodec("bf16", torch.bfloat16))
 
 
 def digest(body: Body) -> str:

@@ -28,8 +28,8 @@ from decoupled_diloco.merge.layout import DTYPES, Layout, TensorSpec
 from decoupled_diloco.merge.memory import is_wrapper
 
 Strategy = Literal["balanced", "tensor", "layer-strided", "layer-sequential"]
-MergeMethod = Literal["rda", "mean"]
-SegmentMerge = Literal["rda", "mean", "buffer", "one"]
+MergeMethod = Literal["rda", "mean", "own"]
+SegmentMerge = Literal["rda", "mean", "buffer", "one", "own"]
 Buffers = Literal["mean", "one"]
 
 
@@ -64,7 +64,8 @@ class Segment:
 
     A `"buffer"` segment is merged by mean, of values and not of changes, and has no norm; where a
     mean makes no sense, `accumulate` says when, it is taken from a single contribution. A `"one"`
-    segment always is: from that of the largest weight.
+    segment always is: from that of the largest weight. An `"own"` segment is merged by the user's
+    rule (see `rules`).
     """
 
     start: int
@@ -329,8 +330,8 @@ def segments(
 
     Args:
         method: `"rda"`: every piece is a vector of its own, merged by RDA, but embeddings by plain
-            mean. `"mean"`: one mean over everything. Each buffer, and buffers come last, is a
-            segment of its own either way.
+            mean. `"mean"`: one mean over everything. `"own"`: every piece by the user's rule. Each
+            buffer, and buffers come last, is a segment of its own in all cases.
         buffers: Merged by the `"mean"` of their values, but those of a parametrization; or all
             taken from `"one"` learner.
 
@@ -349,7 +350,7 @@ def segments(
 def _merge_of(spec: TensorSpec, method: MergeMethod, buffers: Buffers) -> SegmentMerge:
     if spec.is_buffer:
         return "buffer" if buffers == "mean" and spec.role == "buffer" else "one"
-    return "mean" if merges_elementwise(spec) else method
+    return "mean" if merges_elementwise(spec) and method != "own" else method
 
 
 def parameters_numel(fragment: Fragment, layout: Layout) -> int:

@@ -214,7 +214,12 @@ _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 class TorchOuter:
-    """Any optimizer of `torch.optim`, as `"AdamW"`, on a flat fp32 parameter [N].
+    """Any optimizer with the interface of `torch.optim`, on a flat fp32 parameter [N].
+
+    Args:
+        name: A class of `torch.optim`, as `"AdamW"`, or the user's function, `"module:function"`.
+        numel: N.
+        options: Arguments of the class or the function beside the parameters.
 
     Raises:
         ConfigError: There is no such optimizer, or it does not take these options.
@@ -225,12 +230,7 @@ class TorchOuter:
         self._numel = numel
         self._options = options
         self._parameter = torch.nn.Parameter(torch.zeros(numel, dtype=torch.float32, device="cpu"))
-        make = _torch_optimizer(name)
-        _check_options(name, make, options)
-        try:
-            self._optimizer = make([self._parameter], **options)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"outer optimizer '{name}' refuses {options}: {error}") from error
+        self.optimizer: Any = _made(name, self._parameter, options)
 
     def step(self, master: Tensor, gradient: Tensor) -> None:
         """Update `master` [N] in place; see `OuterOptimizer.step`.
@@ -242,13 +242,13 @@ class TorchOuter:
         self._parameter.data = master  # the same memory: the optimizer works on the master itself
         self._parameter.grad = gradient
         with _as_in_a_new_process(master.device):
-            self._optimizer.step()
+            self.optimizer.step()
         self._parameter.grad = None
 
     def state_dict(self) -> dict[str, Tensor]:
         """Give the optimizer's state; plain numbers become tensors under `number.<name>`."""
         state: dict[str, Tensor] = {}
-        for key, value in self._optimizer.state.get(self._parameter, {}).items():
+        for key, value in self.optimizer.state.get(self._parameter, {}).items():
             if isinstance(value, Tensor):
                 state[key] = value
             elif value is not None:
@@ -263,7 +263,7 @@ class TorchOuter:
         Raises:
             MergeError: The state is another optimizer's, or of another number of elements.
         """
-        expected = _try_out(self._name, self._options).state_dict()
+        expected = self._state_after_a_step()
         if state and state.keys() != expected.keys():
             raise MergeError(
                 f"outer optimizer state has {sorted(state)}, '{self._name}' keeps "
@@ -278,7 +278,13 @@ class TorchOuter:
                 )
             is_number = key.startswith("number.")
             own[key.removeprefix("number.")] = value.item() if is_number else value.clone()
-        self._optimizer.state[self._parameter] = own
+        self.optimizer.state[self._parameter] = own
+
+    def _state_after_a_step(self) -> dict[str, Tensor]:
+        sample = TorchOuter(self._name, 2, **self._options)
+        vectors = torch.zeros(2, 2, dtype=torch.float32, device="cpu")
+        sample.step(vectors[0], vectors[1] + 1)
+        return sample.state_dict()
 
 
 def make_outer(
@@ -291,7 +297,8 @@ def make_outer(
 
     Args:
         name: `"nesterov"`, `"delayed-nesterov"`, `"sgd"` (heavy-ball, plain without momentum), or
-            a class name of `torch.optim`, as `"AdamW"`.
+            a class name of `torch.optim`, as `"AdamW"`, or `"module:function"`, which
+            `register_own_outer` knows.
         lr: η > 0.
         momentum: μ in [0, 1). None means 0.5 for both of Nesterov's, 0 for `"sgd"`, and the class's
             own default otherwise.
@@ -309,6 +316,8 @@ def make_outer(
         tensor([0.5000, 2.0000])
     """
     options = dict(options or {})
+    if ":" in name and name not in _own:
+        return _absent(name)
     if name in ("nesterov", "sgd"):
         if options:
             raise ConfigError(
@@ -328,22 +337,81 @@ def make_outer(
         DelayedNesterov(lr, mu, every=every)
         return lambda numel: DelayedNesterov(lr, mu, every=every)
     _check_lr(lr)
-    if twice := sorted(options.keys() & {"lr", "momentum"}):
+    beside = {"lr"} if momentum is None else {"lr", "momentum"}
+    if twice := sorted(options.keys() & beside):
         raise ConfigError(f"outer options hold {twice}: set lr and momentum beside the options")
     arguments = {"lr": lr, **({} if momentum is None else {"momentum": momentum}), **options}
     _try_out(name, arguments)
-    return lambda numel: TorchOuter(name, numel, **arguments)
+    return lambda numel: _outer(name, numel, arguments)
 
 
-def _try_out(name: str, arguments: Mapping[str, Any]) -> TorchOuter:
-    """Take one step on two elements, so that what cannot work is refused before the run."""
-    optimizer = TorchOuter(name, 2, **arguments)
-    try:
-        vectors = torch.zeros(2, 2, dtype=torch.float32, device="cpu")
-        optimizer.step(vectors[0], vectors[1] + 1)
-    except (TypeError, ValueError, RuntimeError) as error:
+_own: dict[str, Callable[..., Any]] = {}
+
+
+def register_own_outer(name: str, make: Callable[..., Any]) -> None:
+    """Register a user's function, ``"module:function"``, as an outer optimizer.
+
+    Args:
+        name: Its name in configurations.
+        make: Called with a list of one parameter, fp32 [N], `lr` and the options, as a class of
+            `torch.optim` is. Returns a `torch.optim.Optimizer` or an `OuterOptimizer`.
+    """
+    _own[name] = make
+
+
+def has_own_outer(name: str) -> bool:
+    """Whether this process has loaded the outer optimizer."""
+    return name in _own
+
+
+def _absent(name: str) -> OuterFactory:
+    """Learners have the settings of an outer optimizer, and not its code, which they never need."""
+
+    def make(numel: int) -> OuterOptimizer:
         raise ConfigError(
-            f"outer optimizer '{name}' cannot step on a flat vector: {error}: use another one"
+            f"outer optimizer {name!r} is not loaded in this process: load the run's file by "
+            "decoupled_diloco.config.load_config"
+        )
+
+    return make
+
+
+def _outer(name: str, numel: int, arguments: Mapping[str, Any]) -> OuterOptimizer:
+    """An outer optimizer with the interface of `torch.optim`, or the user's own object."""
+    outer = TorchOuter(name, numel, **arguments)
+    own = outer.optimizer
+    if isinstance(own, torch.optim.Optimizer):
+        return outer
+    methods = ("step", "state_dict", "load_state_dict")
+    missing = [method for method in methods if not callable(getattr(own, method, None))]
+    if missing:
+        raise ConfigError(
+            f"outer optimizer {name!r} returned a {type(own).__name__} without "
+            f"{', '.join(missing)}: return a torch.optim.Optimizer, or an object with the methods "
+            "of decoupled_diloco.merge.OuterOptimizer"
+        )
+    return own  # type: ignore[no-any-return]
+
+
+def _try_out(name: str, arguments: Mapping[str, Any]) -> OuterOptimizer:
+    """Take one step on two elements, so that what cannot work is refused before the run."""
+    optimizer = _outer(name, 2, arguments)
+    master, gradient, ones = torch.tensor(
+        [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0]], dtype=torch.float32, device="cpu"
+    )
+    try:
+        optimizer.step(master, gradient)
+        if not torch.equal(gradient, ones):
+            raise ConfigError(f"outer optimizer '{name}' changes the gradient: leave it as it is")
+        if name in _own:
+            _require_complete_state(name, arguments, optimizer, master)
+    except ConfigError:
+        raise
+    except Exception as error:
+        if name not in _own and not isinstance(error, TypeError | ValueError | RuntimeError):
+            raise
+        raise ConfigError(
+            f"outer optimizer '{name}' cannot step on a flat vector: {error!r}: use another one"
         ) from error
     return optimizer
 
@@ -361,6 +429,36 @@ def _as_in_a_new_process(device: torch.device) -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(before)
+
+
+def _require_complete_state(
+    name: str, arguments: Mapping[str, Any], optimizer: OuterOptimizer, master: Tensor
+) -> None:
+    """Check that a step is the same after the state was saved and loaded.
+
+    Each merge makes a new optimizer from the state of the last one, so that a merge that fails
+    changes nothing. What is not in the state is lost.
+    """
+    restored, again = master.clone(), _outer(name, 2, arguments)
+    again.load_state_dict({key: value.clone() for key, value in optimizer.state_dict().items()})
+    gradient = torch.tensor([2.0, -1.0], dtype=torch.float32, device="cpu")
+    optimizer.step(master, gradient)
+    again.step(restored, gradient)
+    if not torch.equal(master, restored):
+        raise ConfigError(
+            f"outer optimizer '{name}' steps differently after its state was saved and loaded: "
+            "keep all that a step needs in state_dict() (in a torch.optim.Optimizer: as tensors "
+            "and numbers in self.state[parameter])"
+        )
+
+
+def _made(name: str, parameter: torch.nn.Parameter, options: Mapping[str, Any]) -> Any:
+    make = _own.get(name) or _torch_optimizer(name)
+    _check_options(name, make, options)
+    try:
+        return make([parameter], **options)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"outer optimizer '{name}' refuses {options}: {error}") from error
 
 
 def _torch_optimizer(name: str) -> Callable[..., torch.optim.Optimizer]:
@@ -383,7 +481,10 @@ def _torch_optimizer(name: str) -> Callable[..., torch.optim.Optimizer]:
 
 
 def _check_options(name: str, make: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    known = list(inspect.signature(make).parameters)[1:]
+    parameters = list(inspect.signature(make).parameters.values())[1:]
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return
+    known = [each.name for each in parameters]
     unknown = sorted(options.keys() - set(known))
     if unknown:
         raise ConfigError(

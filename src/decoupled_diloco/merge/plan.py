@@ -29,6 +29,7 @@ from decoupled_diloco.merge.fragments import (
 from decoupled_diloco.merge.layout import Layout
 from decoupled_diloco.merge.outer import BuffersBehind, OuterOptimizer
 from decoupled_diloco.merge.published import encode_with_feedback
+from decoupled_diloco.merge.rules import FragmentMerge, RuleAccumulator
 
 
 def token_weight(tokens: float, steps: float) -> float:
@@ -62,7 +63,7 @@ class MergePlan:
     fragments: tuple[Fragment, ...]
     uplink: Codec
     downlink: Codec
-    method: MergeMethod
+    method: str  # `"rda"`, `"mean"`, or the user's rule as `"module:function"`
     weighting: str  # `"tokens"`: quantity times quality; `"uniform"`: all the same
     outer: Callable[[int], OuterOptimizer]  # makes the outer optimizer of N parameters
     buffers: Buffers = "mean"  # by the `"mean"`, or from `"one"` learner
@@ -81,7 +82,7 @@ class MergePlan:
         strategy: Strategy,
         uplink: str,
         downlink: str,
-        method: MergeMethod,
+        method: str,
         weighting: str,
         outer: Callable[[int], OuterOptimizer],
         buffers: Buffers = "mean",
@@ -119,14 +120,24 @@ class MergePlan:
         """The weight of a contribution with these counters."""
         return token_weight(tokens, steps) if self.weighting == "tokens" else 1.0
 
-    def accumulator(self, fragment: int, buffer: Tensor | None = None) -> Accumulator:
-        """An empty accumulator for one round of a fragment; ``buffer``: memory to use, fp32 [N]."""
-        numel = self.fragments[fragment].numel
-        return Accumulator(numel, self.segments(fragment), buffer=buffer)
+    def accumulator(self, fragment: int, buffer: Tensor | None = None) -> FragmentMerge:
+        """An empty accumulator for one round of a fragment; ``buffer``: memory to use, fp32 [N].
+
+        Raises:
+            ConfigError: the run has a custom merge rule that this process has not loaded.
+        """
+        numel, cut = self.fragments[fragment].numel, self.segments(fragment)
+        if self._merge_method == "own":
+            return RuleAccumulator(self.method, numel, cut)
+        return Accumulator(numel, cut, buffer=buffer)
+
+    @property
+    def _merge_method(self) -> MergeMethod:
+        return "mean" if self.method == "mean" else "rda" if self.method == "rda" else "own"
 
     def segments(self, fragment: int) -> tuple[Segment, ...]:
         """What of a fragment is merged as one vector, and how."""
-        return segments(self.fragments[fragment], self.layout, self.method, self.buffers)
+        return segments(self.fragments[fragment], self.layout, self._merge_method, self.buffers)
 
     def codec_of(self, fragment: int, parameters: Codec) -> Codec:
         """The codec of a fragment: that of its parameters, and its buffers as they are."""

@@ -45,7 +45,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from decoupled_diloco.merge.codec import bf16_of, is_aligned, register_codec
+from decoupled_diloco.merge.codec import add_built_in, bf16_of, is_aligned
 from decoupled_diloco.merge.grouped import GroupedCodec
 
 GROUP = 128
@@ -204,7 +204,7 @@ def _look_up(table: Tensor, codes: Tensor, out: Tensor) -> None:
         out.view(-1).copy_(table.index_select(0, places).view(torch.float32))
 
 
-register_codec(_Int8("int8", 8))
-register_codec(_Int("int4", 4))
-register_codec(_E3M0("fp4-e3m0"))
-register_codec(_Int2("int2"))
+add_built_in(_Int8("int8", 8))
+add_built_in(_Int("int4", 4))
+add_built_in(_E3M0("fp4-e3m0"))
+add_built_in(_Int2("int2"))

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from decoupled_diloco.errors import ConfigError, ProtocolError
-from decoupled_diloco.merge.codec import bf16_of, register_codec, register_family
+from decoupled_diloco.merge.codec import add_built_in, bf16_of, register_family
 from decoupled_diloco.merge.grouped import GroupedCodec
 
 CHUNK = 4096
@@ -154,5 +154,5 @@ def _topk(name: str) -> TopKCodec | None:
     return TopKCodec(name, int(found[1])) if found else None
 
 
-register_codec(TopKCodec("topk", K))
+add_built_in(TopKCodec("topk", K))
 register_family("topk-<k>", _topk)

@@ -28,6 +28,7 @@ from decoupled_diloco.config.files import (
     read_run_tables,
     read_tables,
 )
+from decoupled_diloco.config.plugins import load_plugins
 from decoupled_diloco.config.settings import shown
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.simulate.choices import Choices
@@ -284,8 +285,10 @@ def _config(
     if run is None and isinstance(file.run, dict):
         tables = {t: getattr(file, t) for t in RUN_TABLES if getattr(file, t) is not None}
         tables["run"] = {"name": file.name or path.stem, **file.run}
+        folder = path.parent
     else:
-        tables = read_run_tables(Path(run) if run is not None else _run_path(str(file.run), path))
+        run_file = Path(run) if run is not None else _run_path(str(file.run), path)
+        tables, folder = read_run_tables(run_file), run_file.parent
         own = dict(tables.get("run", {}))
         own.pop("folder", None)  # A simulation does not overwrite what the real run has written.
         own.pop("learners", None) if file.learners else None
@@ -297,6 +300,7 @@ def _config(
     if seed is not None:
         override_key(tables, f"run.seed={seed}")
     _set_learners(tables, file.learners)
+    load_plugins(tables, folder)
     return RunConfig(**tables)
 
 

@@ -29,6 +29,7 @@ from decoupled_diloco.config.method import (
     read_public,
     synchronised,
 )
+from decoupled_diloco.config.plugins import MissingCodecError
 from decoupled_diloco.config.run import RunConfig
 from decoupled_diloco.errors import ConfigError, ProtocolError, StorageError, TransportError
 from decoupled_diloco.merge import Layout
@@ -292,7 +293,7 @@ class CoordinatorHost:
             )
         try:
             difference = difference_of(self._config.public(), read_public(hello.settings).public())
-        except ProtocolError as error:
+        except (ProtocolError, MissingCodecError) as error:
             return f"shard {hello.shard}: {error}"
         if difference:
             return (

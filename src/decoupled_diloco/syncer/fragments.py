@@ -22,7 +22,6 @@ from torch import Tensor
 
 from decoupled_diloco.errors import MergeError, ProtocolError
 from decoupled_diloco.merge import (
-    Accumulator,
     Body,
     Contribution,
     OuterOptimizer,
@@ -33,6 +32,7 @@ from decoupled_diloco.merge import (
     values_digest,
 )
 from decoupled_diloco.merge.plan import MergePlan
+from decoupled_diloco.merge.rules import FragmentMerge
 from decoupled_diloco.merge.sketch import are_alike, sketch
 from decoupled_diloco.protocol.versions import Asking
 
@@ -90,7 +90,7 @@ class ShardTensors:
         self.fragments: dict[int, FragmentTensors] = {}
         self._arrived: dict[Asking, Contribution] = {}
         self._received: dict[int, tuple[str, Tensor]] = {}
-        self._accumulators: dict[int, Accumulator] = {}
+        self._accumulators: dict[int, FragmentMerge] = {}
         self._numel_max = max(plan.fragments[fragment].numel for fragment in owned)
         self._sketches: dict[int, dict[Asking, tuple[str, Tensor]]] = {p: {} for p in owned}
         self._earlier: dict[int, dict[str, Tensor]] = {p: {} for p in owned}

@@ -207,7 +207,11 @@ CASES: list[tuple[dict[str, Any], str]] = [
         "[sync.adapt] does not go with participants='own', which merges each contribution as it "
         "comes: take it out",
     ),
-    ({"sync": {"merge": "rad"}}, "merge='rad' in [sync] is not known: did you mean 'rda'?"),
+    (
+        {"sync": {"merge": "rad"}},
+        "merge='rad' in [sync] is not known: did you mean 'rda'? (A custom rule is written as "
+        "'module:function'.)",
+    ),
     (
         {"sync": {"uplink_codecs": ["int4", "bf16"]}},
         "uplink_codecs in [sync] have int4 (4.125), bf16 (16) bits: put the most exact first, and "
@@ -225,7 +229,8 @@ CASES: list[tuple[dict[str, Any], str]] = [
     (
         {"sync": {"uplink_codec": "zip"}},
         "uplink_codec='zip' in [sync]: codec 'zip' is unknown: did you mean 'topk'? "
-        "Known are fp32, bf16, int8, int4, fp4-e3m0, int2, topk, topk-<k>",
+        "Known are fp32, bf16, int8, int4, fp4-e3m0, int2, topk, topk-<k>. (Name your own as "
+        "'module:function', or have a module in run.imports register it.)",
     ),
     (
         {"outer": {"optimizer": "nestrov"}},

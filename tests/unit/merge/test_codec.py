@@ -186,6 +186,88 @@ class TestCodecs:
             register_codec(RawCodec("test-fp16", torch.float16))
 
 
+class Half:
+    """The least that a codec of a user needs."""
+
+    name = "test-half"
+    group = 1
+
+    def nbytes(self, numel):
+        return 2 * numel
+
+    def encode(self, vector):
+        return vector.half().view(torch.uint8)
+
+    def decode(self, body, numel):
+        return body.view(torch.float16).float()
+
+
+@pytest.fixture
+def no_codecs(monkeypatch):
+    monkeypatch.setattr(sys.modules[RawCodec.__module__], "_codecs", {})
+
+
+@pytest.mark.usefixtures("no_codecs")
+class TestSimpleCodec:
+    def test_it_is_a_whole_codec_once_registered(self):
+        register_codec(Half())
+        half, values = codec("test-half"), vector(300)
+        body = half.encode(values)
+        assert torch.equal(half.decode(body, 300), values.half().float())
+        room = torch.empty(600, dtype=torch.uint8)
+        half.encode(values, room)
+        assert torch.equal(room, body)
+        assert half.encode(values, memoryview(bytearray(600))).numel() == 600
+        odd = memoryview(b"x" + bytes(body.numpy()))[1:]
+        assert torch.equal(half.decode(odd, 300), values.half().float())
+        out = torch.empty(300)
+        assert half.decode(bytes(body.numpy()), 300, out) is out
+        assert torch.equal(out, values.half().float())
+        assert half.group == 1
+
+    def test_bodies_of_another_size_are_refused_before_it_sees_them(self):
+        register_codec(Half())
+        for size in (0, 599, 601):
+            with pytest.raises(ProtocolError, match="needs 600"):
+                codec("test-half").decode(bytes(size), 300)
+
+    def test_any_exception_refuses_a_body(self):
+        class Strict(Half):
+            def decode(self, body, numel):
+                if body.any():
+                    return super().decode(body, numel)
+                raise ValueError("nothing in it")
+
+        register_codec(Strict())
+        with pytest.raises(ProtocolError, match="cannot decode a body: ValueError"):
+            codec("test-half").decode(bytes(6), 3)
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"name": ""}, "has no name"),
+            ({"nbytes": lambda self, n: 2 * n + 1}, r"must return uint8 \[3\]"),
+            ({"encode": lambda self, v: v}, r"must return uint8 \[2\]"),
+            ({"encode": lambda self, v: v.neg_().half().view(torch.uint8)}, "changed the vector"),
+            ({"decode": lambda self, b, n: b.view(torch.float16)}, r"must return float32 \[1\]"),
+            ({"decode": lambda self, b, n: torch.full((n,), float("inf"))}, "not finite"),
+            ({"decode": lambda self, b, n: torch.rand(n)}, "a second time it gave other bits"),
+            ({"group": 0}, "group=0"),
+            ({"group": 1.5}, "group=1.5"),
+            ({"encode": None}, "is a Half without encode"),
+            (
+                {"encode": lambda self, v: (v - v.mean()).half().view(torch.uint8)},
+                "not those of its parts",
+            ),
+        ],
+    )
+    def test_what_is_wrong_is_found_before_a_run(self, changes, message):
+        wrong = type("Half", (Half,), changes)()
+        with pytest.raises(ConfigError, match=message):
+            register_codec(wrong)
+        assert not sys.modules[RawCodec.__module__]._codecs
+
+
 class TestDigest:
     def test_known_value(self):
         assert digest(b"") == "99aa06d3014798d86001c324468d497f"

@@ -1,9 +1,12 @@
+from uuid import uuid4
+
 import pytest
 import torch
 from safetensors.torch import load, save
 
 from decoupled_diloco.errors import ConfigError, MergeError
 from decoupled_diloco.merge import DelayedNesterov, NesterovSGD, TorchOuter, make_outer
+from decoupled_diloco.merge.outer import register_own_outer
 
 WORKING = ["nesterov", "sgd", "SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "Adafactor"]
 MANY = 2**17 + 5  # more than one block
@@ -212,3 +215,114 @@ class TestDelayedNesterov:
     def test_every_is_a_number_of_merges(self, every):
         with pytest.raises(ConfigError, match="take a whole one, 1 or more"):
             make_outer("delayed-nesterov", options={"every": every})
+
+
+class Lion(torch.optim.Optimizer):
+    def __init__(self, params, lr, beta=0.9):
+        super().__init__(params, {"lr": lr, "beta": beta})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                m = self.state[p].setdefault("m", torch.zeros_like(p))
+                m.lerp_(p.grad, 1 - group["beta"])
+                p.sub_(m.sign(), alpha=group["lr"])
+
+
+class Averaging:
+    """Not a torch optimizer: it steps on the master, and keeps the mean of the gradients."""
+
+    def __init__(self, params, lr):
+        self.lr, self.mean, self.count = lr, torch.zeros_like(params[0]).detach(), 0
+
+    def step(self, master, gradient):
+        self.count += 1
+        self.mean += (gradient - self.mean) / self.count
+        master.sub_(self.mean, alpha=self.lr)
+
+    def state_dict(self):
+        return {"mean": self.mean, "count": torch.tensor(self.count)} if self.count else {}
+
+    def load_state_dict(self, state):
+        if state:
+            self.mean, self.count = state["mean"].clone(), int(state["count"])
+
+
+class Forgetful(Averaging):
+    def state_dict(self):
+        return {"mean": self.mean}
+
+    def load_state_dict(self, state):
+        self.mean = state["mean"].clone()
+
+
+class CountsInItsGroup(Lion):
+    """Schedule-free optimizers and others do so."""
+
+    def step(self):
+        self.param_groups[0]["lr"] *= 0.5
+        super().step()
+
+
+def registered(make):
+    name = f"tests:{make.__name__}-{uuid4().hex}"
+    register_own_outer(name, make)
+    return name
+
+
+class TestOwnOptimizers:
+    @pytest.mark.parametrize("own", [Lion, Averaging])
+    def test_it_steps_and_its_state_goes_through_safetensors(self, own):
+        make = make_outer(registered(own), lr=0.1)
+        original, restored = make(6), make(6)
+        ours, theirs = torch.ones(6), torch.ones(6)
+        for gradient in gradients(5):
+            original.step(ours, gradient)
+            restored.step(theirs, gradient)
+            state = load(save(restored.state_dict()))
+            restored = make(6)
+            restored.load_state_dict(state)
+        assert torch.equal(ours, theirs)
+        assert not torch.equal(ours, torch.ones(6))
+
+    def test_options_reach_it(self):
+        make = make_outer(registered(Lion), lr=0.5, options={"beta": 0.0})
+        master = torch.zeros(2)
+        make(2).step(master, torch.tensor([3.0, -1.0]))
+        assert master.tolist() == [-0.5, 0.5]
+        with pytest.raises(ConfigError, match="does not take gamma: remove it; it takes lr, beta"):
+            make_outer(registered(Lion), lr=0.5, options={"gamma": 1})
+
+    @pytest.mark.parametrize("own", [Forgetful, CountsInItsGroup])
+    def test_state_that_would_be_lost_is_found_before_a_run(self, own):
+        with pytest.raises(ConfigError, match="steps differently after its state was saved"):
+            make_outer(registered(own), lr=0.1)
+
+    def test_a_gradient_that_it_changes(self):
+        class Greedy(Averaging):
+            def step(self, master, gradient):
+                master.sub_(gradient.mul_(2))
+
+        with pytest.raises(ConfigError, match="changes the gradient"):
+            make_outer(registered(Greedy), lr=0.1)
+
+    def test_what_raises_in_a_step(self):
+        class Broken(Averaging):
+            def step(self, master, gradient):
+                raise KeyError("exp_avg")
+
+        with pytest.raises(ConfigError, match="cannot step on a flat vector: KeyError"):
+            make_outer(registered(Broken), lr=0.1)
+
+    def test_momentum_may_be_an_option(self):
+        def sgd(params, lr, momentum):
+            return torch.optim.SGD(params, lr, momentum)
+
+        make_outer(registered(sgd), lr=0.1, options={"momentum": 0.9})
+        make_outer("SGD", lr=0.1, options={"momentum": 0.9})
+
+    def test_a_process_that_has_not_loaded_it_can_read_the_settings(self):
+        make = make_outer("nobody:here", lr=0.1)
+        with pytest.raises(ConfigError, match="is not loaded in this process"):
+            make(3)

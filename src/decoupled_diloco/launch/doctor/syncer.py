@@ -9,6 +9,7 @@ from typing import Any
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.method import difference_of_work, read_public
+from decoupled_diloco.config.plugins import MissingCodecError
 from decoupled_diloco.errors import ProtocolError
 from decoupled_diloco.launch.doctor.facts import ModelFacts
 from decoupled_diloco.launch.doctor.machine import Finding, error, ok, warning
@@ -184,6 +185,9 @@ def judge_run(
     """Whether a learner that this file describes would be taken in, without asking for it."""
     try:
         theirs = read_public(json.dumps(run.get("settings")))
+    except MissingCodecError as problem:
+        yield error("settings", str(problem), "name it in this file as the syncer's file does")
+        return
     except ProtocolError as problem:
         yield error("settings", str(problem), ADVICE["older"])
         return

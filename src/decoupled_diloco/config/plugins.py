@@ -1,0 +1,258 @@
+"""The user's own methods: modules to import, and codecs, outer optimizers and merge rules by name.
+
+Only a run's own file, which the user gives to a command, causes an import: `load_config` calls
+`load_plugins`. Settings that another process sent never do. They can only select a codec that this
+program has registered or allowed, or that an installed package provides by an entry point.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from importlib import metadata
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from decoupled_diloco.config.settings import is_own, suggestion
+from decoupled_diloco.errors import ConfigError
+
+GROUP = "decoupled_diloco"
+"""The entry-point group by which an installed package provides codecs."""
+
+_imported: set[str] = set()
+
+
+class MissingCodecError(ConfigError):
+    """A run uses a codec that this program does not have."""
+
+
+def load_plugins(tables: dict[str, Any], folder: Path) -> None:
+    """Import and register all that a run's file names, and note in it where modules were found.
+
+    A module is looked for among the installed ones, then where the command is started, then in
+    ``folder``.
+
+    Args:
+        tables: The tables of the file, unchecked: what does not fit is for the settings to refuse.
+        folder: The folder of the file, unless ``run.imports_from`` names another one.
+
+    Raises:
+        ConfigError: A module or a function is missing, raises, or does not do what it should.
+    """
+    run = tables.get("run")
+    modules = _texts(run.get("imports")) if isinstance(run, dict) else []
+    own = {kind: [n for n in names if is_own(n)] for kind, names in _methods_in(tables).items()}
+    if not isinstance(run, dict) or not (modules or any(own.values())):
+        _load_provided(_methods_in(tables)["codec"])
+        return
+    run.setdefault("imports_from", str(folder.absolute()))
+    _extend_path(Path.cwd(), Path(str(run["imports_from"])))
+    for name in modules:
+        _import(f"imports={name!r} in [run]", name)
+    _load_provided(_methods_in(tables)["codec"])
+    for kind, names in own.items():
+        for name in names:
+            _REGISTER[kind](name, _function(f"{kind} {name!r}", name))
+
+
+def provide_codecs(settings: Mapping[str, Any]) -> None:
+    """Register the codecs of settings that installed packages provide by entry points.
+
+    Raises:
+        ConfigError: An entry point cannot be loaded, or what it gives is not a codec.
+    """
+    _load_provided(_methods_in(settings)["codec"])
+
+
+def require_codecs(settings: Mapping[str, Any]) -> None:
+    """Check that this program has the codecs of settings that another process sent.
+
+    Raises:
+        MissingCodecError: One is neither registered here nor provided by an installed package.
+    """
+    from decoupled_diloco.config.sync import BITS
+
+    provide_codecs(settings)
+    for name in (name for name in _methods_in(settings)["codec"] if name not in BITS):
+        from decoupled_diloco.merge.codec import has_codec  # Brings torch in.
+
+        if has_codec(name):
+            continue
+        way = "import the module that registers it, or install the syncer's version of this package"
+        if is_own(name):
+            way = f"call decoupled_diloco.allow_codec({name!r}) if you trust that module"
+        raise MissingCodecError(
+            f"codec {name!r}, which the run uses, is not registered in this program: {way}, before "
+            "you create the Learner or Observer"
+        )
+
+
+def allow_codec(name: str) -> None:
+    """Let this program's learners and observers use a codec that the run's file names.
+
+    A learner never imports code because a syncer names it. This call imports the module, here and
+    now, and registers the codec under the name that the syncer sends.
+
+    Args:
+        name: As in the run's file, ``"module:function"``. The module is looked for among the
+            installed ones, then in the current folder.
+
+    Raises:
+        ConfigError: The module or the function is missing or raises, or what it returns is not a
+            codec.
+    """
+    if not is_own(name):
+        raise ConfigError(f"codec {name!r} is not of the form 'module:function'")
+    _extend_path(Path.cwd())
+    _register_codec(name, _function(f"codec {name!r}", name))
+
+
+def plugin_versions() -> dict[str, str]:
+    """The version and the source's digest of each module from which this process took a method."""
+    from decoupled_diloco.merge.codec import own_codecs
+
+    modules = _imported | {type(each).__module__ for each in own_codecs()}
+    package = __name__.partition(".")[0]
+    return {
+        name: _version_of(name)
+        for name in sorted(modules)
+        if name in sys.modules and name.partition(".")[0] != package
+    }
+
+
+def _methods_in(tables: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The names of methods in tables that may be anything: by kind, each once, in order."""
+    sync, outer = (tables.get(name) for name in ("sync", "outer"))
+    sync = sync if isinstance(sync, Mapping) else {}
+    outer = outer if isinstance(outer, Mapping) else {}
+    entries = outer.get("by_fragment")
+    entries = entries if isinstance(entries, list | tuple) else []
+    codecs = [*_texts(sync.get("uplink_codecs")), sync.get("uplink_codec")]
+    codecs.append(sync.get("downlink_codec"))
+    outers = [outer.get("optimizer")]
+    outers += [each.get("optimizer") for each in entries if isinstance(each, Mapping)]
+    found = {"codec": codecs, "outer optimizer": outers, "merge rule": [sync.get("merge")]}
+    return {kind: list(dict.fromkeys(_texts(names))) for kind, names in found.items()}
+
+
+def _texts(values: object) -> list[str]:
+    return [v for v in values if isinstance(v, str)] if isinstance(values, list | tuple) else []
+
+
+def _extend_path(*folders: Path) -> None:
+    for folder in map(str, folders):
+        if folder not in sys.path:
+            sys.path.append(folder)  # last, so that a user's file never hides an installed module
+
+
+def _import(subject: str, name: str) -> ModuleType:
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name + ".").startswith(error.name + "."):
+            raise ConfigError(
+                f"{subject}: there is no module {name!r}, neither installed nor in "
+                f"{', '.join(sys.path[-2:])}: correct the name, start the command where the module "
+                "lies, or install it"
+            ) from None
+        raise ConfigError(_cannot_import(subject, name, error)) from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(_cannot_import(subject, name, error)) from error
+    _imported.add(name)
+    return module
+
+
+def _cannot_import(subject: str, name: str, error: BaseException) -> str:
+    line = ""
+    trace = error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if not file.startswith("<") and "importlib" not in file and file != __file__:
+            line = f" ({file}, line {trace.tb_lineno})"
+        trace = trace.tb_next
+    return (
+        f"{subject}: module {name!r} cannot be imported, it raises {type(error).__name__}: "
+        f"{error}{line}: correct the module"
+    )
+
+
+def _function(subject: str, name: str) -> Callable[..., Any]:
+    module_name, _, function_name = name.partition(":")
+    module = _import(subject, module_name)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        known = [key for key, value in vars(module).items() if callable(value)]
+        raise ConfigError(
+            f"{subject}: {module_name} has no function {function_name!r}: "
+            f"{suggestion(function_name, known)}"
+        )
+    return function  # type: ignore[no-any-return]
+
+
+def _load_provided(names: Iterable[str]) -> None:
+    """Register the codecs of these names that installed packages provide."""
+    from decoupled_diloco.config.sync import BITS
+
+    wanted = {name for name in names if name not in BITS}
+    for entry in entry_points(group=GROUP) if wanted else ():
+        for name in wanted & {entry.name, entry.value}:
+            try:
+                function = entry.load()
+            except Exception as error:
+                raise ConfigError(
+                    f"codec {name!r}: its entry point {entry.value!r} cannot be loaded, it raises "
+                    f"{type(error).__name__}: {error}: correct or remove the package"
+                ) from error
+            _imported.add(entry.module)
+            _register_codec(name, function)
+
+
+def _register_codec(name: str, function: Callable[..., Any]) -> None:
+    from decoupled_diloco.merge.codec import register_own_codec
+
+    register_own_codec(name, function)
+
+
+def _register_outer(name: str, function: Callable[..., Any]) -> None:
+    from decoupled_diloco.merge.outer import register_own_outer
+
+    register_own_outer(name, function)
+
+
+def _register_rule(name: str, function: Callable[..., Any]) -> None:
+    from decoupled_diloco.merge.rules import register_rule
+
+    register_rule(name, function)
+
+
+_REGISTER = {
+    "codec": _register_codec,
+    "outer optimizer": _register_outer,
+    "merge rule": _register_rule,
+}
+
+
+def _version_of(name: str) -> str:
+    """A module's version, if it has one, and the digest of its source."""
+    top = name.partition(".")[0]
+    version = getattr(sys.modules.get(top), "__version__", None)
+    return " ".join(filter(None, [version or _installed_version(top), _source_digest(name)]))
+
+
+def _installed_version(top: str) -> str:
+    try:
+        return metadata.version(top)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _source_digest(name: str) -> str:
+    file = getattr(sys.modules[name], "__file__", None)
+    try:
+        return f"sha256:{hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]}" if file else ""
+    except OSError:
+        return ""

@@ -1,0 +1,203 @@
+"""Merge rules of users: what the learners' contributions to one piece of a tensor become.
+
+A fragment's parameters are merged piece by piece (see `fragments.segments`), its buffers as with
+the built-in rules. A user's function of two arguments is the rule itself. It needs all
+contributions at once, so the shard keeps them until the merge: 4 bytes per element and learner. A
+function of one argument, or a class, makes an `OwnAccumulator`, which can keep less.
+
+Shapes:
+    M  contributions, at least 1
+    N  elements of one piece
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from decoupled_diloco.errors import ConfigError, MergeError
+from decoupled_diloco.merge.accumulate import Accumulator, Contribution
+from decoupled_diloco.merge.blocks import is_finite
+from decoupled_diloco.merge.fragments import Segment
+
+Rule = Callable[[Tensor, Tensor], Tensor]
+"""Merges contributions, fp32 [M, N], with weights, fp32 [M] with sum 1, into one, fp32 [N]."""
+
+
+class OwnAccumulator(Protocol):
+    """Merges the contributions to one piece of N elements as they arrive."""
+
+    def add(self, vector: Tensor, weight: float) -> None:
+        """Add a contribution.
+
+        Args:
+            vector: What the learner changed: its values minus those that it started from, fp32 [N].
+                It may be kept, and must not be changed.
+            weight: w > 0, as `sync.weighting` says: tokens · tokens / steps, or 1.
+        """
+
+    def result(self) -> Tensor:
+        """Return the merged contribution, fp32 [N]. Called once, after at least one `add`."""
+
+
+MakeAccumulator = Callable[[int], OwnAccumulator]
+"""Makes the accumulator of a piece of N elements; a new one for each merge."""
+
+
+class FragmentMerge(Protocol):
+    """One merge of a fragment: `Accumulator`, or `RuleAccumulator`."""
+
+    def add_contribution(self, contribution: Contribution, weight: float) -> None:
+        """See `Accumulator.add_contribution`."""
+
+    def result(self) -> Tensor:
+        """See `Accumulator.result`."""
+
+
+_rules: dict[str, MakeAccumulator] = {}
+
+
+def register_rule(name: str, function: Callable[..., Any]) -> None:
+    """Register a user's function, ``"module:function"``, after trying it out.
+
+    Raises:
+        ConfigError: It has another number of arguments, raises, or returns what is not fp32 [N].
+    """
+    make = _maker(name, function)
+    for numel, count in ((1, 1), (5, 1), (5, 3)):
+        vectors = torch.linspace(-1, 1, count * numel, device="cpu", dtype=torch.float32)
+        try:
+            accumulator = make(numel)
+            for vector in vectors.view(count, numel):
+                accumulator.add(vector, 2.0)
+            _checked(name, accumulator.result(), numel)
+        except Exception as error:
+            problem = str(error) if isinstance(error, MergeError) else f"it raises {error!r}"
+            raise ConfigError(
+                f"merge rule '{name}' fails for {count} contributions of {numel} elements: "
+                f"{problem}: correct it (any number of contributions from 1 up can arrive)"
+            ) from error
+    _rules[name] = make
+
+
+def rule_named(name: str) -> MakeAccumulator:
+    """Find a registered merge rule.
+
+    Raises:
+        ConfigError: This process has not loaded it.
+    """
+    if name not in _rules:
+        raise ConfigError(
+            f"merge rule {name!r} is not loaded in this process: load the run's file by "
+            "decoupled_diloco.config.load_config"
+        )
+    return _rules[name]
+
+
+class RuleAccumulator:
+    """The merge of one fragment by a user's rule, and of its buffers by ours.
+
+    Args:
+        name: The rule's name, for messages.
+        numel: The elements of the fragment.
+        segments: Its pieces and, behind them, its buffers.
+    """
+
+    def __init__(self, name: str, numel: int, segments: Sequence[Segment]) -> None:
+        make = rule_named(name)
+        self._name = name
+        self._segments = tuple(segments)
+        self._pieces = [(s, make(s.stop - s.start)) for s in segments if s.merge == "own"]
+        first = self._pieces[-1][0].stop if self._pieces else 0
+        self._buffers_start = first
+        buffers = [Segment(s.start - first, s.stop - first, s.merge) for s in segments]
+        buffers = buffers[len(self._pieces) :]
+        self._buffers = Accumulator(numel - first, buffers) if buffers else None
+
+    def add_contribution(self, contribution: Contribution, weight: float) -> None:
+        """Give each piece of a complete contribution to the rule.
+
+        Raises:
+            MergeError: Parts are missing, the weight is not positive and finite, or the rule
+                raises.
+        """
+        assert contribution.segments == self._segments, "the contribution has other segments"
+        if not (math.isfinite(weight) and weight > 0):
+            raise MergeError(
+                f"weight={weight} is not positive and finite: leave such a contribution out"
+            )
+        vector = contribution.whole()
+        for segment, accumulator in self._pieces:
+            try:
+                accumulator.add(vector[segment.start : segment.stop], weight)
+            except Exception as error:
+                raise MergeError(f"merge rule {self._name!r} raises {error!r}") from error
+        if self._buffers is not None:
+            self._buffers.add(vector[self._buffers_start :], weight)
+
+    def result(self) -> Tensor:
+        """Return the merged vector, fp32 [N].
+
+        Raises:
+            MergeError: Nothing was added, the rule raises, or its result is not finite.
+        """
+        parts = []
+        for segment, accumulator in self._pieces:
+            try:
+                merged = accumulator.result()
+            except Exception as error:
+                raise MergeError(f"merge rule {self._name!r} raises {error!r}") from error
+            parts.append(_checked(self._name, merged, segment.stop - segment.start))
+        if self._buffers is not None:
+            parts.append(self._buffers.result())
+        return torch.cat(parts)
+
+
+class _Gathering:
+    """Keeps all contributions, and gives them to a rule at once."""
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+        self._vectors: list[Tensor] = []
+        self._weights: list[float] = []
+
+    def add(self, vector: Tensor, weight: float) -> None:
+        self._vectors.append(vector)
+        self._weights.append(weight)
+
+    def result(self) -> Tensor:
+        if not self._vectors:
+            raise MergeError("nothing to merge: no contribution counted")
+        total = math.fsum(self._weights)
+        weights = [weight / total for weight in self._weights]
+        vectors = torch.stack(self._vectors)
+        return self._rule(vectors, torch.tensor(weights, dtype=torch.float32, device="cpu"))
+
+
+def _maker(name: str, function: Callable[..., Any]) -> MakeAccumulator:
+    parameters = inspect.signature(function).parameters.values()
+    needed = [p for p in parameters if p.default is p.empty and p.kind not in (2, 3, 4)]
+    if len(needed) == 2 and not inspect.isclass(function):
+        return lambda numel: _Gathering(cast("Rule", function))
+    if len(needed) == 1:
+        return cast("MakeAccumulator", function)
+    raise ConfigError(
+        f"merge rule '{name}' needs {len(needed)} arguments: write a function of two "
+        "(contributions, weights), or a class or a function of one (numel) that makes an object "
+        "with add and result"
+    )
+
+
+def _checked(name: str, merged: object, numel: int) -> Tensor:
+    if not isinstance(merged, Tensor) or merged.shape != (numel,):
+        found = f"shape {list(merged.shape)}" if isinstance(merged, Tensor) else repr(merged)
+        raise MergeError(f"merge rule {name!r} returned {found}, not a tensor of shape [{numel}]")
+    merged = merged.detach().to(torch.float32)
+    if not is_finite(merged):
+        raise MergeError(f"merge rule {name!r} returned a value that is not finite")
+    return merged

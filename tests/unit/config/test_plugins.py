@@ -1,0 +1,273 @@
+"""The user's own methods by name: what imports a module, and what never does."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+import decoupled_diloco as dd
+from decoupled_diloco.config import RunConfig, dump_config, load_config
+from decoupled_diloco.config.method import options_of, public_text, read_public, read_settings
+from decoupled_diloco.config.plugins import MissingCodecError, plugin_versions
+from decoupled_diloco.errors import ConfigError, ProtocolError
+from decoupled_diloco.merge import codec, make_outer
+from decoupled_diloco.merge.codec import _codecs
+from decoupled_diloco.merge.rules import rule_named
+
+METHODS = """
+import torch
+from decoupled_diloco import register_codec
+__version__ = "1.5"
+
+class Half:
+    def nbytes(self, numel):
+        return 2 * numel
+    def encode(self, vector):
+        return vector.half().view(torch.uint8)
+    def decode(self, body, numel):
+        return body.view(torch.float16).float()
+
+class Named(Half):
+    name = "NAME"
+
+register_codec(Named())
+
+def half():
+    return Half()
+
+def first(contributions, weights):
+    return contributions[0]
+
+def plain(params, lr):
+    return torch.optim.SGD(params, lr)
+"""
+
+Write = Callable[..., str]
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
+    """Writes a module of a new name beside the run's file; gives the name."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = dict(_codecs)
+
+    def write_one(text: str = METHODS, folder: Path = tmp_path) -> str:
+        name = f"own_{uuid4().hex}"
+        folder.mkdir(exist_ok=True)
+        (folder / f"{name}.py").write_text(text.replace("NAME", f"codec-of-{name}"))
+        return name
+
+    yield write_one
+    _codecs.clear()
+    _codecs.update(before)
+
+
+def run_file(folder: Path, *lines: str, imports: str = "") -> Path:
+    path = folder / "run.toml"
+    told = f'imports = ["{imports}"]\n' if imports else ""
+    path.write_text(f"[run]\nbudget_steps = 9\n{told}[sync]\nfragments = 1\n" + "\n".join(lines))
+    return path
+
+
+def test_a_module_beside_the_file_registers_a_codec_before_the_names_are_checked(
+    tmp_path: Path, write: Write
+) -> None:
+    name = write()
+    path = run_file(tmp_path, f'uplink_codec = "codec-of-{name}"', imports=name)
+    config = load_config(path)
+    assert config.run.imports == (name,)
+    assert codec(config.sync.uplink_codec).nbytes(3) == 6
+    assert options_of(config).uplink_codec == f"codec-of-{name}"
+
+
+def test_methods_are_found_by_module_and_function(tmp_path: Path, write: Write) -> None:
+    name = write()
+    path = run_file(
+        tmp_path,
+        f'uplink_codecs = ["bf16", "int4"]\ndownlink_codec = "{name}:half"',
+        f'merge = "{name}:first"\n[outer]\noptimizer = "{name}:plain"',
+    )
+    config = load_config(path)
+    assert codec(f"{name}:half").name == f"{name}:half"
+    assert config.sync.chain == 1
+    rule_named(config.sync.merge)
+    make_outer(config.outer.optimizer, 0.5)(3)
+
+
+def test_what_was_resolved_is_found_again_from_another_folder(
+    tmp_path: Path, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run's own run.toml lies elsewhere, and says where the modules were."""
+    name = write(folder=tmp_path / "code")
+    path = run_file(tmp_path / "code", f'merge = "{name}:first"')
+    text = dump_config(load_config(path))
+    (tmp_path / "run").mkdir()
+    copy = tmp_path / "run" / "run.toml"
+    copy.write_text(text)
+    monkeypatch.chdir(tmp_path / "run")
+    again = load_config(copy)
+    assert again.run.imports_from == tmp_path / "code"
+    assert again.public() == load_config(path).public()
+
+
+def test_learners_are_not_told_of_modules(tmp_path: Path, write: Write) -> None:
+    name = write()
+    public = load_config(run_file(tmp_path, imports=name)).public()
+    assert not {"imports", "imports_from"} & public["run"].keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "message"),
+    [
+        ("", 'merge = "no_such_module:f"', "merge rule 'no_such_module:f': there is no module"),
+        ("", 'merge = "{}:f"', "has no function 'f'"),
+        ("raise RuntimeError('broken here')", 'merge = "{}:f"', "it raises RuntimeError: broken"),
+        ("import no_such_dependency", 'merge = "{}:f"', "No module named 'no_such_dependency'"),
+        ("import sys; sys.exit(3)", 'merge = "{}:f"', "it raises SystemExit: 3"),
+        ("def f(", 'merge = "{}:f"', "it raises SyntaxError"),
+        ("f = 7", 'merge = "{}:f"', "has no function 'f'"),
+        ("def f(): ...", 'uplink_codec = "{}:f"', "is a NoneType without nbytes, encode, decode"),
+        ("def f(): 1 / 0", 'uplink_codec = "{}:f"', "cannot be made: ZeroDivisionError"),
+        ("def f(): ...", 'merge = "{}:f"', "needs 0 arguments"),
+        ("def f(c, w): 1 / 0", 'merge = "{}:f"', "it raises ZeroDivisionError"),
+        (
+            "def f(c, w): return c",
+            'merge = "{}:f"',
+            "returned shape [1, 1], not a tensor of shape [1]",
+        ),
+        (
+            "def f(p, lr): return 1",
+            '[outer]\noptimizer = "{}:f"',
+            "returned a int without step, state_dict",
+        ),
+        ("def f(p): ...", '[outer]\noptimizer = "{}:f"', "does not take lr"),
+    ],
+)
+def test_what_does_not_fit_is_one_sentence(
+    tmp_path: Path, write: Write, text: str, line: str, message: str
+) -> None:
+    name = write(text)
+    with pytest.raises(ConfigError) as error:
+        load_config(run_file(tmp_path, line.format(name)))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_import_is_named_with_the_places_that_were_searched(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"imports='no_such_module' in \[run\]: there is no"):
+        load_config(run_file(tmp_path, imports="no_such_module"))
+
+
+def test_an_error_names_the_line_of_the_module(tmp_path: Path, write: Write) -> None:
+    name = write("x = 1\ny = x.z\n")
+    with pytest.raises(ConfigError, match=rf"AttributeError: .*{name}\.py, line 2\)"):
+        load_config(run_file(tmp_path, imports=name))
+
+
+def test_readers_of_other_settings_import_nothing(tmp_path: Path, write: Write) -> None:
+    """`ddiloco status` needs a secret's path of a run's file, and no codec."""
+    name = write("raise RuntimeError")
+    path = run_file(tmp_path, f'uplink_codecs = ["{name}:half", "other"]', imports=name)
+    config = load_config(path, plugins=False)
+    assert config.sync.uplink_codecs == (f"{name}:half", "other")
+    assert name not in sys.modules
+
+
+@pytest.mark.parametrize("key", ["uplink_codec", "downlink_codec"])
+def test_settings_of_a_peer_never_import(tmp_path: Path, write: Write, key: str) -> None:
+    name = write("raise SystemError('imported')")
+    text = public_text(RunConfig(run={"budget_steps": 9})).replace(
+        f'"{key}": "bf16"', f'"{key}": "{name}:half"'
+    )
+    with pytest.raises(MissingCodecError) as error:
+        read_public(text)
+    assert str(error.value) == (
+        f"codec '{name}:half', which the run uses, is not registered in this program: call "
+        f"decoupled_diloco.allow_codec('{name}:half') if you trust that module, before you create "
+        "the Learner or Observer"
+    )
+    assert name not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("table", "key", "before"),
+    [("sync", "merge", '"rda"'), ("outer", "optimizer", '"nesterov"')],
+)
+def test_what_only_the_syncer_needs_is_neither_imported_nor_missed(
+    write: Write, table: str, key: str, before: str
+) -> None:
+    name = write("raise SystemError('imported')")
+    text = public_text(RunConfig(run={"budget_steps": 9}, outer={"momentum": 0.5}))
+    text = text.replace(f'"{key}": {before}', f'"{key}": "{name}:f"')
+    if key == "optimizer":
+        text = text.replace(', "momentum": 0.5', "")
+    settings = read_public(text)
+    assert getattr(getattr(settings, table), key) == f"{name}:f"
+    assert name not in sys.modules
+
+
+@pytest.mark.parametrize(
+    "word", ["os:system", "os.path:join", "subprocess:run", "builtins:exec", "a b:c", ":", "x:"]
+)
+def test_no_function_of_an_installed_module_is_called(
+    word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def import_module(name: str) -> None:
+        raise SystemError(f"{name} was imported")
+
+    monkeypatch.setattr("importlib.import_module", import_module)
+    text = public_text(RunConfig(run={"budget_steps": 9}))
+    text = text.replace('"uplink_codec": "bf16"', f'"uplink_codec": "{word}"')
+    with pytest.raises((MissingCodecError, ProtocolError), match="is not registered"):
+        read_public(text)
+
+
+def test_a_codec_is_allowed_by_name(write: Write, tmp_path: Path, monkeypatch: Any) -> None:
+    name = write()
+    monkeypatch.chdir(tmp_path)
+    dd.allow_codec(f"{name}:half")
+    text = public_text(RunConfig(run={"budget_steps": 9}))
+    text = text.replace('"uplink_codec": "bf16"', f'"uplink_codec": "{name}:half"')
+    assert read_public(text).sync.uplink_codec == f"{name}:half"
+    with pytest.raises(ConfigError, match="is not of the form 'module:function'"):
+        dd.allow_codec("half")
+
+
+@pytest.mark.parametrize("by", ["name", "value"])
+def test_an_installed_package_provides_a_codec_by_an_entry_point(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    name = write()
+    short = f"short-{name}"
+    info = tmp_path / f"{name}-2.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 2.0\n")
+    (info / "entry_points.txt").write_text(f"[decoupled_diloco]\n{short} = {name}:half\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    word = short if by == "name" else f"{name}:half"
+    text = public_text(RunConfig(run={"budget_steps": 9}))
+    text = text.replace('"uplink_codec": "bf16"', f'"uplink_codec": "{word}"')
+    assert read_public(text).sync.uplink_codec == word
+    assert codec(word).nbytes(2) == 4
+    plain = RunConfig(run={"budget_steps": 9}, sync={"downlink_codec": word}).public()
+    assert read_settings(plain).sync.downlink_codec == word
+
+
+def test_a_tape_names_modules_with_version_and_source(tmp_path: Path, write: Write) -> None:
+    name = write()
+    load_config(run_file(tmp_path, imports=name))
+    version, _, digest = plugin_versions()[name].partition(" ")
+    assert version == "1.5"
+    assert digest.startswith("sha256:")
+    assert not any(each.startswith("decoupled_diloco") for each in plugin_versions())
+
+
+def test_settings_that_are_no_tables_are_refused_as_before() -> None:
+    for text in ("[]", "3", '{"sync": 3}', '{"sync": {"uplink_codecs": 3}}', '{"outer": []}'):
+        with pytest.raises(ProtocolError):
+            read_public(text)
