@@ -5,6 +5,7 @@ It is an extra, because a learner in a training job of one's own needs no part o
 
 from __future__ import annotations
 
+import io
 import sys
 from importlib.util import find_spec
 from typing import NoReturn
@@ -18,6 +19,9 @@ NEEDED = ("jinja2", "matplotlib", "prometheus_client", "rich", "tomli_w", "typer
 
 def main() -> NoReturn:
     """The command line, or a sentence that says how to install it."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # an old locale has no place for every character
+            stream.reconfigure(errors="replace")
     lacking = [name for name in NEEDED if find_spec(name) is None]
     if lacking:
         print(f"error: ddiloco needs {', '.join(lacking)}: {INSTALL}", file=sys.stderr)

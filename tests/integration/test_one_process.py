@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 import logging
 import multiprocessing
+import pickle
+import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +20,18 @@ from torch import nn
 
 from decoupled_diloco import Learner
 from decoupled_diloco.errors import ConfigError
-from integration.system import PATIENCE_SECONDS, TOKENS, Model, System, free_ports, nudge
+from integration.system import (
+    PATIENCE_SECONDS,
+    TOKENS,
+    Model,
+    System,
+    Trainer,
+    equal,
+    free_ports,
+    nudge,
+    parameters,
+    training,
+)
 
 Make = Callable[..., System]
 
@@ -138,8 +153,6 @@ def test_a_forked_child_keeps_no_socket_of_the_learner(make: Make) -> None:
 def test_a_step_after_the_end_of_the_run_is_reported_once(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
-    import random
-
     system = make(run={"learners": 1, "budget_steps": 4}, sync={"quorum": 1})
     system.start()
     model, rng = Model(), random.Random(0)
@@ -177,3 +190,51 @@ def test_epochs_after_the_end_of_the_run_are_reported_once(
     assert warnings[0].levelno == logging.WARNING
     assert "if learner.over: break" in warnings[0].getMessage()
     system.wait_finished()
+
+
+def test_data_that_end_before_the_run_are_reported_with_what_is_discarded(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    system = make(run={"learners": 1, "budget_steps": 1000}, sync={"quorum": 1, "period": 100})
+    system.start()
+    learner = system.learner(Model(), "a")
+    for _ in range(3):
+        learner.step(tokens=TOKENS)
+    learner.close()
+    learner.close()
+    (warning,) = [each for each in caplog.messages if "before its budget is reached" in each]
+    assert "(step 3 of 1000): 24 of its tokens are not merged and are discarded" in warning
+    assert "its model is not the run's result" in warning
+
+
+@pytest.mark.parametrize("left_out", [0, 1])
+def test_as_many_steps_as_the_budget_end_with_the_runs_weights(
+    make: Make, caplog: pytest.LogCaptureFixture, left_out: int
+) -> None:
+    """The loop counts its own steps, and calls `close` before it hears that the run ends."""
+    system = make(run={"learners": 2, "budget_steps": 12}, sync={"quorum": 1, "overlap": 2})
+    system.start()
+    models = Model(), Model(seed=1)
+    other = Trainer(system, "b", models[1], pause=0.02)
+    with training(other), system.learner(models[0], "a") as learner:
+        for _ in range(12 - left_out):
+            nudge(models[0], random.Random(0))
+            learner.step(tokens=TOKENS)
+        learner.close()
+        assert learner.over
+        other.end()
+    system.wait_finished()
+    assert equal(parameters(models[0]), parameters(models[1]))
+    assert not [each for each in caplog.messages if "a leaves the run before" in each]
+
+
+def test_a_learner_may_be_copied_and_pickled_with_what_refers_to_it(make: Make) -> None:
+    system = make(run={"learners": 1, "budget_steps": 1000}, sync={"quorum": 1})
+    system.start()
+    model = Model()
+    with system.learner(model, "a") as learner:
+        model.learner = learner
+        assert copy.deepcopy(model).learner is learner
+        assert pickle.loads(pickle.dumps(model)).learner is None
+        torch.save(model, io.BytesIO())
+        learner.step(tokens=TOKENS)

@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -210,3 +211,25 @@ def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
     assert process.wait(240) == 0
     assert (folder / "report.html").stat().st_size > 10_000
     assert (folder / "weights.safetensors").exists()
+
+
+@pytest.mark.parametrize("words", [("recipes",), ("timing", "quickstart"), ("train", "--help")])
+@pytest.mark.parametrize(
+    "locale",
+    [
+        {"PYTHONIOENCODING": "ascii"},
+        {"PYTHONIOENCODING": "latin-1"},
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    ],
+)
+def test_output_to_a_terminal_without_every_character_is_no_error(
+    words: tuple[str, ...], locale: dict[str, str]
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "decoupled_diloco", *words],
+        env={**os.environ, **locale},
+        capture_output=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"Traceback" not in done.stderr

@@ -12,7 +12,6 @@ from dataclasses import asdict
 from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Annotated, NoReturn
-from urllib.parse import urlsplit
 
 import typer
 
@@ -70,9 +69,12 @@ def doctor(
     config = None if run is None else load_config(run, settings or ())
     if config is None and settings:
         fail("--set overrides settings of a run's file: give one, or leave --set out")
+    from decoupled_diloco.config.addresses import address_problem, without_password
+
     addresses = listed(syncer)
-    if not all(map(_is_url, addresses)):
-        fail(f"--syncer {syncer!r} is not a URL: write it as http://host:port")
+    if any(map(address_problem, addresses)):
+        shown = without_password(str(syncer))
+        fail(f"--syncer {shown!r} is not a URL: write it as http://host:port")
     from decoupled_diloco.launch.doctor.examine import Examined, any_left_behind, examine
 
     tls = tls_of(authority, certificate, key)
@@ -91,14 +93,6 @@ def _exit_at_once(code: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
-
-
-def _is_url(address: str) -> bool:
-    try:
-        parts = urlsplit(address)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        return False
 
 
 def _token(

@@ -11,12 +11,16 @@ with ``|`` between them.
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from decoupled_diloco.config.run import RunConfig
 from decoupled_diloco.errors import ConfigError
+
+if TYPE_CHECKING:
+    from decoupled_diloco.config.run import RunConfig
 
 BETWEEN = "|"
 """What stands between the addresses of a shard and of its standby."""
@@ -55,6 +59,84 @@ def url_of(host: str, port: int | None, scheme: str = "http") -> str:
     """
     host = f"[{host}]" if ":" in host else host
     return f"{scheme}://{host}" + ("" if port is None else f":{port}")
+
+
+def require_address(name: str, address: object) -> None:
+    """Refuses what cannot be the address of a shard.
+
+    Raises:
+        ConfigError: It is not ``http://HOST:PORT`` or ``https://HOST:PORT``.
+
+    >>> require_address("syncer", "http://syncer:7070")
+    """
+    problem = address_problem(address)
+    if problem:
+        shown = without_password(address) if isinstance(address, str) else address
+        raise ConfigError(
+            f"{name}={shown!r} is not a URL: write it as 'http://host:port' ({problem})"
+        )
+
+
+def address_problem(address: object) -> str:
+    """Why something is not the address of a shard; empty if it is."""
+    if not isinstance(address, str):
+        return f"it is a {type(address).__name__}"
+    if address != address.strip() or any(
+        each.isspace() or not each.isprintable() for each in address
+    ):
+        return "it has blanks"
+    try:
+        parts = urlsplit(address)
+        host, port = parts.hostname or "", parts.port
+    except ValueError as error:
+        return str(error).lower()
+    if parts.scheme not in ("http", "https"):
+        return "it does not begin with http:// or https://"
+    if parts.username is not None or parts.password is not None:
+        return "it has a user name or password: give the run's secret as token="
+    if parts.netloc.endswith(":") or port == 0:
+        return "its port is not 1 to 65535"
+    if parts.query or parts.fragment:
+        return "it has a query or a fragment"
+    return _host_problem(host)
+
+
+def _host_problem(host: str) -> str:
+    if not host:
+        return "it has no host"
+    if ":" in host:
+        try:
+            ipaddress.ip_address(host.partition("%")[0])
+        except ValueError:
+            return f"{host} is not an IPv6 address"
+        return ""
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        return "a label of its host is empty or longer than 63 characters"
+    labels = host.removesuffix(".").split(".")
+    if len(host) > 253 or not all(labels):
+        return "a label of its host is empty, or the host is longer than 253 characters"
+    if labels[-1].isdigit():
+        try:
+            ipaddress.ip_address(host)
+        except ValueError:
+            return f"{host} is not an IPv4 address"
+    if any(each in "\\^`{}|<>\"'!$&()*+,;=~@" for each in host):
+        return "its host has characters that no host name has"
+    return ""
+
+
+def without_password(text: str) -> str:
+    """The text with ``***`` in place of the user name and password of each address in it.
+
+    >>> without_password("http://me:secret@syncer:7070 is away")
+    'http://***@syncer:7070 is away'
+    """
+    return _USER.sub(r"\1***@", text)
+
+
+_USER = re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/\s'\"|]*@", re.IGNORECASE)
 
 
 def alternatives(address: str) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from pydantic import Field, model_validator
 
+from decoupled_diloco.config.addresses import address_problem, without_password
 from decoupled_diloco.config.settings import Settings
 from decoupled_diloco.errors import ConfigError
 
@@ -107,9 +108,11 @@ class SyncerSettings(Settings):
                 "give one address per shard"
             )
         for address in (each for all_of_one in self.addresses for each in all_of_one.split("|")):
-            if not address.startswith(("http://", "https://")):
+            problem = address_problem(address)
+            if problem:
+                why = f" ({problem})" if "://" in address else f", for example 'http://{address}'"
                 raise ConfigError(
-                    f"address {address!r} in [syncer] is not a URL: "
-                    f"write it as 'http://host:port', for example 'http://{address}'"
+                    f"address {without_password(address)!r} in [syncer] is not a URL: "
+                    f"write it as 'http://host:port'{why}"
                 )
         return self

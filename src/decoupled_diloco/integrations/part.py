@@ -86,6 +86,10 @@ class FrameworkPart:
             "diloco/rounds": self.rounds,
         }
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles of a Trainer: they take no part in the run."""
+        return self.__dict__ | {"learner": None}
+
     def end(self, error: BaseException | None = None) -> None:
         """Leaves the run; without an error the model has the final weights, if the run is over."""
         if self.learner is not None:

@@ -75,6 +75,10 @@ CHECKPOINT_SECONDS = 30.0
 """How long `close` waits for the disk to have the checkpoint that is being written."""
 
 
+def _no_learner() -> None:
+    """What a pickled learner becomes."""
+
+
 class Learner(TakingPart):
     """A training job's part in a run. It never makes the training loop wait.
 
@@ -548,8 +552,9 @@ class Learner(TakingPart):
     def close(self) -> None:
         """Hands in what there is, keeps a last checkpoint, says goodbye, and ends.
 
-        If the run has ended, it waits for the closing sweep; then the model holds the final global
-        weights. Else see `hand_in`.
+        If the run has ended, or ends now because this learner has made all steps of its budget, it
+        waits for the closing sweep; then the model holds the final global weights. Otherwise see
+        `hand_in`; a warning names the tokens that are discarded.
         """
         blocking(self._close())
 
@@ -630,12 +635,24 @@ class Learner(TakingPart):
     async def _submit_last(self) -> None:
         if self._weights_replaced():
             return
+        if self._waits:
+            await self._await_the_end()
         if self.finished:
             await self._finish()
             await self._written(CHECKPOINT_SECONDS)
         else:
             await self._hand_in(self._hand_in_seconds, TOLD_TO_GO)
+            if self._waits and self.steps and not self.finished:
+                self._warn_of_early_end()
             await self._keep_last()
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """Itself: a copied model or Trainer that refers to a learner refers to the same one."""
+        return self
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[object, ...]]:
+        """What is pickled refers to no learner: threads and connections cannot be pickled."""
+        return _no_learner, ()
 
     def _leave(self, farewell: str, *, abrupt: bool = False) -> None:
         if self._closed:

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from decoupled_diloco.config.addresses import alternatives
+from decoupled_diloco.config.addresses import alternatives, require_address
 from decoupled_diloco.errors import ConfigError, TransportError
 from decoupled_diloco.learner import parts
 from decoupled_diloco.learner.background import Background
@@ -32,6 +32,11 @@ from decoupled_diloco.transport.tokens import read_secret
 def addresses_in(syncer: str | Sequence[str]) -> tuple[str, ...]:
     """The addresses of one or several shards, each with its standbys'."""
     told = (syncer,) if isinstance(syncer, str) else tuple(syncer)
+    if not told:
+        raise ConfigError("syncer=[] has no address: give one or several, as 'http://host:port'")
+    for address in told:
+        if not isinstance(address, str):
+            require_address("syncer", address)
     return tuple(each for address in told for each in alternatives(address))
 
 
@@ -60,10 +65,8 @@ class Participation:
             raise ConfigError(unnamed)
         addresses = addresses_in(syncer)
         for address in addresses:
-            if client is None and not address.startswith(("http://", "https://")):
-                raise ConfigError(
-                    f"syncer={address!r} is not a URL: write it as 'http://host:port'"
-                )
+            if client is None:
+                require_address("syncer", address)
             require_used(tls, address)
         if join_timeout is not None and not join_timeout > 0:
             raise ConfigError(f"join_timeout={join_timeout}: give more than 0 seconds, or None")

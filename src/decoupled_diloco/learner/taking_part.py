@@ -16,7 +16,7 @@ from decoupled_diloco.learner.plan import StepPlan
 from decoupled_diloco.learner.transfers import StateTransfers
 from decoupled_diloco.learner.weight_copies import WeightCopies
 from decoupled_diloco.protocol.checkpoints.events import PartWritten
-from decoupled_diloco.protocol.draining import drained
+from decoupled_diloco.protocol.draining import drained, unmerged_tokens
 from decoupled_diloco.protocol.events import DrainAsked, Paused, StepFinished
 from decoupled_diloco.protocol.recovery import kept as kept_fragments
 from decoupled_diloco.runtime import now
@@ -25,6 +25,12 @@ logger = logging.getLogger(__name__)
 
 FAREWELL_SECONDS = 30.0
 """How long `close` waits for the closing sweep while no shard is reachable."""
+
+END_PATIENCE_SECONDS = 3.0
+"""How long `close` waits at least for the run's clock to move, if the budget is nearly reached."""
+
+END_SECONDS = 60.0
+"""How long `close` waits for the run's end, if this learner has made all steps of the budget."""
 
 
 class TakingPart(Participation):
@@ -197,6 +203,54 @@ class TakingPart(Participation):
             self.name,
         )
         return True
+
+    async def _await_the_end(self) -> None:
+        """Waits for the closing sweep, if this learner has made all steps of the run's budget.
+
+        The run ends a little later than this learner's last step: the report of the step must
+        arrive, and other learners may be a few steps behind. It waits as long as the run's clock
+        moves, at most `END_SECONDS`, and not at all for learners that are far behind.
+        """
+        shared, began = self._shared, now()
+        budget, state = shared.config.run.budget_steps, shared.machine.state
+        if budget is None or self.global_step < budget - shared.machine.options.overlap:
+            return
+        pace = max((link.tick_seconds.value or 0.0 for link in state.shards), default=0.0)
+        patience = max(END_PATIENCE_SECONDS, 10 * pace, 10 * (state.step_seconds.value or 0.0))
+        with self._background.changed:
+            clock, moved = self._clock, now()
+            while not state.ending and self._background.failure is None:
+                if self._clock > clock:
+                    clock, moved = self._clock, now()
+                late = now() - moved > patience or now() - began > END_SECONDS
+                if late or not any(link.linked for link in state.shards):
+                    return
+                self._boundary()
+                await self._wait(0.1)
+
+    @property
+    def _clock(self) -> int:
+        return min(link.clock for link in self._shared.machine.state.shards)
+
+    def _warn_of_early_end(self) -> None:
+        """The program's data or steps have ended before the run's budget."""
+        run = self._shared.config.run
+        if run.budget_steps is not None:
+            budget = f"step {self.global_step} of {run.budget_steps}"
+        else:
+            budget = f"{self.tokens} tokens of its own, while the run's budget is " + (
+                f"{run.budget_tokens}"
+            )
+        logger.warning(
+            "%s leaves the run before its budget is reached (%s): %d of its tokens are not merged "
+            "and are discarded%s, and its model is not the run's result, which the syncer writes "
+            "to the run folder; train until step() returns False, or give hand_in_seconds= to "
+            "merge the last steps",
+            self.name,
+            budget,
+            unmerged_tokens(self._shared.machine.state),
+            "" if self._checkpointer.folder is None else " unless it restarts from its checkpoint",
+        )
 
     async def _finish(self) -> None:
         background = self._background

@@ -110,6 +110,16 @@ def drained(state: LearnerState, options: Options) -> bool:
     return True
 
 
+def unmerged_tokens(state: LearnerState) -> int:
+    """Tokens that are in no version, as far as is known: the mean over all fragments."""
+    unmerged = 0
+    for view in state.fragments:
+        taken = view.sent is not None and view.sent.version is not None
+        merged = view.sent.taken.tokens if view.sent is not None and taken else 0
+        unmerged += max(0, state.tokens_of(view) - merged)
+    return unmerged // max(1, len(state.fragments))
+
+
 def _leaving(state: LearnerState, options: Options, shard: int) -> Draining:
     views = {p: state.fragments[p] for p in options.owned(shard)}
     new = (p for p, v in views.items() if state.steps_of(v) > 0 and not is_apart(options, v))

@@ -1,13 +1,16 @@
 """How a request gets to a server: encrypted or not, directly or by a proxy.
 
 The environment names proxies, as it does for other programs: ``http_proxy``, ``https_proxy`` and
-``no_proxy``, in small or capital letters, as `urllib.request` reads them. This machine is never
-reached by a proxy.
+``no_proxy``, in small or capital letters, as `urllib.request` reads them. ``no_proxy`` may also
+name networks, as ``10.0.0.0/8``. This machine is never reached through a proxy.
 """
 
 from __future__ import annotations
 
 import base64
+import ipaddress
+import os
+import socket
 import ssl
 from typing import Any
 from urllib.request import getproxies, proxy_bypass
@@ -51,7 +54,8 @@ def proxy_for(target: URL) -> URL | None:
         ConfigError: The environment names something else than ``http://HOST:PORT``.
     """
     host = target.host or ""
-    if is_loopback(host) or proxy_bypass(f"{host}:{target.port}"):
+    direct = is_loopback(host) or host.lower() == socket.gethostname().lower()
+    if direct or _is_exempt(host, target.port) or proxy_bypass(f"{host}:{target.port}"):
         return None
     named = getproxies().get(target.scheme)
     if not named:
@@ -67,3 +71,30 @@ def proxy_for(target: URL) -> URL | None:
             f"environment, or put {host} into no_proxy"
         )
     return proxy
+
+
+def _is_exempt(host: str, port: int | None) -> bool:
+    """Whether ``no_proxy`` names this host by its number or network, or by a name with a port."""
+    named = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    host = host.strip("[]").lower().rstrip(".")
+    for entry in (each.strip().lower() for each in named.split(",")):
+        if entry == "*":
+            return True
+        network, colon, only = entry.rpartition(":")
+        if colon and only.isdigit() and (":" not in network or network.endswith("]")):
+            if int(only) != port:
+                continue
+            entry = network
+        name = entry.strip("[]").removeprefix("*").removeprefix(".").rstrip(".")
+        if not name:
+            continue
+        if host == name or host.endswith("." + name) or _is_within(host, name):
+            return True
+    return False
+
+
+def _is_within(host: str, network: str) -> bool:
+    try:
+        return ipaddress.ip_address(host) in ipaddress.ip_network(network, strict=False)
+    except ValueError:
+        return False
