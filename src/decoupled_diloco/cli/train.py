@@ -79,11 +79,12 @@ def serve_locally(
     """
     if resume and not cut and _tell_if_finished(config, console):
         return 0
-    run = LocalRun(config, learners=False, resume=resume, cut=cut, anew=new)
+    run = LocalRun(config, learners=False, resume=resume, cut=cut, anew=new, hides_token=True)
 
     def begun() -> None:
         import_intervals()  # while the shards import the same
         run.wait_for_shards()
+        run.folder.show_token()
         _tell_how_to_join(config, run, console)
         tell_page(run, console)
         tell_beginning(config, run.path, run.folder.moved_to, console, here=False)

@@ -28,6 +28,9 @@ from decoupled_diloco.observe.records import FOLDER_NAME, MERGED_NAME
 from decoupled_diloco.storage.files import write_text
 from decoupled_diloco.storage.shared_folder import reason_of
 
+TOKEN, HIDDEN_TOKEN = "token", ".token"
+"""The file with the run's secret, and what its processes read before they listen."""
+
 LAUNCHER = "launcher"
 """The file with the launcher's process number, and the name of its machine."""
 
@@ -127,14 +130,33 @@ class RunFolder:
         """Writes down who launched the run, for those who want to stop it."""
         write_text(self.path / LAUNCHER, f"{os.getpid()} {socket.gethostname()}\n")
 
-    def token_file(self) -> Path:
-        """A secret of this run's own, readable by this user only; one that goes on keeps it."""
-        path = self.path / "token"
+    def token_file(self, *, shown: bool = True) -> Path:
+        """A secret of this run's own, readable by this user only; one that goes on keeps it.
+
+        Args:
+            shown: Whether `token` is there at once. Otherwise the run's own processes read
+                another file until `show_token`, so that programs can wait for `token`.
+        """
+        path, hidden = self.path / TOKEN, self.path / HIDDEN_TOKEN
         if self.resumed and path.exists():
             return path
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        with os.fdopen(os.open(hidden, flags, 0o600), "w") as file:
             file.write(secrets.token_urlsafe(24) + "\n")
+        if not shown:
+            return hidden
+        hidden.replace(path)  # whole, or not there
         return path
+
+    def show_token(self) -> None:
+        """Copies a token that is not shown yet to `token`, whole: the run can be joined now."""
+        path, hidden = self.path / TOKEN, self.path / HIDDEN_TOKEN
+        if not hidden.exists():
+            return
+        copy = hidden.with_suffix(".copy")
+        with os.fdopen(os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(hidden.read_text())
+        copy.replace(path)
 
     def release(self) -> None:
         if self._lock is not None:

@@ -16,7 +16,7 @@ from decoupled_diloco.config.method import plan_of
 from decoupled_diloco.config.resume import RUN_FILE
 from decoupled_diloco.errors import ConfigError, Error, StorageError
 from decoupled_diloco.launch.command import require_commands
-from decoupled_diloco.launch.folder import RunFolder, read_token
+from decoupled_diloco.launch.folder import TOKEN, RunFolder, read_token
 from decoupled_diloco.launch.fork_server import ForkServer
 from decoupled_diloco.launch.placement import ThisMachine
 from decoupled_diloco.launch.ports import free_ports
@@ -81,6 +81,8 @@ class LocalRun:
             addresses with the same ports. Who is told of the shards then puts the host in that it
             has dialled itself.
         absent: Learners that are not started here, but brought in later.
+        hides_token: Whether the file with the run's own secret is there only after
+            `RunFolder.show_token`.
         server: Forks the processes, if there is one already; it lives on. Default: a new one, if
             ``run.fork_server`` says so.
 
@@ -101,6 +103,7 @@ class LocalRun:
         anew: bool = True,
         dial: Callable[[str, tuple[str, ...]], tuple[str, ...]] | None = None,
         absent: Collection[str] = (),
+        hides_token: bool = False,
         server: ForkServer | None = None,
     ) -> None:
         self.config = config
@@ -128,8 +131,10 @@ class LocalRun:
         self.folder.tell_launcher()
         settings = config.syncer
         self.secret_file: Path | None = settings.principals_file or settings.token_file
+        self._given_secret = self.secret_file
         if self.secret_file is None and needs_token(config):
-            self.secret_file = self.folder.token_file()
+            self._given_secret = self.folder.token_file(shown=not hides_token)
+            self.secret_file = self.path / TOKEN
         told = {"machine": "launcher", "settings": config.public()}
         self._tape = open_tape(self.path, "launcher", told)
         self.placement = ThisMachine(
@@ -215,8 +220,8 @@ class LocalRun:
         self.addresses = advertised(config, ports)
         write_addresses(self.path, self.addresses)
         common = ["--stop-with-parent"]
-        if config.syncer.principals_file is None and self.secret_file is not None:
-            common += ["--token-file", str(self.secret_file)]
+        if config.syncer.principals_file is None and self._given_secret is not None:
+            common += ["--token-file", str(self._given_secret)]
         run_file = str(self.path / RUN_FILE)
         joined = ",".join(self._told(self.addresses))
         local = tuple(map(on_this_machine, self.addresses))

@@ -10,7 +10,7 @@ from pathlib import Path
 from decoupled_diloco.config import RunConfig, load_config
 from decoupled_diloco.config.resume import RUN_FILE
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.launch.folder import read_token
+from decoupled_diloco.launch.folder import TOKEN, read_token
 from decoupled_diloco.transport.tls import ServerTls, Tls
 from decoupled_diloco.transport.tokens import Tokens
 
@@ -123,7 +123,7 @@ def secrets_in(
     if not (folder / RUN_FILE).is_file():
         return read_token(token_file), given
     config = load_config(folder / RUN_FILE, plugins=False)
-    made_up = folder / "token"
+    made_up = folder / TOKEN
     path = token_file or config.syncer.token_file or (made_up if made_up.exists() else None)
     return token_of_a_reader(config, read_token(path)), own_tls(config, "shard-0", given)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from decoupled_diloco.observe.status import RunStatus
+from decoupled_diloco.observe.status import JOINED, RunStatus
 from decoupled_diloco.units import format_duration
 
 
@@ -36,3 +36,14 @@ def budget_share(status: RunStatus) -> float | None:
     budgets = ((status.step, status.budget_steps), (status.tokens, status.budget_tokens))
     shares = [spent / budget for spent, budget in budgets if budget]
     return min(1.0, max(shares)) if shares else None
+
+
+def learners_in_words(status: RunStatus) -> str:
+    """How many learners step, of those that are there; while none does, what they do instead."""
+    states = [learner.state for learner in status.learners if learner.state != "left"]
+    stepping, joined = states.count("stepping"), states.count(JOINED)
+    if stepping or not states:
+        return f"{stepping}/{len(states)} learners" if states else "no learner is there"
+    if joined == len(states):
+        return f"{joined} joined, none has finished a step yet"
+    return f"0/{len(states)} learners" + (f" ({joined} joined, no step yet)" if joined else "")

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from decoupled_diloco.errors import Error
 from decoupled_diloco.observe.following import FollowedRun
-from decoupled_diloco.observe.headline import position
+from decoupled_diloco.observe.headline import learners_in_words, position
 from decoupled_diloco.observe.status import RunStatus, status_of
 from decoupled_diloco.observe.status_view import render_training
 from decoupled_diloco.observe.terminal import SteadyConsole
@@ -154,7 +154,7 @@ class ProgressDisplay:
         losses = [learner.loss for learner in training or there if learner.loss is not None]
         if losses:
             parts.append(f"loss {sum(losses) / len(losses):.3f}")
-        parts.append(f"{len(training)}/{len(there)} learners")
+        parts.append(learners_in_words(status))
         parts.append(f"{status.rounds_merged} rounds")
         if self._silent:
             return ", ".join([*parts, f"nothing new for {format_duration(round(self._silent))}"])

@@ -190,6 +190,24 @@ class ProcessLife:
     told: tuple[int, int] = (0, 0)  # the most steps and tokens that a shard heard of
     overwritten: int | None = None  # fragment tokens, as shards tell; None: ``ledger`` knows more
 
+    burst_from: int = 0  # where in ``steps_at`` those begin that were told at once, as shards tell
+    burst_step_seconds: float = 0.0  # how long a step took meanwhile, as the learner says
+
+    def spread_burst(self) -> None:
+        """Moves steps that were told at once to where they were made: evenly before the last one.
+
+        While the syncer's machine is asleep its learners step on, and all of their reports are
+        there at one instant afterwards.
+        """
+        first, count = self.burst_from, len(self.steps_at) - self.burst_from
+        if first == 0 or count < 2:
+            return
+        until = self.steps_at[-1]
+        since = max(self.steps_at[first - 1], until - count * self.burst_step_seconds)
+        if since < self.steps_at[first]:
+            each = (until - since) / count
+            self.steps_at[first:] = [since + each * (k + 1) for k in range(count)]
+
     @property
     def began_at(self) -> float:
         """When the process was started, as far as the tape says."""

@@ -502,6 +502,9 @@ def run_of(
     """What happened in a run, from all its records in the order of time."""
     model = RunModel(keep, listener)
     model.take_all(records)
+    for learner in model.learners.values():
+        for life in learner.lives:
+            life.spread_burst()
     find_absences(model)
     model.problems += [
         f"{count} records that this version cannot read were left out: {why}"

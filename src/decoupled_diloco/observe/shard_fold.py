@@ -25,6 +25,9 @@ INSTANT_SECONDS = 1e-6
 """Closer instants of one shard are the same: a wall clock's seconds hold no more digits, and any
 event takes longer. A learner that leaves in the instant in which a window closes has closed it."""
 
+BURST_SHARE = 0.5
+"""Reports that come faster than this share of a step's time were held up: the syncer was away."""
+
 LATE_ROUNDS_MAX = 8
 """So many of the latest rounds are remembered whole: bodies may still come for them."""
 
@@ -258,6 +261,10 @@ class ShardFold:
             since = life.steps_at[-1] if life.steps_at else life.started_at
             if not life.steps_at:
                 since = max(since, at - steps * seconds)
+            elif at - since >= BURST_SHARE * steps * seconds:
+                life.spread_burst()
+                life.burst_from = len(life.steps_at)
+            life.burst_step_seconds = seconds
             life.steps_at += [since + (at - since) * (k + 1) / steps for k in range(steps)]
             each, rest = divmod(tokens, steps)
             life.step_tokens += [each + (k < rest) for k in range(steps)]

@@ -22,6 +22,9 @@ from decoupled_diloco.protocol.membership import LEASE_SECONDS
 CUT_OFF = "cut off"
 """The state of a learner that steps on while no shard can be heard."""
 
+JOINED = "joined"
+"""The state of a learner that has not finished its first step, while its model compiles, say."""
+
 ROUTINE = ("Evaluated", "WeightsSaved")
 """Remarks on these are not shown: other numbers tell it."""
 
@@ -36,7 +39,8 @@ QUIET_STEPS = 5.0
 class LearnerStatus:
     """One learner.
 
-    ``state``: ``stepping``, ``quiet`` (live, no step for long), ``joining``, ``cut off`` (no shard
+    ``state``: ``stepping``, ``quiet`` (live, no step for long), ``joining``, ``joined`` (in the
+    run, and has not finished a step yet), ``cut off`` (no shard
     hears of it, and it steps on), ``out of reach`` (its connection is broken, and what it does is
     not known), ``down``, ``restarting``, ``left``, ``finished``, ``ended`` (the launcher told it
     to, before the run was over).
@@ -175,13 +179,14 @@ def status_of(
     as_of = now - run.started_wall if going and run.records else run.duration
     settings = run.settings_of("run")
     budget = budget or (settings.get("budget_steps"), settings.get("budget_tokens"))
-    left, left_by = _left(run, budget, as_of) if going else (None, "")
     up, down, bytes_of = _bytes(run)
     evaluation = run.evaluations[-1] if run.evaluations else None
     learners = tuple(
         _learner(run, run.learners[name], as_of, going, account)
         for name in sorted(run.learners, key=natural)
     )
+    idle = bool(learners) and all(learner.state != "stepping" for learner in learners)
+    left, left_by = _left(run, budget, as_of) if going and not idle else (None, "")
     return RunStatus(
         name=str(settings.get("name", "")),
         phase=_phase(run, silent),
@@ -341,7 +346,7 @@ def _state_told(learner: LearnerLog, members: list[Stay], as_of: float) -> str:
         return CUT_OFF if _steps(learner, as_of) else OUT_OF_REACH
     reported = [member.reported_at for member in members if member.reported_at is not None]
     if not reported:
-        return "joining"
+        return JOINED
     step_seconds = max(member.step_seconds for member in members)
     patience = max(LEASE_SECONDS, QUIET_STEPS * step_seconds)
     return "quiet" if as_of - max(reported) > patience else "stepping"

@@ -11,7 +11,7 @@ from decoupled_diloco.observe.figures import ROUND_PARTS, round_parts
 from decoupled_diloco.observe.run_data import LearnerLog
 from decoupled_diloco.observe.run_model import RunModel
 from decoupled_diloco.observe.shard_data import RoundLog, ShardLog
-from decoupled_diloco.observe.status import LearnerStatus, OpenRound, RunStatus, ShardStatus
+from decoupled_diloco.observe.status import JOINED, LearnerStatus, OpenRound, RunStatus, ShardStatus
 from decoupled_diloco.observe.words import ending_in_words, many, natural, percent
 from decoupled_diloco.units import format_duration
 
@@ -131,6 +131,8 @@ def _of_learner(run: RunModel, learner: LearnerLog, state: str, as_of: float) ->
         return f": {how} {format_duration(round(max(0.0, as_of - at), 1))} ago"
     if state == "joining":
         return ": it fetches what it needs, and has not reported a step yet"
+    if state == JOINED:
+        return ": it has not finished a step yet"
     if state == "left" and learner.left:
         return f": {learner.left}"
     if learner.seen_at is not None:

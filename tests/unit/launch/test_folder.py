@@ -201,3 +201,19 @@ def test_a_token_file_must_hold_a_token(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("\n")
     with pytest.raises(ConfigError, match="is empty: put the run's secret into it"):
         read_token(tmp_path / "empty")
+
+
+def test_a_token_is_shown_whole_and_only_when_the_run_can_be_joined(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run") as folder:
+        hidden = folder.token_file(shown=False)
+        shown = folder.path / "token"
+        assert not shown.exists()
+        (folder.path / "run.toml").write_text(SETTINGS)
+        folder.show_token()
+        assert shown.read_text() == hidden.read_text()
+        assert shown.stat().st_mode & 0o777 == 0o600
+    with RunFolder(tmp_path / "run", resume=True) as folder:
+        assert folder.token_file(shown=False) == shown, "learners have it, and wait"
+        assert shown.read_text() == hidden.read_text()
+        folder.show_token()
+        assert shown.read_text() == hidden.read_text()

@@ -25,9 +25,9 @@ from decoupled_diloco.observe.status_view import render_status
 from decoupled_diloco.observe.tape import TapeReader, TapeWriter
 from decoupled_diloco.observe.terminal import SteadyConsole
 from decoupled_diloco.observe.words import note_in_words
-from decoupled_diloco.protocol.effects import ClockAdvanced, Ready, RoundOpened
-from decoupled_diloco.protocol.events import Received, StepFinished, Tick
-from decoupled_diloco.protocol.messages import ShardAdmitted
+from decoupled_diloco.protocol.effects import Accept, ClockAdvanced, Ready, RoundOpened
+from decoupled_diloco.protocol.events import Connected, Received, StepFinished, Tick
+from decoupled_diloco.protocol.messages import Hello, ShardAdmitted, StepReport
 from decoupled_diloco.protocol.peers import COORDINATOR
 from decoupled_diloco.protocol.versions import Version
 from decoupled_diloco.simulate.faults import Fault
@@ -486,3 +486,58 @@ def test_a_learner_that_left_leaves_the_table(run_folder):
     shown = text_of(render_status(progress.status()))
     assert "learner-2" not in shown
     assert "… 2 left" in shown
+
+
+def joined_run(tmp_path, *steps: int):
+    """A run of two learners that are in it, with so many reported steps each."""
+    with writer(tmp_path / "tape", "shard-0") as tape:
+        for n, name in enumerate("ab"):
+            hello = Hello(name, 1, "n", "learner", 0, 0, None, ())
+            tape.effects(1.0, tape.event(1.0, Connected(name, hello, n)), [Accept(n, name, 1, "x")])
+        for at, clock in enumerate(range(1, 8), start=2):
+            tape.effects(at, tape.event(at, Tick()), [ClockAdvanced(clock, 1, "x")])
+        for name, step in zip("ab", steps, strict=True):
+            if step:
+                tape.event(9.0, Received(name, StepReport(step, step, 0.5)))
+    display = ProgressDisplay(tmp_path, 100_000, console=console())
+    display.run.take_all(TapeReader(tmp_path))
+    return display
+
+
+def test_while_models_compile_the_line_says_that_learners_have_joined(tmp_path):
+    display = joined_run(tmp_path, 0, 0)
+    assert {each.state for each in display.status().learners} == {"joined"}
+    assert ", 2 joined, none has finished a step yet, " in display.line()
+    assert " left" not in display.line(), "nobody steps, so no rate means anything"
+
+
+def test_one_that_steps_is_told_from_one_that_has_only_joined(tmp_path):
+    display = joined_run(tmp_path, 3, 0)
+    assert ", 1/2 learners, " in display.line()
+    assert " left" in display.line()
+
+
+def test_when_all_have_left_no_end_is_promised(tmp_path):
+    display = joined_run(tmp_path, 3, 3)
+    assert " left" in display.line()
+    for name in "ab":
+        display.run.learners[name].left = "done"
+    display.run.shards["shard-0"].members.clear()
+    assert ", no learner is there, " in display.line()
+    assert " left" not in display.line()
+
+
+def test_steps_made_while_the_syncer_slept_are_where_they_were_made(tmp_path):
+    """Its machine slept for 15 s: all reports of that time are there at one instant."""
+    with writer(tmp_path / "tape", "shard-0") as tape:
+        hello = Hello("a", 1, "n", "learner", 0, 0, None, ())
+        tape.effects(0.0, tape.event(0.0, Connected("a", hello, 1)), [Accept(1, "a", 1, "x")])
+        for step in range(1, 201):
+            made = 0.1 * step
+            at = 18.0 + step * 1e-5 if 3.0 < made <= 18.0 else made
+            tape.event(at, Received("a", StepReport(step, step, 0.1)))
+    run = read_run(tmp_path)
+    learner = run.learners["a"]
+    assert learner.step_seconds_median == pytest.approx(0.1, rel=0.01)
+    assert learner.gap_seconds_longest == pytest.approx(0.1, rel=0.1)
+    assert run.account.time.stepping == pytest.approx(1.0, abs=0.02)

@@ -5,7 +5,7 @@ import { clock, countsChart, element, lineChart } from "./charts.js";
 const LANES = 40;
 const COLUMN = { step: 0, tokens: 1, up: 2, down: 3, open: 4, counts: 5, losses: 6 };
 const CSS_OF = {
-  stepping: "training", quiet: "waiting", joining: "joining", restarting: "joining", starting: "joining",
+  stepping: "training", quiet: "waiting", joining: "joining", joined: "joining", restarting: "joining", starting: "joining",
   restoring: "joining", "waiting for learners": "joining", down: "down", "cut off": "cutoff",
   "out of reach": "cutoff", running: "merged", closing: "grace", left: "gone", finished: "gone", ended: "gone",
 };
