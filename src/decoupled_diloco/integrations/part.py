@@ -60,7 +60,8 @@ class FrameworkPart:
         if syncer is None:
             launched = launched_as("learner")
             passed = {k: v for k, v in launched.arguments().items() if k not in self._owns}
-            syncer, options = launched.addresses(), {**passed, **options}
+            given = {name: value for name, value in options.items() if value is not None}
+            syncer, options = launched.addresses(), {**passed, **given}
         self.learner = Learner(model, syncer, optimizer=optimizer, **options)
         if steps:
             told = self.learner.state_dict() | {"steps": steps, "tokens": tokens}
