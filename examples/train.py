@@ -57,7 +57,8 @@ def train(syncer: str | None, token_file: Path | None, name: str | None) -> None
             tell_at = time.monotonic() + 5
             print(f"step {learner.global_step}: loss {smoothed:.3f}", flush=True)
     learner.close()
-    print(f"{learner.name}: {learner.steps} steps; the model holds the run's final weights")
+    end = "the model holds the run's final weights" if learner.over else "the run continues"
+    print(f"{learner.name}: {learner.steps} steps; {end}")
 
 
 try:

@@ -95,7 +95,8 @@ def main() -> None:
             print(f"step {step}: loss {given.micro_batches * loss.item():.3f}")
     learner.close()
     if rank == 0:
-        print(f"{learner.name}: {learner.steps} steps; the model holds the run's final weights")
+        end = "the model holds the run's final weights" if learner.over else "the run continues"
+        print(f"{learner.name}: {learner.steps} steps; {end}")
     dist.destroy_process_group()
 
 
