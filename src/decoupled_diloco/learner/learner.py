@@ -229,7 +229,6 @@ class Learner(TakingPart):
             device=self._device_text(),
         )
         self.leases = DataLeases(self._background)
-        self._guard.compares_buffers = self._shared.config.sync.buffers != "local"
 
     def _enter(self) -> None:
         super()._enter()
@@ -257,6 +256,8 @@ class Learner(TakingPart):
             raise
 
     async def _begin(self) -> None:
+        # Not in the constructor: on virtual machines that returns before the run lets it in.
+        self._guard.compares_buffers = self._shared.config.sync.buffers != "local"
         await super()._begin()
         for each in self._watchers:
             each.start()
