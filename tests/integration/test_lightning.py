@@ -131,7 +131,7 @@ def test_an_error_in_training_ends_the_learner(system: System, tmp_path: Path) -
     with pytest.raises(ZeroDivisionError):
         trainer_of(tmp_path, callback).fit(Failing(), loader())
     assert callback.learner is not None
-    with pytest.raises(ConfigError, match="is closed"):
+    with pytest.raises(ConfigError, match="closed learner"):
         callback.learner.step(1)
 
 

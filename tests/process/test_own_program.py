@@ -70,7 +70,9 @@ def test_ctrl_c_ends_a_program_that_does_not_close(syncer: tuple[str, str], agai
         output, _ = process.communicate(timeout=240)
     assert process.returncode == 130
     (warning,) = output.replace("under way\n", "").splitlines()
-    assert warning.startswith("a leaves the run before its budget is reached (step ")
+    # The second one if Ctrl-C struck between the change of the weights and `step`.
+    early = "a leaves the run before its budget is reached (step "
+    assert warning.startswith((early, "The weights of a were replaced after its last step"))
 
 
 def test_a_program_may_fall_off_its_end(syncer: tuple[str, str]) -> None:
