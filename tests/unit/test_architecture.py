@@ -272,11 +272,13 @@ OF_REAL_MACHINES = {
     "learner/launched.py": "a launcher's pipe, watched in a thread",
     "storage/shared_folder.py": "shards on machines that share a file system",
     "learner/parts.py": "names a learner after its host and process",
+    "learner/process.py": "signals, forks and the end of a user's program",
     "transport/documents.py": "a command reads a running syncer's tapes",
     "transport/http_client.py": "real sockets",
     "transport/http_server.py": "real sockets",
     "transport/tls.py": "certificates of real sockets",
     "transport/reach.py": "the doctor looks at real sockets",
+    "transport/ways.py": "proxies of real sockets",
 }
 """Files that no virtual machine runs, and what they are for."""
 

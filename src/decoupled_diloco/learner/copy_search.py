@@ -192,7 +192,7 @@ def _step(twin: Any, parameters: list[Tensor], with_closure: bool) -> None:
     def closure() -> Tensor:
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float32, device="cpu")
 
     closure()
     if with_closure:

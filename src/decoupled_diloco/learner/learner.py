@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import math
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
@@ -304,7 +303,7 @@ class Learner(TakingPart):
             self._refuse("step()")
         if self._stopped:
             raise SystemExit(process.EXIT_CODE)
-        self._thread = threading.get_ident()
+        self._thread = process.this_thread()
         goes_on = blocking(self.take_step(tokens, loss))
         if not goes_on:
             self._ends()
@@ -610,7 +609,7 @@ class Learner(TakingPart):
     def program_ends(self) -> None:
         """The program ends without `close`."""
         error = getattr(sys, "last_value", None)
-        if self._thread == threading.main_thread().ident:
+        if process.is_main(self._thread):
             blocking(self.__aexit__(None if error is None else type(error), error, None))
 
     async def _close(self) -> None:

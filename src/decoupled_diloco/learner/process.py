@@ -108,6 +108,15 @@ def take_over(name: str, addresses: tuple[str, ...]) -> None:
             each.replaced()
 
 
+this_thread = threading.get_ident
+"""The identifier of the calling thread."""
+
+
+def is_main(thread: int | None) -> bool:
+    """Whether an identifier from `this_thread` belongs to the program's main thread."""
+    return thread == threading.main_thread().ident
+
+
 def asked_to_stop() -> bool:
     """Whether SIGTERM has come since the first of the open learners joined."""
     return _this.asked_at is not None

@@ -45,7 +45,7 @@ def sketch(vector: Tensor) -> Tensor:
         return vector[:WIDTH].clone()
     table = vector[: rows * WIDTH].view(rows, WIDTH)
     if rows > ROWS_MAX:
-        table = table[torch.arange(ROWS_MAX, device="cpu") * rows // ROWS_MAX]
+        table = table[torch.arange(ROWS_MAX, dtype=torch.int64, device="cpu") * rows // ROWS_MAX]
     return _signs()[: len(table)] @ table
 
 
