@@ -164,7 +164,11 @@ class CoordinatorSession:
                 raise ProtocolError(f"{error}: is this the syncer's address?") from error
             except (_TryAgainError, TransportError) as error:
                 name = self._identity.name
-                self._trouble.tell("early", f"{name} is not in the run yet: {error}: trying again")
+                self._trouble.tell(
+                    "early",
+                    f"{name} is not in the run yet: {error}: trying again{self._how_long()}. A "
+                    "run that has ended has no syncer: its weights are in the syncer's run folder",
+                )
                 problem = f"the run could not be joined ({error})"
             else:
                 self._trouble.over(f"{self._identity.name} is in the run")
@@ -221,8 +225,12 @@ class CoordinatorSession:
             raise TransportError(
                 f"{problem} in {seconds:.0f} s, join_timeout={limit:g}: start the syncer, correct "
                 f"its address ({', '.join(self._addresses)}), or raise join_timeout (None: for "
-                "ever)"
+                "ever). If the run has ended, its weights are in the syncer's run folder"
             )
+
+    def _how_long(self) -> str:
+        limit = self._patience.join_seconds
+        return "" if limit is None else f" for {limit:g} s (join_timeout)"
 
     def _at_most(self, pause: float) -> float:
         """A pause that does not outlast anybody's patience."""
