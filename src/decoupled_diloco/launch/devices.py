@@ -118,6 +118,8 @@ def device_of_process(config: RunConfig) -> torch.device:
             "devices through CUDA instead of NVML: set fork_server=false"
         )
     local, here = int(os.environ.get("LOCAL_RANK", 0)), count(kind)
+    if here == 1 and "SLURM_GPUS_PER_TASK" in os.environ:
+        local = 0  # Slurm shows each rank its own device alone
     if number is None and local >= here:
         ranks = os.environ.get("LOCAL_WORLD_SIZE", local + 1)
         raise ConfigError(

@@ -144,6 +144,15 @@ def test_a_rank_takes_the_device_of_its_local_rank(
     assert device_of_process(config_of("cpu", ranks=2)) == torch.device("cpu")
 
 
+def test_a_rank_to_which_slurm_shows_its_own_device_alone_takes_it(
+    machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(cuda=1)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("SLURM_GPUS_PER_TASK", "1")
+    assert device_of_process(config_of(ranks=4)) == torch.device("cuda", 0)
+
+
 @pytest.mark.parametrize("device", ["auto", "gpu", "cuda"])
 def test_fewer_gpus_than_ranks_is_an_error(
     machine: Any, monkeypatch: pytest.MonkeyPatch, device: str
