@@ -17,10 +17,14 @@ NEEDED = ("jinja2", "matplotlib", "prometheus_client", "rich", "tomli_w", "typer
 """The modules of the extra: a run is not to miss one when it is over, and its report is drawn."""
 
 
+UNICODE = ("utf-8", "utf8")
+"""Encodings with a place for every character; an old locale has another one."""
+
+
 def main() -> NoReturn:
     """The command line, or a sentence that says how to install it."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # an old locale has no place for every character
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() not in UNICODE:
             stream.reconfigure(errors="replace")
     lacking = [name for name in NEEDED if find_spec(name) is None]
     if lacking:
