@@ -60,7 +60,6 @@ def record(text: bytes, body: bytes = b"") -> bytes:
         ("addresses", b"\xff", StorageError),
         ("launcher", b"somebody elsewhere", ConfigError),
         ("claim", DEEP, StorageError),
-        ("renewals", b'{"renewals": 1e999, "condition": "held"}', StorageError),
         ("manifest", DEEP, StorageError),
         ("coordinator", DEEP, StorageError),
         ("layout-file", DEEP, StorageError),

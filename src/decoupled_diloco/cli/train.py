@@ -84,7 +84,7 @@ def serve_locally(
     def begun() -> None:
         import_intervals()  # while the shards import the same
         run.wait_for_shards()
-        run.folder.show_token()
+        run.invite()
         _tell_how_to_join(config, run, console)
         tell_page(run, console)
         tell_beginning(config, run.path, run.folder.moved_to, console, here=False)

@@ -81,8 +81,8 @@ class LocalRun:
             addresses with the same ports. Who is told of the shards then puts the host in that it
             has dialled itself.
         absent: Learners that are not started here, but brought in later.
-        hides_token: Whether the file with the run's own secret is there only after
-            `RunFolder.show_token`.
+        hides_token: Whether the files with the run's own secret and with the addresses are there
+            only after `invite`.
         server: Forks the processes, if there is one already; it lives on. Default: a new one, if
             ``run.fork_server`` says so.
 
@@ -130,6 +130,7 @@ class LocalRun:
         write_text(self.path / RUN_FILE, dump_config(config))
         self.folder.tell_launcher()
         settings = config.syncer
+        self._hides_token = hides_token
         self.secret_file: Path | None = settings.principals_file or settings.token_file
         self._given_secret = self.secret_file
         if self.secret_file is None and needs_token(config):
@@ -209,6 +210,14 @@ class LocalRun:
             names += [*config.learner_ids, *([EVALUATOR] if config.run.evaluator else [])]
         return names
 
+    def invite(self) -> None:
+        """Shows learners that are started elsewhere the token, then the addresses.
+
+        The shards listen by now, and a program that waits for either file finds both of use.
+        """
+        self.folder.show_token()
+        write_addresses(self.path, self.addresses)
+
     def start(self) -> None:
         """Starts the shards, then the learners and the evaluator.
 
@@ -218,7 +227,8 @@ class LocalRun:
         config = self.config
         ports = self._listen_on = _ports(config)
         self.addresses = advertised(config, ports)
-        write_addresses(self.path, self.addresses)
+        if not self._hides_token:
+            write_addresses(self.path, self.addresses)
         common = ["--stop-with-parent"]
         if config.syncer.principals_file is None and self._given_secret is not None:
             common += ["--token-file", str(self._given_secret)]

@@ -159,7 +159,7 @@ def _former(config: RunConfig) -> Iterator[Finding]:
         run.take_all(TapeReader(config.run.folder))
         return advice_of(run)
 
-    with contextlib.suppress(StorageError, TimeoutError):  # no tape, or a long one
+    with contextlib.suppress(ConfigError, StorageError, TimeoutError):  # no tape, or a long one
         for sentence in limited(TAPE_SECONDS, read):
             text, _, advice = sentence.rpartition(": ")
             yield warning("so far", text, advice)
