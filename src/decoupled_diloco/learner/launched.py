@@ -21,7 +21,6 @@ from typing import Any, Literal, TypeVar, cast
 
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.storage.shared_folder import SharedFolder, shared_addresses
-from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.tls import Tls
 
 PREFIX = "DDILOCO_"
@@ -120,6 +119,9 @@ class Launched:
             own = {"name": self.name}
         own |= {"token": token, "tls": tls, "give_up_seconds": self._number("disconnect_seconds")}
         if self.run_folder:
+            # Imported here: the launcher reads this module, and starts sooner without aiohttp.
+            from decoupled_diloco.transport.http_client import HttpClient
+
             place = SharedFolder(Path(self.run_folder))
             own["client"] = lambda: HttpClient(
                 token=token, principal=self.name, tls=tls, locator=place
