@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.observe import shard_fold
+from decoupled_diloco.observe import advice, shard_fold
 from decoupled_diloco.observe.explain import explain_round
 from decoupled_diloco.observe.explain_learner import explain_learner
 from decoupled_diloco.observe.explain_step import explain_step
@@ -325,6 +325,7 @@ def test_a_learner_that_left_and_came_back_is_down_when_it_is_killed():
 
 def test_a_watched_run_is_told_the_same_and_nothing_of_it_grows(records, monkeypatch):
     monkeypatch.setattr(shard_fold, "ROUNDS_MAX", 3)
+    monkeypatch.setattr(advice, "ROUNDS_LOOKED_AT", 3)
     whole, watched = run_of(records), RunModel()
     watched.take_all(records)
     assert status_of(watched, records[-1].wall) == status_of(whole, records[-1].wall)
