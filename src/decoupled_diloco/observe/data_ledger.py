@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal, assert_never
 
 from decoupled_diloco.errors import StorageError
+from decoupled_diloco.observe.reader import check_name
 from decoupled_diloco.observe.tape import TapeReader
 from decoupled_diloco.protocol.data_leases.effects import Enter
 from decoupled_diloco.protocol.data_leases.ledger import (
@@ -110,6 +111,7 @@ def read_data(run: Path) -> DataAccount:
     Raises:
         StorageError: It has neither ledger nor tape, or they cannot be read.
     """
+    check_name(run)  # otherwise a ledger is looked for beneath a file
     files = ledger_files(run)
     if files:
         return account_of_data(item for file in files for item in read_ledger(file))
