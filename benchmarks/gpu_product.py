@@ -153,7 +153,7 @@ class Alone:
         self.losses: list[torch.Tensor] = []
 
     async def take_step(self, tokens: int, loss: torch.Tensor) -> bool:
-        """Notes the loss; ends after so many steps."""
+        """Records the loss; ends after a fixed number of steps."""
         assert tokens > 0
         self.losses.append(loss)
         self.global_step += 1
@@ -161,7 +161,7 @@ class Alone:
 
 
 class Never:
-    """Nobody asks the training loop to end."""
+    """A termination that never occurs."""
 
     asked = False
 

@@ -82,7 +82,7 @@ def launched(
     shared: Path | None,
     tls: Tls | None,
 ) -> Launched:
-    """What the program of a learner is told, or that of the evaluator; see `roles.run_learner`.
+    """Values passed to a learner's or the evaluator's program; see `roles.run_learner`.
 
     Args:
         index: Which learner; `None`: the evaluator.

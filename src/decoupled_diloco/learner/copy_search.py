@@ -36,7 +36,7 @@ NEAR = 0.5
 """A copy is at most so far away, in units of the parameter's own spread around its mean."""
 
 PROBED_ELEMENTS = 1 << 22
-"""An optimizer is not copied with more parameters than have so many elements."""
+"""Above this number of parameter elements, an optimizer is not copied."""
 
 KEPT = 0.95
 """An optimizer that leaves less of a displacement undoes it."""

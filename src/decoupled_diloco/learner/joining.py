@@ -42,7 +42,7 @@ WAY_OUT = (
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """Who this process is in the run; ``device``: what a learner trains on, in words."""
+    """Identity of this process in the run; ``device``: description of a learner's device."""
 
     name: str
     nonce: str

@@ -603,7 +603,7 @@ class Learner(TakingPart):
         self._leave("another learner with its name takes over", abrupt=True)
 
     def forked(self) -> None:
-        """This is the copy in a forked child; it has no thread, and locks may be held for ever."""
+        """This is the copy in a forked child; it has no thread, and locks may stay held."""
         self._closed = self._is_fork = True
 
     def program_ends(self) -> None:
