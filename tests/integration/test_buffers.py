@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -104,6 +105,65 @@ def test_buffers_may_stay_local(make: Make) -> None:
     assert set(weights) == {name for name, _ in model().named_parameters()}
     mine, other = (trainer.model[1].running_mean for trainer in trainers)  # type: ignore[index]
     assert not torch.equal(mine, other)
+
+
+MASK_NBYTES = 4 * 256 * 256
+
+
+class Masked(nn.Sequential):
+    """Statistics that follow the data, and a mask that is as large as hundreds of such nets."""
+
+    def __init__(self) -> None:
+        super().__init__(*model())
+        self.register_buffer("mask", torch.ones(256, 256).tril())
+
+
+class Counted(Batched):
+    """Begins with the others, and may change its mask from its tenth step on."""
+
+    def __init__(self, *arguments: Any, changes: bool = False, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.changes = changes
+
+    def _step(self, learner: Any, rng: random.Random) -> bool:
+        if self.changes and learner.steps >= 10:
+            with torch.no_grad():
+                self.model.mask.add_(1.0)  # type: ignore[operator]
+        return super()._step(learner, rng)
+
+
+@pytest.mark.parametrize("buffers", ["mean", "one"])
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_buffer_is_sent_only_when_it_has_changed(make: Make, changes: bool, buffers: str) -> None:
+    """Bytes are counted from the join on; the statistics beside it are merged as ever."""
+    system = make(run={"budget_steps": 60}, sync={"buffers": buffers, "quorum": 2})
+    system.start()
+    gate = threading.Event()
+    trainers = [
+        Counted(system, f"learner-{i}", Masked(), gate=gate, changes=changes) for i in range(2)
+    ]
+    stats = system.shards[0]._server.stats
+    with training(*trainers):
+        up, down = stats.data_bytes_received, stats.data_bytes_sent
+        assert min(up, down) >= MASK_NBYTES, "who joins has everything"
+        gate.set()
+        for trainer in trainers:
+            trainer.end()
+    system.wait_finished()
+    assert system.rounds() > 20
+    up, down = stats.data_bytes_received - up, stats.data_bytes_sent - down
+    if changes:
+        assert min(up, down) >= MASK_NBYTES
+    else:
+        assert max(up, down) < MASK_NBYTES // 2
+    public = read_public(system.shards[0]._coordinator._hello.settings)
+    assemble(system.folder, plan_of(layout_of(Masked()), public), 1)
+    weights = find_weights(system.folder, system.config).tensors
+    assert torch.equal(weights["mask"], Masked().mask) != changes
+    for trainer in trainers:
+        for name in ("mask", "1.running_mean", "1.running_var"):
+            assert torch.equal(trainer.model.state_dict()[name], weights[name]), name
+    assert float(weights["1.running_mean"].abs().max()) > 1
 
 
 @pytest.mark.parametrize("what", ["parameter", "buffer"])

@@ -14,7 +14,7 @@ from decoupled_diloco.errors import ConfigError, MergeError, ProtocolError, Tran
 from decoupled_diloco.learner.exchange import Capture, LearnerTensors, verified
 from decoupled_diloco.learner.store import HostCopy, Values
 from decoupled_diloco.merge import as_bytes, values_digest
-from decoupled_diloco.merge.plan import values_of
+from decoupled_diloco.merge.plan import MergePlan, values_of
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
@@ -35,6 +35,25 @@ class _InWorker(Protocol):
 def with_digest(values: Tensor) -> tuple[Tensor, str]:
     """The same values, and what a shard is told of them."""
     return values, values_digest(values)
+
+
+def fetched_nbytes(effect: do.Fetch, plan: MergePlan) -> int:
+    """The size of what is fetched.
+
+    Raises:
+        ProtocolError: the shard announced a size that no difference of this fragment has.
+    """
+    fragment = effect.fragment
+    if effect.whole:
+        return plan.whole_nbytes(fragment)
+    sizes = plan.downlink_sizes(fragment)
+    nbytes = effect.nbytes or sizes[-1]
+    if nbytes not in sizes:
+        raise ProtocolError(
+            f"fragment {fragment}: difference_nbytes={nbytes} was announced, {sizes[0]} to "
+            f"{sizes[-1]} are possible"
+        )
+    return nbytes
 
 
 class BodyExchange:
@@ -83,8 +102,13 @@ class BodyExchange:
 
     async def send_body(self, effect: do.SendBody, capture: Capture) -> None:
         """Encodes a contribution, tells its digest, and delivers it."""
+
+        def encoded() -> tuple[Tensor, str, Tensor | None]:
+            body, digest, left = capture.encode(effect.codec)
+            return capture.packed(body, effect.codec), digest, left
+
         try:
-            body, digest, left = await self._in_worker(lambda: capture.encode(effect.codec))
+            body, digest, left = await self._in_worker(encoded)
             self._encoded(effect, digest, left)
             await self._put(effect.shard, effect.path, body)
         except (ConfigError, TransportError, ProtocolError) as error:
@@ -112,7 +136,6 @@ class BodyExchange:
         """Gets a published copy, checks and stages it."""
         tensors, fragment = self._tensors(), effect.fragment
         plan = tensors.plan
-        nbytes = plan.whole_nbytes(fragment) if effect.whole else plan.downlink_nbytes(fragment)
         numel = plan.fragments[fragment].numel
 
         def decoded(body: Tensor) -> Tensor:
@@ -124,6 +147,7 @@ class BodyExchange:
         try:
             if not self._reaches(effect.shard):
                 raise TransportError("its shard is out of reach")  # or another run is there
+            nbytes = fetched_nbytes(effect, plan)
             async with self._gates[effect.shard]:
                 body = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
                 base = self._address_of(effect.shard)

@@ -28,6 +28,7 @@ from torch import Tensor
 from decoupled_diloco.errors import MergeError
 from decoupled_diloco.learner.store import Copied, HostCopy, ParameterStore, Rounded, Values
 from decoupled_diloco.merge import Body, body_digest, contribution, receive, values_digest
+from decoupled_diloco.merge.packing import packed, unpacked
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.protocol.effects import Apply, ForgetResidual, Settle, Snapshot
 from decoupled_diloco.protocol.versions import Asking
@@ -44,6 +45,11 @@ class Capture:
     copy: HostCopy
     published: Values
     residuals: tuple[Values, ...] = ()
+
+    def packed(self, body: Tensor, codec_name: str) -> Tensor:
+        """An encoded contribution without the buffers that are as in the published copy."""
+        buffers = self.plan.buffers_of(self.fragment, self.published)
+        return packed(body, buffers, self.plan.uplink_of(self.fragment, codec_name))
 
     def encode(self, codec_name: str) -> tuple[Tensor, str, Tensor | None]:
         """The contribution d = θ − cast(Θ̂) in the codec that the pull has named (rule 6).
@@ -178,7 +184,8 @@ class LearnerTensors:
             ProtocolError: the body's size does not fit.
         """
         values: Tensor = self.newest(fragment).clone()
-        receive(values, body, self.plan.codec_of(fragment, self.plan.downlink))
+        wire = self.plan.downlink_of(fragment)
+        receive(values, unpacked(body, self.plan.buffers_of(fragment, values), wire), wire)
         return self.store.prepare(verified(values, fragment, announced))
 
     def newest(self, fragment: int) -> Values:

@@ -137,30 +137,32 @@ class BuffersExact:
 
     Attributes:
         parameters_numel: The elements before the buffers.
+        parameters_nbytes: Their bytes.
+        buffer_sizes: The elements of each buffer, at least 1; see `packing`.
     """
 
     group = None
 
-    def __init__(self, parameters: Codec, numel: int) -> None:
+    def __init__(self, parameters: Codec, numel: int, buffer_sizes: tuple[int, ...] = ()) -> None:
         self._parameters = parameters
         self.parameters_numel = numel
+        self.parameters_nbytes = parameters.nbytes(numel)
+        self.buffer_sizes = buffer_sizes
         self._buffers = codec("fp32")
         self.name = parameters.name
 
     def nbytes(self, numel: int) -> int:
-        return self._parameters.nbytes(self.parameters_numel) + self._buffers.nbytes(
-            numel - self.parameters_numel
-        )
+        return self.parameters_nbytes + self._buffers.nbytes(numel - self.parameters_numel)
 
     def encode(self, vector: Tensor, out: Tensor | memoryview | None = None) -> Tensor:
         body = room_for(self.nbytes(vector.numel()), out, vector.device)
-        cut = self._parameters.nbytes(self.parameters_numel)
+        cut = self.parameters_nbytes
         self._parameters.encode(vector[: self.parameters_numel], body[:cut])
         self._buffers.encode(vector[self.parameters_numel :], body[cut:])
         return body
 
     def decode(self, body: Body, numel: int, out: Tensor | None = None) -> Tensor:
-        source, cut = as_bytes(body), self._parameters.nbytes(self.parameters_numel)
+        source, cut = as_bytes(body), self.parameters_nbytes
         check_size(source, self, numel)
         if out is None:
             out = torch.empty(numel, dtype=torch.float32, device=source.device)

@@ -358,6 +358,14 @@ def parameters_numel(fragment: Fragment, layout: Layout) -> int:
     return sum(p.numel for p in fragment.pieces if not layout.tensors[p.tensor].is_buffer)
 
 
+def buffer_sizes(fragment: Fragment, layout: Layout) -> tuple[int, ...]:
+    """The elements of each buffer, or piece of one, that a flat fragment has behind its parameters.
+
+    Empty ones are left out.
+    """
+    return tuple(p.numel for p in fragment.pieces if layout.tensors[p.tensor].is_buffer and p.numel)
+
+
 def clipped(fragment: Fragment, start: int, stop: int) -> Fragment:
     """Elements `start <= i < stop` of the flat fragment, as a fragment."""
     pieces = []

@@ -21,6 +21,7 @@ from decoupled_diloco.merge.fragments import (
     MergeMethod,
     Segment,
     Strategy,
+    buffer_sizes,
     mapped,
     parameters_numel,
     partition,
@@ -28,6 +29,7 @@ from decoupled_diloco.merge.fragments import (
 )
 from decoupled_diloco.merge.layout import Layout
 from decoupled_diloco.merge.outer import BuffersBehind, OuterOptimizer
+from decoupled_diloco.merge.packing import packed_sizes
 from decoupled_diloco.merge.published import encode_with_feedback
 from decoupled_diloco.merge.rules import FragmentMerge, RuleAccumulator
 
@@ -143,7 +145,9 @@ class MergePlan:
         """The codec of a fragment: that of its parameters, and its buffers as they are."""
         part = self.fragments[fragment]
         numel = parameters_numel(part, self.layout)
-        return parameters if numel == part.numel else BuffersExact(parameters, numel)
+        if numel == part.numel:
+            return parameters
+        return BuffersExact(parameters, numel, buffer_sizes(part, self.layout))
 
     def encode(
         self, d: Tensor, residuals: Sequence[Tensor], uplink: Codec
@@ -175,13 +179,29 @@ class MergePlan:
         """
         return self.codec_of(fragment, codec(name) if name else self.uplink)
 
+    def downlink_of(self, fragment: int) -> Codec:
+        """The codec of a published difference."""
+        return self.codec_of(fragment, self.downlink)
+
     def uplink_nbytes(self, fragment: int, name: str = "") -> int:
-        """Size of a contribution's body."""
+        """Size of a contribution's body, not packed."""
         return self.uplink_of(fragment, name).nbytes(self.fragments[fragment].numel)
 
     def downlink_nbytes(self, fragment: int) -> int:
-        """Size of a published difference's body."""
-        return self.codec_of(fragment, self.downlink).nbytes(self.fragments[fragment].numel)
+        """Size of a published difference's body, not packed."""
+        return self.downlink_of(fragment).nbytes(self.fragments[fragment].numel)
+
+    def uplink_sizes(self, fragment: int, name: str = "") -> range:
+        """The sizes that a contribution's body can have, packed or not."""
+        return packed_sizes(self.uplink_of(fragment, name), self.fragments[fragment].numel)
+
+    def downlink_sizes(self, fragment: int) -> range:
+        """The sizes that a published difference's body can have, packed or not."""
+        return packed_sizes(self.downlink_of(fragment), self.fragments[fragment].numel)
+
+    def buffers_of(self, fragment: int, values: Tensor) -> Tensor:
+        """The buffers behind the parameters, a view of a fragment's values [N]."""
+        return values[parameters_numel(self.fragments[fragment], self.layout) :]
 
     def whole_nbytes(self, fragment: int) -> int:
         """Size of a whole published copy's body: fp32."""

@@ -44,6 +44,7 @@ _CLASSES: dict[str, tuple[type[Any], ...]] = {
 _ADDED_LATER: dict[str, dict[str, Any]] = {
     "Evaluated": {"metrics": []},
     "Expect": {"codec": ""},
+    "Fetch": {"nbytes": 0},
     "FaultInjected": {"processes": []},
     "FaultEnded": {"processes": []},
 }

@@ -388,7 +388,10 @@ class SendCopy:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Get a published copy: the difference to what is held or staged, or the whole."""
+    """Get a published copy: the difference to what is held or staged, or the whole.
+
+    ``nbytes``: of a difference that leaves out buffers; 0: of the usual size.
+    """
 
     shard: int
     fragment: int
@@ -397,6 +400,7 @@ class Fetch:
     whole: bool
     digest: str
     why: str
+    nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -350,9 +350,9 @@ def _fetch(options: Options, index: int, view: FragmentView) -> list[LearnerEffe
     view.fetching, view.fetch_whole = taken.version, whole
     view.seals[taken.version] = (taken.digest, taken.seal)
     why = "it follows what is here" if not whole else f"what is here is {newest}"
-    path = taken.whole if whole else taken.difference
+    path, nbytes = (taken.whole, 0) if whole else (taken.difference, taken.difference_nbytes)
     shard = options.owner(index)
-    return [Fetch(shard, index, taken.version, path, whole, taken.digest, why)]
+    return [Fetch(shard, index, taken.version, path, whole, taken.digest, why, nbytes)]
 
 
 def _relabel(

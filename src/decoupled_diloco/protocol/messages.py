@@ -67,7 +67,11 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """Announces the body of a contribution; counters are those of its snapshot."""
+    """Announces the body of a contribution; counters are those of its snapshot.
+
+    ``digest``: of the body with all buffers, also of those that it leaves out because they are as
+    in ``base``.
+    """
 
     fragment: int
     ask: Asking
@@ -220,7 +224,8 @@ class Published:
     """A new published copy. Who holds ``base`` fetches the difference, everybody else the whole.
 
     An empty ``difference`` with a ``base`` means that only the version's name has changed.
-    ``seal``: by it the shard will know the version again as one of its own.
+    ``seal``: by it the shard will know the version again as one of its own. ``difference_nbytes``:
+    the difference leaves out buffers that have not changed, and has this size; 0: it has them all.
     """
 
     fragment: int
@@ -231,6 +236,7 @@ class Published:
     whole: str
     clock: int
     seal: str = ""
+    difference_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

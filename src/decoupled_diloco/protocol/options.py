@@ -97,6 +97,14 @@ class Options:
         return fragment % self.shards
 
     @property
+    def mergeable_versions(self) -> int:
+        """From so many versions before the newest may a contribution be made that is merged.
+
+        One more is on its way to become the newest.
+        """
+        return 1 + (self.late_rounds_max if self.late == "next" else 0)
+
+    @property
     def open_rounds_max(self) -> int:
         """The most fragments that are due within τ steps, ⌈τ·P/H⌉ if evenly spread; at least 1.
 

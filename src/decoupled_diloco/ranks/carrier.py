@@ -34,6 +34,7 @@ from decoupled_diloco.merge import (
     is_cuttable,
     receive,
 )
+from decoupled_diloco.merge.packing import packed, unpacked
 from decoupled_diloco.merge.plan import MergePlan, values_of
 from decoupled_diloco.storage.ranges import RESIDUAL, Ranges, keep_ranges, kept_range, summed
 from decoupled_diloco.transport.base import Client
@@ -156,13 +157,17 @@ class Carrier:
             part = clipped(whole, start, stop)
             d = contribution(part, plan.layout, theta, published)
             body, residual = plan.encode(d, residuals, uplink)
-            return body, block_digests(body, uplink), residual
+            digests = block_digests(body, uplink)
+            # A fragment with buffers is not cut, so this carrier has all of them.
+            return packed(body, plan.buffers_of(fragment, published), uplink), digests, residual
 
         body, digests, residual = await self._in_worker(encode)
         if residual is not None:
             self._values.put(asked["leaves"], residual)
         first = uplink.nbytes(start) if start else 0
-        self._bodies[asked["job"]] = body, first, uplink.nbytes(whole.numel)
+        is_cut = stop - start < whole.numel
+        total = uplink.nbytes(whole.numel) if is_cut else body.numel()
+        self._bodies[asked["job"]] = body, first, total
         return {"digests": digests.hex()}
 
     async def _copy(self, asked: Document) -> Document:
@@ -185,8 +190,8 @@ class Carrier:
         plan, fragment = self._plan, asked["fragment"]
         start, stop = self._ranges[fragment]
         whole, numel = asked["on"] is None, plan.fragments[fragment].numel
-        downlink = codec("fp32") if whole else plan.codec_of(fragment, plan.downlink)
-        first, total = downlink.nbytes(start) if start else 0, downlink.nbytes(numel)
+        downlink = codec("fp32") if whole else plan.downlink_of(fragment)
+        first, total = downlink.nbytes(start) if start else 0, asked["nbytes"]
         last = downlink.nbytes(stop) if stop < numel else total
         body = torch.empty(last - first, dtype=torch.uint8, device="cpu")
         url, base = asked["url"], asked["base"]
@@ -198,7 +203,8 @@ class Carrier:
                 values = values_of(body, stop - start)
             else:
                 values = before.clone()
-                receive(values, body, downlink)
+                buffers = plan.buffers_of(fragment, values)
+                receive(values, unpacked(body, buffers, downlink), downlink)
             return values, block_digests(values, codec("fp32"))
 
         values, digests = await self._in_worker(decode)

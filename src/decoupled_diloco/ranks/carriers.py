@@ -22,7 +22,7 @@ from decoupled_diloco.errors import (
     ProtocolError,
     TransportError,
 )
-from decoupled_diloco.learner.body_exchange import BodyExchange
+from decoupled_diloco.learner.body_exchange import BodyExchange, fetched_nbytes
 from decoupled_diloco.learner.exchange import Capture
 from decoupled_diloco.learner.joining import TRAINING_GOES_ON
 from decoupled_diloco.learner.store import Copied, HostCopy
@@ -237,6 +237,7 @@ class CarriedExchange(BodyExchange):
             self._told(fact.Fetched(fragment.index, effect.version))
 
     async def _fetched(self, effect: do.Fetch, fragment: Fragment) -> Handle:
+        nbytes = fetched_nbytes(effect, self._tensors().plan)
         handle, before = self._store.handle(fragment.numel, effect.digest), None
         if not effect.whole:
             before = self._tensors().newest(fragment.index)
@@ -246,6 +247,7 @@ class CarriedExchange(BodyExchange):
             number=handle.number,
             fragment=fragment.index,
             on=None if before is None else before.number,
+            nbytes=nbytes,
             url=effect.path,
             base=self._address_of(effect.shard),
         )

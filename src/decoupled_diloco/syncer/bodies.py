@@ -119,10 +119,11 @@ class Uploads:
         path, plan = effect.path, self._tensors.plan
         self.unexpect(path, "asked again")
         if isinstance(effect, do.Expect):
-            nbytes = plan.uplink_nbytes(effect.fragment, effect.codec)
+            sizes = plan.uplink_sizes(effect.fragment, effect.codec)
+            nbytes, nbytes_min = sizes[-1], sizes[0]
         else:
-            nbytes = plan.whole_nbytes(effect.fragment)
-        upload = self._bodies.expect(path, nbytes, effect.learner)
+            nbytes = nbytes_min = plan.whole_nbytes(effect.fragment)
+        upload = self._bodies.expect(path, nbytes, effect.learner, nbytes_min)
         expected = self._expected[path] = Expected(effect, upload)
         upload.when_ended = partial(self._ended, expected)
         self._paths[_purpose(effect)] = path
@@ -184,10 +185,12 @@ class Uploads:
 
         def verify(body: PoolBody) -> None:
             nonlocal norm, alike
-            norm = self._tensors.verify(fragment, ask, body.buffer, announced.digest, effect.codec)
-            alike = self._tensors.alike(fragment, ask, learner)
+            tensors = self._tensors
+            whole = tensors.unpacked(fragment, body.buffer, announced.base, effect.codec)
+            norm = tensors.verify(fragment, ask, whole, announced.digest, effect.codec)
+            alike = tensors.alike(fragment, ask, learner)
             if self._keep is not None:
-                self._keep(effect.path, body.buffer)
+                self._keep(effect.path, whole)
 
         def arrived() -> None:
             self._handle(
@@ -266,6 +269,7 @@ class Downloads:
         self._wholes: dict[int, str] = {}
         self._differences: dict[int, list[str]] = {}
         self._urls: dict[str, str] = {}
+        self._sizes: dict[str, int] = {}
 
     def offer(self, fragment: int, version: Version, published: PublishedCopy) -> None:
         """Offers a version: whole, and as difference unless that is empty."""
@@ -279,16 +283,22 @@ class Downloads:
             kept = self._differences.setdefault(fragment, [])
             kept.append(difference)
             self._urls[difference] = self._bodies.offer(difference, _view(published.difference), "")
+            self._sizes[difference] = published.difference.numel()
             while len(kept) > self._kept:
                 self._withdraw(kept.pop(0))
 
     def _withdraw(self, path: str) -> None:
         self._bodies.withdraw(path)
         del self._urls[path]
+        self._sizes.pop(path, None)
 
     def url(self, path: str) -> str:
         """The transport's URL of an offered path; empty for an empty path."""
         return self._urls[path] if path else ""
+
+    def difference_nbytes(self, path: str) -> int:
+        """The size of an offered difference; 0 for an empty path."""
+        return self._sizes[path] if path else 0
 
 
 def _view(tensor: torch.Tensor) -> memoryview:

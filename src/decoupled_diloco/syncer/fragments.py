@@ -5,7 +5,8 @@ world alike. Not thread-safe: one worker calls it, in the order of the orders.
 
 Host memory an owned parameter: 12 bytes of state (master, published copy, momentum), and the newest
 differences on offer: two of 2 bytes each in bf16, with fewer bits more of them, 4.3 bytes together
-at most (`Downloads`; the whole on offer is the published copy itself). For each fragment that
+at most (`Downloads`; the whole on offer is the published copy itself). For each fragment with
+buffers, what the newest merges have changed of them (`BufferHistory`). For each fragment that
 something was folded for: an accumulator (4 bytes an element of the largest fragment, kept for the
 next one); two bodies that have arrived and are not folded yet, decoded (4 bytes); during the merge
 a second copy of the state of that fragment.
@@ -15,7 +16,7 @@ Shapes: N elements of a fragment; B bytes of a body.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -31,10 +32,12 @@ from decoupled_diloco.merge import (
     publish,
     values_digest,
 )
+from decoupled_diloco.merge.fragments import buffer_sizes
+from decoupled_diloco.merge.packing import BufferHistory, packed, unpacked
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.merge.rules import FragmentMerge
 from decoupled_diloco.merge.sketch import are_alike, sketch
-from decoupled_diloco.protocol.versions import Asking
+from decoupled_diloco.protocol.versions import Asking, Version
 
 COMPARED_MAX = 32
 """With how many other contributions a new one is compared."""
@@ -82,13 +85,16 @@ class ShardTensors:
     Args:
         plan: The run's layout, cut, codecs and merge method.
         owned: The fragments of this shard.
+        earlier_versions: From so many versions before the newest may a contribution be made.
     """
 
-    def __init__(self, plan: MergePlan, owned: tuple[int, ...]) -> None:
+    def __init__(self, plan: MergePlan, owned: tuple[int, ...], earlier_versions: int = 1) -> None:
         self.plan = plan
         self.owned = owned
         self.fragments: dict[int, FragmentTensors] = {}
         self._arrived: dict[Asking, Contribution] = {}
+        self._earlier_versions = earlier_versions
+        self._buffers: dict[int, BufferHistory] = {}
         self._received: dict[int, tuple[str, Tensor]] = {}
         self._accumulators: dict[int, FragmentMerge] = {}
         self._numel_max = max(plan.fragments[fragment].numel for fragment in owned)
@@ -271,13 +277,45 @@ class ShardTensors:
         outer = self.plan.outer_of(fragment)
         outer.load_state_dict(entry.outer.state_dict())
         outer.step(master, gradient)
-        body = publish(master, published, self.plan.codec_of(fragment, self.plan.downlink))
+        body = publish(master, published, self.plan.downlink_of(fragment))
         copy = PublishedCopy(body, published, values_digest(published))
         return OuterStep(FragmentTensors(master, published, outer), gradient, copy)
 
     def commit(self, fragment: int, step: OuterStep) -> None:
         """The fragment is from now on what the step has led to."""
         self.fragments[fragment] = step.after
+
+    def installed(self, fragment: int, version: Version) -> None:
+        """The published copy bears this version; nothing that was made from another one comes."""
+        sizes = buffer_sizes(self.plan.fragments[fragment], self.plan.layout)
+        if sizes:
+            self._buffers[fragment] = BufferHistory(sizes, self._earlier_versions)
+            published = self.fragments[fragment].published
+            self._buffers[fragment].add(version, self.plan.buffers_of(fragment, published))
+
+    def published(self, fragment: int, version: Version, copy: PublishedCopy) -> PublishedCopy:
+        """The copy that was just merged bears this version.
+
+        Returns:
+            The copy, whose difference lacks the buffers that have not changed.
+        """
+        if fragment not in self._buffers:
+            return copy
+        buffers = self.plan.buffers_of(fragment, copy.whole)
+        before = self._buffers[fragment].add(version, buffers)
+        assert before is not None, f"fragment {fragment} was merged before it was installed"
+        wire = self.plan.downlink_of(fragment)
+        return replace(copy, difference=packed(copy.difference, before, wire))
+
+    def unpacked(self, fragment: int, body: Body, base: Version, codec: str = "") -> Body:
+        """A contribution's body with the buffers that its learner left out: those of its base.
+
+        Raises:
+            ProtocolError: It is not such a body, or the buffers of the base are not known any more.
+        """
+        history = self._buffers.get(fragment)
+        buffers = None if history is None else history.of(base)
+        return unpacked(body, buffers, self.plan.uplink_of(fragment, codec))
 
     def whole(self, fragment: int) -> Tensor:
         """The published copy Θ̂, fp32 [N]; never written to again."""

@@ -109,8 +109,10 @@ class Merging:
 
         def merge() -> PublishedCopy:
             if disk is None:
-                return tensors.merge(fragment)
-            return disk.merge(fragment, effect.version, memory)
+                copy = tensors.merge(fragment)
+            else:
+                copy = disk.merge(fragment, effect.version, memory)
+            return tensors.published(fragment, effect.version, copy)
 
         fenced = self._shard_lease.fenced(merge)
 
@@ -139,6 +141,7 @@ class Merging:
     def _install(self, effect: do.Install) -> None:
         tensors, fragment = self.tensors, effect.fragment
         tensors.install_received(fragment, effect.digest)
+        tensors.installed(fragment, effect.version)
         copy = PublishedCopy(
             torch.empty(0, dtype=torch.float32, device="cpu"),
             tensors.whole(fragment),

@@ -112,4 +112,5 @@ class Outbox:
             self._seals().sealed(message),
             difference=self._downloads.url(message.difference),
             whole=self._downloads.url(message.whole),
+            difference_nbytes=self._downloads.difference_nbytes(message.difference),
         )

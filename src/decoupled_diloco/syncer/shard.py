@@ -470,7 +470,11 @@ class Shard:
         if self._merging is not None:
             return
         self._layout = Layout.from_text(text)
-        tensors = ShardTensors(plan_of(self._layout, self.config), self.machine.owned)
+        tensors = ShardTensors(
+            plan_of(self._layout, self.config),
+            self.machine.owned,
+            self.machine.options.mergeable_versions,
+        )
         payloads = self._recorded(tensors)
         self._merging = Merging(
             self.machine,

@@ -72,16 +72,19 @@ class BodyBooks:
         if self._offers.pop(_key(path), None) is not None:
             self._remember("GET", _key(path), "was withdrawn")
 
-    def expect(self, path: str, nbytes: int, principal: str) -> BodyUpload:
+    def expect(
+        self, path: str, nbytes: int, principal: str, nbytes_min: int | None = None
+    ) -> BodyUpload:
         """Accept one PUT of exactly `nbytes` from `principal`; memory is taken when it begins.
 
-        A path is used once.
+        A path is used once. With `nbytes_min` the body may be shorter, down to that; its first
+        request says how long it is.
         """
         assert nbytes > 0
         key = _key(path)
         assert key not in self._uploads, f"an upload to {path!r} is expected already"
         self._gone.pop(("PUT", key), None)
-        upload = BodyUpload(self, key, nbytes, principal)
+        upload = BodyUpload(self, key, nbytes, principal, nbytes_min)
         self._uploads[key] = upload
         return upload
 
@@ -153,18 +156,21 @@ class BodyBooks:
         """
         upload = self._upload(key, principal)
         start, stop = part
-        if total != upload.nbytes:
+        if not upload.nbytes_min <= total <= upload.nbytes:
+            least = upload.nbytes_min
+            size = "exactly" if least == upload.nbytes else f"{least} to"
             raise RequestRefusal(
-                413, f"{upload.url} expects exactly {upload.nbytes} bytes, not {total}"
+                413, f"{upload.url} expects {size} {upload.nbytes} bytes, not {total}"
             )
-        if not 0 <= start < stop <= upload.nbytes:
-            raise RequestRefusal(416, f"bytes {start} to {stop} do not fit into {upload.nbytes}")
+        if not 0 <= start < stop <= total:
+            raise RequestRefusal(416, f"bytes {start} to {stop} do not fit into {total}")
         if self._streams.get(principal, 0) >= self.limits.streams_per_principal:
             raise RequestRefusal(
                 429,
                 f"{principal!r} has {self._streams[principal]} transfers open, the limit: "
                 "wait for one to end",
             )
+        upload.nbytes = upload.nbytes_min = total
         return upload._open(start, stop, take_over)
 
     def state(self, key: str, principal: str) -> tuple[str, list[Range]]:
@@ -242,14 +248,24 @@ class BodyUpload:
     The caller of `expect` calls `cancel` when it does not want the body any more.
 
     Attributes:
+        nbytes: The size; before the first request, the largest one that is accepted.
+        nbytes_min: The smallest one that is accepted.
         when_ended: Told once, soon after the end, whether the body has arrived: so that no task
             need wait for each of thousands.
     """
 
-    def __init__(self, bodies: BodyBooks, key: str, nbytes: int, principal: str) -> None:
+    def __init__(
+        self,
+        bodies: BodyBooks,
+        key: str,
+        nbytes: int,
+        principal: str,
+        nbytes_min: int | None = None,
+    ) -> None:
         self.key = key
         self.url = PREFIX + key
         self.nbytes = nbytes
+        self.nbytes_min = nbytes if nbytes_min is None else nbytes_min
         self.principal = principal
         self.when_ended: Callable[[bool], object] | None = None
         self._bodies = bodies

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 from decoupled_diloco.errors import ProtocolError
-from decoupled_diloco.learner.exchange import Capture
+from decoupled_diloco.learner.exchange import Capture, LearnerTensors
 from decoupled_diloco.learner.store import Copied, ModuleStore
 from decoupled_diloco.merge import (
     Accumulator,
@@ -29,8 +29,9 @@ from decoupled_diloco.merge import (
     partition,
     receive,
 )
+from decoupled_diloco.merge.fragments import Buffers
 from decoupled_diloco.merge.plan import MergePlan
-from decoupled_diloco.protocol.versions import Asking
+from decoupled_diloco.protocol.versions import Asking, Version
 from decoupled_diloco.syncer.fragments import ShardTensors
 
 
@@ -169,6 +170,56 @@ def test_a_merge_is_the_weighted_mean_of_the_buffers(method: str, strategy: str,
             merged = shard.whole(index)[trained:]
             assert torch.allclose(merged, mean, rtol=1e-5, atol=1e-3)
             assert bool((merged >= 0).all()), "as a variance has to be"
+
+
+@pytest.mark.parametrize("buffers", ["mean", "one"])
+@pytest.mark.parametrize("feedback", [None, 0.9])
+@pytest.mark.parametrize("seed", range(3))
+def test_leaving_buffers_out_changes_no_bit(
+    seed: int, feedback: float | None, buffers: Buffers
+) -> None:
+    """Late contributions have the values of the version that they were made from."""
+    rng = random.Random(seed)
+    models = [Model(seed) for _ in range(3)]
+    plan = replace(plan_for(models[0], fragments=1), feedback=feedback, buffers=buffers)
+    stores, (part,) = [ModuleStore(model) for model in models], plan.fragments
+    whole, short = ShardTensors(plan, (0,)), ShardTensors(plan, (0,), earlier_versions=3)
+    begin = gather(part, stores[0]._tensors)
+    for shard in (whole, short):
+        shard.install(0, begin)
+        shard.installed(0, Version(1, 0))
+    held, saved = [(Version(1, 0), begin)] * 3, 0
+    for number in range(1, 9):
+        for who, (store, model) in enumerate(zip(stores, models, strict=True)):
+            base, published = held[who]
+            store.overwrite(part, published)
+            with torch.no_grad():
+                model.hidden.weight.add_(rng.uniform(-1, 1))
+                for changes in (model.angles, model.norm.running_mean, model.mask):
+                    if rng.random() < 0.3:
+                        changes.fill_(rng.random())
+            capture = Capture(plan, 0, store.snapshot(part), published)
+            body, told, _ = capture.encode("bf16")
+            sent, ask = capture.packed(body, "bf16"), Asking(number, who)
+            saved += body.numel() - sent.numel()
+            whole.verify(0, ask, body, told)
+            short.verify(0, ask, short.unpacked(0, sent, base), told)
+            for shard in (whole, short):
+                shard.fold(0, ask, 1, who + 1)
+        full, copy = whole.merge(0), short.merge(0)
+        packed = short.published(0, Version(1, number), copy).difference
+        saved += full.difference.numel() - packed.numel()
+        assert torch.equal(whole.whole(0), short.whole(0))
+        for who, (base, published) in enumerate(held):
+            if base == Version(1, number - 1) and (who == 0 or rng.random() < 0.6):
+                learner = LearnerTensors(plan, stores[who])
+                learner.stage(0, published)
+                received = learner.next_values(0, packed, full.digest)
+                assert torch.equal(received, whole.whole(0))
+                held[who] = Version(1, number), received
+            elif number - base.counter == 3:
+                held[who] = Version(1, number), whole.whole(0)
+    assert saved > 100
 
 
 def buffer_values(plan: MergePlan, value: float) -> torch.Tensor:
