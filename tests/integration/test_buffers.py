@@ -15,8 +15,9 @@ from decoupled_diloco.config.method import plan_of, read_public
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.export.weights import fill, find_weights
 from decoupled_diloco.merge import layout_of
+from decoupled_diloco.simulate.weights_replay import replay_weights
 from decoupled_diloco.syncer.result import assemble
-from integration.system import TOKENS, System, Trainer, training
+from integration.system import TOKENS, System, Trainer, training, until
 
 Make = Callable[..., System]
 
@@ -164,6 +165,32 @@ def test_a_buffer_is_sent_only_when_it_has_changed(make: Make, changes: bool, bu
         for name in ("mask", "1.running_mean", "1.running_var"):
             assert torch.equal(trainer.model.state_dict()[name], weights[name]), name
     assert float(weights["1.running_mean"].abs().max()) > 1
+
+
+def test_a_shard_that_restarts_leaves_buffers_out_and_its_run_replays(make: Make) -> None:
+    """What it has recovered is what the learners hold; recorded bodies have all buffers."""
+    system = make(
+        run={"budget_steps": 10_000}, sync={"quorum": 2}, syncer={"record_payloads": True}
+    )
+    system.start()
+    trainers = [Counted(system, f"learner-{i}", Masked()) for i in range(2)]
+    with training(*trainers):
+        until(lambda: system.rounds() > 8, "rounds")
+        system.stop()
+        system.start()
+        until(lambda: system.rounds() > 8, "rounds of its second life")
+        stats = system.shards[0]._server.stats
+        up, down = stats.data_bytes_received, stats.data_bytes_sent
+        until(lambda: system.rounds() > 28, "more rounds")
+        up, down = stats.data_bytes_received - up, stats.data_bytes_sent - down
+        assert max(up, down) < MASK_NBYTES // 2
+    for trainer in trainers:
+        trainer.end()
+    system.stop()
+    (result,) = replay_weights(system.folder)
+    assert not result.differences, result.differences
+    assert result.merges > 20
+    assert result.unknown == 0, result.notes
 
 
 @pytest.mark.parametrize("what", ["parameter", "buffer"])

@@ -106,6 +106,24 @@ async def test_put_of_another_size_allocates_nothing(world: Any, nbytes: int) ->
     (await upload.body).release()
 
 
+async def test_a_put_may_be_shorter_where_that_is_expected(world: Any) -> None:
+    """Its first request says how long it is; nothing else is accepted then."""
+    server, client, _, _ = await world.pair()
+    upload = server.bodies.expect("a", MIB, "learner-0", 1000)
+    for nbytes in (999, MIB + 1):
+        with pytest.raises(ProtocolError, match="expects 1000 to 1048576 bytes"):
+            await client.put(upload.url, body_of(nbytes))
+    body = body_of(5000)
+    await client.put(upload.url, body[:2000], first=0, total=5000)
+    with pytest.raises(ProtocolError, match="expects exactly 5000 bytes"):
+        await client.put(upload.url, body_of(3000), first=3000, total=6000)
+    await client.put(upload.url, body[2000:], first=2000, total=5000)
+    arrived = await upload.body
+    assert arrived.buffer == body
+    arrived.release()
+    assert server.pool.in_use == 0
+
+
 async def test_put_of_somebody_else(world: Any) -> None:
     server = await world.server(tokens=Tokens(principals={"a": "token-a", "b": "token-b"}))
     upload = server.bodies.expect("x", 10, "a")

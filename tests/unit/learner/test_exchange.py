@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -99,6 +99,27 @@ async def test_a_whole_copy_is_staged_only_if_its_digest_is_the_announced_one(
     await exchange.fetch(Fetch(0, 0, version, "/w", True, values_digest(values), "it is behind"))
     assert [type(event) for event in told] == [Fetched if is_right else FetchFailed]
     assert (tensors.staged[0] is not None) == is_right
+
+
+@pytest.mark.parametrize("nbytes", [8, 25, 2**53])
+async def test_a_difference_of_an_impossible_size_is_not_fetched(nbytes: int) -> None:
+    """No memory is taken for it; the learner fetches the whole copy instead."""
+    told: list[object] = []
+    tensors = tensors_of(nn.BatchNorm1d(2))  # its difference has 8 bytes, flags, and 16 bytes
+    exchange = BodyExchange(
+        client=lambda: cast("Client", None),
+        address_of=lambda shard: "",
+        reaches=lambda shard: True,
+        tensors=lambda: tensors,
+        changed=REAL.monitor(),
+        told=told.append,
+        say=lambda shard, message: None,
+        in_worker=cast("Any", None),
+    )
+    await exchange.fetch(Fetch(0, 0, Version(1, 4), "/d", False, "digest", "it follows", nbytes))
+    (event,) = told
+    assert isinstance(event, FetchFailed)
+    assert f"difference_nbytes={nbytes} was announced, 9 to 24 are possible" in event.reason
 
 
 def test_no_training_contributes_exactly_nothing(tensors: LearnerTensors) -> None:

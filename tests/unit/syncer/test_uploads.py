@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from decoupled_diloco.merge import digest, layout_of, make_outer
+from decoupled_diloco.merge import as_bytes, body_digest, digest, layout_of, make_outer
+from decoupled_diloco.merge.packing import packed
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as fact
@@ -177,4 +178,54 @@ async def test_memory_of_a_body_that_is_refused_goes_back(shard: Shard) -> None:
     await shard.put("a")
     shard.intake.unexpect("/up/a/1", "its learner is gone")
     await settle()
+    assert shard.bodies.pool.in_use == 0
+
+
+BASE = Version(1, 0)
+
+
+async def test_a_body_may_leave_out_the_buffers_of_its_base(shard: Shard) -> None:
+    """It is kept for replays with all of them; one that says nonsense is refused."""
+    kept: dict[str, bytes] = {}
+    model = nn.BatchNorm1d(4)
+    model.register_buffer("mask", torch.ones(64, 64))
+    plan = MergePlan.make(
+        layout_of(model),
+        fragments=1,
+        strategy="balanced",
+        uplink="fp32",
+        downlink="bf16",
+        method="rda",
+        weighting="tokens",
+        outer=make_outer("sgd", 1.0, 0.0),
+    )
+    tensors = ShardTensors(plan, (0,))
+    values = torch.rand(plan.layout.numel)
+    tensors.install(0, values)
+    tensors.installed(0, BASE)
+    shard.intake._tensors = tensors
+    shard.intake._keep = lambda path, body: kept.update({path: bytes(body)})
+    wire = plan.uplink_of(0)
+    body = wire.encode(values)
+    short = packed(body, values[8:], wire)
+    assert short.numel() == 4 * 8 + 1
+    bad = short.clone()
+    bad[-1] = 0xFF
+    for number, (sent, base) in enumerate([(short, BASE), (bad, BASE), (short, Version(9, 9))]):
+        path = f"/up/a/{number}"
+        shard.expect("a", number)
+        key = shard.intake.url(path).removeprefix("/bodies/")
+        upload = say.Upload(0, Asking(1, number), base, 2, 64, body_digest(body, wire))
+        shard.intake.announce("a", upload)
+        nbytes = sent.numel()
+        stream = shard.bodies.open(key, "a", (0, nbytes), nbytes, take_over=False)
+        async with stream.receiving():
+            stream.write(sent.numpy().tobytes())
+        await settle()
+    arrived, nonsense, unknown = shard.told
+    assert isinstance(arrived, fact.BodyArrived)
+    assert arrived.nbytes == short.numel()
+    assert kept == {"/up/a/0": bytes(as_bytes(body).numpy())}
+    assert "packed body names more buffers than the fragment has" in nonsense.reason
+    assert "the version that it was made from is not known" in unknown.reason
     assert shard.bodies.pool.in_use == 0
