@@ -8,8 +8,9 @@ import os
 import random
 import socket
 import ssl
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
+from functools import lru_cache
 from typing import Any
 
 import aiohttp
@@ -119,6 +120,7 @@ class HttpClient:
         self._channels: dict[URL, set[WebSocketChannel]] = {}
         self._controllers: dict[tuple[URL, str], StripeController] = {}
         self._slots: dict[URL, Slots] = {}
+        self._ways: dict[URL, dict[str, Any]] = {}
         self._sessions: dict[str, aiohttp.ClientSession] = {}
 
     @property
@@ -243,7 +245,7 @@ class HttpClient:
             raise ProtocolError(f"{url!r:.200} is no address of a body: {error}") from None
         if target.is_absolute():
             return target
-        origin = URL(base).origin() if base else self._base
+        origin = _origin(base) if base else self._base
         assert origin is not None, f"connect first, or give a base for the relative url {url!r}"
         return origin.join(target)
 
@@ -272,8 +274,12 @@ class HttpClient:
         return self._controllers.setdefault((target.origin(), method), StripeController())
 
     def _way(self, target: URL) -> dict[str, Any]:
-        context = None if self._tls is None else self._tls.context()
-        return way_to(target, context, self._server_name)
+        if self._tls is not None:  # its files may have been replaced
+            return way_to(target, self._tls.context(), self._server_name)
+        origin = target.origin()
+        if origin not in self._ways:
+            self._ways[origin] = way_to(origin, None, self._server_name)
+        return self._ways[origin]
 
     async def _hung_up(self, origin: URL, error: Exception) -> TransportError | None:
         hung_up = isinstance(error, aiohttp.ServerDisconnectedError | ConnectionResetError)
@@ -536,6 +542,7 @@ class _StallWatch:
         self.moved = 0
         self._target = target
         self._left: int | None = None
+        self._gave_up = False
 
     def shrinks(self, left: int) -> bool:
         """Whether less is missing than when last asked."""
@@ -543,41 +550,53 @@ class _StallWatch:
         return before is None or left < before
 
     @asynccontextmanager
-    async def guard(self, alive: Any) -> AsyncIterator[None]:
+    async def guard(self, alive: Callable[[], Awaitable[bool]] | None) -> AsyncIterator[None]:
         """Watch the block; `alive` is asked before giving up, because a full pool is no stall."""
         task = asyncio.current_task()
         assert task is not None
-        gave_up = False
+        loop, step = asyncio.get_running_loop(), self.seconds / 5
+        silence = Silence(step, now())
+        asking: asyncio.Task[None] | None = None
+        timer: asyncio.TimerHandle
 
-        async def watch() -> None:
-            nonlocal gave_up
-            step = self.seconds / 5
-            silence = Silence(step, now())
-            while True:
-                await asyncio.sleep(step)
-                if silence.observe(now(), self.moved) < self.seconds:
-                    continue
-                if alive is not None and await alive():
-                    silence = Silence(step, now(), self.moved)
-                    continue
-                gave_up = True
-                task.cancel()
-                return
+        def look() -> None:  # by a timer: a task for each request costs twice as much
+            nonlocal timer, asking
+            if silence.observe(now(), self.moved) < self.seconds:
+                timer = loop.call_later(step, look)
+            elif alive is None:
+                give_up()
+            else:
+                asking = loop.create_task(ask(alive))
 
-        watcher = asyncio.create_task(watch())
+        async def ask(alive: Callable[[], Awaitable[bool]]) -> None:
+            nonlocal timer, silence
+            if await alive():
+                silence = Silence(step, now(), self.moved)
+                timer = loop.call_later(step, look)
+            else:
+                give_up()
+
+        def give_up() -> None:
+            self._gave_up = True
+            task.cancel()
+
+        timer = loop.call_later(step, look)
         try:
             yield
         except asyncio.CancelledError:
-            if gave_up:
+            if self._gave_up:
                 task.uncancel()
                 raise TransportError(
                     f"{self._target}: no byte moved for {self.seconds:.1f} s"
                 ) from None
             raise
         finally:
-            watcher.cancel()
+            timer.cancel()
+            if asking is not None:
+                asking.cancel()
 
 
+@lru_cache(maxsize=1024)
 def _origin(address: str) -> URL:
     try:
         return URL(address).origin()
