@@ -13,6 +13,7 @@ import pytest
 import encrypted
 from decoupled_diloco.launch.certificates import CertificateFolder
 from engines.manifests import Cluster, placed, rendered
+from process import test_own_script as own_script
 from process.runs import records, until
 from process.test_log import scalars
 
@@ -72,6 +73,26 @@ def test_the_pods_of_the_manifests_train_a_run_to_its_end(cluster: Cluster) -> N
         assert shard.poll() is None, "nothing ends that would be started again"
         shard.send_signal(signal.SIGTERM)
     assert [shard.wait(240) for shard in shards] == [0, 0], logs(cluster)
+
+
+def test_the_pods_run_a_users_own_program(tmp_path: Path) -> None:
+    settings = ["run.name='spread'", "where.engine='kubernetes'", "run.budget_steps=300"]
+    config = own_script.config_of("train", tmp_path / "own", *settings)
+    cluster = Cluster(rendered(config, tmp_path / "spread.launch"), tmp_path)
+    try:
+        shard = cluster.shard(0)
+        learners = [cluster.learner(0), cluster.learner(1)]
+        until(lambda: cluster.healthy(0).get("clock", 0) > 5, "the run is under way", 120)
+        learners[1].kill()
+        learners[1].wait()
+        learners[1] = cluster.learner(1)  # as the Job does
+        assert [learner.wait(240) for learner in learners] == [0, 0], logs(cluster)
+        until(lambda: cluster.healthy(0).get("phase") == "finished", "the shard says so")
+        assert "the run's final weights" in logs(cluster), "the program's own last line"
+        shard.send_signal(signal.SIGTERM)
+        assert shard.wait(240) == 0, logs(cluster)
+    finally:
+        cluster.kill()
 
 
 def test_certificates_are_shown_in_the_cluster_and_renewed_in_running_pods(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -20,6 +22,7 @@ from decoupled_diloco.observe.run_data import LearnerLog
 from decoupled_diloco.observe.run_model import RunModel
 from engines.ray_nodes import Nodes, ray_nodes
 from process import runs
+from process import test_own_script as own_script
 from process.runs import config_of
 
 pytestmark = [
@@ -141,6 +144,25 @@ def test_a_run_goes_on_while_nodes_come_and_go(nodes: Nodes, tmp_path: Path) -> 
     assert log_of(folder, first).left
     with pytest.raises(dd.Error, match="has ended without a result"):
         run.wait(timeout=SECONDS)
+
+
+def test_a_users_own_program_is_restarted_and_stopped(nodes: Nodes, tmp_path: Path) -> None:
+    nodes.have("safe", 1, cpus=2)
+    nodes.have("spot", 1, cpus=2)
+    folder, where = tmp_path / "own", config(nodes, tmp_path).where
+    own = own_script.config_of("train", folder, "run.budget_steps=100_000", "sync.quorum=1")
+    run = dd.ray.run(own.model_copy(update={"where": where}))
+    names = ("learner-0", "learner-1")
+    for name in names:
+        trains(folder, name, 20)
+    for program in own_script.programs(folder):
+        os.kill(int(program.partition(":")[0]), signal.SIGKILL)
+    wait_for(lambda: all(log_of(folder, n).epoch == 2 for n in names), "both are started again")
+    trains(folder, "learner-0")
+    run.stop()
+    wait_for(lambda: not states(run), "all actors are gone")
+    assert all(log_of(folder, name).left for name in names), "they left in order"
+    assert not own_script.programs(folder)
 
 
 def test_a_trainer_of_ray_is_a_learner(nodes: Nodes, tmp_path: Path) -> None:

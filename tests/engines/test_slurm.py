@@ -20,6 +20,7 @@ from decoupled_diloco.observe.run_model import read_run
 from decoupled_diloco.observe.tape import TapeReader
 from engines.small_slurm import cancel_all, missing, one_node_slurm
 from process import runs
+from process import test_own_script as own_script
 from process.runs import config_of
 from process.test_log import scalars
 
@@ -187,3 +188,23 @@ def test_what_can_never_be_had_is_refused(
     assert problem in told
     assert told.startswith("error: ")
     assert not launch_folder(tmp_path / "runs/small").exists()
+
+
+def test_a_users_own_program_is_restarted_and_stopped(tmp_path: Path) -> None:
+    run, file = tmp_path / "runs/own", tmp_path / "own.toml"
+    slurm = ["where.engine='slurm'", "where.slurm.partition='spot'", "sync.quorum=1"]
+    config = own_script.config_of("train", run, f"run.budget_steps={STEPS}", *slurm)
+    file.write_text(dump_config(config))
+    ddiloco("launch", file)
+    names = ("learner-0", "learner-1")
+    until(lambda: all(learner(run, name).steps > 20 for name in names), "both programs train")
+    for program in own_script.programs(run):
+        os.kill(int(program.partition(":")[0]), signal.SIGKILL)
+    until(lambda: all(learner(run, name).epoch == 2 for name in names), "both are started again")
+    assert all(any((run / "learners" / name).iterdir()) for name in names), "their checkpoints"
+    steps = learner(run, "learner-0").steps
+    until(lambda: learner(run, "learner-0").steps > steps + 20, "it trains")
+    ddiloco("stop", run)
+    until(lambda: not states(run), "all jobs end")
+    assert all(learner(run, name).left for name in names), "they left in order"
+    assert not own_script.programs(run)
