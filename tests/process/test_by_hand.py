@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from decoupled_diloco.errors import AccessError, ConfigError
 from decoupled_diloco.launch.local import LocalRun
+from decoupled_diloco.observe.run_model import read_run
 from decoupled_diloco.storage.weights import load_weights
 from decoupled_diloco.transport.http_client import HttpClient
 from process.runs import (
@@ -341,6 +342,36 @@ def test_training_goes_on_when_the_disk_of_the_tape_is_full(tmp_path: Path) -> N
     assert outcome.weights is not None
     assert load_weights(outcome.weights)
     said = {path.stem: path.read_text() for path in (folder / "logs").glob("*.log")}
-    assert "No space left on device: the event tape of learner-0 ends here" in said["learner-0"]
+    assert "No space left on device: its records wait in memory" in said["learner-0"]
     for name in ("learner-0", "learner-1", "shard-0"):
         assert "Traceback" not in said[name]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a file system of 64 KiB")
+def test_a_disk_that_was_full_for_a_moment_costs_no_record(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    config = config_of(folder, run={"budget_steps": 120})
+    tape = str(folder / "tape")
+    with ExitStack() as stack, local_run(config) as run:
+        if subprocess.call(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", tape]):
+            pytest.skip("this machine does not let root mount a tmpfs")
+        stack.callback(subprocess.check_call, ["umount", "-l", tape])
+        run.start()
+        filler = Path(tape) / "filler"
+
+        def script() -> Iterator[None]:
+            yield from when(lambda: (run.followed.poll(), run.followed.run.global_step > 20)[1])
+            with suppress(OSError), filler.open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
+            waits = "No space left on device: its records wait in memory"
+            log = folder / "logs" / "learner-0.log"
+            yield from when(lambda: waits in log.read_text())
+            filler.unlink()
+
+        outcome = wait(run, script())
+        assert outcome.finished, outcome.reason
+        model = read_run(folder)
+        assert not model.problems
+        assert model.global_step >= 120
+        assert all(log.left for log in model.learners.values()), "also what came last is there"

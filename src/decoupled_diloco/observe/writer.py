@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from decoupled_diloco.observe.segments import (
 )
 from decoupled_diloco.protocol import wire
 from decoupled_diloco.runtime import runtime
+
+logger = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 0.5
 """How often the owner of a tape calls `flush`."""
@@ -43,9 +46,11 @@ class TapeWriter:
     not wait for the text of thousands of records makes it before, some at a time (`make_text`).
     Several threads may write records, one at a time.
 
-    A failed write (the disk is full) raises `StorageError` once, or tells ``on_failure`` of it, and
-    so does a buffer that has outgrown ``BUFFER_RECORDS_MAX``; from then on records are dropped and
-    counted in ``dropped``, so that the tape stays a faithful beginning and training goes on.
+    If a write fails (the disk is full), the records stay in memory, and each `flush` tries again.
+    The first failure raises `StorageError`, or ``on_failure`` gets it. When more than
+    ``BUFFER_RECORDS_MAX`` records wait, the tape ends with a second such error: from then on
+    records are dropped and counted in ``dropped``, so what the file holds has no gaps, and training
+    goes on.
 
     Args:
         path: The file, or the tape folder in which ``<who>.jsonl`` is made.
@@ -53,7 +58,7 @@ class TapeWriter:
         header: JSON values to keep in the start record, for example what a replay needs.
         clock: The clock of the instants that `event` and the others are given; default: this
             process's. So for ``wall``, seconds since the Unix epoch.
-        on_failure: Told of the tape's end instead of an error being raised.
+        on_failure: Gets the errors instead of an exception being raised.
 
     Raises:
         StorageError: The file cannot be opened or, without ``on_failure``, the start record cannot
@@ -77,6 +82,10 @@ class TapeWriter:
         self._seq = 0
         self._buffer: deque[_Waiting] = deque()
         self._lines: list[str] = []
+        self._pending: deque[bytes] = deque()
+        self._unwritten = memoryview(b"")
+        self._unwritten_records = 0
+        self._is_failing = False
         self._ended = False
         self._lock = threading.Lock()
         self._making = threading.Lock()
@@ -124,7 +133,7 @@ class TapeWriter:
     @property
     def waiting(self) -> bool:
         """Whether there is something for `flush` to write."""
-        return bool(self._buffer or self._lines)
+        return bool(self._buffer or self._lines or self._pending or self._unwritten)
 
     def flush(self) -> None:
         """Writes what is buffered to the file (the kernel has it then, not yet the disk)."""
@@ -132,31 +141,48 @@ class TapeWriter:
             self.make_text(len(self._buffer))
             with self._making:
                 lines, self._lines = self._lines, []
+            self._pending.extend(line.encode(errors="backslashreplace") for line in lines)
             try:
-                for piece in self._pieces(lines):
-                    text = memoryview(piece)
-                    while text:
-                        text = text[self._file.write(text) :]
+                self._write_pending()
             except OSError as error:
-                with self._making, self._lock:
-                    self._ended = True
-                    self.dropped += len(lines) + len(self._lines) + len(self._buffer)
-                    self._lines.clear()
-                    self._buffer.clear()
-                self._tell(f"cannot be written: {error.strerror}", "free disk space")
+                if not self._is_failing and not self._ended:
+                    self._is_failing = True
+                    self._tell(
+                        f"cannot be written: {error.strerror}",
+                        "its records wait in memory, and training goes on; free disk space",
+                    )
+                return
+            if self._is_failing:
+                self._is_failing = False
+                logger.warning("%s can be written again, and no record is missing", self.path)
 
-    def _pieces(self, lines: list[str]) -> Iterator[bytes]:
-        """The text; where a segment is full it is cut, at the same line in every equal run."""
-        piece = list[bytes]()
-        for line in lines:
-            piece.append(line.encode(errors="backslashreplace"))
-            self._room -= len(piece[-1])
+    def _write_pending(self) -> None:
+        """Writes the text that is pending; where a segment is full it is cut.
+
+        That is at the same line in every equal run.
+
+        Raises:
+            OSError: What is not written is pending still.
+        """
+        if self._file.closed:
+            self._file = open_to_append(self.path)
+        while self._pending or self._unwritten:
+            if not self._unwritten:
+                self._unwritten = memoryview(self._next_piece())
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+            self._unwritten_records = 0
             if self._room <= 0:
-                yield b"".join(piece)
-                piece.clear()
                 self._room = SEGMENT_BYTES
                 self._end_segment()
-        yield b"".join(piece)
+
+    def _next_piece(self) -> bytes:
+        piece = list[bytes]()
+        while self._pending and self._room > 0:
+            piece.append(self._pending.popleft())
+            self._room -= len(piece[-1])
+        self._unwritten_records = len(piece)
+        return b"".join(piece)
 
     def _end_segment(self) -> None:
         """What cannot become a segment now grows on, and may be one that is longer."""
@@ -165,11 +191,8 @@ class TapeWriter:
             self._file = open_to_append(self.path)
             self._compressing = compress_later(self.path)
 
-    def _tell(self, problem: str, way_out: str) -> None:
-        failure = StorageError(
-            f"{self.path} {problem}: the event tape of {self.who} ends here, training goes on; "
-            f"{way_out} before the next run"
-        )
+    def _tell(self, problem: str, consequence: str) -> None:
+        failure = StorageError(f"{self.path} {problem}: {consequence}")
         if self._on_failure is None:
             raise failure
         self._on_failure(failure)
@@ -181,6 +204,8 @@ class TapeWriter:
         finally:
             with self._writing, self._lock:
                 self._ended = True
+                self.dropped += len(self._pending) + self._unwritten_records
+                self._clear()
                 self._file.close()
             if self._compressing is not None:
                 self._compressing.result()
@@ -191,7 +216,12 @@ class TapeWriter:
             self._ended = True
             self._buffer.clear()
             self._lines.clear()
+            self._clear()
             self._file.close()
+
+    def _clear(self) -> None:
+        self._pending.clear()
+        self._unwritten, self._unwritten_records = memoryview(b""), 0
 
     def __enter__(self) -> TapeWriter:
         return self
@@ -204,6 +234,7 @@ class TapeWriter:
             seq = self._seq
             self._seq += 1
             waiting = len(self._buffer) + len(self._lines)
+            waiting += len(self._pending) + self._unwritten_records
             full = not self._ended and waiting >= BUFFER_RECORDS_MAX
             self._ended |= full
             if self._ended:
@@ -211,8 +242,11 @@ class TapeWriter:
             else:
                 self._buffer.append((now, seq, kind, value, cause))
         if full:
-            problem = f"is written too slowly ({waiting} records wait for the disk)"
-            self._tell(problem, "choose a faster disk")
+            self._tell(
+                f"is written too slowly ({waiting} records wait for the disk)",
+                f"the event tape of {self.who} ends here, and training goes on; choose a disk that "
+                "is faster or has more space before the next run",
+            )
         return seq
 
     def _line(self, waiting: _Waiting) -> str:
