@@ -9,6 +9,7 @@ enough to be saturated by the fragments.
     python benchmarks/step_overhead.py --case 25M --link 8
     python benchmarks/step_overhead.py --codec int4         # both ways
     python benchmarks/step_overhead.py --short              # steps of about 7 to 100 ms
+    python benchmarks/step_overhead.py --short --before DIR # by turns with an older source tree
 """
 
 from __future__ import annotations
@@ -150,6 +151,17 @@ def measure(case: str, address: str, token: str, blocks: int, steps: int) -> dic
     return raw
 
 
+def condensed(raw: dict[str, Any]) -> dict[str, Any]:
+    """The raw numbers, with quartiles of each block in place of thousands of short steps."""
+    kept = {name: value for name, value in raw.items() if not isinstance(value, list)}
+    for kind in ("attached", "detached"):
+        blocks: dict[int, list[float]] = {}
+        for block, seconds in raw[kind]:
+            blocks.setdefault(block, []).append(seconds)
+        kept[kind] = [statistics.quantiles(each, n=4) for each in blocks.values()]
+    return kept | {"inside": statistics.quantiles(raw["inside"], n=100)}
+
+
 def summarise(raw: dict[str, Any], codec: str, fragments: int = 24) -> dict[str, Any]:
     def block_medians(kind: str) -> list[float]:
         blocks = sorted({block for block, _ in raw[kind]})
@@ -210,8 +222,19 @@ def drop_link() -> None:
 
 
 def run_case(
-    case: str, mbit: float | None, codec: str, blocks: int, steps: int, fragments: int = 24
+    case: str,
+    mbit: float | None,
+    codec: str,
+    blocks: int,
+    steps: int,
+    fragments: int = 24,
+    source: Path | None = None,
 ) -> dict[str, Any]:
+    """The raw numbers of one case; ``source``: another tree of the repository, to measure that."""
+    environment = dict(os.environ)
+    if source is not None:
+        paths = (source / "src", source / "packages/plan/src")
+        environment["PYTHONPATH"] = os.pathsep.join(map(str, paths))
     host = f"{NETWORK}.1" if mbit else "127.0.0.1"
     far, near = SPACES if mbit else (None, None)
     with tempfile.TemporaryDirectory() as name:
@@ -225,12 +248,14 @@ def run_case(
         cli = [sys.executable, "-m", "decoupled_diloco.cli"]
         serve = [*cli, "syncer", str(folder / "run.toml"), "--shard", "0"]
         with (folder / "shard.log").open("wb") as log:
-            shard = subprocess.Popen([*in_space(far), *serve], stdout=log, stderr=log)
+            shard = subprocess.Popen(
+                [*in_space(far), *serve], stdout=log, stderr=log, env=environment
+            )
         try:
             me = [sys.executable, __file__, "--measure", "--case", case, "--address"]
             command = [*in_space(near), *me, f"http://{host}:7311"]
             command += ["--blocks", str(blocks), "--steps", str(steps)]
-            done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment)
         finally:
             shard.terminate()
             shard.wait()
@@ -240,15 +265,18 @@ def run_case(
     return raw
 
 
-def measure_short(blocks: int) -> None:
+def measure_short(blocks: int, before: Path | None) -> None:
     """Steps of about 7 to 100 ms, with a merge in every step and in every sixth."""
     raw, result = {}, {}
+    sources = {"": None} if before is None else {", before": before, ", now": None}
     for case in (each for each in OPTIONS if each not in CASES):
         for fragments in SHORT_FRAGMENTS:
-            name = f"{case} steps, {fragments} fragments"
-            raw[name] = run_case(case, None, "bf16", blocks, 40, fragments)
-            result[name] = summarise(raw[name], "bf16", fragments)
-            print(name, json.dumps(result[name], indent=1), flush=True)
+            for when, source in sources.items():
+                name = f"{case} steps, {fragments} fragments{when}"
+                found = run_case(case, None, "bf16", blocks, 40, fragments, source)
+                result[name] = summarise(found, "bf16", fragments)
+                raw[name] = condensed(found)
+                print(name, json.dumps(result[name], indent=1), flush=True)
     keep(
         "step_overhead_short",
         estimate=ESTIMATE_SHORT,
@@ -269,11 +297,12 @@ def main() -> None:
     parser.add_argument(
         "--short", action="store_true", help="short steps, two numbers of fragments"
     )
+    parser.add_argument("--before", type=Path, help="an older tree of the repository, for --short")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--address", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.short:
-        measure_short(arguments.blocks)
+        measure_short(arguments.blocks, arguments.before)
         return
     if arguments.measure:
         print(

@@ -37,6 +37,7 @@ is shown as smallest to largest.
 TITLES = {
     "step_overhead": "What a learner costs its training loop",
     "step_overhead_int4": "The same, with four bits both ways",
+    "step_overhead_short": "The same, for short steps",
     "peers": "Beside what people use instead",
     "background": "What the background takes from the thread that trains",
     "ranks": "A learner of several ranks",
@@ -460,6 +461,7 @@ def codec_speed(result: Any) -> str:
 FORMS: dict[str, Callable[[Any], str]] = {
     "step_overhead": step_overhead,
     "step_overhead_int4": step_overhead,
+    "step_overhead_short": step_overhead,
     "peers": peers,
     "background": background,
     "ranks": ranks,
