@@ -11,6 +11,7 @@ import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import xxhash
@@ -43,6 +44,7 @@ from decoupled_diloco.syncer.coordinator_document import read_document
 from decoupled_diloco.syncer.payloads import read_layout
 from decoupled_diloco.syncer.result import read_layout as read_layout_of_share
 from decoupled_diloco.syncer.result import read_shares
+from decoupled_diloco.transport import tls
 from decoupled_diloco.transport.tls import LiveTls, ServerTls, Tls
 from fuzz.harness import Target
 from fuzz.mutations import any_bytes, any_json, any_lines, dumped, is_json, mutated
@@ -497,9 +499,13 @@ def _secrets(here: Path) -> list[Target]:
     authority = folder.path / "authority.pem"
     kept = [path.read_bytes() for path in (pem, key, authority)]
 
+    def load(files: Tls | ServerTls) -> None:
+        with mock.patch.object(tls, "EXCHANGE_SECONDS", 0.0):  # nothing is being renewed here
+            LiveTls(files).context()
+
     def listen(path: Path) -> None:
         try:
-            LiveTls(ServerTls(pem, key, authority)).context()
+            load(ServerTls(pem, key, authority))
             folder.listing()
         finally:
             for other, data in zip((pem, key, authority), kept, strict=True):
@@ -507,7 +513,7 @@ def _secrets(here: Path) -> list[Target]:
                     other.write_bytes(data)
 
     def dial(path: Path) -> None:
-        LiveTls(Tls(path)).context()
+        load(Tls(path))
 
     token, principals = here / "token", here / "principals.toml"
     run = here / "started"
