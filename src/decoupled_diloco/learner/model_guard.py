@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import starmap
 from operator import attrgetter, is_
 from typing import Any
 
@@ -33,19 +33,28 @@ _BUFFER_FORM = attrgetter("shape", "dtype", "device")
 _NEW_LEARNER = "change the model before the Learner is created, or close it and create a new one"
 
 
+_MISSING = object()
+
+_Entry = tuple[dict[str, Any], str, object]
+"""A table, a key of it, and what stands for the value where the key is gone."""
+
+
 @dataclass
 class _Slice:
-    """Some modules of the model: what they held at the join, in the order of their tables."""
+    """Some of the modules' tables: what they held at the join under some of their keys."""
 
     tables: list[dict[str, Any]]
+    sizes: list[int]
+    entries: list[_Entry]
     held: list[Any]
     parameters: list[Tensor]
     forms: list[Any]
 
     def is_unchanged(self) -> bool:
         # Both sides of each comparison run in C: this is on the path of every step.
-        held = list(chain.from_iterable(map(dict.values, self.tables)))
-        if len(held) != len(self.held) or not all(map(is_, held, self.held)):
+        if list(map(len, self.tables)) != self.sizes:
+            return False
+        if not all(map(is_, starmap(dict.get, self.entries), self.held)):
             return False
         return list(map(_FORM, self.parameters)) == self.forms
 
@@ -186,23 +195,25 @@ def _tensors_by_name(model: nn.Module) -> dict[str, Tensor]:
 
 def _slices_of(model: nn.Module) -> Iterator[_Slice]:
     tables: list[dict[str, Any]] = []
-    size = 0
+    entries: list[_Entry] = []
     for module in model.modules():
         for table in (module._parameters, module._modules):
-            if isinstance(table, dict):  # a ScriptModule's are views of something in C++
-                tables.append(table)
-                size += len(table)
-        if size >= SLICE:
-            yield _slice_of(tables)
-            tables, size = [], 0
-    if tables:
-        yield _slice_of(tables)
+            if not isinstance(table, dict):  # a ScriptModule's are views of something in C++
+                continue
+            tables.append(table)
+            for key in table:
+                if len(entries) == SLICE:  # also within a table: a list has thousands of experts
+                    yield _slice_of(tables, entries)
+                    tables, entries = [table], []
+                entries.append((table, key, _MISSING))
+    yield _slice_of(tables, entries)
 
 
-def _slice_of(tables: list[dict[str, Any]]) -> _Slice:
-    held = list(chain.from_iterable(map(dict.values, tables)))
+def _slice_of(tables: list[dict[str, Any]], entries: list[_Entry]) -> _Slice:
+    held = [table[key] for table, key, _ in entries]
     parameters = [each for each in held if isinstance(each, Tensor)]
-    return _Slice(tables, held, parameters, list(map(_FORM, parameters)))
+    forms = list(map(_FORM, parameters))
+    return _Slice(tables, list(map(len, tables)), entries, held, parameters, forms)
 
 
 def _buffers_of(model: nn.Module) -> Iterator[_Buffer]:

@@ -11,7 +11,7 @@ Shapes: N elements of a fragment.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -30,8 +30,8 @@ from decoupled_diloco.merge import (
     layout_of,
     parameters_numel,
     scatter,
-    tensors_of,
 )
+from decoupled_diloco.merge.layout import named_tensors
 
 Values = Any
 """A fragment's values: fp32 [N] on the CPU, or what a store has in their place, as several ranks'
@@ -130,11 +130,14 @@ class ModuleStore:
         refuse_what_cannot_be_written(module)
         give_buffers_memory(module)
         self._layout = layout_of(module)
-        tensors = tensors_of(module, self._layout)
-        names = [spec.name for spec in self._layout.tensors if spec.is_buffer]
-        self._parameters = tensors[: len(tensors) - len(names)]
-        self._buffers = [(_owner_of(module, name), name.rpartition(".")[2]) for name in names]
-        self._device = self._parameters[0].device
+        named = named_tensors(module)
+        self._tensors = [named[spec.name] for spec in self._layout.tensors]
+        self._buffers = {
+            number: (_owner_of(module, spec.name), spec.name.rpartition(".")[2])
+            for number, spec in enumerate(self._layout.tensors)
+            if spec.is_buffer
+        }
+        self._device = self._tensors[0].device
         self._side = SideStream(self._device) if self._device.type == "cuda" else None
 
     @property
@@ -142,30 +145,36 @@ class ModuleStore:
         """See `ParameterStore.layout`."""
         return self._layout
 
-    @property
-    def _tensors(self) -> list[Tensor]:
-        """Looked up each time: a module may put a new tensor in the place of a buffer."""
-        return [*self._parameters, *(getattr(owner, name) for owner, name in self._buffers)]
+    def _tensors_of(self, fragment: Fragment) -> Sequence[Tensor]:
+        """The layout's tensors, those of the fragment as the module has them now."""
+        # Only the fragment's buffers are looked up: a module may put a new tensor in the place of
+        # a buffer, and a model may have ten thousand of them.
+        for number in self._buffers and fragment.tensors:
+            if number in self._buffers:
+                owner, name = self._buffers[number]
+                self._tensors[number] = getattr(owner, name)
+        return self._tensors
 
     def snapshot(self, fragment: Fragment) -> HostCopy:
         """See `ParameterStore.snapshot`."""
         if self._side is None:
-            return Copied(gather(fragment, self._tensors))
+            return Copied(gather(fragment, self._tensors_of(fragment)))
         flat = torch.empty(fragment.numel, dtype=torch.float32, device=self._device)
-        gather(fragment, self._tensors, flat)
+        gather(fragment, self._tensors_of(fragment), flat)
         (pinned,), event = self._side.download([flat], self._side.mark())
         return Copying(pinned, event)
 
     def overwrite(self, fragment: Fragment, values: Tensor) -> None:
         """See `ParameterStore.overwrite`."""
-        scatter(fragment, self._upload(values), self._tensors)
+        scatter(fragment, self._upload(values), self._tensors_of(fragment))
 
     def combine(
         self, fragment: Fragment, values: Tensor, minus: HostCopy | None, keep: float
     ) -> None:
         """See `ParameterStore.combine`."""
         theta = torch.empty(fragment.numel, dtype=torch.float32, device=self._device)
-        gather(fragment, self._tensors, theta)
+        tensors = self._tensors_of(fragment)
+        gather(fragment, tensors, theta)
         new = self._upload(values)
         if minus is not None:
             theta.sub_(self._reference(minus)).add_(new)
@@ -173,7 +182,7 @@ class ModuleStore:
             theta.mul_(keep).add_(new, alpha=1 - keep)
         trained = parameters_numel(fragment, self._layout)
         theta[trained:].copy_(new[trained:])  # a mean of buffers leaves nothing to carry
-        scatter(fragment, theta, self._tensors)
+        scatter(fragment, theta, tensors)
 
     def prepare(self, values: Tensor) -> Tensor:
         """See `ParameterStore.prepare`: pinned memory for CUDA."""
@@ -236,5 +245,5 @@ class FollowedStore:
         return self._store.prepare(values)
 
     def _written(self, fragment: Fragment) -> list[Tensor]:
-        numbers = dict.fromkeys(piece.tensor for piece in fragment.pieces)
+        numbers = dict.fromkeys(fragment.tensors)
         return [parameter for number in numbers for parameter in self._parameters[number]]

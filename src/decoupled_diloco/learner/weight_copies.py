@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -105,10 +106,13 @@ class WeightCopies:
         for give in self._others:
             for parameter, copy in give():
                 elsewhere.setdefault(id(parameter), []).append(copy)
-        found = []
+        found, parameters = [], list(parameters)
+        states = [each for each in self._states if _may_keep(*each, parameters)]
+        if not states and not elsewhere:
+            return []
         for parameter in parameters:
             copies = list(elsewhere.get(id(parameter), ()))
-            for layer, keys in self._states:
+            for layer, keys in states:
                 kept = layer.state.get(parameter)
                 if isinstance(kept, Mapping):
                     copies += [v for k, v in kept.items() if k in keys and _fits(v, parameter)]
@@ -135,6 +139,15 @@ class WeightCopies:
         for parameter, copies in self.of(parameters):
             for copy in copies:
                 copy.copy_(parameter.detach())
+
+
+def _may_keep(layer: Any, keys: frozenset[str], parameters: list[Tensor]) -> bool:
+    """Whether a layer's state of any of these parameters has one of the keys."""
+    # At each apply, of each of a fragment's parameters: so all of the work is done in C.
+    kept = list(filter(None, map(layer.state.get, parameters)))
+    if not set(map(type, kept)) <= {dict}:
+        return True
+    return not keys.isdisjoint(chain.from_iterable(kept))
 
 
 def _fits(value: Any, parameter: Tensor) -> bool:

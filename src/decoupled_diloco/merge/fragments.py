@@ -18,10 +18,12 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import pairwise
+from operator import attrgetter
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.merge.layout import DTYPES, Layout, TensorSpec
@@ -55,7 +57,17 @@ class Fragment:
 
     @cached_property
     def numel(self) -> int:
-        return sum(piece.numel for piece in self.pieces)
+        return sum(self.sizes)
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """The elements of each piece."""
+        return [piece.numel for piece in self.pieces]
+
+    @cached_property
+    def tensors(self) -> list[int]:
+        """The number of each piece's tensor in the layout."""
+        return [piece.tensor for piece in self.pieces]
 
 
 @dataclass(frozen=True)
@@ -389,11 +401,8 @@ def gather(fragment: Fragment, tensors: Sequence[Tensor], out: Tensor | None = N
         out = torch.empty(fragment.numel, dtype=torch.float32, device="cpu")
     assert out.shape == (fragment.numel,), f"out has shape {tuple(out.shape)}"
     with torch.no_grad():
-        pieces = [
-            _part(_flat(tensors[piece.tensor].detach()), piece.start, piece.stop)
-            for piece in fragment.pieces
-        ]
-        if {piece.device for piece in pieces} == {out.device}:
+        pieces = _pieces(fragment, tensors)
+        if set(map(attrgetter("device"), pieces)) == {out.device}:
             torch.cat(pieces, out=out)  # one call, however many small tensors there are
         else:
             for (start, stop, _), piece in zip(_spans(fragment), pieces, strict=True):
@@ -409,21 +418,46 @@ def scatter(fragment: Fragment, flat: Tensor, tensors: Sequence[Tensor]) -> None
         tensors: The tensors of the layout, in its order; may be leaves that require gradients.
     """
     assert flat.shape == (fragment.numel,), f"flat has shape {tuple(flat.shape)}"
-    targets: list[Tensor] = []
-    sources: list[Tensor] = []
     with torch.no_grad():
-        values = torch.split(flat, [piece.numel for piece in fragment.pieces])
-        for piece, source in zip(fragment.pieces, values, strict=True):
-            tensor = tensors[piece.tensor].detach()
-            if tensor.is_contiguous() and not is_wrapper(tensor):
-                targets.append(_part(tensor.view(-1), piece.start, piece.stop))
-                sources.append(source)
-            else:
-                whole = _flat(tensor).clone()  # these elements cannot be viewed as flat
-                whole[piece.start : piece.stop].copy_(source)
-                tensor.copy_(whole.view(tensor.shape))
+        values = flat.split_with_sizes(fragment.sizes)
+        owners = [tensors[number] for number in fragment.tensors]
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        if _are_plain(owners) and all(map(Tensor.is_contiguous, owners)):
+            targets, sources = _pieces(fragment, tensors), list(values)
+        else:
+            for piece, owner, source in zip(fragment.pieces, owners, values, strict=True):
+                tensor = owner.detach()
+                if tensor.is_contiguous() and not is_wrapper(tensor):
+                    targets.append(_part(tensor.view(-1), piece))
+                    sources.append(source)
+                else:
+                    whole = _flat(tensor).clone()  # these elements cannot be viewed as flat
+                    whole[piece.start : piece.stop].copy_(source)
+                    tensor.copy_(whole.view(tensor.shape))
         if targets:
             torch._foreach_copy_(targets, sources)
+
+
+def _pieces(fragment: Fragment, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Each piece as a flat vector: a view where the strides allow it, otherwise a copy."""
+    owners = [tensors[number] for number in fragment.tensors]
+    # A model may have ten thousand small tensors, and this is on the path of every step: so what is
+    # done for each of them is done by loops in C.
+    if not _are_plain(owners):
+        return [
+            _part(_flat(owner.detach()), piece)
+            for owner, piece in zip(owners, fragment.pieces, strict=True)
+        ]
+    flat = list(map(Tensor.ravel, owners))
+    if list(map(Tensor.numel, flat)) != fragment.sizes:  # some pieces are parts of tensors
+        flat = [_part(each, piece) for each, piece in zip(flat, fragment.pieces, strict=True)]
+    return flat
+
+
+def _are_plain(tensors: Sequence[Tensor]) -> bool:
+    """Whether these are ordinary tensors: a subclass may hold its elements elsewhere."""
+    return set(map(type, tensors)) <= {Tensor, Parameter}
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -433,9 +467,9 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1)
 
 
-def _part(flat: Tensor, start: int, stop: int) -> Tensor:
+def _part(flat: Tensor, piece: Piece) -> Tensor:
     # Slicing costs as much as copying a small tensor, and most pieces are whole tensors.
-    return flat if stop - start == flat.numel() else flat[start:stop]
+    return flat if piece.numel == flat.numel() else flat[piece.start : piece.stop]
 
 
 def cast_like(

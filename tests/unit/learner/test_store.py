@@ -124,7 +124,7 @@ def test_nothing_goes_to_the_device_but_by_the_stream_beside(mode: str) -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(torch.bfloat16)
     store = ModuleStore(module)
     module.to("meta")  # in the place of a GPU
-    store._parameters = [*module.parameters()]
+    store._tensors[:4] = [*module.parameters()]
     store._device, store._side = torch.device("meta"), MetaSideStream()  # type: ignore[assignment]
     (fragment,) = partition(store.layout, 1)
     old, new = torch.zeros(fragment.numel), torch.ones(fragment.numel)
