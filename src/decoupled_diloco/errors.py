@@ -5,7 +5,8 @@ Error
 ├── ConfigError      the configuration, the command line or the model is wrong; exit code 2
 ├── ProtocolError    a message or a body breaks the rules: drop that peer, never the run
 ├── TransportError   a peer cannot be reached, or the connection was lost
-│   └── AccessError  the peer refuses us: wrong token, another principal's learner id
+│   ├── AccessError  the peer refuses us: wrong token, another principal's learner id
+│   └── RunEndedError  nothing listens any more, and the run folder records the run's end
 ├── StorageError     a file is missing, torn, of another version, or the disk is full
 ├── MergeError       tensors that cannot be merged: wrong size, not finite, no weight
 └── LeaseError       another process acts for this shard now: this one ends; exit code 8
@@ -46,6 +47,10 @@ class AccessError(TransportError):
     """The peer answered and refuses us: wrong token, or a learner id bound to somebody else."""
 
     exit_code = 5
+
+
+class RunEndedError(TransportError):
+    """The syncer cannot be reached because its run has ended."""
 
 
 class StorageError(Error):

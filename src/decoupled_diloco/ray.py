@@ -264,7 +264,7 @@ def way_to(run: str | Path, learner_id: str) -> dict[str, Any]:
         ConfigError: it is no run folder of a run that was launched, or has no secret for this id.
     """
     from decoupled_diloco.launch.secrets import own_tls, own_token
-    from decoupled_diloco.storage.shared_folder import SharedFolder, shared_addresses
+    from decoupled_diloco.storage.shared_folder import SharedFolder, recorded_end, shared_addresses
     from decoupled_diloco.transport.http_client import HttpClient
 
     config = Launch(launch_folder(Path(run))).config
@@ -273,8 +273,13 @@ def way_to(run: str | Path, learner_id: str) -> dict[str, Any]:
     folder = config.run.folder
 
     def client() -> HttpClient:
-        place = SharedFolder(folder)
-        return HttpClient(token=token, principal=learner_id, tls=tls, locator=place)
+        return HttpClient(
+            token=token,
+            principal=learner_id,
+            tls=tls,
+            locator=SharedFolder(folder),
+            ended=lambda: recorded_end(folder),
+        )
 
     return {
         "syncer": shared_addresses(folder),

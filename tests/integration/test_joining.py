@@ -17,21 +17,33 @@ from aiohttp import web
 from torch import nn
 
 from decoupled_diloco import Learner, Observer
+from decoupled_diloco.config import dump_config
 from decoupled_diloco.config.addresses import from_elsewhere
 from decoupled_diloco.errors import (
     AccessError,
     ConfigError,
     ProtocolError,
+    RunEndedError,
     StorageError,
     TransportError,
 )
-from decoupled_diloco.learner import process, trouble
+from decoupled_diloco.learner import joining, process, trouble
 from decoupled_diloco.protocol import messages as say
 from decoupled_diloco.protocol import syncer, syncer_rounds
+from decoupled_diloco.storage.shared_folder import recorded_end
 from decoupled_diloco.transport.base import TransferStats
 from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.tokens import Tokens
-from integration.system import TOKENS, Model, System, Trainer, free_ports, training, until
+from integration.system import (
+    PATIENCE_SECONDS,
+    TOKENS,
+    Model,
+    System,
+    Trainer,
+    free_ports,
+    training,
+    until,
+)
 
 Make = Callable[..., System]
 
@@ -293,6 +305,27 @@ def test_who_joins_as_the_run_ends_is_told_so(monkeypatch: pytest.MonkeyPatch, m
     with training(Trainer(system, "learner-0")), pytest.raises(TransportError) as caught:
         system.learner(Model(), "learner-1", client=Stuck, join_timeout=10.0)
     assert str(caught.value).startswith("the run is over: it ended while learner-1 was joining")
+
+
+def test_a_learner_started_after_the_end_finds_that_in_the_run_folder(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In seconds, unless the budget was raised since; then the syncer may start again."""
+    system = make(run={"learners": 1, "budget_steps": 8})
+    (system.folder / "run.toml").write_text(dump_config(system.config))
+    system.start()
+    with training(trainer := Trainer(system, "a")):
+        trainer.end()
+    system.wait_finished()
+    monkeypatch.setattr(joining, "ENDED_SECONDS", 0.1)
+    late = {"client": lambda: HttpClient(ended=lambda: recorded_end(system.folder))}
+    with pytest.raises(RunEndedError, match=r"has ended, and its weights.*cannot reach"):
+        system.learner(Model(), "b", join_timeout=PATIENCE_SECONDS, **late)
+    raised = system.config.run.model_copy(update={"budget_steps": 16})
+    more = system.config.model_copy(update={"run": raised})
+    (system.folder / "run.toml").write_text(dump_config(more))
+    with pytest.raises(TransportError, match=r"join_timeout=0\.5"):
+        system.learner(Model(), "b", join_timeout=0.5, **late)
 
 
 def test_a_budget_that_was_raised_is_in_the_settings_of_who_is_there(make: Make) -> None:

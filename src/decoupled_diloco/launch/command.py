@@ -108,6 +108,7 @@ def launched(
         learners=str(config.run.learners),
         syncer="" if shared is not None else ",".join(syncer),
         run_folder=_path(shared),
+        folder=_path(folder),
         token_file=_path(token_file),
         tls_authority=_path(None if tls is None else tls.authority),
         tls_certificate=_path(None if tls is None else tls.certificate),

@@ -35,7 +35,7 @@ from decoupled_diloco.observe.samples import CorpusDescribed, SampleGenerated, e
 from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.ranks.group import ranks_of_this_job
 from decoupled_diloco.runtime import blocking, now
-from decoupled_diloco.storage.shared_folder import SharedFolder
+from decoupled_diloco.storage.shared_folder import SharedFolder, recorded_end
 from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.tls import Tls
 from decoupled_diloco.workloads import Batch, Workload, workload_of
@@ -99,13 +99,19 @@ async def _observer(*arguments: Any, **named: Any) -> Observer:
     return Observer(*arguments, **named)
 
 
-def _seat_at(shared: Path | None, name: str, token: str | None, tls: Tls | None) -> Seat:
+def _seat_at(
+    shared: Path | None, folder: Path, name: str, token: str | None, tls: Tls | None
+) -> Seat:
     """This machine; where the shards are is looked up in a run folder that theirs shares."""
-    if shared is None:
-        return HERE
 
     def client() -> HttpClient:
-        return HttpClient(token=token, principal=name, tls=tls, locator=SharedFolder(shared))
+        return HttpClient(
+            token=token,
+            principal=name,
+            tls=tls,
+            locator=None if shared is None else SharedFolder(shared),
+            ended=lambda: recorded_end(shared or folder),
+        )
 
     return replace(
         HERE, learner=partial(_learner, client=client), observer=partial(_observer, client=client)
@@ -155,7 +161,7 @@ def run_learner(
     """
     torch.set_num_threads(config.learner.threads)
     asked = termination or SignalledTermination()
-    seat = _seat_at(shared, f"learner-{index}", token, tls)
+    seat = _seat_at(shared, folder, f"learner-{index}", token, tls)
     device = device_of_process(config)
     if device.index is not None:
         getattr(torch, device.type).set_device(device)
@@ -350,7 +356,7 @@ def run_evaluator(
     torch.set_num_threads(1)
     signal.signal(signal.SIGTERM, interrupt)
     os.nice(EVALUATOR_NICENESS)
-    seat = _seat_at(shared, EVALUATOR, token, tls)
+    seat = _seat_at(shared, folder, EVALUATOR, token, tls)
     blocking(evaluate(config, seat, syncer=syncer, folder=folder, token=token, tls=tls))
 
 

@@ -14,6 +14,7 @@ from decoupled_diloco.errors import (
     ConfigError,
     Error,
     ProtocolError,
+    RunEndedError,
     TransportError,
 )
 from decoupled_diloco.learner.trouble import TroubleLog
@@ -25,6 +26,10 @@ from decoupled_diloco.transport.base import Channel, Client
 
 JOIN_TIMEOUT_SECONDS = 300.0
 """How long the first join is tried: long enough for a syncer that is started a little later."""
+
+ENDED_SECONDS = 3.0
+"""How long the first join is tried although the run folder records the run's end: a syncer that
+starts in that folder may be about to replace the record."""
 
 CONFIRM_SECONDS = 5.0
 """While the coordinator is out of reach, a shard that was lost as well is dialled only after this:
@@ -152,7 +157,7 @@ class CoordinatorSession:
             AccessError: The token is not accepted.
             ConfigError: The run refuses this process for good.
             ProtocolError: What answers is no syncer.
-            TransportError: It took too long.
+            TransportError: It took too long, or the run has ended.
         """
         backoff, began = Backoff(brisk_seconds=BRISK_SECONDS), now()
         while True:
@@ -163,6 +168,8 @@ class CoordinatorSession:
             except ProtocolError as error:
                 raise ProtocolError(f"{error}: is this the syncer's address?") from error
             except (_TryAgainError, TransportError) as error:
+                if isinstance(error, RunEndedError) and now() - began > ENDED_SECONDS:
+                    raise
                 name = self._identity.name
                 self._trouble.tell(
                     "early",

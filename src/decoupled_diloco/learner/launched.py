@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.storage.shared_folder import SharedFolder, shared_addresses
+from decoupled_diloco.storage.shared_folder import SharedFolder, recorded_end, shared_addresses
+from decoupled_diloco.transport.base import Client
 from decoupled_diloco.transport.tls import Tls
+from decoupled_diloco.transport.tokens import read_secret
 
 PREFIX = "DDILOCO_"
 
@@ -45,6 +47,7 @@ class Launched:
         learners: How many learners the run has.
         syncer: Addresses of the shards, separated by commas.
         run_folder: The run folder that says where the shards are, in the place of ``syncer``.
+        folder: The run folder on this machine, which may record the run's end.
         token_file: File with the secret.
         tls_authority: Certificate of the authority that the shards' certificates come from.
         tls_certificate: Certificate of this process, and ``tls_key`` its key.
@@ -64,6 +67,7 @@ class Launched:
     learners: str = ""
     syncer: str = ""
     run_folder: str = ""
+    folder: str = ""
     token_file: str = ""
     tls_authority: str = ""
     tls_certificate: str = ""
@@ -118,15 +122,24 @@ class Launched:
         else:
             own = {"name": self.name}
         own |= {"token": token, "tls": tls, "give_up_seconds": self._number("disconnect_seconds")}
-        if self.run_folder:
+        return {name: value for name, value in own.items() if value not in (None, "")}
+
+    def client(self, token: str | None, tls: Tls | None) -> Callable[[], Client]:
+        """Makes the transport's client, which finds in the run folder what is recorded there."""
+
+        def make() -> Client:
             # Imported here: the launcher reads this module, and starts sooner without aiohttp.
             from decoupled_diloco.transport.http_client import HttpClient
 
-            place = SharedFolder(Path(self.run_folder))
-            own["client"] = lambda: HttpClient(
-                token=token, principal=self.name, tls=tls, locator=place
+            return HttpClient(
+                token=read_secret(token),
+                principal=self.name if self.run_folder else "",
+                tls=tls,
+                locator=SharedFolder(Path(self.run_folder)) if self.run_folder else None,
+                ended=lambda: recorded_end(Path(self.run_folder or self.folder)),
             )
-        return {name: value for name, value in own.items() if value not in (None, "")}
+
+        return make
 
     def _token(self) -> str | None:
         if not self.token_file:
@@ -199,6 +212,9 @@ def finds_its_run(role: Role) -> Callable[[Init], Init]:
                 launched = launched_as(role)
                 explicit = {name: value for name, value in named.items() if value is not None}
                 named = {**launched.arguments(), **explicit, "syncer": launched.addresses()}
+                if launched.run_folder or launched.folder:
+                    client = launched.client(named.get("token"), named.get("tls"))
+                    named.setdefault("client", client)
             init(self, *positional, **named)
 
         return cast("Init", constructor)

@@ -111,6 +111,8 @@ class Learner(TakingPart):
             and keep trying for ever.
         join_timeout: Raise `TransportError` if the run cannot be joined within so many seconds;
             `None`: try for ever. Default: 300, so that the syncer may be started a little later.
+            If the launcher has passed a run folder that records the run's end, it is raised after
+            seconds; without one, a run that has ended cannot be told from one that starts later.
         tape: File to which this learner's events are appended.
         stateful: Name to object with ``state_dict`` and ``load_state_dict``, kept in checkpoints
             beside the model and the optimizer: data loader, learning rate schedule, random state.

@@ -8,11 +8,14 @@ meanwhile.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import socket
 import time
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from decoupled_diloco.config.addresses import (
     alternatives,
@@ -34,6 +37,11 @@ HOST = "host"
 PLACES = "places"
 """The folder in which each shard writes down where it listens, if each is started on a machine of
 its own: a line for each of its places, the newest last."""
+
+STATE = "coordinator.json"
+"""The file with the coordinator's state, for readers."""
+
+SETTINGS = "run.toml"
 
 WAIT_SECONDS = 0.5
 """How often a process looks whether the syncer has been started."""
@@ -133,6 +141,30 @@ def read_places(run: Path) -> tuple[tuple[str, ...], ...]:
     while (path := run / PLACES / f"shard-{len(found)}").exists():
         found.append(tuple(path.read_text().split()))
     return tuple(found)
+
+
+def recorded_end(run: Path) -> str:
+    """The sentence that a run has ended, if its folder records that; otherwise empty.
+
+    A run whose budget was raised since then continues when its syncer starts again.
+    """
+    try:
+        kept = json.loads((run / STATE).read_text())
+        then, now = json.loads(kept["settings"]), tomllib.loads((run / SETTINGS).read_text())
+        if kept["state"]["phase"] != "finished" or _budget_of(then) != _budget_of(now):
+            return ""
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return ""
+    return (
+        f"the run in {run} has ended, and its weights are in that folder: for another run, start "
+        "the syncer first; to continue this run, raise its budget and start the syncer with "
+        "--resume"
+    )
+
+
+def _budget_of(settings: Mapping[str, Any]) -> tuple[Any, Any]:
+    run = settings["run"]
+    return run.get("budget_steps"), run.get("budget_tokens")
 
 
 def read_addresses(run: Path) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ import aiohttp
 from aiohttp.abc import AbstractStreamWriter
 from yarl import URL
 
-from decoupled_diloco.errors import ProtocolError, TransportError
+from decoupled_diloco.errors import AccessError, ProtocolError, RunEndedError, TransportError
 from decoupled_diloco.runtime import now, runtime
 from decoupled_diloco.transport.base import (
     PIECE_BYTES,
@@ -83,6 +83,8 @@ class HttpClient:
         tls: What is trusted and shown at ``https://`` addresses.
         server_name: The name that a server's certificate must have; default: that of its address.
         locator: Says where servers are by now, and which may see the token; default: none moves.
+        ended: Says in words that the run has ended, if that is recorded; called when a server
+            cannot be reached.
         told_plain: Nothing has to be said of a token that goes unencrypted to another machine.
 
     Raises:
@@ -100,6 +102,7 @@ class HttpClient:
         tls: Tls | None = None,
         server_name: str | None = None,
         locator: Locator | None = None,
+        ended: Callable[[], str] | None = None,
         told_plain: bool = False,
         rng: random.Random | None = None,
     ) -> None:
@@ -107,6 +110,7 @@ class HttpClient:
         self._tls = None if tls is None else LiveTls(tls)
         self._server_name = server_name
         self._locator = locator
+        self._ended = ended
         self._watch_of_end: asyncio.Task[None] | None = None
         self._told_plain = told_plain
         self._token = token
@@ -132,6 +136,17 @@ class HttpClient:
         self._trusted.add(_origin(address))
 
     async def connect(self, address: str, role: str, principal: str) -> WebSocketChannel:
+        try:
+            return await self._connect(address, role, principal)
+        except AccessError:
+            raise
+        except TransportError as error:
+            ended = "" if self._ended is None else await asyncio.to_thread(self._ended)
+            if ended:
+                raise RunEndedError(f"{ended} ({error})") from error
+            raise
+
+    async def _connect(self, address: str, role: str, principal: str) -> WebSocketChannel:
         address = await self._now(address)
         origin = _origin(address)
         self._base = origin

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from decoupled_diloco.storage.shared_folder import (
     HOST,
     SharedFolder,
+    recorded_end,
     shards_that_move,
     shared_addresses,
     write_addresses,
@@ -20,6 +22,40 @@ from decoupled_diloco.storage.shared_folder import (
 def moved(run: Path, host: str, *addresses: str) -> None:
     write_addresses(run, addresses)
     (run / HOST).write_text(host + "\n")
+
+
+def kept(run: Path, phase: str, before: int, now: int) -> None:
+    settings = json.dumps({"run": {"budget_steps": before}})
+    (run / "coordinator.json").write_text(
+        json.dumps({"settings": settings, "state": {"phase": phase}})
+    )
+    (run / "run.toml").write_text(f"[run]\nbudget_steps = {now}\n")
+
+
+@pytest.mark.parametrize(
+    ("phase", "before", "now", "ended"),
+    [
+        ("finished", 9, 9, True),
+        ("ending", 9, 9, False),
+        ("running", 9, 9, False),
+        ("finished", 9, 20, False),
+    ],
+)
+def test_an_end_is_recorded_unless_the_budget_was_raised(
+    tmp_path: Path, phase: str, before: int, now: int, ended: bool
+) -> None:
+    kept(tmp_path, phase, before, now)
+    assert bool(recorded_end(tmp_path)) is ended
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", "7", '{"state": 3, "settings": "{}"}', "\0"])
+def test_what_cannot_be_read_records_no_end(tmp_path: Path, text: str | None) -> None:
+    kept(tmp_path, "finished", 9, 9)
+    (tmp_path / "coordinator.json").unlink()
+    if text is not None:
+        (tmp_path / "coordinator.json").write_text(text)
+    assert recorded_end(tmp_path) == ""
+    assert recorded_end(tmp_path / "nothing") == ""
 
 
 def test_a_wildcard_means_the_syncers_machine(tmp_path: Path) -> None:

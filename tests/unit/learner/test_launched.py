@@ -137,7 +137,17 @@ def test_a_shared_run_folder_says_where_the_shards_are(tmp_path: Path) -> None:
     (tmp_path / "places").mkdir()
     (tmp_path / "places" / "shard-0").write_text("http://old:1\nhttp://new:2\n")
     assert told.addresses() == ("http://new:2",)
-    assert callable(told.arguments()["client"])
+
+
+@pytest.mark.parametrize("place", ["run_folder", "folder"])
+def test_a_client_of_the_run_folder_shows_the_secret_that_the_program_gives(
+    monkeypatch: pytest.MonkeyPatch, secret: Path, tmp_path: Path, place: str
+) -> None:
+    (tmp_path / "places").mkdir()
+    (tmp_path / "places" / "shard-0").write_text("http://a:1\n")
+    launch(monkeypatch, token_file=str(secret), **{place: str(tmp_path)})
+    assert Made(object()).arguments["client"]()._token == "a secret"
+    assert Made(object(), token="mine\n").arguments["client"]()._token == "mine"
 
 
 def test_no_checkpoints_where_the_settings_say_so(tmp_path: Path) -> None:
