@@ -228,6 +228,39 @@ def test_as_many_steps_as_the_budget_end_with_the_runs_weights(
     assert not [each for each in caplog.messages if "a leaves the run before" in each]
 
 
+@pytest.mark.parametrize("learners", [1, 2])
+def test_a_share_of_the_budgets_tokens_ends_with_the_runs_weights(
+    make: Make, caplog: pytest.LogCaptureFixture, learners: int
+) -> None:
+    """The loops count their own tokens, and call `close` before they hear that the run ends."""
+    budget = {"budget_steps": None, "budget_tokens": learners * 12 * TOKENS}
+    system = make(run={"learners": learners, **budget}, sync={"quorum": 1, "overlap": 2})
+    system.start()
+    trainers = [
+        Trainer(system, name, Model(seed), steps_max=12)
+        for seed, name in enumerate("ab"[:learners])
+    ]
+    with training(*trainers):
+        assert all(trainer.end().over for trainer in trainers)
+    system.wait_finished()
+    first, *others = (parameters(trainer.model) for trainer in trainers)
+    assert all(equal(first, other) for other in others)
+    assert not [each for each in caplog.messages if "leaves the run before" in each]
+
+
+def test_a_share_of_the_tokens_is_not_waited_for_by_who_is_far_from_it(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    budget = {"budget_steps": None, "budget_tokens": 100 * TOKENS}
+    system = make(run={"learners": 1, **budget}, sync={"quorum": 1, "overlap": 2})
+    system.start()
+    with system.learner(Model(), "a") as learner:
+        for _ in range(3):
+            learner.step(tokens=TOKENS)
+    assert not learner.over
+    assert [each for each in caplog.messages if "a leaves the run before" in each]
+
+
 def test_a_learner_may_be_copied_and_pickled_with_what_refers_to_it(make: Make) -> None:
     system = make(run={"learners": 1, "budget_steps": 1000}, sync={"quorum": 1})
     system.start()

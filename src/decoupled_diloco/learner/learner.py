@@ -554,9 +554,9 @@ class Learner(TakingPart):
     def close(self) -> None:
         """Hands in what there is, keeps a last checkpoint, says goodbye, and ends.
 
-        If the run has ended, or ends now because this learner has made all steps of its budget, it
-        waits for the closing sweep; then the model holds the final global weights. Otherwise see
-        `hand_in`; a warning names the tokens that are discarded.
+        If the run has ended, or ends now because this learner has made all steps of its budget (or
+        its share of the tokens), it waits for the closing sweep; then the model holds the final
+        global weights. Otherwise see `hand_in`; a warning names the tokens that are discarded.
         """
         blocking(self._close())
 

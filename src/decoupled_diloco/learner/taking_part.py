@@ -205,15 +205,15 @@ class TakingPart(Participation):
         return True
 
     async def _await_the_end(self) -> None:
-        """Waits for the closing sweep, if this learner has made all steps of the run's budget.
+        """Waits for the closing sweep, if this learner has done its part of the run's budget.
 
         The run ends a little later than this learner's last step: the report of the step must
         arrive, and other learners may be a few steps behind. It waits as long as the run's clock
         moves, at most `END_SECONDS`, and not at all for learners that are far behind.
         """
         shared, began = self._shared, now()
-        budget, state = shared.config.run.budget_steps, shared.machine.state
-        if budget is None or self.global_step < budget - shared.machine.options.overlap:
+        state = shared.machine.state
+        if not self._has_done_its_part():
             return
         pace = max((link.tick_seconds.value or 0.0 for link in state.shards), default=0.0)
         patience = max(END_PATIENCE_SECONDS, 10 * pace, 10 * (state.step_seconds.value or 0.0))
@@ -227,6 +227,19 @@ class TakingPart(Participation):
                     return
                 self._boundary()
                 await self._wait(0.1)
+
+    def _has_done_its_part(self) -> bool:
+        """Whether the run's budget is nearly spent, as far as a learner can know.
+
+        It does not know the run's tokens, so all learners are assumed to train as many as this one.
+        """
+        run, overlap = self._shared.config.run, self._shared.machine.options.overlap
+        if run.budget_steps is not None and self.global_step >= run.budget_steps - overlap:
+            return True
+        if run.budget_tokens is None or not self.steps:
+            return False
+        soon = self.tokens * (1 + overlap / self.steps)
+        return self.count * soon >= run.budget_tokens
 
     @property
     def _clock(self) -> int:

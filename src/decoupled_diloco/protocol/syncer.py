@@ -113,6 +113,10 @@ LINGER_SECONDS = 20.0
 that still gets one after the other as long as for a copy in the closing sweep."""
 
 
+STALLED_SECONDS = 1.0
+"""A clock that has not moved for so long does not say whether the budget's tokens are trained."""
+
+
 class SyncerMachine:
     """One shard. ``handle`` is told facts and answers with orders; ``check`` asserts invariants."""
 
@@ -482,7 +486,7 @@ class SyncerMachine:
         """Ticks that come at once (somebody is back, far ahead) are one instant, and said once."""
         state, quorum = self.state, self.options.quorum
         if state.ahead < quorum:
-            return []
+            return self._spent_without_a_tick(now)
         since, steps = state.clock, [member.run_step for member in state.members.values()]
         state.clock = advanced(state.clock, steps, quorum)
         state.previous_tick_at, state.ticked_at = state.ticked_at, now
@@ -497,6 +501,18 @@ class SyncerMachine:
             *following.tell_demand(state, self.options, now),
             *asking.serve_idle(state, self.options, now),
         ]
+
+    def _spent_without_a_tick(self, now: float) -> list[SyncerEffect]:
+        """The budget's last tokens may be of learners that do not move the clock, and then wait.
+
+        Counting them costs as much as there are learners, so only while the clock stalls.
+        """
+        state, budget = self.state, self.options.budget_tokens
+        pause = max(STALLED_SECONDS, 2 * state.step_seconds)
+        if budget is None or now - state.ticked_at < pause or state.tokens < budget:
+            return []
+        why = "the tokens of the budget are trained, and the clock stalls"
+        return [Send(COORDINATOR, Progress(state.clock, state.tokens), why)]
 
     def _note_due(self, since: int) -> None:
         """What the ticks since then have made due, each by the plan that holds at it."""

@@ -16,6 +16,7 @@ from decoupled_diloco.protocol.messages import (
     GivenUp,
     Leave,
     Outcome,
+    Progress,
     Pull,
     StepReport,
     Swept,
@@ -39,6 +40,19 @@ def test_rule_12_the_closing_sweep_asks_everybody_once(shard_bench: Any) -> None
     assert bench.orders(Merge)
     bench.merged()
     assert bench.messages(Swept)
+
+
+def test_tokens_that_spend_the_budget_without_a_tick_end_the_run(shard_bench: Any) -> None:
+    """Each learner has trained its share, and waits for the end; only the first moved the clock."""
+    bench = shard_bench("a", "b", fragments=1, period=8, quorum=1, budget_tokens=40)
+    for learner in "aab":
+        bench.step(learner)
+    assert bench.messages(Progress) == []
+    assert bench.machine.state.tokens == 30
+    bench.told(Tick(), bench.now + 5.0)
+    assert bench.messages(Progress) == [], "the budget is not spent yet"
+    bench.step("b")
+    assert bench.messages(Progress) == [Progress(2, 40)]
 
 
 def test_the_closing_sweep_is_over_when_nobody_has_anything_new(shard_bench: Any) -> None:
