@@ -137,10 +137,13 @@ def refuse_own_copies(model: nn.Module, optimizer: Optimizers) -> None:
     Raises:
         ConfigError: it has such a copy.
     """
+    named = list(model.named_parameters(remove_duplicate=False))
+    names = {id(parameter): name for name, parameter in named}
+    narrow = {name: p for name, p in named if p.dtype.itemsize < 4}
     for each in several(optimizer).values():
         for layer in layers_of(each):
-            _refuse_own_copies(model, layer)
-        _refuse_what_undoes(model, each)
+            _refuse_own_copies(names, narrow, layer)
+        _refuse_what_undoes(names, each)
 
 
 class OptimizerChecks:
@@ -187,8 +190,7 @@ class OptimizerChecks:
         refuse_own_copies(self._model, self._optimizer)
 
 
-def _refuse_what_undoes(model: nn.Module, optimizer: Any) -> None:
-    names = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
+def _refuse_what_undoes(names: Mapping[int, str], optimizer: Any) -> None:
     copies = WeightCopies([optimizer])
     for suspect in suspects(names, optimizer):
         known = copies.known(suspect.layer, suspect.key) or (
@@ -207,12 +209,14 @@ def _refuse_what_undoes(model: nn.Module, optimizer: Any) -> None:
         )
 
 
-def _refuse_own_copies(model: nn.Module, optimizer: Any) -> None:
+def _refuse_own_copies(
+    names: Mapping[int, str], narrow: Mapping[str, Tensor], optimizer: Any
+) -> None:
+    """See `refuse_own_copies`; ``narrow`` has the parameters of lower precision by name."""
     kind = type(optimizer).__name__
-    own = {id(parameter) for parameter in model.parameters()}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            if id(parameter) not in own:
+            if id(parameter) not in names:
                 raise ConfigError(
                     f"group {number} of {kind} holds a tensor of shape {tuple(parameter.shape)} "
                     "that is not a parameter of the model. If another module trains it (a loss "
@@ -225,14 +229,14 @@ def _refuse_own_copies(model: nn.Module, optimizer: Any) -> None:
             # Only what is stored: a property of a wrapper may compute, or fail.
             if getattr(holder, "__dict__", {}).get(name):
                 raise ConfigError(f"{kind} has {name!r}: {_WAY_OUT}")
-    for name, parameter in model.named_parameters():
+    for name, parameter in narrow.items():
         for key, value in getattr(optimizer, "state", {}).get(parameter, {}).items():
             if _is_own_copy(key, value, parameter):
                 raise ConfigError(f"{kind} keeps {name!r} in fp32 as {key!r}: {_WAY_OUT}")
 
 
 def _is_own_copy(key: Any, value: Any, parameter: Tensor) -> bool:
-    if not isinstance(value, Tensor) or parameter.dtype.itemsize >= 4:
+    if not isinstance(value, Tensor):
         return False
     if value.dtype is not torch.float32 or value.shape != parameter.shape:
         return False
