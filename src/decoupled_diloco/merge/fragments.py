@@ -19,7 +19,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import pairwise
 from operator import attrgetter
-from typing import Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ from torch.nn import Parameter
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.merge.layout import DTYPES, Layout, TensorSpec
 from decoupled_diloco.merge.memory import is_wrapper
+
+T = TypeVar("T")
 
 Strategy = Literal["balanced", "tensor", "layer-strided", "layer-sequential"]
 MergeMethod = Literal["rda", "mean", "own"]
@@ -68,6 +70,11 @@ class Fragment:
     def tensors(self) -> list[int]:
         """The number of each piece's tensor in the layout."""
         return [piece.tensor for piece in self.pieces]
+
+    @cached_property
+    def known(self) -> dict[object, tuple[Layout, Any]]:
+        """What was found out from the fragment and a layout: see `_once`."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -350,6 +357,13 @@ def segments(
     Source:
         Decoupled DiLoCo: the embedding by plain weighted mean, all else by RDA.
     """
+    key = (segments, method, buffers)
+    return _once(fragment, layout, key, lambda: _segments(fragment, layout, method, buffers))
+
+
+def _segments(
+    fragment: Fragment, layout: Layout, method: MergeMethod, buffers: Buffers
+) -> tuple[Segment, ...]:
     found: list[Segment] = []
     for start, stop, piece in _spans(fragment):
         merge = _merge_of(layout.tensors[piece.tensor], method, buffers)
@@ -367,7 +381,22 @@ def _merge_of(spec: TensorSpec, method: MergeMethod, buffers: Buffers) -> Segmen
 
 def parameters_numel(fragment: Fragment, layout: Layout) -> int:
     """The elements of a flat fragment that are parameters; those behind them are buffers."""
-    return sum(p.numel for p in fragment.pieces if not layout.tensors[p.tensor].is_buffer)
+    specs = layout.tensors
+    return _once(
+        fragment,
+        layout,
+        parameters_numel,
+        lambda: sum(p.numel for p in fragment.pieces if not specs[p.tensor].is_buffer),
+    )
+
+
+def _once(fragment: Fragment, layout: Layout, key: object, make: Callable[[], T]) -> T:
+    """What follows from a fragment and its layout, computed once: every round needs it."""
+    known = fragment.known.get(key)
+    if known is None or known[0] is not layout:
+        known = fragment.known[key] = (layout, make())
+    found: T = known[1]
+    return found
 
 
 def buffer_sizes(fragment: Fragment, layout: Layout) -> tuple[int, ...]:
@@ -494,6 +523,10 @@ def cast_like(
 
 def dtype_runs(fragment: Fragment, layout: Layout) -> list[tuple[int, int, torch.dtype]]:
     """Give the element ranges of the flat fragment that share a dtype, in order."""
+    return _once(fragment, layout, dtype_runs, lambda: _dtype_runs(fragment, layout))
+
+
+def _dtype_runs(fragment: Fragment, layout: Layout) -> list[tuple[int, int, torch.dtype]]:
     runs: list[tuple[int, int, torch.dtype]] = []
     for start, stop, piece in _spans(fragment):
         dtype = DTYPES[layout.tensors[piece.tensor].dtype]

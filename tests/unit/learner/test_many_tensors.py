@@ -15,7 +15,8 @@ from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.learner.model_guard import SLICE, ModelGuard
 from decoupled_diloco.learner.store import FollowedStore, ModuleStore
 from decoupled_diloco.learner.weight_copies import WeightCopies
-from decoupled_diloco.merge import Fragment, layout_of, partition
+from decoupled_diloco.merge import Fragment, layout_of, parameters_numel, partition, segments
+from decoupled_diloco.merge.fragments import dtype_runs
 
 FEW, MANY = 40, 4_000
 
@@ -80,6 +81,17 @@ def test_a_fragment_takes_no_more_calls_in_a_larger_model(
         calls.append([calls_in(work) for work in works_of(store, fragment).values()])
     few, many = calls
     assert all(b <= 1.5 * a for a, b in zip(few, many, strict=True)), calls
+
+
+def test_what_follows_from_the_layout_is_found_once_for_all_rounds() -> None:
+    layout = layout_of(experts(MANY))
+    (fragment,) = partition(layout, 1)
+    for each in (dtype_runs, parameters_numel, lambda f, to: segments(f, to, "rda")):
+        found = each(fragment, layout)
+        assert calls_in(lambda each=each: each(fragment, layout)) < FEW
+        assert each(fragment, layout) == found
+    halves = layout_of(experts(MANY).bfloat16())
+    assert dtype_runs(fragment, halves) != dtype_runs(fragment, layout)
 
 
 def test_copies_that_an_optimizer_does_not_keep_take_one_look_per_tensor() -> None:
