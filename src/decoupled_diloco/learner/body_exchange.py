@@ -12,13 +12,13 @@ from torch import Tensor
 
 from decoupled_diloco.errors import ConfigError, MergeError, ProtocolError, TransportError
 from decoupled_diloco.learner.exchange import Capture, LearnerTensors, verified
-from decoupled_diloco.learner.store import HostCopy, Values
+from decoupled_diloco.learner.store import Copied, HostCopy, Values
 from decoupled_diloco.merge import as_bytes, values_digest
 from decoupled_diloco.merge.plan import MergePlan, values_of
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
-from decoupled_diloco.runtime import Monitor
+from decoupled_diloco.runtime import Monitor, runtime
 from decoupled_diloco.transport.base import Client
 
 _T = TypeVar("_T")
@@ -108,11 +108,20 @@ class BodyExchange:
             return capture.packed(body, effect.codec), digest, left
 
         try:
-            body, digest, left = await self._in_worker(encoded)
+            ready = isinstance(capture.copy, Copied)  # otherwise `values` waits for the device
+            body, digest, left = await self._computed(effect.fragment, encoded, in_place=ready)
             self._encoded(effect, digest, left)
             await self._put(effect.shard, effect.path, body)
         except (ConfigError, TransportError, ProtocolError) as error:
             self._told(fact.UploadFailed(effect.fragment, effect.ask, str(error)))
+
+    async def _computed(
+        self, fragment: int, task: Callable[[], _T], *, in_place: bool = True
+    ) -> _T:
+        numel = self._tensors().plan.fragments[fragment].numel
+        if in_place and runtime().works_in_place(numel):
+            return task()
+        return await self._in_worker(task)
 
     def _encoded(self, effect: do.SendBody, digest: str, residual: Values | None) -> None:
         with self._changed:
@@ -152,7 +161,7 @@ class BodyExchange:
                 body = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
                 base = self._address_of(effect.shard)
                 await self._client().get(effect.path, body.numpy().data, base=base)
-                values = await self._in_worker(lambda: decoded(body))
+                values = await self._computed(fragment, lambda: decoded(body))
         except (TransportError, ProtocolError, MergeError) as error:
             self._told(fact.FetchFailed(fragment, effect.version, str(error)))
             return

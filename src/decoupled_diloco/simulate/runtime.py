@@ -367,6 +367,10 @@ class VirtualRuntime(Runtime):
         """See `Runtime`."""
         return VirtualWorker(self._loop, self._loop.process.seconds_of(name))
 
+    def works_in_place(self, numel: int) -> bool:
+        """See `Runtime`: never, because work in a virtual worker takes virtual time."""
+        return False
+
     def strand(self, name: str) -> VirtualStrand:
         """See `Runtime`."""
         return VirtualStrand(self._loop, self._loop.process.seconds_of(name))
