@@ -17,11 +17,6 @@ TICKS_MARGIN = 0.5
 """How far the shard's clock may be from where the learner thinks it is, in ticks. A fragment more
 is snapshotted in vain now and then; one that is missing delays its round by up to a step."""
 
-LEAD_MARGIN = 0.2
-"""A learner whose own steps move the clock makes the next tick with its next boundary, where it
-answers from newer parameters. If another learner is faster by less than this, in ticks, the answer
-waits for that boundary."""
-
 
 def due_ahead(state: LearnerState, options: Options, now: float) -> dict[int, tuple[int, int]]:
     """Fragments that will be due before the next boundary, each with the ticks ahead."""
@@ -51,12 +46,9 @@ def ticks_ahead(state: LearnerState, options: Options, now: float, shard: int) -
     if link.clock_at is None or tick_seconds <= 0:
         return (own, own)
     clock = link.clock + (now - link.clock_at) / tick_seconds
-    ahead = (state.step_seconds.value or 0.0) / tick_seconds
-    margin = TICKS_MARGIN
     if options.quorum == 1:
         clock = clock if clock > own else float(own)  # this step's report moves it so far
-        if clock + ahead < own + 1 + LEAD_MARGIN:
-            margin = -LEAD_MARGIN  # this learner makes the next tick itself, at its next boundary
+    ahead = (state.step_seconds.value or 0.0) / tick_seconds
     first = floor(clock - TICKS_MARGIN)
-    last = floor(clock + ahead + margin)
+    last = floor(clock + ahead + TICKS_MARGIN)
     return (first, min(last, first + options.period - 1))
