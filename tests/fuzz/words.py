@@ -16,7 +16,8 @@ from decoupled_diloco.config.method import public_text, read_public
 from decoupled_diloco.errors import Error, ProtocolError, StorageError
 from decoupled_diloco.learner.state_blob import StateBlob
 from decoupled_diloco.merge import Layout, layout_of
-from decoupled_diloco.merge.codec import codec, codec_names
+from decoupled_diloco.merge.codec import BuffersExact, codec, codec_names
+from decoupled_diloco.merge.packing import packed, unpacked
 from decoupled_diloco.observe.excerpt import excerpt
 from decoupled_diloco.protocol import messages as say
 from decoupled_diloco.protocol.events import Received
@@ -110,16 +111,24 @@ def _answer(data: bytes) -> None:
 
 
 CODECS = [*codec_names(), "topk-4"]
+BASE = torch.arange(3.0, 18.0)
+BUFFERS = BuffersExact(codec("bf16"), 3, (5, 1, 9))
 
 
 def _bodies() -> list[bytes]:
-    return [codec(name).encode(torch.arange(8.0)).numpy().tobytes() for name in CODECS]
+    bodies = [codec(name).encode(torch.arange(8.0)).numpy().tobytes() for name in CODECS]
+    short = packed(
+        BUFFERS.encode(torch.arange(18.0)), torch.cat([torch.ones(6), BASE[6:]]), BUFFERS
+    )
+    return [*bodies, short.numpy().tobytes()]
 
 
 def _codecs(data: bytes) -> None:
     for name in CODECS:
         with contextlib.suppress(ProtocolError):
             codec(name).decode(memoryview(data), 8)
+    with contextlib.suppress(ProtocolError):
+        BUFFERS.decode(unpacked(memoryview(data), BASE, BUFFERS), 18)
 
 
 def _blob() -> bytes:

@@ -44,6 +44,18 @@ def test_a_body_carries_the_buffers_that_differ(which: tuple[int, ...]) -> None:
     assert short.numel() in packed_sizes(WIRE, N)
 
 
+@pytest.mark.parametrize("name", ["fp32", "bf16", "int8", "int4", "int2", "topk-4"])
+@pytest.mark.parametrize("numel", [0, 1, 7, 300])
+def test_it_does_not_matter_how_the_parameters_are_encoded(name: str, numel: int) -> None:
+    """Some bodies have odd sizes before the buffers; some fragments have buffers alone."""
+    wire = BuffersExact(codec(name), numel, SIZES)
+    body = body_of(changed(BASE, 2), wire)
+    short = packed(body, BASE, wire)
+    assert short.numel() == codec(name).nbytes(numel) + 1 + 4 * 3
+    assert torch.equal(unpacked(short, BASE, wire), body)
+    assert torch.equal(short[: wire.parameters_nbytes], body[: wire.parameters_nbytes])
+
+
 def test_a_body_of_which_all_has_changed_stays_as_it_is() -> None:
     body = body_of(changed(BASE, 0, 1, 2, 3))
     assert packed(body, BASE, WIRE) is body
