@@ -108,8 +108,8 @@ SHARDS = (
         "everybody hears of a version before the disk has it",
         Merging,
         "_merge",
-        "return disk.merge(fragment, effect.version, memory)",
-        "return tensors.merge(fragment)",
+        "copy = disk.merge(fragment, effect.version, memory)",
+        "copy = tensors.merge(fragment)",
         noticed_by=2,
     ),
     Break(
