@@ -261,8 +261,8 @@ def test_a_shard_at_an_address_of_elsewhere_is_named(make: Make) -> None:
     host = system.shards[0].host
     assert host is not None
     host._addresses = (system.addresses[0], wrong)
-    with pytest.raises(TransportError, match=f"^{wrong}: no answer within join_timeout=0.5 s"):
-        system.learner(Model(), "learner-0", join_timeout=0.5)
+    with pytest.raises(TransportError, match=f"^{wrong}: no answer within join_timeout=3 s"):
+        system.learner(Model(), "learner-0", join_timeout=3.0)
 
 
 async def test_what_is_no_syncer_is_called_so() -> None:

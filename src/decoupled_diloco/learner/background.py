@@ -463,7 +463,8 @@ class Background:
             machine = LearnerMachine(options_of(config), me.name, admitted.epoch, me.nonce, me.role)
             plan, alpha = plan_of(layout, config), config.sync.blend_alpha
             tensors = LearnerTensors(plan, self._store, alpha)
-            self._tape = self._make_tape(header_of(machine, config)) if self._make_tape else None
+            if self._make_tape and not self._stop_asked:  # else it would stay open
+                self._tape = self._make_tape(header_of(machine, config))
             recorder = Recorder(machine, self._tape) if self._tape else Unrecorded(machine)
             self.links.addresses = [reached_by(each, dialled) for each in admitted.shards]
             self.shared = Shared(machine, tensors, config, recorder)
