@@ -413,9 +413,10 @@ async def test_a_body_that_lies_is_refused(
 @pytest.mark.parametrize("change", [-1, +1])
 async def test_a_body_of_another_size_is_refused(rogue: Rogue, change: int) -> None:
     pull = await rogue.hear(say.Pull)
-    body = rogue.body(pull)
-    other = body[:change] if change < 0 else torch.cat([body, body[:change]])
-    with pytest.raises(ProtocolError, match=f"exactly {len(body)} bytes, not {len(other)}"):
+    sizes = rogue.plan.uplink_sizes(pull.fragment)  # several, if it has buffers
+    other = torch.zeros((sizes[0] if change < 0 else sizes[-1]) + change, dtype=torch.uint8)
+    sizes_named = f"exactly {sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+    with pytest.raises(ProtocolError, match=f"{sizes_named} bytes, not {len(other)}"):
         await rogue.upload(pull, other)
     rogue.channel.send(encode(say.Decline(pull.fragment, pull.ask, False, "a real one says so")))
 
