@@ -86,7 +86,7 @@ class TapeWriter:
         self._unwritten = memoryview(b"")
         self._unwritten_records = 0
         self._is_failing = False
-        self._ended = False
+        self._ended = self._is_closed = False
         self._lock = threading.Lock()
         self._making = threading.Lock()
         self._writing = threading.Lock()
@@ -138,6 +138,8 @@ class TapeWriter:
     def flush(self) -> None:
         """Writes what is buffered to the file (the kernel has it then, not yet the disk)."""
         with self._writing:
+            if self._is_closed:
+                return
             self.make_text(len(self._buffer))
             with self._making:
                 lines, self._lines = self._lines, []
@@ -164,7 +166,7 @@ class TapeWriter:
         Raises:
             OSError: What is not written is pending still.
         """
-        if self._file.closed:
+        if self._file.closed:  # a full disk took no new file after a segment
             self._file = open_to_append(self.path)
         while self._pending or self._unwritten:
             if not self._unwritten:
@@ -203,7 +205,7 @@ class TapeWriter:
             self.flush()
         finally:
             with self._writing, self._lock:
-                self._ended = True
+                self._ended = self._is_closed = True
                 self.dropped += len(self._pending) + self._unwritten_records
                 self._clear()
                 self._file.close()
@@ -213,7 +215,7 @@ class TapeWriter:
     def abandon(self) -> None:
         """Closes the file as it is, as the death of the process does: what is buffered is lost."""
         with self._writing, self._making, self._lock:
-            self._ended = True
+            self._ended = self._is_closed = True
             self._buffer.clear()
             self._lines.clear()
             self._clear()

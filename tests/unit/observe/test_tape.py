@@ -324,6 +324,7 @@ def test_a_closed_tape_drops(tmp_path):
     tape.flush()
     tape.close()
     assert tape.dropped == 1
+    assert tape._file.closed, "a flush does not open it again"
 
 
 class FullDisk:
