@@ -27,12 +27,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import tomli_w
 import torch
 from evidence import keep, spread
 from torch import nn
 
 from decoupled_diloco import Learner
-from decoupled_diloco.config import RunConfig, dump_config
 from decoupled_diloco.config.sync import bits_of
 from decoupled_diloco.workloads import load_workload
 
@@ -88,24 +88,26 @@ ESTIMATE_TENSORS = (
 )
 
 
-def server_config(case: str, host: str, folder: Path, codec: str, fragments: int = 24) -> RunConfig:
-    return RunConfig(
-        run={
+def run_file(case: str, host: str, folder: Path, codec: str, fragments: int = 24) -> str:
+    """The run's settings as TOML: only those that older versions know, too."""
+    tables = {
+        "run": {
             "learners": 1,
             "budget_steps": 10**7,
             "evaluator": False,
             "folder": str(folder / "run"),
         },
-        sync={
+        "sync": {
             "fragments": fragments,
             "period": 24,
             "overlap": 2,
             "uplink_codec": codec,
             "downlink_codec": codec,
         },
-        syncer={"host": host, "port": 7311, "token_file": str(folder / "token")},
-        workload={"options": {**OPTIONS.get(case, {}), "total_steps": 10**6}},
-    )
+        "syncer": {"host": host, "port": 7311, "token_file": str(folder / "token")},
+        "workload": {"options": {**OPTIONS.get(case, {}), "total_steps": 10**6}},
+    }
+    return tomli_w.dumps(tables)
 
 
 def loop_of(case: str) -> tuple[nn.Module, Callable[[], int]]:
@@ -279,9 +281,7 @@ def run_case(
         if mbit:
             make_link(mbit)
         (folder / "token").write_text("benchmark")
-        (folder / "run.toml").write_text(
-            dump_config(server_config(case, host, folder, codec, fragments))
-        )
+        (folder / "run.toml").write_text(run_file(case, host, folder, codec, fragments))
         cli = [sys.executable, "-m", "decoupled_diloco.cli"]
         serve = [*cli, "syncer", str(folder / "run.toml"), "--shard", "0"]
         with (folder / "shard.log").open("wb") as log:
