@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -42,11 +43,14 @@ def calls_in(work: Callable[[], object]) -> int:
     def note(frame: Any, event: str, argument: Any) -> None:
         counted[event] += event in ("call", "c_call")
 
+    gc.collect()
+    gc.disable()  # a collection would call the finalizers of other tests' objects
     sys.setprofile(note)
     try:
         work()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return counted.total()
 
 
