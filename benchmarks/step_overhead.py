@@ -53,7 +53,7 @@ SHORT = {
 }
 OPTIONS = {f"{name}, short": options for name, options in SHORT.items()} | CASES
 TENSORS = {"2,000 tensors": 2_000, "20,000 tensors": 20_000}
-"""Models of so many matrices of 8 x 8, as a mixture of experts has."""
+"""Models with this many 8 x 8 matrices; a mixture of experts has thousands of small tensors."""
 
 SHORT_FRAGMENTS = (24, 4)
 """Of a period of 24 steps: a merge in every step, and one in every sixth."""
@@ -89,7 +89,7 @@ ESTIMATE_TENSORS = (
 
 
 def run_file(case: str, host: str, folder: Path, codec: str, fragments: int = 24) -> str:
-    """The run's settings as TOML: only those that older versions know, too."""
+    """The run's settings as TOML. They contain nothing that older versions do not know."""
     tables = {
         "run": {
             "learners": 1,
@@ -356,6 +356,8 @@ def main() -> None:
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--address", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.before and not arguments.short:
+        parser.error("--before needs --short: no other measurement compares two versions")
     if arguments.short:
         measure_short(arguments.blocks, arguments.before)
         return

@@ -146,7 +146,7 @@ def test_a_buffer_is_sent_only_when_it_has_changed(make: Make, changes: bool, bu
     stats = system.shards[0]._server.stats
     with training(*trainers):
         up, down = stats.data_bytes_received, stats.data_bytes_sent
-        assert min(up, down) >= MASK_NBYTES, "who joins has everything"
+        assert min(up, down) >= MASK_NBYTES, "a joining learner gets every buffer"
         gate.set()
         for trainer in trainers:
             trainer.end()

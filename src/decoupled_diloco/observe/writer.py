@@ -151,12 +151,13 @@ class TapeWriter:
                     self._is_failing = True
                     self._tell(
                         f"cannot be written: {error.strerror}",
-                        "its records wait in memory, and training goes on; free disk space",
+                        "its records wait in memory, and training continues; free disk space",
                     )
                 return
             if self._is_failing:
                 self._is_failing = False
-                logger.warning("%s can be written again, and no record is missing", self.path)
+                if not self.dropped:
+                    logger.warning("%s can be written again, and no record is missing", self.path)
 
     def _write_pending(self) -> None:
         """Writes the text that is pending; where a segment is full it is cut.
@@ -246,8 +247,8 @@ class TapeWriter:
         if full:
             self._tell(
                 f"is written too slowly ({waiting} records wait for the disk)",
-                f"the event tape of {self.who} ends here, and training goes on; choose a disk that "
-                "is faster or has more space before the next run",
+                f"no more events of {self.who} are recorded, and training continues; use a faster "
+                "or larger disk for the next run",
             )
         return seq
 

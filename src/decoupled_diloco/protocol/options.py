@@ -98,9 +98,9 @@ class Options:
 
     @property
     def mergeable_versions(self) -> int:
-        """From so many versions before the newest may a contribution be made that is merged.
+        """How many versions a contribution's base may be behind the newest one and still be merged.
 
-        One more is on its way to become the newest.
+        It includes the version that is about to become the newest.
         """
         return 1 + (self.late_rounds_max if self.late == "next" else 0)
 

@@ -115,7 +115,7 @@ class Runtime:
         return ThreadPoolExecutor(1, thread_name_prefix=name)
 
     def works_in_place(self, numel: int) -> bool:
-        """Whether work on so many elements is done in the event loop instead of a worker."""
+        """Whether tensors of this size are processed in the event loop, not in a worker."""
         return numel <= IN_PLACE_NUMEL
 
     def strand(self, name: str) -> Strand:

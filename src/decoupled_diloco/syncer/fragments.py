@@ -85,7 +85,7 @@ class ShardTensors:
     Args:
         plan: The run's layout, cut, codecs and merge method.
         owned: The fragments of this shard.
-        earlier_versions: From so many versions before the newest may a contribution be made.
+        earlier_versions: How many versions a contribution's base may be behind the newest one.
     """
 
     def __init__(self, plan: MergePlan, owned: tuple[int, ...], earlier_versions: int = 1) -> None:

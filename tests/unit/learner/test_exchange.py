@@ -47,6 +47,22 @@ def tensors_of(model: nn.Module) -> LearnerTensors:
     return LearnerTensors(plan, ModuleStore(model), blend_alpha=0.25)
 
 
+def exchange_of(tensors: LearnerTensors, client: object, told: list[object]) -> BodyExchange:
+    async def in_worker(task: Callable[[], Tensor]) -> Tensor:
+        return task()
+
+    return BodyExchange(
+        client=lambda: cast("Client", client),
+        address_of=lambda shard: "",
+        reaches=lambda shard: True,
+        tensors=lambda: tensors,
+        changed=REAL.monitor(),
+        told=told.append,
+        say=lambda shard, message: None,
+        in_worker=cast("Any", in_worker),
+    )
+
+
 @pytest.fixture
 def tensors() -> LearnerTensors:
     learner = tensors_of(nn.Linear(4, 3, bias=False))
@@ -82,19 +98,8 @@ async def test_a_whole_copy_is_staged_only_if_its_digest_is_the_announced_one(
     values = torch.linspace(-1, 1, N)
     told: list[object] = []
 
-    async def in_worker(task: Callable[[], Tensor]) -> Tensor:
-        return task()
-
-    exchange = BodyExchange(
-        client=lambda: cast("Client", Served(values if is_right else values + 0.25)),
-        address_of=lambda shard: "",
-        reaches=lambda shard: True,
-        tensors=lambda: tensors,
-        changed=REAL.monitor(),
-        told=told.append,
-        say=lambda shard, message: None,
-        in_worker=in_worker,
-    )
+    served = Served(values if is_right else values + 0.25)
+    exchange = exchange_of(tensors, served, told)
     version = Version(1, 4)
     await exchange.fetch(Fetch(0, 0, version, "/w", True, values_digest(values), "it is behind"))
     assert [type(event) for event in told] == [Fetched if is_right else FetchFailed]
@@ -106,16 +111,7 @@ async def test_a_difference_of_an_impossible_size_is_not_fetched(nbytes: int) ->
     """No memory is taken for it; the learner fetches the whole copy instead."""
     told: list[object] = []
     tensors = tensors_of(nn.BatchNorm1d(2))  # its difference has 8 bytes, flags, and 16 bytes
-    exchange = BodyExchange(
-        client=lambda: cast("Client", None),
-        address_of=lambda shard: "",
-        reaches=lambda shard: True,
-        tensors=lambda: tensors,
-        changed=REAL.monitor(),
-        told=told.append,
-        say=lambda shard, message: None,
-        in_worker=cast("Any", None),
-    )
+    exchange = exchange_of(tensors, None, told)
     await exchange.fetch(Fetch(0, 0, Version(1, 4), "/d", False, "digest", "it follows", nbytes))
     (event,) = told
     assert isinstance(event, FetchFailed)

@@ -190,8 +190,8 @@ def test_leaving_buffers_out_changes_no_bit(
         shard.installed(0, Version(1, 0))
     held, saved = [(Version(1, 0), begin)] * 3, 0
     for number in range(1, 9):
-        for who, (store, model) in enumerate(zip(stores, models, strict=True)):
-            base, published = held[who]
+        for index, (store, model) in enumerate(zip(stores, models, strict=True)):
+            base, published = held[index]
             store.overwrite(part, published)
             with torch.no_grad():
                 model.hidden.weight.add_(rng.uniform(-1, 1))
@@ -200,25 +200,25 @@ def test_leaving_buffers_out_changes_no_bit(
                         changes.fill_(rng.random())
             capture = Capture(plan, 0, store.snapshot(part), published)
             body, told, _ = capture.encode("bf16")
-            sent, ask = capture.packed(body, "bf16"), Asking(number, who)
+            sent, ask = capture.packed(body, "bf16"), Asking(number, index)
             saved += body.numel() - sent.numel()
             whole.verify(0, ask, body, told)
             short.verify(0, ask, short.unpacked(0, sent, base), told)
             for shard in (whole, short):
-                shard.fold(0, ask, 1, who + 1)
+                shard.fold(0, ask, 1, index + 1)
         full, copy = whole.merge(0), short.merge(0)
         packed = short.published(0, Version(1, number), copy).difference
         saved += full.difference.numel() - packed.numel()
         assert torch.equal(whole.whole(0), short.whole(0))
-        for who, (base, published) in enumerate(held):
-            if base == Version(1, number - 1) and (who == 0 or rng.random() < 0.6):
-                learner = LearnerTensors(plan, stores[who])
+        for index, (base, published) in enumerate(held):
+            if base == Version(1, number - 1) and (index == 0 or rng.random() < 0.6):
+                learner = LearnerTensors(plan, stores[index])
                 learner.stage(0, published)
                 received = learner.next_values(0, packed, full.digest)
                 assert torch.equal(received, whole.whole(0))
-                held[who] = Version(1, number), received
+                held[index] = Version(1, number), received
             elif number - base.counter == 3:
-                held[who] = Version(1, number), whole.whole(0)
+                held[index] = Version(1, number), whole.whole(0)
     assert saved > 100
 
 

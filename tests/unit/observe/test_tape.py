@@ -304,7 +304,7 @@ def test_a_buffer_that_outgrows_its_bound_ends_the_tape_and_is_told_once(tmp_pat
     kept = 51 - tape.dropped
     assert 1 < kept < 20
     assert len(told) == 1
-    assert "wait for the disk): the event tape of learner-0 ends here" in str(told[0])
+    assert "wait for the disk): no more events of learner-0 are recorded" in str(told[0])
     tape.flush()
     tape.event(60.0, StepFinished(60))
     tape.close()
@@ -401,7 +401,7 @@ def test_a_disk_that_stays_full_ends_the_tape(tmp_path, monkeypatch):
         tape.flush()
     assert tape.dropped == 40
     assert "No space left" in str(told[0])
-    assert "10 records wait for the disk): the event tape of learner-0 ends here" in str(told[1])
+    assert "10 records wait for the disk): no more events of learner-0 are recorded" in str(told[1])
     assert len(told) == 2
     tape._file.room = 10**6
     tape.close()

@@ -27,20 +27,24 @@ N = 12
 _T = TypeVar("_T")
 
 
+def plan_of(model: nn.Module) -> MergePlan:
+    return MergePlan.make(
+        layout_of(model),
+        fragments=1,
+        strategy="balanced",
+        uplink="fp32",
+        downlink="fp32",
+        method="rda",
+        weighting="tokens",
+        outer=make_outer("sgd", 1.0, 0.0),
+    )
+
+
 class Shard:
     """As much of a shard as an intake needs: everything that it starts and tells is noted."""
 
     def __init__(self) -> None:
-        plan = MergePlan.make(
-            layout_of(nn.Linear(4, 3, bias=False)),
-            fragments=1,
-            strategy="balanced",
-            uplink="fp32",
-            downlink="fp32",
-            method="rda",
-            weighting="tokens",
-            outer=make_outer("sgd", 1.0, 0.0),
-        )
+        plan = plan_of(nn.Linear(4, 3, bias=False))
         self.bodies = BodyBooks(ReceivePool(1 << 20), Limits(stall_seconds=0.02))
         self.told: list[Any] = []
         self.tasks: list[asyncio.Task[None]] = []
@@ -189,16 +193,7 @@ async def test_a_body_may_leave_out_the_buffers_of_its_base(shard: Shard) -> Non
     kept: dict[str, bytes] = {}
     model = nn.BatchNorm1d(4)
     model.register_buffer("mask", torch.ones(64, 64))
-    plan = MergePlan.make(
-        layout_of(model),
-        fragments=1,
-        strategy="balanced",
-        uplink="fp32",
-        downlink="bf16",
-        method="rda",
-        weighting="tokens",
-        outer=make_outer("sgd", 1.0, 0.0),
-    )
+    plan = plan_of(model)
     tensors = ShardTensors(plan, (0,))
     values = torch.rand(plan.layout.numel)
     tensors.install(0, values)
