@@ -23,6 +23,7 @@ from decoupled_diloco.config.addresses import (
     reached_by,
     url_of,
 )
+from decoupled_diloco.config.resume import RUN_FILE
 from decoupled_diloco.errors import ConfigError, Error, StorageError
 from decoupled_diloco.storage.files import write_text
 
@@ -40,8 +41,6 @@ its own: a line for each of its places, the newest last."""
 
 STATE = "coordinator.json"
 """The file with the coordinator's state, for readers."""
-
-SETTINGS = "run.toml"
 
 WAIT_SECONDS = 0.5
 """How often a process looks whether the syncer has been started."""
@@ -150,7 +149,7 @@ def recorded_end(run: Path) -> str:
     """
     try:
         kept = json.loads((run / STATE).read_text())
-        then, now = json.loads(kept["settings"]), tomllib.loads((run / SETTINGS).read_text())
+        then, now = json.loads(kept["settings"]), tomllib.loads((run / RUN_FILE).read_text())
         if kept["state"]["phase"] != "finished" or _budget_of(then) != _budget_of(now):
             return ""
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

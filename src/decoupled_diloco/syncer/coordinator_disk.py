@@ -19,9 +19,10 @@ from decoupled_diloco.errors import LeaseError, StorageError
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.storage.claims import create_once, newest_number, numbered
 from decoupled_diloco.storage.files import write_text
+from decoupled_diloco.storage.shared_folder import STATE
 from decoupled_diloco.syncer.shard_lease import NoStandby, ShardLease
 
-FILE = "coordinator.json"
+FILE = STATE
 """The newest state; where several may act, a copy for readers, which decides nothing."""
 
 JOINED = "coordinator.joined"
