@@ -21,15 +21,22 @@ import socket
 import sys
 import termios
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 
-from decoupled_diloco.errors import TransportError
+from decoupled_diloco.errors import ProtocolError, TransportError
 from decoupled_diloco.transport.base import PIECE_BYTES, Health, Limits, OnChannel, Peer, Stats
 from decoupled_diloco.transport.bodies import PREFIX, BodyBooks, Offer, Stream
-from decoupled_diloco.transport.channel import NOTHING_MORE, WebSocketChannel, handle
+from decoupled_diloco.transport.channel import (
+    NOTHING_MORE,
+    SMALL_BODY_BYTES,
+    WebSocketChannel,
+    handle,
+    with_body,
+)
 from decoupled_diloco.transport.documents import FACT_PREFIX, NoSuchDocumentError, Query
 from decoupled_diloco.transport.door import Door
 from decoupled_diloco.transport.pool import ReceivePool
@@ -316,7 +323,13 @@ class HttpServer:
         except ValueError:  # of a key that is not even ASCII
             raise RequestRefusal(400, "the control plane is a WebSocket") from None
         address = _address(request)
-        channel = WebSocketChannel(ws, Peer(principal, role, address), self._limits, self.stats)
+        channel = WebSocketChannel(
+            ws,
+            Peer(principal, role, address),
+            self._limits,
+            self.stats,
+            partial(self._answer, principal),
+        )
         self._channels.setdefault(principal, []).append(channel)
         self._close_oldest(principal)
         channel.start()
@@ -351,6 +364,35 @@ class HttpServer:
             if not channels:
                 del self._channels[principal]
             await channel.close(NOTHING_MORE)
+
+    async def _answer(self, principal: str, header: dict[str, Any], body: memoryview) -> bytes:
+        """Carries out a request for a small body that came over a control channel."""
+        key, fetched = header.get("put"), header.get("get")
+        try:
+            if isinstance(key, str):
+                stream = self.bodies.open(key, principal, (0, len(body)), len(body), False)
+                async with stream.receiving():
+                    stream.write(body)
+                    self.stats.data_bytes_received += len(body)
+                return with_body({})
+            if isinstance(fetched, str):
+                return self._offered(fetched, principal, header.get("nbytes"))
+        except RequestRefusal as refusal:
+            return with_body({"status": refusal.status, "reason": refusal.text})
+        raise ProtocolError("a binary frame names neither what it puts nor what it gets")
+
+    def _offered(self, key: str, principal: str, nbytes: object) -> bytes:
+        offer = self.bodies.look_up(key)
+        size = len(offer.body)
+        if nbytes != size or size > SMALL_BODY_BYTES:
+            return with_body({"nbytes": size, "digest": offer.digest})
+        download = self.bodies.fetch(key, principal, (0, size))
+        try:
+            download.sent(size)
+            self.stats.data_bytes_sent += size
+            return with_body({"nbytes": size, "digest": offer.digest}, offer.body)
+        finally:
+            download.close()
 
     async def _put(self, request: web.BaseRequest, principal: str, key: str) -> web.StreamResponse:
         part, total = _part_of_put(request)

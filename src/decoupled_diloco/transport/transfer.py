@@ -161,6 +161,7 @@ class Transfer:
     slots: Slots  # bounds the connections of all transfers to this server
     first: int = 0  # where in the body it begins, if it is a part
     retries: int = field(default=0)
+    resumed: bool = False  # bytes may have been moved before
 
     async def run(self, controller: StripeController, rtt: float | None) -> tuple[int, float]:
         """Move everything; return the stripe count used and the seconds it took."""
@@ -189,7 +190,7 @@ class Transfer:
     async def _persist(self, start: int, stop: int) -> None:
         """Move one range, resuming until it is whole or attempts stop helping."""
         backoff = Backoff(self.rng)
-        missing, failures, resumed = [(start, stop)], 0, False
+        missing, failures, resumed = [(start, stop)], 0, self.resumed
         while missing:
             before = _size(missing)
             try:

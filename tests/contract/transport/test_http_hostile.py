@@ -16,6 +16,7 @@ import pytest
 
 from decoupled_diloco.errors import ProtocolError, TransportError
 from decoupled_diloco.transport.base import Channel, Limits
+from decoupled_diloco.transport.channel import SMALL_BODY_BYTES, split_body, with_body
 from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.http_server import HttpServer
 from decoupled_diloco.transport.tokens import Tokens
@@ -225,7 +226,12 @@ async def reason_of(channel: Any) -> str:
         ("[1, 2]", "JSON list, not an object"),
         ("[" * 200_000, "is not JSON"),
         ('{"n": ' + "9" * 10_000 + "}", "is not JSON"),
-        (b"binary", "binary data on the control plane"),
+        (b"bin", "shorter than its header"),
+        (b"\0\0\0\x09binary", "shorter than its header"),
+        (b"\0\0\0\x06binary", "is not JSON"),
+        (b"\0\0\0\x02[]", "JSON list, not an object"),
+        (b"\0\0\0\x02{}", "names neither what it puts nor what it gets"),
+        (b'\0\0\0\x09{"get":1}', "names neither what it puts nor what it gets"),
         ("x" * (2 * MIB), "protocol violation"),
     ],
 )
@@ -235,6 +241,32 @@ async def test_violations_close_the_channel(target: Target, text: Any, reason: s
     why = await reason_of(channel)
     assert "protocol violation" in why
     assert reason in why
+    await socket.close()
+
+
+async def test_a_second_body_before_the_first_is_answered_closes_the_channel(
+    target: Target,
+) -> None:
+    socket, channel = await open_control(target)
+    memory = await target.server.pool.acquire(target.server.pool.nbytes)
+    target.server.bodies.expect("a", 4, "learner-0")
+    put = with_body({"put": "a"}, b"body")
+    await socket.send_bytes(put)  # it waits for memory
+    await socket.send_bytes(put)
+    assert "a binary frame that nothing asked for" in await reason_of(channel)
+    memory.release()
+    await socket.close()
+
+
+async def test_an_offer_that_is_too_large_for_a_channel_does_not_go_over_it(
+    target: Target,
+) -> None:
+    socket, _ = await open_control(target)
+    size = SMALL_BODY_BYTES + 1
+    target.server.bodies.offer("a", memoryview(bytes(size)), "digest")
+    await socket.send_bytes(with_body({"get": "a", "nbytes": size}))
+    header, body = split_body((await socket.receive()).data)
+    assert (header, len(body)) == ({"nbytes": size, "digest": "digest"}, 0)
     await socket.close()
 
 

@@ -11,6 +11,7 @@ import pytest
 import encrypted
 from decoupled_diloco.errors import ConfigError, TransportError
 from decoupled_diloco.transport.base import Channel
+from decoupled_diloco.transport.channel import SMALL_BODY_BYTES
 from decoupled_diloco.transport.documents import Document, fetch
 from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.http_server import HttpServer
@@ -89,13 +90,14 @@ async def test_all_requests_go_by_the_proxy(world: tuple[str, Proxy, HttpServer]
     tls = encrypted.dialled(encrypted.folder()) if secure else None
     client = HttpClient(tls=tls)
     channel = await client.connect(address, "learner", "learner-0")
-    server.bodies.offer("one", memoryview(b"body"), "digest")
-    out = memoryview(bytearray(4))
+    body = bytes(SMALL_BODY_BYTES + 1)  # it has a request of its own
+    server.bodies.offer("one", memoryview(body), "digest")
+    out = memoryview(bytearray(len(body)))
     await client.get("/bodies/one", out)
     await channel.close()
     await client.close()
     found = await asyncio.to_thread(fetch, address, "/document", {}, None, tls)
-    assert (bytes(out), found.body) == (b"body", b"text")
+    assert (bytes(out), found.body) == (body, b"text")
     way = f"CONNECT {NAME}:7070" if secure else f"GET http://{NAME}:7070/"
     assert len(proxy.asked) == 3
     assert all(each.startswith(way) for each in proxy.asked), proxy.asked
