@@ -31,6 +31,7 @@ from decoupled_diloco.merge import (
     parameters_numel,
     scatter,
 )
+from decoupled_diloco.merge.fragments import Views, views_of
 from decoupled_diloco.merge.layout import named_tensors
 
 Values = Any
@@ -137,6 +138,7 @@ class ModuleStore:
             for number, spec in enumerate(self._layout.tensors)
             if spec.is_buffer
         }
+        self._views: dict[int, Views | None] = {}
         self._device = self._tensors[0].device
         self._side = SideStream(self._device) if self._device.type == "cuda" else None
 
@@ -155,26 +157,32 @@ class ModuleStore:
                 self._tensors[number] = getattr(owner, name)
         return self._tensors
 
+    def _views_of(self, fragment: Fragment) -> tuple[Sequence[Tensor], Views | None]:
+        tensors, index = self._tensors_of(fragment), fragment.index
+        self._views[index] = views_of(fragment, tensors, self._views.get(index))
+        return tensors, self._views[index]
+
     def snapshot(self, fragment: Fragment) -> HostCopy:
         """See `ParameterStore.snapshot`."""
-        if self._side is None:
-            return Copied(gather(fragment, self._tensors_of(fragment)))
+        tensors, views = self._views_of(fragment)
         flat = torch.empty(fragment.numel, dtype=torch.float32, device=self._device)
-        gather(fragment, self._tensors_of(fragment), flat)
+        gather(fragment, tensors, flat, views)
+        if self._side is None:
+            return Copied(flat)
         (pinned,), event = self._side.download([flat], self._side.mark())
         return Copying(pinned, event)
 
     def overwrite(self, fragment: Fragment, values: Tensor) -> None:
         """See `ParameterStore.overwrite`."""
-        scatter(fragment, self._upload(values), self._tensors_of(fragment))
+        scatter(fragment, self._upload(values), *self._views_of(fragment))
 
     def combine(
         self, fragment: Fragment, values: Tensor, minus: HostCopy | None, keep: float
     ) -> None:
         """See `ParameterStore.combine`."""
         theta = torch.empty(fragment.numel, dtype=torch.float32, device=self._device)
-        tensors = self._tensors_of(fragment)
-        gather(fragment, tensors, theta)
+        tensors, views = self._views_of(fragment)
+        gather(fragment, tensors, theta, views)
         new = self._upload(values)
         if minus is not None:
             theta.sub_(self._reference(minus)).add_(new)
@@ -182,7 +190,7 @@ class ModuleStore:
             theta.mul_(keep).add_(new, alpha=1 - keep)
         trained = parameters_numel(fragment, self._layout)
         theta[trained:].copy_(new[trained:])  # a mean of buffers leaves nothing to carry
-        scatter(fragment, theta, tensors)
+        scatter(fragment, theta, tensors, views)
 
     def prepare(self, values: Tensor) -> Tensor:
         """See `ParameterStore.prepare`: pinned memory for CUDA."""

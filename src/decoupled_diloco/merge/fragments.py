@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import pairwise
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
@@ -419,18 +419,68 @@ def clipped(fragment: Fragment, start: int, stop: int) -> Fragment:
     return Fragment(fragment.index, tuple(pieces))
 
 
-def gather(fragment: Fragment, tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+@dataclass(frozen=True)
+class Views:
+    """A fragment's pieces as flat views of its tensors.
+
+    Making them costs as much as all else that a step does for a model of thousands of small
+    tensors, so who copies a fragment again and again keeps them (`views_of`).
+    """
+
+    fragment: Fragment
+    owners: list[Tensor]
+    addresses: list[int]
+    pieces: list[Tensor]
+    kinds: frozenset[tuple[torch.dtype, torch.device]]
+
+    def hold_for(self, fragment: Fragment, owners: Sequence[Tensor]) -> bool:
+        """Whether these are still the fragment's tensors, with the memory that they had."""
+        return (
+            self.fragment is fragment
+            and all(map(is_, self.owners, owners))
+            and list(map(Tensor.data_ptr, owners)) == self.addresses
+            and all(map(Tensor.is_contiguous, owners))
+        )
+
+
+def views_of(
+    fragment: Fragment, tensors: Sequence[Tensor], before: Views | None = None
+) -> Views | None:
+    """Return flat views of a fragment's pieces; None if a tensor has no such view.
+
+    Args:
+        tensors: The tensors of the layout, in its order.
+        before: What was returned last, which is returned again if it still holds.
+    """
+    owners = [tensors[number] for number in fragment.tensors]
+    if before is not None and before.hold_for(fragment, owners):
+        return before
+    if not _are_plain(owners) or not all(map(Tensor.is_contiguous, owners)):
+        return None
+    with torch.no_grad():
+        pieces = _pieces(fragment, tensors)
+    kinds = frozenset((piece.dtype, piece.device) for piece in pieces)
+    return Views(fragment, owners, list(map(Tensor.data_ptr, owners)), pieces, kinds)
+
+
+def gather(
+    fragment: Fragment,
+    tensors: Sequence[Tensor],
+    out: Tensor | None = None,
+    views: Views | None = None,
+) -> Tensor:
     """Copy a fragment's pieces into one flat vector.
 
     Args:
         tensors: The tensors of the layout, in its order; any floating dtype, device and strides.
         out: Vector [N] to fill, any floating dtype and device; a new fp32 one on the CPU if None.
+        views: What `views_of` returned for these tensors.
     """
     if out is None:
         out = torch.empty(fragment.numel, dtype=torch.float32, device="cpu")
     assert out.shape == (fragment.numel,), f"out has shape {tuple(out.shape)}"
     with torch.no_grad():
-        pieces = _pieces(fragment, tensors)
+        pieces = _pieces(fragment, tensors) if views is None else views.pieces
         if set(map(attrgetter("device"), pieces)) == {out.device}:
             torch.cat(pieces, out=out)  # one call, however many small tensors there are
         else:
@@ -439,33 +489,37 @@ def gather(fragment: Fragment, tensors: Sequence[Tensor], out: Tensor | None = N
     return out
 
 
-def scatter(fragment: Fragment, flat: Tensor, tensors: Sequence[Tensor]) -> None:
+def scatter(
+    fragment: Fragment, flat: Tensor, tensors: Sequence[Tensor], views: Views | None = None
+) -> None:
     """Copy a flat vector back into the tensors, in place, rounding to each tensor's dtype.
 
     Args:
         flat: Vector [N], any floating dtype and device.
         tensors: The tensors of the layout, in its order; may be leaves that require gradients.
+        views: What `views_of` returned for these tensors.
     """
     assert flat.shape == (fragment.numel,), f"flat has shape {tuple(flat.shape)}"
+    views = views_of(fragment, tensors) if views is None else views
     with torch.no_grad():
-        values = flat.split_with_sizes(fragment.sizes)
-        owners = [tensors[number] for number in fragment.tensors]
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
-        if _are_plain(owners) and all(map(Tensor.is_contiguous, owners)):
-            targets, sources = _pieces(fragment, tensors), list(values)
+        if views is None:
+            _scatter_one_by_one(fragment, flat, tensors)
+        elif views.kinds == {(flat.dtype, flat.device)}:
+            torch.split_with_sizes_copy(flat, fragment.sizes, out=views.pieces)
+        elif views.pieces:
+            torch._foreach_copy_(views.pieces, list(flat.split_with_sizes(fragment.sizes)))
+
+
+def _scatter_one_by_one(fragment: Fragment, flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """For tensors that are wrapped, or have no flat view."""
+    for piece, source in zip(fragment.pieces, flat.split_with_sizes(fragment.sizes), strict=True):
+        tensor = tensors[piece.tensor].detach()
+        if tensor.is_contiguous() and not is_wrapper(tensor):
+            _part(tensor.view(-1), piece).copy_(source)
         else:
-            for piece, owner, source in zip(fragment.pieces, owners, values, strict=True):
-                tensor = owner.detach()
-                if tensor.is_contiguous() and not is_wrapper(tensor):
-                    targets.append(_part(tensor.view(-1), piece))
-                    sources.append(source)
-                else:
-                    whole = _flat(tensor).clone()  # these elements cannot be viewed as flat
-                    whole[piece.start : piece.stop].copy_(source)
-                    tensor.copy_(whole.view(tensor.shape))
-        if targets:
-            torch._foreach_copy_(targets, sources)
+            whole = _flat(tensor).clone()  # these elements cannot be viewed as flat
+            whole[piece.start : piece.stop].copy_(source)
+            tensor.copy_(whole.view(tensor.shape))
 
 
 def _pieces(fragment: Fragment, tensors: Sequence[Tensor]) -> list[Tensor]:

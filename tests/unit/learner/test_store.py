@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from decoupled_diloco.learner.store import ModuleStore, Rounded
-from decoupled_diloco.merge import Fragment, partition
+from decoupled_diloco.merge import Fragment, gather, partition
 from fake_side_stream import FakeSideStream, MetaSideStream, OnOneDevice
 
 DEVICES = [
@@ -140,3 +140,49 @@ def test_nothing_goes_to_the_device_but_by_the_stream_beside(mode: str) -> None:
             case _:
                 store.combine(fragment, new, None, 0.5)
     assert sent.values().device.type == "cpu"
+
+
+def _replaced(module: nn.Module, how: str) -> None:
+    """Give the model's first parameter other memory."""
+    weight = next(module.parameters())
+    match how:
+        case "data":
+            weight.data = torch.full_like(weight, 3.0)
+        case "columns":
+            weight.data = torch.full((4, 4), 3.0).t()
+            weight.data[0, 1] = 7.0
+        case "dtype":
+            weight.data = torch.full((4, 4), 3.0, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("how", ["data", "columns", "dtype"])
+def test_a_parameter_with_new_memory_is_read_and_written_there(how: str) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+    store = ModuleStore(module)
+    (fragment,) = partition(store.layout, 1)
+    store.overwrite(fragment, torch.zeros(fragment.numel))  # from now on views are kept
+    _replaced(module, how)
+    module[2].running_mean = torch.full((4,), 5.0)  # type: ignore[union-attr]
+    expected = gather(fragment, list(_tensors_now(module, store)))
+    assert torch.equal(store.snapshot(fragment).values(), expected)
+    assert {3.0, 5.0} <= set(expected.tolist())
+    new = torch.arange(fragment.numel, dtype=torch.float32) % 64
+    store.overwrite(fragment, new)
+    assert torch.equal(gather(fragment, list(_tensors_now(module, store))), new)
+
+
+def _tensors_now(module: nn.Module, store: ModuleStore) -> Iterator[Tensor]:
+    named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return (named[spec.name] for spec in store.layout.tensors)
+
+
+def test_what_is_written_is_seen_by_autograd() -> None:
+    """A backward pass over weights that were overwritten in between must fail, not be wrong."""
+    module = nn.Linear(4, 4)
+    store = ModuleStore(module)
+    (fragment,) = partition(store.layout, 1)
+    store.snapshot(fragment)
+    loss = (module.weight * module.weight).sum()
+    store.overwrite(fragment, torch.zeros(fragment.numel))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
