@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from decoupled_diloco._version import __version__
 from decoupled_diloco.errors import (
     AccessError,
     ConfigError,
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from decoupled_diloco.config.plugins import allow_codec
     from decoupled_diloco.export.run import load_exported
     from decoupled_diloco.export.weights import load_weights
-    from decoupled_diloco.learner.learner import Learner
     from decoupled_diloco.learner.leased import (
         LeasedBatches,
         MapParts,
@@ -35,9 +35,8 @@ if TYPE_CHECKING:
     from decoupled_diloco.learner.observer import Observer
     from decoupled_diloco.learner.weight_copies import register_weight_copies
     from decoupled_diloco.merge.codec import register_codec
+    from decoupled_diloco.ranks.learner import Learner
     from decoupled_diloco.transport.tls import Tls
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AccessError",
@@ -68,7 +67,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Imports torch only when it is needed: the command line answers at once."""
     if name == "Learner":
-        from decoupled_diloco.learner.learner import Learner
+        from decoupled_diloco.ranks.learner import Learner
 
         return Learner
     if name == "Observer":

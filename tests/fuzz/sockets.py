@@ -19,10 +19,11 @@ from decoupled_diloco.page.site import Site
 from decoupled_diloco.protocol import messages as say
 from decoupled_diloco.protocol.wire import decode
 from decoupled_diloco.syncer.tapes import TapeDocuments
-from decoupled_diloco.transport.base import Channel, Limits
+from decoupled_diloco.transport.base import Channel
 from decoupled_diloco.transport.documents import fetch
 from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.http_server import HttpServer
+from decoupled_diloco.transport.limits import Limits
 from decoupled_diloco.transport.reach import look
 from decoupled_diloco.transport.tls import ServerTls
 from decoupled_diloco.transport.tokens import Tokens

@@ -17,7 +17,8 @@ from torch import nn
 
 from decoupled_diloco import Learner, Observer
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.config.addresses import advertised, on_this_machine
+from decoupled_diloco.config.addresses import on_this_machine
+from decoupled_diloco.config.run import advertised
 from decoupled_diloco.launch.processes import open_tape
 from decoupled_diloco.launch.secrets import accepted_tokens, own_tls, served_tls
 from decoupled_diloco.syncer.shard import Shard

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Callable
 
 from decoupled_diloco.errors import ProtocolError, TransportError
-from decoupled_diloco.transport.base import Limits
 from decoupled_diloco.transport.http_client import HttpClient
+from decoupled_diloco.transport.limits import Limits
 from integration.system import System, Trainer, training, until
 
 Make = Callable[..., System]

@@ -11,9 +11,7 @@ from decoupled_diloco.protocol import Options
 from decoupled_diloco.protocol.learner import LearnerMachine
 from decoupled_diloco.protocol.syncer import SyncerMachine
 from decoupled_diloco.simulate import LearnerSpec
-from decoupled_diloco.simulate.bare import BareShard
-from decoupled_diloco.simulate.bare_learner import BareLearner
-from decoupled_diloco.simulate.crowd import Crowd
+from decoupled_diloco.simulate.crowd import BareLearner, BareShard, Crowd
 
 OPTIONS = Options(fragments=4, period=4, overlap=1, quorum=2, shards=2)
 LEARNERS = [LearnerSpec(f"learner-{n}", 1.0 + 0.2 * n, variance=0.2) for n in range(3)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
 
@@ -19,7 +19,7 @@ PLAN = Path(decoupled_diloco_plan.__file__).parent
 PACKAGE = "decoupled_diloco"
 
 LAYERS = (
-    ("errors", "units", "runtime"),
+    ("_version", "errors", "units", "runtime"),
     ("protocol", "merge"),
     ("transport",),
     ("config", "storage", "observe", "workloads"),
@@ -137,6 +137,88 @@ def test_nothing_but_the_command_line_needs_its_extra() -> None:
     assert {path for path in needing if not path.startswith("cli/")} == OF_AN_EXTRA
 
 
+def module_graph(files: Mapping[str, tuple[bool, str]]) -> dict[str, set[str]]:
+    """The modules that each module imports: at once, in functions, and for type checkers.
+
+    Args:
+        files: By a module's full name: whether it is a package, and its text.
+    """
+    graph: dict[str, set[str]] = {}
+    for name, (is_package, text) in files.items():
+        found = graph[name] = set()
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                base = node.module or ""
+                if node.level:
+                    parts = name.split(".")
+                    home = parts[: len(parts) - node.level + is_package]
+                    base = ".".join([*home, *([base] if base else [])])
+                # ``from package import module`` imports the module; of any other name, the base.
+                full = (f"{base}.{alias.name}" for alias in node.names)
+                found |= {each if each in files else base for each in full}
+        found &= files.keys() - {name}
+    return graph
+
+
+def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """The strongly connected components of more than one module."""
+    reached = {name: set(imported) for name, imported in graph.items()}
+    for through in graph:
+        for imported in reached.values():
+            if through in imported:
+                imported |= reached[through]
+    groups = {
+        tuple(sorted(other for other in graph if other in reached[name] and name in reached[other]))
+        for name in graph
+    }
+    return sorted(list(group) for group in groups if group)
+
+
+def sources() -> dict[str, tuple[bool, str]]:
+    """Every module of every distribution in this repository, the package roots included."""
+    found = {}
+    for folder in (ROOT.parent, *sorted(ROOT.parents[1].glob("packages/*/src"))):
+        for path in folder.rglob("*.py"):
+            name = ".".join(path.relative_to(folder).with_suffix("").parts)
+            found[name.removesuffix(".__init__")] = (path.stem == "__init__", path.read_text())
+    return found
+
+
+def test_no_imports_form_a_cycle() -> None:
+    files = sources()
+    assert {PACKAGE, "decoupled_diloco_plan.commands"} <= files.keys()
+    assert not cycles(module_graph(files))
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "from p import b",
+        "import p.b",
+        "from p.b import name",
+        "from . import b",
+        "from .b import name",
+        "def function():\n    from p.b import name",
+        "if TYPE_CHECKING:\n    from p.b import name",
+        "from p import version",  # the root imports b
+        "def function():\n    import p",
+    ],
+)
+def test_a_cycle_is_found_however_it_is_imported(back: str) -> None:
+    files = {
+        "p": (True, "from p.b import name"),
+        "p.a": (False, back),
+        "p.b": (False, "import p.a"),
+    }
+    assert [set(group) & {"p.a", "p.b"} for group in cycles(module_graph(files))] == [
+        {"p.a", "p.b"}
+    ]
+    del files["p.a"]
+    assert not cycles(module_graph(files))
+
+
 def test_every_package_has_its_layer() -> None:
     packages = {package for package, _, _ in modules()}
     assert packages <= RANK.keys(), "say in LAYERS where the new package belongs"
@@ -223,6 +305,7 @@ BESIDE = ("checkpoints", "data_leases", "transfer")
 
 MEET_WHAT_IS_BESIDE = {
     "coordinator.py",
+    "coordinator_state.py",
     "effects.py",
     "events.py",
     "learner.py",

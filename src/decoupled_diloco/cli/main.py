@@ -12,7 +12,7 @@ from typing import Annotated, Any, NoReturn, TypeVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from decoupled_diloco import __version__
+from decoupled_diloco._version import __version__
 from decoupled_diloco.cli.added import add_command
 from decoupled_diloco.cli.certificates import certificates
 from decoupled_diloco.cli.chaos import chaos

@@ -82,8 +82,9 @@ def metrics(
 
 
 def _config(run: str, settings: list[str], token_file: Path | None, given: Tls | None) -> str:
-    from decoupled_diloco.config.addresses import advertised, on_this_machine
+    from decoupled_diloco.config.addresses import on_this_machine
     from decoupled_diloco.config.resume import RUN_FILE
+    from decoupled_diloco.config.run import advertised
     from decoupled_diloco.launch.secrets import own_tls
     from decoupled_diloco.monitor.scraping import scrape_config, targets_of
     from decoupled_diloco.storage.shared_folder import read_addresses

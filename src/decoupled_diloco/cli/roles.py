@@ -30,8 +30,9 @@ from decoupled_diloco.cli.options import (
     tls_of,
 )
 from decoupled_diloco.config import RunConfig, SyncerSettings, load_config
-from decoupled_diloco.config.addresses import advertised, on_this_machine
+from decoupled_diloco.config.addresses import on_this_machine
 from decoupled_diloco.config.files import find_shipped
+from decoupled_diloco.config.run import advertised
 
 if TYPE_CHECKING:
     from decoupled_diloco.launch.termination import Termination

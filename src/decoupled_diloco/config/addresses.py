@@ -14,41 +14,12 @@ import ipaddress
 import re
 import socket
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from decoupled_diloco.errors import ConfigError
 
-if TYPE_CHECKING:
-    from decoupled_diloco.config.run import RunConfig
-
 BETWEEN = "|"
 """What stands between the addresses of a shard and of its standby."""
-
-
-def advertised(config: RunConfig, ports: Sequence[int] = ()) -> tuple[str, ...]:
-    """The shards' addresses in order, as learners are told: from the settings, or host and port.
-
-    Args:
-        ports: The ports that the shards really have, and then their standbys; default: those of
-            the settings.
-
-    Raises:
-        ConfigError: the settings leave the ports to chance.
-    """
-    settings = config.syncer
-    if settings.addresses:
-        return settings.addresses
-    if not ports and not settings.port:
-        raise ConfigError(
-            "syncer.port=0 means any free ports, so no process knows where the shards are: give "
-            "their addresses (--syncer for a learner, --addresses for a shard), or set syncer.port"
-        )
-    shards = settings.shards
-    ports = ports or range(settings.port, settings.port + shards * (1 + settings.standbys))
-    scheme = "https" if config.tls.serves else "http"
-    urls = [url_of(settings.host, port, scheme) for port in ports]
-    return tuple(BETWEEN.join(urls[shard::shards]) for shard in range(shards))
 
 
 def url_of(host: str, port: int | None, scheme: str = "http") -> str:

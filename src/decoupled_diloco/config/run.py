@@ -7,12 +7,13 @@ Symbols in the descriptions (M, P, H, K, τ, γ) are those of the paper, *Decoup
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from decoupled_diloco.config.addresses import BETWEEN, url_of
 from decoupled_diloco.config.command import OF_WORKLOAD_DATA, has_value, require_command
 from decoupled_diloco.config.settings import Settings, suggestion
 from decoupled_diloco.config.sync import OuterSettings, SyncSettings
@@ -594,3 +595,28 @@ class RunConfig(Settings):
                 )
             if not fault.restart:
                 dead[fault.kill] = fault.at
+
+
+def advertised(config: RunConfig, ports: Sequence[int] = ()) -> tuple[str, ...]:
+    """The shards' addresses in order, as learners are told: from the settings, or host and port.
+
+    Args:
+        ports: The ports that the shards really have, and then their standbys; default: those of
+            the settings.
+
+    Raises:
+        ConfigError: the settings leave the ports to chance.
+    """
+    settings = config.syncer
+    if settings.addresses:
+        return settings.addresses
+    if not ports and not settings.port:
+        raise ConfigError(
+            "syncer.port=0 means any free ports, so no process knows where the shards are: give "
+            "their addresses (--syncer for a learner, --addresses for a shard), or set syncer.port"
+        )
+    shards = settings.shards
+    ports = ports or range(settings.port, settings.port + shards * (1 + settings.standbys))
+    scheme = "https" if config.tls.serves else "http"
+    urls = [url_of(settings.host, port, scheme) for port in ports]
+    return tuple(BETWEEN.join(urls[shard::shards]) for shard in range(shards))

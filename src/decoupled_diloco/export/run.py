@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-import decoupled_diloco
+from decoupled_diloco._version import __version__
 from decoupled_diloco.config import RunConfig, dump_config, load_config
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.export.folder import export_folder, read_facts, require_free
@@ -157,7 +157,7 @@ def _facts(config: RunConfig, model: nn.Module, found: Found, format: Format) ->
 
 def _common_facts(config: RunConfig, found: Found) -> dict[str, Any]:
     return {
-        "decoupled_diloco": decoupled_diloco.__version__,
+        "decoupled_diloco": __version__,
         "run": config.run.name,
         "global_step": found.global_step,
         "versions": found.versions,

@@ -19,7 +19,7 @@ from torch import Tensor
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.integrations.part import FrameworkPart
 from decoupled_diloco.learner.counting import counted, warn_uncounted
-from decoupled_diloco.learner.learner import Learner
+from decoupled_diloco.ranks.learner import Learner
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer

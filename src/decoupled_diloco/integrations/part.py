@@ -7,9 +7,9 @@ from typing import Any
 
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.learner.launched import launched_as
-from decoupled_diloco.learner.learner import Learner
 from decoupled_diloco.learner.modules import Model
 from decoupled_diloco.learner.optimizers import Optimizers
+from decoupled_diloco.ranks.learner import Learner
 
 
 class FrameworkPart:

@@ -18,7 +18,7 @@ import torch
 
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.integrations.part import FrameworkPart
-from decoupled_diloco.learner.learner import Learner
+from decoupled_diloco.ranks.learner import Learner
 
 try:
     from torchtitan.distributed.utils import dist_sum

@@ -17,7 +17,7 @@ from typing import Any
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.integrations.part import FrameworkPart
 from decoupled_diloco.learner.counting import TokenCounter
-from decoupled_diloco.learner.learner import Learner
+from decoupled_diloco.ranks.learner import Learner
 
 try:
     from transformers import (

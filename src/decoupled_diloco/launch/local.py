@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from decoupled_diloco.config import RunConfig, dump_config
-from decoupled_diloco.config.addresses import advertised, everywhere, on_this_machine
+from decoupled_diloco.config.addresses import everywhere, on_this_machine
 from decoupled_diloco.config.method import plan_of
 from decoupled_diloco.config.resume import RUN_FILE
+from decoupled_diloco.config.run import advertised
 from decoupled_diloco.errors import ConfigError, Error, StorageError
 from decoupled_diloco.launch.command import require_commands
 from decoupled_diloco.launch.folder import TOKEN, RunFolder, read_token

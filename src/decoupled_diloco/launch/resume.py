@@ -27,7 +27,7 @@ from decoupled_diloco.learner.checkpoint import (
 )
 from decoupled_diloco.observe.records import FOLDER_NAME
 from decoupled_diloco.observe.tape import TapeReader
-from decoupled_diloco.protocol.coordinator import Phase
+from decoupled_diloco.protocol.coordinator_state import Phase
 from decoupled_diloco.protocol.data_leases.coordinator import LeaseBook
 from decoupled_diloco.protocol.versions import Version
 from decoupled_diloco.runtime import runtime

@@ -26,7 +26,6 @@ from decoupled_diloco.launch.folder import Position
 from decoupled_diloco.launch.on_device import home_of, moved, placed
 from decoupled_diloco.launch.processes import EVALUATOR, evaluator_name, open_tape
 from decoupled_diloco.launch.termination import SignalledTermination, Termination, interrupt
-from decoupled_diloco.learner.learner import Learner
 from decoupled_diloco.learner.leased import LeasedBatches
 from decoupled_diloco.learner.modules import device_text
 from decoupled_diloco.learner.observer import Observer
@@ -34,6 +33,7 @@ from decoupled_diloco.learner.process import is_death_of_worker
 from decoupled_diloco.observe.samples import CorpusDescribed, SampleGenerated, evaluation_of
 from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.ranks.group import ranks_of_this_job
+from decoupled_diloco.ranks.learner import Learner
 from decoupled_diloco.runtime import blocking, now
 from decoupled_diloco.storage.shared_folder import SharedFolder, recorded_end
 from decoupled_diloco.transport.http_client import HttpClient

@@ -40,10 +40,11 @@ from decoupled_diloco.syncer.checkpoint_requests import CHECKPOINT_PATH
 from decoupled_diloco.syncer.shard import Shard
 from decoupled_diloco.syncer.shard_lease import NO_STANDBY, NoStandby, ShardLease
 from decoupled_diloco.syncer.tapes import TapeDocuments
-from decoupled_diloco.transport.base import Client, Limits, OnChannel, Server
+from decoupled_diloco.transport.base import Client, OnChannel, Server
 from decoupled_diloco.transport.documents import Document, NoSuchDocumentError
 from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.http_server import HttpServer
+from decoupled_diloco.transport.limits import Limits
 from decoupled_diloco.transport.tls import LiveTls, Tls
 from decoupled_diloco.transport.tokens import Tokens, is_loopback
 from decoupled_diloco.units import MIB

@@ -32,7 +32,7 @@ from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.protocol.transfer import learner as transfer
 from decoupled_diloco.syncer import coordinator, flushing
 from decoupled_diloco.transport import backoff, bodies, http_client, http_server
-from decoupled_diloco.transport.base import Limits
+from decoupled_diloco.transport.limits import Limits
 from decoupled_diloco.units import format_duration
 
 TABLE = """

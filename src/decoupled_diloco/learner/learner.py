@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self, TypeVar, cast
+from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar, cast
 
 import torch
 
@@ -151,13 +151,16 @@ class Learner(TakingPart):
             ``metrics`` is taken.
     """
 
+    kind_of_rank: ClassVar[Callable[[], type[Learner]] | None] = None
+    """Chooses the class for one rank of several. `ranks.learner`, which is built on this module,
+    sets it."""
+
     def __new__(cls, model: Model, *arguments: Any, **named: Any) -> Self:
-        """Of a program with several ranks, one learner: see `decoupled_diloco.ranks.learner`."""
+        """Creates the class for this rank if the learner has several: see `ranks.learner`."""
         own = cls is Learner and named.get("store") is None
         if own and (ranks_of_this_job() > 1 or is_sharded(model)):
-            from decoupled_diloco.ranks.learner import kind_of_rank  # it builds on this module
-
-            return cast("Self", object.__new__(kind_of_rank()))
+            assert Learner.kind_of_rank is not None, "import Learner from decoupled_diloco"
+            return cast("Self", object.__new__(Learner.kind_of_rank()))
         return super().__new__(cls)
 
     @finds_its_run("learner")

@@ -13,7 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit
 
-from decoupled_diloco import __version__
+from decoupled_diloco._version import __version__
 from decoupled_diloco.errors import ConfigError, TransportError
 from decoupled_diloco.monitor.spans import Attribute, Attributes, Process, Span
 

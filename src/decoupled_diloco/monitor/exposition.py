@@ -21,7 +21,7 @@ from prometheus_client.core import (
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from decoupled_diloco import __version__
+from decoupled_diloco._version import __version__
 from decoupled_diloco.monitor.measures import INFO, Measure
 from decoupled_diloco.monitor.tally import SECONDS_BOUNDS, Durations
 from decoupled_diloco.observe.samples import BytesMoved

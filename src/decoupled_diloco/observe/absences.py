@@ -13,7 +13,6 @@ import dataclasses
 import statistics
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from decoupled_diloco.observe.run_data import (
     GAP_MEDIANS,
@@ -24,12 +23,10 @@ from decoupled_diloco.observe.run_data import (
     Outage,
     ProcessLife,
 )
+from decoupled_diloco.observe.run_facts import RunFacts
 from decoupled_diloco.observe.shard_data import ShardLog
 from decoupled_diloco.observe.words import ending_in_words, natural
 from decoupled_diloco.protocol.membership import LEASE_SECONDS
-
-if TYPE_CHECKING:
-    from decoupled_diloco.observe.run_model import RunModel
 
 BURST_MEDIANS = 0.5
 """Steps that follow each other within less of a median step were heard of late."""
@@ -38,7 +35,7 @@ RAN_OUT = "its lease ran out"
 """How a shard ends its reason for no longer counting on a learner that it does not hear."""
 
 
-def find_absences(run: RunModel) -> None:
+def find_absences(run: RunFacts) -> None:
     """Fills in what only the whole tape tells: outages, cuts and lost steps; once, at its end."""
     run.shards = {name: shard for name, shard in run.shards.items() if shard.lives}
     run.learners = {name: run.learners[name] for name in sorted(run.learners, key=natural)}
@@ -95,7 +92,7 @@ def _median_gap(steps_at: list[float]) -> float:
     return statistics.median([b - a for a, b in pairwise(steps_at)] or [0.0])
 
 
-def _add_lives_without_records(run: RunModel) -> None:
+def _add_lives_without_records(run: RunFacts) -> None:
     """A process that was started again, but not in time to write anything."""
     span = run.training_span
     members = {member.name: member for member in run.members if member.lives}
@@ -106,7 +103,7 @@ def _add_lives_without_records(run: RunModel) -> None:
             members[name].lives.append(ProcessLife(at, at, spawned_at=at, over=over))
 
 
-def _outages(run: RunModel, member: LearnerLog | ShardLog) -> Iterator[Outage]:
+def _outages(run: RunFacts, member: LearnerLog | ShardLog) -> Iterator[Outage]:
     for life, following in zip(member.lives, [*member.lives[1:], None], strict=True):
         ending = _ending(run, member.name, life, following)
         life.crashed = ending is not None
@@ -124,7 +121,7 @@ def _outages(run: RunModel, member: LearnerLog | ShardLog) -> Iterator[Outage]:
 
 
 def _ending(
-    run: RunModel, name: str, life: ProcessLife, following: ProcessLife | None
+    run: RunFacts, name: str, life: ProcessLife, following: ProcessLife | None
 ) -> tuple[float, str] | None:
     """When and how a life ended, if it was neither told to nor at the proper end of the run."""
     until = following.began_at if following else run.duration
@@ -142,7 +139,7 @@ def _ending(
     return None
 
 
-def _end_on_purpose(run: RunModel, name: str, life: ProcessLife) -> float | None:
+def _end_on_purpose(run: RunFacts, name: str, life: ProcessLife) -> float | None:
     """When a life that was not cut short ended, if that is on the tape."""
     ends = [at for at, _ in run.ends.get(name, [])]
     ends += [at for at, reason in _evictions(run, name) if reason.startswith("left")]
@@ -150,12 +147,12 @@ def _end_on_purpose(run: RunModel, name: str, life: ProcessLife) -> float | None
     return min(since, default=life.last_at if life.over else None)
 
 
-def _evictions(run: RunModel, name: str) -> list[tuple[float, str]]:
+def _evictions(run: RunFacts, name: str) -> list[tuple[float, str]]:
     learner = run.learners.get(name)
     return [(at, reason) for at, _, reason in learner.evictions] if learner else []
 
 
-def _lost_steps(run: RunModel, outage: Outage) -> dict[str, int]:
+def _lost_steps(run: RunFacts, outage: Outage) -> dict[str, int]:
     """What the learners that lived through an outage lost meanwhile."""
     assert run.training_span is not None
     end = run.training_span[1]
@@ -163,7 +160,7 @@ def _lost_steps(run: RunModel, outage: Outage) -> dict[str, int]:
     return _lost_by_others(run, outage.who, outage.down_at, until)
 
 
-def _lost_by_others(run: RunModel, who: str, begin: float, end: float) -> dict[str, int]:
+def _lost_by_others(run: RunFacts, who: str, begin: float, end: float) -> dict[str, int]:
     """Lost steps of all other learners, but of those whose gaps have another cause: an outage."""
     return {
         name: learner.lost_steps(begin, end)
@@ -176,7 +173,7 @@ def _lost_by_others(run: RunModel, who: str, begin: float, end: float) -> dict[s
     }
 
 
-def _cuts(run: RunModel, learner: LearnerLog) -> list[CutOff]:
+def _cuts(run: RunFacts, learner: LearnerLog) -> list[CutOff]:
     """The times in which a learner stepped on while shards did not hear of it."""
     merged: list[tuple[float, float]] = []
     for begin, end in sorted(_times_unheard(run, learner)):
@@ -187,7 +184,7 @@ def _cuts(run: RunModel, learner: LearnerLog) -> list[CutOff]:
     return [_cut(run, learner, begin, end) for begin, end in merged]
 
 
-def _times_unheard(run: RunModel, learner: LearnerLog) -> Iterator[tuple[float, float]]:
+def _times_unheard(run: RunFacts, learner: LearnerLog) -> Iterator[tuple[float, float]]:
     """At each shard, from the last that it heard to when it took the learner in again."""
     for at, shard, why in learner.evictions:
         heard_at = at - LEASE_SECONDS
@@ -202,7 +199,7 @@ def _times_unheard(run: RunModel, learner: LearnerLog) -> Iterator[tuple[float, 
             yield (heard_at, min(back, default=life.last_at))
 
 
-def _cut(run: RunModel, learner: LearnerLog, begin: float, end: float) -> CutOff:
+def _cut(run: RunFacts, learner: LearnerLog, begin: float, end: float) -> CutOff:
     merged = [r for r in run.rounds if r.merged and begin < r.finished_at <= end]
     back = end < max(life.last_at for life in learner.lives)
     return CutOff(

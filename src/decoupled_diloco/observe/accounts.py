@@ -33,14 +33,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 from decoupled_diloco.observe.ledger import GivenUpTokens, Name, Open
 from decoupled_diloco.observe.run_data import GAP_MEDIANS, LearnerLog, ProcessLife
+from decoupled_diloco.observe.run_facts import RunFacts
 from decoupled_diloco.observe.shard_data import RoundLog
-
-if TYPE_CHECKING:
-    from decoupled_diloco.observe.run_model import RunModel
 
 NANO = 1_000_000_000
 
@@ -189,7 +187,7 @@ class RunAccount:
     uptime: float | None
 
 
-def account_for(run: RunModel) -> RunAccount:
+def account_for(run: RunFacts) -> RunAccount:
     """The accounts of a run; see the head of this file for what counts as what."""
     fragments, folded, span = max(1, run.fragments), _folded(run), run.training_span
     learners = {}
@@ -314,7 +312,7 @@ def _uptime(accounts: Iterable[LearnerAccount], span: tuple[float, float] | None
     return covered / (span[1] - span[0])
 
 
-def _folded(run: RunModel) -> dict[str, list[Folded]]:
+def _folded(run: RunFacts) -> dict[str, list[Folded]]:
     """What the shards have merged of each learner."""
     found: dict[str, list[Folded]] = {}
     merged = [r for r in run.rounds if r.merged and r.outcome.version is not None]

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from decoupled_diloco.observe.records import Record
 from decoupled_diloco.observe.run_data import LearnerLog, LossPoint, ProcessLife
+from decoupled_diloco.observe.run_facts import RunFacts
 from decoupled_diloco.observe.samples import LossMeasured
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol.messages import LOSS_MAX
 from decoupled_diloco.units import format_duration
 
-if TYPE_CHECKING:
-    from decoupled_diloco.observe.run_model import RunModel
 
-
-def take(run: RunModel, learner: LearnerLog, life: ProcessLife, value: Any) -> None:
+def take(run: RunFacts, learner: LearnerLog, life: ProcessLife, value: Any) -> None:
     match value:
         case fact.StepFinished(tokens):
             life.steps += 1
@@ -46,7 +44,7 @@ def take(run: RunModel, learner: LearnerLog, life: ProcessLife, value: Any) -> N
         _keep_books(life, run.at, value)
 
 
-def note_loss(run: RunModel, learner: LearnerLog, step: int, loss: float | None) -> None:
+def note_loss(run: RunFacts, learner: LearnerLog, step: int, loss: float | None) -> None:
     """Notes a learner's loss, ``None`` or huge if it is not finite."""
     learner.loss = None if loss is None or abs(loss) >= LOSS_MAX else loss
     if learner.loss is None:
@@ -56,7 +54,7 @@ def note_loss(run: RunModel, learner: LearnerLog, step: int, loss: float | None)
         learner.losses.append(LossPoint(run.at, step, learner.loss))
 
 
-def note_sent(run: RunModel, life: ProcessLife, record: Record) -> None:
+def note_sent(run: RunFacts, life: ProcessLife, record: Record) -> None:
     """Notes a contribution that was sent; no more of the record matters."""
     try:
         ask = record.data["ask"]
@@ -66,7 +64,7 @@ def note_sent(run: RunModel, life: ProcessLife, record: Record) -> None:
         run.left_out[f"{record.who}: SendBody: {error!r}"] += 1
 
 
-def tell_joined(run: RunModel, learner: LearnerLog) -> None:
+def tell_joined(run: RunFacts, learner: LearnerLog) -> None:
     """Says that a learner trains from now on."""
     text, down_at = f"{learner.name} joined", learner.down_at
     if down_at is not None:

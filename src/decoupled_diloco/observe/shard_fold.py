@@ -6,20 +6,18 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from itertools import compress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from decoupled_diloco.observe.learner_fold import note_loss, tell_joined
 from decoupled_diloco.observe.records import SECONDS_MAX
 from decoupled_diloco.observe.run_data import TOOK_PART, LearnerLog, ProcessLife
+from decoupled_diloco.observe.run_facts import RunFacts
 from decoupled_diloco.observe.shard_data import Asked, RoundLog, ShardLog, Stay, TickLog
 from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as fact
 from decoupled_diloco.protocol import messages as say
 from decoupled_diloco.protocol.versions import Asking, Holding
 from decoupled_diloco.units import format_duration
-
-if TYPE_CHECKING:
-    from decoupled_diloco.observe.run_model import RunModel
 
 INSTANT_SECONDS = 1e-6
 """Closer instants of one shard are the same: a wall clock's seconds hold no more digits, and any
@@ -41,7 +39,7 @@ LEFT_AT_THE_END = "left: the run is over"
 class ShardFold:
     """Takes in the records of one shard."""
 
-    def __init__(self, run: RunModel, shard: ShardLog) -> None:
+    def __init__(self, run: RunFacts, shard: ShardLog) -> None:
         self._run, self._shard = run, shard
         self._ended = deque[tuple[RoundLog, set[Asking]]](maxlen=LATE_ROUNDS_MAX)
 

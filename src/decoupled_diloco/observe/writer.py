@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import decoupled_diloco
+from decoupled_diloco._version import __version__
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.observe.records import SCHEMA, Effect, Event, Kind, plain_numbers, to_json
 from decoupled_diloco.observe.samples import Sample
@@ -103,7 +103,7 @@ class TapeWriter:
             "wall": (wall or here.wall)(),
             "monotonic": now,
             "pid": here.process_id(),
-            "version": decoupled_diloco.__version__,
+            "version": __version__,
             "header": dict(header or {}),
         }
         self._write(now, "start", start, None)

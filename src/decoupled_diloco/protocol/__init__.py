@@ -4,7 +4,8 @@ Nothing here does I/O, reads a clock, draws a random number or touches a tensor.
 virtual world and the checkers all drive these same classes.
 """
 
-from decoupled_diloco.protocol.coordinator import CoordinatorMachine, CoordinatorState
+from decoupled_diloco.protocol.coordinator import CoordinatorMachine
+from decoupled_diloco.protocol.coordinator_state import CoordinatorState
 from decoupled_diloco.protocol.learner import LearnerMachine
 from decoupled_diloco.protocol.learner_state import LearnerState
 from decoupled_diloco.protocol.options import Options

@@ -14,16 +14,17 @@ turned away, and what it goes on publishing is of an older term.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, assert_never
+from dataclasses import replace
+from typing import Any, assert_never
 
 from decoupled_diloco.protocol import same_data
 from decoupled_diloco.protocol.checkpoints import coordinator as checkpoints
 from decoupled_diloco.protocol.checkpoints.coordinator import Checkpoints
 from decoupled_diloco.protocol.checkpoints.events import CheckpointWanted
 from decoupled_diloco.protocol.checkpoints.messages import PartSaved
+from decoupled_diloco.protocol.coordinator_state import CoordinatorState, Enrolled, copied
 from decoupled_diloco.protocol.data_leases import coordinator as leases
-from decoupled_diloco.protocol.data_leases.coordinator import Absences, LeaseBook
+from decoupled_diloco.protocol.data_leases.coordinator import Absences
 from decoupled_diloco.protocol.data_leases.messages import DataReport
 from decoupled_diloco.protocol.effects import (
     Admit,
@@ -62,8 +63,6 @@ from decoupled_diloco.protocol.peers import is_shard_peer, name_problem, shard_o
 from decoupled_diloco.protocol.revisions import Demand, Reviser, Revision
 from decoupled_diloco.protocol.transfer.coordinator import Transfers
 
-Phase = Literal["gathering", "seeding", "running", "ending", "finished"]
-
 TRANSITIONS: tuple[tuple[str, str, str], ...] = (
     # phase, event, next phase
     ("gathering", "Connected (a learner, the first layout)", "seeding"),
@@ -76,43 +75,6 @@ TRANSITIONS: tuple[tuple[str, str, str], ...] = (
 
 FORMER_KEPT = 16
 """Processes that have acted for a shard and are known by their nonce, should they come back."""
-
-
-@dataclass(frozen=True, slots=True)
-class Enrolled:
-    """One learner id: its newest epoch, the process that bears it, and the name's number.
-
-    ``index``: 0 and up, different for every name, never changed. -1: it was written before
-    numbers existed.
-    """
-
-    epoch: int
-    nonce: str
-    present: bool
-    index: int = -1
-
-
-@dataclass(slots=True)
-class CoordinatorState:
-    """What must survive a crash of the coordinator, all of it plain data."""
-
-    phase: Phase = "gathering"
-    fingerprint: str = ""
-    learners: dict[str, Enrolled] = field(default_factory=dict)
-    terms: dict[int, int] = field(default_factory=dict)
-    nonces: dict[int, str] = field(default_factory=dict)
-    claims: dict[int, int] = field(default_factory=dict)
-    former: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    seed: str = ""
-    attempt: int = 0
-    ready: set[int] = field(default_factory=set)
-    swept: set[int] = field(default_factory=set)
-    clocks: dict[int, int] = field(default_factory=dict)
-    tokens: int = 0
-    data: LeaseBook = field(default_factory=LeaseBook)
-    revision: Revision | None = None
-    checkpoint: int = 0
-    checkpoints_kept: list[int] = field(default_factory=list)
 
 
 _FORMER_FIELDS = {"cut": "checkpoint", "cuts_kept": "checkpoints_kept"}
@@ -189,14 +151,14 @@ class CoordinatorMachine:
 
     def snapshot(self) -> CoordinatorState:
         """A copy of the whole state; what ``Persist`` writes."""
-        return _copied(self.state)
+        return copied(self.state)
 
     def restore(self, state: CoordinatorState) -> None:
         """Goes on from a snapshot in a new process: nobody is connected yet.
 
         A seed that was named may never come back, and nobody would say so: name one anew.
         """
-        self.state = _copied(state)
+        self.state = copied(state)
         if self.state.phase == "seeding":
             self.state.phase = "gathering"
         if self.state.phase in ("ending", "finished") and not self._spent():
@@ -485,20 +447,3 @@ class CoordinatorMachine:
             Persist(why),
             *(Send(shard_peer(s), FinishOrdered(), why) for s in sorted(self._present_shards)),
         ]
-
-
-def _copied(state: CoordinatorState) -> CoordinatorState:
-    """A copy that shares only what never changes; one is made for every learner that joins."""
-    return replace(
-        state,
-        learners=dict(state.learners),
-        terms=dict(state.terms),
-        nonces=dict(state.nonces),
-        claims=dict(state.claims),
-        former=dict(state.former),
-        ready=set(state.ready),
-        swept=set(state.swept),
-        clocks=dict(state.clocks),
-        data=leases.copied(state.data),
-        checkpoints_kept=list(state.checkpoints_kept),
-    )

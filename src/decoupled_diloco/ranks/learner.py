@@ -15,10 +15,17 @@ from __future__ import annotations
 import torch
 
 from decoupled_diloco.learner.learner import Learner
-from decoupled_diloco.ranks.follower import FollowerRank
-from decoupled_diloco.ranks.leader import LeaderRank
+
+__all__ = ["Learner", "kind_of_rank"]
 
 
 def kind_of_rank() -> type[Learner]:
-    """What this rank of the program's process group is."""
+    """Returns the class for this rank of the program's process group."""
+    # Here, because they import much of torch.distributed, which a learner of one rank does not use.
+    from decoupled_diloco.ranks.follower import FollowerRank
+    from decoupled_diloco.ranks.leader import LeaderRank
+
     return LeaderRank if torch.distributed.get_rank() == 0 else FollowerRank
+
+
+Learner.kind_of_rank = kind_of_rank

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -35,6 +35,7 @@ from decoupled_diloco.runtime.disk import Disk
 from decoupled_diloco.simulate.disk import SimulatedDisk, UnsyncedDisk, lose_power
 from decoupled_diloco.simulate.host_tape import HostTape
 from decoupled_diloco.simulate.network import Connection, Link, Way
+from decoupled_diloco.simulate.run_stage import RunStage
 from decoupled_diloco.simulate.runtime import VirtualProcess
 from decoupled_diloco.simulate.spec import LearnerSpec
 from decoupled_diloco.simulate.transport import Place, VirtualClient, VirtualServer
@@ -43,9 +44,6 @@ from decoupled_diloco.syncer.fragments import ShardTensors
 from decoupled_diloco.syncer.shard_lease import NO_STANDBY, NoStandby, ShardLease
 from decoupled_diloco.workloads import Workload
 from decoupled_diloco.workloads.divided import DataShare
-
-if TYPE_CHECKING:
-    from decoupled_diloco.simulate.system import System
 
 GOODBYE_SECONDS = 1.0
 """How long the background of a learner that has ended may take to say goodbye."""
@@ -60,7 +58,7 @@ class Host(VirtualProcess):
         last_words: What its log would end with.
     """
 
-    def __init__(self, system: System, name: str, link: Link) -> None:
+    def __init__(self, system: RunStage, name: str, link: Link) -> None:
         super().__init__(name, system.clockwork, system.choices.fork(name))
         self.system = system
         self.link = link
@@ -180,7 +178,7 @@ class Host(VirtualProcess):
 class ShardHost(Host):
     """One process of a shard."""
 
-    def __init__(self, system: System, shard: int, *, standby: bool = False) -> None:
+    def __init__(self, system: RunStage, shard: int, *, standby: bool = False) -> None:
         super().__init__(system, process_of(shard, standby=standby), system.link_of_shards)
         self.shard = shard
         self.is_standby = standby
@@ -335,7 +333,7 @@ class VirtualObserver(Observer):
 class ParticipantHost(Host):
     """A process that takes part in a run: a learner's, or an evaluator's."""
 
-    def __init__(self, system: System, spec: LearnerSpec) -> None:
+    def __init__(self, system: RunStage, spec: LearnerSpec) -> None:
         super().__init__(system, spec.name, system.link_of(spec))
         self.spec = spec
         self.participant: VirtualLearner | VirtualObserver | None = None
@@ -439,7 +437,7 @@ class LearnerHost(ParticipantHost):
         model: What its present life trains.
     """
 
-    def __init__(self, system: System, spec: LearnerSpec) -> None:
+    def __init__(self, system: RunStage, spec: LearnerSpec) -> None:
         super().__init__(system, spec)
         self.index = int(spec.name.rpartition("-")[2])
         self.slowness = 1.0

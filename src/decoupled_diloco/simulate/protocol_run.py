@@ -1,7 +1,8 @@
 """A scenario without tensors to speak of: the protocol alone, for many learners.
 
 Up to `MANY` learners the whole system runs, with a model of some thousand elements in the place of
-the real one, and links as much slower. For more there are only the bare state machines; see `bare`.
+the real one, and links as much slower. For more learners only the bare state machines run; see
+`crowd`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -30,12 +30,10 @@ from decoupled_diloco.simulate.hosts import (
     checkpoint_id,
 )
 from decoupled_diloco.simulate.rank_room import Room, RoomSurroundings
+from decoupled_diloco.simulate.run_stage import RunStage
 from decoupled_diloco.simulate.spec import LearnerSpec
 from decoupled_diloco.workloads import Workload
 from decoupled_diloco.workloads.divided import DataShare
-
-if TYPE_CHECKING:
-    from decoupled_diloco.simulate.system import System
 
 OUT_OF_REACH = 0.3
 """That a rank lives on for a while as rank 0 dies."""
@@ -79,7 +77,7 @@ class RankHost(ParticipantHost):
         model: What it has of the model.
     """
 
-    def __init__(self, system: System, leader: RankedHost, rank: int, life: int) -> None:
+    def __init__(self, system: RunStage, leader: RankedHost, rank: int, life: int) -> None:
         Host.__init__(self, system, f"{leader.name}-rank-{rank}-{life}", leader.link)
         self.spec = leader.spec
         self.participant = None
@@ -144,7 +142,7 @@ class RankedHost(LearnerHost):
 
     room: Room
 
-    def __init__(self, system: System, spec: LearnerSpec) -> None:
+    def __init__(self, system: RunStage, spec: LearnerSpec) -> None:
         super().__init__(system, spec)
         self.others: list[RankHost] = []
         self._lives = 0

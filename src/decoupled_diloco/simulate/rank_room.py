@@ -25,7 +25,8 @@ from decoupled_diloco.simulate.network import Network
 from decoupled_diloco.simulate.runtime import WORK_SECONDS, VirtualProcess
 from decoupled_diloco.simulate.transport import Place, VirtualClient, VirtualServer
 from decoupled_diloco.storage.states import pack, unpack
-from decoupled_diloco.transport.base import Limits, OnChannel, Server
+from decoupled_diloco.transport.base import OnChannel, Server
+from decoupled_diloco.transport.limits import Limits
 from decoupled_diloco.transport.tls import Tls
 from decoupled_diloco.transport.tokens import Tokens
 

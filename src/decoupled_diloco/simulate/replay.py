@@ -18,11 +18,8 @@ from decoupled_diloco.config.method import options_of, read_settings
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.observe.records import Record
 from decoupled_diloco.observe.tape import ReplayDifference, TapeReader, replay
-from decoupled_diloco.protocol.coordinator import (
-    CoordinatorMachine,
-    CoordinatorState,
-    state_today,
-)
+from decoupled_diloco.protocol.coordinator import CoordinatorMachine, state_today
+from decoupled_diloco.protocol.coordinator_state import CoordinatorState
 from decoupled_diloco.protocol.learner import LearnerMachine
 from decoupled_diloco.protocol.shard_lease import ShardLeaseMachine
 from decoupled_diloco.protocol.syncer import SyncerMachine

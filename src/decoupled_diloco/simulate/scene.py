@@ -55,7 +55,7 @@ from decoupled_diloco.simulate.revision_checker import RevisionChecker
 from decoupled_diloco.simulate.shrink import Changes, Size
 from decoupled_diloco.simulate.spec import LearnerSpec
 from decoupled_diloco.simulate.system import System
-from decoupled_diloco.transport.base import Limits
+from decoupled_diloco.transport.limits import Limits
 from decoupled_diloco.workloads import Workload
 
 FAULTY_STEPS = 25.0

@@ -17,40 +17,30 @@ from typing import Any, TypeVar
 import torch
 
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.config.addresses import BETWEEN
 from decoupled_diloco.config.method import options_of
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.processes import reopen_claims
 from decoupled_diloco.launch.resume import LEARNERS
 from decoupled_diloco.launch.supervisor import Supervisor
-from decoupled_diloco.learner.exchange import Capture
 from decoupled_diloco.observe.open_files import open_files_allowed
-from decoupled_diloco.observe.tape import TapeWriter
-from decoupled_diloco.observe.versions import versions_of_bits
-from decoupled_diloco.protocol.effects import SendBody
 from decoupled_diloco.runtime import CURRENT
 from decoupled_diloco.simulate.disk import Loss
 from decoupled_diloco.simulate.drift import Drift
 from decoupled_diloco.simulate.host_tape import HostTape
 from decoupled_diloco.simulate.hosts import (
-    CheckpointId,
     EvaluatorHost,
     Host,
     LearnerHost,
     ParticipantHost,
     ShardHost,
 )
-from decoupled_diloco.simulate.network import Link
-from decoupled_diloco.simulate.rank_hosts import RankedHost, RankHost
-from decoupled_diloco.simulate.runtime import WORK_SECONDS, VirtualProcess, VirtualRuntime
+from decoupled_diloco.simulate.rank_hosts import RankedHost
+from decoupled_diloco.simulate.run_stage import RunStage
+from decoupled_diloco.simulate.runtime import VirtualProcess, VirtualRuntime
 from decoupled_diloco.simulate.spec import LearnerSpec
-from decoupled_diloco.simulate.stage import Recorder, Stage
-from decoupled_diloco.simulate.transport import Streets
 from decoupled_diloco.syncer.durable import DURABLE
-from decoupled_diloco.transport.base import Limits
+from decoupled_diloco.transport.limits import Limits
 from decoupled_diloco.workloads import Workload
-
-PORT = 7070
 
 LAUNCHER = "launcher"
 
@@ -108,7 +98,7 @@ class VirtualMachines:
         return self._hosts[name].last_words
 
 
-class System(Stage):
+class System(RunStage):
     """One virtual run.
 
     Attributes:
@@ -151,29 +141,15 @@ class System(Stage):
     ) -> None:
         _require_one_process_each(config)
         _require_nobody_scrapes(config)
-        super().__init__(seed)
-        self.config = config
-        self.folder = folder
-        self.streets = Streets(self.network, self.choices.fork("bodies"))
+        super().__init__(config, folder, seed, tapes, bytes_factor)
+        self.limits = Limits()
         self.sizes = list(sizes or [8] * config.sync.fragments)
         self.workload = workload or self._drift
         self.power = power
         self.device = torch.device(device)
         self.checks = checks
-        self.stalls = self.storage_fails = self.preempted = self.plans_late = 0.0
-        self.rank_hosts: list[RankHost] = []
-        self.claim_seconds = WORK_SECONDS
         self.options = options_of(config)
-        self.limits = Limits()
-        self.recorders: list[Recorder] = []
         self.finished = False
-        self.on_checkpoint: Callable[[str, CheckpointId, int], None] = lambda *_: None
-        self.on_capture: Callable[[LearnerHost, SendBody, Capture], None] = lambda *_: None
-        self.on_step: Callable[[LearnerHost], None] = lambda learner: None
-        self.link_of_shards = Link()
-        self._shared_links: dict[str, Link] = {}
-        self._tapes = tapes
-        self.bytes_factor = bytes_factor
         self._make_hosts(learners)
         if tapes is not None:
             _allow_open_files(len(self.hosts))
@@ -185,9 +161,6 @@ class System(Stage):
     def _make_hosts(self, learners: Iterable[LearnerSpec]) -> None:
         count, standbys = self.config.syncer.shards, self.config.syncer.standbys
         shards = range(count)
-        names = [[f"shard-{s}", *([f"shard-{s}-standby"] if standbys else [])] for s in shards]
-        self._addresses = {n: self.streets.address(n, PORT) for each in names for n in each}
-        self.addresses = tuple(BETWEEN.join(map(self._addresses.__getitem__, n)) for n in names)
         self.shards = [ShardHost(self, shard) for shard in shards]
         self.standbys = [ShardHost(self, s, standby=True) for s in shards if standbys]
         self.participants: dict[str, ParticipantHost] = {
@@ -243,13 +216,6 @@ class System(Stage):
         if any(self.supervisor.children[p.name].done for p in self.hosts_of(0)):
             self.supervisor.retire()  # the coordinator ends last: nobody is needed any more
 
-    def tape_writer(self, who: str, header: Mapping[str, Any], file: str) -> TapeWriter | None:
-        """The tape of a process, if tapes are written."""
-        if self._tapes is None:
-            return None
-        header = {**header, "virtual": True, "versions": versions_of_bits()}
-        return TapeWriter(self._tapes / "tape" / f"{file}.jsonl", who, header)
-
     def sample(self, sample: Any) -> None:
         """Puts something that the launcher knows on its tape."""
         self.tape.sample(self.now, sample)
@@ -281,44 +247,10 @@ class System(Stage):
         """Whether somebody has made a newer claim than the one by which a process acts."""
         return host is not self.acting(host.shard)
 
-    def address_of(self, host: ShardHost) -> str:
-        """Where a process listens."""
-        return self._addresses[host.name]
-
-    def link_of(self, spec: LearnerSpec) -> Link:
-        """What lies between a participant and the rest, which it may share."""
-        own = Link(spec.latency, spec.jitter, spec.up_bytes_per_second, spec.down_bytes_per_second)
-        return self._shared_links.setdefault(spec.shared_link, own) if spec.shared_link else own
-
     @property
     def model_bytes(self) -> int:
         """Of a copy of the default workload's model, fp32."""
         return 4 * sum(self.sizes)
-
-    def record(self, host: Host, who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
-        """A machine has handled an event; a shard's tape is called after its process here."""
-        self.events += 1
-        who = host.name if who.startswith("shard-") and not who.endswith(".claims") else who
-        try:
-            if self.checks:
-                self._check(host, who)
-            for recorder in self.recorders:
-                recorder(who, self.now, event, effects)
-        except AssertionError as error:
-            self.error = self.error or error
-
-    def _check(self, host: Host, who: str) -> None:
-        machine: Any = getattr(host, "machine", None)
-        if who == "coordinator":
-            machine = getattr(host, "coordinator", None)
-        elif who.endswith(".claims"):
-            machine = host.shard_lease.machine  # type: ignore[attr-defined]
-        if machine is not None:
-            machine.check()
-
-    def broken(self, host: Host, error: BaseException) -> None:
-        """The code of a process has failed in a way that it must not."""
-        self.error = self.error or error
 
     def crash(self, host: Host, *, silent: bool = False) -> None:
         """SIGKILL, and it stays down; ``silent``: with its machine, so that nobody is told."""

@@ -15,11 +15,8 @@ from decoupled_diloco.config.resume import lasting
 from decoupled_diloco.errors import ConfigError, ProtocolError, StorageError
 from decoupled_diloco.merge import Layout
 from decoupled_diloco.protocol.checkpoints.coordinator import raised
-from decoupled_diloco.protocol.coordinator import (
-    CoordinatorMachine,
-    CoordinatorState,
-    state_today,
-)
+from decoupled_diloco.protocol.coordinator import CoordinatorMachine, state_today
+from decoupled_diloco.protocol.coordinator_state import CoordinatorState
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.storage.files import NOT_JSON, exists
 from decoupled_diloco.syncer.coordinator_disk import joined_since, newest_state

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from decoupled_diloco import __version__
+from decoupled_diloco._version import __version__
 from decoupled_diloco.protocol.syncer import SyncerMachine
 
 

@@ -22,7 +22,7 @@ from urllib.parse import quote
 
 from decoupled_diloco.errors import TransportError
 from decoupled_diloco.runtime import now
-from decoupled_diloco.transport.base import Limits
+from decoupled_diloco.transport.limits import Limits
 from decoupled_diloco.transport.pool import PoolBody, ReceivePool
 from decoupled_diloco.transport.ranges import Range, RangeSet
 from decoupled_diloco.transport.tokens import RequestRefusal

@@ -21,7 +21,6 @@ from decoupled_diloco.errors import AccessError, ProtocolError, RunEndedError, T
 from decoupled_diloco.runtime import now, runtime
 from decoupled_diloco.transport.base import (
     PIECE_BYTES,
-    Limits,
     Locator,
     Peer,
     Silence,
@@ -38,6 +37,7 @@ from decoupled_diloco.transport.http_server import (
     READ_BUFFER_BYTES,
     ask_for_congestion,
 )
+from decoupled_diloco.transport.limits import Limits
 from decoupled_diloco.transport.ranges import (
     Range,
     RangeSet,

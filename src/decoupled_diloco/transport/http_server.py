@@ -28,7 +28,7 @@ import aiohttp
 from aiohttp import web
 
 from decoupled_diloco.errors import ProtocolError, TransportError
-from decoupled_diloco.transport.base import PIECE_BYTES, Health, Limits, OnChannel, Peer, Stats
+from decoupled_diloco.transport.base import PIECE_BYTES, Health, OnChannel, Peer, Stats
 from decoupled_diloco.transport.bodies import PREFIX, BodyBooks, Offer, Stream
 from decoupled_diloco.transport.channel import (
     NOTHING_MORE,
@@ -39,6 +39,7 @@ from decoupled_diloco.transport.channel import (
 )
 from decoupled_diloco.transport.documents import FACT_PREFIX, NoSuchDocumentError, Query
 from decoupled_diloco.transport.door import Door
+from decoupled_diloco.transport.limits import Limits
 from decoupled_diloco.transport.pool import ReceivePool
 from decoupled_diloco.transport.probe import PROBE, Probes
 from decoupled_diloco.transport.ranges import (

@@ -10,8 +10,9 @@ from typing import Protocol
 from yarl import URL
 
 from decoupled_diloco.runtime import runtime
-from decoupled_diloco.transport.base import Channel, Limits, Stats, TransferStats
+from decoupled_diloco.transport.base import Channel, Stats, TransferStats
 from decoupled_diloco.transport.bodies import PREFIX
+from decoupled_diloco.transport.limits import Limits
 from decoupled_diloco.transport.ranges import Window
 from decoupled_diloco.transport.transfer import Mover, Slots, StripeController, Transfer
 

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 import encrypted
-from decoupled_diloco.transport.base import Channel, Client, Limits
+from decoupled_diloco.transport.base import Channel, Client
 from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.http_server import HttpServer
+from decoupled_diloco.transport.limits import Limits
 from memory_transport import MemoryClient, MemoryNetwork, MemoryServer
 
 QUICK = Limits(ping_seconds=0.05, lost_seconds=0.6, stall_seconds=0.2, retries=2)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from decoupled_diloco.errors import AccessError, ProtocolError, TransportError
-from decoupled_diloco.transport.base import Limits
+from decoupled_diloco.transport.limits import Limits
 from decoupled_diloco.transport.tokens import Tokens
 
 MIB = 1 << 20

@@ -10,9 +10,10 @@ from contextlib import asynccontextmanager
 import pytest
 
 from decoupled_diloco.errors import ProtocolError, TransportError
-from decoupled_diloco.transport.base import Channel, Limits
+from decoupled_diloco.transport.base import Channel
 from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.http_server import HttpServer
+from decoupled_diloco.transport.limits import Limits
 
 MIB = 1 << 20
 LIMITS = Limits(stall_seconds=0.3, retries=8)

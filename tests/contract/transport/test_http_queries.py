@@ -10,9 +10,10 @@ from collections.abc import AsyncIterator, Mapping
 import aiohttp
 import pytest
 
-from decoupled_diloco.transport.base import Channel, Limits
+from decoupled_diloco.transport.base import Channel
 from decoupled_diloco.transport.documents import Document
 from decoupled_diloco.transport.http_server import QUERIES_MAX, HttpServer
+from decoupled_diloco.transport.limits import Limits
 
 STALL_SECONDS = 0.1
 BODY = bytes(range(256)) * (48 << 10)  # 12 MiB: more than the kernel takes for who reads nothing

@@ -11,9 +11,10 @@ import pytest
 
 import encrypted
 from decoupled_diloco.errors import AccessError, TransportError
-from decoupled_diloco.transport.base import Channel, Limits
+from decoupled_diloco.transport.base import Channel
 from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.http_server import HttpServer
+from decoupled_diloco.transport.limits import Limits
 from decoupled_diloco.transport.tls import Tls
 from decoupled_diloco.transport.tokens import Tokens
 from process.strangers import HELLO_BYTES

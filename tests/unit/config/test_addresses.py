@@ -4,11 +4,11 @@ import pytest
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.addresses import (
-    advertised,
     from_elsewhere,
     on_this_machine,
     reached_by,
 )
+from decoupled_diloco.config.run import advertised
 from decoupled_diloco.errors import ConfigError
 
 

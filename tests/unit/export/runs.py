@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from decoupled_diloco.config import RunConfig, dump_config, load_config
 from decoupled_diloco.config.method import options_of, plan_of, public_text
 from decoupled_diloco.merge import digest, gather, layout_of, scatter, tensors_of
-from decoupled_diloco.protocol.coordinator import CoordinatorState
+from decoupled_diloco.protocol.coordinator_state import CoordinatorState
 from decoupled_diloco.protocol.versions import Asking, Version
 from decoupled_diloco.syncer.durable import ShardDisk, identity_of_shard
 from decoupled_diloco.syncer.fragments import ShardTensors

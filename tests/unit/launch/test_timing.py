@@ -12,7 +12,7 @@ from decoupled_diloco.observe.run_model import run_of
 from decoupled_diloco.protocol import syncer_fill
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.transport import backoff
-from decoupled_diloco.transport.base import Limits
+from decoupled_diloco.transport.limits import Limits
 from unit.observe.worlds import write_world
 
 NAMED = sorted({field for _, field, _, _ in Formatter().parse(TABLE) if field and "." in field})

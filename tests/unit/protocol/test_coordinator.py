@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from decoupled_diloco.protocol import CoordinatorMachine, Options
-from decoupled_diloco.protocol.coordinator import Enrolled
+from decoupled_diloco.protocol.coordinator_state import Enrolled
 from decoupled_diloco.protocol.effects import (
     Admit,
     AdmitShard,

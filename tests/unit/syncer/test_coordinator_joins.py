@@ -26,8 +26,9 @@ from decoupled_diloco.syncer import coordinator
 from decoupled_diloco.syncer.coordinator import CoordinatorHost
 from decoupled_diloco.syncer.coordinator_disk import FILE, JOINED, newest_state
 from decoupled_diloco.syncer.shard_lease import NoStandby
-from decoupled_diloco.transport.base import Channel, Limits
+from decoupled_diloco.transport.base import Channel
 from decoupled_diloco.transport.bodies import BodyBooks
+from decoupled_diloco.transport.limits import Limits
 from decoupled_diloco.transport.pool import ReceivePool
 
 LAYOUT = json.dumps(layout_of(nn.Linear(4, 3)).to_json())

@@ -8,8 +8,8 @@ import torch
 from decoupled_diloco.protocol.versions import Version
 from decoupled_diloco.syncer.bodies import Downloads
 from decoupled_diloco.syncer.fragments import PublishedCopy
-from decoupled_diloco.transport.base import Limits
 from decoupled_diloco.transport.bodies import BodyBooks
+from decoupled_diloco.transport.limits import Limits
 from decoupled_diloco.transport.pool import ReceivePool
 from decoupled_diloco.transport.tokens import RequestRefusal
 

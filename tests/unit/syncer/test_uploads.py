@@ -19,8 +19,8 @@ from decoupled_diloco.protocol import messages as say
 from decoupled_diloco.protocol.versions import Asking, Version
 from decoupled_diloco.syncer.bodies import DECODED_MAX, Uploads
 from decoupled_diloco.syncer.fragments import ShardTensors
-from decoupled_diloco.transport.base import Limits
 from decoupled_diloco.transport.bodies import BodyBooks
+from decoupled_diloco.transport.limits import Limits
 from decoupled_diloco.transport.pool import ReceivePool
 
 N = 12

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from decoupled_diloco.transport.base import Limits
 from decoupled_diloco.transport.bodies import BodyBooks
+from decoupled_diloco.transport.limits import Limits
 from decoupled_diloco.transport.pool import ReceivePool
 from decoupled_diloco.transport.tokens import RequestRefusal
 

@@ -19,7 +19,7 @@ from typing import TypeVar, cast
 
 import torch
 
-from decoupled_diloco import __version__
+from decoupled_diloco._version import __version__
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.addresses import alternatives, reached_by
 from decoupled_diloco.errors import ConfigError, Error, StorageError

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from decoupled_diloco.protocol.checkpoints.effects import BeginCheckpoint, KeepCheckpoint
 from decoupled_diloco.protocol.checkpoints.messages import (
@@ -33,11 +32,9 @@ from decoupled_diloco.protocol.checkpoints.messages import (
     CheckpointPart,
     PartSaved,
 )
+from decoupled_diloco.protocol.coordinator_state import CoordinatorState
 from decoupled_diloco.protocol.effects import CoordinatorEffect, Note, Persist, Send
 from decoupled_diloco.protocol.peers import shard_peer
-
-if TYPE_CHECKING:
-    from decoupled_diloco.protocol.coordinator import CoordinatorState
 
 LEAD_MAX = 1024
 """A participant may have heard of at most so many checkpoints that a shard has not: who says more
