@@ -4,6 +4,9 @@ A process of a shard that has a standby first waits for its claim, then serves, 
 loses it. Whatever others must be able to rely on is *fenced*: done while the claim is the newest,
 and told of only if it still is. As the storage shows a claim to everybody once it is made, whoever
 makes the next one finds what was told of before, whatever the clocks say.
+
+An error that is not the storage's own answer ends the process, once: a lease that went on without
+the answer to an order would wait forever.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ class NoStandby:
         """The task, as it is."""
         return task
 
-    def when_lost(self, on_lost: Callable[[LeaseError], None]) -> None:
+    def when_lost(self, on_lost: Callable[[BaseException], None]) -> None:
         """Never."""
 
     async def ended(self) -> bool:
@@ -85,20 +88,27 @@ class ShardLease:
         self._settled = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._asking: set[asyncio.Task[None]] = set()
-        self._on_lost: Callable[[LeaseError], None] = lambda error: None
-        self._lost = ""
+        self._on_lost: Callable[[BaseException], None] | None = None
+        self._lost: BaseException | None = None
+        self._failure: BaseException | None = None
+        self._closed = self._raised = False
 
     async def gained(self) -> bool:
-        """Waits for the claim; ``False``: the run is over, or `give_up` was called."""
+        """Waits for the claim; ``False``: the run is over, or `give_up` was called.
+
+        Raises:
+            Exception: The error that has ended the lease meanwhile.
+        """
         self._handle(Tick())
         await self._settled.wait()
+        self._raise_failure()
         return self.number > 0
 
-    def when_lost(self, on_lost: Callable[[LeaseError], None]) -> None:
-        """Who is to be told that this process must end."""
+    def when_lost(self, on_lost: Callable[[BaseException], None]) -> None:
+        """Sets the function that ends this process when the claim is lost or the lease fails."""
         self._on_lost = on_lost
-        if self._lost:
-            on_lost(LeaseError(self._lost))
+        if self._lost is not None:
+            self._report(self._lost)
 
     def give_up(self) -> None:
         """Waits no longer."""
@@ -155,25 +165,68 @@ class ShardLease:
             return False  # it is asked again
 
     async def end(self, *, finished: bool) -> None:
-        """Gives the claim back, so that nobody waits for it to run out."""
-        if self._timer is not None:
-            self._timer.cancel()
+        """Gives the claim back, so that no process waits for it to run out.
+
+        Raises:
+            Exception: An error that has ended the lease and was not reported before.
+        """
+        self._stop_timer()
         self._handle(shard_lease.HolderLeaves(finished))
         if self._asking:  # a storage that does not answer is left alone after a while
             await asyncio.wait(self._asking, timeout=self.store.lease_seconds)
+        self._closed = True  # an answer that comes later finds no tape and no process to act
+        self._stop_timer()
         self._worker.shutdown(wait=False, cancel_futures=True)
         self.tape.close()
+        self._raise_failure()
 
     def _handle(self, event: LeaseEvent) -> None:
-        for effect in self._recorder.handle(now(), event):
-            self._do(effect)
-        deadline = self.machine.deadline()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        if self._closed or self._failure is not None:
+            return
+        try:
+            for effect in self._recorder.handle(now(), event):
+                self._do(effect)
+            deadline = self.machine.deadline()
+        except Exception as error:  # in a timer or a task it would reach no caller
+            self._fail(error)
+            return
+        self._stop_timer()
         if deadline is not None:
             delay = max(0.0, deadline - now())
             self._timer = asyncio.get_running_loop().call_later(delay, self._handle, Tick())
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._asking.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """Ends the lease; whoever waits for it, or acts by it, receives the error."""
+        if self._closed or self._failure is not None:
+            return
+        self._failure = error
+        self._stop_timer()
+        self._settled.set()
+        self._report(error)
+
+    def _report(self, error: BaseException) -> None:
+        """Ends the process that acts by this claim; before there is one, the error is kept."""
+        if self._on_lost is None:
+            self._lost = error
+            return
+        self._raised = self._raised or error is self._failure
+        self._on_lost(error)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None and not self._raised:
+            self._raised = True
+            raise self._failure
 
     def _do(self, effect: LeaseEffect) -> None:
         match effect:
@@ -185,15 +238,14 @@ class ShardLease:
             ):
                 task = asyncio.get_running_loop().create_task(self._ask(effect))
                 self._asking.add(task)
-                task.add_done_callback(self._asking.discard)
+                task.add_done_callback(self._done)
             case shard_lease.Activate(number, waited, why):
                 self.number, self.waited_seconds = number, waited
                 logger.info("this process acts for the shard (%s)", why)
                 self._settled.set()
             case shard_lease.StepDown(why):
-                self._lost = f"this process no longer acts for its shard: {why}"
                 self._settled.set()
-                self._on_lost(LeaseError(self._lost))
+                self._report(LeaseError(f"this process no longer acts for its shard: {why}"))
             case shard_lease.StandDown(why):
                 self.run_over = True
                 logger.info(

@@ -13,6 +13,7 @@ import pytest
 
 from decoupled_diloco.errors import LeaseError, StorageError
 from decoupled_diloco.observe.tape import TapeWriter
+from decoupled_diloco.protocol.shard_lease import ShardLeaseMachine
 from decoupled_diloco.runtime.disk import Disk
 from decoupled_diloco.storage.claims import ClaimStore
 from decoupled_diloco.syncer.coordinator_disk import FILE, STATES, STATES_KEPT, CoordinatorDisk
@@ -77,7 +78,7 @@ async def test_who_is_told_to_end_while_it_waits_ends(folder: Path) -> None:
 async def test_without_the_storage_it_steps_down_and_another_may_act(folder: Path) -> None:
     first = contender(folder, "first")
     assert await first.gained()
-    lost: list[LeaseError] = []
+    lost: list[BaseException] = []
     first.when_lost(lost.append)
     (folder / "claims").rename(folder / "unmounted")
     await asyncio.sleep(1.5 * LEASE_SECONDS)
@@ -90,6 +91,85 @@ async def test_without_the_storage_it_steps_down_and_another_may_act(folder: Pat
     await first.end(finished=False)
     assert second.holds()
     await second.end(finished=False)
+
+
+BROKEN = ValueError("a fault of the program")
+"""An error that is not an answer of the storage."""
+
+
+def broken(*arguments: object) -> object:
+    raise BROKEN
+
+
+@pytest.mark.parametrize("order", ["look", "claim"])
+async def test_an_order_that_fails_otherwise_ends_the_wait_for_a_claim(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, order: str
+) -> None:
+    """Without an answer, a standby would wait forever."""
+    monkeypatch.setattr(ClaimStore, order, broken)
+    shard_lease = contender(folder, "standby")
+    with pytest.raises(ValueError) as raised:
+        await asyncio.wait_for(shard_lease.gained(), 30.0)
+    assert raised.value is BROKEN
+    await shard_lease.end(finished=False)  # reported already
+
+
+async def failure_of(shard_lease: ShardLease) -> list[BaseException]:
+    """The errors with which a lease has ended the process that acts by it, once there is one."""
+    failed, errors = asyncio.Event(), list[BaseException]()
+
+    def end(error: BaseException) -> None:
+        errors.append(error)
+        failed.set()
+
+    shard_lease.when_lost(end)
+    await asyncio.wait_for(failed.wait(), 30.0)
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("owner", "part"),
+    [(ClaimStore, "renew"), (ShardLeaseMachine, "handle"), (ShardLeaseMachine, "deadline")],
+    ids=["in a task", "in the machine", "for the next timer"],
+)
+async def test_a_lease_that_fails_ends_the_process_that_acts_by_it_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, owner: type, part: str
+) -> None:
+    shard_lease = contender(folder, "first")
+    assert await shard_lease.gained()
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, part, broken)
+        errors = await failure_of(shard_lease)
+    await shard_lease.end(finished=False)
+    assert errors == [BROKEN]
+
+
+async def test_a_lease_that_fails_before_its_process_acts_ends_it_when_it_does(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard_lease = contender(folder, "first")
+    assert await shard_lease.gained()
+    failed = asyncio.Event()
+
+    def fail(*arguments: object) -> object:
+        failed.set()
+        raise BROKEN
+
+    monkeypatch.setattr(ShardLeaseMachine, "handle", fail)
+    await asyncio.wait_for(failed.wait(), 30.0)
+    assert await failure_of(shard_lease) == [BROKEN]
+    await shard_lease.end(finished=False)
+
+
+async def test_a_claim_that_cannot_be_given_back_for_another_reason_raises(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard_lease = contender(folder, "first", lease_seconds=60.0)
+    assert await shard_lease.gained()
+    monkeypatch.setattr(ClaimStore, "renew", broken)
+    with pytest.raises(ValueError) as raised:
+        await shard_lease.end(finished=True)
+    assert raised.value is BROKEN
 
 
 QUESTIONS = ("is_folder", "names", "read")
