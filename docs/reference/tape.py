@@ -22,7 +22,7 @@ HEAD = """\
 
 Every process of a run appends what it was told, what it decided and what it measured to a file
 of its own, `RUN/tape/<who>.jsonl`. Reports, displays, replay and checks read nothing else. This is
-schema {schema}; a program refuses tapes of a newer one.
+schema {schema}. A program reads only tapes of its own schema.
 
 Whenever 4 MiB are full they become a segment, which is compressed:
 `RUN/tape/<who>.segments/000004194411.jsonl.xz`, named by where in the whole text it ends. The
@@ -34,7 +34,7 @@ written yet, half a second at most; whatever it was just doing to a segment cost
 A line is one JSON object:
 
 ```json
-{{"v":1,"at":12.5,"who":"learner-0","seq":7,"kind":"event","type":"Tick","data":{{}}}}
+{{"v":{schema},"at":12.5,"who":"learner-0","seq":7,"kind":"event","type":"Tick","data":{{}}}}
 ```
 
 | field | meaning |
@@ -46,8 +46,7 @@ clocks (`wall`, `monotonic`) and describes the process. `event`: a state machine
 `effect`: the machine gave an order; `cause` is the `seq` of the event. `sample`: a measurement that
 no machine sees. Fresh machines give the same effects for the same events.
 
-Below, *integer* is 0 to 2^53, and *null* stands for no value. A field that came into the schema
-later is missing in older tapes.
+Below, *integer* is 0 to 2^53, and *null* stands for no value.
 """
 
 SECTIONS = (

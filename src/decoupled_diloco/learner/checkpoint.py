@@ -40,7 +40,7 @@ from decoupled_diloco.storage.weights import load_sealed, save_sealed
 logger = logging.getLogger(__name__)
 
 FORMAT = 2
-"""Raised whenever an older reader could not read a file."""
+"""Of a file that has everything in it. No other version's is read."""
 
 FORMAT_OF_RANKS = 4
 """Of a file whose model, state and published copies are beside it."""
@@ -192,11 +192,11 @@ class LearnerCheckpoint:
             record = json.loads(texts["record"])
             if record["format"] not in (FORMAT, FORMAT_OF_RANKS):
                 raise StorageError(
-                    f"{path} has format {record['format']}, this reads {FORMAT} and "
-                    f"{FORMAT_OF_RANKS}"
+                    f"{path} has format {record['format']}, but this version reads {FORMAT} and "
+                    f"{FORMAT_OF_RANKS} only: continue with the decoupled-diloco that wrote it"
                 )
-            ranks = int(record.get("ranks", 0))
-            left = set(record.get("residuals", ()))
+            ranks = int(record["ranks"])
+            left = set(record["residuals"])
 
             def kept(what: str, index: int, told: list[Any]) -> Values:
                 if ranks:

@@ -31,7 +31,7 @@ def write_comparison(first: Path, second: Path, out_html: Path) -> tuple[RunMode
     """Writes two runs side by side, from their run folders, tape folders or tape files.
 
     Raises:
-        StorageError: A tape is missing, unreadable or of a newer schema, or the page cannot be
+        StorageError: A tape is missing, unreadable or of another schema, or the page cannot be
             written.
     """
     labels = (_label(first), _label(second))

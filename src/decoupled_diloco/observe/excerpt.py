@@ -13,7 +13,6 @@ import math
 import re
 from collections.abc import Hashable
 
-from decoupled_diloco.observe.former import name_today
 from decoupled_diloco.observe.looked_at import LOOKED_AT, MESSAGES
 from decoupled_diloco.storage.files import NOT_JSON
 
@@ -21,7 +20,7 @@ REPORT_SECONDS = 1.0
 """One step report of a learner is kept for each such time, and the last one of a piece."""
 
 _KIND = re.compile(rb'"kind":"(\w+)","type":"(\w+)"')
-_MESSAGE = re.compile(rb'"(?:message|admitted)":\{"type":"(\w+)"')
+_MESSAGE = re.compile(rb'"message":\{"type":"(\w+)"')
 _LEARNER = re.compile(rb'"data":\{"(?:learner|peer)":"([^"]*)"')
 _LEARNERS = re.compile(rb'"learners":\[([^\]]*)\]')
 _FRAGMENT = re.compile(rb'"fragment":(\d+)')
@@ -57,7 +56,7 @@ def _key(line: bytes) -> tuple[Hashable, ...] | None:
     kind = _KIND.search(line)
     if kind is None:
         return ("torn", line)
-    name = name_today(kind[2].decode())
+    name = kind[2].decode()
     if kind[1] == b"start":
         return ("start", line)
     if name not in LOOKED_AT:

@@ -29,7 +29,7 @@ class FollowedRun:
         """Takes in what has been added to the tape.
 
         Raises:
-            StorageError: A file cannot be read or is of a newer schema.
+            StorageError: A file cannot be read or is of another schema.
         """
         self.run.take_all(self._follower.poll())
 

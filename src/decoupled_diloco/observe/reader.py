@@ -36,7 +36,7 @@ class TapeReader:
         path: The folder or file.
 
     Raises:
-        StorageError: There is no tape. While iterating: a file is of a newer schema.
+        StorageError: There is no tape. While iterating: a file is of another schema.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -72,7 +72,7 @@ class Follower:
         """The records that have been added since the last call.
 
         Raises:
-            StorageError: A file cannot be read or is of a newer schema.
+            StorageError: A file cannot be read or is of another schema.
         """
         records = [record for file in tape_files(self.path) for record in self._read_on(file)]
         return sorted(records, key=read_on_order)

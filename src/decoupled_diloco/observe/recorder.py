@@ -119,7 +119,7 @@ def _turns(records: Iterable[Record]) -> Iterator[tuple[Record, list[dict[str, A
                     f"the tape of {record.who} was changed: record {record.seq} of life "
                     f"{record.life}, {record.type}, stands apart from the event that caused it"
                 )
-            current[1].append(record.today())
+            current[1].append(record.typed)
         elif record.kind != "sample":
             if current is not None:
                 yield current

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from decoupled_diloco.errors import StorageError
-from decoupled_diloco.observe.former import today
 from decoupled_diloco.observe.samples import Sample
 from decoupled_diloco.protocol import wire
 from decoupled_diloco.protocol.effects import CoordinatorEffect, LearnerEffect, SyncerEffect
@@ -20,7 +19,7 @@ from decoupled_diloco.protocol.shard_lease import LeaseEffect, LeaseEvent
 from decoupled_diloco.storage.files import NOT_JSON
 
 SCHEMA = 2
-"""Version of the record; raised when an old reader would misunderstand a new tape."""
+"""Version of the record. A program reads no other one."""
 
 FOLDER_NAME = "tape"
 MERGED_NAME = "tape.jsonl"
@@ -40,15 +39,6 @@ _CLASSES: dict[str, tuple[type[Any], ...]] = {
     "effect": get_args(Effect),
     "sample": get_args(Sample),
 }
-
-_ADDED_LATER: dict[str, dict[str, Any]] = {
-    "Evaluated": {"metrics": []},
-    "Expect": {"codec": ""},
-    "Fetch": {"nbytes": 0},
-    "FaultInjected": {"processes": []},
-    "FaultEnded": {"processes": []},
-}
-"""Fields that older tapes of this schema lack, and what their absence means."""
 
 to_json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode
 """Compact JSON; refuses numbers that are not finite."""
@@ -80,9 +70,10 @@ class Record:
     wall: float
     life: int
 
-    def today(self) -> dict[str, Any]:
-        """Type and fields, those too that older tapes lack."""
-        return {"type": self.type, **_ADDED_LATER.get(self.type, {}), **self.data}
+    @property
+    def typed(self) -> dict[str, Any]:
+        """Its fields and their type in one table, as in messages."""
+        return {"type": self.type, **self.data}
 
     def value(self) -> Event | Effect | Sample:
         """The event, effect or sample as its dataclass.
@@ -91,7 +82,7 @@ class Record:
             ProtocolError: The fields are not those of the dataclass; the message names the field.
         """
         assert self.kind != "start", "a start record holds a plain table"
-        value: Event | Effect | Sample = wire.decode(self.today(), _CLASSES[self.kind])
+        value: Event | Effect | Sample = wire.decode(self.typed, _CLASSES[self.kind])
         return value
 
 
@@ -112,7 +103,9 @@ class Parser:
         try:
             fields = json.loads(line.decode("utf-8", "surrogatepass"))
             version = fields["v"]
-            if version <= SCHEMA:
+            if type(version) is not int:
+                raise ValueError("the schema is a number")
+            if version == SCHEMA:
                 return self._record(fields)
         except (ArithmeticError, *NOT_JSON):
             self._note(
@@ -121,8 +114,8 @@ class Parser:
             )
             return None
         raise StorageError(
-            f"{self._path} is an event tape of schema {version}, but this program reads up to "
-            f"{SCHEMA}: read it with the decoupled-diloco that wrote it, or a newer one"
+            f"{self._path} is an event tape of schema {version}, but this version reads schema "
+            f"{SCHEMA} only: read it with the decoupled-diloco that wrote it"
         )
 
     def _note(self, problem: str) -> None:
@@ -134,7 +127,7 @@ class Parser:
 
     def _record(self, fields: dict[str, Any]) -> Record:
         at, who = float(fields["at"]), str(fields["who"])
-        name, data = today(fields["v"], fields["kind"], str(fields["type"]), dict(fields["data"]))
+        name, data = str(fields["type"]), dict(fields["data"])
         if fields["kind"] == "start":
             life = self._clocks[who][1] + 1 if who in self._clocks else 0
             self._clocks[who] = (float(data["wall"]) - float(data["monotonic"]), life)

@@ -45,7 +45,7 @@ def write_report(
         The run that the report tells.
 
     Raises:
-        StorageError: There is no tape, it is of a newer schema, or a file cannot be written.
+        StorageError: There is no tape, it is of another schema, or a file cannot be written.
     """
     run = source if isinstance(source, RunModel) else read_run(source)
     if out_png is not None:

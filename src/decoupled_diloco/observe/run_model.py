@@ -278,7 +278,7 @@ def read_run(path: str | Path, keep: Keep = "run") -> RunModel:
     """What happened in a run, from its run folder, its tape folder or a single tape file.
 
     Raises:
-        StorageError: There is no tape, or it is of a newer schema.
+        StorageError: There is no tape, or it is of another schema.
     """
     reader = TapeReader(path)
     model = run_of(reader, keep)

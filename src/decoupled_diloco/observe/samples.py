@@ -77,12 +77,12 @@ class EndRequested:
 class FaultInjected:
     """A fault was caused on purpose, for example ``kill`` on ``learner-1``.
 
-    ``processes``: all processes that it strikes; empty on tapes of earlier versions.
+    ``processes``: all processes that it strikes.
     """
 
     kind: str
     target: str
-    processes: tuple[str, ...] = ()
+    processes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class FaultEnded:
 
     kind: str
     target: str
-    processes: tuple[str, ...] = ()
+    processes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

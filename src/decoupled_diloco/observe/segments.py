@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
 from decoupled_diloco.errors import StorageError
-from decoupled_diloco.observe.records import FOLDER_NAME, MERGED_NAME
+from decoupled_diloco.observe.records import FOLDER_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -285,9 +285,6 @@ def _compress(text: Path) -> None:
 def pack_tapes(run_folder: str | Path) -> None:
     """Compresses the tapes of a run that is over, but short ones, and those still written to.
 
-    One merged file of all tapes, as runs of earlier versions left it, would be older than they are
-    from now on: it goes.
-
     Raises:
         StorageError: The folder cannot be written.
     """
@@ -298,7 +295,6 @@ def pack_tapes(run_folder: str | Path) -> None:
                 if file.tell() >= PACKED_BYTES_MIN and end_segment(tape, file):
                     tape.touch()
             _compress_segments(tape)
-        (run / MERGED_NAME).unlink(missing_ok=True)
     except OSError as error:
         raise StorageError(
             f"the tapes in {run} cannot be compressed: {error.strerror}: they stay as they are"

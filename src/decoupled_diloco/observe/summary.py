@@ -206,7 +206,7 @@ def learner_rows(run: RunModel, *, devices: bool = False) -> list[list[str]]:
     header += ["longest gap", "median step"]
     rows = [header, *(_learner_row(run, learner) for learner in run.trained.values())]
     texts = [learner.device for learner in run.trained.values()]
-    if devices and any(texts):  # tapes of earlier versions do not say
+    if devices and any(texts):
         for row, text in zip(rows, ["device", *texts], strict=True):
             row.append(text or ABSENT)
     return rows

@@ -5,7 +5,7 @@ Theory of operation. Every process appends to a file of its own, ``RUN/tape/<who
 ``start`` record, its next *life*. A record is one JSON object:
 
 ```
-{"v":1,"at":12.5,"who":"learner-0","seq":7,"kind":"event","type":"StepFinished","data":{"tokens":96}}
+{"v":2,"at":12.5,"who":"learner-0","seq":7,"kind":"event","type":"StepFinished","data":{"tokens":96}}
 ```
 
 ``at`` is the instant that the state machine was told (seconds of a clock that never goes back, in
@@ -18,7 +18,7 @@ A process must not fail with its tape: one that is killed loses what it had not 
 say so. What was written is neither lost nor read twice, whatever was being done to a segment. When
 the disk is full the tape ends there, with one `StorageError`, and training goes on.
 
-Files of a schema newer than ``SCHEMA`` are refused; older ones are to stay readable.
+Files of another schema than ``SCHEMA`` are refused.
 """
 
 from __future__ import annotations

@@ -13,9 +13,8 @@ turned away, and what it goes on publishing is of an older term.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, assert_never
+from typing import assert_never
 
 from decoupled_diloco.protocol import same_data
 from decoupled_diloco.protocol.checkpoints import coordinator as checkpoints
@@ -75,14 +74,6 @@ TRANSITIONS: tuple[tuple[str, str, str], ...] = (
 
 FORMER_KEPT = 16
 """Processes that have acted for a shard and are known by their nonce, should they come back."""
-
-
-_FORMER_FIELDS = {"cut": "checkpoint", "cuts_kept": "checkpoints_kept"}
-
-
-def state_today(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a state that any version has written, by the names that they have today."""
-    return {_FORMER_FIELDS.get(name, name): value for name, value in state.items()}
 
 
 class CoordinatorMachine:
@@ -173,10 +164,9 @@ class CoordinatorMachine:
 
     def _restore_learners(self) -> None:
         learners = self.state.learners
-        self._indexes = {known.index for known in learners.values() if known.index >= 0}
-        for name, known in sorted(learners.items()):
-            index = known.index if known.index >= 0 else self._free_index()
-            learners[name] = replace(known, present=False, index=index)
+        self._indexes = {known.index for known in learners.values()}
+        for name, known in learners.items():
+            learners[name] = replace(known, present=False)
 
     def check(self) -> None:
         """Asserts every invariant that can be seen in one state."""

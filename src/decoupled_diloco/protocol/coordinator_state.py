@@ -16,14 +16,13 @@ Phase = Literal["gathering", "seeding", "running", "ending", "finished"]
 class Enrolled:
     """One learner id: its newest epoch, the process that bears it, and the name's number.
 
-    ``index``: 0 and up, different for every name, never changed. -1: it was written before
-    numbers existed.
+    ``index``: 0 and up, different for every name, never changed.
     """
 
     epoch: int
     nonce: str
     present: bool
-    index: int = -1
+    index: int
 
 
 @dataclass(slots=True)

@@ -58,8 +58,7 @@ class Broadcast:
 class Expect:
     """Be ready for a contribution's body at this path, from this learner alone.
 
-    ``round``: the fragment's open round; 0: there is none. ``codec``: of the body. Tapes from
-    before it was chosen for each learner lack it: it is the run's.
+    ``round``: the fragment's open round; 0: there is none. ``codec``: of the body.
     """
 
     path: str
@@ -69,7 +68,7 @@ class Expect:
     fragment: int
     ask: Asking
     why: str
-    codec: str = ""
+    codec: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +327,7 @@ class Relabel:
     """The newest copy that is here now bears another version; its values are the same.
 
     ``staged``: it waits to be applied, and what was sent before it still counts; else it is held,
-    and what was sent is gone. Tapes from before this was told lack it.
+    and what was sent is gone.
     """
 
     fragment: int

@@ -18,7 +18,7 @@ from decoupled_diloco.config.method import options_of, read_settings
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.observe.records import Record
 from decoupled_diloco.observe.tape import ReplayDifference, TapeReader, replay
-from decoupled_diloco.protocol.coordinator import CoordinatorMachine, state_today
+from decoupled_diloco.protocol.coordinator import CoordinatorMachine
 from decoupled_diloco.protocol.coordinator_state import CoordinatorState
 from decoupled_diloco.protocol.learner import LearnerMachine
 from decoupled_diloco.protocol.shard_lease import ShardLeaseMachine
@@ -86,8 +86,7 @@ def machine_of(header: Mapping[str, Any]) -> Machine:
             case "coordinator":
                 machine = CoordinatorMachine(options, weights_from_file=header["weights_from_file"])
                 if header["state"] is not None:
-                    plain = state_today(header["state"])
-                    state = TypeAdapter(CoordinatorState).validate_python(plain)
+                    state = TypeAdapter(CoordinatorState).validate_python(header["state"])
                     machine.restore(state)
                 return machine
             case other:

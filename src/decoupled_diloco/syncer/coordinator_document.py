@@ -15,7 +15,7 @@ from decoupled_diloco.config.resume import lasting
 from decoupled_diloco.errors import ConfigError, ProtocolError, StorageError
 from decoupled_diloco.merge import Layout
 from decoupled_diloco.protocol.checkpoints.coordinator import raised
-from decoupled_diloco.protocol.coordinator import CoordinatorMachine, state_today
+from decoupled_diloco.protocol.coordinator import CoordinatorMachine
 from decoupled_diloco.protocol.coordinator_state import CoordinatorState
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.storage.files import NOT_JSON, exists
@@ -59,7 +59,7 @@ def document_at_checkpoint(
         part: The document as it was then.
         newest: What it has known last: no epoch, term or lease is given out twice.
     """
-    state = _STATE.validate_python(state_today(part["state"]))
+    state = _STATE.validate_python(part["state"])
     back = raised(state, newest or state)
     return {**part, "state": plain(back)}, back
 
@@ -86,7 +86,7 @@ def read_document(
             known = document["state"]["learners"].get(name, {"epoch": 0})
             if record["epoch"] >= known["epoch"]:
                 document["state"]["learners"][name] = record
-        state = _STATE.validate_python(state_today(document["state"]))
+        state = _STATE.validate_python(document["state"])
         layout = document["layout"]
         theirs = read_public(document["settings"])
         found = Layout.from_text(layout) if layout else None

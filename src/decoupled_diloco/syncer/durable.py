@@ -27,7 +27,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -451,8 +451,7 @@ class ShardDisk:
             return  # the checkpoint has it already
         try:
             step = self.tensors.step(fragment, _gradient(record))
-            names = step.copy.digest, digest(step.copy.whole)  # the second is an earlier release's
-            problem = "" if durable.digest in names else "another digest"
+            problem = "" if durable.digest == step.copy.digest else "another digest"
         except MergeError as error:
             problem = str(error)
         if problem:
@@ -463,7 +462,7 @@ class ShardDisk:
             )
             return
         self.tensors.commit(fragment, step)
-        found[fragment] = replace(durable, digest=step.copy.digest)
+        found[fragment] = durable
         self.memory = record.fields.get("memory", self.memory)
 
     def _path(self, number: int, suffix: str) -> Path:

@@ -130,15 +130,15 @@ def test_those_of_the_run_stay_until_they_are_forgotten(tmp_path: Path) -> None:
     assert folder.problems == []
 
 
-def test_one_that_belongs_to_a_newer_format_is_not_guessed_at(
+def test_one_of_another_format_is_not_guessed_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from decoupled_diloco.learner import checkpoint as module
 
-    monkeypatch.setattr(module, "FORMAT", 5)
+    monkeypatch.setattr(module, "FORMAT", 99)
     path = CheckpointFolder(tmp_path).save(checkpoint())
     monkeypatch.undo()
-    with pytest.raises(StorageError, match="format 5, this reads 2 and 4"):
+    with pytest.raises(StorageError, match="format 99, but this version reads 2 and 4 only"):
         LearnerCheckpoint.read(path)
 
 

@@ -277,7 +277,7 @@ def finished(number: int, *parts: do.Participant) -> do.RoundFinished:
 def write_shard(folder: Path) -> None:
     shard = Author(folder, "shard-0")
     expects = [
-        do.Expect(f"/up/{ask.number}", f"learner-{ask.number}", 1, 1, 0, ask, "it reported")
+        do.Expect(f"/up/{ask.number}", f"learner-{ask.number}", 1, 1, 0, ask, "it reported", "bf16")
         for ask in ASKS
     ]
     shard.tell(10.0, fact.Tick(), opened(1), *expects)

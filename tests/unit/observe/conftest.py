@@ -166,7 +166,7 @@ def write_launcher(folder: Path) -> None:
     author.sample(0.1, CorpusDescribed(json.dumps(corpus)))
     for pid, name in enumerate(("shard-0", "shard-1", *LEARNERS, "evaluator"), start=100):
         author.sample(0.5, ProcessStarted(name, pid))
-    author.sample(KILL, FaultInjected("kill", "learner-1"))
+    author.sample(KILL, FaultInjected("kill", "learner-1", ("learner-1",)))
     author.sample(KILL, ProcessEnded("learner-1", None, 9))
     author.sample(KILL, RestartScheduled("learner-1", 1.0))
     author.sample(RESTART, ProcessStarted("learner-1", 200))

@@ -358,8 +358,8 @@ def test_who_took_part_in_nearly_all_is_not_said_to_have_been_in_all(run_folder)
 
 def test_faults_on_purpose_that_last_have_an_end(tmp_path):
     with writer(tmp_path, "launcher") as tape:
-        tape.sample(1.0, FaultInjected("cut", "pacific"))
-        tape.sample(61.0, FaultEnded("cut", "pacific"))
+        tape.sample(1.0, FaultInjected("cut", "pacific", ()))
+        tape.sample(61.0, FaultEnded("cut", "pacific", ()))
     _, lines = view_of(tmp_path)
     assert lines == ["fault on purpose: cut pacific", "fault undone: cut pacific"]
 
@@ -406,7 +406,7 @@ def test_lines_come_in_the_order_in_which_things_happened(tmp_path):
     seconds, out = [0.0], console()
     early, late = writer(tmp_path / "tape", "learner-0"), writer(tmp_path / "tape", "launcher")
     with ProgressDisplay(tmp_path, console=out, clock=lambda: seconds[0]) as progress:
-        late.sample(8.0, FaultInjected("cut", "pacific"))
+        late.sample(8.0, FaultInjected("cut", "pacific", ()))
         late.flush()
         progress.poll()
         early.effects(7.5, early.event(7.5, Tick()), [Ready("held")])

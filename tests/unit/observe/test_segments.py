@@ -209,11 +209,10 @@ def test_a_tape_whose_run_was_moved_aside_leaves_the_new_one_alone(tmp_path):
     assert segments_of(tmp_path / "run.1" / "learner-0.jsonl") == []
 
 
-def test_short_tapes_stay_text_and_an_older_runs_merged_copy_goes(tmp_path):
+def test_short_tapes_stay_text(tmp_path):
     with open_tape(tmp_path / "tape") as tape, open_tape(tmp_path / "tape", "launcher") as short:
         write(tape, range(12))
         short.sample(1.0, SampleGenerated("text"))
-    (tmp_path / "tape.jsonl").write_text("of an earlier version\n")
     whole = list(TapeReader(tmp_path))
     pack_tapes(tmp_path)
     assert sorted(files_in(tmp_path)) == [

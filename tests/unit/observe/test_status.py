@@ -305,7 +305,7 @@ def test_a_torn_tape_is_shown_and_told(folder, tmp_path):
     assert "torn" in " ".join(text_of(status).split())
 
 
-def test_a_newer_schema_is_refused_in_one_sentence(tmp_path):
+def test_another_schema_is_refused_in_one_sentence(tmp_path):
     path = tmp_path / "shard-0.jsonl"
     path.write_text(json.dumps({"v": SCHEMA + 1}) + "\n")
     with pytest.raises(StorageError, match=f"schema {SCHEMA + 1}"):

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from decoupled_diloco.protocol import CoordinatorMachine, Options
-from decoupled_diloco.protocol.coordinator_state import Enrolled
 from decoupled_diloco.protocol.effects import (
     Admit,
     AdmitShard,
@@ -262,17 +261,6 @@ def test_a_number_whose_record_was_lost_is_free() -> None:
     again = Bench()
     again.machine.restore(state)
     assert [again.join(name, "n2").index for name in ("c", "b", "d")] == [0, 1, 2]
-
-
-def test_names_from_before_there_were_numbers_have_different_ones() -> None:
-    bench = Bench()
-    bench.join("a")
-    state = bench.machine.snapshot()
-    for name in ("z", "y"):
-        state.learners[name] = Enrolled(3, "n", present=False)
-    again = Bench()
-    again.machine.restore(state)
-    assert [again.join(name, "n").index for name in ("a", "y", "z", "new")] == [0, 1, 2, 3]
 
 
 def test_ticks_are_harmless() -> None:

@@ -67,7 +67,9 @@ class Shard:
 
     def expect(self, learner: str, number: int = 1) -> None:
         path = f"/up/{learner}/{number}"
-        self.intake.expect(do.Expect(path, learner, 1, 1, 0, Asking(1, number), "it is asked"))
+        self.intake.expect(
+            do.Expect(path, learner, 1, 1, 0, Asking(1, number), "it is asked", "fp32")
+        )
 
     def announce(self, learner: str, number: int = 1) -> None:
         upload = say.Upload(0, Asking(1, number), Version(1, 0), 2, 64, digest(self.body))
