@@ -52,6 +52,8 @@ class AccessError(TransportError):
 class RunEndedError(TransportError):
     """The syncer cannot be reached because its run has ended."""
 
+    exit_code = 9
+
 
 class StorageError(Error):
     """A file is missing, torn, of another version, or cannot be written."""
@@ -69,3 +71,7 @@ class LeaseError(Error):
     """This process may no longer act for its shard; started again, it waits for its turn."""
 
     exit_code = 8
+
+
+FINAL_EXIT_CODES = (ConfigError.exit_code, RunEndedError.exit_code)
+"""With these a process ends that would end the same way if it were started again."""

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import NoReturn
 
-from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.errors import FINAL_EXIT_CODES
 
 GRACE_SECONDS = 5
 """How long the other ranks may take to end after one has failed."""
@@ -161,7 +161,6 @@ def _serve(meeting: socket.socket, ranks: int) -> object:
 
 def _exit_code(failed: list[int]) -> int:
     """Of the ranks that failed, in order: what keeps a learner down, or the first one's code."""
-    if ConfigError.exit_code in failed:
-        return ConfigError.exit_code
-    first = next(iter(failed), 0)
+    final = [code for code in FINAL_EXIT_CODES if code in failed]
+    first = next(iter([*final, *failed]), 0)
     return first if first >= 0 else 128 - first

@@ -7,7 +7,7 @@ import signal
 import time
 from dataclasses import dataclass, field
 
-from decoupled_diloco.errors import ConfigError, StorageError
+from decoupled_diloco.errors import FINAL_EXIT_CODES, StorageError
 from decoupled_diloco.launch.placement import PlacedProcess, Placement
 from decoupled_diloco.observe.samples import (
     EndRequested,
@@ -118,7 +118,7 @@ class Supervisor:
         if self.stopping or not child.restarts or child.held:
             return
         child.failures = 1 if now() - child.started_at > HEALTHY_SECONDS else child.failures + 1
-        if child.code == ConfigError.exit_code or child.failures > len(RESTART_SECONDS):
+        if child.code in FINAL_EXIT_CODES or child.failures > len(RESTART_SECONDS):
             logger.error("%s stays down: %s", child.name, self.last_words(child.name))
             return
         delay = RESTART_SECONDS[child.failures - 1]

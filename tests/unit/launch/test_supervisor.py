@@ -55,8 +55,8 @@ def test_a_process_that_fails_is_started_again_but_not_for_ever(supervisor: Supe
     assert types.count("RestartScheduled") == 2
 
 
-@pytest.mark.parametrize(("code", "down"), [(0, False), (2, True)])
-def test_success_and_wrong_configuration_are_final(
+@pytest.mark.parametrize(("code", "down"), [(0, False), (2, True), (9, True)])
+def test_success_wrong_configuration_and_the_end_of_the_run_are_final(
     supervisor: Supervisor, code: int, down: bool
 ) -> None:
     supervisor.start("once", [f"raise SystemExit({code})"])
