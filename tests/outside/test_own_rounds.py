@@ -22,9 +22,9 @@ from decoupled_diloco.protocol import effects as do
 from decoupled_diloco.protocol import events as ev
 from decoupled_diloco.protocol import messages as msg
 from decoupled_diloco.protocol.peers import COORDINATOR
+from deliberate_breaks import Break
 from outside.own_learner import Learner
 from outside.own_model import Key, Model
-from simulation.breaks import Break
 from simulation.own_breaks import FORGOTTEN_TURNS
 
 SEEDS = 80
@@ -199,7 +199,7 @@ def test_the_model_notices_rounds_that_a_clock_opens(participants: str) -> None:
         Schedule(3, participants=participants).whole()
 
 
-@pytest.mark.parametrize("each", FORGOTTEN_TURNS, ids=[each.what for each in FORGOTTEN_TURNS])
+@pytest.mark.parametrize("each", FORGOTTEN_TURNS, ids=[each.mark for each in FORGOTTEN_TURNS])
 def test_the_model_notices_a_turn_that_is_forgotten(each: Break) -> None:
     with each.broken():
         assert any(map(wrong, range(SEEDS)))

@@ -1,10 +1,9 @@
-"""Rounds that learners open by themselves, broken on purpose; see `breaks`."""
+"""Deliberate breaks of rounds that learners open by their own steps; see `deliberate_breaks`."""
 
 from __future__ import annotations
 
-from decoupled_diloco.protocol import asking, syncer_rounds
 from decoupled_diloco.simulate.shrink import Changes
-from simulation.breaks import Break
+from deliberate_breaks import Break
 
 SETTINGS = {
     "participants": "own",
@@ -20,71 +19,55 @@ FOR_LONG = Changes(options=SETTINGS, endless=True)
 
 OWN_STEPS = (
     Break(
-        "a learner is asked at each of its steps",
-        asking,
-        "due_by_own_steps",
-        "for fragment in options.due(step):",
+        "asked-at-every-step",
         "for fragment in state.fragments:",
+        "a learner receives a request at each of its steps",
         OWN,
         noticed_by=4,
     ),
     Break(
-        "a learner's own steps make nothing due",
-        asking,
-        "due_by_own_steps",
-        'if options.participants != "own"',
-        'if options.participants == "own"',
+        "own-steps-never-due",
+        'if options.participants == "own" or state.phase != "running":',
+        "a learner's own steps make no fragment due",
         FOR_LONG,
     ),
     Break(
-        "who took a newer version while it was asked loses its turn",
-        syncer_rounds,
-        "declined",
-        'member.pressed or options.participants == "own"',
-        "member.pressed",
+        "newer-version-loses-turn",
+        "keeps_turn = member.pressed",
+        "a learner that takes a newer version while it has a request loses its turn",
         FOR_LONG,
         noticed_by=7,
     ),
     Break(
-        "a contribution that is here opens no round",
-        syncer_rounds,
-        "_fold",
-        "            state.queue[fragment] = state.clock\n",
-        "            pass\n",
-        FOR_LONG,
-    ),
-    Break(
-        "one that comes while the one before is merged waits for the next",
-        syncer_rounds,
-        "_fold",
-        "round.next_tick = state.clock",
+        "arrival-opens-no-round",
         "pass",
+        "a contribution that arrives opens no round",
         FOR_LONG,
     ),
     Break(
-        "a round is opened though nothing is here",
-        syncer_rounds,
-        "_openable",
-        'if options.participants == "own":',
+        "arrival-during-merge-waits",
+        "pass",
+        "a contribution that arrives during a merge waits for the one after it",
+        FOR_LONG,
+    ),
+    Break(
+        "empty-round-opened",
         "if False:",
+        "a round opens although no contribution has arrived",
         OWN,
     ),
 )
 
 FORGOTTEN_TURNS = (
     Break(
-        "who is due while its fragment is merged is not asked",
-        asking,
-        "_can_be_served",
-        ' and options.participants != "own"',
-        "",
+        "due-during-merge-not-asked",
+        "if round is not None and round.settled_at is not None:",
+        "a learner that is due while its fragment is merged receives no request",
     ),
     Break(
-        "what was asked over a connection that broke is not asked again",
-        syncer_rounds,
-        "_fall_out",
-        'if ask_state == "gone" and options.participants == "own":',
+        "broken-link-not-asked-again",
         "if False:",
+        "a request that was lost with its connection is not repeated",
     ),
 )
 """No world notices these: a turn that comes a period later is within its limits."""

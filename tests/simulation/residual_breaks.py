@@ -1,139 +1,100 @@
-"""Error feedback, broken on purpose; see `breaks`."""
+"""Deliberate breaks of error feedback; see `deliberate_breaks`."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from decoupled_diloco.learner.background import Background
-from decoupled_diloco.learner.body_exchange import BodyExchange
-from decoupled_diloco.learner.checkpoint import LearnerCheckpoint
-from decoupled_diloco.learner.exchange import LearnerTensors
-from decoupled_diloco.merge import plan
-from decoupled_diloco.protocol import learner_fragments
-from decoupled_diloco.protocol.learner import LearnerMachine
 from decoupled_diloco.simulate.shrink import Changes
-from simulation.breaks import Break
+from deliberate_breaks import Break
 
 COARSE = Changes(options={"uplink_codec": "int2", "error_feedback": True})
 
 
-def _break(what: str, owner: Any, name: str, old: str, new: str, noticed_by: int = 0) -> Break:
-    return Break(what, owner, name, old, new, COARSE, noticed_by)
+def _break(mark: str, becomes: str, what: str, noticed_by: int = 0) -> Break:
+    return Break(mark, becomes, what, COARSE, noticed_by)
 
 
 RESIDUALS = (
     _break(
-        "a residual stays, although a contribution has taken it along",
-        LearnerTensors,
-        "capture",
-        "self.residuals[fragment] = self.residuals[fragment], ()",
-        "_ = self.residuals[fragment], ()",
+        "residual-stays-after-capture",
+        "taken, _ = self.residuals[fragment], ()",
+        "a residual stays although a contribution contains it",
     ),
     _break(
-        "a residual is forgotten instead of sent",
-        LearnerTensors,
-        "capture",
-        "return Capture(self.plan, fragment, copy, published, taken)",
+        "residual-not-sent",
         "return Capture(self.plan, fragment, copy, published, ())",
+        "a residual is dropped instead of sent",
     ),
     _break(
-        "what is merged leaves what was left before it",
-        LearnerTensors,
-        "settle",
-        "if gone and entry.leaves is not None:",
+        "merged-keeps-old-residual",
         "if False:",
+        "a merged contribution leaves the residual that it contained",
     ),
     _break(
-        "what is refused leaves what its body lacks",
-        LearnerTensors,
-        "settle",
-        "if gone and entry.leaves is not None:",
+        "refused-keeps-encoding-loss",
         "if entry.leaves is not None:",
+        "a refused contribution leaves only what its payload lacks",
         14,
     ),
     _break(
-        "what is left takes the place of what was left meanwhile",
-        LearnerTensors,
-        "settle",
-        "self.residuals[fragment] += left",
+        "residual-overwrites-later",
         "self.residuals[fragment] = left",
+        "a residual replaces what was left meanwhile",
         2,
     ),
     _break(
-        "a residual is all of a contribution",
-        plan,
-        "encode_with_feedback",
-        "u.sub_(codec.decode(body[octets], u.numel(), scratch))",
+        "residual-is-everything",
         "pass",
+        "the residual is the whole contribution",
     ),
     _break(
-        "a refusal leaves nothing",
-        LearnerMachine,
-        "_outcome",
-        "effects = fragments.settle(self.options, message.fragment, sent, why, gone=False)",
+        "refusal-drops-residual",
         "effects = []",
+        "a refused contribution leaves nothing",
         14,
     ),
     _break(
-        "what may be merged is sent again if its outcome is lost",
-        LearnerMachine,
-        "_welcomed",
-        "_MAY_BE_IN, gone=True)",
-        "_MAY_BE_IN, gone=False)",
+        "lost-outcome-sent-again",
+        "effects += fragments.settle(self.options, index, sent, _MAY_BE_IN, gone=False)",
+        "a contribution that may be merged is sent again after its outcome was lost",
         63,
     ),
     _break(
-        "what went with the connection and may be merged is sent again",
-        learner_fragments,
-        "apply_staged",
-        "effects += settle(options, index, sent, why, gone=True)",
+        "lost-link-sent-again",
         "effects += settle(options, index, sent, why, gone=False)",
+        "a contribution that was lost with its connection and may be merged is sent again",
         22,
     ),
     _break(
-        "what a shard asks for again has lost its residual",
-        LearnerMachine,
-        "_pulled",
-        "effects += fragments.settle(self.options, index, view.sent, why, gone=False)",
+        "repeated-request-drops-residual",
         "pass",
+        "a repeated request drops the residual of the first contribution",
         79,
     ),
     _break(
-        "a residual is kept although an earlier life may have sent it",
-        learner_fragments,
-        "apply_staged",
-        "if forgets:",
+        "restored-residual-kept",
         "if False:",
+        "a learner keeps a restored residual that its earlier process may have sent",
         31,
     ),
     _break(
-        "a checkpoint has no residuals",
-        LearnerCheckpoint,
-        "write",
-        '"residuals": self.with_residual,',
+        "checkpoint-without-residuals",
         '"residuals": [],',
+        "a checkpoint has no residuals",
         63,
     ),
     _break(
-        "residuals are not brought back",
-        Background,
-        "_begin",
-        "shared.tensors.residuals = [held.residual for held in checkpoint.fragments]",
+        "residuals-not-restored",
         "pass",
+        "residuals are not restored from a checkpoint",
         63,
     ),
     _break(
-        "what a body lacks is not noted",
-        BodyExchange,
-        "_encoded",
-        "self._tensors().encoded(effect.fragment, effect.ask, residual)",
+        "encoding-loss-not-noted",
         "pass",
+        "what a payload lacks is not recorded",
     ),
     _break(
-        "an accepted contribution is settled while its steps are in the parameters",
-        LearnerMachine,
-        "_outcome",
-        "if sent is view.sent:",
+        "accepted-settled-early",
         "if False:",
+        "an accepted contribution is settled while its steps are in the parameters",
     ),
 )

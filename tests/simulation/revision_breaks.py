@@ -1,12 +1,10 @@
-"""Revisions of H and τ, broken on purpose; see `breaks`."""
+"""Deliberate breaks of schedule revisions (H and τ); see `deliberate_breaks`."""
 
 from __future__ import annotations
 
-from decoupled_diloco.protocol import following, revisions
-from decoupled_diloco.protocol.coordinator import CoordinatorMachine
 from decoupled_diloco.protocol.revisions import AdaptLimits
 from decoupled_diloco.simulate.shrink import Changes
-from simulation.breaks import Break
+from deliberate_breaks import Break
 
 SETTINGS = {
     "wait": "never",
@@ -22,73 +20,59 @@ FOR_LONG = Changes(options=SETTINGS, endless=True)
 
 REVISIONS = (
     Break(
-        "a revision is told before it is kept",
-        CoordinatorMachine,
-        "_revise",
-        "            Persist(why),\n",
+        "revision-before-disk",
         "",
+        "a schedule revision is sent before it is on disk",
         OFTEN,
         noticed_by=225,
     ),
     Break(
-        "the number of a revision is used again",
-        revisions,
-        "_revised",
-        "number=present.number + 1,",
+        "revision-number-reused",
         "number=1,",
+        "the number of a schedule revision is used again",
         FOR_LONG,
         noticed_by=1,
     ),
     Break(
-        "the greatest period is exceeded",
-        revisions,
-        "_revised",
-        "period=plan[0],",
+        "period-above-maximum",
         "period=2 * plan[0],",
+        "a schedule revision exceeds the maximum period",
         OFTEN,
     ),
     Break(
-        "the overlap is as long as the period",
-        revisions,
-        "fitting",
-        "return found, min(overlap, found - 1)",
+        "overlap-as-long-as-period",
         "return found, overlap",
+        "the overlap is as long as the period",
         Changes(options={**SETTINGS, "adapt": AdaptLimits((2, 4), (0, 9), 0.5)}),
         noticed_by=2,
     ),
     Break(
-        "a shard that was started again is not told of the plan",
-        CoordinatorMachine,
-        "_shard_greeted",
-        "if state.revision is not None:",
+        "restarted-shard-lacks-revision",
         "if False:",
+        "a restarted shard does not receive the current schedule",
         FOR_LONG,
         noticed_by=13,
     ),
     Break(
-        "who comes later is not told of the plan",
-        following,
-        "welcome",
-        "for revision in known]",
-        "for revision in known if False]",
+        "late-learner-lacks-revision",
+        "return []",
+        "a learner that joins later does not receive the current schedule",
         FOR_LONG,
         noticed_by=15,
     ),
     Break(
-        "a shard does not pass a plan on",
-        following,
-        "pass_on",
-        "if hear(state, revision) else []",
-        "if hear(state, revision) and False else []",
+        "revision-not-passed-on",
+        """\
+hear(state, revision)
+return []""",
+        "a shard does not pass a schedule revision on",
         FOR_LONG,
         noticed_by=1,
     ),
     Break(
-        "a plan holds before its tick",
-        following,
-        "is_due",
-        "state.next_revisions[0].tick <= tick",
-        "state.next_revisions[0].tick <= tick + 2",
+        "revision-early",
+        "return bool(state.next_revisions) and state.next_revisions[0].tick <= tick + 2",
+        "a schedule revision holds before its tick",
         OFTEN,
         noticed_by=19,
     ),

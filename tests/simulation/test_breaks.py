@@ -1,11 +1,11 @@
-"""Every deliberate break of the core and of its storage is caught, within so many random worlds."""
+"""Random worlds notice every deliberate break of the core, its shells and its storage."""
 
 from __future__ import annotations
 
 import asyncio
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -15,50 +15,49 @@ from decoupled_diloco.simulate import crashes, worlds
 from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.disk import Loss
 from decoupled_diloco.simulate.shrink import Changes, signature
+from deliberate_breaks import Break
 from simulation.apart_breaks import APART
-from simulation.breaks import CORE, SHELLS, STORAGE, Break
+from simulation.breaks import CORE, SHELLS, STORAGE
 from simulation.own_breaks import OWN_STEPS
 from simulation.residual_breaks import RESIDUALS
 from simulation.revision_breaks import REVISIONS
+from simulation.shell_breaks import SHELLS as REAL_SHELLS
 from unit.learner import test_exchange
 from unit.syncer import test_late_ticks
 
-SEEDS_MAX = 130
-"""Most breaks are caught by one of the first ten seeds; a few need a rare coincidence. The world
-that has noticed one is tried first; if it does no longer, the others are looked through."""
+FEW, MANY = range(10), range(130)
+"""Seeds. One of the first ten worlds notices most breaks; a few need a rare coincidence."""
+
+WORLDS = (*CORE, *RESIDUALS, *REVISIONS, *OWN_STEPS, *APART, *REAL_SHELLS)
 
 
-def names(breaks: tuple[Break, ...]) -> list[str]:
-    return [each.what for each in breaks]
+def marks_of(breaks: tuple[Break, ...]) -> list[str]:
+    return [each.mark for each in breaks]
 
 
-@pytest.mark.parametrize("each", CORE, ids=names(CORE))
-def test_a_broken_core_is_caught(each: Break) -> None:
+def noticed(each: Break, seeds: Iterable[int]) -> int | None:
+    """The first world that notices a break."""
     with each.broken():
-        seeds = (each.noticed_by, *range(SEEDS_MAX))
-        caught = next((seed for seed in seeds if worlds.failure(seed, each.changes)), None)
-    assert caught is not None, f"nobody notices that {each.what}"
-    assert worlds.failure(caught, each.changes) is None, "the core itself holds"
+        return next((seed for seed in seeds if worlds.failure(seed, each.changes)), None)
 
 
-@pytest.mark.parametrize("each", RESIDUALS, ids=names(RESIDUALS))
-def test_broken_error_feedback_is_caught(each: Break) -> None:
-    test_a_broken_core_is_caught(each)
+@pytest.mark.parametrize("each", WORLDS, ids=marks_of(WORLDS))
+def test_a_world_notices_a_break(each: Break) -> None:
+    seed = noticed(each, (each.noticed_by, *FEW))
+    assert seed is not None, (
+        f"no world notices that {each.what}: find a seed with pytest -m long {__file__} "
+        f"-k many_worlds and {each.mark}, and write it into `noticed_by`"
+    )
+    assert worlds.failure(seed, each.changes) is None, "the code itself holds"
 
 
-@pytest.mark.parametrize("each", REVISIONS, ids=names(REVISIONS))
-def test_a_broken_revision_is_caught(each: Break) -> None:
-    test_a_broken_core_is_caught(each)
-
-
-@pytest.mark.parametrize("each", OWN_STEPS, ids=names(OWN_STEPS))
-def test_broken_rounds_of_ones_own_are_caught(each: Break) -> None:
-    test_a_broken_core_is_caught(each)
-
-
-@pytest.mark.parametrize("each", APART, ids=names(APART))
-def test_who_was_apart_and_keeps_it_is_caught(each: Break) -> None:
-    test_a_broken_core_is_caught(each)
+@pytest.mark.long
+@pytest.mark.parametrize("each", WORLDS, ids=marks_of(WORLDS))
+def test_one_of_many_worlds_notices_a_break(each: Break) -> None:
+    seed = noticed(each, (*MANY, each.noticed_by))
+    assert seed is not None, f"no world notices that {each.what}"
+    assert seed == each.noticed_by or seed in MANY
+    print(f"{each.mark}: seed {seed} notices it")
 
 
 def told_wrong(seed: int, folder: Path) -> bool:
@@ -69,17 +68,17 @@ def told_wrong(seed: int, folder: Path) -> bool:
     return False
 
 
-@pytest.mark.parametrize("each", STORAGE, ids=names(STORAGE))
-def test_a_broken_disk_is_caught(each: Break, tmp_path: Path) -> None:
+@pytest.mark.parametrize("each", STORAGE, ids=marks_of(STORAGE))
+def test_a_story_of_crashes_notices_a_break(each: Break, tmp_path: Path) -> None:
     with each.broken():
-        seeds = range(SEEDS_MAX)
+        seeds = MANY
         caught = next((s for s in seeds if told_wrong(s, tmp_path / f"broken-{s}")), None)
-    assert caught is not None, f"nobody notices that {each.what}"
+    assert caught is not None, f"no story notices that {each.what}"
     assert not told_wrong(caught, tmp_path / "whole"), "the storage itself holds"
 
 
 def test_a_journal_without_sync_is_caught_at_its_first_crash_point(tmp_path: Path) -> None:
-    (each,) = (e for e in STORAGE if "not forced to the disk" in e.what)
+    (each,) = (e for e in STORAGE if e.mark == "journal-not-synced")
     (tmp_path / "history").mkdir()
     with each.broken():
         history = crashes.record(tmp_path / "history", "01")
@@ -96,28 +95,25 @@ def ticks(folder: Path) -> None:
     asyncio.run(test_late_ticks.test_what_has_arrived_is_told_before_the_tick(folder))
 
 
-CHECKS: dict[str, Callable[[Path], None]] = {"_reference": rebases, "_tick": ticks}
+CHECKS: dict[str, Callable[[Path], None]] = {
+    "rebase-keeps-rounding": rebases,
+    "tick-before-arrivals": ticks,
+}
 
 
-@pytest.mark.parametrize("each", SHELLS, ids=names(SHELLS))
-def test_a_broken_shell_is_caught(each: Break, tmp_path: Path) -> None:
-    check = CHECKS[each.name]
+@pytest.mark.parametrize("each", SHELLS, ids=marks_of(SHELLS))
+def test_a_test_of_the_real_shell_notices_a_break(each: Break, tmp_path: Path) -> None:
+    check = CHECKS[each.mark]
     with each.broken(), pytest.raises(AssertionError):
         check(tmp_path / "broken")
     check(tmp_path / "whole")
 
 
-SHRUNKEN = (
-    "one contribution is enough, whatever the quorum",
-    "a lease is not renewed by what is heard",
-)
-
-
-@pytest.mark.parametrize("what", SHRUNKEN)
-def test_a_failing_world_shrinks_to_one_that_fails_alike(what: str) -> None:
-    (each,) = (e for e in CORE if e.what == what)
+@pytest.mark.parametrize("mark", ["quorum-of-one", "lease-not-renewed"])
+def test_a_failing_world_shrinks_to_one_that_fails_alike(mark: str) -> None:
+    (each,) = (e for e in CORE if e.mark == mark)
     with each.broken():
-        seed = next(s for s in range(SEEDS_MAX) if worlds.failure(s))
+        seed = next(s for s in MANY if worlds.failure(s))
         before = worlds.failure(seed)
         changes = worlds.shrunken(seed)
         assert before is not None

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from decoupled_diloco.protocol.data_leases import coordinator as leases
-from decoupled_diloco.protocol.data_leases import learner as learner_leases
 from decoupled_diloco.protocol.data_leases.coordinator import GRACE_SECONDS
 from decoupled_diloco.protocol.data_leases.ledger import Leased, Repeated, TakenBack
 from decoupled_diloco.protocol.options import Options
@@ -24,6 +22,8 @@ from decoupled_diloco.simulate.lineage import Lineage
 from decoupled_diloco.simulate.scene import ENDLESS_STEPS, config_of
 from decoupled_diloco.simulate.spec import LearnerSpec
 from decoupled_diloco.simulate.system import System
+from deliberate_breaks import Break
+from simulation.breaks import DATA_LEASES, DURABLE_TOO_EARLY
 
 OPTIONS = Options(fragments=4, period=4, overlap=1, shards=2, budget_steps=ENDLESS_STEPS)
 PARTS = Parts(6, 36)
@@ -140,30 +140,6 @@ def test_nobody_waits_while_the_coordinator_is_away_and_repeats_are_told(begin: 
     checker.check_accounts()
 
 
-def broken_merged(data: Any, step: int, durable_step: int) -> Any:
-    return RIGHT_MERGED(data, step, step)
-
-
-def broken_next(book: Any, learner: str, epoch: int) -> Any:
-    entry = RIGHT_NEXT(book, learner, epoch)
-    return replace(entry, start=entry.start + 1) if entry.start else entry
-
-
-def broken_back(book: Any, learner: str, reason: str, **more: Any) -> Any:
-    for number, held in book.holders.get(learner, {}).items():
-        book.holders[learner][number] = replace(held, durable=held.trained)
-    return RIGHT_BACK(book, learner, reason, **more)
-
-
-RIGHT_MERGED = learner_leases.merged
-RIGHT_NEXT, RIGHT_BACK = leases._next, leases.take_back
-
-BREAKS: list[tuple[Any, str, Callable[..., Any], int]] = [
-    (leases, "_next", broken_next, 120),  # a part is gone on with one batch too late
-    (leases, "take_back", broken_back, 120),  # what was trained passes for durable
-]
-
-
 def troubled(begin: Begin, batches: int) -> None:
     """Learners far away whose reports and answers cross, and one dies in the midst of a part."""
     far = [replace(each, latency=1.5) for each in (A, B)]
@@ -179,24 +155,16 @@ def test_a_troubled_world_adds_up(begin: Begin, batches: int) -> None:
     troubled(begin, batches)
 
 
-@pytest.mark.parametrize(("module", "name", "broken", "batches"), BREAKS)
-def test_checkers_catch_a_core_that_is_broken(
-    begin: Begin,
-    module: Any,
-    name: str,
-    broken: Callable[..., Any],
-    batches: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(module, name, broken)
-    with pytest.raises(AssertionError):
-        troubled(begin, batches)
+@pytest.mark.parametrize("each", DATA_LEASES, ids=[each.mark for each in DATA_LEASES])
+def test_checkers_catch_a_core_that_is_broken(begin: Begin, each: Break) -> None:
+    with each.broken(), pytest.raises(AssertionError):
+        troubled(begin, 120)
 
 
-def test_checkers_catch_what_is_called_durable_too_early(
-    begin: Begin, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("decoupled_diloco.protocol.learner.leases.merged", broken_merged)
+def test_checkers_catch_what_is_called_durable_too_early(begin: Begin) -> None:
     system, _ = begin(A, B)
-    with pytest.raises(AssertionError, match="has not merged step"):
+    with (
+        DURABLE_TOO_EARLY.broken(),
+        pytest.raises(AssertionError, match="has not merged step"),
+    ):
         system.run(until=400.0)

@@ -22,7 +22,8 @@ from decoupled_diloco.simulate.faults import Fault, Kind, strike
 from decoupled_diloco.simulate.scene import ENDLESS_STEPS, config_of
 from decoupled_diloco.simulate.spec import LearnerSpec
 from decoupled_diloco.simulate.system import System
-from simulation.breaks import CLAIMS, Break
+from deliberate_breaks import Break
+from simulation.breaks import CLAIMS
 
 OPTIONS = Options(fragments=4, period=4, overlap=1, shards=2, budget_steps=ENDLESS_STEPS)
 LEARNERS = (LearnerSpec("learner-0", step_seconds=0.5), LearnerSpec("learner-1", step_seconds=0.7))
@@ -160,7 +161,7 @@ def test_two_that_act_at_once_do_no_harm(begin: Begin) -> None:
     assert {who for at, who in seen.commits if at > 100.0} == {"shard-0", "shard-1-standby"}
 
 
-@pytest.mark.parametrize("each", CLAIMS, ids=[each.what for each in CLAIMS])
+@pytest.mark.parametrize("each", CLAIMS, ids=[each.mark for each in CLAIMS])
 def test_what_keeps_them_from_harm_is_missed(begin: Begin, each: Break) -> None:
     with each.broken(), pytest.raises(AssertionError, match=r"was replaced, and|is let in after"):
         [two_act_at_once(begin, period) for period in (4, 40)]

@@ -293,7 +293,7 @@ class Background:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if deadline is not None:
+        if deadline is not None:  # break: learner-timer-missing
             delay = max(0.0, deadline - now())
             loop = asyncio.get_running_loop()
             tick = fact.Tick()
@@ -492,6 +492,7 @@ class Background:
         self.restoring = True
         if checkpoint.fragments:
             shared.tensors.published = [held.published for held in checkpoint.fragments]
+            # break: residuals-not-restored
             shared.tensors.residuals = [held.residual for held in checkpoint.fragments]
         why = f"its own checkpoint of step {checkpoint.steps}, epoch {checkpoint.epoch}"
         self._told(fact.Began(checkpoint.kept(), why, gives=gives))

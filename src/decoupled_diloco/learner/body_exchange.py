@@ -125,6 +125,7 @@ class BodyExchange:
 
     def _encoded(self, effect: do.SendBody, digest: str, residual: Values | None) -> None:
         with self._changed:
+            # break: encoding-loss-not-noted
             self._tensors().encoded(effect.fragment, effect.ask, residual)
             self._told(fact.BodyEncoded(effect.fragment, effect.ask, digest))
 
@@ -163,6 +164,7 @@ class BodyExchange:
                 await self._client().get(effect.path, body.numpy().data, base=base)
                 values = await self._computed(fragment, lambda: decoded(body))
         except (TransportError, ProtocolError, MergeError) as error:
+            # break: failed-fetch-unreported
             self._told(fact.FetchFailed(fragment, effect.version, str(error)))
             return
         with self._changed:

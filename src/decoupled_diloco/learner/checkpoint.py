@@ -147,7 +147,7 @@ class LearnerCheckpoint:
         record = {name: getattr(self, name) for name in _NUMBERS} | {
             "format": FORMAT_OF_RANKS if self.ranks else FORMAT,
             "ranks": self.ranks,
-            "residuals": self.with_residual,
+            "residuals": self.with_residual,  # break: checkpoint-without-residuals
             "fragments": [
                 [str(held.version), held.digest, held.seal, held.steps, held.tokens]
                 + [held.published.numel()] * bool(self.ranks)

@@ -202,6 +202,7 @@ class Checkpointer:
             )
         try:
             whole = bool(checkpoint.fragments)
+            # break: model-not-restored
             self._model.load_state_dict(dict(checkpoint.model), strict=whole)
             for name, thing in self._stateful.items():
                 thing.load_state_dict(checkpoint.state[name])
@@ -315,7 +316,7 @@ class Checkpointer:
     def forget_checkpoints(self, keep: tuple[int, ...], before: int) -> None:
         """Deletes, in time, those that belong to checkpoints of the run that nobody needs."""
         if self.folder is not None:
-            needed = {*keep, self._reading}
+            needed = {*keep, self._reading}  # break: checkpoint-in-use-deleted
             with contextlib.suppress(RuntimeError):  # closing
                 self._writer.submit(
                     self.folder.forget_checkpoints, lambda n: n < before and n not in needed

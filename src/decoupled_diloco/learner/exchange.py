@@ -131,6 +131,7 @@ class LearnerTensors:
                 old = self.published[fragment]
                 assert old is not None
                 self.store.combine(part, new, Rounded(part, self.plan.layout, old), 1.0)
+        # break: applied-copy-not-published
         self.published[fragment], self.staged[fragment] = new, None
         self.snapshots[fragment] = self._sent[fragment] = None
 
@@ -140,10 +141,11 @@ class LearnerTensors:
         assert copy is not None, f"no snapshot of fragment {fragment}"
         assert published is not None, f"no published copy of fragment {fragment}"
         self._sent[fragment] = copy
+        # break: residual-stays-after-capture
         taken, self.residuals[fragment] = self.residuals[fragment], ()
         if self.plan.feedback is not None:
             self.under_way[fragment, ask] = UnderWay(taken)
-        return Capture(self.plan, fragment, copy, published, taken)
+        return Capture(self.plan, fragment, copy, published, taken)  # break: residual-not-sent
 
     def encoded(self, fragment: int, ask: Asking, residual: Values | None) -> None:
         """A captured contribution is encoded, and leaves this."""
@@ -154,9 +156,10 @@ class LearnerTensors:
         """What a contribution leaves is left: see `Settle`."""
         entry = self.under_way.pop((fragment, ask))
         left = entry.taken  # also of what was never encoded, and so never sent
+        # break: merged-keeps-old-residual, refused-keeps-encoding-loss
         if gone and entry.leaves is not None:
             left = (entry.leaves,)
-        self.residuals[fragment] += left
+        self.residuals[fragment] += left  # break: residual-overwrites-later
 
     def kept_residual(self, fragment: int, ask: Asking | None) -> tuple[Values, ...]:
         """What a checkpoint keeps, its tensors to be added up.

@@ -194,7 +194,7 @@ class CoordinatorSession:
         while member is not None:
             with contextlib.suppress(TransportError):
                 await self._converse(member)
-            member = await self._join_again(client)
+            member = await self._join_again(client)  # break: coordinator-not-rejoined
 
     async def _join_again(self, client: Client) -> Channel | None:
         """Until the run takes this process back, or is over."""

@@ -174,4 +174,4 @@ class ShardLinks:
             del self.channels[shard]
             self.alone_since = now()
             duties.sample(LinkState(shard, False))
-            duties.told(fact.Lost(shard_peer(shard)))
+            duties.told(fact.Lost(shard_peer(shard)))  # break: learner-ignores-lost-link

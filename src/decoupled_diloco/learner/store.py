@@ -199,6 +199,7 @@ class ModuleStore:
     def _reference(self, minus: HostCopy) -> Tensor:
         """What is subtracted, where the parameters are; the host neither waits nor rounds."""
         if isinstance(minus, Rounded):
+            # break: rebase-keeps-rounding
             return cast_like(minus.fragment, minus.layout, self._upload(minus.published))
         if isinstance(minus, Copying):  # It left on the stream on which it comes back.
             return self._upload(minus.pinned)

@@ -269,7 +269,7 @@ class TakingPart(Participation):
         background = self._background
         deadline = now() + FAREWELL_SECONDS
         with background.changed:
-            while not self.over and background.failure is None:
+            while not self.over and background.failure is None:  # break: last-copies-not-awaited
                 self._boundary()
                 if any(shard.linked for shard in self._shared.machine.state.shards):
                     deadline = now() + FAREWELL_SECONDS

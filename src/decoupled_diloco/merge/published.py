@@ -81,7 +81,7 @@ def encode_with_feedback(
         for residual in residuals:
             u.add_(residual[elements], alpha=decay)
         codec.encode(u, body[octets])
-        u.sub_(codec.decode(body[octets], u.numel(), scratch))
+        u.sub_(codec.decode(body[octets], u.numel(), scratch))  # break: residual-is-everything
         u[_changes(codec, u.numel()) :] = 0  # what is sent as it is leaves nothing, NaN neither
     return body, d
 

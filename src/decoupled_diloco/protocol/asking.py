@@ -199,8 +199,10 @@ def ask_again(state: SyncerState, options: Options, round: Round) -> None:
 
 def _can_be_served(state: SyncerState, options: Options, member: Member, fragment: int) -> bool:
     round = state.rounds.get(fragment)
+    # break: due-during-merge-not-asked
     if round is not None and round.settled_at is not None and options.participants != "own":
         return False  # what is being merged makes what it has late
+    # break: backlog-never-requested
     return _held_base(state, options, member, fragment) is not None
 
 
@@ -210,6 +212,7 @@ def _urgency(
     round = state.rounds.get(fragment)
     waits = round is not None and round.delivery_over
     waits = waits and not has_quorum(state.fragments[fragment], options)
+    # break: backlog-first-fragment
     return (not waits, member.heard_at.get(fragment, float("-inf")), fragment)
 
 
@@ -217,11 +220,11 @@ def due_by_own_steps(
     state: SyncerState, options: Options, now: float, member: Member, since: int
 ) -> list[SyncerEffect]:
     """A learner has stepped: what its own steps since then make due, it is asked for at once."""
-    if options.participants != "own" or state.phase != "running":
+    if options.participants != "own" or state.phase != "running":  # break: own-steps-never-due
         return []
     effects: list[SyncerEffect] = []
     for step in range(max(since, member.step - options.period) + 1, member.step + 1):
-        for fragment in options.due(step):
+        for fragment in options.due(step):  # break: asked-at-every-step
             if fragment not in state.fragments or fragment in member.arrears:
                 continue
             base = _held_base(state, options, member, fragment)
@@ -236,7 +239,7 @@ def due_by_own_steps(
 
 def has_quorum(entry: FragmentState, options: Options) -> bool:
     """Whether enough learners have delivered for a merge."""
-    return len(entry.delivered) >= options.quorum
+    return len(entry.delivered) >= options.quorum  # break: quorum-of-one
 
 
 def _ask(

@@ -206,6 +206,7 @@ class CoordinatorMachine:
             effects.append(AdoptLayout(connection, joining.fingerprint, why))
         if known is None or known.nonce != joining.nonce:
             index = known.index if known else self._free_index()
+            # break: epoch-used-again
             known = Enrolled((known.epoch if known else 0) + 1, joining.nonce, True, index)
         state.learners[learner] = replace(known, present=True)
         why = f"epoch {known.epoch}"
@@ -290,7 +291,7 @@ class CoordinatorMachine:
     def _shard_greeted(self, hello: ShardHello) -> list[CoordinatorEffect]:
         state, shard = self.state, hello.shard
         superseded = self._superseded(hello)
-        if superseded:
+        if superseded:  # break: replaced-process-admitted
             return [DenyShard(shard, hello.nonce, superseded, "it is too late")]
         self._present_shards.add(shard)
         effects: list[CoordinatorEffect] = []
@@ -308,7 +309,7 @@ class CoordinatorMachine:
         if begun:
             effects.append(Send(shard_peer(shard), self._seed_message(), "where the run began"))
             effects.append(Send(shard_peer(shard), Begin(state.attempt), why))
-        if state.revision is not None:
+        if state.revision is not None:  # break: restarted-shard-lacks-revision
             effects.append(Send(shard_peer(shard), state.revision, "H and τ follow the links"))
         if state.phase in ("ending", "finished"):
             effects.append(Send(shard_peer(shard), EndOrdered(), "the budget is spent"))
@@ -333,7 +334,7 @@ class CoordinatorMachine:
             state.former[shard] = (*state.former.get(shard, ()), before)[-FORMER_KEPT:]
         state.nonces[shard] = hello.nonce
         state.claims[shard] = max(hello.claim, state.claims.get(shard, 0))
-        state.terms[shard] = state.terms.get(shard, 0) + 1
+        state.terms[shard] = state.terms.get(shard, 0) + 1  # break: term-used-again
         state.ready.discard(shard)
         if state.phase != "finished":
             state.swept.discard(shard)
@@ -419,7 +420,7 @@ class CoordinatorMachine:
         told = f"revision {state.revision.number}: from step {state.revision.tick} on "
         told += f"{state.revision}; it was {present}"
         return [
-            Persist(why),
+            Persist(why),  # break: revision-before-disk
             Note(told, why),
             *(Send(shard_peer(s), state.revision, why) for s in sorted(self._present_shards)),
         ]

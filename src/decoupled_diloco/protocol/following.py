@@ -52,6 +52,7 @@ def hear(state: Revised, revision: Revision) -> bool:
 
 def is_due(state: Revised, tick: int) -> bool:
     """Whether the next revision holds at a tick."""
+    # break: revision-early
     return bool(state.next_revisions) and state.next_revisions[0].tick <= tick
 
 
@@ -65,11 +66,13 @@ def follow(state: Revised, options: Options) -> Options:
 def welcome(state: SyncerState, learner: str) -> list[SyncerEffect]:
     """Who comes is told of all revisions that hold or will."""
     known = (*([] if state.revision is None else [state.revision]), *state.next_revisions)
+    # break: late-learner-lacks-revision
     return [Send(learner, revision, "H and τ follow the links") for revision in known]
 
 
 def pass_on(state: SyncerState, revision: Revision) -> list[SyncerEffect]:
     """The coordinator has told a shard of a revision."""
+    # break: revision-not-passed-on
     return [Broadcast(revision, "the coordinator says so")] if hear(state, revision) else []
 
 

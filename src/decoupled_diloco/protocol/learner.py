@@ -368,6 +368,7 @@ class LearnerMachine:
         return (
             []
             if data is None
+            # break: batches-durable-too-early
             else leases.merged(data, self.state.step, leases.durable_step(self.state))
         )
 
@@ -385,7 +386,7 @@ class LearnerMachine:
 
     def _hold_or_release(self) -> list[LearnerEffect]:
         if self.options.wait == "never":
-            return []
+            return []  # break: learner-waits-for-link
         owed = self._owed()
         if owed and not self.state.holding:
             self.state.holding = True
@@ -399,7 +400,7 @@ class LearnerMachine:
         of the other, each at another shard, would wait for each other for ever. A shard that has
         shifted its learners is told besides: it may have done so before it heard of this.
         """
-        if not self.options.in_step or self.role != "learner":
+        if not self.options.in_step or self.role != "learner":  # break: steps-counted-per-shard
             return []
         known = {n: link for n, link in enumerate(self.state.shards) if link.offset is not None}
         furthest = max(link.offset or 0 for link in known.values())
@@ -491,7 +492,7 @@ class LearnerMachine:
             case Outcome():
                 return self._outcome(message)
             case GivenUp(fragment, reason):
-                self.state.fragments[fragment].owed_at = None
+                self.state.fragments[fragment].owed_at = None  # break: abandoned-round-ignored
                 return self._release_if_free(f"the round of fragment {fragment}: {reason}")
             case Published():
                 self._hear_clock(now, link, message.clock)
@@ -548,10 +549,12 @@ class LearnerMachine:
             elif sent is view.sent:
                 sent.lost = True
             else:
+                # break: lost-outcome-sent-again
                 effects += fragments.settle(self.options, index, sent, _MAY_BE_IN, gone=True)
                 self._late_is_lost(view, sent)
         for view in self._fragments_of(shard):
             view.owed_at = None  # steps are counted anew: what was due then is not now
+            # break: apart-not-noticed, short-cut-drops-steps
             view.alone += min(unheard, self.state.steps_of(view))
         effects += self._count_alike()
         effects += draining.welcomed(self.state, self.options, shard)
@@ -581,6 +584,7 @@ class LearnerMachine:
                 why = (
                     "its shard asks again: nothing that was made from the newest version is in any"
                 )
+                # break: repeated-request-drops-residual
                 effects += fragments.settle(self.options, index, view.sent, why, gone=False)
                 view.sent = None
             elif view.sent is not None or view.restored:
@@ -608,6 +612,7 @@ class LearnerMachine:
             if sent is None:
                 return []
             effects: list[LearnerEffect] = []
+            # break: accepted-settled-early
             if sent is view.sent:  # its steps are in the parameters: settled with the next copy
                 view.alone = 0
             else:
@@ -616,6 +621,7 @@ class LearnerMachine:
             sent.version = accepted
             return effects + self._merged(view, sent.taken.step)
         why = message.verdict
+        # break: refusal-drops-residual
         effects = fragments.settle(self.options, message.fragment, sent, why, gone=False)
         if sent is not None and sent is view.sent:
             view.sent = None

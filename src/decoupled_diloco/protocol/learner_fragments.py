@@ -117,7 +117,7 @@ def is_apart(options: Options, view: FragmentView) -> bool:
 
 def decline_if_apart(options: Options, index: int, view: FragmentView) -> list[LearnerEffect]:
     """Answers a pull of what will be dropped."""
-    if view.pull is None or not is_apart(options, view):
+    if view.pull is None or not is_apart(options, view):  # break: apart-learner-answers
         return []
     why = "it was apart for too long, and drops what it has"
     return decline(options, index, view, why, nothing_new=view.pull.final)
@@ -159,8 +159,8 @@ def apply_staged(
     state.discarded_tokens += discarded
     effects: list[LearnerEffect] = [Apply(index, version, mode, discarded, why)]
     if sent is not None and (sent.lost or sent.version is not None):
-        effects += settle(options, index, sent, why, gone=True)
-    if forgets:
+        effects += settle(options, index, sent, why, gone=True)  # break: lost-link-sent-again
+    if forgets:  # break: restored-residual-kept
         effects.append(ForgetResidual(index, "what its earlier life sent may have had it"))
     effects.append(Send(shard_peer(options.owner(index)), view.holding(index), why))
     if view.pull is not None and view.pull.base < version:
@@ -178,13 +178,13 @@ def apply_mode(
     never merged twice. Once the budget is spent nothing that was trained since is thrown away, but
     what was trained apart.
     """
-    sent, keeps, apart = view.sent, state.ended, is_apart(options, view)
+    sent, keeps, apart = view.sent, state.ended, is_apart(options, view)  # break: apart-steps-kept
     if view.unfit and not keeps:
         # Kept, it would be in the next contribution, which would be refused for it, for ever. That
         # holds of NaN even if it was sent: nothing can be subtracted from it.
         return "overwrite", "what it made before was too large, or not finite"
-    if sent is not None:
-        mode: Mode = sent.taken.alignment
+    if sent is not None:  # break: lost-contribution-kept, in-flight-steps-kept
+        mode: Mode = sent.taken.alignment  # break: merged-steps-carried
         follows = sent.version is None or sent.version > version
         why = UNDER_WAY if follows else "its contribution is in this version"
         if sent.lost:
@@ -343,7 +343,7 @@ def _fetch_wanted(state: LearnerState, options: Options, shard: int) -> list[Lea
 def _fetch(options: Options, index: int, view: FragmentView) -> list[LearnerEffect]:
     newest, latest, follows = view.newest, view.latest, view.next_difference()
     assert latest is not None
-    whole = follows is None or view.fetch_whole
+    whole = follows is None or view.fetch_whole  # break: no-whole-copy-after-gap
     if newest is not None and follows is None:
         view.behind = True
     taken = latest if follows is None or whole else follows

@@ -164,7 +164,7 @@ def fitting(
     needed = fragments * demand.body / busy
     enough = (each for each in limits.periods if needed <= each and overlap < each)
     found = next(enough, limits.period[1])
-    return found, min(overlap, found - 1)
+    return found, min(overlap, found - 1)  # break: overlap-as-long-as-period
 
 
 @dataclass(slots=True)
@@ -242,9 +242,9 @@ def _smaller(plan: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
 def _revised(present: Revision, clock: int, plan: tuple[int, int]) -> Revision:
     return replace(
         present,
-        number=present.number + 1,
+        number=present.number + 1,  # break: revision-number-reused
         tick=clock + LEAD_TICKS,
-        period=plan[0],
+        period=plan[0],  # break: period-above-maximum
         overlap=plan[1],
     )
 

@@ -234,6 +234,7 @@ class ShardLeaseMachine:
 
     def holds(self, now: float) -> bool:
         """Whether this process may act for the shard at this instant."""
+        # break: acts-after-lease
         return self.state.phase == "active" and now < self.state.valid_until
 
     def handle(self, now: float, event: LeaseEvent) -> list[LeaseEffect]:
@@ -335,7 +336,7 @@ class ShardLeaseMachine:
             return f"claim {standing.number} was given back"
         if standing.number == 0 and not self.waits:
             return "nobody has made a claim"
-        if asked_at < self._silent_at(standing):
+        if asked_at < self._silent_at(standing):  # break: silent-claim-awaited
             return ""
         if standing.number == 0:
             return "who should be first has made no claim"

@@ -325,8 +325,9 @@ class SyncerMachine:
             effects += syncer_rounds.forget_asks(
                 state, self.options, now, hello.learner, why_void, hello.asks
             )
+            # break: reconnected-holder-not-asked
             effects += syncer_fill.member_gone(state, hello.learner, why_void)
-        if member is not None and member.epoch < hello.epoch:
+        if member is not None and member.epoch < hello.epoch:  # break: earlier-epoch-stays
             why_gone = "a newer epoch has joined"
             gone = {hello.learner: why_gone}
             effects += syncer_members.remove(state, self.options, now, gone, evict=False)
@@ -488,7 +489,7 @@ class SyncerMachine:
         if state.ahead < quorum:
             return self._spent_without_a_tick(now)
         since, steps = state.clock, [member.run_step for member in state.members.values()]
-        state.clock = advanced(state.clock, steps, quorum)
+        state.clock = advanced(state.clock, steps, quorum)  # break: clock-goes-back
         state.previous_tick_at, state.ticked_at = state.ticked_at, now
         state.ahead = sum(step > state.clock for step in steps)
         state.find_step_seconds()

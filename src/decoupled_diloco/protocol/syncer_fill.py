@@ -315,6 +315,7 @@ def _install(state: SyncerState, owned: tuple[int, ...]) -> list[SyncerEffect]:
         else:
             # The values are those of the old version; only the name is new, so who holds the old
             # version need not fetch anything.
+            # break: restart-counter-zero
             entry.base, entry.version = held, Version(state.term, held.counter)
             entry.renamed = True
         entry.digest = fill.digests[fragment]

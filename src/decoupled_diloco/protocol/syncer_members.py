@@ -222,7 +222,7 @@ def ahead(
 def renew(state: SyncerState, now: float, learner: str) -> None:
     """Something was heard of a learner."""
     member = state.members.get(learner)
-    if member is not None and member.connected:
+    if member is not None and member.connected:  # break: lease-not-renewed
         if member.lease_until < now + LEASE_SECONDS:
             member.lease_until = now + LEASE_SECONDS
         _look_at_leases(state, member.lease_until)

@@ -102,6 +102,7 @@ def open_due(state: SyncerState, options: Options, now: float) -> list[SyncerEff
 
 def _openable(state: SyncerState, options: Options) -> list[int]:
     queue: Iterable[int] = state.queue
+    # break: empty-round-opened
     if options.participants == "own":  # whatever is due: what is here opens a round
         queue = (p for p in queue if state.fragments[p].folded)
     closing = sorted(state.closing - state.rounds.keys())
@@ -194,9 +195,9 @@ def _fold(
         round.awaited.discard(ask.learner)
     if options.participants == "own" and state.phase == "running":
         if round is None:
-            state.queue[fragment] = state.clock
+            state.queue[fragment] = state.clock  # break: arrival-opens-no-round
         else:  # it merges what came before
-            round.next_tick = state.clock
+            round.next_tick = state.clock  # break: arrival-during-merge-waits
     cap = options.steps_counted
     believed = tokens_believed(state, event)
     steps, tokens = float(event.steps), float(believed)
@@ -237,7 +238,7 @@ def declined(
     if ask is None:
         return []
     member = state.members[learner]
-    keeps_turn = member.pressed or options.participants == "own"
+    keeps_turn = member.pressed or options.participants == "own"  # break: newer-version-loses-turn
     if keeps_turn and member.held.get(ask.fragment) != ask.base:
         member.arrears.add(ask.fragment)
     keeps = state.phase == "sweeping" and not message.nothing_new
@@ -279,11 +280,12 @@ def _fall_out(
         if ask_state == "gone":
             stepping = state.is_stepping(ask.learner)
             round.turn_back(ask.learner, live=member is not None, stepping=stepping)
-    effects: list[SyncerEffect] = [Unexpect(ask.path, reason)]
+    effects: list[SyncerEffect] = [Unexpect(ask.path, reason)]  # break: abandoned-payload-expected
     if ask_state != "gone":
         outcome = Outcome(fragment, ask.name, verdict, reason, None)
         effects.append(Send(ask.learner, outcome, reason))
     if member is not None:
+        # break: broken-link-not-asked-again
         if ask_state == "gone" and options.participants == "own":
             member.arrears.add(fragment)  # nobody else's round would ask it again
         effects += _link_free(state, options, now, member, fragment)
@@ -305,7 +307,7 @@ def forget_asks(
     effects: list[SyncerEffect] = []
     for entry in state.fragments.values():
         ask = entry.asks.get(learner)
-        if ask is not None and ask.name not in known:
+        if ask is not None and ask.name not in known:  # break: lost-request-in-flight
             effects += _fall_out(state, options, now, ask, "gone", reason)
     return effects
 
@@ -400,6 +402,7 @@ def _progress(state: SyncerState, options: Options, now: float, round: Round) ->
             return _settle(state, options, now, round)
         return _give_up(state, now, round, "nobody is left who has anything new")
     if round.closed_at is not None and has_quorum(entry, options):
+        # break: round-waits-for-all
         waits = round.awaited and (not round.delivery_over or waits_for_leaver(state, round))
         return [] if waits else _settle(state, options, now, round)
     if round.delivery_over:
@@ -498,7 +501,7 @@ def begin_sweep(state: SyncerState, now: float) -> list[SyncerEffect]:
     """Gives up what is open: every fragment has its closing rounds from now on (rule 12)."""
     effects: list[SyncerEffect] = []
     for round in list(state.rounds.values()):
-        if round.settled_at is None:
+        if round.settled_at is None:  # break: final-sweep-keeps-rounds
             effects += _give_up(state, now, round, "the run ends")
     return effects
 
@@ -516,6 +519,7 @@ def _swept(state: SyncerState, round: Round, problem: str) -> list[SyncerEffect]
     entry.sweep_tries += bool(failed)
     absent = state.members_stepping > round.turned_stepping
     unfinished = absent or any(not ask.final for ask in round.folded)
+    # break: final-round-not-retried
     if (failed or unfinished) and entry.sweep_tries < SWEEP_TRIES_MAX:
         return []
     state.closing.discard(round.fragment)
@@ -573,7 +577,7 @@ def merge_failed(
     del state.rounds[fragment]
     entry, round.version = state.fragments[fragment], None
     first, longest = MERGE_PAUSE_SECONDS
-    entry.retry_at = now + min(longest, first * 2.0**entry.failures)
+    entry.retry_at = now + min(longest, first * 2.0**entry.failures)  # break: failed-merge-no-pause
     entry.failures += 1
     effects: list[SyncerEffect] = []
     if state.phase == "running":

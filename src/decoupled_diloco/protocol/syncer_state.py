@@ -100,7 +100,7 @@ class FragmentState:
 
     def has_since_version(self, learner: str) -> bool:
         """Whether something that a learner made from the newest version is folded already."""
-        return self.made.get(learner) == self.version
+        return self.made.get(learner) == self.version  # break: asked-twice-after-rejoin
 
     def announcement(self, fragment: int, clock: int) -> Published:
         """The message that tells of the newest published copy."""

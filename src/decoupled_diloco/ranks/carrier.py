@@ -216,13 +216,14 @@ class Carrier:
         published: Ranges = {}
         residuals: Ranges = {}
         for p, (start, stop) in enumerate(self._ranges):
-            if start == stop:
+            if start == stop:  # break: empty-range-awaited
                 continue  # nobody brings it here
             published[p, start] = await self._value(asked["numbers"][p])
             left = [await self._value(number) for number in asked["residuals"][p]]
             if left:
                 residuals[p, start] = await self._in_worker(partial(summed, left))
         folder = Path(asked["folder"])
+        # break: ranks-keep-no-copies
         await self._in_worker(lambda: keep_ranges(folder, self._number, published))
         await self._in_worker(lambda: keep_ranges(folder, self._number, residuals, RESIDUAL))
         return {}

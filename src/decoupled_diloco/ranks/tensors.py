@@ -158,6 +158,7 @@ class RankTensors:
                     self._receiving[handle] = self._behind(partial(self._receive, handle, fragment))
                 case ["write", int(fragment), int(new), minus, float(keep)]:
                     if new != HELD:  # it came while a step was trained, or is about to
+                        # break: rank-writes-before-arrival
                         await runtime().outcome(self._receiving.pop(new))
                     self._write(fragment, new, minus, keep)
                 case ["hold", int(fragment), int(handle)]:

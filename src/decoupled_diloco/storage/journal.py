@@ -80,7 +80,7 @@ class Journal:
         try:
             for part in (head + text, body):
                 self._disk.write(self._file, part)
-            self._disk.sync_file(self._file)
+            self._disk.sync_file(self._file)  # break: journal-not-synced
         except OSError as error:
             self._undo()
             raise StorageError(
@@ -109,7 +109,7 @@ class Journal:
 
     def _undo(self) -> None:
         self._failed = True
-        with contextlib.suppress(StorageError):
+        with contextlib.suppress(StorageError):  # break: torn-record-stays
             self.settle()
         self._file.seek(self.nbytes)
 

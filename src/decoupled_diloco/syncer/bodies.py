@@ -157,7 +157,7 @@ class Uploads:
 
     def _ended(self, expected: Expected, has_arrived: bool) -> None:
         expected.has_arrived = has_arrived
-        self._take_up(expected)
+        self._take_up(expected)  # break: arrived-payload-ignored
 
     def _take_up(self, expected: Expected) -> None:
         """Begins with a body once it is here, or never will be.
@@ -278,6 +278,7 @@ class Downloads:
         if older != whole:
             self._withdraw(older)
         self._wholes[fragment] = whole
+        # break: whole-copy-zeroed
         self._urls[whole] = self._bodies.offer(whole, _view(published.whole), published.digest)
         if published.difference.numel():
             kept = self._differences.setdefault(fragment, [])

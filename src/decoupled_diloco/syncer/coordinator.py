@@ -238,7 +238,7 @@ class CoordinatorHost:
             if any(channel.last_received > asked_at for channel in others):
                 return True
             await asyncio.sleep(LISTEN_SECONDS)
-        return False
+        return False  # break: id-always-taken
 
     def _read_layout(self, join: say.Join) -> tuple[Layout | None, str]:
         """The joining model's layout, and how it differs from the run's, in words."""
@@ -376,7 +376,7 @@ class CoordinatorHost:
 
     def _carry_out(self) -> None:
         """Carries orders out, in order, up to one that must be on disk first."""
-        while self._orders and not self._writing:
+        while self._orders and not self._writing:  # break: orders-before-disk
             effect = self._orders.popleft()
             if isinstance(effect, do.Persist):
                 self._write_by(self._saving_of(effect))

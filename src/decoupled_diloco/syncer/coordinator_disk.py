@@ -99,6 +99,7 @@ class CoordinatorDisk:
             disk = runtime().disk
             with disk.open(path) as file:
                 file.seek(0, os.SEEK_END)
+                # break: joins-forgotten
                 disk.write(file, "".join(f"{line}\n" for line in lines).encode())
                 disk.sync_file(file)
             disk.sync(path.parent)

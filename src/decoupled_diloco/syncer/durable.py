@@ -254,6 +254,7 @@ class ShardDisk:
             "digest": step.copy.digest,
             "memory": memory,
         }
+        # break: journal-one-merge-late
         journal.append(fields, as_bytes(step.gradient).numpy().data)
         self.tensors.commit(fragment, step)
         self._versions[fragment], self.memory = version, memory
@@ -265,12 +266,12 @@ class ShardDisk:
         Raises:
             StorageError: It cannot be written; what was there is untouched and goes on.
         """
-        if self._journal is not None:
+        if self._journal is not None:  # break: checkpoint-deleted-early
             self._journal.settle()
         number = self._free_number()
         journal = Journal(self._path(number, ".journal"))
         begun = self._journal is not None
-        if begun:
+        if begun:  # break: old-journal-after-failure
             self._begin(journal)
         try:
             nbytes = self._save(self._path(number, ".safetensors"))
@@ -481,6 +482,7 @@ def _published(fragment: int | str) -> str:
 def _load_checked(path: Path, metadata: Mapping[str, str]) -> dict[str, Tensor]:
     state = load_weights(path)
     digests = json.loads(metadata.get("digests", "{}"))
+    # break: checkpoint-digests-unchecked
     wrong = [name for name, tensor in state.items() if digests.get(name) != digest(tensor)]
     if wrong:
         raise StorageError(f"{path} is torn: {wrong[0]} is not what was written")

@@ -111,7 +111,7 @@ class Merging:
             if disk is None:
                 copy = tensors.merge(fragment)
             else:
-                copy = disk.merge(fragment, effect.version, memory)
+                copy = disk.merge(fragment, effect.version, memory)  # break: published-before-disk
             return tensors.published(fragment, effect.version, copy)
 
         fenced = self._shard_lease.fenced(merge)
@@ -126,6 +126,7 @@ class Merging:
             published = await self._in_worker(merge_or_forget)
         except (MergeError, StorageError) as error:
             logger.warning("round %d of fragment %d: %s", number, fragment, error)
+            # break: failed-merge-unreported
             self._handle(fact.MergeFailed(number, fragment, str(error)))
             return
         self._downloads.offer(fragment, effect.version, published)

@@ -163,6 +163,7 @@ class Sessions:
 
     def _is_current(self, learner: str, connection: int) -> bool:
         session = self.sessions.get(learner)
+        # break: older-connection-accepted
         return session is not None and session.connection == connection
 
 

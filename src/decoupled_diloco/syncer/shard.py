@@ -273,7 +273,7 @@ class Shard:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if deadline is not None and not self._stopping.is_set():
+        if deadline is not None and not self._stopping.is_set():  # break: shard-timer-missing
             delay = max(0.0, deadline - now())
             self._timer = asyncio.get_running_loop().call_later(delay, self._wake)
 
@@ -283,7 +283,7 @@ class Shard:
 
     async def _tick(self) -> None:
         """Drains what has arrived before the machine looks at leases and windows (rule 13)."""
-        for _ in range(3):
+        for _ in range(3):  # break: tick-before-arrivals
             await asyncio.sleep(0)
         self._hear()
         self._handle(fact.Tick())
@@ -295,7 +295,7 @@ class Shard:
 
     def _hear(self) -> None:
         heard = self._sessions.heard_since(HEARD_SECONDS / 2)
-        if heard:
+        if heard:  # break: heard-unreported
             self._handle(fact.Heard(heard))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -126,7 +126,7 @@ class ShardLease:
             StorageError: The storage cannot be read.
         """
         newest = self.store.newest()
-        if newest != self.number or not self.holds():
+        if newest != self.number or not self.holds():  # break: claim-not-confirmed
             raise LeaseError(
                 f"claim {self.number} is over (the newest is {newest}): nothing is done with it "
                 "any more"

@@ -41,7 +41,7 @@ class Slices(Generic[_T]):
 
     def put(self, thing: _T) -> None:
         """Appends a thing; `go_on` does it."""
-        self._waiting.append(thing)
+        self._waiting.append(thing)  # break: orders-reordered
 
     def go_on(self) -> None:
         """Does what this turn of the loop has room for; the rest is done in the next ones."""

@@ -263,6 +263,7 @@ def _next(book: LeaseBook, learner: str, epoch: int) -> Leased:
         returned, fresh = book.turns[turn].returned, book.turns[turn].fresh
         if returned:
             part = min(returned)
+            # break: returned-part-skips-a-batch
             return Leased(number, turn, part, returned[part], learner, epoch)
         if fresh < book.parts:
             return Leased(number, turn, fresh, 0, learner, epoch)
@@ -273,7 +274,7 @@ def take_back(
     book: LeaseBook, learner: str, reason: str, *, before_epoch: int | None = None
 ) -> list[CoordinatorEffect]:
     """Ends the leases of a learner, or those of its lives before an epoch."""
-    effects: list[CoordinatorEffect] = []
+    effects: list[CoordinatorEffect] = []  # break: trained-batches-called-durable
     for number, held in list(book.holders.get(learner, {}).items()):
         if before_epoch is None or held.epoch < before_epoch:
             entry = TakenBack(number, learner, held.durable, held.trained, reason)
