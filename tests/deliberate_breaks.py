@@ -95,7 +95,7 @@ class Break:
         what: What goes wrong, in a sentence.
         changes: What makes worlds in which it matters likelier.
         noticed_by: The seed of a world that notices it.
-        test: The fastest test that notices it, if that is not a world: a pytest node id.
+        test: The fastest test that notices it, if worlds do not: its pytest node id in `tests`.
     """
 
     mark: str

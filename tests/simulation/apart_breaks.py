@@ -36,5 +36,6 @@ APART = (
         "view.alone += self.state.steps_of(view)",
         "a learner drops its steps after a cut of an instant",
         LIKELY,
+        noticed_by=23,
     ),
 )

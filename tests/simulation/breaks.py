@@ -71,7 +71,7 @@ CORE = (
         "abandoned-payload-expected",
         "effects: list[SyncerEffect] = []",
         "a shard still expects a payload that it no longer waits for",
-        noticed_by=9,
+        noticed_by=2,
     ),
     Break(
         "final-round-not-retried",
@@ -165,7 +165,7 @@ whole = newest is None or view.fetch_whole
 if newest is not None and follows is None:
     return []""",
         "a learner that missed a version waits for a difference that fits",
-        noticed_by=5,
+        noticed_by=3,
     ),
     JOURNAL_ONE_MERGE_LATE,
     Break(

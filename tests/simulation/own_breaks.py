@@ -23,7 +23,7 @@ OWN_STEPS = (
         "for fragment in state.fragments:",
         "a learner receives a request at each of its steps",
         OWN,
-        noticed_by=4,
+        noticed_by=3,
     ),
     Break(
         "own-steps-never-due",

@@ -16,7 +16,7 @@ LEARNERS = (
         "failed-fetch-unreported",
         "pass",
         "a failed download of a copy is not reported to the machine",
-        noticed_by=11,
+        noticed_by=7,
     ),
     Break(
         "learner-timer-missing",

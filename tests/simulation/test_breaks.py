@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -15,13 +16,14 @@ from decoupled_diloco.simulate import crashes, worlds
 from decoupled_diloco.simulate.choices import Choices
 from decoupled_diloco.simulate.disk import Loss
 from decoupled_diloco.simulate.shrink import Changes, signature
-from deliberate_breaks import Break
+from deliberate_breaks import ROOT, Break
 from simulation.apart_breaks import APART
 from simulation.breaks import CORE, SHELLS, STORAGE
 from simulation.own_breaks import OWN_STEPS
 from simulation.residual_breaks import RESIDUALS
 from simulation.revision_breaks import REVISIONS
 from simulation.shell_breaks import SHELLS as REAL_SHELLS
+from simulation.trial_breaks import TRIAL
 from unit.learner import test_exchange
 from unit.syncer import test_late_ticks
 
@@ -141,3 +143,27 @@ def test_the_line_repeats_the_world_that_is_left() -> None:
     assert "quorum=1" in done.stdout
     assert f"events={worlds.run(5, changes=changes).events}" in done.stdout
     assert worlds.run(5, changes=changes).events != worlds.run(5).events
+
+
+APPLIED = """\
+import sys, pytest
+from simulation.trial_breaks import TRIAL
+(each,) = (each for each in TRIAL if each.mark == sys.argv[1])
+with each.broken():
+    sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", f"tests/{each.test}"]))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("each", TRIAL, ids=marks_of(TRIAL))
+def test_the_named_test_notices_a_break(each: Break) -> None:
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    done = subprocess.run(
+        [sys.executable, "-c", APPLIED, each.mark],
+        cwd=ROOT,
+        env=own | {"PYTHONPATH": str(ROOT / "tests")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
+    assert "1 failed" in done.stdout

@@ -6,17 +6,18 @@ from collections import Counter
 
 import pytest
 
-from deliberate_breaks import Break, marks
+from deliberate_breaks import ROOT, Break, marks
 from simulation.apart_breaks import APART
 from simulation.breaks import CLAIMS, CORE, DATA_LEASES, DURABLE_TOO_EARLY, SHELLS, STORAGE
 from simulation.own_breaks import FORGOTTEN_TURNS, OWN_STEPS
 from simulation.residual_breaks import RESIDUALS
 from simulation.revision_breaks import REVISIONS
 from simulation.shell_breaks import SHELLS as REAL_SHELLS
+from simulation.trial_breaks import TRIAL
 
 BREAKS = (
     *(*CORE, *CLAIMS, *STORAGE, *SHELLS, *DATA_LEASES, DURABLE_TOO_EARLY),
-    *(*APART, *OWN_STEPS, *FORGOTTEN_TURNS, *RESIDUALS, *REVISIONS, *REAL_SHELLS),
+    *(*APART, *OWN_STEPS, *FORGOTTEN_TURNS, *RESIDUALS, *REVISIONS, *REAL_SHELLS, *TRIAL),
 )
 
 
@@ -33,3 +34,9 @@ def test_a_name_marks_one_line_and_has_one_break() -> None:
 @pytest.mark.parametrize("each", BREAKS, ids=[each.mark for each in BREAKS])
 def test_a_changed_line_compiles_and_uses_names_that_exist(each: Break) -> None:
     assert not each.unknown_names()
+
+
+@pytest.mark.parametrize("each", TRIAL, ids=[each.mark for each in TRIAL])
+def test_the_test_that_notices_a_break_is_there(each: Break) -> None:
+    file, *_, name = each.test.split("::")
+    assert f"def {name}(" in (ROOT / "tests" / file).read_text()

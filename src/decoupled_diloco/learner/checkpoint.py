@@ -287,6 +287,7 @@ class CheckpointFolder:
         of_run = "" if checkpoint.cut is None else f".cut-{checkpoint.cut}"
         path = self.path / f"{number:08d}{of_run}.safetensors"
         checkpoint.write(path)
+        # break: run-checkpoint-deleted
         ordinary = [file for file in self._files() if run_checkpoint_of(file) is None]
         for old in ordinary[: -self.keep]:
             _delete(old)

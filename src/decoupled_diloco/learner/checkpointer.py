@@ -265,7 +265,7 @@ class Checkpointer:
             return None
         started = self._taken_at = now()
         memory = self._spare.pop() if self._spare else {}
-        copy = on_host(self._state(), memory)
+        copy = on_host(self._state(), memory)  # break: checkpoint-not-copied
         whole = replace(outline, model=copy["model"], state=copy["state"])
         copy_seconds = now() - started
         self.writing = self._writer.submit(self._write_from, memory, whole, copy_seconds, tell)

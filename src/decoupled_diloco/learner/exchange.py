@@ -169,6 +169,7 @@ class LearnerTensors:
                 version makes it again, with all that it has taken.
         """
         entry = None if ask is None else self.under_way.get((fragment, ask))
+        # break: in-flight-residual-lost
         return self.residuals[fragment] + (() if entry is None else entry.taken)
 
     def whole(self, fragment: int, *, published: bool) -> HostCopy:

@@ -157,7 +157,7 @@ class ShardLinks:
                 machine = duties.machine()
                 require_sense(message, shard, machine.options)
                 if checkpoint > machine.state.checkpoint_heard:
-                    duties.told(CheckpointHeard(checkpoint))
+                    duties.told(CheckpointHeard(checkpoint))  # break: copy-before-checkpoint
                 duties.told(fact.Received(shard_peer(shard), message))
                 if isinstance(message, say.Welcome):
                     backoff.reset()

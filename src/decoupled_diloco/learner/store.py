@@ -189,6 +189,7 @@ class ModuleStore:
         else:
             theta.mul_(keep).add_(new, alpha=1 - keep)
         trained = parameters_numel(fragment, self._layout)
+        # break: buffers-carried
         theta[trained:].copy_(new[trained:])  # a mean of buffers leaves nothing to carry
         scatter(fragment, theta, tensors, views)
 

@@ -260,7 +260,7 @@ class Accumulator:
                 if self.segments[index].merge == "buffer":
                     continue
                 if is_rda and norms[index] == 0:  # φ(0) = 0
-                    if first:
+                    if first:  # break: first-norm-zero-keeps-memory
                         target.zero_()
                     continue
                 factor = weight / norms[index] if is_rda else weight

@@ -79,7 +79,7 @@ def encode_with_feedback(
     for elements, octets, scratch in _cuts(codec, d.numel(), d.device):
         u = d[elements]
         for residual in residuals:
-            u.add_(residual[elements], alpha=decay)
+            u.add_(residual[elements], alpha=decay)  # break: residual-without-decay
         codec.encode(u, body[octets])
         u.sub_(codec.decode(body[octets], u.numel(), scratch))  # break: residual-is-everything
         u[_changes(codec, u.numel()) :] = 0  # what is sent as it is leaves nothing, NaN neither

@@ -87,7 +87,7 @@ class TopKCodec(GroupedCodec):
         cut = 4 + 3 * self.k // 2
         levels = bf16_of(records[:, :4])
         chosen = _unpacked_indices(records[:, 4:cut])
-        if not bool((chosen[:, 1:] > chosen[:, :-1]).all()):
+        if not bool((chosen[:, 1:] > chosen[:, :-1]).all()):  # break: topk-slot-twice
             raise ProtocolError(f"a body of codec '{self.name}' has indices that do not ascend")
         shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=records.device)
         codes = (records[:, cut:, None] >> shifts & 3).flatten(1)

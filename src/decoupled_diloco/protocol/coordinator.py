@@ -236,7 +236,7 @@ class CoordinatorMachine:
 
     def _member_said(self, learner: str, nonce: str, message: Message) -> list[CoordinatorEffect]:
         known = self.state.learners.get(learner)
-        if known is None or known.nonce != nonce:
+        if known is None or known.nonce != nonce:  # break: older-process-heard
             return []  # another process bears this id by now
         match message:
             case PartSaved():

@@ -35,13 +35,14 @@ def age_of(state: SyncerState, ask: Ask) -> int:
     entry, round = state.fragments[ask.fragment], state.rounds.get(ask.fragment)
     assert entry.version is not None
     merging = round is not None and round.settled_at is not None
-    return entry.version.counter - ask.base.counter + merging
+    return entry.version.counter - ask.base.counter + merging  # break: arrival-during-merge-on-time
 
 
 def tokens_believed(state: SyncerState, event: BodyArrived) -> int:
     """No more tokens than its learner has reported, nor than so many steps can have (rule 13)."""
     known = state.identities[event.learner]
     reported = max(1, known.tokens + known.earlier_tokens)
+    # break: tokens-beyond-reports
     return min(reported, state.tokens_believed(event.tokens, event.steps))
 
 

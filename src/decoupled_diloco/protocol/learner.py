@@ -574,7 +574,7 @@ class LearnerMachine:
         if pull.final and view.held is None and self.state.ending and not self.state.ready:
             # The run ends before it begins: it will not train.
             return fragments.decline(self.options, index, view, NOTHING_NEW, nothing_new=True)
-        if view.held is not None and pull.base < view.held:
+        if view.held is not None and pull.base < view.held:  # break: old-base-not-declined
             return fragments.decline(self.options, index, view, f"behind: I hold {view.held}")
         effects: list[LearnerEffect] = []
         if pull.base == view.held:

@@ -332,6 +332,7 @@ def _fetch_wanted(state: LearnerState, options: Options, shard: int) -> list[Lea
     for index in tuple(link.wanted):
         view = state.fragments[index]
         takes_turn = not free or view.fetch_whole or view.next_difference() is None
+        # break: copies-fetched-without-limit
         if state.ready and takes_turn and flying >= options.open_rounds_max:
             continue
         del link.wanted[index]

@@ -327,7 +327,7 @@ class ShardLeaseMachine:
 
     def _silent_at(self, standing: NewestLease) -> float:
         """From when on a look that shows nothing new shows that nobody acts."""
-        lease = max(self.lease_seconds, standing.lease_seconds)
+        lease = max(self.lease_seconds, standing.lease_seconds)  # break: longer-lease-ignored
         return self.state.changed_at + lease * (1 + MARGIN)
 
     def _free(self, asked_at: float, standing: NewestLease) -> str:
@@ -362,6 +362,7 @@ class ShardLeaseMachine:
         if now >= state.valid_until:
             return self._due(now)
         state.troubled = False
+        # break: renewal-counted-from-answer
         state.valid_until = asked_at + self.lease_seconds * (1 - MARGIN)
         state.next_at = asked_at + self.lease_seconds / RENEWALS
         return self._due(now)

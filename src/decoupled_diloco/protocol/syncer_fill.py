@@ -240,6 +240,7 @@ def progress(state: SyncerState, owned: tuple[int, ...], now: float) -> list[Syn
         holder = _newest_holder(state, fragment, fill.refused.get(fragment, set()))
         durable = state.durable.get(fragment)
         if durable is not None and (
+            # break: restore-ignores-newer-holder
             state.durable_is_exact or holder is None or durable.version >= holder.held[fragment]
         ):
             fill.digests[fragment] = durable.digest

@@ -102,7 +102,7 @@ def restore_clock(state: SyncerState, options: Options) -> None:
     known = [member for member in state.members.values() if not member.is_new]
     limit = _steps_limit(state, options, (member.run_step for member in known))
     for member in known:
-        member.offset = min(member.offset, limit - member.step)
+        member.offset = min(member.offset, limit - member.step)  # break: restored-learner-far-ahead
     quorum = max(1, options.quorum - (len(state.members) - len(known)))
     state.clock = advanced(state.clock, (member.run_step for member in known), quorum)
     for member in state.members.values():
@@ -297,7 +297,7 @@ def ticked(state: SyncerState, options: Options, now: float) -> list[SyncerEffec
         # And a little more: what others sent meanwhile may still be on its way.
         longer = lateness + RECONNECT_SECONDS
         for member in state.members.values():
-            member.lease_until += longer
+            member.lease_until += longer  # break: late-tick-connected-only
     gone = {
         learner: f"{'nothing was heard' if member.connected else 'its connection broke'} "
         "and its lease ran out"

@@ -205,7 +205,7 @@ def _fold(
     if believed < event.tokens:
         why = f"{why}; {believed} of its {event.tokens} tokens are believed"
     if event.steps > cap:
-        steps, tokens = float(cap), believed * cap / event.steps
+        steps, tokens = float(cap), believed * cap / event.steps  # break: capped-steps-keep-tokens
         why = f"{why}; counters capped at {cap} steps"
     if gated:
         why = f"{why}; {gated}"
@@ -585,7 +585,7 @@ def merge_failed(
     elif round.final:
         effects += _swept(state, round, reason)
     for ask in round.folded:
-        if entry.made.get(ask.learner) == ask.base:
+        if entry.made.get(ask.learner) == ask.base:  # break: failed-merge-counts-as-made
             del entry.made[ask.learner]
         outcome = Outcome(fragment, ask.name, "abandoned", reason, None)
         effects.append(Send(ask.learner, outcome, reason))

@@ -44,7 +44,7 @@ def create_once(path: Path, text: str, nonce: str) -> bool:
         with disk.open(part) as file:
             disk.truncate(file, 0)
             disk.write(file, text.encode())
-            disk.sync_file(file)
+            disk.sync_file(file)  # break: claim-linked-before-sync
         try:
             disk.link(part, path)
         except FileExistsError:

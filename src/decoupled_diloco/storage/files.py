@@ -73,7 +73,7 @@ def write_text(path: Path, text: str) -> None:
         with disk.open(part) as file:
             disk.truncate(file, 0)
             disk.write(file, text.encode())
-            disk.sync_file(file)
+            disk.sync_file(file)  # break: text-renamed-before-sync
         disk.rename(part, path)
         disk.sync(path.parent)
     except OSError as error:

@@ -244,7 +244,7 @@ class Uploads:
         """
         body = await upload.body
         try:
-            async with self._decoded:
+            async with self._decoded:  # break: decoded-without-limit
                 await self._in_worker(lambda: use(body))
                 then()
                 await self._in_worker(lambda: None)
@@ -276,7 +276,7 @@ class Downloads:
         whole, difference = f"/whole/{fragment}/{version}", f"/difference/{fragment}/{version}"
         older = self._wholes.pop(fragment, whole)
         if older != whole:
-            self._withdraw(older)
+            self._withdraw(older)  # break: older-whole-copy-offered
         self._wholes[fragment] = whole
         # break: whole-copy-zeroed
         self._urls[whole] = self._bodies.offer(whole, _view(published.whole), published.digest)

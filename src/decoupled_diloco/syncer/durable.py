@@ -254,7 +254,7 @@ class ShardDisk:
             "digest": step.copy.digest,
             "memory": memory,
         }
-        # break: journal-one-merge-late
+        # break: journal-one-merge-late, commit-before-journal
         journal.append(fields, as_bytes(step.gradient).numpy().data)
         self.tensors.commit(fragment, step)
         self._versions[fragment], self.memory = version, memory
@@ -281,7 +281,7 @@ class ShardDisk:
             raise
         self._begin(journal)
         self._journal_bytes_max = JOURNAL_CHECKPOINTS_MAX * nbytes
-        self._delete_before(self._whole)
+        self._delete_before(self._whole)  # break: previous-checkpoint-deleted
         self._whole = number
 
     def _free_number(self) -> int:
@@ -452,6 +452,7 @@ class ShardDisk:
             return  # the checkpoint has it already
         try:
             step = self.tensors.step(fragment, _gradient(record))
+            # break: replay-digest-unchecked
             problem = "" if durable.digest == step.copy.digest else "another digest"
         except MergeError as error:
             problem = str(error)

@@ -275,7 +275,7 @@ class ShardTensors:
         entry = self.fragments[fragment]
         master, published = entry.master.clone(), entry.published.clone()
         outer = self.plan.outer_of(fragment)
-        outer.load_state_dict(entry.outer.state_dict())
+        outer.load_state_dict(entry.outer.state_dict())  # break: failed-step-moves-momentum
         outer.step(master, gradient)
         body = publish(master, published, self.plan.downlink_of(fragment))
         copy = PublishedCopy(body, published, values_digest(published))

@@ -43,5 +43,5 @@ class Seals:
         return hmac.compare_digest(own.encode(), holding.seal.encode())
 
     def _of(self, fragment: int, version: Version, digest: str) -> str:
-        text = f"{fragment} {version} {digest}".encode()
+        text = f"{fragment} {version} {digest}".encode()  # break: seal-without-digest
         return blake2b(text, key=self._key, digest_size=SEAL_BYTES).hexdigest()

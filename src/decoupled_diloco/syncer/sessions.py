@@ -88,7 +88,7 @@ class Sessions:
                 data = await channel.receive()
                 checkpoint = number_of(data)
                 message = cast("say.FromLearner", decode(data, _FROM_LEARNER))
-                self._hear(checkpoint)
+                self._hear(checkpoint)  # break: message-before-checkpoint
                 if self._is_current(hello.learner, connection):
                     self._said(hello.learner, message)
         finally:

@@ -422,6 +422,7 @@ class Shard:
         merging = self._merging
         if isinstance(message, say.Swept):
             self._spawn(self._save_share(message))
+        # break: ready-before-disk
         elif isinstance(message, say.ShardReady) and merging is not None and merging.disk:
             # Nobody hears of the first versions before the disk has them.
             self._spawn(merging.keep_installed(partial(self._coordinator.tell, message)))

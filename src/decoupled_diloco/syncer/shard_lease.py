@@ -144,7 +144,7 @@ class ShardLease:
             self.confirm()
             result = task()
             try:
-                self.confirm()
+                self.confirm()  # break: claim-not-confirmed-after
             except StorageError as error:
                 raise LeaseError(f"claim {self.number} cannot be confirmed: {error}") from error
             return result

@@ -190,7 +190,7 @@ class BodyBooks:
         upload = self._uploads.get(key)
         if upload is None:
             raise self._missing("PUT", key, "is not expected here")
-        if upload.principal != principal:
+        if upload.principal != principal:  # break: anyone-writes-payload
             raise RequestRefusal(403, f"{upload.url} is not for {principal!r} to write")
         return upload
 
@@ -384,7 +384,7 @@ class BodyUpload:
         self._watch = asyncio.get_running_loop().call_later(seconds, self._check_moved, seconds)
 
     def _check_moved(self, seconds: float) -> None:
-        if self.received > self._watched:
+        if self.received > self._watched:  # break: silent-upload-keeps-memory
             self._wait_for_more()
             return
         self._end(

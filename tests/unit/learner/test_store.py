@@ -115,6 +115,7 @@ def test_buffers_are_overwritten_where_parameters_are_combined(place: Place) -> 
     theta = normed.snapshot(fragment)
     new = torch.arange(12.0)  # weight, bias, mean, variance
     for minus, keep in ((theta, 1.0), (None, 0.5)):
+        normed.overwrite(fragment, torch.full((12,), 7.0))
         normed.combine(fragment, new, minus, keep)
         assert torch.equal(normed.snapshot(fragment).values()[6:], new[6:])
 

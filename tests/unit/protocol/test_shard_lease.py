@@ -30,6 +30,7 @@ from decoupled_diloco.protocol.shard_lease import (
     StandDown,
     StepDown,
 )
+from simulation.trial_breaks import TRIAL
 from unit.protocol.conftest import Bench
 
 LEASE = 4.0
@@ -399,18 +400,8 @@ def test_two_never_act_at_once_and_one_does_in_the_end(count: int) -> None:
     assert min(seen[k] for k in ("Activate", "StepDown", "GiveBack", "Note", "Renew")) > 100, seen
 
 
-def test_the_model_notices_a_machine_that_believes_a_late_answer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_model_notices_a_machine_that_believes_a_late_answer() -> None:
     """The check above would fail if leases were counted from the answer to a renewal."""
-
-    def counted_from_the_answer(
-        self: ShardLeaseMachine, now: float, asked_at: float, newest: int
-    ) -> Any:
-        self.state.valid_until = now + self.lease_seconds
-        self.state.next_at = now + self.lease_seconds / 4
-        return []
-
-    monkeypatch.setattr(ShardLeaseMachine, "_renewed", counted_from_the_answer)
-    with pytest.raises(AssertionError, match="act at once"):
+    (each,) = (each for each in TRIAL if each.mark == "renewal-counted-from-answer")
+    with each.broken(), pytest.raises(AssertionError, match="act at once"):
         [Contenders(seed, 2).run(100.0, mishaps=0.02) for seed in range(300)]

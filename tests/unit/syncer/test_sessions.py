@@ -12,6 +12,7 @@ from decoupled_diloco.protocol import messages as say
 from decoupled_diloco.protocol.checkpoints.coordinator import LEAD_MAX
 from decoupled_diloco.protocol.checkpoints.events import CheckpointHeard
 from decoupled_diloco.protocol.events import Connected, Lost
+from decoupled_diloco.protocol.wire import numbered
 from decoupled_diloco.syncer.sessions import Sessions
 from decoupled_diloco.transport.base import Channel
 from memory_transport import MemoryClient, MemoryNetwork, MemoryServer
@@ -54,6 +55,35 @@ def test_a_newer_number_is_heard_before_the_greeting() -> None:
     assert told[0] == CheckpointHeard(8)
     assert isinstance(told[1], Connected)
     assert not any(isinstance(event, CheckpointHeard) for event in asyncio.run(greet(7)))
+
+
+async def test_a_newer_number_is_heard_before_the_message_that_brings_it() -> None:
+    told: list[Any] = []
+
+    class Talkative(Line):
+        said = [numbered(say.StepReport(1, 8, 1.0), 8)]  # noqa: RUF012
+
+        async def receive(self) -> dict[str, object]:
+            return self.said.pop() if self.said else await super().receive()
+
+    def handle(event: Any) -> None:
+        told.append(event)
+        if isinstance(event, Connected):
+            sessions.accept(event.connection, "a", 1)
+
+    sessions = Sessions(
+        handle=handle,
+        said=lambda learner, message: told.append(message),
+        spawn=lambda work: asyncio.ensure_future(work),
+        checkpoint=lambda: 7,
+    )
+    hello = say.Hello("a", 1, "n", "learner", 0, 0, None, ())
+    serving = asyncio.ensure_future(sessions.serve(cast("Channel", Talkative()), hello, 7))
+    while not any(isinstance(event, say.StepReport) for event in told):  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
+    assert [type(event) for event in told[:3]] == [Connected, CheckpointHeard, say.StepReport]
 
 
 def test_a_number_far_ahead_breaks_the_connection_and_changes_nothing() -> None:

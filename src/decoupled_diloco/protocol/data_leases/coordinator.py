@@ -225,7 +225,7 @@ def _heard(book: LeaseBook, learner: str, epoch: int, state: LeaseState) -> list
         why = "it had no lease left, and the coordinator was away"
         effects += _enter(book, Repeated(state.lease, learner, more), why)
         held = book.holders[learner][state.lease]
-    if state.ended and state.durable >= state.trained:
+    if state.ended and state.durable >= state.trained:  # break: partition-settled-early
         why = "every fragment had an accepted merge after its last step"
         return effects + _enter(book, Settled(state.lease, learner, state.trained), why)
     book.holders[learner][state.lease] = replace(

@@ -1,0 +1,257 @@
+"""Deliberate breaks from an outside trial: small changes that a tired programmer could make.
+
+Hardly any world notices these, so each names the fastest test that does; see `deliberate_breaks`.
+"""
+
+from __future__ import annotations
+
+from deliberate_breaks import Break
+
+TRIAL = (
+    Break(
+        "late-tick-connected-only",
+        "member.lease_until += longer if member.connected else 0.0",
+        "a late tick extends only the leases of connected learners",
+        test="unit/protocol/test_shard_members.py"
+        "::test_rule_13_a_late_tick_gives_time_to_a_learner_that_reconnects",
+    ),
+    Break(
+        "renewal-counted-from-answer",
+        "state.valid_until = now + self.lease_seconds * (1 - MARGIN)",
+        "a renewed leadership lease counts from the answer to its renewal",
+        test="unit/protocol/test_shard_lease.py"
+        "::test_a_renewed_lease_counts_from_the_start_of_its_renewal",
+    ),
+    Break(
+        "restore-ignores-newer-holder",
+        "True",
+        "a restoring shard ignores a learner's newer version",
+        test="unit/protocol/test_shard_fill.py"
+        "::test_a_disk_behind_a_learner_is_not_what_a_shard_goes_on_from",
+    ),
+    Break(
+        "decoded-without-limit",
+        "if True:",
+        "a shard decodes any number of payloads at a time",
+        test="unit/syncer/test_uploads.py::test_few_contributions_are_decoded_at_a_time",
+    ),
+    Break(
+        "whole-copy-unverified",
+        "values = values_of(body, numel)",
+        "a learner does not check the digest of a whole copy",
+        test="unit/learner/test_exchange.py"
+        "::test_a_whole_copy_is_staged_only_if_its_digest_is_the_announced_one",
+    ),
+    Break(
+        "message-before-checkpoint",
+        "asyncio.get_running_loop().call_soon(self._hear, checkpoint)",
+        "a shard handles a message before the checkpoint ahead of it",
+        test="unit/syncer/test_sessions.py"
+        "::test_a_newer_number_is_heard_before_the_message_that_brings_it",
+    ),
+    Break(
+        "copy-before-checkpoint",
+        "asyncio.get_running_loop().call_soon(duties.told, CheckpointHeard(checkpoint))",
+        "a learner handles a message before the checkpoint ahead of it",
+        test="simulation/test_worlds.py"
+        "::test_a_learner_takes_its_part_of_a_checkpoint_before_the_message_that_brings_it",
+    ),
+    Break(
+        "record-digest-unchecked",
+        "if False:",
+        "the digest of a journal record is not checked",
+        test="unit/storage/test_journal.py"
+        "::test_any_changed_byte_of_a_record_ends_the_journal_before_it",
+    ),
+    Break(
+        "claim-linked-before-sync",
+        "pass",
+        "a claim has its name before the disk has its content",
+        test="unit/storage/test_claims.py"
+        "::test_wherever_the_power_is_lost_a_claim_is_whole_or_not_there",
+    ),
+    Break(
+        "ready-before-disk",
+        "elif False:",
+        "a shard reports that it is ready before its first versions are on disk",
+        test="simulation/test_worlds.py"
+        "::test_a_shard_is_ready_once_its_disk_has_its_first_versions",
+    ),
+    Break(
+        "first-norm-zero-keeps-memory",
+        "if False:",
+        "a first contribution of norm 0 leaves what the memory held before",
+        test="property/merge/test_merge_properties.py::test_any_tree_equals_the_flat_fold",
+    ),
+    Break(
+        "topk-slot-twice",
+        "if not bool((chosen[:, 1:] >= chosen[:, :-1]).all()):",
+        "a top-k payload may have the same slot twice",
+        test="outside/test_codecs.py::TestStrangeBodies::test_indices_that_do_not_ascend",
+    ),
+    Break(
+        "anyone-writes-payload",
+        "if False:",
+        "a learner can write the payload of another learner's request",
+        test="contract/transport/test_bodies.py::test_put_of_somebody_else",
+    ),
+    Break(
+        "silent-upload-keeps-memory",
+        "if True:",
+        "an upload that stops keeps its memory forever",
+        test="contract/transport/test_bodies.py::test_peer_disappears_mid_put_for_good",
+    ),
+    Break(
+        "tokens-beyond-reports",
+        "return event.tokens",
+        "a contribution counts more tokens than its learner reported",
+        test="unit/protocol/test_beliefs.py::test_rule_13_tokens_weigh_no_more_than_was_reported",
+    ),
+    Break(
+        "arrival-during-merge-on-time",
+        "return entry.version.counter - ask.base.counter",
+        "a payload that arrives while its round merges is not late",
+        test="unit/protocol/test_shard_late.py"
+        "::test_rule_4_what_comes_while_a_round_merges_is_late_by_one",
+    ),
+    Break(
+        "capped-steps-keep-tokens",
+        "steps, tokens = float(cap), float(believed)",
+        "a contribution with capped steps keeps all its tokens",
+        test="unit/protocol/test_shard_deliveries.py::test_rule_6_counters_are_capped",
+    ),
+    Break(
+        "restored-learner-far-ahead",
+        "pass",
+        "after a restore, one learner can be more than a period ahead of most",
+        test="unit/protocol/test_shard_fill.py"
+        "::test_rule_13_a_clock_that_is_restored_is_that_of_most_learners",
+    ),
+    Break(
+        "failed-merge-counts-as-made",
+        "if False:",
+        "after a failed merge, its learners receive no request for the same version",
+        test="unit/protocol/test_slow_copies.py"
+        "::test_rule_4_a_failed_merge_does_not_undo_what_was_folded_behind_it",
+    ),
+    Break(
+        "partition-settled-early",
+        "if state.ended:",
+        "a data partition is settled before its last steps are merged",
+        test="unit/protocol/test_leases.py::test_who_is_not_merged_for_long_holds_only_so_many",
+    ),
+    Break(
+        "longer-lease-ignored",
+        "lease = self.lease_seconds",
+        "a standby ignores that the holder's lease is longer",
+        test="unit/protocol/test_shard_lease.py::test_a_longer_lease_of_the_holder_is_respected",
+    ),
+    Break(
+        "old-base-not-declined",
+        "if False:",
+        "a learner does not decline a request for a version that it no longer holds",
+        test="unit/protocol/test_learner.py::test_a_pull_for_an_older_base_is_declined",
+    ),
+    Break(
+        "older-process-heard",
+        "if known is None:",
+        "the coordinator accepts messages of an older process with the same id",
+        test="unit/protocol/test_leases.py::test_a_new_process_goes_on_with_what_its_last_life_had",
+    ),
+    Break(
+        "replay-digest-unchecked",
+        'problem = ""',
+        "the digest of a replayed merge is not checked",
+        test="unit/syncer/test_durable.py"
+        "::test_a_version_that_the_journal_does_not_lead_to_is_not_claimed",
+    ),
+    Break(
+        "commit-before-journal",
+        """\
+self.tensors.commit(fragment, step)
+journal.append(fields, as_bytes(step.gradient).numpy().data)""",
+        "a merge changes the tensors before the journal has it",
+        test="unit/syncer/test_durable.py"
+        "::test_the_disk_has_a_merge_before_the_tensors_take_it_over",
+    ),
+    Break(
+        "previous-checkpoint-deleted",
+        "self._delete_before(number)",
+        "a shard keeps only its newest checkpoint",
+        test="unit/syncer/test_durable.py"
+        "::test_a_torn_checkpoint_is_named_and_the_one_before_leads_to_the_same_bits",
+    ),
+    Break(
+        "claim-not-confirmed-after",
+        "pass",
+        "a claim is not confirmed after a merge",
+        test="unit/syncer/test_shard_lease.py"
+        "::test_what_was_done_while_a_newer_claim_was_made_is_told_to_nobody",
+    ),
+    Break(
+        "older-whole-copy-offered",
+        "pass",
+        "older whole copies stay available",
+        test="unit/syncer/test_downloads.py::test_the_newest_whole_and_two_differences_are_kept",
+    ),
+    Break(
+        "seal-without-digest",
+        'text = f"{fragment} {version}".encode()',
+        "a seal does not cover the digest",
+        test="unit/syncer/test_seals.py"
+        "::test_what_was_made_up_is_not_and_takes_nothing_else_with_it",
+    ),
+    Break(
+        "run-checkpoint-deleted",
+        "ordinary = self._files()",
+        "a learner deletes files that belong to a run checkpoint",
+        test="unit/learner/test_checkpoint.py::test_those_of_the_run_stay_until_they_are_forgotten",
+    ),
+    Break(
+        "buffers-carried",
+        "pass",
+        "a learner carries its own buffers over to a merged copy",
+        test="unit/learner/test_store.py"
+        "::test_buffers_are_overwritten_where_parameters_are_combined",
+    ),
+    Break(
+        "checkpoint-not-copied",
+        "copy = self._state()",
+        "a checkpoint is written from state that training goes on to change",
+        test="unit/learner/test_checkpointer.py"
+        "::test_copies_that_wait_for_a_slow_disk_are_not_written_over",
+    ),
+    Break(
+        "in-flight-residual-lost",
+        "return self.residuals[fragment]",
+        "a checkpoint lacks the residual of a contribution in flight",
+        test="unit/learner/test_residuals.py"
+        "::test_a_checkpoint_has_what_was_left_before_what_it_makes_again",
+    ),
+    Break(
+        "failed-step-moves-momentum",
+        "outer = entry.outer",
+        "a failed outer step changes the momentum",
+        test="unit/syncer/test_fragments.py"
+        "::test_a_diverged_outer_step_leaves_the_fragment_as_it_was",
+    ),
+    Break(
+        "residual-without-decay",
+        "u.add_(residual[elements])",
+        "error feedback ignores its decay β",
+        test="unit/learner/test_residuals.py::test_a_residual_fades_by_its_decay",
+    ),
+    Break(
+        "copies-fetched-without-limit",
+        "if False:",
+        "a learner fetches any number of copies at a time",
+        test="unit/protocol/test_slow_copies.py"
+        "::test_rule_5_as_many_copies_come_at_a_time_as_a_shard_has_slots",
+    ),
+    Break(
+        "text-renamed-before-sync",
+        "pass",
+        "a file replaces its predecessor before the disk has its content",
+        test="simulation/test_crash_points.py::test_a_full_disk_leaves_the_coordinators_file_whole",
+    ),
+)
