@@ -264,3 +264,13 @@ DURABLE_TOO_EARLY = Break(
     "else leases.merged(data, self.state.step, self.state.step)",
     "a learner reports batches as durable before their steps are merged",
 )
+
+LATE_ANSWER = Break(
+    "late-answer-renews-lease",
+    """\
+self.state.valid_until = now + self.lease_seconds
+self.state.next_at = now + self.lease_seconds / 4
+return []""",
+    "a whole leadership lease counts from the answer to its renewal",
+)
+"""A model of processes that contend for a lease notices it."""

@@ -38,7 +38,7 @@ RESIDUALS = (
         "residual-overwrites-later",
         "self.residuals[fragment] = left",
         "a residual replaces what was left meanwhile",
-        2,
+        7,
     ),
     _break(
         "residual-is-everything",

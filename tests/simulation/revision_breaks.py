@@ -74,6 +74,6 @@ return []""",
         "return bool(state.next_revisions) and state.next_revisions[0].tick <= tick + 2",
         "a schedule revision holds before its tick",
         OFTEN,
-        noticed_by=19,
+        noticed_by=51,
     ),
 )

@@ -8,7 +8,15 @@ import pytest
 
 from deliberate_breaks import ROOT, Break, marks
 from simulation.apart_breaks import APART
-from simulation.breaks import CLAIMS, CORE, DATA_LEASES, DURABLE_TOO_EARLY, SHELLS, STORAGE
+from simulation.breaks import (
+    CLAIMS,
+    CORE,
+    DATA_LEASES,
+    DURABLE_TOO_EARLY,
+    LATE_ANSWER,
+    SHELLS,
+    STORAGE,
+)
 from simulation.own_breaks import FORGOTTEN_TURNS, OWN_STEPS
 from simulation.residual_breaks import RESIDUALS
 from simulation.revision_breaks import REVISIONS
@@ -16,7 +24,7 @@ from simulation.shell_breaks import SHELLS as REAL_SHELLS
 from simulation.trial_breaks import TRIAL
 
 BREAKS = (
-    *(*CORE, *CLAIMS, *STORAGE, *SHELLS, *DATA_LEASES, DURABLE_TOO_EARLY),
+    *(*CORE, *CLAIMS, *STORAGE, *SHELLS, *DATA_LEASES, DURABLE_TOO_EARLY, LATE_ANSWER),
     *(*APART, *OWN_STEPS, *FORGOTTEN_TURNS, *RESIDUALS, *REVISIONS, *REAL_SHELLS, *TRIAL),
 )
 

@@ -356,7 +356,7 @@ class ShardLeaseMachine:
         return [Activate(number, waited, f"claim {number} is ours"), *self._due(now)]
 
     def _renewed(self, now: float, asked_at: float, newest: int) -> list[LeaseEffect]:
-        state = self.state
+        state = self.state  # break: late-answer-renews-lease
         if newest > state.number:
             return self._over(f"claim {newest} is newer than ours, {state.number}")
         if now >= state.valid_until:

@@ -30,7 +30,7 @@ from decoupled_diloco.protocol.shard_lease import (
     StandDown,
     StepDown,
 )
-from simulation.trial_breaks import TRIAL
+from simulation.breaks import LATE_ANSWER
 from unit.protocol.conftest import Bench
 
 LEASE = 4.0
@@ -402,6 +402,5 @@ def test_two_never_act_at_once_and_one_does_in_the_end(count: int) -> None:
 
 def test_the_model_notices_a_machine_that_believes_a_late_answer() -> None:
     """The check above would fail if leases were counted from the answer to a renewal."""
-    (each,) = (each for each in TRIAL if each.mark == "renewal-counted-from-answer")
-    with each.broken(), pytest.raises(AssertionError, match="act at once"):
+    with LATE_ANSWER.broken(), pytest.raises(AssertionError, match="act at once"):
         [Contenders(seed, 2).run(100.0, mishaps=0.02) for seed in range(300)]
