@@ -39,7 +39,7 @@ UNIONS: dict[str, tuple[type, ...]] = {
     "from-shard": (say.ShardHello, *get_args(say.FromShard)),
     "to-shard": (say.ShardAdmitted, *get_args(say.ToShard)),
 }
-NUMBERED = '{"type":"Ending","cut":3}'
+NUMBERED = '{"type":"Ending","checkpoint":3}'
 HEADERS = (
     b"bytes 0-5/10\nbytes=0-5\n0-4,8-9\nBearer secret",
     b"bytes 100-199/1000000\nbytes=3-3\n\nbearer secret",
@@ -156,7 +156,7 @@ def _state(data: bytes) -> None:
 
 def _lines() -> bytes:
     return b"".join(
-        b'{"v":2,"at":1.5,"who":"learner-0","seq":1,"kind":"%s","type":"%s","data":{%s}}\n' % each
+        b'{"v":3,"at":1.5,"who":"learner-0","seq":1,"kind":"%s","type":"%s","data":{%s}}\n' % each
         for each in (
             (b"start", b"start", b'"wall":1.0,"monotonic":1.0,"pid":7,"header":{"token":"x"}'),
             (b"event", b"StepFinished", b'"step":3'),

@@ -111,7 +111,7 @@ def tell(system: System, message: dict[str, Any]) -> None:
     """The shard says this to the learner, if that is connected."""
     session = system.shards[0]._sessions.sessions.get("learner-0")
     if session is not None:
-        session.channel.send({"cut": 0, **message})
+        session.channel.send({"checkpoint": 0, **message})
 
 
 @pytest.mark.parametrize("message", NONSENSE, ids=range(len(NONSENSE)))

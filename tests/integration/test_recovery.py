@@ -316,7 +316,7 @@ def test_who_goes_is_dismissed_at_once_where_nothing_can_be_merged(make: Make) -
     learner.close()
 
 
-def test_who_hands_in_takes_part_in_a_cut(make: Make) -> None:
+def test_who_hands_in_takes_part_in_a_checkpoint(make: Make) -> None:
     """Else everybody would wait for its part until it is gone."""
     system = make(**ALONE)
     system.start()

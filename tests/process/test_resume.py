@@ -136,12 +136,14 @@ def test_a_run_goes_on_after_everything_was_killed_again_and_again(tmp_path: Pat
     assert any(f"its own checkpoint of step {own.steps}," in why for own in kept for why in whys)
 
 
-def cuts(folder: Path) -> list[int]:
-    """The complete cuts, ascending."""
-    return sorted(int(p.parent.name[4:]) for p in folder.glob("checkpoints/cut-*/manifest.json"))
+def checkpoints(folder: Path) -> list[int]:
+    """The complete checkpoints of the run, ascending."""
+    return sorted(int(p.parent.name) for p in folder.glob("checkpoints/*/manifest.json"))
 
 
-def test_a_run_goes_back_to_a_consistent_cut_and_names_one_that_is_corrupt(tmp_path: Path) -> None:
+def test_a_run_goes_back_to_a_consistent_checkpoint_and_names_one_that_is_corrupt(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "run"
     file = config_file(
         folder,
@@ -150,22 +152,26 @@ def test_a_run_goes_back_to_a_consistent_cut_and_names_one_that_is_corrupt(tmp_p
         learner={"checkpoint_every_seconds": 1.0},
     )
     with stopped_at_exit(command("train", str(file))) as process:
-        until(lambda: len(cuts(folder)) >= 2 or process.poll() is not None, "two cuts", 60)
+        until(
+            lambda: len(checkpoints(folder)) >= 2 or process.poll() is not None,
+            "two checkpoints",
+            60,
+        )
         assert process.poll() is None, process.communicate()[0]
         kill_everything(folder, process)
-    *_, before, newest = cuts(folder)
-    part = folder / f"checkpoints/cut-{newest:06d}/shard-1.safetensors"
+    *_, before, newest = checkpoints(folder)
+    part = folder / f"checkpoints/{newest:06d}/shard-1.safetensors"
     content = bytearray(part.read_bytes())
     content[-20] ^= 1
     part.write_bytes(content)
-    code, text = train("--resume", str(folder), "--cut", str(newest))
+    code, text = train("--resume", str(folder), "--checkpoint", str(newest))
     assert code == 6
     assert "is torn" in text
     assert f"give one of {before}, or" in text or f", {before}, or" in text
-    code, text = train("--resume", str(folder), "--cut", "last")
+    code, text = train("--resume", str(folder), "--checkpoint", "last")
     assert code == 0, text
-    assert f"cut {newest} is not used" in text
-    assert f"back to cut {before}" in text
+    assert f"checkpoint {newest} is not used" in text
+    assert f"back to checkpoint {before}" in text
     assert list(folder.glob("set-aside-1/durable/shard-1/*.safetensors"))
     check_data(folder)
     recovered = [r for r in records(folder, "learner-0") if r.type == "Recovered"]
@@ -173,12 +179,12 @@ def test_a_run_goes_back_to_a_consistent_cut_and_names_one_that_is_corrupt(tmp_p
     assert recovered[-1].data["kept"] + recovered[-1].data["overwritten"] == 4
     results, _ = replay_run(folder)
     assert {r.who: r.differences for r in results if r.differences} == {}
-    code, text = train(str(file), "--cut", "last")
+    code, text = train(str(file), "--checkpoint", "last")
     assert code == 2
 
 
 def check_data(folder: Path) -> None:
-    """The ledger went back with the cut, adds up, and gives no lease number out twice."""
+    """The ledger went back with the checkpoint, adds up, and gives no lease number out twice."""
     basis = [item for item in read_ledger(folder / FILE) if isinstance(item, Basis)]
     assert len(basis) == 1
     account = read_data(folder)
@@ -186,7 +192,9 @@ def check_data(folder: Path) -> None:
     leased = [item.lease for item in read_ledger(folder / FILE) if isinstance(item, Leased)]
     assert len(leased) == len(set(leased))
     back = [item for item in read_ledger(folder / FILE) if isinstance(item, TakenBack)]
-    assert {item.learner for item in back} >= set(basis[0].book.holders), "lives before the cut"
+    assert {item.learner for item in back} >= set(basis[0].book.holders), (
+        "lives before the checkpoint"
+    )
 
 
 def run_command(*arguments: str) -> tuple[int, str]:
@@ -199,21 +207,21 @@ def process_id(folder: Path, of: str) -> int:
     return next(int(each.partition(":")[0]) for each in orphans(folder) if of in each)
 
 
-def test_a_cut_on_demand_and_one_that_everybody_died_in(tmp_path: Path) -> None:
-    """The second cut waits for a learner that stands still when all are killed: it is not used."""
+def test_a_checkpoint_on_demand_and_one_that_everybody_died_in(tmp_path: Path) -> None:
+    """The second one waits for a learner that stands still when all are killed: it is not used."""
     folder = tmp_path / "run"
     file = config_file(folder, run={"budget_steps": 100 * BUDGET}, syncer={"shards": 2})
     with stopped_at_exit(command("train", str(file))) as process:
         until(lambda: clock_of(folder) >= 4 or process.poll() is not None, "step 4", 60)
         code, text = run_command("checkpoint", str(folder))
-        assert (code, cuts(folder)) == (0, [1]), text
-        assert "cut 1 of the whole run" in text
-        assert str(folder / "checkpoints/cut-000001") in text.replace("\n", "")
+        assert (code, checkpoints(folder)) == (0, [1]), text
+        assert "checkpoint 1 of the whole run" in text
+        assert str(folder / "checkpoints/000001") in text.replace("\n", "")
         code, text = run_command("status", str(folder), "--json")
-        status = json.loads(text)["cut"]
+        status = json.loads(text)["checkpoint"]
         parts = [
-            *folder.glob("checkpoints/cut-*/*.safetensors"),
-            *folder.glob("learners/*/*cut-1*"),
+            *folder.glob("checkpoints/*/*.safetensors"),
+            *folder.glob("learners/*/*checkpoint-1*"),
         ]
         assert status["number"] == 1
         assert status["nbytes"] == sum(part.stat().st_size for part in parts)
@@ -224,18 +232,18 @@ def test_a_cut_on_demand_and_one_that_everybody_died_in(tmp_path: Path) -> None:
         assert code == 5, text
         os.kill(process_id(folder, "--index 1"), signal.SIGSTOP)
         # Within this process: a busy machine may start a command for longer than a lease lasts, and
-        # a cut does not wait for a learner that is out.
+        # a checkpoint does not wait for a learner that is out.
         done = CliRunner().invoke(app, ["checkpoint", str(folder), "--timeout", "2"])
         assert done.exit_code == 1
         assert "the parts of learner-1 are still to come" in done.output
         kill_everything(folder, process)
-    assert (folder / "checkpoints/cut-000002").exists()
-    assert cuts(folder) == [1]
+    assert (folder / "checkpoints/000002").exists()
+    assert checkpoints(folder) == [1]
     short = ("--set", f"run.budget_steps={clock_of(folder) + 8}")
-    code, text = train("--resume", str(folder), "--cut", "last", *short)
+    code, text = train("--resume", str(folder), "--checkpoint", "last", *short)
     assert code == 0, text
-    assert "cut 2 is not used" in text
-    assert "back to cut 1" in text
+    assert "checkpoint 2 is not used" in text
+    assert "back to checkpoint 1" in text
     check_data(folder)
 
 
@@ -251,7 +259,9 @@ SYNCHRONOUS = {
 }
 
 
-def test_a_synchronous_run_goes_on_from_one_cut_to_the_same_bits_each_time(tmp_path: Path) -> None:
+def test_a_synchronous_run_goes_on_from_one_checkpoint_to_the_same_bits_each_time(
+    tmp_path: Path,
+) -> None:
     folder, kept = tmp_path / "run", tmp_path / "kept"
     file = config_file(
         folder,
@@ -261,15 +271,15 @@ def test_a_synchronous_run_goes_on_from_one_cut_to_the_same_bits_each_time(tmp_p
         workload={"step_seconds": 0.15},
     )
     with stopped_at_exit(command("train", str(file))) as process:
-        until(lambda: cuts(folder) or process.poll() is not None, "a cut", 60)
+        until(lambda: checkpoints(folder) or process.poll() is not None, "a checkpoint", 60)
         assert process.poll() is None, process.communicate()[0]
         kill_everything(folder, process)
-    cut = cuts(folder)[0]
+    number = checkpoints(folder)[0]
     folder.rename(kept)
     results = []
     for _ in range(2):
         shutil.copytree(kept, folder)
-        code, text = train("--resume", str(folder), "--cut", str(cut))
+        code, text = train("--resume", str(folder), "--checkpoint", str(number))
         assert code == 0, text
         results.append(load_file(folder / "weights.safetensors"))
         shutil.rmtree(folder)

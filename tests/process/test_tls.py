@@ -131,7 +131,7 @@ def test_commands_are_let_in_by_a_certificate_and_told_what_they_lack(
         _readers(run.addresses[0], folder)
         done = ddiloco("checkpoint", str(run.path))  # it shows what the run's settings name
         assert done.returncode == 0, (done.stdout, done.stderr)
-        assert "cut 2 of the whole run" in done.stdout
+        assert "checkpoint 2 of the whole run" in done.stdout
 
 
 def test_a_supervised_learner_finds_an_encrypted_run_by_its_folder(

@@ -169,7 +169,7 @@ def test_it_writes_its_part_of_a_checkpoint_of_the_run(tmp_path: Path) -> None:
                 assert time.monotonic() < deadline, found
                 time.sleep(0.1)
         assert (found.state, found.missing) == ("complete", ())
-        parts = [tmp_path / f"kept/one/00000001.cut-{number}.safetensors"]
+        parts = [tmp_path / f"kept/one/00000001.checkpoint-{number}.safetensors"]
         parts += (tmp_path / "kept/one/00000001.ranks").iterdir()
-        parts += (system.folder / f"checkpoints/cut-{number:06d}").glob("*.safetensors")
+        parts += (system.folder / f"checkpoints/{number:06d}").glob("*.safetensors")
         assert found.nbytes == sum(part.stat().st_size for part in parts)

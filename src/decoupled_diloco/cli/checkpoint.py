@@ -1,4 +1,4 @@
-"""`ddiloco checkpoint`: a consistent cut of the whole run, now."""
+"""`ddiloco checkpoint`: a consistent checkpoint of the whole run, now."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def checkpoint(
         float, typer.Option(min=0.1, metavar="SECONDS", help="How long to wait for all parts.")
     ] = 120.0,
 ) -> None:
-    """A consistent checkpoint of the whole run, now, without a pause; go back with train --cut.
+    """Take a checkpoint of the whole run, without a pause; go back with train --checkpoint.
 
     Exit code 1: there is none, because a part could not be had, or not in time.
     """
@@ -55,9 +55,10 @@ def checkpoint(
         token, tls = secrets_in(Path(run), token_file, tls)
     found = take_checkpoint(address, token, timeout, tls)
     if found.state != "complete":
-        cut = f"cut {found.number}" if found.number else "no cut"
+        which = f"checkpoint {found.number}" if found.number else "no checkpoint"
         late = f" after {timeout:g} s: it may still be completed" if found.state == "open" else ""
-        fail(f"{cut}: {found.state}{late}: {found.words}", GIVEN_UP)
-    typer.echo(f"cut {found.number} of the whole run: {format_bytes(found.nbytes)}, {found.folder}")
+        fail(f"{which}: {found.state}{late}: {found.words}", GIVEN_UP)
+    size = format_bytes(found.nbytes)
+    typer.echo(f"checkpoint {found.number} of the whole run: {size}, {found.folder}")
     if found.missing:
         typer.echo(f"without {', '.join(found.missing)}")

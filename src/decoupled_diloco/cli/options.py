@@ -63,10 +63,10 @@ RunOrFolder = Annotated[
 Resume = Annotated[
     bool, typer.Option("--resume", help="Go on with the run in the folder RUN, where it was.")
 ]
-CutToGoBackTo = Annotated[
+CheckpointToGoBackTo = Annotated[
     str,
     typer.Option(
-        "--cut",
+        "--checkpoint",
         metavar="last|NUMBER",
         help="With --resume: go back to this consistent checkpoint of the whole run.",
     ),

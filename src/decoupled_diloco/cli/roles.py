@@ -15,7 +15,7 @@ from decoupled_diloco.cli.options import (
     Authority,
     Certificate,
     CertificateKey,
-    CutToGoBackTo,
+    CheckpointToGoBackTo,
     Resume,
     RunFile,
     RunOrFolder,
@@ -45,12 +45,12 @@ class TrainOptions(CommandOptions):
     run: RunOrFolder
     settings: Sets = None
     resume: Resume = False
-    cut: CutToGoBackTo = ""
+    checkpoint: CheckpointToGoBackTo = ""
 
     def config(self, *more: str) -> RunConfig:
         settings = [*(self.settings or ()), *more]
-        if self.cut and not self.resume:
-            fail("--cut says where to go back to: give --resume and the folder of the run, too")
+        if self.checkpoint and not self.resume:
+            fail("--checkpoint names where to go back to: also give --resume and the run's folder")
         if self.resume:
             from decoupled_diloco.config.resume import load_resumed  # torch takes seconds
 
@@ -64,7 +64,9 @@ def train(options: TrainOptions) -> None:
     from decoupled_diloco.cli.train import train_locally
 
     config = options.config()
-    code = train_locally(config, make_console(), resume=options.resume, cut=options.cut)
+    code = train_locally(
+        config, make_console(), resume=options.resume, checkpoint=options.checkpoint
+    )
     exit_with(code)
 
 
@@ -112,7 +114,11 @@ def syncer(options: SyncerOptions) -> None:
     from decoupled_diloco.cli.train import serve_locally
 
     console, resume = make_console(), options.resume
-    exit_with(serve_locally(config, console, resume=resume, cut=options.cut, new=options.new))
+    exit_with(
+        serve_locally(
+            config, console, resume=resume, checkpoint=options.checkpoint, new=options.new
+        )
+    )
 
 
 def _serve_shard(config: RunConfig, shard: int, options: SyncerOptions) -> None:

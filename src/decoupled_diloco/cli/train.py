@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 def train_locally(
-    config: RunConfig, console: SteadyConsole, *, resume: bool = False, cut: str = ""
+    config: RunConfig, console: SteadyConsole, *, resume: bool = False, checkpoint: str = ""
 ) -> int:
     """Runs everything on this machine; returns the exit code."""
-    if resume and not cut and _tell_if_finished(config, console):
+    if resume and not checkpoint and _tell_if_finished(config, console):
         return 0
-    run = LocalRun(config, resume=resume, cut=cut)
+    run = LocalRun(config, resume=resume, checkpoint=checkpoint)
     tell_beginning(config, run.path, run.folder.moved_to, console)
     outcome = carry_out(run, config, console, lambda: tell_page(run, console))
     tell_outcome(run.path, outcome.weights, console, run.model)
@@ -70,16 +70,18 @@ def serve_locally(
     console: SteadyConsole,
     *,
     resume: bool = False,
-    cut: str = "",
+    checkpoint: str = "",
     new: bool = False,
 ) -> int:
     """Runs all shards on this machine, for learners that are started elsewhere.
 
     Their run is not to be ended by a command that was only typed again: see ``anew`` of `LocalRun`.
     """
-    if resume and not cut and _tell_if_finished(config, console):
+    if resume and not checkpoint and _tell_if_finished(config, console):
         return 0
-    run = LocalRun(config, learners=False, resume=resume, cut=cut, anew=new, hides_token=True)
+    run = LocalRun(
+        config, learners=False, resume=resume, checkpoint=checkpoint, anew=new, hides_token=True
+    )
 
     def begun() -> None:
         import_intervals()  # while the shards import the same

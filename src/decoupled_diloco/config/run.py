@@ -96,8 +96,8 @@ class RunSettings(Settings):
 
     checkpoint_every_seconds: float = Field(default=600.0, ge=0)
     """Seconds from one consistent checkpoint of the whole run to the next; 0: none. It is for going
-    back (ddiloco train --resume RUN --cut last): what a crash needs, every process writes anyway.
-    Two are kept, 12 bytes a parameter at the shards and 16 at each learner."""
+    back (ddiloco train --resume RUN --checkpoint last): what a crash needs, every process writes
+    anyway. Two are kept, 12 bytes a parameter at the shards and 16 at each learner."""
 
     evaluator: bool = True
     """Start a process that evaluates the global weights on held-out data while the run goes on. It

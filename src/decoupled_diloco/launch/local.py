@@ -76,7 +76,8 @@ class LocalRun:
     """Everything on this machine, supervised.
 
     Args:
-        cut: Go back to this consistent cut first: ``"last"`` or its number; only with ``resume``.
+        checkpoint: Go back to this checkpoint of the whole run first: ``"last"`` or its number;
+            only with ``resume``.
         anew: Whether a run in the folder that has not ended may be moved aside.
         dial: How a process of a name reaches these addresses of shards, if not directly: other
             addresses with the same ports. Who is told of the shards then puts the host in that it
@@ -100,7 +101,7 @@ class LocalRun:
         *,
         learners: bool = True,
         resume: bool = False,
-        cut: str = "",
+        checkpoint: str = "",
         anew: bool = True,
         dial: Callable[[str, tuple[str, ...]], tuple[str, ...]] | None = None,
         absent: Collection[str] = (),
@@ -127,7 +128,7 @@ class LocalRun:
         self.standing: RunStanding | None = None
         self.went_back = ""
         if resume:
-            self._take_up(cut)
+            self._take_up(checkpoint)
         write_text(self.path / RUN_FILE, dump_config(config))
         self.folder.tell_launcher()
         settings = config.syncer
@@ -166,12 +167,12 @@ class LocalRun:
         each = (environment_of(config, index, each=share) for index in range(config.run.learners))
         return [[f"--devices={name}={value}" for name, value in own.items()] for own in each]
 
-    def _take_up(self, cut: str) -> None:
+    def _take_up(self, checkpoint: str) -> None:
         """Finds out how far the run in the folder is, or goes back in it first."""
         from decoupled_diloco.launch.resume import go_back, half_way, require_whole, standing_of
 
-        cut = cut or half_way(self.path)
-        self.went_back = go_back(self.path, self.config, cut) if cut else ""
+        checkpoint = checkpoint or half_way(self.path)
+        self.went_back = go_back(self.path, self.config, checkpoint) if checkpoint else ""
         require_whole(self.path, self.config)
         self.standing = standing_of(self.path, self.config)
 

@@ -35,7 +35,12 @@ from decoupled_diloco.storage.data_ledger import FILE as LEDGER
 from decoupled_diloco.storage.data_ledger import DataLedger
 from decoupled_diloco.storage.files import NOT_JSON, exists, is_folder, names_in, write_text
 from decoupled_diloco.storage.weights import load_weights
-from decoupled_diloco.syncer.checkpoints import Manifest, checkpoint_folders, read_manifest
+from decoupled_diloco.syncer.checkpoints import (
+    Manifest,
+    checkpoint_folders,
+    number_in,
+    read_manifest,
+)
 from decoupled_diloco.syncer.coordinator_disk import FILE, newest_state
 from decoupled_diloco.syncer.coordinator_document import document_at_checkpoint, read_state
 from decoupled_diloco.syncer.durable import DURABLE, EXACT, lacking
@@ -51,7 +56,7 @@ COPY_BYTES = 1 << 24
 """Of a shard's part in memory at a time."""
 
 GOING_BACK = "going-back"
-"""The file that names the cut while a run is being put back to it."""
+"""The file that names the checkpoint while a run is being put back to it."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +144,9 @@ def _files_below(folder: Path) -> list[Path]:
 
 
 def _refusal(folder: Path, problem: str) -> str:
-    back = "go back to a checkpoint of it (--cut last), " if checkpoint_folders(folder) else ""
+    back = (
+        "go back to a checkpoint of it (--checkpoint last), " if checkpoint_folders(folder) else ""
+    )
     return (
         f"{folder} cannot be resumed: {problem}. Copy the whole run folder again, {back}or start a "
         "new run in another folder"
@@ -192,18 +199,18 @@ def require_over(folder: Path) -> None:
 
 
 def go_back(folder: Path, config: RunConfig, which: str) -> str:
-    """Puts a run back to a consistent cut, "last" or its number; what is newer is set aside.
+    """Puts a run back to a consistent checkpoint, "last" or its number; what is newer is set aside.
 
     A last one that is torn or corrupt is named, and the one before it is used. Says what was done.
     A process or a machine may fail at any instant: until everything is on the disk, `half_way`
-    names the cut, and going back again completes it.
+    names the checkpoint, and going back again completes it.
 
     Raises:
         ConfigError: ``which`` is neither.
-        StorageError: There is no such cut, whole; or the folder cannot be changed.
+        StorageError: There is no such checkpoint, whole; or the folder cannot be changed.
     """
     if config.syncer.standbys:
-        raise ConfigError("--cut is not built for runs with syncer.standbys: leave it out")
+        raise ConfigError("--checkpoint is not built for runs with syncer.standbys: leave it out")
     manifest, problems = _chosen(folder, which)
     write_text(folder / GOING_BACK, str(manifest.number))
     aside = _free(folder / "set-aside")
@@ -214,11 +221,11 @@ def go_back(folder: Path, config: RunConfig, which: str) -> str:
         runtime().disk.sync(folder)
     except OSError as error:
         raise StorageError(
-            f"{folder} cannot be put back to cut {manifest.number} ({error}): free space or "
+            f"{folder} cannot be put back to checkpoint {manifest.number} ({error}): free space or "
             "correct its permissions, and resume it again, which completes this"
         ) from error
     missing = f", without {', '.join(manifest.missing)}" if manifest.missing else ""
-    words = f"back to cut {manifest.number}{missing}; what is newer is in {aside}"
+    words = f"back to checkpoint {manifest.number}{missing}; what is newer is in {aside}"
     return "; ".join([*problems, words])
 
 
@@ -247,16 +254,18 @@ def _put_processes_back(folder: Path, manifest: Manifest, aside: Path) -> None:
 
 
 def half_way(folder: Path) -> str:
-    """The cut that a run was being put back to when that was interrupted; empty: it was not."""
+    """The checkpoint that an interrupted run was being put back to; empty: there is none."""
     file = folder / GOING_BACK
     return file.read_text() if file.exists() else ""
 
 
 def _chosen(folder: Path, which: str) -> tuple[Manifest, list[str]]:
     if which != "last" and not which.isdecimal():
-        raise ConfigError(f"--cut {which!r} is neither 'last' nor the number of a cut")
+        raise ConfigError(
+            f"--checkpoint {which!r} is neither 'last' nor the number of a checkpoint"
+        )
     there = checkpoint_folders(folder)
-    found = [path for path in there if which == "last" or _number_of(path) == int(which)]
+    found = [path for path in there if which == "last" or number_in(path) == int(which)]
     problems: list[str] = []
     for path in found:
         try:
@@ -265,19 +274,15 @@ def _chosen(folder: Path, which: str) -> tuple[Manifest, list[str]]:
             _check_learners(folder, manifest)
             return manifest, problems
         except StorageError as error:
-            problems.append(f"{error}: cut {_number_of(path)} is not used")
-    cut = "cut" if which == "last" else f"cut {which}"
-    others = ", ".join(str(_number_of(path)) for path in reversed(there) if path not in found)
+            problems.append(f"{error}: checkpoint {number_in(path)} is not used")
+    wanted = "checkpoint" if which == "last" else f"checkpoint {which}"
+    others = ", ".join(str(number_in(path)) for path in reversed(there) if path not in found)
     raise StorageError(
-        f"{folder} has no whole {cut} to go back to"
+        f"{folder} has no whole {wanted} to go back to"
         f"{''.join(f'; {problem}' for problem in problems)}: "
-        f"{f'give one of {others}, or ' if others else ''}leave --cut out to go on with the newest "
-        "state of every process"
+        f"{f'give one of {others}, or ' if others else ''}leave --checkpoint out to go on with "
+        "the newest state of every process"
     )
-
-
-def _number_of(checkpoint_folder: Path) -> int:
-    return int(checkpoint_folder.name.removeprefix("cut-"))
 
 
 def _check_learners(folder: Path, manifest: Manifest) -> None:
@@ -291,7 +296,7 @@ def _check_learners(folder: Path, manifest: Manifest) -> None:
                 if run_checkpoint_of(file) == manifest.number
             ]
             if not files:
-                raise StorageError(f"{own} lacks its part of cut {manifest.number}")
+                raise StorageError(f"{own} lacks its part of checkpoint {manifest.number}")
             LearnerCheckpoint.read(files[0])
 
 

@@ -267,7 +267,7 @@ class ShardRole:
         return await self._metrics(query)
 
     async def checkpoint_asked(self, query: Mapping[str, str]) -> Document:
-        """Answers who asks for a cut of the run, or about one."""
+        """Answers a request for a checkpoint of the run, or about one."""
         return checkpoint_requests.answer(self.acting.host, query)
 
 

@@ -8,10 +8,10 @@ already; in exchange a restart fetches nothing of a fragment that has not change
 parameters and AdamW that is 16 bytes a parameter: 4 model, 8 optimizer, 4 published copy. When a
 run is over, its result has the weights, and of each learner the launcher keeps the `rest` alone.
 
-Files: ``<number>.safetensors``, numbers ascending, and ``<number>.cut-<cut>.safetensors`` for those
-that belong to a checkpoint of the whole run. Of a learner of several ranks the file has no tensors:
-model and state (`sharded_state`) and published copies (`storage.ranges`) are beside it, in the
-folder ``<number>.ranks``, which is complete when the file is there.
+Files: ``<number>.safetensors``, numbers ascending; for a checkpoint of the whole run
+``<number>.checkpoint-<number in the run>.safetensors``. The file of a learner of several ranks
+has no tensors: model and state (`sharded_state`) and published copies (`storage.ranges`) are beside
+it, in the folder ``<number>.ranks``, which is complete when the file is there.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from decoupled_diloco.storage.weights import load_sealed, save_sealed
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 5
 """Of a file that has everything in it. No other version's is read."""
 
-FORMAT_OF_RANKS = 4
+FORMAT_OF_RANKS = 6
 """Of a file whose model, state and published copies are beside it."""
 
 OPTIMIZER = "optimizer"
@@ -109,7 +109,7 @@ class LearnerCheckpoint:
         fragments: All of them, in order; none if the run's weights are to be fetched instead.
         model: The model's `state_dict`; without fragments only what is not in the run's weights.
         state: Name to state of the stateful objects; the inner optimizer's under `OPTIMIZER`.
-        cut: The number of the run's checkpoint to which it belongs, if any.
+        run_checkpoint: The number of the run's checkpoint to which it belongs, if any.
         ranks: By how many ranks the model and the state were written; 0: they are in this file.
         beside: The folder in which these have them.
     """
@@ -124,7 +124,7 @@ class LearnerCheckpoint:
     fragments: tuple[HeldFragment, ...]
     model: Mapping[str, Tensor]
     state: Mapping[str, Any] = field(default_factory=dict)
-    cut: int | None = None
+    run_checkpoint: int | None = None
     ranks: int = 0
     beside: Path | None = None
 
@@ -166,7 +166,7 @@ class LearnerCheckpoint:
             weights: The names of the model's tensors that those have.
         """
         model = {name: tensor for name, tensor in self.model.items() if name not in weights}
-        return replace(self, fragments=(), model=model, cut=None)
+        return replace(self, fragments=(), model=model, run_checkpoint=None)
 
     @property
     def with_residual(self) -> list[int]:
@@ -236,7 +236,7 @@ _NUMBERS = (
     "tokens",
     "discarded_tokens",
     "global_step",
-    "cut",
+    "run_checkpoint",
 )
 
 
@@ -244,7 +244,7 @@ def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
 
 
-_OWN = re.compile(r"\d{8,}(?:\.cut-(\d+))?\.safetensors")
+_OWN = re.compile(r"\d{8,}(?:\.checkpoint-(\d+))?\.safetensors")
 _TORN = re.compile(rf"\.{_OWN.pattern}\.\d+\.part")
 _BESIDE = re.compile(r"\d{8,}\.ranks")
 """Names of what `CheckpointFolder` writes; any other file in its folder is somebody else's."""
@@ -284,8 +284,9 @@ class CheckpointFolder:
         number = self._next_number()
         if checkpoint.beside is not None:
             number = _number(checkpoint.beside)
-        of_run = "" if checkpoint.cut is None else f".cut-{checkpoint.cut}"
-        path = self.path / f"{number:08d}{of_run}.safetensors"
+        of_run = checkpoint.run_checkpoint
+        mark = "" if of_run is None else f".checkpoint-{of_run}"
+        path = self.path / f"{number:08d}{mark}.safetensors"
         checkpoint.write(path)
         # break: run-checkpoint-deleted
         ordinary = [file for file in self._files() if run_checkpoint_of(file) is None]
@@ -335,7 +336,7 @@ class CheckpointFolder:
 def run_checkpoint_of(path: Path) -> int | None:
     """The checkpoint of the run to which a learner's file belongs.
 
-    >>> run_checkpoint_of(Path("00000012.cut-4.safetensors"))
+    >>> run_checkpoint_of(Path("00000012.checkpoint-4.safetensors"))
     4
     """
     found = _OWN.fullmatch(path.name)
@@ -345,7 +346,7 @@ def run_checkpoint_of(path: Path) -> int | None:
 def beside_of(path: Path) -> Path:
     """The folder of a file's model and state, if several ranks have written them.
 
-    >>> beside_of(Path("00000012.cut-4.safetensors")).name
+    >>> beside_of(Path("00000012.checkpoint-4.safetensors")).name
     '00000012.ranks'
     """
     return path.with_name(f"{path.name.split('.')[0]}.ranks")

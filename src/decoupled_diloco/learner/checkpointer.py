@@ -143,7 +143,7 @@ class Checkpointer:
             return "its checkpoint is of another run"
         numels = tuple(held.published.numel() for held in checkpoint.fragments)
         if numels and numels != fragment_numels:
-            return "its checkpoint is of another cut of the model"
+            return "its checkpoint is of another division of the model"
         return ""
 
     def fitting(self, run: str, fragment_numels: tuple[int, ...]) -> LearnerCheckpoint | str:
@@ -309,8 +309,8 @@ class Checkpointer:
             problem = str(error)
             logger.error("%s: no checkpoint of %s this time", error, self.learner)
         seconds = now() - started
-        cut = checkpoint.cut
-        tell(CheckpointWritten(checkpoint.steps, nbytes, copy_seconds, seconds, problem, cut))
+        of_run = checkpoint.run_checkpoint
+        tell(CheckpointWritten(checkpoint.steps, nbytes, copy_seconds, seconds, problem, of_run))
         return Written(seal, nbytes, problem)
 
     def forget_checkpoints(self, keep: tuple[int, ...], before: int) -> None:
@@ -325,7 +325,7 @@ class Checkpointer:
     @property
     def _reading(self) -> int | None:
         """The checkpoint of the run from which this learner is about to go on."""
-        return None if self.loaded is None else self.loaded.cut
+        return None if self.loaded is None else self.loaded.run_checkpoint
 
     def close(self) -> None:
         """Nothing more will be kept; what is being written is brought to its end."""

@@ -162,7 +162,7 @@ class TakingPart(Participation):
             global_step=self.global_step,
             fragments=tuple(fragments),
             model={},
-            cut=run_checkpoint,
+            run_checkpoint=run_checkpoint,
         )
 
     async def _hold(self) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from decoupled_diloco.protocol.events import CoordinatorEvent, LearnerEvent, Syn
 from decoupled_diloco.protocol.shard_lease import LeaseEffect, LeaseEvent
 from decoupled_diloco.storage.files import NOT_JSON
 
-SCHEMA = 2
+SCHEMA = 3
 """Version of the record. A program reads no other one."""
 
 FOLDER_NAME = "tape"

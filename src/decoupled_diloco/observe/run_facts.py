@@ -59,7 +59,7 @@ class RunFacts:
         self.remarks: list[Remark] = []  # of the present state the newest of all ``remarks_told``
         self.remarks_told = 0
         self.warnings: dict[str, str] = {}  # what people should act on, by what it is about
-        self.cut: tuple[float, KeepCheckpoint] | None = None
+        self.checkpoint: tuple[float, KeepCheckpoint] | None = None
         self.headers: dict[str, dict[str, Any]] = {}
         self.releases: dict[str, str] = {}
         self.corpus: dict[str, Any] | None = None

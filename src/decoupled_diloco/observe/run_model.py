@@ -158,7 +158,7 @@ class RunModel(RunFacts):
     def _anybody(self, value: Any) -> None:
         match value:
             case KeepCheckpoint():
-                self.cut = self.at, value
+                self.checkpoint = self.at, value
             case samples.EndRequested(names):
                 self._told_to_end(names)
             case samples.ProcessStarted(name, _):

@@ -176,7 +176,8 @@ class CheckpointWritten:
     """A learner has kept itself, or tried to: ``problem`` says why it could not.
 
     ``step``: own steps over all lives; ``copy_seconds``: what its step waited for;
-    ``write_seconds``: what a thread of its own took; ``cut``: the run's cut that it belongs to.
+    ``write_seconds``: what a thread of its own took; ``run_checkpoint``: the run's checkpoint
+    that it belongs to.
     """
 
     step: int
@@ -184,14 +185,15 @@ class CheckpointWritten:
     copy_seconds: float
     write_seconds: float
     problem: str = ""
-    cut: int | None = None
+    run_checkpoint: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class WentBack:
-    """The run was put back to a consistent cut of the whole run.
+    """The run was put back to a consistent checkpoint of the whole run.
 
-    ``told``: which cut, which newer ones were corrupt, and where what is newer is kept, in words.
+    ``told``: which checkpoint, which newer ones were corrupt, and where what is newer is kept, in
+    words.
     """
 
     told: str

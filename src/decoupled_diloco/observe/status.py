@@ -98,8 +98,8 @@ class ShardStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class CutStatus:
-    """The last complete cut of the whole run; ``missing``: learners that gave no part."""
+class CheckpointStatus:
+    """The last complete checkpoint of the whole run; ``missing``: learners that gave no part."""
 
     number: int
     seconds_ago: float
@@ -142,7 +142,7 @@ class RunStatus:
     evaluation_step: int | None
     learners: tuple[LearnerStatus, ...]
     shards: tuple[ShardStatus, ...]
-    cut: CutStatus | None  # the last complete one
+    checkpoint: CheckpointStatus | None  # the last complete one
     remarks: tuple[tuple[float, str], ...]  # the last ones, with seconds since the beginning
     problems: tuple[str, ...]
 
@@ -214,7 +214,7 @@ def status_of(
         evaluation_step=evaluation.global_step if evaluation else None,
         learners=learners,
         shards=tuple(_shard(run, shard, as_of) for shard in run.shards.values()),
-        cut=_cut(run, as_of),
+        checkpoint=_checkpoint(run, as_of),
         remarks=tuple((r.at, r.text) for r in run.remarks if r.kind not in ROUTINE)[-20:],
         problems=(
             *problems,
@@ -228,12 +228,12 @@ def _age(at: float | None, as_of: float) -> float | None:
     return None if at is None else max(0.0, as_of - at)
 
 
-def _cut(run: RunModel, as_of: float) -> CutStatus | None:
-    if run.cut is None:
+def _checkpoint(run: RunModel, as_of: float) -> CheckpointStatus | None:
+    if run.checkpoint is None:
         return None
-    at, cut = run.cut
-    nbytes = sum(part.nbytes for part in (*cut.shards, *cut.learners))
-    return CutStatus(cut.number, max(0.0, as_of - at), nbytes, cut.missing)
+    at, kept = run.checkpoint
+    nbytes = sum(part.nbytes for part in (*kept.shards, *kept.learners))
+    return CheckpointStatus(kept.number, max(0.0, as_of - at), nbytes, kept.missing)
 
 
 def _phase(run: RunModel, silent: float) -> str:

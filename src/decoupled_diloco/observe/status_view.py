@@ -139,10 +139,15 @@ def _totals(status: RunStatus, width: int) -> list[RenderableType]:
         parts.append(f"{status.bytes_of} {moved}")
     if status.evaluation_loss is not None:
         parts.append(f"evaluation loss {status.evaluation_loss:.4f}")
-    if status.cut is not None:
-        ago, size = format_duration(round(status.cut.seconds_ago)), format_bytes(status.cut.nbytes)
-        without = f", without {', '.join(status.cut.missing)}" if status.cut.missing else ""
-        parts.append(f"cut {status.cut.number} of {ago} ago ({size}{without})")
+    if status.checkpoint is not None:
+        ago, size = (
+            format_duration(round(status.checkpoint.seconds_ago)),
+            format_bytes(status.checkpoint.nbytes),
+        )
+        without = (
+            f", without {', '.join(status.checkpoint.missing)}" if status.checkpoint.missing else ""
+        )
+        parts.append(f"checkpoint {status.checkpoint.number} of {ago} ago ({size}{without})")
     lines = [parts[0]]
     for part in parts[1:]:
         if len(lines[-1]) + len(part) + 2 > width:

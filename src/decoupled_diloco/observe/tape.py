@@ -5,7 +5,7 @@ Theory of operation. Every process appends to a file of its own, ``RUN/tape/<who
 ``start`` record, its next *life*. A record is one JSON object:
 
 ```
-{"v":2,"at":12.5,"who":"learner-0","seq":7,"kind":"event","type":"StepFinished","data":{"tokens":96}}
+{"v":3,"at":12.5,"who":"learner-0","seq":7,"kind":"event","type":"StepFinished","data":{"tokens":96}}
 ```
 
 ``at`` is the instant that the state machine was told (seconds of a clock that never goes back, in

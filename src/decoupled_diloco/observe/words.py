@@ -137,8 +137,8 @@ def named(who: str, note: str) -> str:
 
     >>> named("learner-1", "it begins with a fresh optimizer")
     'learner-1 begins with a fresh optimizer'
-    >>> named("coordinator", "cut 3 is given up, without learner-0")
-    'cut 3 is given up, without learner-0'
+    >>> named("coordinator", "checkpoint 3 is given up, without learner-0")
+    'checkpoint 3 is given up, without learner-0'
     """
     return f"{who}{note.removeprefix('it')}" if note.startswith("it ") else note
 

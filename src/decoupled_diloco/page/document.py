@@ -108,10 +108,15 @@ def _cards(status: RunStatus, history: PageHistory) -> list[list[str]]:
     if status.bytes_up is not None and status.bytes_down is not None:
         up, down = format_bytes(status.bytes_up), format_bytes(status.bytes_down)
         cards.append(["learners sent", up, f"and received {down}"])
-    if status.cut is not None:
-        ago, size = format_duration(round(status.cut.seconds_ago)), format_bytes(status.cut.nbytes)
-        missing = f", without {few(status.cut.missing)}" if status.cut.missing else ""
-        cards.append(["last checkpoint", f"cut {status.cut.number}", f"{ago} ago, {size}{missing}"])
+    if status.checkpoint is not None:
+        ago, size = (
+            format_duration(round(status.checkpoint.seconds_ago)),
+            format_bytes(status.checkpoint.nbytes),
+        )
+        missing = f", without {few(status.checkpoint.missing)}" if status.checkpoint.missing else ""
+        cards.append(
+            ["last checkpoint", f"number {status.checkpoint.number}", f"{ago} ago, {size}{missing}"]
+        )
     return cards
 
 

@@ -44,11 +44,11 @@ def numbered(message: object, checkpoint: int) -> Json:
 
     >>> from decoupled_diloco.protocol.messages import Ending
     >>> numbered(Ending(), 3), numbered(Ending(), 0)
-    ({'type': 'Ending', 'cut': 3}, {'type': 'Ending'})
+    ({'type': 'Ending', 'checkpoint': 3}, {'type': 'Ending'})
     """
     data = encode(message)
     if checkpoint:
-        data["cut"] = checkpoint
+        data["checkpoint"] = checkpoint
     return data
 
 
@@ -58,7 +58,7 @@ def number_of(data: Json) -> int:
     Raises:
         ProtocolError: It is no number.
     """
-    return _integer(data.pop("cut", 0), "cut")
+    return _integer(data.pop("checkpoint", 0), "checkpoint")
 
 
 def _plain(value: Any) -> Any:

@@ -100,7 +100,7 @@ class LeaderCheckpointer(Checkpointer):
             folder, numbers = str(found.beside), _numbers(found)
             left = [(p, found.fragments[p].residual[0].number) for p in found.with_residual]
             self._adopting = self._ask(do="adopt", folder=folder, numbers=numbers, residuals=left)
-            self._read = found.cut
+            self._read = found.run_checkpoint
         return found
 
     @property
@@ -179,7 +179,9 @@ class LeaderCheckpointer(Checkpointer):
         runtime().disk.remove_folder(Path(str(checkpoint.beside)))
         seconds = now() - self._taken_at
         ordered.tell(
-            CheckpointWritten(checkpoint.steps, 0, copy_seconds, seconds, problem, checkpoint.cut)
+            CheckpointWritten(
+                checkpoint.steps, 0, copy_seconds, seconds, problem, checkpoint.run_checkpoint
+            )
         )
         ordered.future.set_result(Written("", 0, problem))
 

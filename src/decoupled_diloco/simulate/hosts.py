@@ -264,7 +264,7 @@ Steps alone do not identify it: a process that starts from an older checkpoint c
 
 def checkpoint_id(checkpoint: LearnerCheckpoint) -> CheckpointId:
     """What distinguishes a checkpoint from all others of its learner."""
-    return checkpoint.epoch, checkpoint.steps, checkpoint.cut
+    return checkpoint.epoch, checkpoint.steps, checkpoint.run_checkpoint
 
 
 class VirtualLearner(Learner):

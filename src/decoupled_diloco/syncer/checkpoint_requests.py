@@ -1,8 +1,7 @@
 """What a running syncer answers who asks for a checkpoint of the whole run.
 
-``/cut`` begins one, or names the one under way; ``/cut?number=N`` says how far it is. Both are for
-whoever holds a token of the run, as the tapes are. Only shard 0 can answer, where the coordinator
-is.
+``/checkpoint`` begins one, or names the one under way; ``/checkpoint?number=N`` says how far it is.
+Both require a token of the run, as the tapes do. Only shard 0 answers, where the coordinator is.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Protocol
 from decoupled_diloco.syncer.checkpoints import CheckpointAnswer
 from decoupled_diloco.transport.documents import Document, NoSuchDocumentError
 
-CHECKPOINT_PATH = "/cut"
+CHECKPOINT_PATH = "/checkpoint"
 
 
 class Coordinator(Protocol):
@@ -44,5 +43,5 @@ def answer(coordinator: Coordinator | None, query: Mapping[str, str]) -> Documen
     elif number.isascii() and number.isdigit() and len(number) < 17:
         found = coordinator.checkpoint_answer(int(number))
     else:
-        raise NoSuchDocumentError(f"number={number[:40]!r} is no number of a cut")
+        raise NoSuchDocumentError(f"number={number[:40]!r} is not the number of a checkpoint")
     return Document(json.dumps(asdict(found)).encode())

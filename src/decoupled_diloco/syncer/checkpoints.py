@@ -1,7 +1,7 @@
 """Checkpoints of the whole run on disk: the shards' parts, and the manifest of a complete one.
 
 ```
-RUN/checkpoints/cut-000012/shard-0.safetensors   shard-1.safetensors   manifest.json
+RUN/checkpoints/000012/shard-0.safetensors   shard-1.safetensors   manifest.json
 ```
 
 A shard's part is a checkpoint as in `durable`. Learners keep theirs in their own folders. The
@@ -30,7 +30,7 @@ from decoupled_diloco.syncer.result import SHARES
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,9 @@ class Manifest:
         for part in self.shards:
             path = self.part(part.who)
             if part_digest(path) != part.digest:
-                raise StorageError(f"{path} is not the part that belongs to cut {self.number}")
+                raise StorageError(
+                    f"{path} is not the part that belongs to checkpoint {self.number}"
+                )
 
 
 State = Literal["refused", "open", "complete", "given up"]
@@ -112,7 +114,7 @@ class CheckpointAnswer:
 
 def checkpoint_folder(run: Path, number: int) -> Path:
     """Where the parts of a checkpoint are in a run folder."""
-    return run / SHARES / f"cut-{number:06d}"
+    return run / SHARES / f"{number:06d}"
 
 
 def part_file(run: Path, number: int, shard: int) -> Path:
@@ -128,7 +130,7 @@ def write_manifest(run: Path, checkpoint: KeepCheckpoint, coordinator: dict[str,
     """
     document = {
         "format": FORMAT,
-        "cut": checkpoint.number,
+        "checkpoint": checkpoint.number,
         "shards": [asdict(part) for part in checkpoint.shards],
         "learners": [asdict(part) for part in checkpoint.learners],
         "missing": list(checkpoint.missing),
@@ -147,9 +149,12 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         document = json.loads(runtime().disk.read(path))
         if document["format"] != FORMAT:
-            raise StorageError(f"{path} has format {document['format']}, this reads {FORMAT}")
+            raise StorageError(
+                f"{path} has format {document['format']}, but this version reads {FORMAT} only: "
+                "continue with the decoupled-diloco that wrote it"
+            )
         return Manifest(
-            int(document["cut"]),
+            int(document["checkpoint"]),
             folder,
             tuple(CheckpointPart(**part) for part in document["shards"]),
             tuple(CheckpointPart(**part) for part in document["learners"]),
@@ -165,13 +170,17 @@ def read_manifest(folder: Path) -> Manifest:
 def checkpoint_folders(run: Path) -> list[Path]:
     """The folders of all checkpoints of a run, complete or not, newest first."""
     there = names_in(run / SHARES)
-    found = [path for path in there if path.match("cut-*") and path.name[4:].isdigit()]
-    return sorted(found, key=lambda path: int(path.name[4:]), reverse=True)
+    return sorted((path for path in there if path.name.isdecimal()), key=number_in, reverse=True)
+
+
+def number_in(folder: Path) -> int:
+    """The number of the checkpoint that a folder is for."""
+    return int(folder.name)
 
 
 def forget_checkpoints(run: Path, keep: Container[int], before: int) -> None:
     """Deletes what nobody will go back to; what cannot be deleted is tried again next time."""
     for folder in checkpoint_folders(run):
-        number = int(folder.name[4:])
+        number = number_in(folder)
         if number < before and number not in keep:
             runtime().disk.remove_folder(folder)

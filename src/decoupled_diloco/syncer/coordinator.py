@@ -487,10 +487,10 @@ class CoordinatorHost:
         missing = f", without {', '.join(effect.missing)}" if effect.missing else ""
         try:
             await asyncio.to_thread(write_manifest, self._folder, effect, part)
-            logger.info("cut %d of the whole run is complete%s", effect.number, missing)
+            logger.info("checkpoint %d of the whole run is complete%s", effect.number, missing)
             self._checkpoint_kept = CheckpointAnswer.kept(self._folder, effect)
         except StorageError as error:
-            logger.error("%s: cut %d of the run is not complete", error, effect.number)
+            logger.error("%s: checkpoint %d of the run is not complete", error, effect.number)
             self._checkpoint_kept = CheckpointAnswer("given up", effect.number, str(error))
 
     def want_checkpoint(self) -> CheckpointAnswer:

@@ -49,8 +49,8 @@ from decoupled_diloco.syncer.result import RESULT, values_in
 Json = dict[str, Any]
 
 EXACT = "exact"
-"""A file of this name: the checkpoint beside it is a part of a cut that the run goes back to, and
-nothing newer that anybody holds may take its place."""
+"""A file of this name: the checkpoint beside it is a part of the run's checkpoint to which the run
+goes back. Nothing newer that any process holds may take its place."""
 
 DURABLE = "durable"
 """The folder in the run folder; each shard has its own in it."""

@@ -157,7 +157,9 @@ class Sessions:
         """A shard takes its part of a checkpoint before a message of it does anything here."""
         known = self._checkpoint()
         if checkpoint > known + LEAD_MAX:
-            raise ProtocolError(f"cut {checkpoint} cannot be: the newest known here is {known}")
+            raise ProtocolError(
+                f"checkpoint {checkpoint} cannot be: the newest known here is {known}"
+            )
         if checkpoint > known:
             self._handle(CheckpointHeard(checkpoint))
 

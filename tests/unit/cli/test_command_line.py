@@ -88,7 +88,7 @@ def test_a_command_knows_what_was_written() -> None:
         (["--token-file", "no/such"], "token_file='no/such' cannot be read"),
         (["--new", "--shard", "0"], "--new begins a run of all shards"),
         (["--standby"], "--standby is for one shard (--shard) of a run with syncer.standbys=1"),
-        (["--cut", "last"], "--cut says where to go back to: give --resume"),
+        (["--checkpoint", "last"], "--checkpoint names where to go back to: also give --resume"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

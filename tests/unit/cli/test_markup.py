@@ -22,9 +22,11 @@ ROOT = Path(__file__).parents[3]
 class Served:
     """A run that ends at once; what it would start is of no interest here."""
 
-    def __init__(self, config: RunConfig, *, cut: str, resume: bool, **options: object) -> None:
+    def __init__(
+        self, config: RunConfig, *, checkpoint: str, resume: bool, **options: object
+    ) -> None:
         self.path = config.run.folder
-        self.went_back = cut
+        self.went_back = checkpoint
         self.folder = SimpleNamespace(moved_to=Path("runs/a[b].1"), resumed=resume)
         self.addresses = ("http://127.0.0.1:7070",)
         self.secret_file = Path(config.run.folder) / "token"

@@ -98,8 +98,8 @@ def test_wherever_the_power_is_lost_going_back_again_completes_it(
         loss = Loss(Choices(crash_at), names=0.5, writes=0.5, torn=0.5)
         write_folder(tmp_path / f"after-{crash_at}", remains(disk.before, disk.log, loss))
         after = tmp_path / f"after-{crash_at}" / "r"
-        if cut := half_way(after):
+        if number := half_way(after):
             begun += 1
-            go_back(after, settings(run), cut)
+            go_back(after, settings(run), number)
             assert_is_back(after)
     assert begun

@@ -1,4 +1,4 @@
-"""A learner's checkpoints: whole or named, the newest first, those of cuts apart."""
+"""A learner's checkpoints: whole or named, the newest first, those of the run's apart."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from decoupled_diloco.merge import digest
 from decoupled_diloco.protocol.versions import Version
 
 
-def checkpoint(steps: int = 7, cut: int | None = None) -> LearnerCheckpoint:
+def checkpoint(steps: int = 7, run_checkpoint: int | None = None) -> LearnerCheckpoint:
     torch.manual_seed(steps)
     published = [torch.randn(5), torch.randn(3)]
     tied = torch.randn(2, 2)
@@ -37,7 +37,7 @@ def checkpoint(steps: int = 7, cut: int | None = None) -> LearnerCheckpoint:
         ),
         model={"embedding": tied, "head": tied, "buffer": torch.tensor(True)},
         state={"optimizer": {"state": {0: {"exp_avg": torch.ones(3)}}}, "data": {"batch": steps}},
-        cut=cut,
+        run_checkpoint=run_checkpoint,
     )
 
 
@@ -115,17 +115,17 @@ def of_the_run(folder: CheckpointFolder) -> dict[int, Path]:
 
 def test_those_of_the_run_stay_until_they_are_forgotten(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path, keep=1)
-    folder.save(checkpoint(1, cut=1))
+    folder.save(checkpoint(1, run_checkpoint=1))
     folder.save(checkpoint(2))
-    folder.save(checkpoint(3, cut=2))
+    folder.save(checkpoint(3, run_checkpoint=2))
     folder.save(checkpoint(4))
     folder.save(checkpoint(5))
     assert list(of_the_run(folder)) == [1, 2]
-    assert_same(LearnerCheckpoint.read(of_the_run(folder)[1]), checkpoint(1, cut=1))
+    assert_same(LearnerCheckpoint.read(of_the_run(folder)[1]), checkpoint(1, run_checkpoint=1))
     assert_same(folder.newest(), checkpoint(5))
-    folder.save(checkpoint(6, cut=3))
-    assert_same(folder.newest(), checkpoint(6, cut=3))
-    folder.forget_checkpoints(lambda cut: cut < 3)
+    folder.save(checkpoint(6, run_checkpoint=3))
+    assert_same(folder.newest(), checkpoint(6, run_checkpoint=3))
+    folder.forget_checkpoints(lambda number: number < 3)
     assert list(of_the_run(folder)) == [3]
     assert folder.problems == []
 
@@ -138,7 +138,7 @@ def test_one_of_another_format_is_not_guessed_at(
     monkeypatch.setattr(module, "FORMAT", 99)
     path = CheckpointFolder(tmp_path).save(checkpoint())
     monkeypatch.undo()
-    with pytest.raises(StorageError, match="format 99, but this version reads 2 and 4 only"):
+    with pytest.raises(StorageError, match="format 99, but this version reads 5 and 6 only"):
         LearnerCheckpoint.read(path)
 
 

@@ -69,16 +69,18 @@ def test_the_memory_of_a_copy_is_ready_before_it_and_used_again(tmp_path: Path) 
 
 def test_a_checkpoint_from_which_it_is_about_to_go_on_is_not_forgotten(tmp_path: Path) -> None:
     first, _ = checkpointer_of(tmp_path)
-    for cut in (1, 2):
-        first.take(replace(OUTLINE, cut=cut), lambda sample: None)
+    for number in (1, 2):
+        first.take(replace(OUTLINE, run_checkpoint=number), lambda sample: None)
         written(first)
     first.close()
     again, _ = checkpointer_of(tmp_path)
     assert again.loaded is not None
-    assert again.loaded.cut == 2
+    assert again.loaded.run_checkpoint == 2
     again.forget_checkpoints((), before=5)
     again._writer.submit(int).result(20.0)
-    assert [path.name for path in tmp_path.glob("*.safetensors")] == ["00000002.cut-2.safetensors"]
+    assert [path.name for path in tmp_path.glob("*.safetensors")] == [
+        "00000002.checkpoint-2.safetensors"
+    ]
     again.forget()
     again.forget_checkpoints((), before=5)
     again._writer.submit(int).result(20.0)

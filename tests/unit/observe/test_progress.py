@@ -170,9 +170,9 @@ def test_a_run_that_went_back_is_as_far_as_it_went_back_to(tmp_path):
         tape.effects(1.0, tape.event(1.0, Tick()), [ClockAdvanced(80, 1, "x")])
         tape.effects(3.0, tape.event(3.0, Tick()), [ClockAdvanced(40, 1, "x")])
     with writer(tmp_path, "launcher") as tape:
-        tape.sample(2.0, WentBack("back to cut 3"))
+        tape.sample(2.0, WentBack("back to checkpoint 3"))
     view, lines = view_of(tmp_path)
-    assert lines == ["back to cut 3"]
+    assert lines == ["back to checkpoint 3"]
     assert view.step == 40
     assert run_of(TapeReader(tmp_path)).step == 40
 
@@ -209,7 +209,7 @@ def test_on_a_terminal_lines_stand_above_the_display(run_folder):
 def test_a_tape_that_cannot_be_read_is_told_once_and_does_not_end_the_run(tmp_path):
     TapeWriter(tmp_path / "tape", "learner-0").close()
     path = tmp_path / "tape" / "learner-0.jsonl"
-    path.write_text(path.read_text().replace('"v":2', '"v":9'))
+    path.write_text(path.read_text().replace('"v":3', '"v":9'))
     out = console(width=200)
     with ProgressDisplay(tmp_path, console=out) as progress:
         progress.poll()

@@ -249,7 +249,7 @@ def test_one_learner_s_own_tape(run_folder, tmp_path):
     ("content", "reason"),
     [
         (b"\x89PNG\r\n\x1a\n\n\x00\xff\n" * 40, "is no event tape: none of its lines can be read"),
-        (b'{"v":3,"at":0}\n', "is an event tape of schema 3, but this version reads schema 2"),
+        (b'{"v":4,"at":0}\n', "is an event tape of schema 4, but this version reads schema 3"),
     ],
 )
 def test_what_is_no_tape_is_refused(tmp_path, content, reason):

@@ -97,7 +97,7 @@ def test_every_record_says_its_schema(tmp_path):
     with writer(tmp_path) as tape:
         tape.event(1.0, StepFinished(1))
     lines = (tmp_path / "learner-0.jsonl").read_text().splitlines()
-    assert [json.loads(line)["v"] for line in lines] == [2, 2]
+    assert [json.loads(line)["v"] for line in lines] == [3, 3]
 
 
 def test_wall_time_comes_from_the_latest_start(tmp_path):
@@ -170,7 +170,7 @@ def test_a_restart_ends_the_torn_line_of_the_earlier_life(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line", [b"[1]\n", b'{"v":2}\n', b'{"v":1.5}\n', b"\xff\xfe\n", b'{"v":"x"}\n', b"7\n"]
+    "line", [b"[1]\n", b'{"v":3}\n', b'{"v":1.5}\n', b"\xff\xfe\n", b'{"v":"x"}\n', b"7\n"]
 )
 def test_lines_that_are_no_records_are_problems(tmp_path, line):
     with writer(tmp_path) as tape:
@@ -192,13 +192,13 @@ def test_a_file_without_a_start_record_keeps_its_own_clock(tmp_path):
     assert "no start record of learner-0" in reader.problems[0]
 
 
-@pytest.mark.parametrize("schema", [1, 3])
+@pytest.mark.parametrize("schema", [2, 4])
 def test_another_schema_is_refused_with_the_way_out(tmp_path, schema):
     with writer(tmp_path):
         pass
     path = tmp_path / "learner-0.jsonl"
-    path.write_text(path.read_text().replace('"v":2', f'"v":{schema}'))
-    told = f"schema {schema}, but this version reads schema 2 only: read it with"
+    path.write_text(path.read_text().replace('"v":3', f'"v":{schema}'))
+    told = f"schema {schema}, but this version reads schema 3 only: read it with"
     with pytest.raises(StorageError, match=told):
         list(TapeReader(tmp_path))
     with pytest.raises(StorageError, match=told):

@@ -44,7 +44,7 @@ def test_the_part_is_taken_at_the_next_boundary_before_anything_staged_is_applie
     assert bench.messages(PartSaved) == [PartSaved(1, "digest", 12, "")]
 
 
-def test_the_order_and_the_number_are_one_cut(learner_bench: Any) -> None:
+def test_the_order_and_the_number_are_one_checkpoint(learner_bench: Any) -> None:
     bench = started(learner_bench)
     bench.told(Received(COORDINATOR, CheckpointOrdered(3, ())))
     bench.told(CheckpointHeard(3))
@@ -55,7 +55,7 @@ def test_the_order_and_the_number_are_one_cut(learner_bench: Any) -> None:
     assert not bench.orders(TakeCheckpoint)
 
 
-def test_cuts_as_fast_as_steps_do_not_keep_a_learner_from_everything_else(
+def test_checkpoints_as_fast_as_steps_do_not_keep_a_learner_from_everything_else(
     learner_bench: Any,
 ) -> None:
     bench = started(learner_bench)
@@ -68,7 +68,7 @@ def test_cuts_as_fast_as_steps_do_not_keep_a_learner_from_everything_else(
     bench.step()
     assert not bench.orders(TakeCheckpoint)
     (kept,) = bench.messages(PartSaved)
-    assert (kept.number, kept.problem) == (2, "cuts come faster than its steps")
+    assert (kept.number, kept.problem) == (2, "checkpoints come faster than its steps")
     assert bench.orders(Apply)
     bench.told(CheckpointHeard(3))
     bench.step()

@@ -36,7 +36,7 @@ class Bench:
         return [effect.number for effect in self.effects if isinstance(effect, BeginCheckpoint)]
 
 
-def test_a_cut_on_demand_is_refused_in_words_while_there_is_nothing_to_cut() -> None:
+def test_a_checkpoint_on_demand_is_refused_in_words_while_there_is_nothing_to_checkpoint() -> None:
     bench = Bench()
     assert bench.machine.why_no_checkpoint == "the run is gathering"
     bench.told(CheckpointWanted())
@@ -48,7 +48,7 @@ def test_a_cut_on_demand_is_refused_in_words_while_there_is_nothing_to_cut() -> 
     assert bench.begun() == []
 
 
-def test_who_asks_while_a_cut_is_under_way_gets_that_one() -> None:
+def test_who_asks_while_a_checkpoint_is_under_way_gets_that_one() -> None:
     bench = Bench()
     bench.begin()
     bench.told(CheckpointWanted())
@@ -63,7 +63,7 @@ def test_who_asks_while_a_cut_is_under_way_gets_that_one() -> None:
     assert bench.begun() == [2]
 
 
-def test_a_cut_that_was_never_begun_is_a_lie_and_the_next_one_is_beyond_it() -> None:
+def test_a_checkpoint_that_was_never_begun_is_a_lie_and_the_next_one_is_beyond_it() -> None:
     bench = Bench()
     bench.begin()
     bench.told(CheckpointWanted())
@@ -71,7 +71,7 @@ def test_a_cut_that_was_never_begun_is_a_lie_and_the_next_one_is_beyond_it() -> 
     assert bench.machine.checkpoints.open is None
     assert bench.machine.checkpoints.given_up == (
         1,
-        "shard-0 was told of cut 900, which was never begun",
+        "shard-0 was told of checkpoint 900, which was never begun",
     )
     assert any(isinstance(effect, Note) for effect in bench.effects)
     bench.told(CheckpointWanted())

@@ -78,7 +78,7 @@ class Checkpoints:
         order = CheckpointOrdered(state.checkpoint, tuple(state.checkpoints_kept))
         return [
             *effects,
-            Persist(f"cut {state.checkpoint} begins"),
+            Persist(f"checkpoint {state.checkpoint} begins"),
             BeginCheckpoint(state.checkpoint, why),
             *(Send(shard_peer(shard), order, why) for shard in sorted(self.open.shards_awaited)),
             *(Send(learner, order, why) for learner in learners),
@@ -90,7 +90,9 @@ class Checkpoints:
             return []
         awaited = [f"shard-{shard}" for shard in sorted(self.open.shards_awaited)]
         awaited += sorted(self.open.learners_awaited)
-        text = f"cut {self.open.number} is given up, without {', '.join(awaited) or 'nobody'}"
+        text = (
+            f"checkpoint {self.open.number} is given up, without {', '.join(awaited) or 'nobody'}"
+        )
         self.given_up = self.open.number, reason
         self.open = None
         return [Note(text, reason)]
@@ -105,7 +107,7 @@ class Checkpoints:
         """
         if message.number > state.checkpoint:
             state.checkpoint = message.number
-            text = f"shard-{shard} was told of cut {message.number}, which was never begun"
+            text = f"shard-{shard} was told of checkpoint {message.number}, which was never begun"
             why = "the next one has a higher number"
             return [*self.give_up(text), Persist(text), Note(text, why)]
         checkpoint = self.open
@@ -160,7 +162,7 @@ class Checkpoints:
             tuple(sorted(checkpoint.missing)),
             why,
         )
-        return [kept, Persist(f"cut {checkpoint.number} is complete")]
+        return [kept, Persist(f"checkpoint {checkpoint.number} is complete")]
 
     def wanted(
         self, state: CoordinatorState, present: set[int], shards: int

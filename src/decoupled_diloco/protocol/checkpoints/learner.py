@@ -57,7 +57,7 @@ def at_boundary(state: LearnerState, role: Role) -> list[LearnerEffect]:
     if any(view.held is None for view in state.fragments):  # its first boundary
         return [_none_of(state.checkpoint, "it is only joining")]
     if just_taken:
-        return [_none_of(state.checkpoint, "cuts come faster than its steps")]
+        return [_none_of(state.checkpoint, "checkpoints come faster than its steps")]
     state.checkpoint_just_taken = True
     return [TakeCheckpoint(state.checkpoint, "before anything newer is applied")]
 
