@@ -32,19 +32,19 @@ def url_of(host: str, port: int | None, scheme: str = "http") -> str:
     return f"{scheme}://{host}" + ("" if port is None else f":{port}")
 
 
-def require_address(name: str, address: object) -> None:
+def require_address(address: object) -> None:
     """Refuses what cannot be the address of a shard.
 
     Raises:
         ConfigError: It is not ``http://HOST:PORT`` or ``https://HOST:PORT``.
 
-    >>> require_address("syncer", "http://syncer:7070")
+    >>> require_address("http://syncer:7070")
     """
     problem = address_problem(address)
     if problem:
         shown = without_password(address) if isinstance(address, str) else address
         raise ConfigError(
-            f"{name}={shown!r} is not a URL: write it as 'http://host:port' ({problem})"
+            f"syncer={shown!r} is not a URL: write it as 'http://host:port' ({problem})"
         )
 
 

@@ -36,7 +36,7 @@ def addresses_in(syncer: str | Sequence[str]) -> tuple[str, ...]:
         raise ConfigError("syncer=[] has no address: give one or several, as 'http://host:port'")
     for address in told:
         if not isinstance(address, str):
-            require_address("syncer", address)
+            require_address(address)
     return tuple(each for address in told for each in alternatives(address))
 
 
@@ -66,7 +66,7 @@ class Participation:
         addresses = addresses_in(syncer)
         for address in addresses:
             if client is None:
-                require_address("syncer", address)
+                require_address(address)
             require_used(tls, address)
         if join_timeout is not None and not join_timeout > 0:
             raise ConfigError(f"join_timeout={join_timeout}: give more than 0 seconds, or None")

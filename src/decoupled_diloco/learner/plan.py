@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, cast
 
 from decoupled_diloco.protocol.checkpoints.effects import TakeCheckpoint
 from decoupled_diloco.protocol.effects import (
@@ -22,7 +21,6 @@ from decoupled_diloco.protocol.effects import (
 )
 from decoupled_diloco.protocol.messages import LOSS_MAX, StepReport
 from decoupled_diloco.protocol.transfer.effects import CopyState
-from decoupled_diloco.protocol.wire import decode, encode
 
 OF_THE_BOUNDARY = (Snapshot, Apply, Hold, Release, EndTraining, TakeCheckpoint, CopyState)
 """Orders that the training loop carries out itself, or sees in the machine's state."""
@@ -61,25 +59,6 @@ class StepPlan:
     def applied(self) -> tuple[int, ...]:
         """The fragments whose global weights are taken."""
         return tuple(order.fragment for order in self.orders if isinstance(order, Apply))
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain values, for a broadcast to the other ranks."""
-        return {
-            "orders": [encode(order) for order in self.orders],
-            "hold": self.hold,
-            "checkpoint": self.checkpoint,
-        }
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> StepPlan:
-        """The plan from `to_json`.
-
-        Raises:
-            ProtocolError: an order is none of this version's.
-        """
-        kinds: tuple[type[Any], ...] = (Apply, Snapshot)
-        orders = [cast("Apply | Snapshot", decode(order, kinds)) for order in data["orders"]]
-        return cls(tuple(orders), bool(data["hold"]), data.get("checkpoint"))
 
 
 def with_loss(effect: LearnerEffect, loss: float) -> LearnerEffect:

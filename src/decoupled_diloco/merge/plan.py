@@ -183,13 +183,9 @@ class MergePlan:
         """The codec of a published difference."""
         return self.codec_of(fragment, self.downlink)
 
-    def uplink_nbytes(self, fragment: int, name: str = "") -> int:
+    def uplink_nbytes(self, fragment: int) -> int:
         """Size of a contribution's body, not packed."""
-        return self.uplink_of(fragment, name).nbytes(self.fragments[fragment].numel)
-
-    def downlink_nbytes(self, fragment: int) -> int:
-        """Size of a published difference's body, not packed."""
-        return self.downlink_of(fragment).nbytes(self.fragments[fragment].numel)
+        return self.uplink_of(fragment).nbytes(self.fragments[fragment].numel)
 
     def uplink_sizes(self, fragment: int, name: str = "") -> range:
         """The sizes that a contribution's body can have, packed or not."""

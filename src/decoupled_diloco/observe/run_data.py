@@ -148,10 +148,6 @@ class Outage:
         """How long there was no process, before the next one that then had to join."""
         return None if self.restarted_at is None else self.restarted_at - self.down_at
 
-    @property
-    def lost_steps_total(self) -> int:
-        return sum(self.lost_steps.values())
-
 
 @dataclass(frozen=True, slots=True)
 class CutOff:

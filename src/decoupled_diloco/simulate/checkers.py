@@ -23,12 +23,11 @@ from decoupled_diloco.protocol.effects import (
     Note,
     RoundFinished,
     Send,
-    SendBody,
     Snapshot,
 )
 from decoupled_diloco.protocol.events import Began, BodyArrived, Merged, MergeFailed, Received
 from decoupled_diloco.protocol.learner_fragments import NOT_TAKEN
-from decoupled_diloco.protocol.messages import GivenUp, Published, Pull, ShardAdmitted
+from decoupled_diloco.protocol.messages import GivenUp, Published, ShardAdmitted
 from decoupled_diloco.protocol.syncer_rounds import MERGE_PAUSE_SECONDS, SWEEP_TRIES_MAX
 from decoupled_diloco.protocol.versions import Version
 from decoupled_diloco.simulate.bounds import sees_the_end
@@ -58,7 +57,6 @@ class Checker:
         self.heard: dict[int, set[str]] = defaultdict(set)
         self.rounds: list[RoundFinished] = []
         self.closing_tries: dict[tuple[str, int, int], int] = defaultdict(int)
-        self.pulls = self.pulls_answered_at_once = 0
         self.restarts = 0
         self.dropped: dict[tuple[str, int], int] = {}
         self.notes: list[str] = []
@@ -99,9 +97,6 @@ class Checker:
             self._merge_failed(self.shards[who], event.fragment)
         if isinstance(event, Merged):
             self._count(event.fragment)
-        if isinstance(event, Received) and isinstance(event.message, Pull):
-            self.pulls += 1
-            self.pulls_answered_at_once += any(isinstance(e, SendBody) for e in effects)
         if isinstance(event, Received) and isinstance(event.message, GivenUp):
             waits_for = self.system.participants[who].machine._owed()
             text = f"{who} waits for fragment {event.message.fragment}, whose round is given up"
@@ -222,7 +217,6 @@ class Checker:
         self.longest.clear()
         self.forgot_at = self.system.now
         self.heard.clear()
-        self.pulls = self.pulls_answered_at_once = 0
 
     def fragments_without_merge(self) -> list[int]:
         """Fragments that nothing was merged into since `forget`."""

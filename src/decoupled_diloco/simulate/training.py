@@ -159,7 +159,6 @@ def train_virtually(
     config: RunConfig,
     learners: Sequence[LearnerSpec] = (),
     *,
-    seed: int | None = None,
     workload: Workload | None = None,
     recorder: Recorder | None = None,
     device: str | torch.device = "cpu",
@@ -169,9 +168,7 @@ def train_virtually(
     Raises:
         Error: nothing more can happen although the budget is not spent.
     """
-    with virtual_run(
-        config, learners, seed=seed, workload=workload, recorder=recorder, device=device
-    ) as run:
+    with virtual_run(config, learners, workload=workload, recorder=recorder, device=device) as run:
         outcome = run.system.run(stop=lambda: run.system.finished, until=FOREVER_SECONDS)
     if outcome != "stop":
         clocks = {shard.name: shard.machine.state.clock for shard in run.system.shards}

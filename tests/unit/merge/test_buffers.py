@@ -162,7 +162,7 @@ def test_a_merge_is_the_weighted_mean_of_the_buffers(method: str, strategy: str,
                 shard.verify(index, ask, body, told)
                 shard.fold(index, ask, 1, tokens, scale=rng.choice([1.0, 0.5]))
             copy = shard.merge(index)
-            assert copy.difference.numel() == plan.downlink_nbytes(index)
+            assert copy.difference.numel() in plan.downlink_sizes(index)
             assert copy.digest == digest(shard.whole(index))
             weights = [plan.weight(tokens, 1) for tokens, _ in named]
             values = [store.snapshot(part).values()[trained:] for _, store in named]

@@ -97,17 +97,21 @@ def judge_torch(facts: TorchFacts) -> Finding:
     return ok("torch", f"{text}; no GPU")
 
 
-def judge_devices(
-    kind: str, setting: str, shares: Sequence[Mapping[str, str]], shown: int = 8
-) -> Finding:
+DEVICES_SHOWN = 8
+"""Learners whose devices are listed one by one."""
+
+
+def judge_devices(kind: str, setting: str, shares: Sequence[Mapping[str, str]]) -> Finding:
     """What the learners train on; ``shares``: the variable that gives each its own devices.
 
     >>> judge_devices("cuda", "auto", [{"CUDA_VISIBLE_DEVICES": "0"}]).text
     "device='auto' is cuda: learner-0 gets 0"
     """
     own = [", ".join(each.values()) for each in shares]
-    parts = [f"learner-{index} gets {gets}" for index, gets in enumerate(own[:shown]) if gets]
-    more = f", and {len(own) - shown} more" if parts and len(own) > shown else ""
+    parts = [
+        f"learner-{index} gets {gets}" for index, gets in enumerate(own[:DEVICES_SHOWN]) if gets
+    ]
+    more = f", and {len(own) - DEVICES_SHOWN} more" if parts and len(own) > DEVICES_SHOWN else ""
     told = f": {'; '.join(parts)}{more}" if parts else ""
     return ok("device", f"device={setting!r} is {kind}{told}")
 
