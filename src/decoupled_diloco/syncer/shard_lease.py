@@ -171,6 +171,7 @@ class ShardLease:
             Exception: An error that has ended the lease and was not reported before.
         """
         self._stop_timer()
+        self._on_lost = None  # the process that acted has ended: an error is raised here
         self._handle(shard_lease.HolderLeaves(finished))
         if self._asking:  # a storage that does not answer is left alone after a while
             await asyncio.wait(self._asking, timeout=self.store.lease_seconds)

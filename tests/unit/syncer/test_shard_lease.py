@@ -166,6 +166,7 @@ async def test_a_claim_that_cannot_be_given_back_for_another_reason_raises(
 ) -> None:
     shard_lease = contender(folder, "first", lease_seconds=60.0)
     assert await shard_lease.gained()
+    shard_lease.when_lost(lambda error: pytest.fail("the process that acted has ended"))
     monkeypatch.setattr(ClaimStore, "renew", broken)
     with pytest.raises(ValueError) as raised:
         await shard_lease.end(finished=True)
