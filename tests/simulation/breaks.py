@@ -125,8 +125,17 @@ CORE = (
         "round-waits-for-all",
         "waits = round.awaited",
         "a round waits for every learner that received a request",
-        Changes(endless=True),
-        noticed_by=2,
+        Changes(
+            options={
+                "wait": "never",
+                "quorum": 1,
+                "participants": "reported",
+                "fragments": 2,
+                "shards": 1,
+            },
+            without_standbys=True,
+            endless=True,
+        ),
     ),
     Break(
         "failed-merge-no-pause",

@@ -55,7 +55,7 @@ RESIDUALS = (
         "lost-outcome-sent-again",
         "effects += fragments.settle(self.options, index, sent, _MAY_BE_IN, gone=False)",
         "a contribution that may be merged is sent again after its outcome was lost",
-        63,
+        114,
     ),
     _break(
         "lost-link-sent-again",

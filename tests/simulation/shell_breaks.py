@@ -116,6 +116,7 @@ COORDINATOR = (
         "joins-forgotten",
         'disk.write(file, "".encode())',
         "the coordinator does not write which learners joined",
+        noticed_by=2,
     ),
 )
 
@@ -155,7 +156,7 @@ RANKS = (
         "needed = set(keep)",
         "a learner deletes the checkpoint from which it is about to resume",
         Changes(learners=TWO_RANKS),
-        noticed_by=37,
+        noticed_by=29,
     ),
 )
 

@@ -27,8 +27,9 @@ from simulation.trial_breaks import TRIAL
 from unit.learner import test_exchange
 from unit.syncer import test_late_ticks
 
-FEW, MANY = range(10), range(130)
-"""Seeds. One of the first ten worlds notices most breaks; a few need a rare coincidence."""
+SEEDS = range(130)
+"""One of the first ten worlds notices most breaks; a few need a rare coincidence. The recorded seed
+is tried first, so that only a break whose seed no longer notices it takes long."""
 
 WORLDS = (*CORE, *RESIDUALS, *REVISIONS, *OWN_STEPS, *APART, *REAL_SHELLS)
 
@@ -45,21 +46,9 @@ def noticed(each: Break, seeds: Iterable[int]) -> int | None:
 
 @pytest.mark.parametrize("each", WORLDS, ids=marks_of(WORLDS))
 def test_a_world_notices_a_break(each: Break) -> None:
-    seed = noticed(each, (each.noticed_by, *FEW))
-    assert seed is not None, (
-        f"no world notices that {each.what}: find a seed with pytest -m long {__file__} "
-        f"-k many_worlds and {each.mark}, and write it into `noticed_by`"
-    )
-    assert worlds.failure(seed, each.changes) is None, "the code itself holds"
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("each", WORLDS, ids=marks_of(WORLDS))
-def test_one_of_many_worlds_notices_a_break(each: Break) -> None:
-    seed = noticed(each, (*MANY, each.noticed_by))
+    seed = noticed(each, (each.noticed_by, *SEEDS))
     assert seed is not None, f"no world notices that {each.what}"
-    assert seed == each.noticed_by or seed in MANY
-    print(f"{each.mark}: seed {seed} notices it")
+    assert worlds.failure(seed, each.changes) is None, "the code itself holds"
 
 
 def told_wrong(seed: int, folder: Path) -> bool:
@@ -73,7 +62,7 @@ def told_wrong(seed: int, folder: Path) -> bool:
 @pytest.mark.parametrize("each", STORAGE, ids=marks_of(STORAGE))
 def test_a_story_of_crashes_notices_a_break(each: Break, tmp_path: Path) -> None:
     with each.broken():
-        seeds = MANY
+        seeds = SEEDS
         caught = next((s for s in seeds if told_wrong(s, tmp_path / f"broken-{s}")), None)
     assert caught is not None, f"no story notices that {each.what}"
     assert not told_wrong(caught, tmp_path / "whole"), "the storage itself holds"
@@ -115,7 +104,7 @@ def test_a_test_of_the_real_shell_notices_a_break(each: Break, tmp_path: Path) -
 def test_a_failing_world_shrinks_to_one_that_fails_alike(mark: str) -> None:
     (each,) = (e for e in CORE if e.mark == mark)
     with each.broken():
-        seed = next(s for s in MANY if worlds.failure(s))
+        seed = next(s for s in SEEDS if worlds.failure(s))
         before = worlds.failure(seed)
         changes = worlds.shrunken(seed)
         assert before is not None
