@@ -26,7 +26,7 @@ from decoupled_diloco.protocol.transfer.events import StateCopied
 from decoupled_diloco.simulate.protocol_run import ProtocolRun
 from decoupled_diloco.simulate.scenario import load_scenario
 from decoupled_diloco.simulate.simulation import Simulation
-from decoupled_diloco.simulate.system import Recorder
+from decoupled_diloco.simulate.stage import Recorder
 from decoupled_diloco.storage.weights import load_weights
 from decoupled_diloco.workloads import load_workload
 from replay import assert_replays
