@@ -49,6 +49,7 @@ OWN_STEPS = (
         "pass",
         "a contribution that arrives during a merge waits for the one after it",
         FOR_LONG,
+        noticed_by=14,
     ),
     Break(
         "empty-round-opened",
