@@ -60,7 +60,7 @@ def run(number: int, steps: int) -> dict[str, Any]:
     return {
         "killed": outage.who,
         "away_seconds": outage.seconds,
-        "steps_lost_by_the_others": outage.lost_steps_total,
+        "steps_lost_by_the_others": sum(outage.lost_steps.values()),
         "gaps": gaps,
     }
 

@@ -273,7 +273,7 @@ def test_the_scripted_kill_is_told_and_costs_the_others_nothing(
     assert outage.global_step >= 15
     assert outage.restarted_at == pytest.approx(outage.down_at + 6.0, abs=0.5)
     assert outage.back_at is not None
-    assert outage.lost_steps_total == 0
+    assert sum(outage.lost_steps.values()) == 0
     kinds = [(fault.kind, fault.target) for fault in history.faults]
     assert ("kill", "learner-1") in kinds
     assert ("pause", "shard-1") in kinds
@@ -427,7 +427,11 @@ def test_a_faster_or_slower_step_and_a_silent_death(tmp_path: Path) -> None:
     assert all(gap == pytest.approx(2.5, abs=0.01) for gap in inside)
     assert all(gap == pytest.approx(1.0, abs=0.01) for gap in outside)
     (outage,) = history.outages
-    assert (outage.who, outage.restarted_at, outage.lost_steps_total) == ("learner-2", None, 0)
+    assert (outage.who, outage.restarted_at, sum(outage.lost_steps.values())) == (
+        "learner-2",
+        None,
+        0,
+    )
     # Nobody is told of the death: the shard finds out by ten seconds of silence.
     (evicted,) = [r for r in of_type(tmp_path, "Evict") if r.data["learner"] == "learner-2"][:1]
     assert evicted.wall - 946_684_800.0 > outage.down_at + 8.0
