@@ -73,7 +73,7 @@ def assert_as_stored(text: str, file: Path, request: pytest.FixtureRequest) -> N
         pytest.fail(f"{file.relative_to(HERE)} is another one now:\n{told}", pytrace=False)
 
 
-def test_the_archives_say_nothing_of_the_machine_that_recorded_them() -> None:
+def test_the_archives_name_no_path_of_the_machine_that_recorded_them() -> None:
     for name in RUNS:
         with tarfile.open(HERE / "recorded" / f"{name}.tar.xz") as archive:
             for entry in archive:
