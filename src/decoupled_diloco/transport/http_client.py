@@ -200,21 +200,13 @@ class HttpClient:
     ) -> TransferStats:
         target = self._resolve(url, await self._now(base))
         part = Window(body, first, total)
-        resumed = False
-        if channel := self._channel_for(target, part):
-            began = now()
-            try:
-                await self._ask(channel, target, {"put": _path(target)}, part.view)
-            except TransportError as error:
-                if not retryable(error):
-                    raise
-                resumed = True  # it may have arrived
-            else:
-                self.stats.data_bytes_sent += len(part)
-                return TransferStats(len(part), now() - began)
+        channel, began = self._channel_for(target, part), now()
+        if channel and await self._ask(channel, target, {"put": _path(target)}, part.view):
+            self.stats.data_bytes_sent += len(part)
+            return TransferStats(len(part), now() - began)
         put = _Put(self, target, part)
         transfer = self._transfer(target, put, part)
-        transfer.resumed = resumed
+        transfer.resumed = channel is not None  # it may have arrived
         count, seconds = await transfer.run(self._controller(target, "PUT"), self.rtt(target))
         return TransferStats(transfer.nbytes, seconds, count, transfer.retries, put.congestion)
 
@@ -223,21 +215,16 @@ class HttpClient:
     ) -> TransferStats:
         target = self._resolve(url, await self._now(base))
         part = Window(out, first, total)
-        if channel := self._channel_for(target, part):
-            began = now()
-            try:
-                asked = {"get": _path(target), "nbytes": len(part)}
-                answer, body = await self._ask(channel, target, asked)
-            except TransportError as error:
-                if not retryable(error):
-                    raise
-            else:
-                if not answer.get("nbytes") == len(part) == len(body):
-                    raise _other_size(target, answer.get("nbytes"), len(part))
-                part.view[:] = body
-                self.stats.data_bytes_received += len(body)
-                digest = str(answer.get("digest", ""))
-                return TransferStats(len(part), now() - began, digest=digest)
+        channel, began = self._channel_for(target, part), now()
+        asked: dict[str, object] = {"get": _path(target), "nbytes": len(part)}
+        if channel and (found := await self._ask(channel, target, asked)):
+            answer, body = found
+            if not answer.get("nbytes") == len(part) == len(body):
+                raise _other_size(target, answer.get("nbytes"), len(part))
+            part.view[:] = body
+            self.stats.data_bytes_received += len(body)
+            digest = str(answer.get("digest", ""))
+            return TransferStats(len(part), now() - began, digest=digest)
         for _ in range(REPLACED_MAX):
             get = _Get(self, target, part)
             transfer = self._transfer(target, get, part)
@@ -322,13 +309,19 @@ class HttpClient:
         target: URL,
         header: dict[str, object],
         body: memoryview | bytes = b"",
-    ) -> tuple[dict[str, Any], memoryview]:
-        answer, body = await channel.ask(header, body)
-        if "status" in answer:
-            status, reason = answer["status"], answer.get("reason")
-            if not (isinstance(status, int) and isinstance(reason, str)):
-                raise ProtocolError(f"{target}: the server refuses without a reason")
-            raise refusal_error(status, reason, str(target))
+    ) -> tuple[dict[str, Any], memoryview] | None:
+        """What the server answers over a channel; None: a request of its own may still help."""
+        try:
+            answer, body = await channel.ask(header, body)
+            if "status" in answer:
+                status, reason = answer["status"], answer.get("reason")
+                if not (isinstance(status, int) and isinstance(reason, str)):
+                    raise ProtocolError(f"{target}: the server refuses without a reason")
+                raise refusal_error(status, reason, str(target))
+        except TransportError as error:
+            if not retryable(error):
+                raise
+            return None
         return answer, body
 
     def _transfer(self, target: URL, mover: _Put | _Get, part: Window) -> Transfer:
