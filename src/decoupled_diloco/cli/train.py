@@ -75,12 +75,17 @@ def serve_locally(
 ) -> int:
     """Runs all shards on this machine, for learners that are started elsewhere.
 
-    Their run is not to be ended by a command that was only typed again: see ``anew`` of `LocalRun`.
+    A command that is repeated by mistake must not end their run: see ``may_replace`` of `LocalRun`.
     """
     if resume and not checkpoint and _tell_if_finished(config, console):
         return 0
     run = LocalRun(
-        config, learners=False, resume=resume, checkpoint=checkpoint, anew=new, hides_token=True
+        config,
+        learners=False,
+        resume=resume,
+        checkpoint=checkpoint,
+        may_replace=new,
+        hides_token=True,
     )
 
     def begun() -> None:

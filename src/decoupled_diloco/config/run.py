@@ -598,7 +598,9 @@ class RunConfig(Settings):
 
 
 def advertised(config: RunConfig, ports: Sequence[int] = ()) -> tuple[str, ...]:
-    """The shards' addresses in order, as learners are told: from the settings, or host and port.
+    """The addresses at which learners reach the shards, in order of the shards.
+
+    They come from the settings, or from host and ports.
 
     Args:
         ports: The ports that the shards really have, and then their standbys; default: those of

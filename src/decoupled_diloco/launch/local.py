@@ -78,7 +78,7 @@ class LocalRun:
     Args:
         checkpoint: Go back to this checkpoint of the whole run first: ``"last"`` or its number;
             only with ``resume``.
-        anew: Whether a run in the folder that has not ended may be moved aside.
+        may_replace: Whether an unfinished run in the folder may be moved aside.
         dial: How a process of a name reaches these addresses of shards, if not directly: other
             addresses with the same ports. Who is told of the shards then puts the host in that it
             has dialled itself.
@@ -102,7 +102,7 @@ class LocalRun:
         learners: bool = True,
         resume: bool = False,
         checkpoint: str = "",
-        anew: bool = True,
+        may_replace: bool = True,
         dial: Callable[[str, tuple[str, ...]], tuple[str, ...]] | None = None,
         absent: Collection[str] = (),
         hides_token: bool = False,
@@ -122,7 +122,9 @@ class LocalRun:
             require_places(config.run.log)
         self._require_syncer()  # before there is a folder, or an earlier run is moved aside
         self.folder = RunFolder(
-            config.run.folder, resume=resume, spare=(lambda folder: None) if anew else _require_over
+            config.run.folder,
+            resume=resume,
+            spare=(lambda folder: None) if may_replace else _require_over,
         )
         self.path = self.folder.path
         self.standing: RunStanding | None = None

@@ -423,8 +423,8 @@ def clipped(fragment: Fragment, start: int, stop: int) -> Fragment:
 class Views:
     """A fragment's pieces as flat views of its tensors.
 
-    Making them costs as much as all else that a step does for a model of thousands of small
-    tensors, so who copies a fragment again and again keeps them (`views_of`).
+    With thousands of small tensors, creating the views takes as long as the rest of a step's work.
+    A caller that copies a fragment repeatedly therefore keeps them and passes them to `views_of`.
     """
 
     fragment: Fragment
@@ -432,6 +432,10 @@ class Views:
     addresses: list[int]
     pieces: list[Tensor]
     kinds: frozenset[tuple[torch.dtype, torch.device]]
+
+    @property
+    def devices(self) -> set[torch.device]:
+        return {device for _, device in self.kinds}
 
     def hold_for(self, fragment: Fragment, owners: Sequence[Tensor]) -> bool:
         """Whether these are still the fragment's tensors, with the memory that they had."""
@@ -481,7 +485,8 @@ def gather(
     assert out.shape == (fragment.numel,), f"out has shape {tuple(out.shape)}"
     with torch.no_grad():
         pieces = _pieces(fragment, tensors) if views is None else views.pieces
-        if set(map(attrgetter("device"), pieces)) == {out.device}:
+        devices = set(map(attrgetter("device"), pieces)) if views is None else views.devices
+        if devices == {out.device}:
             torch.cat(pieces, out=out)  # one call, however many small tensors there are
         else:
             for (start, stop, _), piece in zip(_spans(fragment), pieces, strict=True):

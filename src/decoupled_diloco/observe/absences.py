@@ -160,15 +160,15 @@ def _lost_steps(run: RunFacts, outage: Outage) -> dict[str, int]:
     return _lost_by_others(run, outage.who, outage.down_at, until)
 
 
-def _lost_by_others(run: RunFacts, who: str, begin: float, end: float) -> dict[str, int]:
-    """Lost steps of all other learners, but of those whose gaps have another cause: an outage."""
+def _lost_by_others(run: RunFacts, learner: str, begin: float, end: float) -> dict[str, int]:
+    """Steps lost by the other learners, except those whose gap has another cause: an outage."""
     return {
-        name: learner.lost_steps(begin, end)
-        for name, learner in run.trained.items()
-        if name != who
+        name: other.lost_steps(begin, end)
+        for name, other in run.trained.items()
+        if name != learner
         and not any(
             outage.down_at < end and (outage.back_at is None or outage.back_at > begin)
-            for outage in learner.outages
+            for outage in other.outages
         )
     }
 
@@ -203,7 +203,7 @@ def _cut(run: RunFacts, learner: LearnerLog, begin: float, end: float) -> CutOff
     merged = [r for r in run.rounds if r.merged and begin < r.finished_at <= end]
     back = end < max(life.last_at for life in learner.lives)
     return CutOff(
-        who=learner.name,
+        learner=learner.name,
         cut_at=begin,
         back_at=end if back else None,
         steps=sum(begin < at <= end for at in learner.steps_at),

@@ -153,7 +153,7 @@ class Outage:
 class CutOff:
     """A learner that lived and stepped on while shards did not hear of it."""
 
-    who: str
+    learner: str
     cut_at: float  # when a shard had last heard of it
     back_at: float | None  # when every shard counted on it again; None: none did before its end
     steps: int  # its own, meanwhile

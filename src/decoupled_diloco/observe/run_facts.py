@@ -29,7 +29,7 @@ REMARKS_MAX = 500
 """Remarks that are kept of a run that goes on, the newest."""
 
 REPEAT_SECONDS = 5.0
-"""A remark that several processes make within this time is told once."""
+"""A remark that several processes make within this time is listed once."""
 
 Keep = Literal["now", "run", "details"]
 """What is remembered: the present state; also every step and round; also each round's details."""
@@ -152,7 +152,7 @@ class RunFacts:
     def cuts(self) -> list[CutOff]:
         """When learners were out of the syncer's reach, in order of time."""
         every = [cut for learner in self.learners.values() for cut in learner.cuts]
-        return sorted(every, key=lambda cut: (cut.cut_at, cut.who))
+        return sorted(every, key=lambda cut: (cut.cut_at, cut.learner))
 
     @cached_property
     def training_span(self) -> tuple[float, float] | None:
@@ -173,7 +173,7 @@ class RunFacts:
     @property
     def bytes_moved(self) -> dict[str, samples.BytesMoved]:
         """What each process has sent and received, all its lives together."""
-        return {who: _sum_of(lives.values()) for who, lives in self._bytes.items()}
+        return {name: _sum_of(lives.values()) for name, lives in self._bytes.items()}
 
     def bytes_of(self, *, syncer: bool) -> samples.BytesMoved | None:
         """What all learners have sent and received, as the shards have counted it or they have."""

@@ -159,9 +159,9 @@ def cut_line(run: RunModel, cut: CutOff) -> str:
     """What it meant that a learner was cut off, in one sentence."""
     until = "the end" if cut.back_at is None else f"{cut.back_at:.1f} s"
     line = (
-        f"{cut.who} was cut off from {cut.cut_at:.1f} s (step {run.global_step_by(cut.cut_at)}) to "
-        f"{until}, trained on alone for {cut.steps} steps and missed {cut.rounds_missed} of "
-        f"{cut.rounds_merged} merged rounds"
+        f"{cut.learner} was cut off from {cut.cut_at:.1f} s "
+        f"(step {run.global_step_by(cut.cut_at)}) to {until}, trained on alone for {cut.steps} "
+        f"steps and missed {cut.rounds_missed} of {cut.rounds_merged} merged rounds"
     )
     return line + _lost("the others", cut.lost_steps)
 

@@ -300,7 +300,7 @@ def cut(tmp_path_factory):
 def test_who_is_cut_off_trains_on_and_misses_rounds(cut):
     folder, history = cut
     [one] = history.cuts
-    assert (one.who, history.learners[A].outages) == (A, [])
+    assert (one.learner, history.learners[A].outages) == (A, [])
     assert one.cut_at == pytest.approx(50.3, abs=1.5)  # the last ping
     back = [
         record["at"]
