@@ -2,11 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
-# Tests of real processes wait for half of their time, so there are three at once. One that fails beside
-# others, because the machine is busy, is tried once more, and the summary names it. The fast tests
-# only compute. One at a time: make test JOBS=
-JOBS ?= --numprocesses=3 --dist=worksteal
-FAST_JOBS := $(subst =3,=2,$(JOBS))
+# Tests of real processes wait for half of their time, so three run at once. The fast tests only compute.
+# Tests that share a fixture of their module run in one process. One at a time: make test JOBS=
+JOBS ?= --numprocesses=3 --dist=loadgroup
+FAST_JOBS := $(subst =3 --dist=loadgroup,=2 --dist=worksteal,$(JOBS))
 
 # A failure within a pipe is one, as in the set-up, which shows a line for each large package.
 SHELL := bash
@@ -17,6 +16,8 @@ TELL := 2>&1 | tee -a $(LOG) | sed -unE \
 	-e 's/^ *(Downloading|Using cached) ([^-]+-[^-]+)-.*(\([0-9]{2,}\.[0-9]+ MB\)).*/  \2 \3/p' \
 	-e 's/^Installing collected packages.*/  installing/p' -e '/^ *ERROR/p'
 
+# Each module is compiled once, and not by every process of every test.
+export PYTHONDONTWRITEBYTECODE :=
 export OMP_NUM_THREADS ?= 1
 export MPLBACKEND ?= Agg
 export NO_MKDOCS_2_WARNING ?= 1
@@ -26,17 +27,22 @@ export NO_MKDOCS_2_WARNING ?= 1
 train: $(STAMP)  ## four learners, two syncer shards, an evaluator; one learner is killed on the way
 	$(BIN)/ddiloco train recipes/quickstart.toml
 
-test: $(STAMP) check  ## all tests but those that take minutes each
-	$(BIN)/pytest -q $(JOBS) --reruns=1 -m "not long" tests --ignore=tests/unit --ignore=tests/paper \
-		--ignore=tests/contract
+# Unit tests that simulate whole runs, search a plan or start processes take most of the time: they are in the second part.
+FAST := tests/unit
+SLOWER := $(wildcard $(addprefix tests/unit/,chaos engines export goodput launch plan run_model show simulate tape))
+OTHERS := $(filter-out $(FAST) %/__pycache__,$(patsubst %/,%,$(wildcard tests/*/))) $(SLOWER)
 
-test-long: $(STAMP)  ## those: a quarter of an hour
-	$(BIN)/pytest -q $(JOBS) --reruns=1 -m long tests
+test: $(STAMP) check  ## every feature and every deliberate break, in at most 20 minutes on two cores
+	$(BIN)/pytest -q $(JOBS) -m "not long" $(OTHERS)
 
-check: $(STAMP)  ## format, lint, types and the fast tests
+test-long: $(STAMP)  ## the other tests, in less than an hour: before a release
+	$(BIN)/pytest -q $(JOBS) -m long tests
+
+check: $(STAMP)  ## format, lint, types and the fast tests, in at most 100 seconds
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy & $(BIN)/pytest -q $(FAST_JOBS) tests/unit tests/paper tests/contract && wait $$!
+	$(BIN)/mypy & $(BIN)/pytest -q $(FAST_JOBS) -m "not long" $(FAST) \
+		$(addprefix --ignore=,$(SLOWER)) && wait $$!
 
 chaos: $(STAMP)  ## half an hour of failures of every kind, and the verdict
 	$(BIN)/ddiloco chaos chaos-long
@@ -64,7 +70,8 @@ docs-serve: $(STAMP)  ## the documentation at http://127.0.0.1:8000, rebuilt whe
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml packages/plan/pyproject.toml constraints.txt
+$(STAMP): pyproject.toml packages/plan/pyproject.toml packages/engines/pyproject.toml packages/lab/pyproject.toml \
+		constraints.txt
 	@echo "set-up, once and for some minutes: Python packages into .venv; all that pip says: $(LOG)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "1 of 3: pip"
@@ -72,7 +79,8 @@ $(STAMP): pyproject.toml packages/plan/pyproject.toml constraints.txt
 	@echo "2 of 3: PyTorch, with its libraries the most of it"
 	@$(PIP) torch $(TELL)
 	@echo "3 of 3: decoupled-diloco, and what develops and tests it"
-	@$(PIP) --editable '.[cli]' --editable packages/plan --group dev $(TELL)
+	@$(PIP) --editable '.[cli]' --editable packages/plan --editable packages/engines --editable packages/lab \
+		--group dev $(TELL)
 	@touch $(STAMP)
 
 clean:

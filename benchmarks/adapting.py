@@ -1,54 +1,46 @@
-"""Loss over time where links differ: fixed codecs and periods, and those that follow the links.
+"""Loss over time on unequal links: fixed codecs and periods, and schedules that follow the links.
 
-Four learners of equal speed whose links carry, for the size of the model, what 100, 20, 5 and 5
-Mbit/s are for one of 24 million parameters; then 40 Mbit/s for all, one of which falls to a tenth
-in the middle third; then the first links, and one learner four times slower; then 2 Mbit/s for all.
-Virtual time, paired seeds; a step is a second.
+Scenarios of four learners. The links are scaled so that they load this model like one with 24 M
+parameters.
+
+1. Links of 100, 20, 5 and 5 Mbit/s.
+2. 40 Mbit/s for all; one link falls to a tenth in the middle third.
+3. The links of 1, and one learner that is four times slower.
+4. 2 Mbit/s for all.
+
+Virtual time, paired seeds; a step takes one second.
 
     python benchmarks/adapting.py --seeds 1 2 3
 """
 
 from __future__ import annotations
 
-import re
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from cells import Row, Watch, measured, parser
-from evidence import keep
-from quality import LEARNERS, SEQUENCES, SIZE, interval
+from virtual import LEARNERS, RATES, SEQUENCES, SIZE, Row, Watch, compare, interval, mean_of
 
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.protocol.effects import Note
-from decoupled_diloco.simulate import LearnerSpec
-from decoupled_diloco.simulate.training import virtual_run
+from decoupled_diloco.protocol.words import Note
+from decoupled_diloco_lab.simulate import LearnerSpec
+from decoupled_diloco_lab.simulate.training import virtual_run
 
-ESTIMATE = (
-    "a body of bf16 takes 0.16, 0.8 and 3.2 of the second that it has: the two slow learners are "
-    "heard a third as often with bf16, two thirds with int8, always with int4 and int2. At equal "
-    "time int4 is best or equal, bf16 2 to 4 % worse, int8 1 %; the ladder within 0.5 % of int4. "
-    "At 2 Mbit/s a copy of int4 takes two steps of the one that it has: H = 24 ends 5 % or more "
-    "above H = 96, and what follows the links within 3 % of that"
-)
 LADDER = ("bf16", "int8", "int4", "int2")
-LIMITS = {"period": [24, 192], "overlap": [2, 8]}
-RATE = 8e-3
+LIMITS = {"sync_every": [24, 192], "overlap_steps": [2, 8]}
 PERIOD = 24
-NOMINAL = 24e6
-"""Parameters of the model whose links these are."""
-
 MBIT = 125_000.0
+NOMINAL = 24e6
+"""Parameters of the model to which the links' rates refer."""
+
 LOOKS = 12
-"""So many times in a run the global weights are evaluated."""
+"""Number of evaluations of the global weights per run."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """Links in Mbit/s, seconds a step, and to what share the last link falls in the middle."""
+    """Links in Mbit/s, seconds per step, and the factor on the last link in the middle third."""
 
     links: Sequence[float]
     speeds: Sequence[float] = (1.0,) * LEARNERS
@@ -56,23 +48,30 @@ class Scenario:
     fixed: Sequence[str] = LADDER
 
     def rates(self, look: int) -> list[float]:
-        """Of all links before a look, from 0, in Mbit/s."""
+        """Return the rates of all links before evaluation `look` (from 0), Mbit/s."""
         falls = LOOKS <= 3 * look < 2 * LOOKS
         return [*self.links[:-1], self.links[-1] * (self.falls_to if falls else 1.0)]
 
 
+UNEQUAL = (100, 20, 5, 5)
 SCENARIOS = {
-    "100, 20, 5, 5 Mbit/s": Scenario((100, 20, 5, 5)),
+    "100, 20, 5, 5 Mbit/s": Scenario(UNEQUAL),
     "40 Mbit/s, one falls to 4": Scenario((40, 40, 40, 40), falls_to=0.1),
-    "100, 20, 5, 5 Mbit/s, a slow accelerator": Scenario((100, 20, 5, 5), (4.0, 1.0, 1.0, 1.0)),
+    "100, 20, 5, 5 Mbit/s, a slow accelerator": Scenario(UNEQUAL, (4.0, 1.0, 1.0, 1.0)),
     "2 Mbit/s for all": Scenario(
         (2, 2, 2, 2), fixed=("bf16", "int4", "int2", "int4 H=96", "int2 H=96", "int4 H=96 τ=4")
     ),
 }
+Setting = tuple[Scenario, str]
+CELLS: dict[str, Setting] = {
+    f"{name}: {codec}": (scenario, codec)
+    for name, scenario in SCENARIOS.items()
+    for codec in ("adaptive", *scenario.fixed)
+}
 
 
 class Seen(Watch):
-    """And how often a learner was told to send in another codec, and the run of another plan."""
+    """Counts changes of codec, and records schedule revisions."""
 
     def __init__(self, fragments: int) -> None:
         super().__init__(fragments)
@@ -82,38 +81,39 @@ class Seen(Watch):
     def __call__(self, who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
         super().__call__(who, now, event, effects)
         notes = [each.text for each in effects if isinstance(each, Note)]
-        self.changes += sum("from now on" in text for text in notes)
+        self.changes += sum("now sends in" in text for text in notes)
         self.plans += [text for text in notes if text.startswith("revision ")]
 
 
 def settings(codec: str, seed: int, steps: int) -> RunConfig:
-    """A run in which all send in one codec, or each in the first of the ladder that fits."""
+    """Return a run with one codec, or with a ladder from which each learner gets one that fits."""
     codec, _, plan = codec.partition(" H=")
     period, _, overlap = plan.partition(" τ=")
-    uplink: dict[str, Any] = {"uplink_codec": codec, "period": int(period or PERIOD)}
-    uplink["overlap"] = int(overlap or 2)
+    sync: dict[str, Any] = {"sync_every": int(period or PERIOD), "overlap_steps": int(overlap or 2)}
+    uplink: str | list[str] = codec
     if codec == "adaptive":
-        uplink = {"uplink_codecs": list(LADDER), "period": PERIOD, "adapt": LIMITS}
-    options = {**SIZE, "batch_size": SEQUENCES // LEARNERS, "learning_rate": RATE}
+        uplink, sync = list(LADDER), {"sync_every": PERIOD, "adapt": LIMITS}
+    inner = {"batch_size": SEQUENCES // LEARNERS, "learning_rate": RATES["adamw"]}
     return RunConfig(
-        run={"learners": LEARNERS, "budget_steps": steps + PERIOD, "seed": seed},
-        sync={"fragments": PERIOD, "downlink_codec": "int4", **uplink},
-        workload={"options": options},
+        run={"learners": LEARNERS, "max_steps": steps + PERIOD, "seed": seed},
+        sync={"fragments": PERIOD, "codec": {"uplink": uplink, "downlink": "int4"}, **sync},
+        workload={"options": {**SIZE, **inner}},
     )
 
 
-def measure(scenario: Scenario, codec: str, seed: int, steps: int) -> Row:
-    """The held-out loss of the global weights at `LOOKS` moments, and what the tape says."""
+def measure(cell: Setting, seed: int, steps: int) -> Row:
+    """Return the held-out loss of the global weights at `LOOKS` times, and counts from the tape."""
+    scenario, codec = cell
     config = settings(codec, seed, steps)
-    watch = Seen(config.sync.fragments)
+    names, watch = config.learner_ids, Seen(config.sync.fragments)
     specs = [
         LearnerSpec(name, speed, latency=0.01, up_bytes_per_second=1e9, down_bytes_per_second=1e9)
-        for name, speed in zip(config.learner_ids, scenario.speeds, strict=True)
+        for name, speed in zip(names, scenario.speeds, strict=True)
     ]
     begun = time.monotonic()
     with virtual_run(config, specs, recorder=watch) as run:
         system = run.system
-        system.run(stop=lambda: all(watch.tokens[name] for name in config.learner_ids))
+        system.run(stop=lambda: all(watch.tokens[name] for name in names))
         unit = run.plan.layout.numel / NOMINAL * MBIT
         losses = []
         for look in range(LOOKS):
@@ -125,92 +125,43 @@ def measure(scenario: Scenario, codec: str, seed: int, steps: int) -> Row:
             losses.append(run.evaluate()["loss"])
     return {
         "losses": losses,
-        "participation_percent": {
-            name: watch.participation_percent([name]) for name in config.learner_ids
-        },
+        "participation_percent": {name: watch.participation_percent([name]) for name in names},
         "changes": watch.changes,
         "plans": watch.plans,
         "seconds": round(time.monotonic() - begun, 1),
     }
 
 
-def sooner(rows: list[Row], others: list[Row]) -> list[float]:
-    """In how many per cent less time the loss is reached that the others end with; below 0: more.
+def sooner(row: Row, other: Row) -> float:
+    """Return the percentage by which a run reaches the other's final loss sooner.
 
-    Linear between two looks; who does not reach it is counted to reach it with its last look.
+    It is negative for a slower run. Losses are interpolated linearly between evaluations. A run
+    that does not reach the loss counts as reaching it at its last evaluation.
     """
-    gains = []
-    for row, other in zip(rows, others, strict=True):
-        goal, losses = other["losses"][-1], row["losses"]
-        look = next((n for n, loss in enumerate(losses) if loss <= goal), LOOKS)
-        at = float(look + 1)
-        if 0 < look < LOOKS:
-            at -= (goal - losses[look]) / (losses[look - 1] - losses[look])
-        gains.append(100 * (1 - at / LOOKS))
-    return gains
+    goal, losses = other["losses"][-1], row["losses"]
+    look = next((n for n, loss in enumerate(losses) if loss <= goal), LOOKS)
+    at = float(look + 1)
+    if 0 < look < LOOKS:
+        at -= (goal - losses[look]) / (losses[look - 1] - losses[look])
+    return 100 * (1 - at / LOOKS)
 
 
-def summary(rows: list[Row], adaptive: list[Row]) -> dict[str, Any]:
-    """Of one codec in one scenario."""
-    gaps = [
-        100 * (x["losses"][-1] / y["losses"][-1] - 1) for x, y in zip(rows, adaptive, strict=True)
-    ]
-    names = rows[0]["participation_percent"]
+def summary(name: str, rows: dict[str, list[Row]]) -> Row:
+    """Summarize one codec in one scenario, compared with the adaptive ladder."""
+    own, adaptive = rows[name], rows[f"{name.rpartition(': ')[0]}: adaptive"]
+    pairs = list(zip(own, adaptive, strict=True))
+    gaps = [100 * (one["losses"][-1] / other["losses"][-1] - 1) for one, other in pairs]
     return {
-        "loss": statistics.mean(row["losses"][-1] for row in rows),
+        "loss": sum(row["losses"][-1] for row in own) / len(own),
         "loss_over_adaptive_percent": interval(gaps),
-        "adaptive_sooner_percent": interval(sooner(adaptive, rows)),
-        "participation_percent": {
-            name: statistics.mean(row["participation_percent"][name] for row in rows)
-            for name in names
-        },
-        "changes": [row["changes"] for row in rows],
-        "plans": [row["plans"] for row in rows],
+        "adaptive_sooner_percent": interval([sooner(other, one) for one, other in pairs]),
+        "participation_percent": mean_of(own, "participation_percent"),
+        "changes": [row["changes"] for row in own],
+        "plans": [row["plans"] for row in own],
     }
-
-
-def main() -> None:
-    options = parser(400, "seconds of each run, virtual", "adapting")
-    options.add_argument(
-        "--cells", default=".", help="a regular expression; with the adaptive one of a scenario"
-    )
-    arguments = options.parse_args()
-    torch.set_num_threads(1)
-    cells = {
-        f"{name}: {codec}": (scenario, codec)
-        for name, scenario in SCENARIOS.items()
-        for codec in ("adaptive", *scenario.fixed)
-        if re.search(arguments.cells, f"{name}: {codec}")
-    }
-    rows = measured(
-        arguments.kept,
-        cells,
-        arguments.seeds,
-        lambda cell, seed: measure(*cells[cell], seed, arguments.steps),
-    )
-    folder = keep(
-        arguments.name,
-        estimate=ESTIMATE,
-        config={
-            "seconds": arguments.steps,
-            "seeds": arguments.seeds,
-            **SIZE,
-            "sequences": SEQUENCES,
-            "inner_rate": RATE,
-            "period": PERIOD,
-            "ladder": LADDER,
-            "limits": LIMITS,
-            "latency_seconds": 0.01,
-        },
-        raw=[row for each in rows.values() for row in each],
-        result={
-            name: summary(each, rows[f"{name.rpartition(': ')[0]}: adaptive"])
-            for name, each in rows.items()
-        },
-        not_measured="larger models, other periods, links shared by several learners",
-    )
-    print(folder)
 
 
 if __name__ == "__main__":
-    main()
+    config: dict[str, Any] = {"sequences": SEQUENCES, "inner_rate": RATES["adamw"]}
+    config |= {"period": PERIOD, "ladder": LADDER, "limits": LIMITS, "latency_seconds": 0.01}
+    compare("adapting", CELLS, measure, summary, steps=400, config=config)

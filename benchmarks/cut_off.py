@@ -1,71 +1,56 @@
-"""What becomes of the loss when one of two learners is cut off for a while, and comes back.
+"""Loss after one of two learners is cut off for a while and comes back.
 
-Virtual time, a step a second, 480 steps of both. `missed = "rebase"` merges all that the learner
-has trained alone; the default drops it, once that is more than four periods. Behind a slow link,
-40 kB/s, all copies of this model take 23 s: the shard asks for what is older meanwhile.
+Virtual time, one step per second, 480 steps of both. `missed = "rebase"` merges all that the
+learner has trained alone. The default drops it if it is more than four periods. On a slow link of
+40 kB/s, all copies of this model take 23 s, and the shard requests contributions from older
+versions meanwhile.
 
     python benchmarks/cut_off.py --seeds 1 2
 """
 
 from __future__ import annotations
 
-import math
-import statistics
 import time
+from math import inf
 
-import torch
-from cells import Row, measured, parser
-from evidence import keep
-from quality import SEQUENCES, SIZE, interval
+from virtual import RATES, SEQUENCES, SIZE, Row, compare, gap_percent, mean_of
 
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.simulate import LearnerSpec
-from decoupled_diloco.simulate.faults import Fault, strike
-from decoupled_diloco.simulate.training import virtual_run
+from decoupled_diloco_lab.simulate import LearnerSpec
+from decoupled_diloco_lab.simulate.training import virtual_run
+from worlds.faults import Fault, strike
 
-ESTIMATE = (
-    "after a first look: while it is away the other trains alone, 2 % for 96 steps, 4 % for "
-    "240, 6 % for 360. Merged, 360 steps alone are 23 times as long as a usual contribution, and "
-    "the loss jumps by a half; it has 60 steps to recover and ends 25 % above. Dropped behind a "
-    "slow link: within 1 % of the same behind a fast one"
-)
 LEARNERS = 2
 NONE = "never cut off"
 SLOW = 40e3
-CELLS: dict[str, tuple[float, str, float]] = {
-    NONE: (0.0, "overwrite", math.inf),
-    **{
-        f"{seconds:g} steps, {what}": (seconds, missed, rate)
-        for what, missed, rate in (
-            ("dropped", "overwrite", math.inf),
-            ("dropped, a slow link", "overwrite", SLOW),
-            ("merged", "rebase", math.inf),
-        )
-        for seconds in (96.0, 240.0, 360.0)
-    },
+Setting = tuple[float, str, float]
+CELLS: dict[str, Setting] = {NONE: (0.0, "overwrite", inf)} | {
+    f"{seconds:g} steps, {what}": (seconds, missed, rate)
+    for what, missed, rate in (
+        ("dropped", "overwrite", inf),
+        ("dropped, a slow link", "overwrite", SLOW),
+        ("merged", "rebase", inf),
+    )
+    for seconds in (96.0, 240.0, 360.0)
 }
+"""Seconds of the cut, the setting `missed`, and the downlink rate of that learner in bytes/s."""
+
 ENDS_BEFORE = 60.0
-"""The link heals so many steps before the end at the latest, and begins to fail no later than at
-step 120."""
+"""The link heals at the latest this many steps before the end, and fails at step 120 at the latest.
+"""
 
 
-def measure(seconds: float, missed: str, rate: float, seed: int, steps: int) -> Row:
-    """The loss at the end, and the highest within 40 steps after the cut.
-
-    ``rate``: bytes a second of the downlink of who is cut off.
-    """
+def measure(cell: Setting, seed: int, steps: int) -> Row:
+    """Return the final loss, and the highest within 40 steps after the cut."""
+    seconds, missed, rate = cell
     batch = SEQUENCES // LEARNERS
+    inner = {"learning_rate": RATES["adamw"], "batch_size": batch, "total_steps": steps}
+    tokens = LEARNERS * steps * batch * SIZE["context"]
     config = RunConfig(
-        run={
-            "learners": LEARNERS,
-            "budget_tokens": LEARNERS * steps * batch * SIZE["context"],
-            "seed": seed,
-        },
-        sync={"fragments": 24, "period": 24, "overlap": 2, "missed": missed},
-        data={"leases": False},
-        workload={
-            "options": {**SIZE, "learning_rate": 8e-3, "batch_size": batch, "total_steps": steps}
-        },
+        run={"learners": LEARNERS, "max_tokens": tokens, "seed": seed},
+        sync={"fragments": 24, "sync_every": 24, "overlap_steps": 2, "apply": {"missed": missed}},
+        data={"elastic": False},
+        workload={"options": {**SIZE, **inner}},
     )
     begun, after = time.monotonic(), [0.0]
     begins = min(120.0, steps - ENDS_BEFORE - seconds)
@@ -80,38 +65,17 @@ def measure(seconds: float, missed: str, rate: float, seed: int, steps: int) -> 
                 after.append(run.evaluate()["loss"])
         system.run(stop=lambda: system.finished, until=1e9)
         loss = run.evaluate()["loss"]
-    seconds_taken = round(time.monotonic() - begun, 1)
-    return {"loss": loss, "highest_after": max(after), "seconds": seconds_taken}
+    taken = round(time.monotonic() - begun, 1)
+    return {"loss": loss, "highest_after": max(after), "seconds": taken}
 
 
-def main() -> None:
-    arguments = parser(480, "of each learner", "cut_off").parse_args()
-    torch.set_num_threads(1)
-    rows = measured(
-        arguments.kept,
-        CELLS,
-        arguments.seeds,
-        lambda name, seed: measure(*CELLS[name], seed, arguments.steps),
-    )
-    result = {
-        name: {
-            "loss": statistics.mean(row["loss"] for row in found),
-            "highest_after": max(row["highest_after"] for row in found),
-            "over_never_percent": interval(
-                [100 * (a["loss"] / b["loss"] - 1) for a, b in zip(found, rows[NONE], strict=True)]
-            ),
-        }
-        for name, found in rows.items()
+def summary(name: str, rows: dict[str, list[Row]]) -> Row:
+    return {
+        "loss": mean_of(rows[name], "loss"),
+        "highest_after": max(row["highest_after"] for row in rows[name]),
+        "over_never_percent": gap_percent(rows[name], rows[NONE]),
     }
-    keep(
-        arguments.name,
-        estimate=ESTIMATE,
-        config={"steps": arguments.steps, "seeds": arguments.seeds, **SIZE, "learners": LEARNERS},
-        raw=[row for found in rows.values() for row in found],
-        result=result,
-        not_measured="larger models; more learners; learners that come back several times",
-    )
 
 
 if __name__ == "__main__":
-    main()
+    compare("cut_off", CELLS, measure, summary, steps=480, config={"learners": LEARNERS})

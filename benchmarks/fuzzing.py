@@ -1,16 +1,15 @@
-"""Hostile inputs for everything that reads what others have written: what a million of them do.
+"""A million hostile inputs for everything that reads data from others.
 
     python benchmarks/fuzzing.py --inputs 1000000 --seed 1
     python benchmarks/fuzzing.py --only weights --seed 1 --number 4711    # one input again
 
-The targets are those of ``tests/fuzz``: valid samples with flips, cuts, splices, other lengths,
-huge numbers, deep nesting and digests that fit. An input fails that raises anything but what its
-target may raise, that takes long, or that makes the process grow.
+The targets are those of ``tests/fuzz``: valid samples with bit flips, truncation, splices, changed
+lengths, huge numbers, deep nesting and matching digests. An input fails if it raises an unexpected
+exception, takes long, or makes the process grow.
 """
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import sys
@@ -19,35 +18,26 @@ import time
 from pathlib import Path
 from typing import Any
 
-from evidence import keep
+from evidence import keep, options
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from fuzz.harness import MEMORY_BYTES_MAX, SECONDS_MAX, Tally, Target, input_of, peak_bytes, run
+from fuzz.harness import MEMORY_BYTES_MAX, SECONDS_MAX, Tally, Target, input_of, run
 from fuzz.targets import all_targets
 
-ESTIMATE = (
-    "1,000 to 5,000 inputs a second for what is read in memory, 200 to 1,000 for files and for "
-    "connections, 30 to 100 for whole tapes and journals with tensors: twenty to thirty minutes. "
-    "A handful of exceptions that escape, of JSON and TOML that are nested too deep"
-)
 MEMORY = Path("/dev/shm")
-"""Files of inputs go into memory, if there is a place: the disk is not what is tested."""
+"""Input files go into memory if possible, because the disk is not under test."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--inputs", type=int, default=1_000_000)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", help="one target")
-    parser.add_argument("--number", type=int, help="with --only: one input, printed and read")
-    parser.add_argument("--name", default="fuzz", help="of the result's folder")
-    arguments = parser.parse_args()
+    arguments = options(inputs=1_000_000, seed=1, only=str, number=int, name="fuzz")
     logging.disable(logging.WARNING)
     os.nice(10)
     with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
         targets = all_targets(Path(folder))
         if arguments.number is not None:
-            again(targets[arguments.only], arguments.seed, arguments.number)
+            data = input_of(targets[arguments.only], arguments.seed, arguments.number)
+            print(repr(data[:10_000]), len(data), "bytes")
+            targets[arguments.only].read(data)
             return
         chosen = [targets[arguments.only]] if arguments.only else list(targets.values())
         tallies = fuzz(chosen, arguments.inputs, arguments.seed)
@@ -59,22 +49,15 @@ def main() -> None:
     sys.exit(1 if faults else 0)
 
 
-def again(target: Target, seed: int, number: int) -> None:
-    data = input_of(target, seed, number)
-    print(repr(data[:10_000]), len(data), "bytes")
-    target.read(data)
-
-
 def fuzz(targets: list[Target], inputs: int, seed: int) -> dict[str, Tally]:
-    """So many inputs in all, by each target's share."""
+    """Run this number of inputs in total, divided by the targets' shares."""
     each = inputs / sum(target.share for target in targets)
     tallies = {}
     for target in targets:
         count = max(len(target.samples), int(each * target.share) + 1)
         tallies[target.name] = tally = run(target, count, seed)
-        rate = tally.inputs / max(tally.seconds, 1e-9)
-        print(f"{target.name}: {tally.inputs} inputs, {rate:.0f}/s, {len(tally.faults)} faults")
-        sys.stdout.flush()
+        rate, faults = tally.inputs / max(tally.seconds, 1e-9), len(tally.faults)
+        print(f"{target.name}: {tally.inputs} inputs, {rate:.0f}/s, {faults} faults", flush=True)
     return tallies
 
 
@@ -94,26 +77,20 @@ def record(name: str, seed: int, tallies: dict[str, Tally]) -> None:
     seconds = sum(tally.seconds for tally in tallies.values())
     slowest = max(tallies, key=lambda target: tallies[target].slowest_seconds)
     grown = max(tallies, key=lambda target: tallies[target].grown_bytes)
+    peak = max(tally.peak_bytes for tally in tallies.values())
     result = {
         "inputs": total,
         "targets": len(tallies),
         "faults": sum(len(tally.faults) for tally in tallies.values()),
         "seconds": round(seconds),
-        "inputs a second": round(total / seconds),
+        "inputs per second": round(total / seconds),
         "slowest input": f"{tallies[slowest].slowest_seconds:.2f} s ({slowest})",
-        "most memory that a target added": f"{tallies[grown].grown_bytes >> 20} MiB ({grown})",
-        "most memory of the process, PyTorch and all": f"{peak_bytes() >> 20} MiB",
+        "largest memory growth of a target": f"{tallies[grown].grown_bytes >> 20} MiB ({grown})",
+        "peak memory of the process, including PyTorch": f"{peak >> 20} MiB",
     }
     limits = {"seconds_of_an_input": SECONDS_MAX, "memory_bytes_of_an_input": MEMORY_BYTES_MAX}
-    keep(
-        name,
-        estimate=ESTIMATE,
-        config={"seed": seed, "at": time.strftime("%Y-%m-%d"), **limits},
-        raw=each,
-        result=result,
-        not_measured="coverage; inputs above 1 MiB; checkpoints of several ranks, which PyTorch "
-        "reads; a disk that answers with errors; two connections that act together",
-    )
+    config = {"seed": seed, "at": time.strftime("%Y-%m-%d"), **limits}
+    keep(name, of="fuzz", config=config, raw=each, result=result)
 
 
 if __name__ == "__main__":

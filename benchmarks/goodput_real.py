@@ -1,37 +1,29 @@
-"""The goodput simulator against real runs: four learners, killed after six schedules.
+"""The goodput simulator compared with real runs: four learners, killed by six schedules.
 
-Real processes (`ddiloco train` of the paced workload, SIGKILL, restarts by the launcher). The
-simulator is told the lengths of a step, of a restart and of a join, and says what share of the
-learners' time each schedule leaves in steps: once with the lengths of runs of their own with one
-kill, once with the means of the very run that it predicts, because a join takes as long as the
-machine is busy.
+Real processes run: `ddiloco train` with the paced workload, SIGKILL, restarts by the launcher. The
+simulator receives the times of a step, a restart and a join, and predicts the share of the
+learners' time in steps. It predicts once from separate runs with one kill. It predicts a second
+time from the means of the same run, because the time of a join depends on the machine's load.
 
     python benchmarks/goodput_real.py
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from evidence import keep, run_to_its_end
+from evidence import keep, options, spread
+from runs import carry_out, paced
 
-from decoupled_diloco.config import RunConfig
-from decoupled_diloco.observe.accounts import account_for
-from decoupled_diloco.observe.run_model import read_run
+from decoupled_diloco.run_model import read_run
+from decoupled_diloco.run_model.accounts import account_for
 from decoupled_diloco_plan.goodput.accounts import Account, Feed, enter
 from decoupled_diloco_plan.goodput.life import NEVER, Habits, Life, Slices
 from decoupled_diloco_plan.goodput.settings import microseconds
 
-ESTIMATE = (
-    "within 2 points of goodput for one kill at a time; up to 5 too high where several learners "
-    "start at once, because they share two cores while they import torch"
-)
 LEARNERS = 4
 MEASURED = ((0.3, 1),)
 SCHEDULES: dict[str, tuple[tuple[float, int], ...]] = {
@@ -42,25 +34,18 @@ SCHEDULES: dict[str, tuple[tuple[float, int], ...]] = {
     "two learners at once": ((0.2, 0), (0.2, 1)),
     "four kills": ((0.1, 0), (0.2, 1), (0.3, 2), (0.4, 3)),
 }
-"""For each schedule the kills: share of the budget, learner."""
+"""Kills of each schedule: share of the budget, learner."""
 
 
 def run(kills: tuple[tuple[float, int], ...], steps: int, step_seconds: float) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as name:
-        config = RunConfig(
-            run={
-                "name": "goodput",
-                "folder": str(Path(name) / "run"),
-                "learners": LEARNERS,
-                "budget_steps": steps,
-                "evaluator": False,
-            },
-            sync={"fragments": 4, "period": 12, "overlap": 2},
-            syncer={"shards": 1, "port": 0},
-            workload={"name": "paced", "options": {"step_seconds": step_seconds}},
-            faults=[{"at": at, "kill": f"learner-{who}"} for at, who in kills],
-        )
-        run_to_its_end(config)
+    with paced(
+        step_seconds=step_seconds,
+        run={"name": "goodput", "learners": LEARNERS, "max_steps": steps},
+        sync={"fragments": 4, "sync_every": 12, "overlap_steps": 2},
+        syncer={"shards": 1},
+        faults=[{"at": at, "kill": f"learner-{learner}"} for at, learner in kills],
+    ) as config:
+        carry_out(config)
         history = read_run(config.run.folder)
         account = account_for(history)
     assert account.span is not None
@@ -88,8 +73,8 @@ def run(kills: tuple[tuple[float, int], ...], steps: int, step_seconds: float) -
     }
 
 
-def told(kills: list[int], down: int) -> Iterator[tuple[list[int], list[int], list[int]]]:
-    """The kills of one learner as failures of its only chip."""
+def scripted(kills: list[int], down: int) -> Iterator[tuple[list[int], list[int], list[int]]]:
+    """Yield the kills of one learner as failures of its only chip."""
     if kills:
         yield kills, [0] * len(kills), [down] * len(kills)
     while True:
@@ -97,15 +82,15 @@ def told(kills: list[int], down: int) -> Iterator[tuple[list[int], list[int], li
 
 
 def predicted(kills: tuple[tuple[float, int], ...], times: dict[str, float]) -> float:
-    """Goodput of a schedule, percent, from the measured lengths of time."""
+    """Return the goodput of a schedule, percent, from measured times."""
     step, end = microseconds(times["step"]), microseconds(times["span"])
     habits = Habits(
         step=step, downscale=0, upscale=microseconds(times["join"]), window=0, sudden=True
     )
     account = Account()
-    for who in range(LEARNERS):
-        at = [round(share * end) for share, victim in kills if victim == who]
-        life = Life(Slices(1, 1), habits, told(at, microseconds(times["down"])))
+    for index in range(LEARNERS):
+        at = [round(share * end) for share, victim in kills if victim == index]
+        life = Life(Slices(1, 1), habits, scripted(at, microseconds(times["down"])))
         enter(account, Feed(life).take(end))
     account.check()
     others = LEARNERS * microseconds(times["other"])
@@ -113,10 +98,10 @@ def predicted(kills: tuple[tuple[float, int], ...], times: dict[str, float]) -> 
 
 
 def lengths(measured: dict[str, Any], otherwise: dict[str, float]) -> dict[str, float]:
-    """Step, restart, join, what a learner stands else, and the whole, seconds: means of a run.
+    """Return the times of step, restart, join, other pauses and the whole run: means in seconds.
 
-    A learner that was not back when the run ended counts with the time until then. What a run
-    without a kill cannot tell is taken from ``otherwise``.
+    A learner that was not back at the end of the run counts with the time until then. A run without
+    kills takes restart and join from ``otherwise``.
     """
     outages, parts = measured["outages"], measured["time"]
     found = {**otherwise, "step": measured["step_seconds"]}
@@ -132,23 +117,23 @@ def lengths(measured: dict[str, Any], otherwise: dict[str, float]) -> dict[str, 
 def taken(
     kills: tuple[tuple[float, int], ...], measured: dict[str, Any]
 ) -> tuple[tuple[float, int], ...]:
-    """The kills that took a learner out: one that had not joined yet only joins later."""
+    """Return kills that caused an outage; without one, the learner had not joined yet."""
     left = Counter(each["who"] for each in measured["outages"])
     found = []
-    for share, who in reversed(kills):
-        if left[f"learner-{who}"]:
-            left[f"learner-{who}"] -= 1
-            found.append((share, who))
+    for share, learner in reversed(kills):
+        if left[f"learner-{learner}"]:
+            left[f"learner-{learner}"] -= 1
+            found.append((share, learner))
     return tuple(reversed(found))
 
 
 def mean(values: list[dict[str, float]]) -> dict[str, float]:
-    """Of several runs' lengths, each name by itself."""
+    """Return the mean of several runs' times, by name."""
     return {name: statistics.fmean(each[name] for each in values) for name in values[0]}
 
 
 def compared(raw: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """What was predicted and what was measured, of the schedules that have run."""
+    """Return predicted and measured goodput of the schedules that have run."""
     times, schedules = mean([lengths(each, {}) for each in raw["for measuring"]]), {}
     for name, kills in SCHEDULES.items():
         if runs := raw.get(name):
@@ -159,11 +144,7 @@ def compared(raw: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
             ]
             schedules[name] = {
                 "predicted": predicted(kills, {**times, "span": mean(own)["span"]}),
-                "measured": {
-                    "median": statistics.median(measured),
-                    "min": min(measured),
-                    "max": max(measured),
-                },
+                "measured": spread(measured),
                 "by_the_rules_off": max(
                     (rules - real for rules, real in zip(by_rules, measured, strict=True)), key=abs
                 ),
@@ -172,33 +153,16 @@ def compared(raw: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     return {"lengths": times, "schedules": schedules}
 
 
-def save(raw: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace) -> None:
-    result = compared(raw)
-    keep(
-        "goodput_real",
-        estimate=ESTIMATE,
-        config={**vars(arguments), "learners": LEARNERS},
-        raw=raw,
-        result=result,
-        not_measured="learners on machines of their own, where a restart costs the others "
-        "nothing. The column of the rules uses what each run itself had (its joins, and what its "
-        "learners stood), so it checks the rules and not foresight",
-    )
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=160)
-    parser.add_argument("--step-seconds", type=float, default=0.3)
-    parser.add_argument("--repeats", type=int, default=3)
-    arguments = parser.parse_args()
+    arguments = options(steps=160, step_seconds=0.3, repeats=3)
+    config = {**vars(arguments), "learners": LEARNERS}
     raw: dict[str, list[dict[str, Any]]] = {}
     for repeat in range(arguments.repeats):
         for name, kills in {"for measuring": MEASURED, **SCHEDULES}.items():
             found = run(kills, arguments.steps, arguments.step_seconds)
             raw.setdefault(name, []).append(found)
             print(repeat, name, f"{found['goodput']:.1f} %", found["outages"], flush=True)
-            save(raw, arguments)
+            keep("goodput_real", config=config, raw=raw, result=compared(raw))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""A shard with thousands of learners: what each event costs it, how long its loop is ever busy.
+"""Cost of each event in a shard with thousands of learners, and the longest turn of its event loop.
 
-A real shard, its coordinator, tape, disk and merge worker are in this process; the learners are
-scripts at the other ends of channels in memory, and send what real ones would. Each kind of event
-is timed twice: the state machine's handler alone, and the longest turn of the event loop that it
-leads to, since a ping that arrives meanwhile waits so long. Times are those of the loop's thread,
-so that other work on the machine counts little; wall-clock times are beside them.
+A real shard, its coordinator, tape, disk and merge worker are in this process. The learners are
+scripts at the other ends of in-memory channels that send what real learners would. Each kind of
+event is timed twice: the state machine's handler alone, and the longest resulting turn of the event
+loop, which delays a ping that arrives during it. Times are CPU times of the loop's thread, so that
+other work on the machine has little effect. Wall-clock times are shown as well.
 
     python benchmarks/large.py
     python benchmarks/large.py --learners 1000 --repetitions 1 --name large_small
@@ -12,7 +12,6 @@ so that other work on the machine counts little; wall-clock times are beside the
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import json
@@ -28,70 +27,65 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from evidence import keep, spread
+from evidence import keep, options, spread, spreads
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from decoupled_diloco.config import RunConfig
+from decoupled_diloco.config.method import plan_of
 from decoupled_diloco.launch.collecting import Survivors
 from decoupled_diloco.launch.processes import open_tape
-from decoupled_diloco.merge import digest, layout_of
-from decoupled_diloco.protocol import effects as do
-from decoupled_diloco.protocol import events as fact
-from decoupled_diloco.protocol import messages as say
-from decoupled_diloco.protocol.versions import Asking, Version
+from decoupled_diloco.merge import Codec, body_digest, layout_of
+from decoupled_diloco.protocol import words
 from decoupled_diloco.protocol.wire import encode
+from decoupled_diloco.protocol.words import Asking, Version
 from decoupled_diloco.storage.weights import save_weights
 from decoupled_diloco.syncer.shard import Shard
 from memory_transport import MemoryClient, MemoryNetwork, MemoryServer
 
-ESTIMATE = (
-    "a handler of one learner's message: 20 to 50 microseconds, whatever M. One of all: some 8 "
-    "microseconds a learner in the machine, 30 to 40 ms with 4,000; carried out in one go, 25 a "
-    "message and 10 a record of the tape: a round that opens 250 to 400 ms of one turn of the "
-    "loop, a merge of K = M the same, a broadcast of one text 15 ms. In slices no turn above 20 "
-    "ms. A learner costs the shard 10 to 20 kB, most of it its connection"
-)
 FRAGMENTS = PERIOD = 24
+SYNC = {"fragments": FRAGMENTS, "sync_every": PERIOD, "overlap_steps": 2}
 TOGETHER = 50
-"""So many learners say something in the same turn of the loop."""
+"""Number of learners that send a message in the same turn of the loop."""
 
 AWAY_SECONDS = 3.5
-"""After that the leases of those whose connections broke have run out."""
+"""Time after which the leases of broken connections have expired."""
 
 Sample = tuple[float, float]
-"""Seconds of the processor, and of the wall clock."""
+"""CPU seconds and wall-clock seconds."""
+
+
+def now() -> Sample:
+    return time.thread_time(), time.perf_counter()
+
+
+def since(begun: Sample) -> Sample:
+    cpu, wall = now()
+    return cpu - begun[0], wall - begun[1]
 
 
 class Turns:
-    """Times the turns of the running event loop, from one look at its sockets to the next."""
+    """Times the turns of the running event loop, from one poll of its sockets to the next."""
 
     def __init__(self) -> None:
         selector = asyncio.get_running_loop()._selector  # type: ignore[attr-defined]
-        self.worst: Sample = (0.0, 0.0)
-        self._begun = self._now()
         self._select = selector.select
         selector.select = self._timed
+        self.reset()
 
     def reset(self) -> None:
-        """Forgets the turns before this one, and what this one has done so far."""
-        self.worst, self._begun = (0.0, 0.0), self._now()
+        """Discard earlier turns, and the past part of this one."""
+        self.worst, self._begun = (0.0, 0.0), now()
 
     def _timed(self, timeout: float | None) -> Any:
-        cpu, wall = self._now()
-        turn = (cpu - self._begun[0], wall - self._begun[1])
-        self.worst = max(self.worst, turn)
+        self.worst = max(self.worst, since(self._begun))
         try:
             return self._select(timeout)
         finally:
-            self._begun = self._now()
-
-    @staticmethod
-    def _now() -> Sample:
-        return time.thread_time(), time.perf_counter()
+            self._begun = now()
 
 
 class Handlers:
-    """Times the shard's state machine, by kind of event."""
+    """Times the handlers of the shard's state machine, by kind of event."""
 
     def __init__(self, shard: Shard) -> None:
         self.samples: dict[str, list[Sample]] = defaultdict(list)
@@ -99,28 +93,22 @@ class Handlers:
         self._handle = shard.machine.handle
         shard.machine.handle = self._timed  # type: ignore[method-assign]
 
-    def _timed(self, now: float, event: Any) -> Any:
-        cpu, wall = time.thread_time(), time.perf_counter()
-        effects = self._handle(now, event)
-        sample = (time.thread_time() - cpu, time.perf_counter() - wall)
-        kind = self._kind(event, effects)
+    def _timed(self, at: float, event: Any) -> Any:
+        begun = now()
+        effects = self._handle(at, event)
+        sample = since(begun)
+        kind = type(event.message if isinstance(event, words.Received) else event).__name__
+        if any(isinstance(effect, words.RoundOpened) for effect in effects):
+            kind += " that opens a round"
+        elif any(isinstance(effect, words.Evict) for effect in effects):
+            kind += " that evicts"
         self.samples[kind].append(sample)
         self.effects[kind] = max(self.effects[kind], len(effects))
         return effects
 
-    @staticmethod
-    def _kind(event: Any, effects: list[Any]) -> str:
-        name = type(event.message).__name__ if isinstance(event, fact.Received) else ""
-        name = name or type(event).__name__
-        if any(isinstance(effect, do.RoundOpened) for effect in effects):
-            return f"{name} that opens a round"
-        if any(isinstance(effect, do.Evict) for effect in effects):
-            return f"{name} that evicts"
-        return name
-
 
 class Learner:
-    """The other end of a shard's channels: says what it is told to, and answers pulls."""
+    """The other end of a shard's channels: sends scripted messages, and answers requests."""
 
     def __init__(self, world: World, number: int) -> None:
         self.name = f"learner-{number}"
@@ -130,48 +118,56 @@ class Learner:
         self.step = 0
 
     async def join(self) -> None:
-        """Joins at the coordinator, then greets the shard."""
+        """Join at the coordinator, then greet the shard."""
         self.member = await self._dial(
-            say.Join(self.name, f"nonce of {self.name}", "learner", self.world.layout)
+            words.Join(self.name, f"nonce of {self.name}", "learner", self.world.layout)
         )
         admitted = await self.member.receive()
         assert admitted["type"] == "Admitted", admitted
         await self.greet(admitted["epoch"])
 
     async def greet(self, epoch: int = 1) -> None:
-        """Greets the shard on a new connection."""
+        """Greet the shard on a new connection."""
         self.channel = await self._dial(
-            say.Hello(self.name, epoch, f"nonce of {self.name}", "learner", self.step, 0, None, ())
+            words.Hello(
+                self.name, epoch, f"nonce of {self.name}", "learner", self.step, 0, None, ()
+            )
         )
         while (await self.channel.receive())["type"] != "Welcome":
             pass
 
-    async def _dial(self, first: say.Join | say.Hello) -> Any:
+    async def _dial(self, first: words.Join | words.Hello) -> Any:
         channel = await self.client.connect(self.world.server.address, "learner", self.name)
         channel.send(encode(first))
         return channel
 
     def report(self) -> None:
-        """Reports one more step."""
+        """Report one more step."""
         self.step += 1
-        self.channel.send(encode(say.StepReport(self.step, 64 * self.step, 1.0)))
+        self.channel.send(encode(words.StepReport(self.step, 64 * self.step, 1.0)))
 
-    def said(self) -> list[dict[str, Any]]:
-        """What the shard has said since the last look."""
+    def received(self) -> list[dict[str, Any]]:
+        """Return the shard's messages since the last call."""
         inbox = self.channel._inbox
         return [json.loads(inbox.pop()) for _ in range(len(inbox))]
 
     async def answer(self, pull: dict[str, Any]) -> None:
-        """Delivers the contribution that a pull asks for."""
+        """Deliver the requested contribution."""
         body = self.world.body(pull["fragment"])
-        base, ask = Version(**_bare(pull["base"])), Asking(**_bare(pull["ask"]))
-        upload = say.Upload(pull["fragment"], ask, base, 1, 64, digest(body))
+        base, ask = (
+            of(**{key: value for key, value in pull[name].items() if key != "type"})
+            for of, name in ((Version, "base"), (Asking, "ask"))
+        )
+        upload = words.Upload(
+            pull["fragment"],
+            ask,
+            base,
+            1,
+            64,
+            body_digest(body, self.world.codec_of(pull["fragment"])),
+        )
         self.channel.send(encode(upload))
         await self.client.put(pull["path"], body.numpy().data)
-
-
-def _bare(message: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in message.items() if key != "type"}
 
 
 class World:
@@ -180,31 +176,27 @@ class World:
     def __init__(self, folder: Path, learners: int, quorum: int) -> None:
         model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(FRAGMENTS)))
         save_weights(folder / "initial.safetensors", dict(model.state_dict()))
-        self.layout = json.dumps(layout_of(model).to_json())
+        layout = layout_of(model)
+        self.layout = json.dumps(layout.to_json())
         self.config = RunConfig(
             run={
                 "name": "large",
                 "folder": folder,
                 "learners": learners,
-                "budget_steps": 10**6,
+                "max_steps": 10**6,
                 "evaluator": False,
             },
-            sync={
-                "fragments": FRAGMENTS,
-                "period": PERIOD,
-                "overlap": 2,
-                "quorum": quorum,
-                "initial_weights": folder / "initial.safetensors",
-            },
+            sync={**SYNC, "quorum": quorum, "initial_weights": folder / "initial.safetensors"},
             syncer={"shards": 1},
         )
+        self.plan = plan_of(layout, self.config)
         self.folder = folder
         self.network = MemoryNetwork()
         self.learners = [Learner(self, number) for number in range(learners)]
         self.server: Any = None
 
     async def start(self) -> None:
-        """Starts the shard; its server is in memory too."""
+        """Start the shard with an in-memory server."""
         header = {"machine": "shard", "shard": 0, "settings": self.config.public()}
 
         def server(on_channel: Callable[[Any], Awaitable[None]]) -> Any:
@@ -227,19 +219,20 @@ class World:
         await listens.wait()
 
     async def stop(self) -> None:
-        """Ends the shard as SIGTERM would."""
+        """End the shard, as SIGTERM would."""
         self.shard.stop()
         await self.running
 
     def body(self, fragment: int) -> torch.Tensor:
-        """Some contribution to a fragment."""
-        tensors = self.shard._tensors
-        assert tensors is not None
-        values = torch.full((tensors.plan.fragments[fragment].numel,), 1e-3)
-        return tensors.plan.codec_of(fragment, tensors.plan.uplink).encode(values)
+        """Return a payload with a contribution to a fragment."""
+        codec = self.codec_of(fragment)
+        return codec.encode(torch.full((self.plan.fragments[fragment].numel,), 1e-3))
+
+    def codec_of(self, fragment: int) -> Codec:
+        return self.plan.codec_of(fragment, self.plan.uplink)
 
     async def quiet(self, seconds: float = 0.3) -> None:
-        """Waits until the shard has had nothing to do for a moment."""
+        """Wait until the shard has been idle for a moment."""
         busy = time.monotonic()
         while time.monotonic() < busy + seconds:
             before = time.thread_time()
@@ -250,14 +243,14 @@ class World:
 
 @contextmanager
 def turn(world: World, found: dict[str, list[Sample]], kind: str) -> Iterator[None]:
-    """Notes the longest turn of the loop meanwhile, without what was done before it."""
+    """Record the longest turn of the loop in this block, without earlier work."""
     world.turns.reset()
     yield
     found[kind].append(world.turns.worst)
 
 
 async def measure(folder: Path, learners: int, quorum: int, rounds: int) -> dict[str, Any]:
-    """One life of a shard: joins, rounds, disconnections, half of all going at once."""
+    """Run one incarnation of a shard: joins, rounds, disconnections, loss of half the learners."""
     world, found = World(folder, learners, quorum), defaultdict[str, list[Sample]](list)
     await world.start()
     before = _resident()
@@ -273,21 +266,21 @@ async def measure(folder: Path, learners: int, quorum: int, rounds: int) -> dict
         "effects": dict(world.handlers.effects),
         "turns": dict(found),
         "join_processor_seconds": joins,
-        "bytes_a_learner_joined": (after - before) / learners,
-        "bytes_a_learner_after_rounds": (peak - before) / learners,
+        "bytes_per_learner_after_joining": (after - before) / learners,
+        "bytes_per_learner_after_rounds": (peak - before) / learners,
     }
 
 
 def live(learners: int, quorum: int, rounds: int) -> dict[str, Any]:
-    """One life in a process of its own, whose memory nothing else has used."""
+    """Run it in a separate process, whose memory nothing else has used."""
     torch.set_num_threads(1)
-    Survivors().begin()  # as the process of a shard does
+    Survivors().begin()  # like the process of a shard
     with tempfile.TemporaryDirectory() as name:
         return asyncio.run(measure(Path(name), learners, quorum, rounds))
 
 
 async def _join(world: World, found: dict[str, list[Sample]]) -> dict[str, float]:
-    """Everybody joins, one after the other; the mean of the first and of the last hundred."""
+    """All learners join, one after the other; return the means of the first and last hundred."""
     took: list[float] = []
     for learner in world.learners:
         begun = time.thread_time()
@@ -300,20 +293,23 @@ async def _join(world: World, found: dict[str, list[Sample]]) -> dict[str, float
 
 
 async def _round(world: World, found: dict[str, list[Sample]], *, whole: bool, number: int) -> None:
-    """All but one report a step, then the last one; its report moves a clock of K = M.
+    """All but one learner report a step, then the last one.
 
-    With K = 1 the first report moves it, and opens a round for all that have reported before.
+    With K = M the last report moves the clock. With K = 1 the first report moves it, and opens a
+    round for all learners that have reported before.
     """
     first, rest = world.learners[0], world.learners[1:]
     ahead, behind = (rest, [first]) if whole else ([first], rest)
     for learners, what in (
-        (ahead, "reports" if whole else "reports, and a round opens"),
-        (behind, "reports, and a round opens" if whole else "reports"),
+        (ahead, "reports" if whole else "reports that open a round"),
+        (behind, "reports that open a round" if whole else "reports"),
     ):
         for begin in range(0, len(learners), TOGETHER):
             for learner in learners[begin : begin + TOGETHER]:
                 learner.report()
             with turn(world, found, what):
+                # Two turns: the channels deliver in the first, and the shard handles the messages
+                # in the second.
                 await asyncio.sleep(0)
                 await asyncio.sleep(0)
     with turn(world, found, "after the reports"):
@@ -322,31 +318,31 @@ async def _round(world: World, found: dict[str, list[Sample]], *, whole: bool, n
 
 
 async def _deliver(world: World, found: dict[str, list[Sample]]) -> None:
-    pulls = [(each, m) for each in world.learners for m in each.said() if m["type"] == "Pull"]
+    pulls = [(each, m) for each in world.learners for m in each.received() if m["type"] == "Pull"]
     for begin in range(0, len(pulls) - 1, TOGETHER):
         some = pulls[begin : min(begin + TOGETHER, len(pulls) - 1)]
         await asyncio.gather(*(learner.answer(pull) for learner, pull in some))
     for learner, pull in pulls[-1:]:
-        with turn(world, found, "the last body, and the merge"):
+        with turn(world, found, "the last payload and the merge"):
             await learner.answer(pull)
             await world.quiet()
     for learner in world.learners:
-        learner.said()
+        learner.received()
 
 
 async def _leave(world: World, found: dict[str, list[Sample]]) -> None:
-    """One breaks off and greets again; then half of all break off, and their leases run out."""
+    """One learner reconnects; then half of all disconnect, and their leases expire."""
     one = world.learners[0]
     one.channel.cut()
     await world.quiet()
-    with turn(world, found, "one greets again"):
+    with turn(world, found, "one learner reconnects"):
         await one.greet()
     half = world.learners[len(world.learners) // 2 :]
     for learner in half:
         learner.channel.cut()
-    with turn(world, found, "half break off at once"):
+    with turn(world, found, "half of the learners disconnect at once"):
         await world.quiet()
-    with turn(world, found, "their leases run out"):
+    with turn(world, found, "leases of the disconnected learners expire"):
         await asyncio.sleep(AWAY_SECONDS)
         await world.quiet()
     assert len(world.shard.machine.state.members) == len(world.learners) - len(half)
@@ -359,66 +355,43 @@ def _resident() -> int:
 
 
 def milliseconds(samples: list[Sample]) -> dict[str, float]:
-    """Median and worst of processor time, and worst of wall-clock time."""
+    """Return median and worst CPU time, and worst wall-clock time."""
     cpu = sorted(1e3 * each[0] for each in samples)
     wall = max(1e3 * each[1] for each in samples)
     return {"median": cpu[len(cpu) // 2], "worst": cpu[-1], "worst_wall": wall, "times": len(cpu)}
 
 
+def in_milliseconds(life: dict[str, Any]) -> dict[str, Any]:
+    parts = ("handlers", "turns")
+    return life | {
+        part: {kind: milliseconds(each) for kind, each in life[part].items()} for part in parts
+    }
+
+
 def summary(lives: list[dict[str, Any]]) -> dict[str, Any]:
-    """Over the repetitions: median of medians, and each one's worst as median and extremes."""
+    """Return the medians over repetitions, and the worst of each as median and extremes."""
     result: dict[str, Any] = {}
     for part in ("handlers", "turns"):
         for kind in sorted({kind for life in lives for kind in life[part]}):
-            rows = [milliseconds(life[part][kind]) for life in lives if kind in life[part]]
-            result[f"{part}: {kind}"] = {
-                key: spread([row[key] for row in rows]) for key in ("median", "worst", "worst_wall")
-            }
-    for name in ("bytes_a_learner_joined", "bytes_a_learner_after_rounds"):
-        result[name] = spread([life[name] for life in lives])
+            rows = [life[part][kind] for life in lives if kind in life[part]]
+            result[f"{part}: {kind}"] = spreads(rows, ("median", "worst", "worst_wall"))
+    result |= spreads(lives, ("bytes_per_learner_after_joining", "bytes_per_learner_after_rounds"))
     for name in ("first", "last"):
-        times = [1e3 * life["join_processor_seconds"][name] for life in lives]
+        times = (1e3 * life["join_processor_seconds"][name] for life in lives)
         result[f"join, {name} hundred"] = spread(times)
     return result
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--learners", type=int, default=4000)
-    parser.add_argument("--rounds", type=int, default=3, help="of each life")
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--name", default="large")
-    arguments = parser.parse_args()
-    lives: dict[str, list[dict[str, Any]]] = {}
+    arguments = options(learners=4000, rounds=3, repetitions=3, name="large")
+    raw: dict[str, list[dict[str, Any]]] = {"K = 1": [], "K = M": []}
     for _ in range(arguments.repetitions):
-        for case, quorum in (("K = 1", 1), ("K = M", arguments.learners)):
+        for case, quorum in zip(raw, (1, arguments.learners), strict=True):
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
                 lived = process.submit(live, arguments.learners, quorum, arguments.rounds)
-                lives.setdefault(case, []).append(lived.result())
-    result = {case: summary(some) for case, some in lives.items()}
-    raw = {
-        case: [
-            {
-                **life,
-                **{
-                    part: {kind: milliseconds(samples) for kind, samples in life[part].items()}
-                    for part in ("handlers", "turns")
-                },
-            }
-            for life in some
-        ]
-        for case, some in lives.items()
-    }
-    keep(
-        arguments.name,
-        estimate=ESTIMATE,
-        config=vars(arguments) | {"fragments": FRAGMENTS, "period": PERIOD, "overlap": 2},
-        raw=raw,
-        result=result,
-        not_measured="sockets: each message costs the kernel's and aiohttp's part more; large "
-        "models, whose bodies cost the worker; learners in processes and on machines of their own. "
-        "The memory of a learner includes its own end of the channels",
-    )
+                raw[case].append(in_milliseconds(lived.result()))
+    result = {case: summary(lives) for case, lives in raw.items()}
+    keep(arguments.name, of="large", config=vars(arguments) | SYNC, raw=raw, result=result)
     for case, rows in result.items():
         for kind, row in rows.items():
             found = row.get("worst", row)

@@ -1,16 +1,15 @@
-"""Loss of a run of mixed parallelism against plain learners, at equal tokens, by paired seeds.
+"""Loss of a mixed-parallelism run compared with plain learners, at equal tokens, by paired seeds.
 
-    python benchmarks/mixed.py                      # three seeds, some ten minutes on two cores
+    python benchmarks/mixed.py                      # three seeds, about ten minutes on two cores
 
-For each seed four runs: three plain learners, and a plain one, one of FSDP2 on two ranks and one of
-tensor parallelism on two ranks, with the same model, batches, tokens and settings; each once
-*synchronous* (every round has all three) and once *asynchronous*, where the slower learners are
-asked less often. What is left over is scored on the held-out text.
+Each seed has four runs. Two have three plain learners. Two have a plain learner, one with FSDP2 on
+two ranks and one with tensor parallelism on two ranks. Model, batches, tokens and settings are the
+same. Each kind runs once *synchronous* (every round has all three learners) and once *asynchronous*
+(slower learners take part less often). The final weights are scored on held-out text.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -21,7 +20,8 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from evidence import keep, spread
+from evidence import keep, options, spread
+from runs import TOKEN, called, calling
 
 from decoupled_diloco import Learner
 from decoupled_diloco.config import RunConfig
@@ -30,31 +30,26 @@ from decoupled_diloco.storage.weights import load_weights
 from decoupled_diloco.workloads import load_workload
 from decoupled_diloco.workloads.divided import Parallelism, divided, share_of_data
 
-ESTIMATE = (
-    "synchronous: the same to rounding, less than 0.001 nats. Asynchronous: the slower learners "
-    "train fewer of the tokens, so a difference as between two seeds of the order of rounds, some "
-    "0.01 nats either way"
-)
 MIXED: tuple[Parallelism, ...] = ("plain", "fsdp", "tp")
 PLAIN: tuple[Parallelism, ...] = ("plain", "plain", "plain")
 SYNC: dict[str, dict[str, Any]] = {
-    "synchronous": {"quorum": 3, "wait": "at_overlap", "apply": "at_tau"},
+    "synchronous": {"quorum": 3, "wait": "at_overlap", "apply": {"when": "at_overlap"}},
     "asynchronous": {"quorum": 1},
 }
 
 
-def options(seed: int) -> dict[str, Any]:
-    """The model and its data."""
+def settings(seed: int) -> dict[str, Any]:
+    """Return the options of the model and its data."""
     small = {"layers": 2, "width": 64, "heads": 4, "context": 64, "batch_size": 8}
     return {**small, "total_steps": 300, "warmup_steps": 20, "seed": seed}
 
 
-def train(address: str, token: str, index: int, kind: Parallelism, seed: int) -> None:
-    """One rank of one learner, until the run is over."""
+def train(address: str, index: int, kind: Parallelism, seed: int) -> None:
+    """Run one rank of one learner until the run is over."""
     torch.set_num_threads(1)
     if kind != "plain":
         dist.init_process_group("gloo")
-    workload = load_workload("gpt", options(seed))
+    workload = load_workload("gpt", settings(seed))
     model = workload.model()
     if kind != "plain":
         model = divided(model, workload, kind)
@@ -62,7 +57,7 @@ def train(address: str, token: str, index: int, kind: Parallelism, seed: int) ->
     optimizer = workload.optimizer(model)
     rates = [group["lr"] for group in optimizer.param_groups]
     with Learner(
-        model, address, token=token, learner_id=f"learner-{index}", optimizer=optimizer
+        model, address, auth_token=TOKEN, name=f"learner-{index}", optimizer=optimizer
     ) as learner:
         for step, batch in enumerate(workload.batches(index, len(MIXED))):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -72,41 +67,40 @@ def train(address: str, token: str, index: int, kind: Parallelism, seed: int) ->
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
-            if not learner.step(workload.tokens(own), loss.item()):
+            if not learner.step(loss.item(), tokens=workload.tokens(own)):
                 break
     if kind != "plain":
         dist.destroy_process_group()
 
 
 def run(seed: int, mode: str, kinds: tuple[Parallelism, ...], steps: int) -> dict[str, Any]:
-    """One run: its loss, and the steps of each learner."""
+    """Return the loss of one run, and the steps of each learner."""
     with tempfile.TemporaryDirectory() as name:
         folder, token = Path(name), Path(name) / "token"
-        token.write_text("benchmark")
-        workload = load_workload("gpt", options(seed))
+        token.write_text(TOKEN)
+        workload = load_workload("gpt", settings(seed))
         tokens = workload.tokens(next(workload.batches(0, len(kinds))))
         config = RunConfig(
             run={
                 "learners": len(kinds),
-                "budget_tokens": steps * len(kinds) * tokens,
+                "max_tokens": steps * len(kinds) * tokens,
                 "evaluator": False,
                 "folder": str(folder / "run"),
                 "seed": seed,
             },
-            sync={"fragments": 4, "period": 16, "overlap": 2, **SYNC[mode]},
+            sync={"fragments": 4, "sync_every": 16, "overlap_steps": 2, **SYNC[mode]},
             syncer={"token_file": str(token)},
-            data={"leases": False},
-            workload={"name": "gpt", "options": options(seed)},
+            data={"elastic": False},
+            workload={"name": "gpt", "options": settings(seed)},
         )
         local = LocalRun(config, absent=config.learner_ids)
         processes: list[subprocess.Popen[bytes]] = []
         try:
             local.start()
             for index, kind in enumerate(kinds):
-                told = [local.addresses[0], "benchmark", str(index), kind, str(seed)]
-                torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-                start = [sys.executable] if kind == "plain" else [*torchrun, "--nproc-per-node=2"]
-                command = [*start, __file__, "--train", *told]
+                torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+                own = calling(train, local.addresses[0], index, kind, seed)
+                command = [sys.executable, *([] if kind == "plain" else torchrun), *own]
                 environment = os.environ | {"OMP_NUM_THREADS": "1"}
                 processes.append(subprocess.Popen(command, env=environment))
             outcome = local.wait(lambda: None)
@@ -118,50 +112,32 @@ def run(seed: int, mode: str, kinds: tuple[Parallelism, ...], steps: int) -> dic
             local.close()
         model = workload.model()
         model.load_state_dict(load_weights(cast("Path", outcome.weights)), strict=False)
-        told_steps = local.model.learners if local.model is not None else {}
+        logs = local.model.learners if local.model is not None else {}
         return {
             "loss": workload.evaluate(model)["loss"],
-            "steps": {who: len(seen.steps_at) for who, seen in sorted(told_steps.items())},
+            "steps": {name: len(log.steps_at) for name, log in sorted(logs.items())},
         }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=300, help="of each learner, on average")
-    parser.add_argument("--train", nargs=5, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.train:
-        address, token, index, kind, seed = arguments.train
-        train(address, token, int(index), kind, int(seed))
-        return
+    arguments = options(seeds=3, steps=300)
     raw: list[dict[str, Any]] = []
     for seed in range(arguments.seeds):
         for mode in SYNC:
-            pair = {
-                name: run(seed, mode, kinds, arguments.steps)
-                for name, kinds in (("plain", PLAIN), ("mixed", MIXED))
-            }
+            kinds = {"plain": PLAIN, "mixed": MIXED}
+            pair = {name: run(seed, mode, each, arguments.steps) for name, each in kinds.items()}
             raw.append({"seed": seed, "mode": mode, **pair})
             print(json.dumps(raw[-1]), flush=True)
     result = {}
     for mode in SYNC:
-        own = [each for each in raw if each["mode"] == mode]
+        pairs = [(row["plain"]["loss"], row["mixed"]["loss"]) for row in raw if row["mode"] == mode]
         result[mode] = {
-            "loss of plain learners, nats": spread([each["plain"]["loss"] for each in own]),
-            "mixed less plain, nats": spread(
-                [each["mixed"]["loss"] - each["plain"]["loss"] for each in own]
-            ),
+            "loss of plain learners, nats": spread(plain for plain, _ in pairs),
+            "mixed less plain, nats": spread(mixed - plain for plain, mixed in pairs),
         }
-    keep(
-        "mixed",
-        estimate=ESTIMATE,
-        config={"steps": arguments.steps, "options": options(0), "sync": SYNC},
-        raw=raw,
-        result=result,
-        not_measured="larger models, GPUs, ranks on several machines",
-    )
+    config = {"steps": arguments.steps, "options": settings(0), "sync": SYNC}
+    keep("mixed", config=config, raw=raw, result=result)
 
 
 if __name__ == "__main__":
-    main()
+    called() or main()

@@ -1,43 +1,36 @@
-"""How long a learner takes to come back, by each way, against the size of its model.
+"""Recovery time of a learner by each path, against the size of its model.
 
 One shard and two learners in one process, over loopback HTTP. The second learner leaves and comes
-back from its own checkpoint, then from the first one's optimizer (straight and through the shard),
-then with the published copies alone; seconds from the constructor's call to its return, and what a
-checkpoint costs: the copy that a step waits for, into fresh memory as without
-`Checkpointer.prepare` and into what the one before lay in, and the write that no step waits for.
+back three times: from its own checkpoint, from the first one's optimizer state (directly and
+through the shard), and from only the published copies. Measured are the seconds inside the
+constructor. The cost of a checkpoint has three parts: the copy to fresh memory (as without
+`Checkpointer.prepare`), the copy into reused memory, and the write. Only the copies delay a step.
 
     python benchmarks/recovery.py
 """
 
 from __future__ import annotations
 
-import argparse
-import shutil
 import sys
 import tempfile
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
-from evidence import keep
+from evidence import keep, options
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from decoupled_diloco.observe.tape import TapeReader
-from integration.system import System
-
-ESTIMATE = (
-    "per million fp32 parameters: published copies 4 MB, so 10 ms; a donor's AdamW state 8 MB "
-    "more, copied, hashed twice and fetched in chunks, so 25 ms straight and 40 ms by a relay; own "
-    "checkpoint 16 MB read and hashed, so 25 ms; each with some 50 ms for joining. The copy of a "
-    "checkpoint: 12 MB at 5 GB/s, 2.5 ms; its write 16 MB with fsync, 30 ms"
-)
+from decoupled_diloco import StateSharing
+from decoupled_diloco.tape import TapeReader
+from integration.system import System, patient
 
 
-class Life:
-    """One learner with AdamW that steps until it is told to stop."""
+class TrainingLearner:
+    """A learner with AdamW that steps until it is asked to stop."""
 
     def __init__(self, system: System, name: str, millions: int, **options: Any) -> None:
         width = round((millions * 1e6 / 4) ** 0.5)
@@ -45,88 +38,80 @@ class Life:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         started = time.perf_counter()
         self.learner = system.learner(
-            self.model, name, optimizer=self.optimizer, give_up_seconds=120.0, **options
+            self.model,
+            name,
+            optimizer=self.optimizer,
+            timeouts=patient(disconnect=120.0),
+            **options,
         )
         self.seconds = time.perf_counter() - started
         self.stop = threading.Event()
-        self.thread = threading.Thread(target=self._go_on)
+        self.thread = threading.Thread(target=self._run)
 
     def step(self) -> None:
-        """One step of AdamW."""
+        """Take one step of AdamW."""
         for parameter in self.model.parameters():
             parameter.grad = torch.full_like(parameter, 1e-3)
         self.optimizer.step()
         self.learner.step(tokens=8)
 
-    def _go_on(self) -> None:
+    def _run(self) -> None:
         while not self.stop.is_set():
             self.step()
             time.sleep(0.02)
 
 
 def run(millions: int) -> dict[str, Any]:
-    folder = Path(tempfile.mkdtemp())
-    (folder / "tape").mkdir()
-    system = System(
-        folder, run={"budget_steps": 10**6}, sync={"fragments": 8, "period": 50}, pool_bytes=1 << 29
-    )
     found: dict[str, Any] = {"million_parameters": millions}
-    try:
+    own = {"run": {"max_steps": 10**6}, "sync": {"fragments": 8, "sync_every": 50}}
+    with (
+        tempfile.TemporaryDirectory() as name,
+        closing(System(Path(name), pool_bytes=1 << 29, **own)) as system,
+    ):
+        folder = Path(name)
+        (folder / "tape").mkdir()
         system.start()
-        for way, listen in (("relay", None), ("direct", "127.0.0.1:0")):
-            donor = Life(system, f"donor-{way}", millions, listen=listen)
-            for _ in range(3):
-                donor.step()
-            donor.thread.start()
-            joiner = Life(system, f"joiner-{way}", millions, checkpoint=folder / "kept")
-            found[f"donor, {way}"] = joiner.seconds
-            joiner.step()
-            for _ in range(2):  # the first one's memory is fresh unless there was time to get it
-                future = joiner.learner.checkpoint()
-                assert future is not None
-                future.result(120)
-            joiner.learner._leave("", abrupt=True)
-            back = Life(system, f"joiner-{way}", millions, checkpoint=folder / "kept")
-            found["own checkpoint"] = back.seconds
-            back.learner.close()
-            fresh = Life(system, f"fresh-{way}", millions, donate=())
-            found["published copies"] = fresh.seconds
-            fresh.learner.close()
-            donor.stop.set()
-            donor.thread.join()
-            donor.learner.close()
-            tape = list(TapeReader(folder / "tape" / f"joiner-{way}.jsonl"))
-            ways = [r.data for r in tape if r.type == "Recovered"]
-            assert [each["way"] for each in ways] == ["donor", "checkpoint"], ways
-            found["donor's bytes"] = ways[0]["nbytes"]
-            first, kept = [r.data for r in tape if r.type == "CheckpointWritten"][:2]
-            found["checkpoint: copy to fresh memory"] = first["copy_seconds"]
-            found["checkpoint: copy"] = kept["copy_seconds"]
-            found["checkpoint: write"] = kept["write_seconds"]
-            found["checkpoint's bytes"] = kept["nbytes"]
-    finally:
-        system.close()
-        shutil.rmtree(folder)
+        provider = TrainingLearner(system, "donor", millions)
+        for _ in range(3):
+            provider.step()
+        provider.thread.start()
+        joiner = TrainingLearner(system, "joiner", millions, checkpoint=folder / "kept")
+        found["donor, relay"] = joiner.seconds
+        joiner.step()
+        for _ in range(2):  # the first one uses fresh memory unless there was time to prepare it
+            future = joiner.learner.checkpoint()
+            assert future is not None
+            future.result(120)
+        joiner.learner.__exit__(RuntimeError, RuntimeError("killed"), None)
+        back = TrainingLearner(system, "joiner", millions, checkpoint=folder / "kept")
+        found["own checkpoint"] = back.seconds
+        back.learner.close()
+        fresh = TrainingLearner(system, "fresh", millions, state_sharing=StateSharing(()))
+        found["published copies"] = fresh.seconds
+        fresh.learner.close()
+        provider.stop.set()
+        provider.thread.join()
+        provider.learner.close()
+        tape = list(TapeReader(folder / "tape" / "joiner.jsonl"))
+        recoveries = [r.data for r in tape if r.type == "Recovered"]
+        assert [each["way"] for each in recoveries] == ["donor", "checkpoint"], recoveries
+        found["donor's bytes"] = recoveries[0]["nbytes"]
+        first, kept = [r.data for r in tape if r.type == "CheckpointWritten"][:2]
+        found["checkpoint: copy to fresh memory"] = first["copy_seconds"]
+        found["checkpoint: copy"] = kept["copy_seconds"]
+        found["checkpoint: write"] = kept["write_seconds"]
+        found["checkpoint's bytes"] = kept["nbytes"]
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--millions", type=int, nargs="+", default=[1, 8, 32])
-    arguments = parser.parse_args()
+    arguments = options(millions=[1, 8, 32])
     torch.set_num_threads(1)
-    raw = [run(millions) for millions in arguments.millions]
-    for row in raw:
-        print(row)
-    keep(
-        "recovery",
-        estimate=ESTIMATE,
-        config=vars(arguments),
-        raw=raw,
-        result={"rows": raw},
-        not_measured="links other than loopback; CUDA; a machine without other work: others' tests "
-        "ran meanwhile; each number is one run; importing torch (2 to 3 s) is not in it",
-    )
+    raw = []
+    for millions in arguments.millions:
+        raw.append(run(millions))
+        print(raw[-1])
+    keep("recovery", config=vars(arguments), raw=raw, result={"rows": raw})
 
 
 if __name__ == "__main__":

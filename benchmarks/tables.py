@@ -1,306 +1,265 @@
-"""Makes `benchmarks/README.md` from the folders below `benchmarks/results`.
+"""Generate `benchmarks/README.md` from the folders in `benchmarks/results`.
 
 python benchmarks/tables.py
+
+Titles, columns and texts of most tables are in `benchmarks.toml`. A table that is not a list of
+rows has a function here.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
-from loss_tables import (
-    adapting,
-    cut_off,
-    late,
-    loss_under_faults,
-    quality,
-    settings,
-    speeds,
-    traffic,
-)
-from peers_table import peers
-from shapes import spread, table
-
-HERE = Path(__file__).parent
-RESULTS = HERE / "results"
+from evidence import ABOUT, RESULTS
 
 HEAD = """# Measurements
 
-Made by `python benchmarks/tables.py` from the folders below `results/`; each holds the command, the
-configuration, the raw output and the result. The estimates were written before measuring. The
-machine has 2 cores and was shared with other work: ratios are taken within one run, and the spread
-is shown as smallest to largest.
+`python benchmarks/tables.py` generates this page from the folders in `results/`. Each folder has
+the command, the configuration, the raw output and the result. The estimates were written before
+measuring. The machine has 2 cores and was shared with other work. Ratios are therefore taken
+within one run, and the spread is shown as minimum to maximum.
 """
 
-TITLES = {
-    "step_overhead": "What a learner costs its training loop",
-    "step_overhead_int4": "The same, with four bits both ways",
-    "step_overhead_short": "The same, for short steps",
-    "step_overhead_tensors": "The same, for models of thousands of small tensors",
-    "peers": "Beside what people use instead",
-    "background": "What the background takes from the thread that trains",
-    "ranks": "A learner of several ranks",
-    "mixed": "A run of mixed parallelism, and plain learners",
-    "gpu": "On a GPU",
-    "quality": "Loss at equal tokens",
-    "traffic": "Loss against traffic",
-    "longer": "Loss against traffic, three times as long",
-    "schedule": "Period, overlap and fragments",
-    "learners": "How many learners",
-    "rounds": "Which outer optimizer, for how many rounds",
-    "merges": "Why an outer optimizer does better elsewhere",
-    "variants": "Rounds that a learner opens, and delayed momentum",
-    "models": "A mixture of experts, and images",
-    "adapting": "A codec for each link",
-    "speeds": "Learners of unequal speed",
-    "late": "Contributions that come late",
-    "cut_off": "A learner that is cut off, and comes back",
-    "kill": "One of four learners is killed",
-    "fork_server": "Starts and restarts, with and without a fork server",
-    "joining": "A learner joins",
-    "loss_under_faults": "Loss under faults",
-    "chaos": "Half an hour of failures of every kind",
-    "kills": "Each kind of process is killed fifty times, then everything",
-    "takeover": "A shard's standby takes over",
-    "recovery": "A learner comes back",
-    "durability": "What journal, checkpoints and cuts cost a run",
-    "durability_worker": "What a durable commit costs the shard's merge worker",
-    "data_plane_wan": "Bodies over a long link",
-    "data_plane_loopback": "Bodies on loopback",
-    "tls": "What TLS costs bodies",
-    "strangers": "Thousands of strangers at a shard",
-    "strangers_before": "The same before they were bounded",
-    "fuzz": "A million hostile inputs",
-    "shard_memory": "What memory a shard needs",
-    "merging": "Merging",
-    "codec_speed": "Codecs on one core",
-    "large": "A shard with thousands of learners",
-    "tape": "The tapes of a long run",
-    "events": "Random worlds, every event checked",
-    "worlds": "A long run of random worlds",
-    "goodput": "Goodput of a million chips, simulated",
-    "goodput_real": "The goodput simulator against real runs",
-    "plan": "The planner against the published tables",
-    "plan_real": "The planner against real runs",
-}
+
+class Template(Formatter):
+    """Formatter for numbers: `{name}`, `{name:FORMAT}` or `{name:FACTOR|FORMAT|UNIT}`.
+
+    A missing value is empty. A spread is its median with the extremes in parentheses, a mean has
+    its interval, and several values are separated by slashes. `{name!n}` leaves out a zero.
+    """
+
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> tuple[Any, str]:
+        try:
+            return super().get_field(field_name, args, kwargs)
+        except KeyError:
+            return None, field_name
+
+    def convert_field(self, value: Any, conversion: Any) -> Any:
+        return value or None if conversion == "n" else super().convert_field(value, conversion)
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        *factor, spec = format_spec.split("|")
+        spec, unit = (factor.pop(), spec) if len(factor) == 2 else (spec, "")
+        if value is None:
+            return ""
+        if isinstance(value, Mapping) and "median" in value:
+            low, high = (format(value[end], spec) for end in ("min", "max"))
+            return f"{value['median']:{spec}} ({low} to {high})"
+        if isinstance(value, Mapping) and "mean" in value:
+            within = f" [{value['low']:+.2f}, {value['high']:+.2f}]" if "low" in value else ""
+            return f"{value['mean']:+.2f} %{within}"
+        if isinstance(value, Mapping | list):
+            each = value.values() if isinstance(value, Mapping) else value
+            return (" / " if spec else ", ").join(format(one, spec) for one in each)
+        return format(float(factor[0]) * value if factor else value, spec) + unit
 
 
-def step_overhead(result: Any) -> str:
-    rows = []
-    for case, row in result.items():
-        if isinstance(row, str):
-            rows.append([case, row, "", "", ""])
-            continue
-        inside = row["inside_step_percent"]
-        rows.append(
-            [
-                case,
-                f"{1e3 * row['step_seconds']:.0f} ms",
-                f"{inside['median']:.2f} %, p99 {inside['p99']:.2f} %",
-                spread(row["throughput_percent_of_detached"], 1) + " %",
-                f"{row['bytes_per_merge_over_theory_percent']:+.2f} %",
-            ]
-        )
-    return table(
-        [
-            "case",
-            "inner step",
-            "time inside `step()`, of the inner step",
-            "tokens/s, of the same loop without it",
-            "bytes a merge, over theory",
-        ],
-        rows,
-    )
+fill = Template().format
 
 
-def mixed(result: Any) -> str:
-    rows = [[mode, *(spread(each, 4) for each in row.values())] for mode, row in result.items()]
-    return table(["rounds", "loss of plain learners, nats", "mixed less plain, nats"], rows)
+def table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def ranks(result: Any) -> str:
-    steps, moves, ways = [], [], ("collect", "distribute")
-    for case, row in result.items():
-        what, _, case = case.partition(", ")
-        if what == "step":
-            inside = " / ".join(f"{each:.1f}" for each in row["inside step(), ms, median by rank"])
-            talked = row["bytes to and from the syncer by rank"]
-            steps.append(
-                [
-                    case,
-                    f"{row['step, ms']:.0f} ms",
-                    inside,
-                    f"{row['inside step(), % of a step, rank 0']:.2f} %",
-                    spread(row["throughput, % of that without the run"], 1) + " %",
-                    " / ".join(f"{each / 1e6:.1f}" for each in talked),
-                    f"{row['start to first step, s']:.1f} s",
-                ]
-            )
-            continue
-        for carriers in ("one carrier", "all carry"):
-            sent = row[f"MB sent and taken by rank, {carriers}"]
-            moves.append(
-                [
-                    f"{case}, {carriers}",
-                    spread(row[f"collect, {carriers}, ms"], 0),
-                    spread(row[f"distribute, {carriers}, ms"], 0),
-                    f"{row['a gather on rank 0, ms']:.0f}",
-                    f"{row['a plain copy, ms']:.0f}",
-                    *(
-                        " / ".join(f"{row[f'{way}, {carriers}{what}']:.1f}" for way in ways)
-                        for what in (
-                            ", times a gather",
-                            ", times a copy",
-                            ", without the exchange, times a copy",
-                        )
-                    ),
-                    " / ".join(f"{s:.0f}, {t:.0f}" for s, t in sent),
-                ]
-            )
-    step_header = ["learner", "inner step", "ms inside `step()`, by rank", "of the step, rank 0"]
-    step_header += ["tokens/s, of the same loop without it", "MB to and from the syncer, by rank"]
-    step_header += ["start to first step"]
-    header = ["all fragments, once", "collected, ms", "distributed, ms", "a gather, ms"]
-    header += ["a plain copy, ms", "both, times a gather", "both, times a copy"]
-    header += ["outside the exchange, times a copy", "MB sent, taken by rank"]
-    return "\n\n".join(table(*each) for each in ((step_header, steps), (header, moves)) if each[1])
+def grid(columns: dict[str, str], rows: Any) -> str:
+    """Return a table of rows, each a dict, by the templates of its columns.
 
-
-def gpu(result: Any) -> str:
-    told, learners, losses = [], [], []
-    for case, row in result.items():
-        if case == "claims that do not hold":
-            told += [f"*Does not hold:* {each}." for each in row]
-        elif case == "comparison" and not isinstance(row, str):
-            reference = row["data-parallel"]["loss"]
-            losses += [
-                [name, f"{each['loss']:.4f}", f"{100 * (each['loss'] / reference - 1):+.2f} %"]
-                for name, each in row.items()
-            ]
-        elif isinstance(row, str):
-            told.append(f"{case}: {row}.")
-        else:
-            learners.append([case, *_learner_on_gpu(row)])
-    header = ["learner", "inner step", "ms inside `step()`", "ms, while the device sleeps"]
-    header += ["of the step", "tokens/s, of the same loop without it", "GPU, GB", "pinned, GB"]
-    header += ["copies that pass beside kernels"]
-    shown = [table(header, learners)] if learners else []
-    if losses:
-        shown.append(table(["eight learners", "loss", "against data-parallel"], losses))
-    return "\n\n".join([*shown, *told])
-
-
-def _learner_on_gpu(row: Any) -> list[str]:
-    beside = row["copies beside kernels, %"]
-    memory = [row["device memory, GB"], row["host memory, GB"]["pinned"]]
-    return [
-        f"{row['step, ms']:.0f} ms",
-        spread(row["inside step(), ms"]),
-        spread(row["inside step() beside a sleeping kernel, ms"]),
-        f"{row['inside step(), % of a step']:.2f} %",
-        spread(row["tokens/s, % of the same loop without it"], 1) + " %",
-        *(f"{before:.1f}, with it {after:.1f}" for before, after in memory),
-        beside if isinstance(beside, str) else f"{beside:.0f} %",
+    A column whose header begins with "?" is left out if it is empty. A row that is a text, the
+    reason why it was not measured, fills the second column.
+    """
+    cases = rows if isinstance(rows, Mapping) else dict(enumerate(rows))
+    lines = [
+        [case, row] + [""] * (len(columns) - 2)
+        if isinstance(row, str)
+        else [fill(template, case=case, row=row, **row) for template in columns.values()]
+        for case, row in cases.items()
     ]
-
-
-def background(result: Any) -> str:
-    def middles(row: Any, *keys: str) -> str:
-        return " + ".join(f"{row[f'inside_{key}_ms']['median']:.2f}" for key in keys)
-
-    rows = [
-        [
-            case,
-            f"{row['step_ms']:.0f} ms",
-            spread(row["inside_ms"]),
-            middles(row, "ran", "queued", "still"),
-            spread(row["inside_if_preempting_ms"]),
-            spread(row["work_more_still_ms"]),
-            spread(row["others_ran_ms"], 1),
-            spread(row["lost_ms"]),
-        ]
-        for case, row in result.items()
+    shown = [
+        number
+        for number, header in enumerate(columns)
+        if not header.startswith("?") or any(line[number] for line in lines)
     ]
-    header = ["learners, operations", "step", "ms inside `step()`", "ran, queued, stood still"]
-    header += ["if threads that wake up take the core", "the rest of the step stood still more, ms"]
-    header += ["other threads ran, ms", "lost: ran inside, stood still anywhere, ms"]
-    return table(header, rows)
+    names = [name.removeprefix("?") for name in columns]
+    return table([names[n] for n in shown], [[line[n] for n in shown] for line in lines])
 
 
-def data_plane(result: Any) -> str:
-    rows = []
-    for kind in ("put", "get"):
-        row = result[kind]
-        share = result.get(f"{kind}_share_of_link")
-        rows.append(
-            [
-                kind.upper(),
-                f"{row['median_bytes_per_second'] * 8 / 1e6:.0f} Mbit/s "
-                f"({row['least'] * 8 / 1e6:.0f} to {row['most'] * 8 / 1e6:.0f})",
-                "" if share is None else f"{100 * share:.0f} %",
-                f"{result[f'{kind}_share_of_raw']:.2f}",
-            ]
-        )
-    text = table(["", "median", "of the link", "times one raw TCP connection"], rows)
-    return (
-        text + f"\n\nLargest round trip of a control ping while bodies fill the link: "
-        f"{1e3 * result['ping_seconds_largest']:.0f} ms "
-        f"(idle {1e3 * result['idle_rtt_seconds']:.1f} ms)."
-    )
+def listed(about: dict[str, Any], result: Any) -> str:
+    """Return the table that `benchmarks.toml` describes."""
+    about = ABOUT[about["like"]] | about if "like" in about else about
+    rows = result[about["rows"]] if "rows" in about else result
+    if "sort" in about:
+        rows = dict(sorted(rows.items(), key=lambda each: each[1][about["sort"]]))
+    columns = {fill(name, **about): template for name, template in about["columns"].items()}
+    around = (fill(about.get(place, ""), result=result, **about) for place in ("before", "after"))
+    before, after = around
+    return "\n\n".join(filter(None, (before, grid(columns, rows), after)))
+
+
+def grids(name: str, **shown: Any) -> str:
+    """Return tables of a section, by the names of their columns in it; empty ones are left out."""
+    return "\n\n".join(grid(ABOUT[name][which], rows) for which, rows in shown.items() if rows)
 
 
 def pairs(result: Any) -> str:
     rows = []
     for name, value in result.items():
         if isinstance(value, dict) and "median" in value:
-            rows.append([name, spread(value)])
+            rows.append([name, fill("{:.2f}", value)])
         elif isinstance(value, dict):
-            rows += [[f"{name}: {key}", spread(inner, 4)] for key, inner in value.items()]
+            rows += [[f"{name}: {key}", fill("{:.4f}", inner)] for key, inner in value.items()]
         else:
             rows.append([name, str(value)])
     return table(["", ""], rows)
 
 
+def few(values: list[float], digits: int, unit: str) -> str:
+    """Return the median of a few values, with minimum and maximum if there are several."""
+    if not values:
+        return ""
+    shown = f"{statistics.median(values):,.{digits}f}"
+    if len(values) > 1:
+        shown += f" ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
+    return shown + unit
+
+
+def peers(result: Any) -> str:
+    names, faults = ABOUT["peers"]["systems"], ABOUT["peers"]["faults"]
+
+    def rows_of(kind: str, cells: Callable[[Any], list[str]]) -> list[list[str]]:
+        return [
+            [faults.get(kind, where), names[system], *cells(row)]
+            for where, systems in result.get(kind, {}).items()
+            for system, row in systems.items()
+        ]
+
+    def speed(row: Any) -> list[str]:
+        percent = few(row["percent_of_none"], 1, " %")
+        return [
+            percent if row["rate"] else f"only {row['steps'][0]} of its steps",
+            few(row["longest_gap_seconds"], 2, " s"),
+            few([n / 1e3 for n in row["bytes_per_step"]], 1, " kB"),
+            f"{row['finished']} of {row['runs']}",
+        ]
+
+    def slow(row: Any) -> list[str]:
+        return [few(row["seconds_of_all_steps"], 0, " s"), f"{row['loss']:.2f}"]
+
+    def fault(kind: str, row: Any) -> list[str]:
+        alive = [gaps[:-1] if kind.endswith("-worker") else gaps for gaps in row["gaps"]]
+        longest = [max(filter(None, gaps)) for gaps in alive if gaps[0] is not None]
+        back = [back[-1] for back in row["back_seconds"] if back[-1] is not None]
+        steps = [float(steps[0]) for steps in row["steps_in_minute"]]
+        ended = f"{row['finished']} of {row['runs']}"
+        return [few(longest, 1, " s"), few(back, 1, " s"), few(steps, 0, ""), ended]
+
+    header = ["model and link", "system", "steps/s, relative to no communication", "longest step"]
+    parts = [table([*header, "sent per step and direction", "finished"], rows_of("speed", speed))]
+    header = ["one worker four times slower, equal tokens", "training time", "loss"]
+    parts.append(table(header, [row[1:] for row in rows_of("slow", slow)]))
+    header = ["fault", "system", "longest time without a step, workers that were not killed"]
+    header += ["killed worker steps again after", "steps in the minute after the fault"]
+    struck = [
+        row
+        for kind in result
+        if kind in faults
+        for row in rows_of(kind, lambda row, kind=kind: fault(kind, row))
+    ]
+    return "\n\n".join([*parts, table([*header, "finished"], struck)])
+
+
+def ranks(result: Any) -> str:
+    steps, moves = {}, {}
+    for name, row in result.items():
+        what, _, case = name.partition(", ")
+        if what == "step":
+            traffic = [each / 1e6 for each in row["bytes to and from the syncer by rank"]]
+            steps[case] = {**row, "MB": traffic}
+            continue
+        for carriers in ("one sync rank", "all sync ranks"):
+            sent = row[f"MB sent and received by rank, {carriers}"]
+            both = {
+                what: [row[f"{way}, {carriers}, {what}"] for way in ("collect", "distribute")]
+                for what in (
+                    "relative to a gather",
+                    "relative to a copy",
+                    "without the exchange, relative to a copy",
+                )
+            }
+            moved = " / ".join(f"{s:.0f}, {t:.0f}" for s, t in sent)
+            ways = {way: row[f"{way}, {carriers}, ms"] for way in ("collect", "distribute")}
+            moves[f"{case}, {carriers}"] = {**row, **both, **ways, "moved": moved}
+    return grids("ranks", steps=steps, moves=moves)
+
+
+def gpu(result: Any) -> str:
+    notes, learners, losses = [], {}, {}
+    for case, row in result.items():
+        if case == "claims that do not hold":
+            notes += [f"*Does not hold:* {each}." for each in row]
+        elif isinstance(row, str):
+            notes.append(f"{case}: {row}.")
+        elif case == "comparison":
+            reference = row["data-parallel"]["loss"]
+            losses = {
+                name: {**each, "gap": 100 * (each["loss"] / reference - 1)}
+                for name, each in row.items()
+            }
+        else:
+            overlapped = row["copies that overlap kernels, %"]
+            aside = overlapped if isinstance(overlapped, str) else f"{overlapped:.0f} %"
+            learners[case] = {**row, "pinned": row["host memory, GB"]["pinned"], "aside": aside}
+    shown = grids("gpu", learners=learners, losses=losses)
+    return "\n\n".join(filter(None, [shown, *notes]))
+
+
+def data_plane(result: Any) -> str:
+    rows = {
+        kind.upper(): result[kind]
+        | {share: result.get(f"{kind}_share_of_{share}") for share in ("link", "raw")}
+        for kind in ("put", "get")
+    }
+    ping, idle = (1e3 * result[name] for name in ("ping_seconds_largest", "idle_rtt_seconds"))
+    return (
+        grids("data_plane_wan", columns=rows)
+        + "\n\nLargest round trip of a control ping while payloads fill the link: "
+        f"{ping:.0f} ms (idle {idle:.1f} ms)."
+    )
+
+
 def goodput(result: Any) -> str:
     chips = list(next(iter(result["goodput"].values())))
-    rows = []
-    for name, cells in result["goodput"].items():
-        shown = []
-        for cell in cells.values():
-            text = f"{cell['goodput']:.1f} ±{cell['goodput_interval']:.1f}"
-            published = cell["published"]
-            shown.append(text if published is None else f"{text} ({published:g})")
-        rows.append([name, *shown])
-    header = ["goodput, %", *(f"{int(each) / 1e3:g} k chips" for each in chips)]
-    parts = [
-        table(header, rows),
-        "In brackets what was published; the first two rows are fitted, all else is predicted. "
-        "± is the 95 % interval over seeds.",
-        "![Goodput over chips](results/goodput/goodput.png)",
-        _unequal(result["unequal"]),
-        "Four fast and four slow learners, 18 % apart, 10 % jitter, no failures.",
-        _scavenged(result["scavenged"]),
-        "Time of training, as a share of that without: more chips are there for half of the work. "
-        "Borrowed machines are preempted as often as 10 % a day (in brackets 5 % and 15 %). How "
-        "large the cluster was, was not published.",
-    ]
-    return "\n\n".join(parts)
-
-
-def _unequal(result: Any) -> str:
     rows = [
         [
             name,
-            f"{row['goodput']:.1f} %" + (f" ({row['published']})" if row["published"] else ""),
-            f"{row['pace']:.0f} %",
-            f"{row['slow_in_rounds']:.0f} %",
+            *(
+                fill("{goodput:.1f} ±{goodput_interval:.1f}", **cell)
+                + fill(" ({:g})" if cell["published"] is not None else "", cell["published"])
+                for cell in cells.values()
+            ),
         ]
-        for name, row in result.items()
+        for name, cells in result["goodput"].items()
     ]
-    header = ["", "goodput (published)", "ticks per step of the fastest", "slow ones in rounds"]
-    return table(header, rows)
+    for row in result["unequal"].values():
+        row["shown"] = f" ({row['published']})" if row["published"] else ""
+    parts = [
+        table(["goodput, %", *(f"{int(each) / 1e3:g} k chips" for each in chips)], rows),
+        "Published values are in parentheses. The first two rows are fitted, all others are "
+        "predicted. ± is the 95 % interval over seeds.",
+        "![Goodput over chips](results/goodput/goodput.png)",
+        grids("goodput", unequal=result["unequal"]),
+        "Four fast and four slow learners, 18 % apart, with 10 % jitter and without failures.",
+        _scavenged(result["scavenged"]),
+        "Training time relative to that without scavenged chips, which are present for half of the "
+        "work. They are preempted at 10 % of the machines per day (in parentheses 5 % and 15 %). "
+        "The published size of the cluster is unknown.",
+    ]
+    return "\n\n".join(parts)
 
 
 def _scavenged(result: Any) -> str:
@@ -311,42 +270,15 @@ def _scavenged(result: Any) -> str:
             shown = [f"{middle:.2f} ({least:.2f}–{most:.2f})" for least, middle, most in cells]
             rows.append([f"{system}, +{100 * row['share']:.0f} %", f"{published:.2f}", *shown])
     rows.sort(key=lambda row: row[0].partition(",")[0])
-    chips = [f"of {int(each) / 1e6:g} M chips" for each in result[0]["chips"]]
+    chips = [f"{int(each) / 1e6:g} M chips" for each in result[0]["chips"]]
     return table(["scavenged chips", "published", *chips], rows)
 
 
 def goodput_real(result: Any) -> str:
-    rows = [
-        [
-            name,
-            f"{row['predicted']:.1f} %",
-            spread(row["measured"], 1) + " %",
-            f"{row['predicted'] - row['measured']['median']:+.1f}",
-            f"{row['by_the_rules_off']:+.1f}",
-            f"{row['join_seconds']:.1f} s" if row["join_seconds"] else "",
-        ]
-        for name, row in result["schedules"].items()
-    ]
-    told = ", ".join(f"{name} {value:.2f} s" for name, value in result["lengths"].items())
-    header = [
-        "schedule",
-        "predicted from other runs",
-        "measured",
-        "off, points",
-        "by the rules from each run's own lengths (no foresight): most off",
-        "its joins took",
-    ]
-    return table(header, rows) + f"\n\nLengths of the other runs: {told}."
-
-
-def recovery(result: Any) -> str:
-    ways = ("own checkpoint", "donor, direct", "donor, relay", "published copies")
-    costs = ("checkpoint: copy to fresh memory", "checkpoint: copy", "checkpoint: write")
-    rows = [
-        [f"{row['million_parameters']} M", *(f"{row[name]:.3f} s" for name in (*ways, *costs))]
-        for row in result["rows"]
-    ]
-    return table(["fp32 parameters", *ways, *costs], rows)
+    for row in result["schedules"].values():
+        row["off"] = row["predicted"] - row["measured"]["median"]
+    times = ", ".join(f"{name} {value:.2f} s" for name, value in result["lengths"].items())
+    return f"{listed(ABOUT['goodput_real'], result)}\n\nTimes from the other runs: {times}."
 
 
 def plan(result: Any) -> str:
@@ -357,61 +289,19 @@ def plan(result: Any) -> str:
         mark = "" if cell["grid_steps_off"] == 0 else f" ({cell['published']:g})"
         rows.setdefault(key, []).append(f"{cell['predicted']:.3g}{mark}")
     header = ["model", "system", "H", *(f"{100 * target:g} %" for target in targets)]
-    cells = table(header, [[model, system, str(h), *r] for (model, system, h), r in rows.items()])
-    regions = [
-        [
-            f"{row['step_seconds']:g} s",
-            f"{row['gbit']:g}",
-            *(f"{100 * row[name]:.1f} %" for name in ("data_parallel", "diloco", "streaming")),
-            f"{100 * row['decoupled']:.1f} %",
-            f"{row['period']}, {row['overlap']}",
-            f"{100 * row['discarded']:.0f} %",
-            f"{row['times_faster']:.0f}",
-        ]
-        for row in result["headline"]
-    ]
-    head = ["step", "Gbit/s", "data-parallel", "DiLoCo", "Streaming", "decoupled", "H, τ"]
-    head += ["discarded", "times faster than data-parallel"]
     count, exact, near = result["cells"], result["exact"], result["within a grid step"]
     return "\n\n".join(
         [
-            "Gbit/s that reach a compute utilisation, and in brackets the published cell where it "
-            f"differs: {exact} of {count} are equal, {near} within one step of the grid (a fifth).",
-            cells,
-            "12B over four regions, the utilisation of each system and the ratio of wall-clock:",
-            table(head, regions),
+            "Gbit/s that reach a compute utilization; the published cell is in parentheses if it "
+            f"differs. {exact} of {count} are equal, {near} are within one step of the grid (a "
+            "fifth).",
+            table(header, [[model, system, str(h), *r] for (model, system, h), r in rows.items()]),
+            "12B over four regions: the utilization of each system, and the ratio of wall-clock "
+            "times:",
+            grids("plan", headline=result["headline"]),
             f"*Assumed:* {result['assumed']}.",
-            "![utilisation over bandwidth](results/plan/headline.png)",
+            "![utilization over bandwidth](results/plan/headline.png)",
         ]
-    )
-
-
-def plan_real(result: Any) -> str:
-    rows = []
-    for case in result["cases"]:
-        pairs_of = [
-            f"{100 * case['predicted'][name]:.1f} / {100 * case['measured'][name]:.1f} %"
-            for name in ("compute", "kept", "utilization")
-        ]
-        traffic = [
-            f"{case['predicted'][way]:.2f} / {case['measured'][way]:.2f}"
-            for way in ("up_mbit", "down_mbit")
-        ]
-        step = f"{case['step_seconds']:g} s"
-        rows.append([case["system"], step, f"{case['mbit']:g}", *pairs_of, *traffic])
-    header = ["predicted / measured", "step", "Mbit/s", "steps", "rounds kept", "utilisation"]
-    header += ["up Mbit/s", "down Mbit/s"]
-    error = result["largest error"]
-    return (
-        table(header, rows)
-        + "\n\nLargest differences: "
-        + "; ".join(
-            f"learners that {name} {100 * error[wait]['utilization']:.1f} points of utilisation, "
-            f"{100 * error[wait]['traffic']:.0f} % of traffic"
-            for name, wait in (("never wait", "never"), ("wait", "at_overlap"))
-        )
-        + ". Processes took "
-        f"{1e3 * result['handling seconds of a body']:.0f} ms for a body besides moving it."
     )
 
 
@@ -423,100 +313,79 @@ def large(result: Any) -> str:
             if part == "handlers" and row["worst"]["median"] < 1.0:
                 continue
             if part in ("handlers", "turns"):
-                what = f"{kind}, {'the machine alone' if part == 'handlers' else 'longest turn'}"
-                times = [spread(row[key]) for key in ("median", "worst", "worst_wall")]
-                rows.append([case, what, *times])
+                what = f"{kind}, {'state machine only' if part == 'handlers' else 'longest turn'}"
+                rows.append(
+                    [
+                        case,
+                        what,
+                        *fill("{median:.2f}|{worst:.2f}|{worst_wall:.2f}", **row).split("|"),
+                    ]
+                )
             elif name.startswith("bytes"):
                 kib = {key: value / 1024 for key, value in row.items()}
-                rows.append([case, name.replace("_", " ").replace("bytes", "KiB"), spread(kib)])
+                words = name.replace("_", " ").replace("bytes", "KiB")
+                rows.append([case, words, fill("{:.2f}", kib), "", ""])
             else:
-                rows.append([case, name, spread(row)])
-    header = ["case", "what", "ms, median", "ms, worst", "ms, worst by the clock on the wall"]
-    rows = [[*row, "", ""][:5] for row in rows]
-    note = "Machine handlers that never take a millisecond are left out."
-    return table(header, rows) + f"\n\n{note}"
+                rows.append([case, name, fill("{:.2f}", row), "", ""])
+    header = ["case", "event", "ms, median", "ms, worst", "ms, worst (wall clock)"]
+    note = "Handlers that never take a millisecond are left out."
+    return f"{table(header, rows)}\n\n{note}"
 
 
 def tape(result: Any) -> str:
     rows = [
-        [name, spread(value) if isinstance(value, dict) else f"{value:.0f}"]
+        [name, fill("{:.2f}" if isinstance(value, dict) else "{:.0f}", value)]
         for name, value in result.items()
         if name != "codecs"
     ]
-    codecs = [
-        [name, f"{row['ratio']:.1f}", f"{row['megabytes_a_second']:.0f}"]
-        for name, row in result["codecs"].items()
-    ]
-    compared = table(["the same text", "times smaller", "MB/s of one thread"], codecs)
-    return f"{table(['', ''], rows)}\n\n{compared}"
+    return f"{table(['', ''], rows)}\n\n{grids('tape', codecs=result['codecs'])}"
 
 
-def codec_speed(result: Any) -> str:
+def loss_under_faults(result: Any) -> str:
+    seconds, faults = result["virtual_seconds"], ", ".join(map(str, result["faults"]))
     rows = [
-        [name, f"{row['bits']:g}", spread(row["encode"], 1), spread(row["decode"], 1)]
-        for name, row in result.items()
+        ["without faults", f"{result['without']:.4f}", f"{seconds['without']:.0f} s", "0"],
+        [
+            "with faults",
+            fill("{with:.4f} ({gap_percent})", **result),
+            f"{seconds['with']:.0f} s",
+            faults,
+        ],
     ]
-    return table(["codec", "bits an element", "encode, GB/s of fp32", "decode, GB/s of fp32"], rows)
+    return table(["", "evaluation loss", "virtual time", "faults per seed"], rows)
 
 
 FORMS: dict[str, Callable[[Any], str]] = {
-    "step_overhead": step_overhead,
-    "step_overhead_int4": step_overhead,
-    "step_overhead_short": step_overhead,
-    "step_overhead_tensors": step_overhead,
-    "peers": peers,
-    "background": background,
-    "ranks": ranks,
-    "mixed": mixed,
-    "gpu": gpu,
-    "quality": quality,
-    "longer": settings("against its own data-parallel", "1,800 steps"),
-    "schedule": settings("against the default"),
-    "learners": settings("against data-parallel", "600 steps (8 of each: as many tokens)"),
-    "rounds": settings("against 0.7 / 0.5"),
-    "merges": settings("against a mean of all at once", "240 steps of two learners"),
-    "variants": settings("against the default", "1,536 steps of all together"),
-    "models": settings("against data-parallel", "600 steps (images: 360)"),
-    "speeds": speeds,
-    "traffic": traffic,
-    "adapting": adapting,
-    "late": late,
-    "cut_off": cut_off,
-    "codec_speed": codec_speed,
-    "large": large,
-    "tape": tape,
-    "loss_under_faults": loss_under_faults,
-    "recovery": recovery,
-    "data_plane_wan": data_plane,
-    "data_plane_loopback": data_plane,
-    "goodput": goodput,
-    "goodput_real": goodput_real,
-    "plan": plan,
-    "plan_real": plan_real,
-}
+    form.__name__: form
+    for form in (peers, ranks, gpu, goodput, goodput_real, plan, large, tape, loss_under_faults)
+} | {"data_plane_wan": data_plane, "data_plane_loopback": data_plane}
 
 
-def section(folder: Path) -> str:
-    document = json.loads((folder / "result.json").read_text())
-    command = (folder / "command").read_text().strip()
-    form = FORMS.get(folder.name, pairs)
+def section(name: str, folder: Path) -> str:
+    document, about = json.loads((folder / "result.json").read_text()), ABOUT.get(name, {})
+    if name in FORMS:
+        shown = FORMS[name](document["result"])
+    elif "like" in about or "columns" in about:
+        shown = listed(about, document["result"])
+    else:
+        shown = pairs(document["result"])
     return "\n\n".join(
         [
-            f"## {TITLES.get(folder.name, folder.name)}",
-            f"`{command}` ([{folder.name}](results/{folder.name}))",
-            form(document["result"]),
-            f"*Estimate before:* {document['estimate']}.",
+            f"## {about.get('title', name)}",
+            f"`{(folder / 'command').read_text().strip()}` ([{name}](results/{name}))",
+            shown,
+            f"*Estimate before measuring:* {document['estimate']}.",
             f"*Not measured:* {document['not_measured']}.",
         ]
     )
 
 
 def page() -> str:
-    known = list(TITLES)
+    known = list(ABOUT)
     folders = [path.parent for path in RESULTS.glob("*/result.json")]
     folders.sort(key=lambda f: (known.index(f.name) if f.name in known else 99, f.name))
-    return "\n\n".join([HEAD.rstrip(), *(section(folder) for folder in folders)]) + "\n"
+    return "\n\n".join([HEAD.rstrip(), *(section(each.name, each) for each in folders)]) + "\n"
 
 
 if __name__ == "__main__":
-    (HERE / "README.md").write_text(page())
+    (RESULTS.parent / "README.md").write_text(page())

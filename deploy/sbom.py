@@ -1,10 +1,10 @@
-"""A bill of materials (CycloneDX) of what an installation brings, and a check of its licences.
+"""Software bill of materials (CycloneDX) of an installation, with a check of its licenses.
 
     python deploy/sbom.py dist/sbom.json
     python deploy/sbom.py dist/sbom.json --extras tls kubernetes
 
-`cyclonedx-py` describes this whole environment; kept is what the package needs at run time, with
-the extras that are named: exactly the versions that the tests have run with.
+`cyclonedx-py` describes this whole environment. The bill keeps only what the package needs at run
+time, with the named extras, in exactly the versions that the tests ran with.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ ROOT = Path(__file__).parents[1]
 NAME = "decoupled-diloco"
 
 COPYLEFT = re.compile(r"\b(A?GPL|SSPL|EUPL|CC-BY-NC|BUSL)", re.IGNORECASE)
-"""Licences that a user of an Apache-2.0 package does not expect. LGPL and MPL are let be: they bind
-changes of the library alone."""
+"""Licenses that a user of an Apache-2.0 package does not expect. LGPL and MPL are accepted, because
+they apply only to changes of the library itself."""
 
-TOLD_ELSEWHERE = {
+LICENSES = {
     "protobuf": "BSD-3-Clause",
     "pysocks": "BSD-3-Clause",
     "transformers": "Apache-2.0",
 }
-"""Licences of packages whose metadata names none; their repositories do."""
+"""Licenses of packages without license metadata, from their repositories."""
 
 
 def runtime(name: str, extras: Iterable[str] = ()) -> set[str]:
-    """The distributions that an installation of this one brings, by their canonical names."""
+    """Return the canonical names of the distributions that an installation of `name` brings."""
     found: dict[str, set[str]] = {}
     todo = [(canonicalize_name(name), frozenset(extras))]
     while todo:
@@ -57,30 +57,30 @@ def runtime(name: str, extras: Iterable[str] = ()) -> set[str]:
 
 
 def described() -> dict[str, Any]:
-    """What `cyclonedx-py` finds in this environment."""
+    """Return the bill of this environment from `cyclonedx-py`."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "sbom.json"
         command = [sys.executable, "-m", "cyclonedx_py", "environment", "--output-reproducible"]
-        told = ["--short-PURLs", "--pyproject", str(ROOT / "pyproject.toml"), "--of", "JSON"]
+        options = ["--short-PURLs", "--pyproject", str(ROOT / "pyproject.toml"), "--of", "JSON"]
         subprocess.run(
-            [*command, *told, "-o", str(file), sys.executable], check=True, capture_output=True
+            [*command, *options, "-o", str(file), sys.executable], check=True, capture_output=True
         )
         found: dict[str, Any] = json.loads(file.read_text())
     return found
 
 
 def bill_of(extras: Iterable[str] = ()) -> dict[str, Any]:
-    """The bill of an installation with these extras.
+    """Return the bill of an installation with these extras.
 
     Raises:
-        SystemExit: A licence is missing, or is none that is expected.
+        SystemExit: A license is missing or unexpected, or a package is not installed.
     """
     bill, wanted = described(), runtime(NAME, extras)
     kept = [c for c in bill["components"] if canonicalize_name(c["name"]) in wanted]
     for component in kept:
         name = canonicalize_name(component["name"])
-        if name in TOLD_ELSEWHERE and not component.get("licenses"):
-            component["licenses"] = [{"license": {"id": TOLD_ELSEWHERE[name]}}]
+        if name in LICENSES and not component.get("licenses"):
+            component["licenses"] = [{"license": {"id": LICENSES[name]}}]
     references = {c["bom-ref"] for c in kept} | {bill["metadata"]["component"]["bom-ref"]}
     bill["components"] = kept
     bill["dependencies"] = [
@@ -89,26 +89,26 @@ def bill_of(extras: Iterable[str] = ()) -> dict[str, Any]:
         if each["ref"] in references
     ]
     missing = wanted - {canonicalize_name(c["name"]) for c in kept}
-    problems = [f"{name} is not in this environment" for name in sorted(missing)]
+    problems = [f"{name} is not installed in this environment" for name in sorted(missing)]
     problems += [text for component in kept if (text := problem_of(component))]
     if problems:
         raise SystemExit("\n".join(problems))
     return bill
 
 
-def licences_of(component: dict[str, Any]) -> list[str]:
-    """The licences of a component, as it tells them."""
-    told = [each.get("license", each) for each in component.get("licenses", ())]
-    return [each.get("expression") or each.get("id") or each.get("name") for each in told]
+def licenses_of(component: dict[str, Any]) -> list[str]:
+    """Return the licenses in a component's metadata."""
+    found = [each.get("license", each) for each in component.get("licenses", ())]
+    return [each.get("expression") or each.get("id") or each.get("name") for each in found]
 
 
 def problem_of(component: dict[str, Any]) -> str:
-    """What is wrong with a component's licence; nothing, if nothing is."""
-    told = licences_of(component)
-    if not told:
-        return f"{component['name']} tells no licence: look it up, and add it to TOLD_ELSEWHERE"
-    bad = [each for each in told if COPYLEFT.search(each) and " OR " not in each]
-    return f"{component['name']} is under {bad[0]}: replace it, or say why not" if bad else ""
+    """Return the problem with a component's license, or an empty string."""
+    licenses = licenses_of(component)
+    if not licenses:
+        return f"{component['name']} has no license metadata: look it up, and add it to LICENSES"
+    bad = [each for each in licenses if COPYLEFT.search(each) and " OR " not in each]
+    return f"{component['name']} is under {bad[0]}: replace it, or accept it here" if bad else ""
 
 
 def main() -> None:
@@ -119,7 +119,7 @@ def main() -> None:
     bill = bill_of(arguments.extras)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(bill, indent=1) + "\n")
-    print(f"{arguments.out}: {len(bill['components'])} packages, a licence of each")
+    print(f"{arguments.out}: {len(bill['components'])} packages, all with licenses")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Evaluates the run of train_ddp.toml while it trains: the run's `evaluate_command`."""
+"""Evaluate the run of train_ddp.toml during training; this is the run's `evaluate_command`."""
 
 import torch
 from train_ddp import Gpt, batch_of, read_text

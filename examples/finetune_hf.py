@@ -1,16 +1,16 @@
-r"""A workload of one's own: a causal language model of Hugging Face transformers.
+r"""Custom workload: a causal language model from Hugging Face transformers.
 
-    pip install -e '.[transformers]'     # in the clone; else 'decoupled-diloco[transformers]'
+    pip install -e '.[transformers]'     # in the clone; otherwise 'decoupled-diloco[transformers]'
     cd examples
     ddiloco train finetune_hf.toml                      # trains tiny_llama/config.json from scratch
     ddiloco export runs/finetune_hf --format huggingface --out my_llama
     ddiloco train finetune_hf.toml --set workload.options.config= \
         --set workload.options.model=my_llama \
-        --set workload.options.learning_rate=2e-4       # goes on from there
+        --set workload.options.learning_rate=2e-4       # continues from the exported model
 
-In the file it is called `name = "finetune_hf:workload"`: this function is all that the command
-needs. It gets the options of the file, and returns an object with the methods of
-`decoupled_diloco.workloads.Workload`. Nothing is downloaded unless `download = true`.
+The file selects it with `name = "finetune_hf:workload"`. That function receives the options of the
+file, and returns an object with the methods of `decoupled_diloco.workloads.Workload`. Nothing is
+downloaded unless `download = true`.
 """
 
 from __future__ import annotations
@@ -43,57 +43,58 @@ from decoupled_diloco.export.huggingface import byte_tokenizer
 from decoupled_diloco.workloads import Workload
 from decoupled_diloco.workloads.text import batch_at, held_out_batches, load_corpus
 
-disable_progress_bar()  # Nobody watches a learner's log while it loads.
+disable_progress_bar()  # Progress bars would fill a learner's log.
 
 HELD_OUT_SHARE = 0.05
 
 
 class Options(Settings):
-    """`[workload.options]` of this workload; `seed` and `total_steps` come from the run."""
+    """`[workload.options]` of this workload; the run sets `seed` and `total_steps`."""
 
     table: ClassVar[str] = "[workload.options]"
 
     model: str = ""
-    """What to fine-tune: a folder with config.json and weights, or a name on the hub."""
+    """Model to fine-tune: a folder with config.json and weights, or a name on the hub."""
 
     config: str = ""
-    """What to train from scratch: a folder with a config.json, its weights drawn from the seed.
-    Exactly one of model and config is given."""
+    """Model to train from scratch: a folder with config.json; the seed determines its weights.
+    Exactly one of model and config is required."""
 
     tokenizer: str = ""
-    """A folder, a name on the hub, or "bytes". Default: the model's own; "bytes" with config."""
+    """A folder, a name on the hub, or "bytes". Default: the model's tokenizer; "bytes" with config.
+    """
 
     download: bool = False
-    """Whether names on the hub may be downloaded. Otherwise they must be in the local cache."""
+    """Allow downloads from the hub. Otherwise its models must be in the local cache."""
 
     text: tuple[str, ...] = Field(default=(), strict=False)
     """Files to train on, as patterns: ["notes/*.txt"]. Default: the source of Python's standard
-    library. The last twentieth of the text is held out."""
+    library. The last 5 % of the text is held out."""
 
     text_bytes_max: int = Field(default=2_000_000, ge=1)
-    """Limit of the text, bytes. Every learner tokenizes it when it starts."""
+    """Maximum size of the text, bytes. Every learner tokenizes it at its start."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the parameters. "bfloat16" halves the memory, but rounds small steps away: raise the
-    learning rate with it."""
+    """Type of the parameters. "bfloat16" halves the memory, but rounds small updates to zero, so
+    use a higher learning rate with it."""
 
     context: int = Field(default=128, ge=1)
-    """Tokens that the model sees at once, at most what its positions allow."""
+    """Sequence length in tokens, at most the model's number of positions."""
 
     batch_size: int = Field(default=8, ge=1)
-    """Sequences in one learner's batch, at least 1."""
+    """Sequences per batch of one learner, at least 1."""
 
     learning_rate: float = Field(default=2e-3, gt=0)
-    """Peak learning rate of AdamW. For fine-tuning a real model rather 2e-5."""
+    """Peak learning rate of AdamW. To fine-tune a real model, use about 2e-5."""
 
     warmup_steps: int = Field(default=20, ge=0)
     """Global steps until the learning rate reaches its peak."""
 
     eval_batches: int = Field(default=8, ge=1)
-    """Held-out batches in one evaluation."""
+    """Held-out batches per evaluation."""
 
     seed: int = 0
-    """Of the initial weights and of the order of the data."""
+    """Seed of the initial weights and of the data order."""
 
     total_steps: int | None = None
     """Global step at which the learning rate has fallen to a tenth."""
@@ -109,7 +110,7 @@ class Options(Settings):
 
 
 class FineTuning(Workload):
-    """Model, data, optimizer and schedule. `schedule` and `describe` could be left out."""
+    """Model, data, optimizer and schedule. `schedule` and `describe` are optional."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -118,7 +119,7 @@ class FineTuning(Workload):
         self._check()
 
     def _read(self, kind: Any, name: str, **arguments: Any) -> Any:
-        """`kind.from_pretrained`, from a folder or the hub; what goes wrong in one sentence."""
+        """Call `kind.from_pretrained` with a folder or hub name; report errors in one sentence."""
         try:
             return kind.from_pretrained(
                 name, local_files_only=not self.options.download, **arguments
@@ -141,13 +142,13 @@ class FineTuning(Workload):
             )
         if len(self.tokenizer) > config.vocab_size:
             raise ConfigError(
-                f"the tokenizer has {len(self.tokenizer)} tokens, {self.source!r} has room for "
-                f"vocab_size={config.vocab_size}: use the tokenizer of the model"
+                f"the tokenizer has {len(self.tokenizer)} tokens, more than vocab_size="
+                f"{config.vocab_size} of {self.source!r}: use the model's tokenizer"
             )
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Of the model, or of bytes. `ddiloco export --format huggingface` writes it, too."""
+        """The model's tokenizer, or one for bytes; `ddiloco export` saves it."""
         name = self.options.tokenizer or self.options.model or "bytes"
         if name != "bytes":
             return self._read(AutoTokenizer, name)
@@ -169,30 +170,31 @@ class FineTuning(Workload):
         return tokens[: len(tokens) - held_out], tokens[len(tokens) - held_out :]
 
     def _tokenize(self, text: bytes) -> Tensor:
-        # All of it at once, since many tokenizers put a space before whatever they are given. They
-        # would warn (verbose) of what is longer than the model's context, as this is meant to be.
+        # Tokenize all text at once, because many tokenizers put a space before each input.
+        # verbose=False avoids a warning that the text exceeds the model's context, which is
+        # intended here.
         whole = text.decode(errors="replace")
         ids = self.tokenizer(whole, add_special_tokens=False, verbose=False).input_ids
         return torch.tensor(ids, dtype=torch.int32)
 
     def model(self) -> nn.Module:
-        """A new model with the pretrained weights, or with random ones from the seed."""
+        """Return a new model with pretrained weights, or with random weights from the seed."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.options.seed)
             if self.options.model:
                 model = self._read(AutoModelForCausalLM, self.options.model)
             else:
                 model = AutoModelForCausalLM.from_config(self.config)
-        # from_pretrained gives a model in evaluation mode.
+        # from_pretrained returns a model in evaluation mode.
         trained: nn.Module = model.to(getattr(torch, self.options.dtype)).train()
         return trained
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Any optimizer of torch will do."""
+        """Return AdamW; any torch optimizer works."""
         return torch.optim.AdamW(model.parameters(), lr=self.options.learning_rate)
 
     def schedule(self, step: int) -> float:
-        """Warm-up, then a cosine to a tenth; a function of the run's global step."""
+        """Return the rate's factor at a global step: warm-up, then a cosine to a tenth."""
         warmup, total = self.options.warmup_steps, self.options.total_steps
         if step < warmup:
             return (step + 1) / warmup
@@ -200,7 +202,7 @@ class FineTuning(Workload):
         return 0.55 + 0.45 * math.cos(math.pi * done)
 
     def batches(self, part: int, parts: int, start: int = 0) -> Iterator[Tensor]:
-        """Tokens, int64 [B, T + 1], from this learner's own region of the text."""
+        """Yield tokens, int64 [B, T + 1], from this learner's own region of the text."""
         options, step = self.options, start
         while True:
             yield batch_at(
@@ -215,24 +217,24 @@ class FineTuning(Workload):
             step += 1
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        """Mean cross-entropy of the next token, nats."""
+        """Return the mean cross-entropy of the next token, nats."""
         batch = batch.to(next(model.parameters()).device)
         logits = model(input_ids=batch[:, :-1], use_cache=False).logits
         return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
 
     def tokens(self, batch: Tensor) -> int:
-        """Tokens predicted."""
+        """Return the number of predicted tokens."""
         return batch[:, 1:].numel()
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Loss and perplexity on the held-out text."""
+        """Return loss and perplexity on the held-out text."""
         was_training = model.training
         model.eval()
         with torch.no_grad():
             losses = [self.loss(model, batch).item() for batch in self._held_out]
         model.train(was_training)
         loss = sum(losses) / len(losses)
-        # Beyond 709 the exponential is no float any more.
+        # exp(x) overflows above x = 709.
         return {"loss": loss, "perplexity": math.inf if loss > 709 else math.exp(loss)}
 
     @cached_property
@@ -246,7 +248,7 @@ class FineTuning(Workload):
         )
 
     def sample(self, model: nn.Module, prompt: str = "def ", length: int = 60) -> str:
-        """What the model writes after a prompt: always the likeliest token."""
+        """Continue a prompt by greedy decoding."""
         ids = self.tokenizer(prompt, return_tensors="pt").input_ids
         was_training = model.training
         model.eval()
@@ -258,7 +260,7 @@ class FineTuning(Workload):
         return str(self.tokenizer.decode(ids[0]))
 
     def describe(self) -> dict[str, Any]:
-        """Facts for the report."""
+        """Return facts for the report."""
         config: PretrainedConfig = self.config
         return {
             "model": self.source,
@@ -269,7 +271,7 @@ class FineTuning(Workload):
 
 
 def workload(options: dict[str, Any]) -> FineTuning:
-    """What `name = "finetune_hf:workload"` calls."""
+    """Create the workload for `name = "finetune_hf:workload"`."""
     return FineTuning(Options(**options))
 
 
@@ -279,6 +281,6 @@ def _files(patterns: tuple[str, ...]) -> list[Path]:
     if not files:
         raise ConfigError(
             f"text={list(patterns)} matches no file in {Path.cwd()}: patterns are relative to "
-            "where the command is started"
+            "the current folder"
         )
     return files

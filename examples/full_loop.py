@@ -1,13 +1,13 @@
 r"""A complete loop: gradient accumulation, a learning rate schedule, evaluation and checkpoints.
 
-Start a syncer, then as many learners as you like, each with a name of its own:
+Start a syncer, then any number of learners, each with a different name:
 
     ddiloco syncer recipes/homelab.toml
     python examples/full_loop.py --syncer http://127.0.0.1:7070 \
-        --token-file runs/homelab/token --name a --checkpoints checkpoints
+        --auth-token-file runs/homelab/token --name a --checkpoints checkpoints
 
-Stop it with Ctrl-C or SIGTERM, start it again under the same name: it continues at the same step,
-with the same optimizer, learning rate and position in the data.
+Stop a learner with Ctrl-C or SIGTERM, and start it again under the same name. It continues at the
+same step, with the same optimizer state, learning rate and position in the data.
 """
 
 import argparse
@@ -30,55 +30,57 @@ EVALUATE_EVERY = 20
 HELD_OUT_BYTES = 100_000
 
 parser = argparse.ArgumentParser(description="Train a small byte model as one learner.")
-parser.add_argument("--syncer", required=True, help="address of a shard, as http://host:port")
-parser.add_argument("--token-file", type=Path, required=True, help="file with the run's secret")
+parser.add_argument("--syncer", required=True, help="address of a shard, such as http://host:port")
+parser.add_argument(
+    "--auth-token-file", type=Path, required=True, help="file with the run's secret"
+)
 parser.add_argument("--name", required=True, help="this learner's name, the same across restarts")
-parser.add_argument("--checkpoints", type=Path, required=True, help="folder of its checkpoints")
+parser.add_argument("--checkpoints", type=Path, required=True, help="folder for its checkpoints")
 
 
 class Data:
-    """Random windows of a text; batch number i depends on nothing but the seed and i."""
+    """Random windows of a text; batch number i depends only on the seed and i."""
 
     def __init__(self, text: Tensor, seed: int) -> None:
         self.text, self.seed, self.position = text, seed, 0
 
     def next(self) -> Tensor:
-        """The next batch, int64 [BATCH, CONTEXT + 1]."""
+        """Return the next batch, int64 [BATCH, CONTEXT + 1]."""
         rng = torch.Generator().manual_seed(self.seed * 10**9 + self.position)
         self.position += 1
         starts = torch.randint(len(self.text) - CONTEXT, (BATCH,), generator=rng)
         return self.text[starts[:, None] + torch.arange(CONTEXT + 1)].long()
 
     def state_dict(self) -> dict[str, int]:
-        """What the learner's checkpoint keeps."""
+        """Return the state for the learner's checkpoint."""
         return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Goes on from what `state_dict` gave."""
+        """Continue from the state of `state_dict`."""
         self.position = state["position"]
 
 
 def read_text() -> Tensor:
-    """The source code of Python's standard library, as bytes."""
+    """Return the source code of Python's standard library, as bytes."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = bytearray(b"".join(file.read_bytes() for file in files))
     return torch.frombuffer(text, dtype=torch.uint8)
 
 
 def rate_at(step: int, budget: int) -> float:
-    """Warm-up, then a cosine to a tenth, over the steps of the whole run."""
+    """Return the learning rate: warm-up, then a cosine to a tenth over the whole run."""
     warmup = min(1.0, (step + 1) / WARMUP_STEPS)
     return RATE * warmup * (0.55 + 0.45 * math.cos(math.pi * min(1.0, step / budget)))
 
 
 def loss_of(model: nn.Module, window: Tensor) -> Tensor:
-    """Mean cross-entropy of the byte after each window, nats."""
+    """Return the mean cross-entropy of the byte after each window, nats."""
     return nn.functional.cross_entropy(model(window[:, :-1]), window[:, -1])
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, held_out: Tensor) -> float:
-    """The loss on the same eight batches each time."""
+    """Return the loss on the same eight batches each time."""
     model.eval()
     data = Data(held_out, seed=0)
     loss = sum(loss_of(model, data.next()).item() for _ in range(8)) / 8
@@ -86,11 +88,11 @@ def evaluate(model: nn.Module, held_out: Tensor) -> float:
     return loss
 
 
-def train(syncer: str, token_file: Path, name: str, checkpoints: Path) -> None:
-    """Trains until the run is over, or until the process is told to go."""
-    told_to_go = threading.Event()
+def train(syncer: str, auth_token_file: Path, name: str, checkpoints: Path) -> None:
+    """Train until the run is over, or until the process receives SIGINT or SIGTERM."""
+    stop_requested = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: told_to_go.set())
+        signal.signal(number, lambda *_: stop_requested.set())
     text = read_text()
     data = Data(text[:-HELD_OUT_BYTES], seed=zlib.crc32(name.encode()))
     held_out = text[-HELD_OUT_BYTES:]
@@ -102,18 +104,16 @@ def train(syncer: str, token_file: Path, name: str, checkpoints: Path) -> None:
     with dd.Learner(
         model,
         syncer,
-        token=token_file.read_text(),
-        learner_id=name,
+        auth_token=auth_token_file.read_text(),
+        name=name,
         optimizer=optimizer,
-        stateful={"data": data},
-        checkpoint=checkpoints,
-        checkpoint_every_seconds=10.0,
-        hand_in_seconds=5.0,
+        checkpoint=dd.Checkpointing(checkpoints, interval_seconds=10.0, state={"data": data}),
+        timeouts=dd.Timeouts(flush=5.0),
     ) as learner:
-        budget = learner.settings["run"]["budget_steps"]
-        print(f"{name} begins at its step {learner.steps}, batch {data.position}", flush=True)
-        going_on = True
-        while going_on and not told_to_go.is_set():
+        budget = learner.run_config["run"]["max_steps"]
+        print(f"{name} starts at its step {learner.steps}, batch {data.position}", flush=True)
+        running = True
+        while running and not stop_requested.is_set():
             step = learner.global_step
             for group in optimizer.param_groups:
                 group["lr"] = rate_at(step, budget)
@@ -125,12 +125,13 @@ def train(syncer: str, token_file: Path, name: str, checkpoints: Path) -> None:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            # Last: what is applied and kept here belongs between two steps, never inside one.
-            going_on = learner.step(tokens=MICRO_BATCHES * BATCH, loss=total)
+            # Call step() last: it applies weights and saves checkpoints, which must happen between
+            # two steps of the optimizer.
+            running = learner.step(total)
             if learner.steps % EVALUATE_EVERY == 0:
-                told = f"loss {total:.3f}, held out {evaluate(model, held_out):.3f}"
-                print(f"step {step}, rate {rate_at(step, budget):.6f}: {told}", flush=True)
-    if told_to_go.is_set():
+                losses = f"loss {total:.3f}, held out {evaluate(model, held_out):.3f}"
+                print(f"step {step}, rate {rate_at(step, budget):.6f}: {losses}", flush=True)
+    if stop_requested.is_set():
         print(f"{name} stops after its step {learner.steps}, batch {data.position}", flush=True)
     else:
         print(f"{name}: the run's final weights, held out {evaluate(model, held_out):.3f}")
@@ -139,5 +140,5 @@ def train(syncer: str, token_file: Path, name: str, checkpoints: Path) -> None:
 if __name__ == "__main__":
     try:
         train(**vars(parser.parse_args()))
-    except (dd.Error, OSError) as error:
+    except (dd.DilocoError, OSError) as error:
         sys.exit(f"error: {error}")

@@ -1,11 +1,11 @@
-r"""A loop of one's own with Accelerate as a learner of a run, on one process or several.
+r"""Custom Accelerate loop as a learner of a run, with one or several processes.
 
-    pip install -e '.[transformers]'     # in the clone; else 'decoupled-diloco[transformers]'
+    pip install -e '.[transformers]'     # in the clone; otherwise 'decoupled-diloco[transformers]'
     ddiloco syncer homelab
     python examples/loop_accelerate.py --syncer http://127.0.0.1:7070 \
-        --token-file runs/homelab/token --name a
+        --auth-token-file runs/homelab/token --name a
 
-With `torchrun --nproc-per-node 2` or `accelerate launch` in front all processes are one learner.
+With `torchrun --nproc-per-node 2` or `accelerate launch`, all processes are one learner.
 """
 
 import argparse
@@ -23,13 +23,13 @@ import decoupled_diloco as dd
 CONTEXT, BATCH = 64, 64
 
 parser = argparse.ArgumentParser(description="Train a small byte model as one learner.")
-parser.add_argument("--syncer", required=True, help="address of a shard, as http://host:port")
-parser.add_argument("--token-file", type=Path, help="file with the run's secret")
+parser.add_argument("--syncer", required=True, help="address of a shard, such as http://host:port")
+parser.add_argument("--auth-token-file", type=Path, help="file with the run's secret")
 parser.add_argument("--name", required=True, help="this learner's name, the same across restarts")
 
 
 def windows(seed: int) -> TensorDataset:
-    """Windows of a text's bytes, in an order of this learner's own."""
+    """Return windows of a text's bytes, in this learner's random order."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8)
     order = torch.Generator().manual_seed(seed)
@@ -38,9 +38,9 @@ def windows(seed: int) -> TensorDataset:
 
 
 def main() -> None:
-    """Trains until the run is over."""
+    """Train until the run is over."""
     given = parser.parse_args()
-    token = given.token_file.read_text() if given.token_file else None
+    token = given.auth_token_file.read_text() if given.auth_token_file else None
     accelerator = Accelerator(gradient_accumulation_steps=2)
     net = nn.Sequential(
         *(nn.Embedding(256, 16), nn.Flatten(), nn.Linear(16 * CONTEXT, 512), nn.GELU()),
@@ -49,9 +49,9 @@ def main() -> None:
     loader = DataLoader(windows(zlib.crc32(given.name.encode())), batch_size=BATCH)
     inner = torch.optim.AdamW(net.parameters(), lr=2e-3)
     model, optimizer, batches = accelerator.prepare(net, inner, loader)
-    learner = dd.Learner(model, given.syncer, token=token, learner_id=given.name, optimizer=inner)
-    while not learner.over:  # the run's budget ends the training
-        for (window,) in learner.batches(batches):
+    learner = dd.Learner(model, given.syncer, auth_token=token, name=given.name, optimizer=inner)
+    while not learner.ended:  # the run's budget ends the training
+        for (window,) in learner.wrap(batches):
             with accelerator.accumulate(model):
                 loss = nn.functional.cross_entropy(model(window[:, :-1]), window[:, -1])
                 accelerator.backward(loss)

@@ -1,11 +1,11 @@
-r"""A loop of one's own with Lightning Fabric as a learner of a run, on one process or several.
+r"""Custom Lightning Fabric loop as a learner of a run, with one or several processes.
 
-    pip install -e '.[lightning]'        # in the clone; else 'decoupled-diloco[lightning]'
+    pip install -e '.[lightning]'        # in the clone; otherwise 'decoupled-diloco[lightning]'
     ddiloco syncer homelab
     python examples/loop_fabric.py --syncer http://127.0.0.1:7070 \
-        --token-file runs/homelab/token --name a
+        --auth-token-file runs/homelab/token --name a
 
-With `--devices 2` Fabric starts two processes: all are one learner.
+With `--devices 2` Fabric starts two processes, which are one learner.
 """
 
 import argparse
@@ -23,14 +23,14 @@ import decoupled_diloco as dd
 CONTEXT, BATCH, ACCUMULATED = 64, 64, 2
 
 parser = argparse.ArgumentParser(description="Train a small byte model as one learner.")
-parser.add_argument("--syncer", required=True, help="address of a shard, as http://host:port")
-parser.add_argument("--token-file", type=Path, help="file with the run's secret")
+parser.add_argument("--syncer", required=True, help="address of a shard, such as http://host:port")
+parser.add_argument("--auth-token-file", type=Path, help="file with the run's secret")
 parser.add_argument("--name", required=True, help="this learner's name, the same across restarts")
-parser.add_argument("--devices", default="auto", help="how many; all are one learner")
+parser.add_argument("--devices", default="auto", help="number of devices; all are one learner")
 
 
 def windows(seed: int) -> TensorDataset:
-    """Windows of a text's bytes, in an order of this learner's own."""
+    """Return windows of a text's bytes, in this learner's random order."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8)
     order = torch.Generator().manual_seed(seed)
@@ -39,9 +39,9 @@ def windows(seed: int) -> TensorDataset:
 
 
 def main() -> None:
-    """Trains until the run is over."""
+    """Train until the run is over."""
     given = parser.parse_args()
-    token = given.token_file.read_text() if given.token_file else None
+    token = given.auth_token_file.read_text() if given.auth_token_file else None
     fabric = Fabric(devices=given.devices)
     fabric.launch()
     net = nn.Sequential(
@@ -52,10 +52,10 @@ def main() -> None:
     data = windows(zlib.crc32(given.name.encode()))
     batches = fabric.setup_dataloaders(DataLoader(data, batch_size=BATCH))
     learner = dd.Learner(
-        model, given.syncer, token=token, learner_id=given.name, optimizer=optimizer
+        model, given.syncer, auth_token=token, name=given.name, optimizer=optimizer
     )
-    while not learner.over:  # the run's budget ends the training
-        for number, (window,) in enumerate(learner.batches(batches), start=1):
+    while not learner.ended:  # the run's budget ends the training
+        for number, (window,) in enumerate(learner.wrap(batches), start=1):
             accumulating = number % ACCUMULATED != 0
             with fabric.no_backward_sync(model, enabled=accumulating):
                 loss = nn.functional.cross_entropy(model(window[:, :-1]), window[:, -1])

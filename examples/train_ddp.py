@@ -1,11 +1,11 @@
 r"""A nanoGPT-like loop under torchrun: DDP, gradient accumulation, a learning rate schedule.
 
-All ranks of one torchrun job are one learner. From the root of the repository:
+All ranks of one torchrun job are one learner. From the repository root:
 
     ddiloco train examples/train_ddp.toml
 
-The lines with `learner` make it a learner. `dd.Learner(model)` without an address finds its run by
-what the launcher passes.
+The lines with `learner` make it a learner. Without an address, `dd.Learner(model)` finds its run
+through the launcher's environment variables.
 """
 
 import argparse
@@ -24,9 +24,9 @@ import decoupled_diloco as dd
 
 CONTEXT, WIDTH, RATE, WARMUP_STEPS = 32, 64, 2e-3, 20
 
-parser = argparse.ArgumentParser(description="Train a small GPT as one learner of several ranks.")
+parser = argparse.ArgumentParser(description="Train a small GPT as one multi-rank learner.")
 parser.add_argument("--batch", type=int, default=16, help="windows per rank and micro-batch")
-parser.add_argument("--micro-batches", type=int, default=2, help="accumulated in one step")
+parser.add_argument("--micro-batches", type=int, default=2, help="micro-batches per step")
 
 
 class Gpt(nn.Module):
@@ -39,7 +39,11 @@ class Gpt(nn.Module):
         self.head = nn.Linear(WIDTH, 256)
 
     def forward(self, window: Tensor) -> Tensor:
-        """Mean cross-entropy of each next byte, nats; ``window``: int64 [batch, CONTEXT + 1]."""
+        """Return the mean cross-entropy of each next byte, nats.
+
+        Args:
+            window: int64 [batch, CONTEXT + 1].
+        """
         before, after = window[:, :-1], window[:, 1:]
         mask = nn.Transformer.generate_square_subsequent_mask(CONTEXT, device=window.device)
         hidden = self.bytes(before) + self.places.weight
@@ -48,19 +52,19 @@ class Gpt(nn.Module):
 
 
 def read_text() -> Tensor:
-    """The source code of Python's standard library, as bytes."""
+    """Return the source code of Python's standard library, as bytes."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     return torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8)
 
 
 def batch_of(text: Tensor, size: int, rng: torch.Generator) -> Tensor:
-    """Random windows of the text, int64 [size, CONTEXT + 1]."""
+    """Return random windows of the text, int64 [size, CONTEXT + 1]."""
     starts = torch.randint(len(text) - CONTEXT, (size,), generator=rng)
     return text[starts[:, None] + torch.arange(CONTEXT + 1)].long()
 
 
 def main() -> None:
-    """Trains until the run is over."""
+    """Train until the run is over."""
     given = parser.parse_args()
     cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if cuda else "gloo")
@@ -71,12 +75,12 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
 
     learner = dd.Learner(model, optimizer=optimizer)
-    budget = learner.settings["run"]["budget_steps"]
+    budget = learner.run_config["run"]["max_steps"]
     # Different data for every rank of every learner.
     rng = torch.Generator().manual_seed(1337 + learner.index * dist.get_world_size() + rank)
     text = read_text()
-    going_on = True
-    while going_on:
+    running = True
+    while running:
         step = learner.global_step
         warmup = min(1.0, (step + 1) / WARMUP_STEPS)
         for group in optimizer.param_groups:
@@ -90,12 +94,12 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         tokens = given.batch * given.micro_batches * CONTEXT
-        going_on = learner.step(tokens=tokens, loss=given.micro_batches * loss.item())
+        running = learner.step(given.micro_batches * loss.item(), tokens=tokens)
         if rank == 0 and learner.steps % 10 == 0:
             print(f"step {step}: loss {given.micro_batches * loss.item():.3f}")
     learner.close()
     if rank == 0:
-        end = "the model holds the run's final weights" if learner.over else "the run continues"
+        end = "the model holds the run's final weights" if learner.ended else "the run continues"
         print(f"{learner.name}: {learner.steps} steps; {end}")
     dist.destroy_process_group()
 

@@ -1,17 +1,17 @@
-r"""Hugging Face's Trainer as a learner of a run: the line with `synchronize` is all it takes.
+r"""The Hugging Face Trainer as a learner; the line with `synchronize` is the only addition.
 
-    pip install -e '.[transformers]'     # in the clone; else 'decoupled-diloco[transformers]'
+    pip install -e '.[transformers]'     # in the clone; otherwise 'decoupled-diloco[transformers]'
     ddiloco train examples/trainer_hf.toml
 
-Or start a syncer, and the script in as many terminals as you like, each with its own name:
+Or start a syncer, then the script in any number of terminals, each with a different name:
 
     ddiloco syncer homelab
     python examples/trainer_hf.py --syncer http://127.0.0.1:7070 \
-        --token-file runs/homelab/token --name a
+        --auth-token-file runs/homelab/token --name a
 
-It trains a tiny Llama on the bytes of Python's standard library. Started again under the same name
-with `--resume`, it continues from the Trainer's last checkpoint, with the run's weights. `torchrun
---nproc_per_node 2 examples/trainer_hf.py …` makes one learner of two processes.
+It trains a tiny Llama on the bytes of Python's standard library. If you start it again under the
+same name with `--resume`, it continues from the Trainer's last checkpoint, with the run's weights.
+`torchrun --nproc_per_node 2 examples/trainer_hf.py …` starts a two-process learner.
 """
 
 import argparse
@@ -30,18 +30,18 @@ from decoupled_diloco.integrations.transformers import synchronize
 CONTEXT = 64
 
 parser = argparse.ArgumentParser(description="Train a tiny Llama as one learner.")
-parser.add_argument("--syncer", help="address of a shard, as http://host:port")
-parser.add_argument("--token-file", type=Path, help="file with the run's secret")
+parser.add_argument("--syncer", help="address of a shard, such as http://host:port")
+parser.add_argument("--auth-token-file", type=Path, help="file with the run's secret")
 parser.add_argument(
     "--name",
     default=os.environ.get("DDILOCO_NAME", "alone"),
     help="this learner's name, the same across restarts",
 )
-parser.add_argument("--resume", action="store_true", help="continue from its last checkpoint")
+parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
 
 
 class Windows(Dataset[dict[str, torch.Tensor]]):
-    """Windows of a text's bytes, in an order of this learner's own."""
+    """Windows of a text's bytes, in this learner's random order."""
 
     def __init__(self, seed: int) -> None:
         files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
@@ -60,9 +60,9 @@ class Windows(Dataset[dict[str, torch.Tensor]]):
 
 
 def main() -> None:
-    """Trains until the run is over."""
+    """Train until the run is over."""
     given = parser.parse_args()
-    token = given.token_file.read_text() if given.token_file else None
+    token = given.auth_token_file.read_text() if given.auth_token_file else None
     config = AutoConfig.from_pretrained(Path(__file__).parent / "tiny_llama")
     folder = Path(os.environ.get("DDILOCO_CHECKPOINT", "runs")) / f"trainer-{given.name}"
     arguments = TrainingArguments(
@@ -80,7 +80,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_config(config)
     trainer = Trainer(model, arguments, train_dataset=Windows(zlib.crc32(given.name.encode())))
     last = get_last_checkpoint(folder) if folder.is_dir() else None
-    callback = synchronize(trainer, given.syncer, token=token, learner_id=given.name)
+    callback = synchronize(trainer, given.syncer, auth_token=token, name=given.name)
     trainer.train(resume_from_checkpoint=last if given.resume else None)
     learner = callback.learner
     print(f"{given.name}: {learner.steps} steps; the model holds the run's final weights")

@@ -1,12 +1,12 @@
-r"""Lightning's Trainer as a learner of a run: the callback is all it takes.
+r"""The Lightning Trainer as a learner of a run; the callback is the only addition.
 
-    pip install -e '.[lightning]'        # in the clone; else 'decoupled-diloco[lightning]'
+    pip install -e '.[lightning]'        # in the clone; otherwise 'decoupled-diloco[lightning]'
     ddiloco syncer homelab
     python examples/trainer_lightning.py --syncer http://127.0.0.1:7070 \
-        --token-file runs/homelab/token --name a
+        --auth-token-file runs/homelab/token --name a
 
-It trains a small byte model on Python's standard library. Started again under the same name with
-`--resume`, it goes on from the Trainer's last checkpoint, with the run's weights.
+It trains a small byte model on Python's standard library. If you start it again under the same name
+with `--resume`, it continues from the Trainer's last checkpoint, with the run's weights.
 """
 
 import argparse
@@ -20,15 +20,15 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from decoupled_diloco.integrations.lightning import DilocoCallback
+from decoupled_diloco.integrations.lightning import DiLoCoCallback
 
 CONTEXT, BATCH = 64, 64
 
 parser = argparse.ArgumentParser(description="Train a small byte model as one learner.")
-parser.add_argument("--syncer", required=True, help="address of a shard, as http://host:port")
-parser.add_argument("--token-file", type=Path, help="file with the run's secret")
+parser.add_argument("--syncer", required=True, help="address of a shard, such as http://host:port")
+parser.add_argument("--auth-token-file", type=Path, help="file with the run's secret")
 parser.add_argument("--name", required=True, help="this learner's name, the same across restarts")
-parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
 
 
 class NextByte(L.LightningModule):
@@ -42,19 +42,19 @@ class NextByte(L.LightningModule):
         )
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        """The loss of one batch."""
+        """Return the loss of one batch."""
         (window,) = batch
         loss = nn.functional.cross_entropy(self.net(window[:, :-1]), window[:, -1])
         self.log("loss", loss)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """The inner optimizer."""
+        """Return the inner optimizer."""
         return torch.optim.AdamW(self.parameters(), lr=2e-3)
 
 
 def windows(seed: int) -> TensorDataset:
-    """Windows of a text's bytes, in an order of this learner's own."""
+    """Return windows of a text's bytes, in this learner's random order."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8)
     order = torch.Generator().manual_seed(seed)
@@ -63,15 +63,15 @@ def windows(seed: int) -> TensorDataset:
 
 
 def main() -> None:
-    """Trains until the run is over."""
+    """Train until the run is over."""
     given = parser.parse_args()
-    token = given.token_file.read_text() if given.token_file else None
+    token = given.auth_token_file.read_text() if given.auth_token_file else None
     folder = Path(f"runs/lightning-{given.name}")
-    diloco = DilocoCallback(given.syncer, token=token, learner_id=given.name)
-    kept = ModelCheckpoint(folder, every_n_train_steps=50, save_last=True)
+    diloco = DiLoCoCallback(given.syncer, auth_token=token, name=given.name)
+    checkpoint = ModelCheckpoint(folder, every_n_train_steps=50, save_last=True)
     trainer = L.Trainer(
         max_epochs=-1,  # the run's budget ends the training
-        callbacks=[diloco, kept],
+        callbacks=[diloco, checkpoint],
         accelerator="auto",
         logger=False,
     )

@@ -1,14 +1,14 @@
 """Deliberate breaks: each changes one marked line of the source, and a test must notice it.
 
-A comment in the source names the breaks of its line. It stands at the end of the line, or alone
+A comment in the source names the breaks of its line. It is at the end of the line, or on the line
 above it::
 
     if member.lease_until < now:  # break: lease-not-renewed
 
-A `Break` says what the line becomes. To apply it, `Break.broken` compiles the module's file with
-the changed line and gives the new code to the function around it. A mark moves with its line, so
-functions can be renamed and moved to other classes and modules. If the line itself changes, its
-break must fit it: `tests/unit/test_deliberate_breaks.py` checks marks, breaks and names.
+A `Break` contains the lines that replace the marked one. `Break.broken` compiles the module's file
+with the changed line and sets the new code on the function around it. A mark moves with its line,
+so functions can be renamed and moved to other classes and modules. If the line itself changes, its
+break must be adapted. `tests/unit/test_deliberate_breaks.py` checks marks, breaks and names.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
-from decoupled_diloco.simulate.shrink import Changes
+from worlds.shrink import Changes
 
 ROOT = Path(__file__).parents[1]
 SOURCES = (ROOT / "src", *sorted((ROOT / "packages").glob("*/src")))
@@ -39,9 +39,9 @@ class Mark:
     """A line that a break changes.
 
     Attributes:
-        source: The folder in which the file's package is.
+        source: The folder that contains the file's package.
         path: The file.
-        line: The line's number, from 1.
+        line: The number of the line, from 1.
     """
 
     source: Path
@@ -54,7 +54,7 @@ class Mark:
         return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
     def function(self) -> FunctionType:
-        """The function that the line is in, under its decorators."""
+        """Return the function that contains the line, without its decorators."""
         module = importlib.import_module(self.module)
         code = function_code(self.path.read_text(), str(self.path), self.line)
         thing: Any = module
@@ -72,7 +72,7 @@ class Mark:
 
 @functools.cache
 def marks() -> dict[str, list[Mark]]:
-    """All marks of the source by name; a name must have exactly one."""
+    """Return all marks of the source by name. Each name must have exactly one."""
     found: dict[str, list[Mark]] = {}
     for source in SOURCES:
         for path in sorted(source.rglob("*.py")):
@@ -86,16 +86,16 @@ def marks() -> dict[str, list[Mark]]:
 
 @dataclass(frozen=True)
 class Break:
-    """A marked line that becomes other lines.
+    """A marked line and the lines that replace it.
 
     Attributes:
         mark: Its name in the source.
         becomes: Lines that replace the marked one, at its indentation; empty: it is removed. They
-            end with ``if False:`` if the block below the line is to be skipped.
-        what: What goes wrong, in a sentence.
-        changes: What makes worlds in which it matters likelier.
-        noticed_by: The seed of a world that notices it.
-        test: The fastest test that notices it, if worlds do not: its pytest node id in `tests`.
+            end with ``if False:`` if the block below the line must be skipped.
+        what: The resulting fault, in one sentence.
+        changes: Makes worlds in which the fault matters more likely.
+        noticed_by: The seed of a world that notices the fault.
+        test: The pytest node id (in `tests`) of the fastest test that notices it, if worlds do not.
     """
 
     mark: str
@@ -106,7 +106,7 @@ class Break:
     test: str = ""
 
     def compiled(self) -> tuple[FunctionType, CodeType]:
-        """The function with the marked line, and its code with the changed line."""
+        """Return the function with the marked line, and its code with the changed line."""
         places = marks().get(self.mark, [])
         assert len(places) == 1, f"{len(places)} lines of the source have the mark {self.mark!r}"
         place = places[0]
@@ -121,7 +121,7 @@ class Break:
 
     @contextmanager
     def broken(self) -> Iterator[None]:
-        """As long as the context lasts, the code is broken."""
+        """Break the code for the duration of the context."""
         function, code = self.compiled()
         before, function.__code__ = function.__code__, code
         try:
@@ -130,9 +130,9 @@ class Break:
             function.__code__ = before
 
     def unknown_names(self) -> set[str]:
-        """Global names of the broken function that its module does not have.
+        """Return global names in the broken function that its module does not have.
 
-        A break with one would be noticed for its `NameError`, and not for what it is about.
+        Such a break would be noticed because of its `NameError`, not because of its fault.
         """
         function, code = self.compiled()
         known = function.__globals__.keys() | vars(builtins).keys()
@@ -145,7 +145,7 @@ class Break:
 
 
 def function_code(text: str, filename: str, line: int) -> CodeType:
-    """The code of the module's or class's function that a line is in; if nested, the outermost."""
+    """Return the code of the outermost function that contains a line."""
 
     def functions(code: CodeType) -> Iterator[CodeType]:
         for each in code.co_consts:
@@ -160,7 +160,7 @@ def function_code(text: str, filename: str, line: int) -> CodeType:
 
 
 def within(code: CodeType) -> Iterator[CodeType]:
-    """The code of all functions within a function."""
+    """Yield the code of all functions nested in a function."""
     for each in code.co_consts:
         if isinstance(each, CodeType):
             yield each

@@ -1,4 +1,4 @@
-"""Certificates that tests use, made by the command's own code."""
+"""Certificates for tests, created by the code of the command."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from decoupled_diloco.launch import certificates
 from decoupled_diloco.launch.certificates import CertificateFolder
-from decoupled_diloco.transport.tls import ServerTls, Tls
+from decoupled_diloco.transport.tls import ServerTLSConfig, TLSConfig
 
 PAST = timedelta(days=-400)
 FUTURE = timedelta(days=400)
@@ -23,47 +23,47 @@ FUTURE = timedelta(days=400)
 
 @functools.cache
 def folder() -> Path:
-    """One folder for all tests of this process, which only read it."""
+    """Return one read-only folder for all tests of this process."""
     path = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, path, ignore_errors=True)
     return made(path)
 
 
 def made(path: Path, *names: str, host: str = "syncer.example") -> Path:
-    """A folder with an authority, a syncer's certificate and learners'."""
+    """Create a folder with a CA, a certificate for the syncer, and certificates for learners."""
     found = CertificateFolder(path)
     found.begin([host], 30)
     found.add(names or ("learner-0", "learner-1", "evaluator"), 30)
     return path
 
 
-def served(path: Path, *, mutual: bool = False, name: str = "syncer") -> ServerTls:
-    """What a server shows."""
+def served(path: Path, *, mutual: bool = False, name: str = "syncer") -> ServerTLSConfig:
+    """Return the TLS files of a server."""
     authority = path / "authority.pem" if mutual else None
-    return ServerTls(path / f"{name}.pem", path / f"{name}.key", authority)
+    return ServerTLSConfig(path / f"{name}.pem", path / f"{name}.key", authority)
 
 
-def dialled(path: Path, name: str | None = None) -> Tls:
-    """What a client trusts, and shows."""
+def dialled(path: Path, name: str | None = None) -> TLSConfig:
+    """Return the TLS files of a client: the CA, and its own certificate if it has a name."""
     if name is None:
-        return Tls(path / "authority.pem")
-    return Tls(path / "authority.pem", path / f"{name}.pem", path / f"{name}.key")
+        return TLSConfig(path / "authority.pem")
+    return TLSConfig(path / "authority.pem", path / f"{name}.pem", path / f"{name}.key")
 
 
 def tables(path: Path) -> dict[str, str]:
-    """`[tls]` with certificates for both sides."""
+    """Return a `[tls]` table with certificates for both sides."""
     return {
-        "certificate": f"{path}/syncer.pem",
+        "cert": f"{path}/syncer.pem",
         "key": f"{path}/syncer.key",
-        "authority": f"{path}/authority.pem",
-        "client_authority": f"{path}/authority.pem",
+        "ca_cert": f"{path}/authority.pem",
+        "client_ca_cert": f"{path}/authority.pem",
         "clients": str(path),
     }
 
 
 @contextmanager
 def another_day(later: timedelta) -> Iterator[None]:
-    """Certificates are made as if it were so much later."""
+    """Create certificates as if the clock were shifted."""
 
     class Shifted(datetime):
         @classmethod

@@ -1,4 +1,4 @@
-"""A side stream without CUDA, for what is built on `SideStream`: it copies, and counts."""
+"""A side stream without CUDA, which copies at once and counts, for code built on `SideStream`."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch.utils._pytree import tree_leaves
 
 
 class Reached:
-    """An event of the past."""
+    """An event that has already completed."""
 
     def synchronize(self) -> None:
-        """There is nothing to wait for."""
+        """Return at once."""
 
 
 class FakeSideStream:
     """Copies at once.
 
     Attributes:
-        down: Tensors that were brought to the host.
-        up: Tensors that were brought to the device.
+        down: Number of tensors copied to the host.
+        up: Number of tensors copied to the device.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class FakeSideStream:
 
 
 class MetaSideStream(FakeSideStream):
-    """The meta device in the place of a GPU: what is computed where shows, values do not."""
+    """Uses the meta device instead of a GPU, to check devices but not values."""
 
     def download(self, tensors: Sequence[Tensor], after: Any) -> tuple[list[Tensor], Any]:
         """See `SideStream.download`."""
@@ -60,7 +60,7 @@ class MetaSideStream(FakeSideStream):
 
 
 class OnOneDevice(TorchDispatchMode):
-    """Refuses operations on tensors of several devices: on a GPU the host would wait for them."""
+    """Rejects operations on tensors of several devices, for which the host would wait on a GPU."""
 
     def __torch_dispatch__(
         self,
@@ -69,7 +69,7 @@ class OnOneDevice(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Looks at the tensors of an operation."""
+        """Check the devices of an operation's tensors."""
         found = tree_leaves((args, kwargs or {}))
         devices = {each.device.type for each in found if isinstance(each, Tensor)}
         assert len(devices) < 2, f"{func} has tensors of {devices}"

@@ -1,6 +1,6 @@
-"""The transport within one process: the same books and the same rules, without sockets.
+"""A transport within one process: the same server logic and rules, without sockets.
 
-For real shells side by side in one event loop. Faults are optional and seeded.
+It connects real shells in one event loop. Faults are optional and seeded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from decoupled_diloco.runtime import now
 from decoupled_diloco.transport.base import PIECE_BYTES, Encoded, Health, OnChannel, Peer, Stats
 from decoupled_diloco.transport.bodies import PREFIX, BodyBooks, Download, Stream
 from decoupled_diloco.transport.channel import NOTHING_MORE, Mailbox, decode, encode, handle
-from decoupled_diloco.transport.in_process import BodyClient
 from decoupled_diloco.transport.limits import Limits
 from decoupled_diloco.transport.pool import ReceivePool
 from decoupled_diloco.transport.ranges import Range, RangeSet, Window
@@ -26,17 +25,19 @@ from decoupled_diloco.transport.tokens import (
     check_role,
     refusal_error,
 )
+from decoupled_diloco_lab.simulate.in_process import BodyClient
 
 
 @dataclass
 class Faults:
-    """Probabilities of trouble, drawn from a seeded source.
+    """Probabilities of faults, drawn from a seeded source.
 
     Attributes:
         rng: Source of all choices.
-        refuse: Refuse every attempt to connect.
-        cut: That sending a message finds the channel cut; what was in flight is lost both ways.
-        cut_body: That a piece of a body finds its connection cut; the range is resumed.
+        refuse: Probability that an attempt to connect is refused.
+        cut: Probability that sending a message cuts the channel. Messages in flight are lost in
+            both directions.
+        cut_body: Probability that a piece of a payload cuts its connection. The range is resumed.
     """
 
     rng: random.Random
@@ -45,13 +46,13 @@ class Faults:
     cut_body: float = 0.0
 
     def strikes(self, probability: float) -> bool:
-        """Draw."""
+        """Draw whether a fault happens."""
         return probability > 0 and self.rng.random() < probability
 
 
 @dataclass
 class MemoryNetwork:
-    """Where servers are found by address."""
+    """The directory of servers by address."""
 
     faults: Faults | None = None
     servers: dict[str, MemoryServer] = field(default_factory=dict)
@@ -61,11 +62,11 @@ class MemoryNetwork:
         """Return the server at an address.
 
         Raises:
-            TransportError: nobody listens there.
+            TransportError: No server listens there.
         """
         server = self.servers.get(address)
         if server is None:
-            raise TransportError(f"cannot reach {address}: nobody listens there")
+            raise TransportError(f"cannot reach {address}: connection refused")
         return server
 
     def strikes(self, kind: str) -> bool:
@@ -96,7 +97,7 @@ class MemoryChannel:
 
     @property
     def last_received(self) -> float:
-        """A peer in the same process is heard at any time."""
+        """The present time until the channel closes: pings within one process never fail."""
         return now() if self._closed_at is None else self._closed_at
 
     def send(self, message: dict[str, object] | Encoded) -> None:
@@ -137,7 +138,7 @@ class MemoryChannel:
         await asyncio.sleep(0)
 
     def shut(self, reason: str) -> None:
-        """Close both ends; the other end is told the reason."""
+        """Close both ends and pass the reason to the other end."""
         if self.closed:
             return
         self._mark(reason)
@@ -145,7 +146,7 @@ class MemoryChannel:
         other._mark(f"closed by {other.peer.principal!r} at {other.peer.address}: {reason}")
 
     def cut(self) -> None:
-        """Lose the connection, and what was in flight."""
+        """Lose the connection and the messages in flight."""
         for end in (self, self._other):
             while end._inbox:
                 end._inbox.pop()
@@ -278,17 +279,17 @@ class MemoryClient(BodyClient):
         return server.tokens.authorize(bearer(token), principal)
 
     def server(self, address: str) -> MemoryServer:
-        """Return the server that holds a body."""
+        """Return the server of a payload."""
         return self._network.find(address)
 
     def piece_lost(self) -> None:
-        """Lose the connection of a body, if the faults say so."""
+        """Raise if a fault cuts the connection of a payload."""
         if self._network.strikes("cut_body"):
             raise TransportError("the connection was cut by a fault")
 
 
 class _MemoryPut:
-    """Writes the ranges of one body into the server's books."""
+    """Uploads the ranges of one payload."""
 
     digest = ""
 
@@ -331,7 +332,7 @@ class _MemoryPut:
 
 
 class _MemoryGet:
-    """Reads the ranges of one offer."""
+    """Downloads the ranges of one payload that a server offers."""
 
     def __init__(self, client: MemoryClient, address: str, key: str, out: Window) -> None:
         self.digest = ""
@@ -349,8 +350,8 @@ class _MemoryGet:
             offer = server.bodies.look_up(self._key)
             if len(offer.body) != len(self._out):
                 raise ProtocolError(
-                    f"GET {target}: the body has {len(offer.body)} bytes, {len(self._out)} are "
-                    "wanted"
+                    f"GET {target}: the payload has {len(offer.body)} bytes, expected "
+                    f"{len(self._out)}"
                 )
             download = server.bodies.fetch(self._key, principal, (start, stop))
         except RequestRefusal as refusal:

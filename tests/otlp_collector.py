@@ -1,4 +1,4 @@
-"""A small collector of OTLP over HTTP on loopback, which keeps what it is sent as protobuf."""
+"""A small OTLP collector over HTTP on loopback, which keeps the protobuf messages it receives."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 
 class ReceivingCollector:
-    """Spans as they came, each with the attributes of its resource.
+    """The received spans, each with the attributes of its resource.
 
     Attributes:
-        url: Where it listens.
-        answers: The status codes of the next requests; then 200.
-        requests: Path, headers and number of spans of each.
-        spans: Of all requests that were answered with 200.
+        url: Its address.
+        answers: Status codes for the next requests; then 200.
+        requests: Path, headers and number of spans of each request.
+        spans: Spans of all requests that were answered with 200.
     """
 
     def __init__(self, port: int) -> None:
@@ -28,10 +28,10 @@ class ReceivingCollector:
         self.spans: list[tuple[dict[str, str], Any]] = []
 
     def take(self, path: str, headers: dict[str, str], body: bytes) -> int:
-        told = ExportTraceServiceRequest.FromString(body)
+        request = ExportTraceServiceRequest.FromString(body)
         spans = [
             ({a.key: a.value.string_value for a in each.resource.attributes}, span)
-            for each in told.resource_spans
+            for each in request.resource_spans
             for scope in each.scope_spans
             for span in scope.spans
         ]

@@ -1,16 +1,16 @@
-"""Replays the tapes of a run: every process's events, fed to fresh machines, give what is taped."""
+"""Replay the tapes of a run: fresh state machines with the taped events reproduce the tape."""
 
 from __future__ import annotations
 
 from itertools import groupby
 from pathlib import Path
 
-from decoupled_diloco.observe.tape import TapeReader, replay
-from decoupled_diloco.simulate.replay import MACHINES, machine_of
+from decoupled_diloco.tape import TapeReader
+from decoupled_diloco.tape.replay import MACHINES, machine_of, replay
 
 
 def assert_replays(run_folder: Path) -> int:
-    """Every machine of the run replays exactly; returns how many events that were."""
+    """Check that every state machine of a run replays exactly; return the number of events."""
     events = 0
     for path in sorted((run_folder / "tape").glob("*.jsonl")):
         reader = TapeReader(path)
@@ -18,7 +18,7 @@ def assert_replays(run_folder: Path) -> int:
         starts = [r for r in records if r.kind == "start"]
         if starts[0].data["header"].get("machine") not in MACHINES:
             continue
-        # A torn line can only be the last one of a life that was killed.
+        # Only the last line of a killed incarnation can be torn.
         assert len(reader.problems) < len(starts), reader.problems
         records = [r for r in records if r.kind != "sample"]
         for who, own in groupby(records, key=lambda r: r.who):

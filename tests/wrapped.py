@@ -1,4 +1,4 @@
-"""Tensor subclasses around another tensor, as the packages for quantized weights have them."""
+"""Tensor subclasses that wrap another tensor, as in packages for quantized weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 
 class Wrapped(Tensor):
-    """Computes with the tensor inside it, and has no memory of its own."""
+    """Computes with the tensor inside it and has no storage itself."""
 
     inner: Tensor
 
@@ -44,7 +44,7 @@ class Wrapped(Tensor):
 
 
 class Rounding(Wrapped):
-    """Keeps whole numbers alone, as a coarse quantization."""
+    """Rounds to integers when it is written, as a coarse quantization."""
 
     @classmethod
     def __torch_dispatch__(

@@ -1,10 +1,10 @@
-"""What every worker does alike: model, data, inner optimizer, a step, and when each one ended.
+"""Shared code of all workers: model, data, inner optimizer, a step, and the record of its end.
 
-Runs in the environment of each peer, with this repository's ``src`` in PYTHONPATH: the workload
-needs torch, numpy and pydantic, nothing else of this package.
+It runs in the environment of each peer, with this repository's ``src`` in PYTHONPATH. The workload
+needs torch, numpy and pydantic, and no other part of this package.
 
-A worker is started with the path of a `Task` as JSON. It appends the end of each step to
-``FOLDER/worker-N.steps``, so that what it did is known even if it is killed, and writes
+A worker gets the path of a `Task` in JSON. It appends the end of each step to
+``FOLDER/worker-N.steps``, so that its progress is known even if it is killed, and writes
 ``FOLDER/worker-N.json`` at the end.
 """
 
@@ -23,11 +23,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "0.87M": {"layers": 4, "width": 128, "heads": 4, "context": 128, "batch_size": 16},
     "25M": {"layers": 8, "width": 512, "heads": 8, "context": 128, "batch_size": 2},
 }
-"""The sizes of `benchmarks/step_overhead.py`; a batch is one worker's.
-"tiny" is for trying the peers out."""
+"""The sizes of `benchmarks/step_overhead.py`, with one worker's batch. "tiny" is for trying the
+peers out."""
 
 READY_SECONDS_MAX = 120.0
-"""How long a worker waits for the others before its first step."""
+"""Time limit for a worker to wait for the others before its first step."""
 
 
 @dataclass(frozen=True)
@@ -35,17 +35,17 @@ class Task:
     """One worker's part of a run.
 
     Attributes:
-        system: Which variant of the peer, as `systems.SYSTEMS` calls it.
+        system: Variant of the peer, a name in `systems.SYSTEMS`.
         steps: Inner steps of each worker, a multiple of the period.
         period: H, inner steps between two outer steps.
         fragments: Parts of the model that a streaming system sends one at a time.
-        overlap: Steps that a streaming system may take while a fragment is under way.
-        slowdown: A step takes this many times as long.
-        snapshots: Whether to keep what a worker that is started again goes on from, where the peer
-            leaves that to the training script.
-        timeout_seconds: What a peer that asks for the longest duration of an exchange is told.
-        addresses: Of each worker's machine.
-        centre: The address of the machine with the syncer, the server or whatever there is.
+        overlap: Steps that a streaming system may take while a fragment is in transit.
+        slowdown: Factor on the time of a step.
+        snapshots: Save the state from which a restarted worker continues, if the peer leaves that
+            to the training script.
+        timeout_seconds: Timeout of an exchange, for peers that require one.
+        addresses: Address of each worker's machine.
+        center: Address of the machine with the syncer or server, if any.
     """
 
     system: str
@@ -63,35 +63,43 @@ class Task:
     snapshots: bool
     timeout_seconds: float
     addresses: tuple[str, ...]
-    centre: str
+    center: str
 
     def write(self) -> Path:
-        """Puts it where the worker finds it."""
+        """Write the task for the worker, and return its path."""
         path = Path(self.folder) / f"worker-{self.worker}.task"
         path.write_text(json.dumps(asdict(self)))
         return path
 
     @classmethod
     def read(cls, path: str = "") -> Self:
-        """The one at a path, or else the one that this process was started with."""
+        """Read the task at a path; by default the one that this process was started with."""
         return cls(**json.loads(Path(path or sys.argv[1]).read_text()))
 
     @property
     def site(self) -> int:
-        """Where this worker is."""
+        """The site of this worker."""
         return self.worker % 2
 
     @property
     def tokens_per_step(self) -> int:
-        """Of one worker."""
+        """Tokens per step of one worker."""
         return int(MODELS[self.model]["batch_size"] * MODELS[self.model]["context"])
 
 
+def save(state: Any, path: Path) -> None:
+    """Save a PyTorch state atomically, so that a killed process leaves the last complete one."""
+    import torch
+
+    torch.save(state, path.with_suffix(".new"))
+    path.with_suffix(".new").replace(path)
+
+
 class Training:
-    """The model, and a loop's step; a peer puts its own calls between `step` and `ended`."""
+    """The model and a step of its loop; a peer puts its calls between `step` and `ended`."""
 
     def __init__(self, task: Task) -> None:
-        import torch  # not at the top: who only writes tasks needs none
+        import torch  # not at the top, because the driver only writes tasks
 
         from decoupled_diloco.workloads import load_workload
 
@@ -105,12 +113,12 @@ class Training:
         self.go_to(0)
 
     def go_to(self, step: int) -> None:
-        """Which step comes next: of a worker that goes on from a checkpoint not the first."""
+        """Set the next step; it is not 0 for a worker that continues from a checkpoint."""
         self.steps = step
         self._batches = self.workload.batches(self.task.worker, self.task.workers, step)
 
     def wait_for_others(self) -> None:
-        """Returns when every worker has come here: imports and joining take unequal times."""
+        """Wait until every worker is ready, because imports and joins take unequal times."""
         folder = Path(self.task.folder)
         (folder / f"worker-{self.task.worker}.ready").touch()
         deadline = time.monotonic() + READY_SECONDS_MAX
@@ -118,11 +126,11 @@ class Training:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not all workers were ready within {READY_SECONDS_MAX:g} s")
             time.sleep(0.02)
-        self._tell("begin")
+        self._record("begin")
 
     def step(self, model: Any = None) -> int:
-        """One inner step, of a wrapper of the model if one is given; returns its tokens."""
-        begun = time.thread_time()  # without what it waits for the others
+        """Take one inner step, with a wrapper of the model if one is given; return its tokens."""
+        begun = time.thread_time()  # excludes waiting for other workers
         batch = next(self._batches)
         factor = self.workload.schedule(self.steps)
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
@@ -137,16 +145,16 @@ class Training:
         return self.workload.tokens(batch)
 
     def ended(self) -> None:
-        """The step has ended, whatever the peer does in it included."""
-        self._tell(str(self.steps))
+        """Record the end of the step, including the peer's work in it."""
+        self._record(str(self.steps))
 
     def finish(self, **more: Any) -> None:
-        """Evaluates the model as it is now, and leaves the result for the driver."""
-        self._tell("end")
+        """Evaluate the current model, and write the result for the driver."""
+        self._record("end")
         found = {"steps": self.steps, "loss": self.workload.evaluate(self.model)["loss"], **more}
         path = Path(self.task.folder) / f"worker-{self.task.worker}.json"
         path.write_text(json.dumps(found))
 
-    def _tell(self, what: str) -> None:
+    def _record(self, what: str) -> None:
         self._steps.write(f"{what} {time.monotonic():.6f} {os.getpid()}\n")
         self._steps.flush()

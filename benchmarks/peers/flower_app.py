@@ -1,11 +1,10 @@
 """The Flower App: a `ServerApp` with `FedAvgM`, and a `ClientApp` that trains for a period.
 
-As the PyTorch example of Flower's documentation ("Quickstart PyTorch") and "Design stateful
-ClientApps": a round is one period, and what the inner optimizer has learned is kept in the
-context's state, for a ClientApp is made anew for every message. `FedAvgM` is SGD on the mean of
-what the clients have changed, with its own form of momentum: heavy ball, where all other systems
-of the comparison have Nesterov's. In runs with faults the server keeps the model after each round
-("Save and load model checkpoints").
+It follows the PyTorch example of Flower's documentation ("Quickstart PyTorch") and "Design stateful
+ClientApps". A round is one period. The state of the inner optimizer is kept in the context's state,
+because a new ClientApp is created for every message. `FedAvgM` is SGD on the mean of the clients'
+changes, with heavy-ball momentum; all other systems of the comparison have Nesterov momentum. In
+runs with faults the server saves the model after each round ("Save and load model checkpoints").
 """
 
 import io
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Task, Training
+from common import Task, Training, save
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
@@ -23,12 +22,12 @@ client = ClientApp()
 server = ServerApp()
 
 MODEL = "final.pt"
-"""Where the server leaves the model at the end."""
+"""File in which the server saves the final model."""
 
 
 @client.train()
 def train(message: Message, context: Context) -> Message:
-    """One period of inner steps from the server's model."""
+    """Run one period of inner steps from the server's model."""
     task = Task.read(str(context.node_config["task"]))
     training, config = Training(task), message.content["config"]
     training.model.load_state_dict(message.content["arrays"].to_torch_state_dict())
@@ -71,23 +70,17 @@ def main(grid: Grid, context: Context) -> None:
         arrays, before = ArrayRecord(saved["model"]), saved["rounds"]
         strategy.momentum_vector = saved["momentum"]
 
-    def save(server_round: int, arrays: ArrayRecord) -> None:
-        """Called after each round, and before the first."""
-        saved: dict[str, Any] = {
-            "model": arrays.to_torch_state_dict(),
-            "momentum": strategy.momentum_vector,
-            "rounds": before + server_round,
-        }
-        torch.save(saved, snapshot.with_suffix(".new"))
-        snapshot.with_suffix(".new").replace(snapshot)
+    def keep(server_round: int, arrays: ArrayRecord) -> None:
+        """Save the state; called before the first round and after each."""
+        state: dict[str, Any] = {"model": arrays.to_torch_state_dict()}
+        state |= {"momentum": strategy.momentum_vector, "rounds": before + server_round}
+        save(state, snapshot)
 
     result = strategy.start(
         grid=grid,
         initial_arrays=arrays,
         num_rounds=task.steps // task.period - before,
         train_config=ConfigRecord({"rounds-before": before}),
-        evaluate_fn=save if task.snapshots else None,
+        evaluate_fn=keep if task.snapshots else None,
     )
-    path = Path(task.folder) / MODEL
-    torch.save(result.arrays.to_torch_state_dict(), path.with_suffix(".new"))
-    path.with_suffix(".new").replace(path)
+    save(result.arrays.to_torch_state_dict(), Path(task.folder) / MODEL)

@@ -1,13 +1,13 @@
-"""Two sites, each a network namespace, and the one link between them.
+"""Two sites, each a network namespace, and the link between them.
 
-"clean" is a veth pair without a limit. All others go packet by packet through a tool with delay,
-rate and loss, so that real TCP meets them (netem is not in every kernel):
+The link "clean" is a veth pair without a limit. The others go packet by packet through a tool with
+delay, rate and loss, so that they affect real TCP (netem is not in every kernel):
 
-    TOOL up NAME DELAY_MS RATE_MBIT LOSS_PERCENT    makes NAME-a and NAME-b, joined by device wan0
+    TOOL up NAME DELAY_MS RATE_MBIT LOSS_PERCENT    creates NAME-a and NAME-b, joined by device wan0
     TOOL cut NAME, TOOL heal NAME, TOOL down NAME
 
-DELAY_MS is one way. The sites have 10.9.0.1 and 10.9.0.2. Each site's host name is its address, so
-that who tells others its host name can be reached.
+DELAY_MS is one way. The sites have the addresses 10.9.0.1 and 10.9.0.2. Each site's host name is
+its address, so that a process which sends its host name to others can be reached.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CLONE_NEWNET = 0x4000_0000
 
 @dataclass(frozen=True)
 class Link:
-    """One way: delay, rate and loss; of None the link has no limit."""
+    """One direction: delay, rate and loss; without `mbit` the link has no limit."""
 
     delay_ms: float = 0.0
     mbit: float | None = None
@@ -49,11 +49,11 @@ LINKS = {
         for loss in (0, 0.1, 1)
     },
 }
-"""50 ms are the round trip."""
+"""The round trip is 50 ms."""
 
 
 def unavailable() -> str:
-    """Why namespaces cannot be had here; empty if they can."""
+    """Return why namespaces are not available; empty if they are."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "network namespaces need root on Linux"
     return "" if shutil.which("ip") else "'ip' is not installed (package iproute2)"
@@ -61,7 +61,7 @@ def unavailable() -> str:
 
 @dataclass
 class Sites:
-    """The two sites of a link, and what has passed between them."""
+    """The two sites of a link, and samples of the traffic between them."""
 
     name: str
     tool: Path | None
@@ -71,7 +71,7 @@ class Sites:
         return f"{self.name}-{'ab'[site]}"
 
     def command(self, site: int) -> list[str]:
-        """What goes before a command that is to run at a site."""
+        """Return the prefix of a command that runs at a site."""
         rename = 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"'
         inside = ["ip", "netns", "exec", self.space(site), "unshare", "--uts"]
         return [*inside, "sh", "-c", rename, ADDRESSES[site]]
@@ -87,7 +87,7 @@ class Sites:
             _run(*_in(self.space(site)), "ip", "link", "set", DEVICE, state)
 
     def passed(self, begin: float, end: float) -> tuple[float, float]:
-        """Bytes that have left either site between two instants."""
+        """Return the bytes that have left each site between two instants."""
         totals = [self._at(end, way) - self._at(begin, way) for way in (1, 2)]
         return totals[0], totals[1]
 
@@ -101,21 +101,15 @@ class Sites:
 
 @contextlib.contextmanager
 def joined(name: str, link: Link, tool: Path | None) -> Iterator[Sites]:
-    """The sites, for as long as the block lasts; what was left of earlier ones is removed first."""
+    """Create the sites for the block; first remove what is left of earlier ones."""
     sites, limited = Sites(name, tool), link.mbit is not None
     if limited and tool is None:
         raise SystemExit(f"a link of {link} needs --wan-tool")
     _remove(sites, limited)
     try:
         if limited:
-            _run(
-                str(tool),
-                "up",
-                name,
-                f"{link.delay_ms:g}",
-                f"{link.mbit:g}",
-                f"{link.loss_percent:g}",
-            )
+            numbers = (link.delay_ms, link.mbit, link.loss_percent)
+            _run(str(tool), "up", name, *(f"{each:g}" for each in numbers))
         else:
             _pair(sites)
         stop = threading.Event()
@@ -149,7 +143,7 @@ def _remove(sites: Sites, limited: bool) -> None:
 
 
 def _sample(sites: Sites, stop: threading.Event) -> None:
-    """Reads the counters of both ends. A file of /proc that is open stays that of its namespace."""
+    """Sample the counters of both ends. An open file in /proc stays that of its namespace."""
     with contextlib.ExitStack() as stack:
         files = []
         for site in (0, 1):
@@ -174,7 +168,7 @@ def _in(space: str) -> list[str]:
 
 
 def _run(*words: str) -> None:
-    """In a session of its own: the link's process then has a share of the processors of its own."""
+    """Run it in a new session, so that the link's process gets a separate share of the CPUs."""
     done = subprocess.run(
         words, check=False, capture_output=True, text=True, start_new_session=True
     )

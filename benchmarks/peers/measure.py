@@ -1,66 +1,69 @@
-"""decoupled-diloco beside what people use instead, on CPU: two workers, one link, the same model.
+"""Comparison of decoupled-diloco with other systems on CPU: two workers, one link, the same model.
 
 Every system trains the byte-level GPT of `decoupled_diloco.workloads` with the same data, batch,
-inner optimizer, period H and outer optimizer, in two network namespaces (see `links`), one thread
-for each worker. Each run is bounded in time; what it did until then is its result.
+inner optimizer, period H and outer optimizer. The workers are in two network namespaces (see
+`links`), with one thread each. Each run has a time limit; its progress until then is its result.
 
     python benchmarks/peers/environments.py                       # once: the peers' packages
     python benchmarks/peers/measure.py --wan-tool PATH --repeats 3
-    python benchmarks/peers/measure.py --list                     # the cells, and what is done
+    python benchmarks/peers/measure.py --list                     # the cells, and which are done
     python benchmarks/peers/measure.py --only '^(none|ddp|ours-bf16) 0.87M clean speed'
 
-A line of ``--kept`` is a run; what is there is not run again, so the command can be repeated after
-it was stopped. Needs root (namespaces); links with delay and loss need the tool.
+Each line of ``--kept`` is a run. Recorded runs are not repeated, so the command can be stopped and
+repeated. It needs root (namespaces), and the tool for links with delay and loss.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import signal
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from argparse import Namespace
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from common import MODELS, Task
 from environments import INTO
-from faults import FAULTS, SLOWDOWN
 from links import ADDRESSES, LINKS, joined, unavailable
-from run import Row, Run
-from summary import ESTIMATE, NOT_MEASURED, summary
-from systems import HERE, SYSTEMS, python_of
+from run import FAULTS, Row, Run
+from systems import HERE, SYSTEMS
 
 sys.path.insert(0, str(HERE.parent))
 
-from evidence import keep
+from evidence import keep, options
 
 PERIOD = 24
 FRAGMENTS = 24
 OVERLAP = 2
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.5
-"""Momentum 0.5 and not 0.9 for every system, because runs have so few outer steps."""
+"""All systems use momentum 0.5, not 0.9, because the runs have few outer steps."""
 
 PARAMETERS = {"tiny": 0.04e6, "0.87M": 0.87e6, "25M": 25.5e6}
 PERIODS = {"speed": 5, "loss": 25, "slow": 5, **dict.fromkeys(FAULTS, 20), "lose-worker": 8}
-"""How long a run of each kind is: "speed" and "slow" are timed after the first period."""
+"""Periods per run of each kind; "speed" and "slow" are timed after the first period."""
 
 WORKERS = {**dict.fromkeys(PERIODS, 2), "lose-worker": 4}
 
 PERIODS_OF_LARGE = 3
+SLOWDOWN = 4.0
 SECONDS_MAX = {"speed": 150.0, "slow": 150.0, "loss": 300.0, **dict.fromkeys(FAULTS, 300.0)}
-"""Then a run is ended, and what it did is its result; twice as long for the large model."""
+"""Time limit of a run, which ends it with its progress as the result; doubled for the large model.
+"""
 
 TIMEOUT_SECONDS_MIN = 30.0
-"""What torchft's example gives an exchange; more where the link needs more."""
+"""Timeout of an exchange in torchft's example; slow links use a longer one."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One system in one setting; `kind` is one of `PERIODS`."""
+    """One system in one setting; `kind` is a key of `PERIODS`."""
 
     system: str
     model: str
@@ -69,7 +72,7 @@ class Cell:
 
     @property
     def large(self) -> bool:
-        """Whether its steps take so long that it gets fewer."""
+        """Whether its steps take so long that it runs fewer of them."""
         return self.model == "25M"
 
     def __str__(self) -> str:
@@ -77,7 +80,7 @@ class Cell:
 
 
 def cells(models: Iterable[str]) -> list[Cell]:
-    """In the order in which a repetition takes them: those to be compared follow each other."""
+    """Return the cells in the order of a repetition: cells to be compared follow each other."""
     settings = [(model, link, "speed") for model in models for link in LINKS]
     settings += [
         (model, "clean", kind)
@@ -89,7 +92,7 @@ def cells(models: Iterable[str]) -> list[Cell]:
 
 
 def tasks_of(cell: Cell, folder: Path, slowdown: float) -> list[Task]:
-    """Of all workers; the sites take turns."""
+    """Return the tasks of all workers, which alternate between the sites."""
     workers = WORKERS[cell.kind]
     rate = (LINKS[cell.link].mbit or 1000.0) * 1e6
     exchange_seconds = PARAMETERS[cell.model] * 32 / rate
@@ -110,16 +113,16 @@ def tasks_of(cell: Cell, folder: Path, slowdown: float) -> list[Task]:
             snapshots=cell.kind in FAULTS,
             timeout_seconds=max(TIMEOUT_SECONDS_MIN, 20 * exchange_seconds),
             addresses=tuple(ADDRESSES[n % len(ADDRESSES)] for n in range(workers)),
-            centre=ADDRESSES[0],
+            center=ADDRESSES[0],
         )
         for worker in range(workers)
     ]
 
 
-def measure(cell: Cell, arguments: argparse.Namespace) -> Row:
-    """One run, from the first process to the last."""
+def measure(cell: Cell, arguments: Namespace) -> Row:
+    """Carry out one run, from the first process to the last."""
     system = SYSTEMS[cell.system]
-    python = python_of(system, arguments.environments)
+    python = system.python(arguments.environments)
     begun = time.monotonic()
     with (
         tempfile.TemporaryDirectory() as name,
@@ -127,8 +130,8 @@ def measure(cell: Cell, arguments: argparse.Namespace) -> Row:
     ):
         tasks = tasks_of(cell, Path(name), arguments.slowdown)
         starts = {f"worker-{task.worker}": system.worker(task, python) for task in tasks}
-        if system.centre is not None:
-            starts = {"centre": system.centre(tasks[0], python), **starts}
+        if system.center is not None:
+            starts = {"center": system.center(tasks[0], python), **starts}
         deadline = time.monotonic() + SECONDS_MAX[cell.kind] * (1 + cell.large)
         run = Run(Path(name), sites, tasks, starts, deadline, FAULTS.get(cell.kind))
         row = run.summary(run.carry_out(), warm_periods=1)
@@ -137,22 +140,78 @@ def measure(cell: Cell, arguments: argparse.Namespace) -> Row:
     return {**row, "seconds": round(time.monotonic() - begun, 1)}
 
 
+def summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """Group the rows by kind of run, then by model and link, then by system."""
+    grouped: dict[str, dict[str, dict[str, list[Row]]]] = defaultdict(
+        lambda: defaultdict(lambda: defaultdict(list))
+    )
+    for row in rows:
+        system, model, link, kind = row["cell"].split(" ")
+        grouped[kind][f"{model} {link}"][system].append(row)
+    return {
+        kind: {
+            where: {
+                system: _timed(each, systems.get("none", []))
+                if kind in ("speed", "slow", "loss")
+                else _faulty(each)
+                for system, each in systems.items()
+            }
+            for where, systems in settings.items()
+        }
+        for kind, settings in grouped.items()
+    }
+
+
+def _timed(rows: list[Row], alone: list[Row]) -> dict[str, Any]:
+    """Return the slowest worker's rate relative to no communication in the same repeat."""
+    rates = {row["repeat"]: row["rate"] for row in alone if "rate" in row}
+    timed = [row for row in rows if "rate" in row]
+    found: dict[str, Any] = {
+        "finished": sum(row["finished"] for row in rows),
+        "runs": len(rows),
+        "steps": [min(row["steps"]) for row in rows],
+        "rate": [row["rate"] for row in timed],
+        "percent_of_none": [
+            100 * row["rate"] / rates[row["repeat"]] for row in timed if row["repeat"] in rates
+        ],
+        "seconds_of_all_steps": [
+            max(steps / rate for steps, rate in zip(row["steps"], row["rates"], strict=True))
+            for row in timed
+        ],
+        "longest_gap_seconds": [max(row["gaps"]) for row in timed],
+        "bytes_per_step": [sum(row["sent_per_step"]) / 2 for row in timed],
+    }
+    losses = [loss for row in rows for loss in row["losses"][:1] if loss is not None]
+    return found | ({"loss": statistics.mean(losses)} if losses else {})
+
+
+def _faulty(rows: list[Row]) -> dict[str, Any]:
+    """Return the seconds without a step of each worker, and when a killed worker stepped again."""
+    return {
+        "finished": sum(row["finished"] for row in rows),
+        "runs": len(rows),
+        **{
+            name: [row[name] for row in rows if name in row]
+            for name in ("gaps", "steps_in_minute", "back_seconds")
+        },
+    }
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--only", default="", metavar="REGEX", help="of the cells' names")
-    parser.add_argument("--repeats", type=int, default=1, help="of all cells, by turns")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS)[1:])
-    parser.add_argument("--environments", type=Path, default=INTO)
-    parser.add_argument("--wan-tool", type=Path)
-    parser.add_argument("--slowdown", type=float, default=1.0, help="of all workers' steps")
-    parser.add_argument("--kept", type=Path, default=Path("peers.jsonl"))
-    parser.add_argument("--list", action="store_true", help="the cells; nothing is run")
-    parser.add_argument("--logs", action="store_true", help="keep those of good runs too")
-    arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the namespaces go as well
-    missing = unavailable()
-    if missing:
-        sys.exit(f"no links here: {missing}")
+    arguments = options(
+        only="",  # regular expression for the cells' names
+        repeats=1,  # repetitions of all cells, in turns
+        models=list(MODELS)[1:],
+        environments=INTO,
+        wan_tool=Path,
+        slowdown=1.0,  # factor on all workers' steps
+        kept=Path("peers.jsonl"),
+        list=False,  # list the cells without running them
+        logs=False,  # also keep the logs of successful runs
+    )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the namespaces are removed
+    if missing := unavailable():
+        sys.exit(f"links are not available: {missing}")
     lines = arguments.kept.read_text().splitlines() if arguments.kept.exists() else []
     done = {(row["cell"], row["repeat"]) for row in map(json.loads, lines)}
     chosen = [cell for cell in cells(arguments.models) if re.search(arguments.only, str(cell))]
@@ -170,23 +229,10 @@ def main() -> None:
         rows = [json.loads(line) for line in arguments.kept.read_text().splitlines()]
         for row in rows:
             row.pop("logs", None)
-        folder = keep(
-            "peers",
-            estimate=ESTIMATE,
-            config={
-                "workers": WORKERS,
-                "period": PERIOD,
-                "fragments": FRAGMENTS,
-                "overlap": OVERLAP,
-                "outer": [OUTER_LR, OUTER_MOMENTUM],
-                "models": MODELS,
-                "periods": PERIODS,
-            },
-            raw=rows,
-            result=summary(rows),
-            not_measured=NOT_MEASURED,
-        )
-        print(folder)
+        outer = [OUTER_LR, OUTER_MOMENTUM]
+        own = {"period": PERIOD, "fragments": FRAGMENTS, "overlap": OVERLAP, "outer": outer}
+        config = {"workers": WORKERS, **own, "models": MODELS, "periods": PERIODS}
+        print(keep("peers", config=config, raw=rows, result=summary(rows)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,8 @@
-"""One run: its processes, their supervisor, and what they left behind."""
+"""One run: its processes, faults, supervisor and results.
+
+A supervisor, as every cluster has one, restarts failed or killed processes after `RESTART_SECONDS`.
+It is the same for all systems.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +19,40 @@ from statistics import median
 from typing import Any
 
 from common import Task
-from faults import RESTART_SECONDS, Fault, Step, effect, steps_of
 from links import Sites
 from systems import Start, environment_of
 
 Row = dict[str, Any]
+Step = tuple[float, int, int]
+"""Time of its end, step number, and process id of the worker."""
 
+RESTART_SECONDS = 5.0
 POLL_SECONDS = 0.1
 LOG_CHARACTERS = 3000
 
 
+@dataclass(frozen=True)
+class Fault:
+    """A process is killed (SIGKILL) at `at_period`, or the link is cut for `cut_seconds`."""
+
+    kills: str = ""
+    cut_seconds: float = 0.0
+    at_period: float = 2.5
+    for_ever: bool = False  # the killed process is not restarted
+
+
+FAULTS = {
+    "kill-worker": Fault("worker-1"),
+    "kill-center": Fault("center"),
+    "lose-worker": Fault("worker-3", for_ever=True),
+    "cut": Fault(cut_seconds=60.0),
+}
+"""A system without a center loses worker 0 instead; with DDP this is rank 0 and the rendezvous."""
+
+
 @dataclass
 class Run:
-    """A run that goes on, in two sites and a folder."""
+    """A run in progress, at two sites and in a folder."""
 
     folder: Path
     sites: Sites
@@ -42,7 +67,7 @@ class Run:
     fault_over: bool = False
 
     def carry_out(self) -> bool:
-        """Until every worker has ended well, or the time is over; which of both."""
+        """Run until every worker has succeeded or time is up; return whether all succeeded."""
         try:
             for name in self.starts:
                 self._start(name)
@@ -53,7 +78,7 @@ class Run:
     def _watch(self) -> bool:
         due: dict[str, float] = {}
         while (now := time.monotonic()) < self.deadline:
-            self._let_it_happen(now)
+            self._inject_fault(now)
             codes = {
                 name: process.poll()
                 for name, process in self.processes.items()
@@ -76,26 +101,36 @@ class Run:
 
     @property
     def lost(self) -> set[str]:
-        """Who was killed and is not started again."""
+        """The killed processes that are not restarted."""
         return self.killed if self.fault and self.fault.for_ever else set()
 
-    def _let_it_happen(self, now: float) -> None:
-        """The fault begins, or ends, if it is time."""
+    def _inject_fault(self, now: float) -> None:
+        """Start or end the fault when it is due."""
         if self.fault is None or self.fault_over:
             return
         if not self.fault_begun and self._reached(self.fault.at_period):
             self.fault_begun = now
-            self.fault.begin(self)
-        elif self.fault_begun and now > self.fault_begun + self.fault.seconds:
+            if self.fault.kills:
+                self.kill(self.fault.kills)
+            else:
+                self.sites.cut()
+        elif self.fault_begun and now > self.fault_begun + self.fault.cut_seconds:
             self.fault_over = True
-            self.fault.end(self)
+            if not self.fault.kills:
+                self.sites.heal()
 
     def _reached(self, period: float) -> bool:
         steps = [self._steps(task) for task in self.tasks]
         return all(each and each[-1][1] >= period * self.tasks[0].period for each in steps)
 
     def _steps(self, task: Task) -> list[Step]:
-        return steps_of(self.folder / f"worker-{task.worker}.steps")
+        """Return the steps of all incarnations of a worker; step 0 is the start of one."""
+        path, found = self.folder / f"worker-{task.worker}.steps", []
+        for line in path.read_text().splitlines() if path.exists() else []:
+            what, instant, pid = line.split()
+            if what != "end":
+                found.append((float(instant), 0 if what == "begin" else int(what), int(pid)))
+        return found
 
     def _start(self, name: str) -> None:
         start = self.starts[name]
@@ -110,14 +145,19 @@ class Run:
             )
 
     def kill(self, name: str) -> None:
-        """SIGKILL to a process and all that it has started; worker 0 where there is no centre."""
+        """Send SIGKILL to a process and its descendants; to worker 0 if there is no center."""
         name = name if name in self.processes else "worker-0"
         self.killed.add(name)
-        for pid in _family(self.processes[name].pid):
+        family = [self.processes[name].pid]
+        for parent in family:
+            for path in Path(f"/proc/{parent}/task").glob("*/children"):
+                with contextlib.suppress(OSError):
+                    family += [int(child) for child in path.read_text().split()]
+        for pid in family:
             _kill(pid)
 
     def _end(self) -> None:
-        """Ends what is left: every process in the namespaces, launchers' children as well."""
+        """Kill all processes in the namespaces, including children of launchers."""
         for site in (0, 1):
             command = ["ip", "netns", "pids", self.sites.space(site)]
             listed = subprocess.run(command, check=False, capture_output=True, text=True)
@@ -128,7 +168,7 @@ class Run:
             process.wait()
 
     def summary(self, ended: bool, warm_periods: int) -> Row:
-        """What the workers' files and the interfaces' counters say."""
+        """Summarize the workers' files and the interfaces' counters."""
         steps = [self._steps(task) for task in self.tasks]
         results = [_result(self.folder / f"worker-{task.worker}.json") for task in self.tasks]
         lost = [f"worker-{task.worker}" in self.lost for task in self.tasks]
@@ -160,9 +200,38 @@ class Run:
         }
 
     def logs(self) -> dict[str, str]:
-        """The ends of what the processes have said."""
+        """Return the ends of the processes' logs."""
         paths = sorted(self.folder.glob("*.log"))
         return {path.stem: path.read_text(errors="replace")[-LOG_CHARACTERS:] for path in paths}
+
+
+def effect(
+    steps: list[list[Step]], begun: float, until: float, finished: list[bool], dead: set[int]
+) -> dict[str, Any]:
+    """Return the effect of a fault on each worker.
+
+    Args:
+        steps: Steps of each worker.
+        begun: Time of the fault.
+        until: End of the run, or its time limit.
+        finished: Whether each worker finished.
+        dead: The workers that were killed.
+
+    Returns:
+        For each worker, the longest time without a step after the fault, the steps in the minute
+        after
+        it, and for killed workers the seconds until their first step.
+    """
+    found: dict[str, Any] = {"gaps": [], "steps_in_minute": [], "back_seconds": []}
+    for worker, each in enumerate(steps):
+        ended = [instant for instant, step, _ in each if step]
+        before = [instant for instant in ended if instant <= begun]
+        after = [instant for instant in ended if instant > begun]
+        marks = [*before[-1:], *after, *([] if finished[worker] else [until])]
+        found["gaps"].append(max((b - a for a, b in pairwise(marks)), default=None))
+        found["steps_in_minute"].append(sum(instant <= begun + 60.0 for instant in after))
+        found["back_seconds"].append(after[0] - begun if worker in dead and after else None)
+    return found
 
 
 def _last(steps: list[Step]) -> int:
@@ -171,16 +240,6 @@ def _last(steps: list[Step]) -> int:
 
 def _result(path: Path) -> Row:
     return dict(json.loads(path.read_text())) if path.exists() else {}
-
-
-def _family(pid: int) -> list[int]:
-    """A process and everything below it."""
-    found = [pid]
-    for parent in found:
-        for path in Path(f"/proc/{parent}/task").glob("*/children"):
-            with contextlib.suppress(OSError):
-                found += [int(child) for child in path.read_text().split()]
-    return found
 
 
 def _kill(pid: int) -> None:

@@ -1,7 +1,7 @@
-"""How each system is started: which processes at which site, in which environment.
+"""Start of each system: its processes, their sites and environments.
 
-Worker 0 and what a system has as its centre (syncer, lighthouse, server) are at site 0, worker 1 at
-site 1, and so on by turns, so every exchange crosses the link once each way.
+Worker 0 and a system's center (syncer, lighthouse, server) are at site 0, worker 1 is at site 1,
+and so on in turns, so every exchange crosses the link once in each direction.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from common import Task
 from links import DEVICE
@@ -24,7 +23,7 @@ SOURCE = HERE.parents[1] / "src"
 
 @dataclass(frozen=True)
 class Start:
-    """One process: where, and what."""
+    """One process: its site, command and environment."""
 
     site: int
     command: list[str]
@@ -36,18 +35,24 @@ class System:
     """A peer, or a variant of one.
 
     Attributes:
-        environment: Name of the folder with its Python; empty: the Python that runs this.
-        exchange_bytes: Of a parameter in one blocking exchange: how long that may take follows.
+        environment: Name of the folder with its Python; empty: the Python that runs this program.
+        worker: Returns the start of one worker, for that Python.
+        center: Returns the start of the syncer, lighthouse or server, if there is one.
     """
 
     environment: str
     worker: Callable[[Task, Path], Start]
-    centre: Callable[[Task, Path], Start] | None = None
-    exchange_bytes: float = 4.0
+    center: Callable[[Task, Path], Start] | None = None
+
+    def python(self, environments: Path) -> Path:
+        """Return the interpreter of its environment."""
+        if not self.environment:
+            return Path(sys.executable)
+        return environments / self.environment / "bin" / "python"
 
 
 def environment_of(start: Start) -> dict[str, str]:
-    """Of a process: one thread, the workload, and the link as gloo's network."""
+    """Return a process's environment: one thread, the workload, and the link as gloo's network."""
     own = {
         "PYTHONPATH": os.pathsep.join((str(SOURCE), str(HERE))),
         "OMP_NUM_THREADS": "1",
@@ -57,77 +62,59 @@ def environment_of(start: Start) -> dict[str, str]:
     return {**os.environ, **own, **start.env}
 
 
-def python_of(system: System, environments: Path) -> Path:
-    """The interpreter of a system's environment."""
-    if not system.environment:
-        return Path(sys.executable)
-    return environments / system.environment / "bin" / "python"
+def _script(name: str, task: Task, *more: str) -> list[str]:
+    return [str(HERE / f"{name}.py"), str(task.write()), *more]
 
 
-def _script(name: str, task: Task) -> list[str]:
-    return [str(HERE / f"worker_{name}.py"), str(task.write())]
-
-
-def none(task: Task, python: Path) -> Start:
-    return Start(task.site, [str(python), *_script("none", task)])
+def plainly(name: str) -> Callable[[Task, Path], Start]:
+    """Return the start of a worker that is a plain script."""
+    return lambda task, python: Start(task.site, [str(python), *_script(name, task)])
 
 
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=1", "--max-restarts=3"]
 
 
 def ddp(task: Task, python: Path) -> Start:
-    """As torchrun's documentation says, "Elastic": at least one, at most all of the machines."""
-    rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint={task.centre}:29400", "--rdzv-id=run"]
+    """Start as in torchrun's documentation, "Elastic": at least one machine, at most all."""
+    rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint={task.center}:29400", "--rdzv-id=run"]
     elastic = [f"--nnodes=1:{task.workers}", f"--local-addr={task.addresses[task.worker]}"]
-    command = [str(python), *TORCHRUN, *elastic, *rendezvous, *_script("ddp", task)]
+    command = [str(python), *TORCHRUN, *elastic, *rendezvous, *_script("worker_here", task)]
     return Start(task.site, command)
 
 
 def torchft(task: Task, python: Path) -> Start:
     """The README's `torchrun` for a replica group, reachable from the other site."""
-    here = [
-        "--nnodes=1",
+    master = [
         f"--master-addr={task.addresses[task.worker]}",
         f"--master-port={29600 + task.worker}",
     ]
-    command = [str(python), *TORCHRUN, *here, *_script("torchft", task)]
-    env = {
-        "TORCHFT_LIGHTHOUSE": f"http://{task.centre}:29510",
-        "REPLICA_GROUP_ID": str(task.worker),
-    }
-    return Start(task.site, command, env)
+    command = [str(python), *TORCHRUN, "--nnodes=1", *master, *_script("worker_torchft", task)]
+    lighthouse = {"TORCHFT_LIGHTHOUSE": f"http://{task.center}:29510"}
+    return Start(task.site, command, {**lighthouse, "REPLICA_GROUP_ID": str(task.worker)})
 
 
 def lighthouse(task: Task, python: Path) -> Start:
-    """As in the README."""
+    """Start as in the README."""
     settings = ["--min_replicas", "1", "--quorum_tick_ms", "100", "--join_timeout_ms", "10000"]
     return Start(
         0, [str(python.with_name("torchft_lighthouse")), *settings], {"RUST_BACKTRACE": "1"}
     )
 
 
-def ours(task: Task, python: Path) -> Start:
-    return Start(task.site, [str(python), *_script("ours", task)])
-
-
 def syncer(task: Task, python: Path) -> Start:
-    """One shard; every setting that is not here has its default."""
+    """Start one shard; settings that are not here have their defaults."""
     folder = Path(task.folder)
-    sync: dict[str, Any] = {
-        "fragments": task.fragments,
-        "period": task.period,
-        "overlap": task.overlap,
-    }
+    sync = {"fragments": task.fragments, "sync_every": task.period, "overlap_steps": task.overlap}
     if task.system == "ours-int4":
-        sync |= {"uplink_codec": "int4", "downlink_codec": "int4"}
+        sync |= {"codec": {"uplink": "int4", "downlink": "int4"}}
     run = {
         "folder": str(folder / "run"),
         "learners": task.workers,
-        "budget_tokens": task.workers * task.steps * task.tokens_per_step,
+        "max_tokens": task.workers * task.steps * task.tokens_per_step,
         "evaluator": False,
     }
     outer = {"lr": task.outer_lr, "momentum": task.outer_momentum}
-    server = {"host": task.centre, "token_file": str(folder / "token")}
+    server = {"host": task.center, "token_file": str(folder / "token")}
     config = RunConfig.model_validate({"run": run, "sync": sync, "outer": outer, "syncer": server})
     (folder / "token").write_text("benchmark")
     (folder / "run.toml").write_text(dump_config(config))
@@ -135,33 +122,30 @@ def syncer(task: Task, python: Path) -> Start:
     return Start(0, [str(python), *command])
 
 
-def hivemind(task: Task, python: Path) -> Start:
-    return Start(task.site, [str(python), *_script("hivemind", task)])
-
-
 def dht(task: Task, python: Path) -> Start:
-    """The first peer, as in OpenDiLoCo's README; started again it has the same name."""
-    settings = ["--identity_path", "dht.key", "--host_maddrs", f"/ip4/{task.centre}/tcp/30001"]
+    """Start the first peer, as in OpenDiLoCo's README; after a restart it has the same identity."""
+    settings = ["--identity_path", "dht.key", "--host_maddrs", f"/ip4/{task.center}/tcp/30001"]
     return Start(0, [str(python.with_name("hivemind-dht")), *settings])
 
 
 def flower(task: Task, python: Path) -> Start:
-    return Start(task.site, [str(python), *_script("flower", task)])
+    return Start(task.site, [str(python), *_script("processes_flower", task, "worker")])
 
 
 def superlink(task: Task, python: Path) -> Start:
-    return Start(0, [str(python), str(HERE / "centre_flower.py"), str(task.write())])
+    return Start(0, [str(python), *_script("processes_flower", task, "center")])
 
 
+HERE_TOO = plainly("worker_here")
 SYSTEMS: dict[str, System] = {
-    "none": System("", none),
+    "none": System("", HERE_TOO),
     "ddp": System("", ddp),
     "ddp-fp16": System("", ddp),
     "torchft": System("torchft", torchft, lighthouse),
     "torchft-buckets": System("torchft", torchft, lighthouse),
     "torchft-streaming": System("torchft", torchft, lighthouse),
-    "hivemind": System("hivemind", hivemind, dht),
+    "hivemind": System("hivemind", plainly("worker_hivemind"), dht),
     "flower": System("flower", flower, superlink),
-    "ours-bf16": System("", ours, syncer),
-    "ours-int4": System("", ours, syncer),
+    "ours-bf16": System("", HERE_TOO, syncer),
+    "ours-int4": System("", HERE_TOO, syncer),
 }

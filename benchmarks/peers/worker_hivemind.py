@@ -1,22 +1,22 @@
-"""DiLoCo over hivemind's averaging, as OpenDiLoCo's `DiLoCoOptimizer` does it.
+"""DiLoCo over hivemind's averaging, like OpenDiLoCo's `DiLoCoOptimizer`.
 
 hivemind's own `Optimizer(use_local_updates=True)` averages parameters and has no outer optimizer.
-OpenDiLoCo, which is built on hivemind, has one; its parts are hivemind's, and are put together here
-in the same way:
+OpenDiLoCo, which is built on hivemind, has one. Its parts are those of hivemind, and are combined
+here in the same way:
 
-* a `TrainingStateAverager` with ``offload_optimizer`` and ``custom_gradients`` holds the outer
-  parameters and SGD with Nesterov momentum, and gives both to peers that come (back);
-* a `DecentralizedAverager` averages the pseudo-gradients, which are those of the offloaded
-  parameters; the search for the group begins before they are there (``scheduled_time``,
-  ``require_trigger``), as in the example of `GradientAverager`;
-* the first peer is a ``hivemind-dht`` at site 0, as in OpenDiLoCo's README.
+* A `TrainingStateAverager` with ``offload_optimizer`` and ``custom_gradients`` holds the outer
+  parameters and SGD with Nesterov momentum, and sends both to peers that join or come back.
+* A `DecentralizedAverager` averages the pseudo-gradients, which are those of the offloaded
+  parameters. The search for the group starts before they are complete (``scheduled_time``,
+  ``require_trigger``), as in the example of `GradientAverager`.
+* The first peer is a ``hivemind-dht`` at site 0, as in OpenDiLoCo's README.
 
-What is not as there:
+Differences from OpenDiLoCo:
 
-* the number of workers is the ``target_group_size``: a group that is complete does not wait;
-* the parameters are not averaged as well after each outer step, which would double the traffic;
-* a round without a group ends after the timeout of the link, and the worker goes on with its own
-  pseudo-gradient; who then meets a peer of a later epoch loads that peer's state.
+* The number of workers is the ``target_group_size``, so a complete group does not wait.
+* The parameters are not averaged after each outer step, which would double the traffic.
+* A round without a group ends after the link's timeout, and the worker continues with its own
+  pseudo-gradient. If it then meets a peer of a later epoch, it loads that peer's state.
 """
 
 import re
@@ -31,16 +31,16 @@ from hivemind.optim.state_averager import TrainingStateAverager
 from hivemind.utils import get_dht_time
 
 MATCHMAKING_SECONDS = 5.0
-"""The default of `DecentralizedAverager`."""
+"""Default of `DecentralizedAverager`."""
 
 CHUNK_SECONDS_MAX = 15.0
-"""The default of `hivemind.Optimizer`: then a round goes on without a peer that sends nothing."""
+"""Default of `hivemind.Optimizer`: after this time a round continues without a silent peer."""
 
 
 def first_peer(task: Task) -> str:
-    """What ``hivemind-dht`` has said that peers are to be told."""
-    log, deadline = Path(task.folder) / "centre.log", time.monotonic() + READY_SECONDS_MAX
-    pattern = re.compile(rf"/ip4/{re.escape(task.centre)}/tcp/\d+/p2p/\w+")
+    """Return the address that ``hivemind-dht`` logs for other peers."""
+    log, deadline = Path(task.folder) / "center.log", time.monotonic() + READY_SECONDS_MAX
+    pattern = re.compile(rf"/ip4/{re.escape(task.center)}/tcp/\d+/p2p/\w+")
     while time.monotonic() < deadline:
         if log.exists() and (found := pattern.search(log.read_text(errors="replace"))):
             return found.group()
@@ -49,7 +49,7 @@ def first_peer(task: Task) -> str:
 
 
 class Outer:
-    """The outer optimizer of one peer, and the rounds in which it averages with the others."""
+    """The outer optimizer of one peer, and its averaging rounds with the others."""
 
     def __init__(self, task: Task, training: Training) -> None:
         self.task, self.training = task, training
@@ -97,12 +97,12 @@ class Outer:
         )
 
     def load(self) -> None:
-        """The state of another peer, if one has it; the inner optimizer's is nobody else's."""
+        """Load the state of another peer, if any; the inner optimizer's state is not shared."""
         self.state.load_state_from_peers(timeout=self.task.timeout_seconds)
         self.training.go_to(self.state.local_epoch * self.task.period)
 
     def step(self) -> None:
-        """To be called after each inner step; at the end of a period it waits for the others."""
+        """Call this after each inner step; at the end of a period it waits for the others."""
         done = self.training.steps - self.state.local_epoch * self.task.period
         left = self.task.period - done
         eta = left * (time.monotonic() - self.period_begun) / done
@@ -135,7 +135,7 @@ class Outer:
                 torch.sub(outer, own, out=gradient)
 
     def _average(self) -> list[int]:
-        """The epochs of all that took part; empty if there was nobody."""
+        """Average with the others; return the epochs of all participants, if there were any."""
         control, self.control = self.control, None
         try:
             control.allow_allreduce()
@@ -144,7 +144,7 @@ class Outer:
         except Exception as error:
             print(f"no averaging after epoch {self.state.local_epoch}: {error!r}", flush=True)
             control.cancel()
-            self._load_gradients()  # a round that failed may have changed some of them
+            self._load_gradients()  # a failed round may have changed some of them
             self.rounds["alone"] += 1
             return []
         return epochs

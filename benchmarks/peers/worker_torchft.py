@@ -1,12 +1,13 @@
-"""torchft's DiLoCo over gloo; "torchft-streaming" with a fragment for each block of the model.
+"""torchft's DiLoCo over gloo; "torchft-streaming" has a fragment for each block of the model.
 
-As its example `train_diloco.py` and its README: a lighthouse, `torchrun` for each replica group,
-`ProcessGroupGloo`, `HTTPTransport`, synchronous quorum, at least one replica. What is not as there:
+It follows the example `train_diloco.py` and the README: a lighthouse, `torchrun` for each replica
+group, `ProcessGroupGloo`, `HTTPTransport`, synchronous quorum, at least one replica. Differences:
 
-* ``init_sync=False``, as the documentation of `Manager` asks of models that are initialised alike;
-* the timeouts, 10 and 30 s there, are long enough for the link;
-* the outer momentum is that of all systems of the comparison;
-* "torchft-buckets": ``use_bucketization``, an argument of `DiLoCo`: one exchange for all tensors.
+* ``init_sync=False``, as the documentation of `Manager` requires for identically initialized
+  models.
+* The timeouts, 10 and 30 s in the example, are long enough for the link.
+* The outer momentum is that of all systems in the comparison.
+* "torchft-buckets" sets ``use_bucketization`` of `DiLoCo`: one exchange for all tensors.
 """
 
 import os
@@ -22,7 +23,7 @@ from torchft.local_sgd import DiLoCo
 
 
 def fragments_of(model: Any, task: Task) -> list[nn.Module]:
-    """The whole model, or a block each, with the embedding and the head at the ends."""
+    """Return the whole model, or one fragment per block, with embedding and head at the ends."""
     if task.system != "torchft-streaming":
         return [model]
     parts = [[block] for block in model.blocks]

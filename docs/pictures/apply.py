@@ -15,7 +15,7 @@ from decoupled_diloco.config import OuterSettings, RunConfig, RunSettings, SyncS
 from decoupled_diloco.config.method import plan_of, public_text, read_public
 from decoupled_diloco.learner.exchange import LearnerTensors, Mode
 from decoupled_diloco.learner.store import ModuleStore
-from decoupled_diloco.protocol.versions import Asking
+from decoupled_diloco.protocol.words import Asking
 
 STEPS, SENT, TAKEN = 12, 5, 7
 HIGHEST = 1.25
@@ -64,7 +64,7 @@ def trained(mode: Mode) -> Path:
 def _tensors(model: torch.nn.Module) -> LearnerTensors:
     store = ModuleStore(model)
     config = RunConfig(
-        run=RunSettings(budget_steps=1), sync=SyncSettings(fragments=1), outer=OuterSettings()
+        run=RunSettings(max_steps=1), sync=SyncSettings(fragments=1), outer=OuterSettings()
     )
     tensors = LearnerTensors(plan_of(store.layout, read_public(public_text(config))), store)
     tensors.stage(0, torch.tensor([0.0]))

@@ -1,6 +1,6 @@
-"""Makes the dashboard for Grafana that comes with the package: `python docs/pictures/dashboard.py`.
+"""Create the dashboard for Grafana that the package ships: `python docs/pictures/dashboard.py`.
 
-It needs grafana-foundation-sdk (dev), which knows the form of Grafana's JSON.
+It needs grafana-foundation-sdk (dev), which writes Grafana's JSON.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ RUN = 'run=~"$run"'
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart: a title, a unit of Grafana's, and queries with the names of their lines."""
+    """One chart: a title, one of Grafana's units, and queries with the names of their lines."""
 
     title: str
     unit: str
     queries: dict[str, str]
-    told: str = ""
+    description: str = ""
 
 
 def _of_learners(metric: str) -> str:
-    """What the shards know of each learner; all of them hear the same."""
+    """Return a query of the shards' view of a learner; all shards receive the same reports."""
     return f"max by (run, learner) (ddiloco_shard_learner_{metric}{{{RUN}}})"
 
 
@@ -54,13 +54,13 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "none",
             {"{{run}}": f"max by (run) (ddiloco_shard_clock_steps{{{RUN}}})"},
         ),
-        Panel("Tokens a second", "cps", {"{{run}}": _rate("tokens_total")}),
+        Panel("Tokens per second", "cps", {"{{run}}": _rate("tokens_total")}),
         Panel("Training loss", "none", {"{{learner}}": _of_learners("loss")}),
         Panel(
-            "Goodput in tokens",
+            "Goodput (kept tokens)",
             "percentunit",
             {"{{run}}": f"1 - {_rate('discarded_tokens_total')} / {_rate('tokens_total')}"},
-            "The share of tokens whose training was not overwritten.",
+            "Share of tokens whose training was not overwritten.",
         ),
         Panel(
             "Learners",
@@ -72,16 +72,16 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             },
         ),
         Panel(
-            "Since a learner was last heard of",
+            "Time since the last message from a learner",
             "s",
             {"{{learner}}": f"time() - {_of_learners('heard_timestamp_seconds')}"},
         ),
     ),
     "Learners": (
         Panel("Run step", "none", {"{{learner}}": _of_learners("run_step")}),
-        Panel("Seconds of a step", "s", {"{{learner}}": _of_learners("step_seconds")}),
+        Panel("Step duration", "s", {"{{learner}}": _of_learners("step_seconds")}),
         Panel(
-            "Discarded tokens a second",
+            "Discarded tokens per second",
             "cps",
             {
                 "{{learner}}": "max by (run, learner) (rate("
@@ -97,12 +97,12 @@ ROWS: dict[str, tuple[Panel, ...]] = {
                 "sum by (run, learner) (rate("
                 f"ddiloco_learner_step_overhead_seconds_count{{{RUN}}}[$__rate_interval]))"
             },
-            "What the loop waits in Learner.step; only of learners that are scraped themselves.",
+            "Time that the training loop spends in Learner.step; only of scraped learners.",
         ),
     ),
     "Shards": (
         Panel(
-            "Rounds a second",
+            "Rounds per second",
             "ops",
             {
                 "{{verdict}} shard {{shard}}": "sum by (run, shard, verdict) (rate("
@@ -110,16 +110,16 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             },
         ),
         Panel(
-            "Rounds and merges",
+            "Duration of rounds and merges",
             "s",
             {
                 "round, median": _quantile(0.5, "round_seconds"),
-                "round, 95 %": _quantile(0.95, "round_seconds"),
-                "merge, 95 %": _quantile(0.95, "merge_seconds"),
+                "round, 95th percentile": _quantile(0.95, "round_seconds"),
+                "merge, 95th percentile": _quantile(0.95, "merge_seconds"),
             },
         ),
         Panel(
-            "Contributions a second",
+            "Contributions per second",
             "ops",
             {
                 "{{state}}": "sum by (run, state) (rate("
@@ -127,7 +127,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             },
         ),
         Panel(
-            "Bytes a second",
+            "Bytes per second",
             "Bps",
             {
                 "sent, shard {{shard}}": "sum by (run, shard) (rate("
@@ -137,7 +137,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             },
         ),
         Panel(
-            "Age of the oldest round without a quorum",
+            "Age of the oldest round without quorum",
             "s",
             {
                 "shard {{shard}}": "max by (run, shard) "
@@ -155,16 +155,16 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             },
         ),
         Panel(
-            "Until a certificate ends",
+            "Time until a certificate expires",
             "s",
             {
                 "{{shard}}{{learner}}": "min by (run, shard, learner) "
                 f"(ddiloco_certificate_expiry_timestamp_seconds{{{RUN}}}) - time()"
             },
-            "Of runs with encrypted connections.",
+            "Only for runs with TLS.",
         ),
         Panel(
-            "Processor cores",
+            "CPU cores in use",
             "none",
             {
                 "{{shard}}{{learner}}": "sum by (run, shard, learner) (rate("
@@ -184,7 +184,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
 
 
 def text() -> str:
-    """The dashboard as JSON."""
+    """Return the dashboard as JSON."""
     made = (
         dashboard.Dashboard("Decoupled DiLoCo")
         .uid("decoupled-diloco")
@@ -211,7 +211,7 @@ def text() -> str:
 
 def _chart(panel: Panel) -> timeseries.Panel:
     chart = timeseries.Panel().title(panel.title).unit(panel.unit).datasource(SOURCE).span(8)
-    chart = chart.height(7).description(panel.told) if panel.told else chart.height(7)
+    chart = chart.height(7).description(panel.description) if panel.description else chart.height(7)
     for number, (line, query) in enumerate(panel.queries.items()):
         target = prometheus.Dataquery().expr(query).legend_format(line)
         chart = chart.with_target(target.ref_id(chr(ord("A") + number)))

@@ -9,35 +9,45 @@ from typing import Any
 
 import typer.main
 
-from decoupled_diloco.cli.main import app
+from decoupled_diloco.cli.main import GROUPS, app
 
 HEAD = """\
 # Commands
 
 The command is `ddiloco`; `python -m decoupled_diloco` is the same. `ddiloco COMMAND --help` prints
-what this page says. `RUN` is a TOML file or the name of a shipped recipe; a file of that name takes
-precedence. `ddiloco --install-completion` makes the shell complete commands, options and recipes.
+this page. CONFIG is a TOML file, or the name of a shipped recipe; a file of that name takes
+precedence. RUN is a run folder; some commands also accept an event tape or the URL of a running
+syncer. Without RUN, a command takes the newest run in `runs/`. `ddiloco --install-completion` makes
+the shell complete commands, options, recipes and runs.
 
 {epilog}
 """
 
 
 def page() -> str:
-    """The page, in Markdown."""
+    """Return the page, in Markdown: the commands in their groups, as in `ddiloco --help`."""
     group: Any = typer.main.get_command(app)
     parts = [HEAD.format(epilog=group.epilog)]
-    parts += [_command(name, each) for name, each in group.commands.items() if not each.hidden]
+    for panel in GROUPS:
+        parts.append(f"## {panel}\n")
+        for name, each in group.commands.items():
+            if each.hidden or each.rich_help_panel != panel:
+                continue
+            parts.append(_command([name], each))
+            for own, subcommand in getattr(each, "commands", {}).items():
+                parts.append(_command([name, own], subcommand))
     return "\n".join(parts)
 
 
-def _command(name: str, command: Any) -> str:
-    """One command: how it is written, what it does, its arguments and options."""
-    context = command.make_context(name, [], resilient_parsing=True)
-    usage = " ".join(["ddiloco", name, *command.collect_usage_pieces(context)])
+def _command(names: list[str], command: Any) -> str:
+    """Return the section of one command: its usage, its help, its arguments and options."""
+    context = command.make_context(names[-1], [], resilient_parsing=True)
+    usage = " ".join(["ddiloco", *names, *command.collect_usage_pieces(context)])
     rows = [_row(each) for each in command.params if not getattr(each, "hidden", False)]
-    table = "\n".join(["| argument or option | meaning |", "|---|---|", *rows])
+    table = "\n".join(["| argument or option | meaning |", "|---|---|", *rows, ""]) if rows else ""
     text = "\n".join(line.strip() for line in (command.help or "").splitlines())
-    return f"## `{name}` {{ #{name} }}\n\n{text}\n\n```text\n{usage}\n```\n\n{table}\n"
+    title, anchor = " ".join(names), "-".join(names)
+    return f"### `{title}` {{ #{anchor} }}\n\n{text}\n\n```text\n{usage}\n```\n\n{table}"
 
 
 def _row(parameter: Any) -> str:

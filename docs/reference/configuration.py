@@ -5,7 +5,6 @@ python docs/reference/configuration.py
 
 from __future__ import annotations
 
-import importlib
 import typing
 from collections.abc import Iterator, Mapping
 from types import UnionType
@@ -15,15 +14,16 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from decoupled_diloco.config import RunConfig, Settings, WorkloadSettings
-from decoupled_diloco.workloads import BUILT_IN
+from decoupled_diloco.workloads import BUILT_IN, OF_THE_LAB, workload_module
 
 HEAD = """\
 # Configuration
 
-A run is one TOML file. Every setting is optional except a budget: `run.budget_steps`,
-`run.budget_tokens`, or both. Errors are: a key that does not exist, a value out of range, and a
-setting that the others would make pointless. On the command line `--set table.key=value` overrides
-the file. The resolved file, with all defaults, is `run.toml` in the run's folder.
+A run is one TOML file. Every setting is optional except a budget: `run.max_steps`,
+`run.max_tokens`, or both. A key that does not exist, a value out of range, and a setting that the
+others make pointless are errors. On the command line `--set table.key=value` overrides the file,
+also in a table inside a table: `--set sync.codec.uplink=int4`. The resolved file, with all
+defaults, is `run.toml` in the run's folder.
 
 P, H, τ, K, γ and the other symbols are those of the [notation](../notation.md). *Paper* is
 *Decoupled DiLoCo*, arXiv 2604.21428.
@@ -42,26 +42,37 @@ def page() -> str:
     """The page, in Markdown."""
     parts = [HEAD]
     for name, field in RunConfig.model_fields.items():
-        model = model_in(field.annotation)
-        many = typing.get_origin(field.annotation) is tuple
-        title = f"[[{name}]]" if many else f"[{name}]"
-        parts.append(f"## `{title}` {{ #{name} }}\n\n{field.description}\n")
-        for key, each in model.model_fields.items():
-            parts.append(setting(name, key, each))
-            if (inner := _table_in(each.annotation)) is not None:
-                keys = inner.model_fields.items()
-                parts += [f"- `{k}` (*{_facts(f)}*): {_text(f)}" for k, f in keys]
-                parts.append("")
-        if model is WorkloadSettings:
+        parts += _table(name, field)
+        if model_in(field.annotation) is WorkloadSettings:
             parts += [WORKLOADS, *_workloads()]
     return "\n".join(parts)
+
+
+def _table(path: str, field: FieldInfo) -> Iterator[str]:
+    """One table: its keys, a list of the tables inside it, and then these tables."""
+    fields = model_in(field.annotation).model_fields
+    inside = {f"{path}.{key}": each for key, each in fields.items() if holds_a_table(each)}
+    yield f"## `{_title(path, field)}` {{ #{path} }}\n\n{_text(field)}\n"
+    yield from (setting(path, key, each) for key, each in fields.items() if not holds_a_table(each))
+    if inside:
+        yield f"### Tables inside `{_title(path, field)}`\n"
+        yield from (
+            f"- [`{_title(name, each)}`](#{name}): {_text(each)}" for name, each in inside.items()
+        )
+        yield ""
+    for name, each in inside.items():
+        yield from _table(name, each)
+
+
+def _title(path: str, field: FieldInfo) -> str:
+    return f"[[{path}]]" if typing.get_origin(field.annotation) is tuple else f"[{path}]"
 
 
 def _workloads() -> Iterator[str]:
     """The options of the built-in workloads, each where it is first met."""
     told: set[tuple[str, str, str]] = set()
-    for workload in BUILT_IN:
-        module = importlib.import_module(f"decoupled_diloco.workloads.{workload}")
+    for workload in (*BUILT_IN, *OF_THE_LAB):
+        module = workload_module(workload)
         options: type[Settings] = getattr(module, f"{workload.capitalize()}Options")
         rows = [(key, _facts(field), _text(field)) for key, field in options.model_fields.items()]
         known = [key for key, facts, text in rows if (key, facts, text) in told]
@@ -83,10 +94,10 @@ def model_in(annotation: Any) -> type[Settings]:
     return model
 
 
-def _table_in(annotation: Any) -> type[Settings] | None:
-    """The tables that a setting is a list of."""
-    kinds = [each for each in typing.get_args(annotation) if isinstance(each, type)]
-    return next((each for each in kinds if issubclass(each, Settings)), None)
+def holds_a_table(field: FieldInfo) -> bool:
+    """Whether a setting is a table of settings, or a list of such tables."""
+    kinds = [field.annotation, *typing.get_args(field.annotation)]
+    return any(isinstance(each, type) and issubclass(each, Settings) for each in kinds)
 
 
 def setting(table: str, key: str, field: FieldInfo) -> str:

@@ -22,7 +22,7 @@ def page() -> str:
     parts = [HEAD, "## Of every process\n", _table(EVERY)]
     parts += [f"\nBesides these, on Linux: {', '.join(f'`{name}`' for name in PROCESS)}.\n"]
     parts += ["## Of a shard\n", _table(SHARD[len(EVERY) :])]
-    parts += ["\n## Of a learner\n", "With `metrics`, a learner tells these itself.\n"]
+    parts += ["\n## Of a learner\n", "With `metrics_address`, a learner tells these itself.\n"]
     return "\n".join([*parts, _table(LEARNER[len(EVERY) :]), ""])
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from configuration import model_in, setting
 
-from decoupled_diloco.simulate.scenario_file import RUN_TABLES, ScenarioFile
+from decoupled_diloco_lab.simulate.scenario_file import RUN_TABLES, ScenarioFile
 
 TABLES = ("learners", "links", "events", "random")
 

@@ -13,9 +13,9 @@ import typing
 from collections.abc import Iterable
 from typing import Any, Literal, Union
 
-from decoupled_diloco.observe import records
-from decoupled_diloco.observe.samples import Sample
-from decoupled_diloco.protocol import effects, events, messages
+from decoupled_diloco.protocol import words
+from decoupled_diloco.tape import records
+from decoupled_diloco.tape.samples import Sample
 
 HEAD = """\
 # Event tape
@@ -26,8 +26,8 @@ schema {schema}. A program reads only tapes of its own schema.
 
 Whenever 4 MiB are full they become a segment, which is compressed:
 `RUN/tape/<who>.segments/000004194411.jsonl.xz`, named by where in the whole text it ends. The
-run's end makes a segment of what is left, if that is longer than 256 KiB. All commands read both;
-for other programs `ddiloco tape RUN` prints the records of all processes in the order of time, and
+run's end makes a segment of what is left, if that is longer than 256 KiB. All commands read both.
+For other programs, `ddiloco events RUN` prints the records of all processes in order of time, and
 `xzcat RUN/tape/shard-0.segments/*.xz` those of one. A process that is killed loses what it had not
 written yet, half a second at most; whatever it was just doing to a segment costs nothing.
 
@@ -51,23 +51,23 @@ Below, *integer* is 0 to 2^53, and *null* stands for no value.
 
 SECTIONS = (
     ("Samples", "Measurements, and what the launcher says.", (Sample,)),
-    ("Events of a shard", "", (events.SyncerEvent,)),
-    ("Events of a learner", "", (events.LearnerEvent,)),
-    ("Events of the coordinator", "", (events.CoordinatorEvent,)),
-    ("Effects of a shard", "", (effects.SyncerEffect,)),
-    ("Effects of a learner", "", (effects.LearnerEffect,)),
-    ("Effects of the coordinator", "", (effects.CoordinatorEffect,)),
+    ("Events of a shard", "", (words.SyncerEvent,)),
+    ("Events of a learner", "", (words.LearnerEvent,)),
+    ("Events of the coordinator", "", (words.CoordinatorEvent,)),
+    ("Effects of a shard", "", (words.SyncerEffect,)),
+    ("Effects of a learner", "", (words.LearnerEffect,)),
+    ("Effects of the coordinator", "", (words.CoordinatorEffect,)),
     (
         "Messages",
         "What processes send to each other. The field `message` of the events and effects above "
         "holds them, as an object with its `type`.",
         (
-            messages.ToLearner,
-            messages.FromLearner,
-            messages.ToMember,
-            messages.FromMember,
-            messages.ToShard,
-            messages.FromShard,
+            words.ToLearner,
+            words.FromLearner,
+            words.ToMember,
+            words.FromMember,
+            words.ToShard,
+            words.FromShard,
         ),
     ),
 )
@@ -124,7 +124,8 @@ def _kind(hint: Any) -> str:
         return ", ".join(f'`"{choice}"`' for choice in arguments)
     if origin in (Union, types.UnionType):
         kinds = ["null" if each is type(None) else _kind(each) for each in arguments]
-        return " or ".join(kinds) if len(kinds) < 4 else "one of the [messages](#messages)"
+        is_message = set(arguments) <= set(typing.get_args(words.Message))
+        return "one of the [messages](#messages)" if is_message else " or ".join(kinds)
     if origin is tuple:
         inner = arguments[:1] if Ellipsis in arguments else arguments
         return "list of " + ", ".join(_kind(each) for each in inner)

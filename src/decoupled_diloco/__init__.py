@@ -7,13 +7,14 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from decoupled_diloco._version import __version__
 from decoupled_diloco.errors import (
     AccessError,
     ConfigError,
-    Error,
+    DilocoError,
     MergeError,
     ProtocolError,
     StorageError,
@@ -21,89 +22,66 @@ from decoupled_diloco.errors import (
 )
 
 if TYPE_CHECKING:
-    from decoupled_diloco import ray
+    from decoupled_diloco import data
     from decoupled_diloco.config.plugins import allow_codec
-    from decoupled_diloco.export.run import load_exported
+    from decoupled_diloco.export.run import load_model
     from decoupled_diloco.export.weights import load_weights
-    from decoupled_diloco.learner.leased import (
-        LeasedBatches,
-        MapParts,
-        PartedData,
-        StreamParts,
-        leased,
+    from decoupled_diloco.learner.optimizers import register_weight_copies
+    from decoupled_diloco.learner.options import (
+        Checkpointing,
+        Observability,
+        StateSharing,
+        Timeouts,
     )
-    from decoupled_diloco.learner.observer import Observer
-    from decoupled_diloco.learner.weight_copies import register_weight_copies
     from decoupled_diloco.merge.codec import register_codec
-    from decoupled_diloco.ranks.learner import Learner
-    from decoupled_diloco.transport.tls import Tls
+    from decoupled_diloco.participants import Learner, Observer
+    from decoupled_diloco.transport.tls import TLSConfig
 
 __all__ = [
     "AccessError",
+    "Checkpointing",
     "ConfigError",
-    "Error",
+    "DilocoError",
     "Learner",
-    "LeasedBatches",
-    "MapParts",
     "MergeError",
+    "Observability",
     "Observer",
-    "PartedData",
     "ProtocolError",
+    "StateSharing",
     "StorageError",
-    "StreamParts",
-    "Tls",
+    "TLSConfig",
+    "Timeouts",
     "TransportError",
     "__version__",
     "allow_codec",
-    "leased",
-    "load_exported",
+    "data",
+    "load_model",
     "load_weights",
-    "ray",
     "register_codec",
     "register_weight_copies",
 ]
 
+_MODULES = {
+    "Checkpointing": "learner.options",
+    "Learner": "participants",
+    "Observability": "learner.options",
+    "Observer": "participants",
+    "StateSharing": "learner.options",
+    "Timeouts": "learner.options",
+    "TLSConfig": "transport.tls",
+    "allow_codec": "config.plugins",
+    "load_model": "export.run",
+    "load_weights": "export.weights",
+    "register_codec": "merge.codec",
+    "register_weight_copies": "learner.optimizers",
+}
+"""The module of each name that is imported at its first use."""
+
 
 def __getattr__(name: str) -> Any:
-    """Imports torch only when it is needed: the command line answers at once."""
-    if name == "Learner":
-        from decoupled_diloco.ranks.learner import Learner
-
-        return Learner
-    if name == "Observer":
-        from decoupled_diloco.learner.observer import Observer
-
-        return Observer
-    if name in ("LeasedBatches", "MapParts", "PartedData", "StreamParts", "leased"):
-        from decoupled_diloco.learner import leased
-
-        return getattr(leased, name)
-    if name == "register_weight_copies":
-        from decoupled_diloco.learner.weight_copies import register_weight_copies
-
-        return register_weight_copies
-    if name == "Tls":
-        from decoupled_diloco.transport.tls import Tls
-
-        return Tls
-    if name == "load_exported":
-        from decoupled_diloco.export.run import load_exported
-
-        return load_exported
-    if name == "load_weights":
-        from decoupled_diloco.export.weights import load_weights
-
-        return load_weights
-    if name == "allow_codec":
-        from decoupled_diloco.config.plugins import allow_codec
-
-        return allow_codec
-    if name == "register_codec":
-        from decoupled_diloco.merge.codec import register_codec
-
-        return register_codec
-    if name == "ray":
-        import importlib
-
-        return importlib.import_module("decoupled_diloco.ray")
+    """Import what needs torch only when it is used, so that the command line starts quickly."""
+    if name == "data":
+        return importlib.import_module(f"{__name__}.data")
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,7 +13,7 @@ from typing import NoReturn
 from decoupled_diloco.config.files import INSTALL
 from decoupled_diloco.errors import ConfigError
 
-NEEDED = ("jinja2", "matplotlib", "prometheus_client", "rich", "tomli_w", "typer")
+NEEDED = ("jinja2", "prometheus_client", "rich", "tomli_w", "typer")
 """The modules of the extra: a run is not to miss one when it is over, and its report is drawn."""
 
 

@@ -1,50 +1,50 @@
-"""Everything that can go wrong in operation, as one tree.
+"""All errors that can occur in operation, as one class tree.
 
 ```
-Error
+DilocoError
 ├── ConfigError      the configuration, the command line or the model is wrong; exit code 2
-├── ProtocolError    a message or a body breaks the rules: drop that peer, never the run
+├── ProtocolError    a message or a payload breaks the rules: drop that peer, never the run
 ├── TransportError   a peer cannot be reached, or the connection was lost
-│   ├── AccessError  the peer refuses us: wrong token, another principal's learner id
-│   └── RunEndedError  nothing listens any more, and the run folder records the run's end
-├── StorageError     a file is missing, torn, of another version, or the disk is full
-├── MergeError       tensors that cannot be merged: wrong size, not finite, no weight
-└── LeaseError       another process acts for this shard now: this one ends; exit code 8
+│   ├── AccessError  the peer refuses us: wrong token, another principal's learner name
+│   └── RunEndedError  no process listens anymore, and the run folder records the run's end
+├── StorageError     a file is missing, torn or of another version, or the disk is full
+├── MergeError       tensors cannot be merged: wrong size, not finite, no weight
+└── LeaseError       another process acts for this shard now: this one exits; exit code 8
 ```
 
-A message says what is wrong with names and values, the limit, and the way out. Programmer errors
-are `assert`ed and are not in this tree.
+A message contains the name and value that are wrong, the limit, and the fix. Programmer errors are
+`assert`ed and are not in this tree.
 """
 
 from __future__ import annotations
 
 
-class Error(Exception):
+class DilocoError(Exception):
     """Base of every operating error raised by this package."""
 
     exit_code = 1
 
 
-class ConfigError(Error):
-    """A setting, a command-line option or a model does not fit."""
+class ConfigError(DilocoError, ValueError):
+    """A setting, a command-line option or a model is wrong."""
 
     exit_code = 2
 
 
-class ProtocolError(Error):
-    """A message or body that breaks the protocol; the peer is dropped, the run goes on."""
+class ProtocolError(DilocoError):
+    """A message or payload breaks the protocol; the peer is dropped and the run continues."""
 
     exit_code = 3
 
 
-class TransportError(Error):
+class TransportError(DilocoError, ConnectionError):
     """A peer cannot be reached or the connection was lost."""
 
     exit_code = 4
 
 
 class AccessError(TransportError):
-    """The peer answered and refuses us: wrong token, or a learner id bound to somebody else."""
+    """The peer answered with a refusal: wrong token, or a learner name of another principal."""
 
     exit_code = 5
 
@@ -55,23 +55,23 @@ class RunEndedError(TransportError):
     exit_code = 9
 
 
-class StorageError(Error):
+class StorageError(DilocoError, OSError):
     """A file is missing, torn, of another version, or cannot be written."""
 
     exit_code = 6
 
 
-class MergeError(Error):
+class MergeError(DilocoError):
     """Tensors that cannot be merged."""
 
     exit_code = 7
 
 
-class LeaseError(Error):
-    """This process may no longer act for its shard; started again, it waits for its turn."""
+class LeaseError(DilocoError):
+    """This process may no longer act for its shard; after a restart it waits for the lease."""
 
     exit_code = 8
 
 
 FINAL_EXIT_CODES = (ConfigError.exit_code, RunEndedError.exit_code)
-"""With these a process ends that would end the same way if it were started again."""
+"""Exit codes of errors that a restart would only repeat."""

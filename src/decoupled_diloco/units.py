@@ -1,4 +1,4 @@
-"""Quantities for people: bytes, rates, durations and counts in at most seven characters."""
+"""Human-readable quantities: bytes, rates, durations and counts, formatted and parsed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TIB = 1024 * GIB
 
 
 def format_bytes(count: float) -> str:
-    """Bytes with a binary prefix.
+    """Return a number of bytes with a binary prefix.
 
     >>> format_bytes(1536)
     '1.5 KiB'
@@ -23,7 +23,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """A plain number with a decimal prefix.
+    """Return a number with a decimal prefix.
 
     >>> format_count(1_234_567)
     '1.23M'
@@ -35,7 +35,7 @@ def format_count(count: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds as the largest two units that matter.
+    """Return seconds as text with the two largest units that matter.
 
     >>> format_duration(0.0123), format_duration(75), format_duration(7384)
     ('12.3 ms', '1 min 15 s', '2 h 3 min')
@@ -56,7 +56,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_rate(bytes_per_second: float) -> str:
-    """A bandwidth in bits, as links are sold.
+    """Return a bandwidth in bits per second, the unit in which links are sold.
 
     >>> format_rate(2.5e8), format_rate(1.25e4)
     ('2 Gbit/s', '100 kbit/s')
@@ -75,10 +75,13 @@ _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
 def parse_rate(text: str) -> float:
-    """A bandwidth in bytes a second: a number with bit/s or B/s, with k, M, G or T.
+    """Return a bandwidth in bytes per second.
+
+    Args:
+        text: A number above 0 and the unit bit/s or B/s, with an optional k, M, G or T.
 
     Raises:
-        ValueError: it is not of that form, or zero.
+        ValueError: The text does not have that form, or the bandwidth is 0.
 
     >>> parse_rate("10Mbit/s"), parse_rate("1.5 MB/s"), parse_rate("2Gbit")
     (1250000.0, 1500000.0, 250000000.0)
@@ -86,8 +89,8 @@ def parse_rate(text: str) -> float:
     match = _RATE.fullmatch(text.strip())
     if match is None or float(match[1]) == 0:
         raise ValueError(
-            f"{text!r} is no bandwidth: write a number above 0 and a unit, such as '10Mbit/s' or "
-            "'1.5 MB/s'"
+            f"{text!r} is not a valid bandwidth: write a number above 0 and a unit, such as "
+            "'10Mbit/s' or '1.5 MB/s'"
         )
     return float(match[1]) * _PREFIXES[match[2]] / (1.0 if match[3] == "B" else 8.0)
 
@@ -97,10 +100,13 @@ _SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 360
 
 
 def parse_duration(text: str) -> float:
-    """Seconds, from a number with us, ms, s, min, h or d; without a unit they are seconds.
+    """Return a duration in seconds.
+
+    Args:
+        text: A number, 0 or more, and a unit: us, ms, s, min, h or d. The default unit is s.
 
     Raises:
-        ValueError: it is not of that form.
+        ValueError: The text does not have that form.
 
     >>> parse_duration("50ms"), parse_duration("1.5 h"), parse_duration("0.8")
     (0.05, 5400.0, 0.8)
@@ -108,8 +114,8 @@ def parse_duration(text: str) -> float:
     match = _DURATION.fullmatch(text.strip())
     if match is None:
         raise ValueError(
-            f"{text!r} is no duration: write a number, 0 or more, and a unit, such as '50ms' or "
-            "'0.8s'"
+            f"{text!r} is not a valid duration: write a number, 0 or more, and a unit, such as "
+            "'50ms' or '0.8s'"
         )
     return float(match[1]) * _SECONDS[match[2] or "s"]
 
@@ -119,10 +125,13 @@ _THOUSANDS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 
 
 def parse_count(text: str) -> float:
-    """A count, from a number with k, M, B (or G) or T.
+    """Return a count.
+
+    Args:
+        text: A number, 0 or more, with an optional k, M, B (or G) or T.
 
     Raises:
-        ValueError: it is not of that form.
+        ValueError: The text does not have that form.
 
     >>> parse_count("12e9"), parse_count("12B"), parse_count("1.5T")
     (12000000000.0, 12000000000.0, 1500000000000.0)
@@ -130,6 +139,7 @@ def parse_count(text: str) -> float:
     match = _COUNT.fullmatch(text.strip().replace("_", ""))
     if match is None:
         raise ValueError(
-            f"{text!r} is no count: write a number, 0 or more, such as '12e9', '12B' or '4M'"
+            f"{text!r} is not a valid count: write a number, 0 or more, such as '12e9', '12B' or "
+            "'4M'"
         )
     return float(match[1]) * _THOUSANDS[match[2]]

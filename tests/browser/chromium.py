@@ -1,4 +1,4 @@
-"""A Chromium without a window, driven by selenium."""
+"""A headless Chromium, driven by selenium."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 
 CHROMIUM, DRIVER = "chromium", "chromedriver"
-"""The programs, as they are found on the path."""
+"""The programs found on the path."""
 
 
 @contextlib.contextmanager
 def opened() -> Iterator[webdriver.Chrome]:
-    """Starts the browser, and ends it."""
+    """Start the browser, and end it."""
     options = Options()
     options.binary_location = shutil.which(CHROMIUM) or CHROMIUM
     for argument in ("--headless=new", "--disable-gpu", "--disable-dev-shm-usage"):
         options.add_argument(argument)
     if os.geteuid() == 0:
-        options.add_argument("--no-sandbox")  # it refuses to start as root otherwise
+        options.add_argument("--no-sandbox")  # otherwise it refuses to start as root
     options.set_capability("goog:loggingPrefs", {"performance": "ALL", "browser": "ALL"})
     driver = webdriver.Chrome(options=options, service=Service(shutil.which(DRIVER)))
     try:
@@ -46,13 +46,13 @@ def browser() -> Iterator[Browser]:
 
 
 class Browser:
-    """A Chromium without a window, as large and as dark as one says."""
+    """A headless Chromium of a given size and color scheme."""
 
     def __init__(self, driver: webdriver.Chrome) -> None:
         self.driver = driver
 
     def open(self, page: Path | str, width: int, scheme: str = "light") -> None:
-        """Opens a file or an address in a window of this width, light or dark."""
+        """Open a file or an address in a window of this width, light or dark."""
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         self.paint(scheme)
@@ -61,16 +61,16 @@ class Browser:
         self.driver.get(page.as_uri() if isinstance(page, Path) else page)
 
     def paint(self, scheme: str) -> None:
-        """What the system prefers: ``light`` or ``dark``."""
+        """Set the system's preference: ``light`` or ``dark``."""
         feature = {"name": "prefers-color-scheme", "value": scheme}
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
 
     def run(self, script: str, *arguments: object) -> Any:
-        """What a line of JavaScript returns."""
+        """Return the value of a JavaScript expression."""
         return self.driver.execute_script(f"return {script}", *arguments)
 
     def network(self) -> tuple[list[str], list[str]]:
-        """Addresses that were asked for since the page was opened, and why some were refused."""
+        """Return the addresses requested since the page was opened, and the refused ones."""
         asked, refused = [], []
         for entry in self.driver.get_log("performance"):
             message = json.loads(entry["message"])["message"]
@@ -81,5 +81,5 @@ class Browser:
         return (asked, refused)
 
     def complaints(self) -> list[str]:
-        """What the browser's console says since the page was opened."""
+        """Return the browser's console messages since the page was opened."""
         return [entry["message"] for entry in self.driver.get_log("browser")]

@@ -1,4 +1,4 @@
-"""A virtual run with a fault and its report, and a real Chromium to look at it.
+"""A virtual run with a fault and its report, and a real Chromium to view it.
 
 Cost: about 15 s, most of it the browser's start.
 """
@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from browser.chromium import browser as browser
-from decoupled_diloco.observe.report import write_report
-from decoupled_diloco.simulate.scenario import load_scenario
-from decoupled_diloco.simulate.simulation import Simulation
+from decoupled_diloco.show.report import write_report
+from decoupled_diloco_lab.simulate.scenario import load_scenario
+from decoupled_diloco_lab.simulate.simulation import Simulation
 
 SCENARIO = """
 learners = [{step_seconds = 0.5, variance = 0.05, count = 2}, {step_seconds = 1.0, count = 1}]
@@ -20,13 +20,13 @@ learners = [{step_seconds = 0.5, variance = 0.05, count = 2}, {step_seconds = 1.
 [run]
 name = "seen"
 learners = 3
-budget_steps = 48
+max_steps = 48
 evaluator = true
-evaluate_every_seconds = 5.0
+evaluate_interval_seconds = 5.0
 
 [sync]
 fragments = 6
-period = 6
+sync_every = 6
 
 [syncer]
 shards = 2
@@ -61,5 +61,5 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pass
     simulation.finish()
     simulation.close()
-    write_report(run, run / "report.html", None)
+    write_report(run, run / "report.html")
     return run

@@ -1,4 +1,4 @@
-"""The report in a real browser: it fits, it is right, it needs no mouse, no light, no network."""
+"""The report in a real browser: it fits, is correct, and needs no mouse and no network."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import pytest
 from selenium.webdriver.common.keys import Keys
 
 from browser.chromium import Browser
-from decoupled_diloco.observe.comparison import write_comparison
-from decoupled_diloco.observe.segments import lines_of, tapes_in
+from decoupled_diloco.show.report import write_comparison
+from decoupled_diloco.tape.segments import lines_of, tapes_in
 
 WIDTHS = (320, 400, 768, 1200)
 
@@ -32,13 +32,13 @@ def lines(run: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def pages(run: Path) -> list[Path]:
-    """The report, and the run beside itself."""
+    """The report, and the run compared with itself."""
     write_comparison(run, run / "tape" / "learner-0.jsonl", run / "comparison.html")
     return [run / "report.html", run / "comparison.html"]
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_nothing_sticks_out(browser: Browser, pages: list[Path], width: int) -> None:
+def test_nothing_overflows(browser: Browser, pages: list[Path], width: int) -> None:
     for page in pages:
         browser.open(page, width)
         browser.run("document.querySelectorAll('details').forEach(it => it.open = true)")
@@ -75,7 +75,7 @@ def test_wide_tables_scroll_by_themselves_and_by_keyboard(browser: Browser, run:
 
 
 def numbers(browser: Browser, table: str) -> dict[str, list[float]]:
-    """The exact numbers of a table, by the name of the row."""
+    """Return the exact numbers of a table, by the name of the row."""
     rows = browser.run(
         f"[...document.querySelectorAll('#{table} tbody tr')].map(row => [row.cells[0].innerText,"
         " [...row.querySelectorAll('data')].map(it => Number(it.value))])"
@@ -83,9 +83,7 @@ def numbers(browser: Browser, table: str) -> dict[str, list[float]]:
     return dict(rows)
 
 
-def test_numbers_are_those_of_the_tape(
-    browser: Browser, run: Path, lines: list[dict[str, Any]]
-) -> None:
+def test_numbers_match_the_tape(browser: Browser, run: Path, lines: list[dict[str, Any]]) -> None:
     steps: dict[str, list[int]] = defaultdict(list)
     moved: dict[str, dict[int, list[int]]] = defaultdict(dict)
     rounds, life, folded, evaluations = [], Counter[str](), Counter[str](), []
@@ -118,7 +116,7 @@ def test_numbers_are_those_of_the_tape(
     )
     assert len(steps) == 3
     untold = cards["tokens"] - sum(map(sum, steps.values()))
-    assert untold in (0, 32), "who is killed has not told of its last half second"
+    assert untold in (0, 32), "a killed process has not recorded its last half second"
     assert cards["rounds merged"] == rounds.count("merged")
     assert cards["evaluation loss"] == evaluations[-1]
     assert cards["duration"] == pytest.approx(lines[-1]["at"], abs=1e-3)
@@ -163,7 +161,7 @@ def test_time_and_tokens_add_up(browser: Browser, run: Path, lines: list[dict[st
 
 
 def press(browser: Browser, *keys: str) -> Any:
-    """Presses keys where the focus is; returns what has the focus then."""
+    """Press keys at the focus; return the element that then has the focus."""
     for key in keys:
         browser.driver.switch_to.active_element.send_keys(key)
     return browser.driver.switch_to.active_element
@@ -175,7 +173,9 @@ def test_keyboard(browser: Browser, run: Path) -> None:
     assert browser.run("document.activeElement.checkVisibility()")
     press(browser, Keys.ENTER)
     assert browser.run("location.hash") == "#summary"
-    assert press(browser, Keys.TAB).get_attribute("name") == "over"  # what is beyond the summary
+    assert (
+        press(browser, Keys.TAB).get_attribute("name") == "over"
+    )  # the first control after the summary
     outline = browser.run(
         "getComputedStyle(document.activeElement.nextElementSibling).outlineStyle"
     )
@@ -187,7 +187,7 @@ def test_keyboard(browser: Browser, run: Path) -> None:
     press(browser, Keys.ARROW_RIGHT)
     assert browser.run(seen) == "over-tokens"
     order = [press(browser, Keys.TAB).get_attribute("aria-label") for _ in range(3)]
-    assert order == ["Learner-time and where it went", "Tokens and what became of them", "Learners"]
+    assert order == ["Learner-time by use", "Tokens by outcome", "Learners"]
 
 
 def test_details_open_by_keyboard(browser: Browser, run: Path) -> None:
@@ -202,7 +202,7 @@ def test_details_open_by_keyboard(browser: Browser, run: Path) -> None:
         assert not browser.run(opened)
 
 
-def test_headings_captions_and_pictures_have_words(browser: Browser, pages: list[Path]) -> None:
+def test_headings_captions_and_pictures_have_text(browser: Browser, pages: list[Path]) -> None:
     for page in pages:
         browser.open(page, 1200)
         levels = browser.run("[...document.querySelectorAll('h1,h2,h3')].map(it => it.tagName[1])")
@@ -220,7 +220,7 @@ def test_headings_captions_and_pictures_have_words(browser: Browser, pages: list
 
 
 def look(browser: Browser, selector: str) -> float:
-    """How light the pixels of an element are, from 0 to 1."""
+    """Return the lightness of an element's pixels, from 0 to 1."""
     box = browser.run(
         f"(it => [it.left + scrollX, it.top + scrollY, it.width, it.height])"
         f"([...document.querySelectorAll('{selector}')].find(it => it.checkVisibility())"
@@ -263,7 +263,7 @@ def test_dark_is_dark_and_so_are_the_charts(browser: Browser, run: Path, width: 
 
 
 @pytest.mark.parametrize("system", ["light", "dark"])
-def test_the_colours_can_be_chosen(browser: Browser, run: Path, system: str) -> None:
+def test_the_colors_can_be_chosen(browser: Browser, run: Path, system: str) -> None:
     browser.open(run / "report.html", 400, system)
     own = colors(browser)
     browser.run("document.querySelector('#colors-auto').focus()")
@@ -275,14 +275,14 @@ def test_the_colours_can_be_chosen(browser: Browser, run: Path, system: str) -> 
     assert all(a != b for a, b in zip(light, dark, strict=True))
 
 
-def test_nothing_is_fetched_and_nobody_complains(browser: Browser, pages: list[Path]) -> None:
+def test_nothing_is_fetched_and_the_console_is_empty(browser: Browser, pages: list[Path]) -> None:
     for page in pages:
         browser.open(page, 1200)
         assert browser.network() == ([page.as_uri()], [])
         assert browser.complaints() == []
 
 
-def test_the_policy_forbids_what_a_name_could_bring(browser: Browser, run: Path) -> None:
+def test_the_policy_blocks_injected_markup(browser: Browser, run: Path) -> None:
     browser.open(run / "report.html", 1200)
     browser.run(
         "document.body.insertAdjacentHTML('beforeend',"

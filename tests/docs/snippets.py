@@ -40,7 +40,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from decoupled_diloco.config import RunConfig
-from process.runs import free_ports
+from ports import free_ports
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
@@ -139,9 +139,10 @@ class Reader:
     last_output: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("recipes", "scenarios", "examples"):
+        for name in ("recipes", "examples"):
             if (ROOT / name).is_dir():
                 shutil.copytree(ROOT / name, self.folder / name)
+        (self.folder / "tests").symlink_to(ROOT / "tests")  # `worlds`
         self._port = _two_free_ports()
         tools = self.folder / ".tools"
         tools.mkdir()
@@ -282,6 +283,6 @@ def check_toml(text: str) -> None:
     """
     tables = tomllib.loads(text)
     run = tables.setdefault("run", {})
-    if not {"budget_steps", "budget_tokens"} & run.keys():
-        run["budget_steps"] = 1
+    if not {"max_steps", "max_tokens"} & run.keys():
+        run["max_steps"] = 1
     RunConfig(**tables)

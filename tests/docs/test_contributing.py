@@ -10,15 +10,15 @@ from docs.snippets import ROOT
 
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 PATHS = sorted(
-    set(re.findall(r"`((?:src|tests|docs|recipes|benchmarks)(?:/[\w.-]+)*)`", TEXT))
+    set(re.findall(r"`((?:src|packages|tests|docs|recipes|benchmarks)(?:/[\w.-]+)*)`", TEXT))
     | set(re.findall(r"\]\(([^)#:]+)\)", TEXT))
 )
 NAMES = {
     "src/decoupled_diloco/merge/codec.py": ("class Codec", "def register_codec", "def group"),
     "src/decoupled_diloco/workloads/base.py": ("class Workload",),
-    "src/decoupled_diloco/workloads/__init__.py": ("BUILT_IN", "def load_workload"),
-    "src/decoupled_diloco/workloads/vit.py": ("class VitOptions",),
-    "src/decoupled_diloco/config/sync.py": ("uplink_codec", "downlink_codec"),
+    "src/decoupled_diloco/workloads/__init__.py": ("OF_THE_LAB", "decoupled_diloco.workloads"),
+    "packages/lab/src/decoupled_diloco_lab/workloads/vit.py": ("class VitOptions",),
+    "src/decoupled_diloco/config/sync.py": ("uplink", "downlink"),
     "src/decoupled_diloco/protocol/syncer.py": ("def handle", "def check", "def snapshot"),
     "src/decoupled_diloco/protocol/learner.py": ("def handle", "def check", "def snapshot"),
     "src/decoupled_diloco/protocol/coordinator.py": ("def handle", "def check", "def snapshot"),
@@ -51,3 +51,10 @@ def test_make_targets_are_there() -> None:
     targets = set(re.findall(r"\bmake ([a-z-]+)", TEXT))
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert {t for t in targets if not re.search(rf"^{t}:", makefile, re.MULTILINE)} == set()
+
+
+def test_no_test_imports_another_test() -> None:
+    imported = re.compile(r"^ *(?:from|import) [\w.]*\btest_\w+|^ *from \S+ import test_", re.M)
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    found = [(path, each) for path in files for each in imported.findall(path.read_text())]
+    assert not found

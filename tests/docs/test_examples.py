@@ -23,7 +23,7 @@ BUDGET = 400
 
 
 def example(run: LocalRun, folder: Path, output: Path) -> subprocess.Popen[str]:
-    arguments = ["--syncer", run.addresses[0], "--token-file", str(run.secret_file)]
+    arguments = ["--syncer", run.addresses[0], "--auth-token-file", str(run.secret_file)]
     arguments += ["--name", "a", "--checkpoints", str(folder / "checkpoints")]
     with output.open("w") as file:
         return subprocess.Popen(
@@ -41,10 +41,11 @@ def numbers(pattern: str, text: str) -> tuple[int, ...]:
     return tuple(map(int, found.groups()))
 
 
+@pytest.mark.long
 def test_the_complete_loop_goes_on_where_it_was(tmp_path: Path) -> None:
     config = RunConfig(
-        run={"folder": tmp_path / "run", "learners": 1, "budget_steps": BUDGET, "evaluator": False},
-        sync={"fragments": 4, "period": 8, "overlap": 1},
+        run={"folder": tmp_path / "run", "learners": 1, "max_steps": BUDGET, "evaluator": False},
+        sync={"fragments": 4, "sync_every": 8, "overlap_steps": 1},
         syncer={"port": 0},
     )
     first, second = tmp_path / "first.txt", tmp_path / "second.txt"
@@ -56,10 +57,10 @@ def test_the_complete_loop_goes_on_where_it_was(tmp_path: Path) -> None:
             assert process.wait(240) == 0, first.read_text()
         with stopped_at_exit(example(run, tmp_path, second)) as process:
             assert process.wait(240) == 0, second.read_text()
-    assert numbers(r"begins at its step (\d+), batch (\d+)", first.read_text()) == (0, 0)
+    assert numbers(r"starts at its step (\d+), batch (\d+)", first.read_text()) == (0, 0)
     step, batch = numbers(r"stops after its step (\d+), batch (\d+)", first.read_text())
     assert batch == 4 * step > 0
-    assert numbers(r"begins at its step (\d+), batch (\d+)", second.read_text()) == (step, batch)
+    assert numbers(r"starts at its step (\d+), batch (\d+)", second.read_text()) == (step, batch)
     rate_at = runpy.run_path(str(EXAMPLE))["rate_at"]
     told = re.findall(r"step (\d+), rate ([\d.]+)", first.read_text() + second.read_text())
     assert len(told) >= 5

@@ -13,8 +13,9 @@ TUTORIAL_WORDS_MAX = 2500
 HOW_TO_WORDS_MAX = 600
 """Words of prose. Code is not counted: a complete example is better than a short one."""
 
-README_LINES_MAX = 40
-"""Before the line that divides the README: what it is, a picture, two commands, five lines."""
+README_LINES_MAX = 46
+"""Before the line that divides the README: what it is, for which users, its state, a picture, the
+commands, five lines of code, a comparison."""
 
 
 def words_of(page: Path) -> int:
@@ -41,5 +42,13 @@ def test_the_readme_begins_with_one_screen() -> None:
     begin, divider, _ = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n---\n")
     assert divider
     assert len(begin.splitlines()) <= README_LINES_MAX
-    for needed in ("docs/overview.svg", "make train", "make test", "# added"):
+    for needed in (
+        "docs/pictures/kill.svg",
+        "alpha",
+        "git clone",
+        "torchft",
+        "make train",
+        "make test",
+        "# added",
+    ):
         assert needed in begin

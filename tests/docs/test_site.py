@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -74,11 +75,13 @@ def test_no_page_is_forgotten(site: Path) -> None:
     assert not list(site.rglob("*.py"))
 
 
-def settings() -> Iterator[str]:
-    for table, field in RunConfig.model_fields.items():
-        model = [field.annotation, *getattr(field.annotation, "__args__", ())]
-        (found,) = [each for each in model if hasattr(each, "model_fields")]
-        yield from (f"{table}.{key}" for key in found.model_fields)
+def settings(model: Any = RunConfig, above: str = "") -> Iterator[str]:
+    """The dotted names of all tables and their keys."""
+    for key, field in model.model_fields.items():
+        yield f"{above}{key}"
+        kinds = [field.annotation, *getattr(field.annotation, "__args__", ())]
+        for inner in (each for each in kinds if hasattr(each, "model_fields")):
+            yield from settings(inner, f"{above}{key}.")
 
 
 def test_every_setting_and_record_is_explained(site: Path) -> None:

@@ -24,9 +24,8 @@ from pathlib import Path
 IMPORTS = (
     "decoupled_diloco.launch.roles",
     "decoupled_diloco.launch.shard_role",
-    "decoupled_diloco.chaos.engine",
-    "decoupled_diloco.observe.images",
-    "decoupled_diloco.simulate.simulation",
+    "decoupled_diloco_lab.chaos.engine",
+    "decoupled_diloco_lab.simulate.simulation",
     "torch._dynamo",
 )
 BYTES_MAX = 1 << 20

@@ -1,6 +1,6 @@
-"""The part of the Kubernetes API that kubectl needs to create, show and delete objects, in memory.
+"""In-memory subset of the Kubernetes API that kubectl needs to create, show and delete objects.
 
-No controller is behind it: nothing starts, and what is deleted is gone at once.
+There are no controllers: no pod starts, and deleted objects are gone at once.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def plural(kind: str) -> str:
 
 
 class ApiServer(ThreadingHTTPServer):
-    """Holds objects by their paths.
+    """API server that stores objects by path.
 
     Attributes:
-        deleted: The paths of what was deleted, in order.
-        refused: Plural names of what may not be created.
+        deleted: Paths of deleted objects, in order.
+        refused: Plural names of kinds that may not be created.
     """
 
     def __init__(self, kinds: dict[str, list[str]]) -> None:
@@ -57,7 +57,7 @@ class ApiServer(ThreadingHTTPServer):
         return manifest
 
     def discovery(self, path: str) -> Manifest | None:
-        """What the API says of itself."""
+        """Return the discovery document for a path."""
         if path == "/api":
             return {"kind": "APIVersions", "versions": ["v1"]}
         if path == "/apis":
@@ -84,7 +84,7 @@ class ApiServer(ThreadingHTTPServer):
         return {"kind": "APIResourceList", "groupVersion": version, "resources": resources}
 
     def listed(self, path: str, selector: str) -> Manifest | None:
-        """The objects of one kind that have these labels."""
+        """Return the objects of one kind with these labels."""
         name = path.rpartition("/")[2]
         kinds = [(k, v) for v, kinds in self.kinds.items() for k in kinds if plural(k) == name]
         if not kinds:
@@ -108,7 +108,7 @@ def group(version: str) -> Manifest:
 
 
 def validates(version: str, kinds: list[str]) -> Manifest:
-    """Tells kubectl that the server looks at the fields of these kinds itself."""
+    """Return an OpenAPI document by which kubectl leaves field validation to the server."""
     group, _, number = version.rpartition("/")
     patch = {"parameters": [{"name": "fieldValidation", "in": "query"}]}
     paths = {
@@ -128,7 +128,7 @@ def validates(version: str, kinds: list[str]) -> Manifest:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One request."""
+    """Handler of one request."""
 
     server: ApiServer
     protocol_version = "HTTP/1.1"
@@ -137,12 +137,12 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        told = urlsplit(self.path)
-        selector = parse_qs(told.query).get("labelSelector", [""])[0]
+        url = urlsplit(self.path)
+        selector = parse_qs(url.query).get("labelSelector", [""])[0]
         found = (
-            self.server.discovery(told.path)
-            or self.server.objects.get(told.path)
-            or self.server.listed(told.path, selector)
+            self.server.discovery(url.path)
+            or self.server.objects.get(url.path)
+            or self.server.listed(url.path, selector)
         )
         self._answer(found)
 
@@ -155,7 +155,7 @@ class Handler(BaseHTTPRequestHandler):
         self._answer(self.server.add(f"{path}/{manifest['metadata']['name']}", manifest), 201)
 
     def _review(self, question: bytes) -> Manifest:
-        """Kubectl asks in protobuf, in which the words can be found, and takes JSON."""
+        """Answer an access review. Kubectl sends protobuf, which contains the names as text."""
         allowed = not any(name.encode() in question for name in self.server.refused)
         return {
             "kind": "SelfSubjectAccessReview",

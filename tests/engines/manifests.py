@@ -1,4 +1,4 @@
-"""Manifests of small runs, and the processes that they ask for, started on this machine."""
+"""Manifests of small runs, and their processes, started on this machine."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ import yaml
 
 import encrypted
 from decoupled_diloco.config import RunConfig, dump_config
-from decoupled_diloco.engines.kubernetes import Kubernetes
-from process.runs import SMALL, free_ports
+from decoupled_diloco_engines.kubernetes import Kubernetes
+from ports import free_ports
+from process.runs import SMALL
 
 Manifest = dict[str, Any]
 TOKEN = "hush-hush-hush"
@@ -33,10 +34,10 @@ BIN = Path(sys.executable).parent
 
 
 def tool(name: str) -> str:
-    """A program, of this environment or of the machine; a skip if it is not here."""
+    """Return a program of this environment or machine; skip the test if it is not installed."""
     found = shutil.which(name, path=f"{BIN}:{os.environ['PATH']}")
     if found is None:
-        pytest.skip(f"{name} is not here")
+        pytest.skip(f"{name} is not installed")
     return found
 
 
@@ -48,27 +49,27 @@ def output_of(*command: str) -> str:
 
 @functools.cache
 def certificates() -> Path:
-    """A folder with certificates for the shards of `placed` and all that dial them."""
+    """Return a folder with certificates for the shards of `placed` and for their clients."""
     path = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, path, ignore_errors=True)
     return encrypted.made(path, host="*.spread-syncer.default.svc")
 
 
 def placed(*, kubernetes: Manifest | None = None, **tables: Any) -> RunConfig:
-    """A run with two shards and two learners that is to be placed."""
-    where = {"engine": "kubernetes", "kubernetes": kubernetes or {}, **tables.pop("where", {})}
+    """Return a run with two shards and two learners for Kubernetes."""
+    launch = {"kubernetes": kubernetes or {}, **tables.pop("launch", {})}
     return RunConfig(
-        run={"name": "spread", "learners": 2, "budget_steps": 60, **tables.pop("run", {})},
-        sync={"fragments": 4, "period": 4, "overlap": 1},
+        run={"name": "spread", "learners": 2, "max_steps": 60, **tables.pop("run", {})},
+        sync={"fragments": 4, "sync_every": 4, "overlap_steps": 1},
         syncer={"shards": 2, **tables.pop("syncer", {})},
         workload={"name": "paced", "options": SMALL},
-        where=where,
+        launch={"backend": "kubernetes", **launch},
         **tables,
     )
 
 
 def write(config: RunConfig, folder: Path) -> Path:
-    """The launch folder."""
+    """Write the launch folder, and return it."""
     folder.mkdir(exist_ok=True)
     files = {"run.toml": dump_config(config), "token": TOKEN + "\n"}
     for name, text in {**files, **Kubernetes().files(config, folder)}.items():
@@ -80,7 +81,7 @@ def write(config: RunConfig, folder: Path) -> Path:
 
 
 def rendered(config: RunConfig, folder: Path) -> list[Manifest]:
-    """The objects as `kubectl apply -k` sends them."""
+    """Return the objects as `kubectl apply -k` sends them."""
     text = output_of(tool("kubectl"), "kustomize", str(write(config, folder)))
     return list(yaml.safe_load_all(text))
 
@@ -95,7 +96,7 @@ def pod_of(manifest: Manifest) -> Manifest:
 
 
 class Cluster:
-    """Starts the pods of manifests as processes: addresses and paths become this machine's."""
+    """Starts the pods of manifests as local processes, with local addresses and paths."""
 
     def __init__(self, manifests: list[Manifest], folder: Path) -> None:
         self.manifests = manifests
@@ -107,14 +108,14 @@ class Cluster:
         self._mounted: list[tuple[Path, Manifest]] = []
 
     def shard(self, index: int, *, labelled: bool = True) -> subprocess.Popen[str]:
-        """A pod of the StatefulSet; one that is not labelled is of an older Kubernetes."""
+        """Start a pod of the StatefulSet; without `labelled` as an older Kubernetes would."""
         pod = pod_of(named(self.manifests, "StatefulSet", "spread-syncer"))
         name = f"spread-syncer-{index}"
         path = {"metadata.labels['apps.kubernetes.io/pod-index']": str(index) if labelled else ""}
         return self._start(pod, name, path, {}, index)
 
     def learner(self, index: int) -> subprocess.Popen[str]:
-        """A pod of the Indexed Job."""
+        """Start a pod of the Indexed Job."""
         pod = pod_of(named(self.manifests, "Job", "spread-learners"))
         completion = {"JOB_COMPLETION_INDEX": str(index)}
         return self._start(pod, f"spread-learners-{index}", {}, completion)
@@ -125,11 +126,11 @@ class Cluster:
         )
 
     def healthy(self, index: int) -> Manifest:
-        """What the pod's probe hears, as the kubelet asks: it verifies and shows no certificate."""
+        """Return the answer to the pod's probe; neither side verifies the other."""
         (container,) = pod_of(named(self.manifests, "StatefulSet", "spread-syncer"))["containers"]
-        asked = container["readinessProbe"]["httpGet"]
-        scheme = asked.get("scheme", "HTTP").lower()
-        address = f"{scheme}://127.0.0.1:{self.ports[index]}{asked['path']}"
+        probe = container["readinessProbe"]["httpGet"]
+        scheme = probe.get("scheme", "HTTP").lower()
+        address = f"{scheme}://127.0.0.1:{self.ports[index]}{probe['path']}"
         unverified = ssl.create_default_context()
         unverified.check_hostname, unverified.verify_mode = False, ssl.CERT_NONE
         try:
@@ -139,7 +140,7 @@ class Cluster:
             return {}
 
     def renew(self, manifests: list[Manifest]) -> None:
-        """Secrets have changed: so do the files in all pods, as the kubelet swaps them."""
+        """Replace changed Secrets in all pods, as the kubelet does."""
         self.manifests = manifests
         for path, volume in self._mounted:
             self._fill(path, self._contents(volume))
@@ -161,14 +162,14 @@ class Cluster:
         for each in container["env"]:
             source = each.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
             environment[each["name"]] = each["value"] if source is None else fields[source]
-        life = self.folder / f"{name}.{len(self.started)}"
-        mounts = self._mounts(pod, container, name, life)
+        start = self.folder / f"{name}.{len(self.started)}"
+        mounts = self._mounts(pod, container, name, start)
         command = [self._here(word, mounts, environment) for word in container["command"]]
         if shard is not None:
             (port,) = container["ports"]
-            own, told = f"--port {self.ports[shard]} ", f"--port {port['containerPort']} "
-            assert told in command[-1], "it listens where the Service sends"
-            command[-1] = command[-1].replace(told, own)
+            own, given = f"--port {self.ports[shard]} ", f"--port {port['containerPort']} "
+            assert given in command[-1], "it listens on the port of the Service"
+            command[-1] = command[-1].replace(given, own)
         with (self.folder / f"{name}.log").open("a") as log:
             process = subprocess.Popen(
                 command,
@@ -183,19 +184,23 @@ class Cluster:
                     **environment,
                     "HOME": str(mounts["/tmp"]),
                 },
-                cwd=life,
+                cwd=start,
             )
         self.started.append(process)
         return process
 
-    def _mounts(self, pod: Manifest, container: Manifest, name: str, life: Path) -> dict[str, Path]:
-        """Where each mounted volume is here; a pod that is started again has new ones, but for
-        what it claims."""
+    def _mounts(
+        self, pod: Manifest, container: Manifest, name: str, start: Path
+    ) -> dict[str, Path]:
+        """Return the local path of each mounted volume.
+
+        A restarted pod has new volumes, except those that it claims.
+        """
         mounts = {}
         volumes = {each["name"]: each for each in pod["volumes"]}
         for mount in container["volumeMounts"]:
             volume = volumes.get(mount["name"])
-            path = life / mount["name"] if volume else self.folder / f"{name}-{mount['name']}"
+            path = start / mount["name"] if volume else self.folder / f"{name}-{mount['name']}"
             path.mkdir(parents=True, exist_ok=True)
             if volume and "emptyDir" not in volume:
                 self._fill(path, self._contents(volume))
@@ -204,7 +209,7 @@ class Cluster:
         return mounts
 
     def _contents(self, volume: Manifest) -> dict[str, str]:
-        """The files of a volume that is made of objects."""
+        """Return the files of a volume that is made from objects."""
         if "configMap" in volume:
             return dict(named(self.manifests, "ConfigMap", volume["configMap"]["name"])["data"])
         if "secret" in volume:
@@ -218,7 +223,7 @@ class Cluster:
 
     @staticmethod
     def _fill(path: Path, data: dict[str, str]) -> None:
-        """As the kubelet does: files are links through `..data`, which is swapped at once."""
+        """Write the files like the kubelet: links through `..data`, replaced atomically."""
         new = Path(tempfile.mkdtemp(dir=path, prefix="..2026_"))
         for file, text in data.items():
             (new / file).write_text(text)
@@ -239,11 +244,11 @@ class Cluster:
                 word,
             )
         for mounted, path in mounts.items():
-            if mounted != "/tmp":  # the folders here may lie in it, too
+            if mounted != "/tmp":  # the folders of the test may be in it
                 word = word.replace(mounted, str(path))
         return re.sub(r"\$\((\w+)\)", lambda found: environment[found[1]], word)
 
 
 def secret_data(secret: Manifest) -> dict[str, str]:
-    told = {k: base64.b64decode(v).decode() for k, v in secret.get("data", {}).items()}
-    return {**told, **secret.get("stringData", {})}
+    data = {k: base64.b64decode(v).decode() for k, v in secret.get("data", {}).items()}
+    return {**data, **secret.get("stringData", {})}

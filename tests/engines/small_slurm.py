@@ -1,8 +1,9 @@
-"""A whole Slurm on this machine, from Debian's packages: controller, nodes, a key of its own.
+"""A complete Slurm on this machine, from Debian's packages: controller, nodes and a separate key.
 
-`one_node_slurm` has this machine as its node. `two_node_slurm` has two, each with a network and a
-host name of its own, as machines have. Needs root and the packages slurm-wlm and munge; `missing`
-says what is not there. Nothing of a Slurm that is installed here for real is read or changed.
+`one_node_slurm` uses this machine as its node. `two_node_slurm` has two nodes with separate
+networks and host names, like two machines. Both need root and the packages slurm-wlm and munge;
+`missing` reports what is absent. A real Slurm installation on this machine is neither read nor
+changed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from ports import free_ports
 
 PROGRAMS = ("sbatch", "srun", "squeue", "scontrol", "slurmctld", "slurmd", "munged")
 
@@ -50,24 +53,24 @@ SelectTypeParameters=CR_Core
 SchedulerParameters=requeue_delay=1,sched_interval=2,bf_interval=2
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-KillWait=30
+KillWait=120
 {nodes}
-PartitionName=spot Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=20
+PartitionName=spot Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=120
 PartitionName=safe Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 """
 
 
 def missing() -> str:
-    """Why there can be no Slurm here; empty: there can."""
+    """Return why Slurm cannot run here; empty if it can."""
     if os.geteuid() != 0:
-        return "a Slurm of one's own needs root"
+        return "a private Slurm needs root"
     absent = [name for name in PROGRAMS if shutil.which(name) is None]
-    return f"no {', '.join(absent)} here (Debian: slurm-wlm, munge)" if absent else ""
+    return f"{', '.join(absent)} not installed (Debian: slurm-wlm, munge)" if absent else ""
 
 
 @dataclass(frozen=True)
 class Node:
-    """A machine of the cluster; `inside` is what a command begins with that runs on it."""
+    """A machine of the cluster; `inside` is the prefix of commands that run on it."""
 
     name: str
     address: str
@@ -76,14 +79,14 @@ class Node:
 
 @contextlib.contextmanager
 def one_node_slurm(folder: Path) -> Iterator[None]:
-    """A Slurm as long as the block lasts; its commands find it by this process's environment."""
+    """Run Slurm while the block runs; environment variables select it for Slurm's commands."""
     with _slurm(folder, "127.0.0.1", [Node(socket.gethostname(), "127.0.0.1")]):
         yield
 
 
 @contextlib.contextmanager
 def two_node_slurm(folder: Path) -> Iterator[None]:
-    """The same with two machines, which reach one another and this one by a network."""
+    """The same with two machines that are connected by a network with this one."""
     with _machines(folder / "hosts") as nodes, _slurm(folder, f"{NETWORK}.100", nodes):
         yield
 
@@ -93,14 +96,14 @@ def _slurm(folder: Path, address: str, nodes: Sequence[Node]) -> Iterator[None]:
     for name in ("state", *(f"spool-{node.name}" for node in nodes)):
         (folder / name).mkdir()
     folder.chmod(0o755)
-    ports = _free_ports(2)
+    ports = free_ports(2)
     settings = folder / "slurm.conf"
     lines = [
         f"NodeName={node.name} NodeAddr={node.address} CPUs=8 RealMemory=1000 State=UNKNOWN"
         for node in nodes
     ]
-    told = {"folder": folder, "host": socket.gethostname(), "address": address, "ports": ports}
-    settings.write_text(SETTINGS.format(nodes="\n".join(lines), **told))
+    values = {"folder": folder, "host": socket.gethostname(), "address": address, "ports": ports}
+    settings.write_text(SETTINGS.format(nodes="\n".join(lines), **values))
     key = folder / "munge.key"
     key.write_bytes(secrets.token_bytes(128))
     key.chmod(0o600)
@@ -127,7 +130,7 @@ def _slurm(folder: Path, address: str, nodes: Sequence[Node]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _machines(hosts: Path) -> Iterator[list[Node]]:
-    """Two with a network, a name and /etc/hosts of their own, on a bridge with this one."""
+    """Create two machines with separate network, host name and /etc/hosts, on a bridge."""
     nodes = []
     _remove_machines()
     try:
@@ -182,24 +185,24 @@ def _daemon(folder: Path, *command: str) -> subprocess.Popen[bytes]:
 
 def _wait_until_idle(folder: Path, nodes: Sequence[Node]) -> None:
     deadline = time.monotonic() + 60
-    told = ""
+    output = ""
     while time.monotonic() < deadline:
         shown = subprocess.run(
             ["sinfo", "--noheader", "--Node", "--format=%T"], capture_output=True, text=True
         )
-        told = shown.stdout + shown.stderr
+        output = shown.stdout + shown.stderr
         if shown.stdout.split() and set(shown.stdout.split()) == {"idle"}:
             return
-        # A node with fewer cores than the settings say is drained at first.
+        # Slurm drains a node that has fewer cores than configured, so make it idle.
         state = ["nodename=" + ",".join(node.name for node in nodes), "state=idle"]
         subprocess.run(["scontrol", "update", *state], capture_output=True)
         time.sleep(0.5)
     logs = "\n".join(path.read_text()[-2000:] for path in folder.glob("*.log"))
-    raise RuntimeError(f"Slurm does not start: {told}\n{logs}")
+    raise RuntimeError(f"Slurm does not start: {output}\n{logs}")
 
 
 def cancel_all() -> None:
-    """Cancels all jobs, so that none of one test takes the room of the next."""
+    """Cancel all jobs, so that one test's jobs take no resources from the next test."""
     subprocess.run(["scancel", "--user=root"], capture_output=True, timeout=30)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
@@ -210,18 +213,10 @@ def cancel_all() -> None:
 
 
 def _kill_processes_of_jobs(settings: Path) -> None:
-    """Those that were not gone in time: without a syncer a learner trains on for ever."""
+    """Kill processes that did not end in time; without a syncer a learner trains forever."""
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
-            told = path.read_bytes().split(b"\0")
-            of_a_job = any(each.startswith(b"SLURM_JOB_ID=") for each in told)
-            if of_a_job and f"SLURM_CONF={settings}".encode() in told:
+            environment = path.read_bytes().split(b"\0")
+            of_a_job = any(each.startswith(b"SLURM_JOB_ID=") for each in environment)
+            if of_a_job and f"SLURM_CONF={settings}".encode() in environment:
                 os.kill(int(path.parent.name), signal.SIGKILL)
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [
-            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
-        ]
-        return [each.getsockname()[1] for each in sockets]

@@ -1,4 +1,4 @@
-"""The files of `deploy/` that no engine writes: the image, and SkyPilot's task."""
+"""The files in `deploy/` that no engine writes: the image and the SkyPilot task."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from pathlib import Path
 import yaml
 
 from decoupled_diloco.config import dump_config
-from decoupled_diloco.engines.kubernetes_objects import USER
+from decoupled_diloco_engines.kubernetes_objects import USER
 from engines.manifests import BIN, placed, tool
-from process.runs import command, free_ports, health, stopped_at_exit, until
+from ports import free_ports
+from process.runs import command, health, stopped_at_exit, until
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"
@@ -22,14 +23,14 @@ TASK = ROOT / "deploy" / "skypilot" / "learner.yaml"
 
 
 def copied() -> list[tuple[list[str], str]]:
-    """What the image is built from: sources and target of each COPY of the repository."""
+    """Return sources and target of each COPY from the repository."""
     lines = DOCKERFILE.read_text().splitlines()
-    told = [line.split()[1:] for line in lines if line.startswith("COPY ")]
-    return [(words[:-1], words[-1]) for words in told if not words[0].startswith("--")]
+    copies = [line.split()[1:] for line in lines if line.startswith("COPY ")]
+    return [(words[:-1], words[-1]) for words in copies if not words[0].startswith("--")]
 
 
-def test_the_image_is_built_from_what_is_there_and_has_the_command(tmp_path: Path) -> None:
-    """The package is built from what is copied, and from nothing else."""
+def test_the_package_builds_from_the_copied_files_and_has_the_command(tmp_path: Path) -> None:
+    """Build the package from only the files that the image copies."""
     for sources, target in copied():
         for source in sources:
             place = tmp_path / (source if target == "./" else target)
@@ -56,7 +57,7 @@ def test_the_image_pins_the_pytorch_of_the_tests() -> None:
     assert re.search(r"^torch==\d", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
 
 
-def test_the_user_of_the_image_is_that_of_the_pods() -> None:
+def test_image_and_pods_have_the_same_user() -> None:
     assert f"USER {USER}:{USER}" in DOCKERFILE.read_text()
 
 
@@ -65,12 +66,12 @@ def test_a_linter_finds_nothing_in_the_dockerfile() -> None:
     assert ended.returncode == 0, ended.stdout
 
 
-def test_the_learner_of_skypilots_task_trains(tmp_path: Path) -> None:
-    """Its `run` as it is written, where the package is installed already."""
+def test_the_learner_of_the_skypilot_task_trains(tmp_path: Path) -> None:
+    """Run its `run` section as written, with the package already installed."""
     task = yaml.safe_load(TASK.read_text())
     port, run = free_ports(1)[0], tmp_path / "run"
     config = placed(
-        run={"learners": 1, "budget_steps": 40, "evaluator": False, "folder": run},
+        run={"learners": 1, "max_steps": 40, "evaluator": False, "folder": run},
         syncer={"shards": 1, "port": port, "token_file": tmp_path / "token"},
     )
     (tmp_path / "token").write_text("hush\n")

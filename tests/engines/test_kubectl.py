@@ -1,4 +1,4 @@
-"""What the engine has kubectl do, against an API in memory: real commands and requests."""
+"""The Kubernetes engine with a real kubectl and an in-memory API server."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from decoupled_diloco.config import dump_config
-from decoupled_diloco.engines.base import Job
-from decoupled_diloco.engines.kubernetes import Kubernetes
 from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.launch.engine import Job
+from decoupled_diloco_engines.kubernetes import Kubernetes
 from engines.api_server import JOBSET, KINDS, ApiServer, serving
 from engines.manifests import output_of, placed, tool, write
 
@@ -21,7 +21,7 @@ DDILOCO = (sys.executable, "-m", "decoupled_diloco.cli")
 
 
 def use(address: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has kubectl speak to this server."""
+    """Configure kubectl for this server."""
     cluster: Any = {"name": "here", "cluster": {"server": address}}
     context = {"name": "here", "context": {"cluster": "here", "user": ""}}
     config = {"clusters": [cluster], "contexts": [context], "current-context": "here"}
@@ -65,27 +65,27 @@ def test_a_run_is_submitted_shown_and_stopped(api: ApiServer, tmp_path: Path) ->
         "spread-evaluator",
         "spread-learners",
         "spread-syncer",
-    ], "what trains goes first, and hands in what it has"
+    ], "the learners and the evaluator end first, so that the syncer receives their contributions"
     assert list(api.objects) == ["/api/v1/namespaces/default"]
-    engine.stop(jobs)  # what is gone already is no mistake
+    engine.stop(jobs)  # deleted objects are no error
 
 
-def test_a_namespace_that_is_not_there(api: ApiServer) -> None:
+def test_a_namespace_that_does_not_exist(api: ApiServer) -> None:
     with pytest.raises(ConfigError, match="create it, or choose another"):
         Kubernetes().require(placed(kubernetes={"namespace": "elsewhere"}))
 
 
-def test_who_may_not_create_a_job_is_told_so(api: ApiServer) -> None:
+def test_a_missing_permission_is_reported(api: ApiServer) -> None:
     api.refused.add("jobs")
-    with pytest.raises(ConfigError, match=r"you may not create job\.batch .* the role 'edit'"):
+    with pytest.raises(ConfigError, match=r"creating job\.batch .* is forbidden: .* role 'edit'"):
         Kubernetes().require(placed())
 
 
-def test_a_cluster_without_the_operator_is_told_so(
+def test_a_missing_operator_is_reported(
     api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = placed(kubernetes={"learners": "jobset"})
-    with pytest.raises(ConfigError, match="have the JobSet operator installed"):
+    with pytest.raises(ConfigError, match="install the JobSet operator"):
         Kubernetes().require(config)
     with serving({**KINDS, **JOBSET}) as server:
         use(f"http://127.0.0.1:{server.server_port}", tmp_path, monkeypatch)
@@ -98,11 +98,11 @@ def test_a_cluster_without_the_operator_is_told_so(
 def test_the_commands_launch_and_stop_a_run(api: ApiServer, tmp_path: Path) -> None:
     file, folder = tmp_path / "spread.toml", tmp_path / "runs" / "spread"
     file.write_text(dump_config(placed(run={"folder": folder})))
-    told = output_of(*DDILOCO, "launch", str(file), "--dry-run")
-    assert "kind: StatefulSet" in told
+    output = output_of(*DDILOCO, "launch", str(file), "--dry-run")
+    assert "kind: StatefulSet" in output
     assert api.objects.keys() == {"/api/v1/namespaces/default"}, "nothing is submitted"
-    told = output_of(*DDILOCO, "launch", f"{folder}.launch")
-    assert "syncer: job default/statefulset.apps/spread-syncer of kubernetes" in told
-    assert "kubectl logs -n default -l app.kubernetes.io/instance=spread" in told
-    assert "3 jobs are told to end" in output_of(*DDILOCO, "stop", str(folder))
+    output = output_of(*DDILOCO, "launch", f"{folder}.launch")
+    assert "syncer: job default/statefulset.apps/spread-syncer of kubernetes" in output
+    assert "kubectl logs -n default -l app.kubernetes.io/instance=spread" in output
+    assert "asked 3 jobs to stop" in output_of(*DDILOCO, "stop", str(folder))
     assert api.objects.keys() == {"/api/v1/namespaces/default"}

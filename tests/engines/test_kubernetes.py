@@ -1,4 +1,4 @@
-"""The manifests of a run: by the schemas of Kubernetes, and the same as the Helm chart's."""
+"""The manifests of a run match the Kubernetes schemas."""
 
 from __future__ import annotations
 
@@ -9,28 +9,24 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
-import yaml
 from kubeflow_trainer_api import models
 
 import encrypted
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.engines import kubernetes_tls
-from decoupled_diloco.engines.kubernetes import Kubernetes
-from decoupled_diloco.engines.launch import write_launch
 from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.launch.launch_folder import write_launch
+from decoupled_diloco_engines import kubernetes_tls
+from decoupled_diloco_engines.kubernetes import Kubernetes
 from engines.manifests import (
     TOKEN,
-    Manifest,
     certificates,
     named,
-    output_of,
     placed,
     pod_of,
     rendered,
     tool,
 )
 
-CHART = Path(__file__).parents[2] / "deploy" / "helm" / "decoupled-diloco"
 VERSIONS = ("1.31", "1.34", "1.37")
 OPERATORS = {
     "JobSet": models.JobsetV1alpha2JobSet,
@@ -41,28 +37,28 @@ OPERATORS = {
 GPUS = {"learner": {"gpus": 4, "cpus": 8, "memory": "64GiB"}, "syncer": {"memory": "4GiB"}}
 SEVERAL = {"learner": {"gpus": 4, "cpus": 8, "memory": "64GiB", "hosts": 2}}
 MUTUAL = encrypted.tables(certificates())
-ENCRYPTED = {key: MUTUAL[key] for key in ("certificate", "key", "authority")}
+ENCRYPTED = {key: MUTUAL[key] for key in ("cert", "key", "ca_cert")}
 RUNS: dict[str, RunConfig] = {
     "plain": placed(),
     "everything": placed(
-        where=GPUS,
+        launch=GPUS,
         run={"evaluator": False},
         syncer={"port": 8000, "addresses": ["http://a.example:8000", "http://b.example:8000"]},
-        learner={"hand_in_seconds": 45.0},
+        learner={"flush_seconds": 45.0},
         kubernetes={
             "image": "registry.example/diloco:1",
             "storage_class": "ssd",
             "learner_nodes": {"cloud.google.com/gke-spot": "true"},
-            "tolerated": ["nvidia.com/gpu", "spot=true"],
-            "sources": ["203.0.113.0/24"],
+            "tolerations": ["nvidia.com/gpu", "spot=true"],
+            "allowed_networks": ["203.0.113.0/24"],
         },
     ),
     **{
         kind: placed(
-            where=SEVERAL,
+            launch=SEVERAL,
             kubernetes={"learners": kind},
             learner={"ranks": 4},
-            data={"leases": False},
+            data={"elastic": False},
         )
         for kind in ("jobset", "trainjob")
     },
@@ -87,87 +83,27 @@ def test_the_objects_fit_the_schemas(config: RunConfig, tmp_path: Path) -> None:
             assert not lost(manifest, model.from_dict(manifest).to_dict())
 
 
-def lost(told: Any, known: Any, path: str = "") -> list[str]:
-    """What a model does not know of: it drops it without a word."""
-    if isinstance(told, dict):
+def lost(given: Any, known: Any, path: str = "") -> list[str]:
+    """Return the fields that a model silently drops because it does not know them."""
+    if isinstance(given, dict):
         return [
             each
-            for key, value in told.items()
+            for key, value in given.items()
             for each in (
                 lost(value, known[key], f"{path}/{key}") if key in known else [f"{path}/{key}"]
             )
         ]
-    if isinstance(told, list):
-        pairs = enumerate(zip(told, known, strict=True))
+    if isinstance(given, list):
+        pairs = enumerate(zip(given, known, strict=True))
         return [each for i, (a, b) in pairs for each in lost(a, b, f"{path}/{i}")]
     return []
 
 
-def test_what_a_model_drops_is_found() -> None:
+def test_dropped_fields_are_found() -> None:
     manifest = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "spec": {"netwrok": {}}}
     assert lost(manifest, models.JobsetV1alpha2JobSet.from_dict(manifest).to_dict()) == [
         "/spec/netwrok"
     ]
-
-
-def values_of(config: RunConfig) -> Manifest:
-    """The chart's values that mean the same."""
-    where, learner = config.where, config.where.learner
-    settings = where.kubernetes
-
-    def memory(gets: Any, hosts: int = 1) -> str:
-        return f"{gets.memory_bytes // hosts // 2**20}Mi" if gets.memory_bytes else ""
-
-    return {
-        "image": settings.image,
-        "tls": {
-            "secret": f"{config.run.name}-tls" if config.tls.serves else "",
-            "clients": f"{config.run.name}-clients" if config.tls.clients else "",
-        },
-        "port": config.syncer.port,
-        "addresses": list(config.syncer.addresses),
-        "sources": list(settings.sources),
-        "evaluator": config.run.evaluator,
-        "syncer": {
-            "shards": config.syncer.shards,
-            "cpus": where.syncer.cpus,
-            "memory": memory(where.syncer),
-            "folderGib": where.syncer.folder_gib,
-            "storageClass": settings.storage_class,
-        },
-        "learner": {
-            "count": config.run.learners,
-            "kind": settings.learners,
-            "hosts": learner.hosts,
-            "ranks": config.learner.ranks_of(0),
-            "cpus": learner.cpus // learner.hosts,
-            "memory": memory(learner, learner.hosts),
-            "gpus": learner.gpus // learner.hosts,
-            "handInSeconds": config.learner.hand_in_seconds,
-            "nodes": dict(settings.learner_nodes),
-            "tolerated": list(settings.tolerated),
-        },
-    }
-
-
-def by_name(manifests: list[Manifest]) -> dict[tuple[str, str], Manifest]:
-    return {(m["kind"], m["metadata"]["name"]): m for m in manifests if m}
-
-
-@EACH
-def test_the_chart_makes_the_same_objects(config: RunConfig, tmp_path: Path) -> None:
-    folder, helm, values = tmp_path / "launch", tool("helm"), tmp_path / "values.json"
-    ours = by_name(rendered(config, folder))
-    values.write_text(json.dumps(values_of(config)))
-    given = ("-f", str(values), "--namespace", "default")
-    given += ("--set-file", f"settings={folder}/run.toml,token={folder}/token")
-    text = output_of(helm, "template", config.run.name, str(CHART), *given)
-    theirs = by_name(list(yaml.safe_load_all(text)))
-    keys = {("Secret", f"{config.run.name}-{each}") for each in ("tls", "clients")}
-    assert theirs.keys() == ours.keys() - keys, "a chart has no private keys"
-    for name, manifest in theirs.items():
-        assert ours[name] == manifest, name
-    assert "0 chart(s) failed" in output_of(helm, "lint", str(CHART), "--strict", *given)
 
 
 def test_the_secret_is_in_no_manifest_and_no_command(tmp_path: Path) -> None:
@@ -182,7 +118,7 @@ def test_the_secret_is_in_no_manifest_and_no_command(tmp_path: Path) -> None:
         assert TOKEN not in path.read_text()
 
 
-def test_only_pods_of_the_run_and_told_networks_reach_the_shards(tmp_path: Path) -> None:
+def test_only_the_runs_pods_and_given_networks_reach_the_shards(tmp_path: Path) -> None:
     manifests = rendered(RUNS["everything"], tmp_path / "launch")
     (rule,) = named(manifests, "NetworkPolicy", "spread-syncer")["spec"]["ingress"]
     pods, network = rule["from"]
@@ -194,10 +130,10 @@ def test_only_pods_of_the_run_and_told_networks_reach_the_shards(tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["plain", "everything"])
-def test_a_learner_has_the_time_to_hand_in(name: str, tmp_path: Path) -> None:
+def test_a_learner_has_time_to_flush(name: str, tmp_path: Path) -> None:
     config = RUNS[name]
     pod = pod_of(named(rendered(config, tmp_path / "launch"), "Job", "spread-learners"))
-    assert pod["terminationGracePeriodSeconds"] >= config.learner.hand_in_seconds + 10
+    assert pod["terminationGracePeriodSeconds"] >= config.learner.flush_seconds + 10
 
 
 def test_every_process_is_confined(tmp_path: Path) -> None:
@@ -216,44 +152,44 @@ def test_every_process_is_confined(tmp_path: Path) -> None:
 
 MISTAKES = {
     "hosts": (
-        {"where": SEVERAL, "learner": {"ranks": 2}, "data": {"leases": False}},
-        'write learners = "jobset" or "trainjob"',
+        {"launch": SEVERAL, "learner": {"ranks": 2}, "data": {"elastic": False}},
+        'set learners = "jobset" or "trainjob"',
     ),
     "uneven": (
         {
-            "where": {"learner": {"hosts": 2, "gpus": 3}},
+            "launch": {"learner": {"hosts": 2, "gpus": 3}},
             "learner": {"ranks": 2},
-            "data": {"leases": False},
+            "data": {"elastic": False},
             "kubernetes": {"learners": "jobset"},
         },
-        "gpus=3 in [where.learner] cannot be spread evenly over hosts=2",
+        "gpus=3 in [launch.learner] is not a multiple of hosts=2",
     ),
-    "name": ({"run": {"name": "Big_run"}}, "name='Big_run' in [run] is no name of Kubernetes"),
-    "standbys": ({"syncer": {"standbys": 1}}, "leave standbys out"),
+    "name": ({"run": {"name": "Big_run"}}, "name='Big_run' in [run] is not a valid name for"),
+    "standbys": ({"syncer": {"standby": True}}, "leave standby out"),
     "principals": ({"syncer": {"principals_file": "p"}}, "leave principals_file out"),
     "token": ({"syncer": {"token_file": "elsewhere"}}, "leave token_file out"),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_what_no_cluster_gives_is_refused(mistake: str, tmp_path: Path) -> None:
+def test_settings_that_no_cluster_can_satisfy_are_rejected(mistake: str, tmp_path: Path) -> None:
     tables, sentence = MISTAKES[mistake]
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as error:
         Kubernetes().files(placed(**tables), tmp_path)
-    assert sentence in str(told.value)
+    assert sentence in str(error.value)
 
 
 TLS_MISTAKES = {
-    "no authority": ({"authority": None}, "give authority, too"),
+    "no authority": ({"ca_cert": None}, "set ca_cert, too"),
     "no clients": ({"clients": None}, "set clients to the folder"),
-    "another host": ({}, "renew FOLDER syncer --name '*.spread-syncer.default.svc'"),
-    "an address": ({}, "renew FOLDER syncer --name 10.0.0.1"),
+    "another host": ({}, "renew FOLDER syncer --host '*.spread-syncer.default.svc'"),
+    "an address": ({}, "renew FOLDER syncer --host 10.0.0.1"),
     "too large": ({}, "would have"),
 }
 
 
 @pytest.mark.parametrize("mistake", TLS_MISTAKES)
-def test_certificates_that_no_pod_could_use_are_refused(
+def test_certificates_that_pods_cannot_use_are_rejected(
     mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes, sentence = TLS_MISTAKES[mistake]
@@ -265,12 +201,12 @@ def test_certificates_that_no_pod_could_use_are_refused(
     if mistake == "too large":
         monkeypatch.setattr(kubernetes_tls, "SECRET_BYTES_MAX", 2_000)
     config = placed(tls={k: v for k, v in (tls | changes).items() if v}, syncer=syncer)
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as error:
         Kubernetes().files(config, tmp_path)
-    assert sentence in str(told.value)
+    assert sentence in str(error.value)
 
 
-def test_a_learner_alone_gets_its_own_key_and_no_learner_gets_the_shards(tmp_path: Path) -> None:
+def test_a_single_learner_gets_only_its_key_and_no_learner_gets_the_shards(tmp_path: Path) -> None:
     for kind, keys in (("job", None), ("jobset", ["learner-0.pem", "learner-0.key"])):
         config = placed(tls=MUTUAL, kubernetes={"learners": kind})
         manifests = rendered(config, tmp_path / kind)
@@ -283,7 +219,7 @@ def test_a_learner_alone_gets_its_own_key_and_no_learner_gets_the_shards(tmp_pat
         assert (items and [item["key"] for item in items]) == keys
 
 
-def test_private_keys_are_in_no_manifest_and_are_readable_by_the_user_alone(tmp_path: Path) -> None:
+def test_private_keys_are_in_no_manifest_and_readable_only_by_the_user(tmp_path: Path) -> None:
     config = placed(run={"folder": tmp_path / "spread"}, tls=MUTUAL)
     folder = write_launch(config).folder
     keys = sorted(path.name for path in (folder / "tls").glob("*.key"))
@@ -294,13 +230,13 @@ def test_private_keys_are_in_no_manifest_and_are_readable_by_the_user_alone(tmp_
         assert "PRIVATE KEY" not in path.read_text()
 
 
-def test_without_kubectl_the_way_out_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_kubectl_the_error_has_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ConfigError, match="kubectl is not here: install it"):
+    with pytest.raises(ConfigError, match="kubectl is not installed: install it"):
         Kubernetes().require(placed())
 
 
-def test_a_cluster_that_is_not_there_is_told_in_one_sentence(
+def test_an_unreachable_cluster_is_reported_in_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kubectl = Path(tool("kubectl"))
@@ -310,6 +246,6 @@ def test_a_cluster_that_is_not_there_is_told_in_one_sentence(
     (tmp_path / "config").write_text(json.dumps(config))
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
     monkeypatch.setenv("PATH", f"{kubectl.parent}:/bin:/usr/bin")
-    with pytest.raises(ConfigError, match="use-context") as told:
+    with pytest.raises(ConfigError, match="use-context") as error:
         Kubernetes().require(placed())
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)

@@ -1,4 +1,4 @@
-"""The processes of rendered manifests, started as they say: a run to its end, and beyond."""
+"""The processes of rendered manifests, started locally, from a run's start beyond its end."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ import pytest
 import encrypted
 from decoupled_diloco.launch.certificates import CertificateFolder
 from engines.manifests import Cluster, placed, rendered
-from process import test_own_script as own_script
-from process.runs import records, until
-from process.test_log import scalars
+from process import own_script
+from process.runs import records, scalars, until
 
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    # Long enough that a pod started again trains in it, where a start takes seconds.
-    config = placed(run={"budget_steps": 400, "evaluator": False, "log": ("tensorboard",)})
+    # Long enough that a restarted pod still trains, although a start takes seconds.
+    config = placed(run={"max_steps": 400, "evaluator": False, "trackers": ("tensorboard",)})
     cluster = Cluster(rendered(config, tmp_path / "spread.launch"), tmp_path)
     yield cluster
     cluster.kill()
@@ -40,7 +39,7 @@ def logs(cluster: Cluster) -> str:
 
 
 def merged_from(run: Path, learner: str) -> bool:
-    """Whether shard 0 has merged anything from this learner."""
+    """Whether shard 0 has merged a contribution of this learner."""
     tape = run / "tape" / "shard-0.jsonl"
     folds = [r for r in records(run, "shard-0") if r.type == "Fold"] if tape.exists() else []
     return any(repr(learner) in repr(fold.data) for fold in folds)
@@ -54,12 +53,12 @@ def test_the_pods_of_the_manifests_train_a_run_to_its_end(cluster: Cluster) -> N
 
     learners[1].kill()
     learners[1].wait()
-    learners[1] = cluster.learner(1)  # as the Job does: a new pod, whose folders are empty
+    learners[1] = cluster.learner(1)  # like the Job: a new pod with empty folders
 
     for learner in learners:
         assert learner.wait(240) == 0, logs(cluster)
 
-    until(lambda: phases(cluster) == {"finished"}, "both shards say that it is over")
+    until(lambda: phases(cluster) == {"finished"}, "both shards report the end of the run")
     for shard in SHARDS:
         log = cluster.folder / f"spread-syncer-{shard}.log"
         until(lambda log=log: "lingers until SIGTERM" in log.read_text(), "it lingers")
@@ -70,44 +69,46 @@ def test_the_pods_of_the_manifests_train_a_run_to_its_end(cluster: Cluster) -> N
     assert {"learner-0/loss", "learner-1/loss"} <= logged.keys()
     assert any("learner-1" in str(record.data) for record in records(own, "coordinator"))
 
-    shards[1].kill()  # its node is lost; the StatefulSet starts it again, on its volume
+    shards[1].kill()  # its node is lost; the StatefulSet restarts it on its volume
     shards[1].wait()
     shards[1] = cluster.shard(1)
     until(lambda: phases(cluster) == {"finished"}, "it finds that the run is over")
-    late = cluster.learner(1)  # a pod that had been lost at the very end
+    late = cluster.learner(1)  # a pod that was lost at the very end
     assert late.wait(240) == 0, logs(cluster)
 
     for shard in shards:
-        assert shard.poll() is None, "nothing ends that would be started again"
+        assert shard.poll() is None, "a shard does not end by itself, because it would be restarted"
         shard.send_signal(signal.SIGTERM)
     assert [shard.wait(240) for shard in shards] == [0, 0], logs(cluster)
 
 
-def test_the_pods_run_a_users_own_program(tmp_path: Path) -> None:
-    settings = ["run.name='spread'", "where.engine='kubernetes'", "run.budget_steps=300"]
+@pytest.mark.long
+def test_the_pods_run_a_users_program(tmp_path: Path) -> None:
+    settings = ["run.name='spread'", "launch.backend='kubernetes'", "run.max_steps=300"]
     config = own_script.config_of("train", tmp_path / "own", *settings)
     cluster = Cluster(rendered(config, tmp_path / "spread.launch"), tmp_path)
     try:
         shard = cluster.shard(0)
         learners = [cluster.learner(0), cluster.learner(1)]
-        until(lambda: cluster.healthy(0).get("clock", 0) > 5, "the run is under way", 120)
+        until(lambda: cluster.healthy(0).get("clock", 0) > 5, "the run makes progress", 120)
         learners[1].kill()
         learners[1].wait()
-        learners[1] = cluster.learner(1)  # as the Job does
+        learners[1] = cluster.learner(1)  # like the Job
         assert [learner.wait(240) for learner in learners] == [0, 0], logs(cluster)
-        until(lambda: cluster.healthy(0).get("phase") == "finished", "the shard says so")
-        assert "the run's final weights" in logs(cluster), "the program's own last line"
+        until(lambda: cluster.healthy(0).get("phase") == "finished", "the shard reports the end")
+        assert "the run's final weights" in logs(cluster), "the last line of the program"
         shard.send_signal(signal.SIGTERM)
         assert shard.wait(240) == 0, logs(cluster)
     finally:
         cluster.kill()
 
 
-def test_certificates_are_shown_in_the_cluster_and_renewed_in_running_pods(tmp_path: Path) -> None:
-    """Mutual TLS from the run's own Secrets; one learner is a new pod after the renewal."""
+@pytest.mark.long
+def test_certificates_are_used_in_the_cluster_and_renewed_in_running_pods(tmp_path: Path) -> None:
+    """Mutual TLS from the run's Secrets; one learner is a new pod after the renewal."""
     tls = encrypted.made(tmp_path / "tls", host="*.spread-syncer.default.svc")
     config = placed(
-        run={"budget_steps": 400, "evaluator": True, "evaluate_every_seconds": 1.0},
+        run={"max_steps": 400, "evaluator": True, "evaluate_interval_seconds": 1.0},
         tls=encrypted.tables(tls),
     )
     cluster = Cluster(rendered(config, tmp_path / "spread.launch"), tmp_path)
@@ -115,7 +116,7 @@ def test_certificates_are_shown_in_the_cluster_and_renewed_in_running_pods(tmp_p
         shards = [cluster.shard(shard) for shard in SHARDS]
         learners = [cluster.learner(0), cluster.learner(1)]
         evaluator = cluster.evaluator()
-        until(lambda: cluster.healthy(0).get("clock", 0) > 5, "the run is under way", 120)
+        until(lambda: cluster.healthy(0).get("clock", 0) > 5, "the run makes progress", 120)
         first = [certificate_of(cluster, shard, tls) for shard in SHARDS]
         assert listed(tmp_path, "learners-0") >= {"learner-0.key", "learner-1.key", "ca.crt"}
         assert listed(tmp_path, "evaluator") == {"evaluator.pem", "evaluator.key", "ca.crt"}
@@ -123,13 +124,13 @@ def test_certificates_are_shown_in_the_cluster_and_renewed_in_running_pods(tmp_p
         CertificateFolder(tls).renew([], 60)
         cluster.renew(rendered(config, tmp_path / "spread.launch"))
         new = [certificate_of(cluster, shard, tls) for shard in SHARDS]
-        assert not set(first) & set(new), "no process was started again"
+        assert not set(first) & set(new), "no process was restarted"
         learners[1].kill()
         learners[1].wait()
         learners[1] = cluster.learner(1)
         for process in (*learners, evaluator):
             assert process.wait(240) == 0, logs(cluster)
-        until(lambda: phases(cluster) == {"finished"}, "both shards say that it is over")
+        until(lambda: phases(cluster) == {"finished"}, "both shards report the end of the run")
         for shard in shards:
             shard.send_signal(signal.SIGTERM)
         assert [shard.wait(240) for shard in shards] == [0, 0], logs(cluster)
@@ -138,7 +139,7 @@ def test_certificates_are_shown_in_the_cluster_and_renewed_in_running_pods(tmp_p
 
 
 def certificate_of(cluster: Cluster, shard: int, tls: Path) -> bytes | None:
-    """What a shard shows to who dials it by its name in the cluster, and verifies it."""
+    """Return the certificate that a shard presents to a client that verifies its cluster name."""
     name = f"spread-syncer-{shard}.spread-syncer.default.svc"
     context = ssl.create_default_context(cafile=tls / "authority.pem")
     place = ("127.0.0.1", cluster.ports[shard])
@@ -150,6 +151,6 @@ def certificate_of(cluster: Cluster, shard: int, tls: Path) -> bytes | None:
 
 
 def listed(folder: Path, pod: str) -> set[str]:
-    """The files of a pod's certificates."""
+    """Return the names of a pod's certificate files."""
     (mounted, *_) = folder.glob(f"spread-{pod}.*/tls")
     return {path.name for path in mounted.iterdir() if not path.name.startswith("..")}

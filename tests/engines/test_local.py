@@ -1,4 +1,4 @@
-"""`ddiloco launch` and `ddiloco stop` where the engine is this machine."""
+"""`ddiloco launch` and `ddiloco stop` with the local engine."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ def ddiloco(*arguments: object) -> tuple[int, str]:
     return process.returncode, output
 
 
-def test_a_run_is_launched_here_and_stopped(tmp_path: Path) -> None:
+def test_a_local_run_is_launched_and_stopped(tmp_path: Path) -> None:
     run, file = tmp_path / "run", tmp_path / "small.toml"
-    file.write_text(dump_config(config_of(run, run={"budget_steps": 100_000})))
-    code, told = ddiloco("launch", file, "--dry-run")
+    file.write_text(dump_config(config_of(run, run={"max_steps": 100_000})))
+    code, output = ddiloco("launch", file, "--dry-run")
     assert (code, run.exists()) == (0, False)
-    assert f"ddiloco train {file}" in told
+    assert f"ddiloco train {file}" in output
     launched = command("launch", str(file))
     deadline = time.monotonic() + 60
     while not any(run.glob("tape/learner-0.jsonl")):
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    code, told = ddiloco("stop", run)
-    assert (code, f"process {launched.pid}" in told) == (0, True)
+    code, output = ddiloco("stop", run)
+    assert (code, f"process {launched.pid}" in output) == (0, True)
     launched.communicate(timeout=240)
     assert launched.returncode == 130
-    code, told = ddiloco("stop", run)
+    code, output = ddiloco("stop", run)
     assert code == 2
-    assert f"{run} does not run: there is nothing to stop" in told
+    assert f"{run} is not running" in output
 
 
-def test_what_was_never_launched_is_told(tmp_path: Path) -> None:
-    code, told = ddiloco("stop", tmp_path)
+def test_a_folder_without_a_launch_is_reported(tmp_path: Path) -> None:
+    code, output = ddiloco("stop", tmp_path)
     assert code == 2
-    assert "does not say who launched it" in told
+    assert "does not name the process that launched it" in output

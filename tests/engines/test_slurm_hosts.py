@@ -1,4 +1,4 @@
-"""A learner of two machines on a real Slurm, with networks and host names of their own."""
+"""A two-machine learner on a real Slurm, with separate networks and host names."""
 
 from __future__ import annotations
 
@@ -12,15 +12,25 @@ from pathlib import Path
 import pytest
 
 from decoupled_diloco.config import dump_config
-from decoupled_diloco.engines.launch import launch_folder
-from decoupled_diloco.observe.run_model import read_run
+from decoupled_diloco.launch.launch_folder import launch_folder
+from decoupled_diloco.run_model import read_run
+from engines.slurm_runs import (
+    LARGE,
+    STEPS,
+    ddiloco,
+    end_soon,
+    hurry,
+    learner,
+    merged,
+    restarts,
+    states,
+    until,
+)
 from engines.small_slurm import MACHINES, cancel_all, missing, two_node_slurm
-from engines.test_shared_folder import LARGE, merged
-from engines.test_slurm import STEPS, ddiloco, end_soon, hurry, learner, restarts, states, until
 from process.runs import config_of
 
 pytestmark = [
-    pytest.mark.skipif(bool(missing()), reason=missing() or "Slurm is here"),
+    pytest.mark.skipif(bool(missing()), reason=missing() or "Slurm is installed"),
     pytest.mark.xdist_group("slurm"),
 ]
 
@@ -32,39 +42,39 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def room() -> Iterator[None]:
+def cancel_jobs() -> Iterator[None]:
     yield
     cancel_all()
 
 
 def settings(folder: Path, *, steps: int) -> Path:
-    """A run's file: one learner of two ranks, one on each machine, which both carry."""
+    """Return a run's file: one two-rank learner, one rank per machine, in which both ranks sync."""
     config = config_of(
         folder / "runs/small",
-        run={"budget_steps": steps, "learners": 1, "evaluator": False},
+        run={"max_steps": steps, "learners": 1, "evaluator": False},
         sync={"quorum": 1, "fragments": 2},
-        learner={"checkpoint_every_seconds": 1.0, "ranks": 2, "carriers": 2},
-        data={"leases": False},
+        learner={"checkpoint_interval_seconds": 1.0, "ranks": 2, "sync_ranks": 2},
+        data={"elastic": False},
     )
     path = folder / "small.toml"
-    told = config.model_dump(mode="json")
+    values = config.model_dump(mode="json")
     slurm = {"partition": "spot", "syncer_partition": "safe"}
-    told["workload"]["options"] |= LARGE
-    told |= {"where": {"engine": "slurm", "learner": {"hosts": 2}, "slurm": slurm}}
-    path.write_text(dump_config(type(config)(**told)))
+    values["workload"]["options"] |= LARGE
+    values |= {"launch": {"backend": "slurm", "learner": {"hosts": 2}, "slurm": slurm}}
+    path.write_text(dump_config(type(config)(**values)))
     return path
 
 
 def ranks_of(run: Path) -> dict[str, int]:
-    """The process id of the rank on each machine, as far as there is one."""
+    """Return the process id of the rank on each machine that has one."""
     found = {}
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            told = (path / "environ").read_bytes().decode().split("\0")
+            environment = (path / "environ").read_bytes().decode().split("\0")
             words = (path / "cmdline").read_bytes().decode().split("\0")
         except OSError:
             continue
-        if "SLURM_STEP_NUM_TASKS=2" in told and f"{run}.launch/run.toml" in words:
+        if "SLURM_STEP_NUM_TASKS=2" in environment and f"{run}.launch/run.toml" in words:
             space = (path / "ns/net").stat().st_ino
             for name in MACHINES:
                 if Path("/run/netns", name).stat().st_ino == space:
@@ -78,7 +88,7 @@ def log(run: Path) -> str:
 
 
 @pytest.mark.long
-def test_a_learner_of_two_machines(tmp_path: Path) -> None:
+def test_a_two_machine_learner(tmp_path: Path) -> None:
     run = tmp_path / "runs/small"
     submitted = ddiloco("launch", settings(tmp_path, steps=STEPS))
     job = re.findall(r"learners: job (\d+)", submitted)[0] + "_0"
@@ -87,7 +97,7 @@ def test_a_learner_of_two_machines(tmp_path: Path) -> None:
     assert ranks.keys() == set(MACHINES)
 
     os.kill(ranks[MACHINES[1]], signal.SIGKILL)
-    until(lambda: learner(run, "learner-0").epoch == 2, "both ranks begin again")
+    until(lambda: learner(run, "learner-0").epoch == 2, "both ranks restart")
     assert restarts(job) == 0
     assert set(ranks_of(run).values()).isdisjoint(ranks.values())
     assert learner(run, "learner-0").steps > 0
@@ -96,18 +106,18 @@ def test_a_learner_of_two_machines(tmp_path: Path) -> None:
     others = ["--partition=safe", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=7"]
     others += ["--output=/dev/null", "--wrap=srun sleep 3"]
     subprocess.run(["sbatch", *others], check=True, capture_output=True)
-    until(lambda: states(run).get("learner-0") == "PENDING", "the learner makes room")
-    assert learner(run, "learner-0").left, "both ranks were told in time to hand in"
+    until(lambda: states(run).get("learner-0") == "PENDING", "the learner is preempted")
+    assert learner(run, "learner-0").left, "both ranks received SIGTERM in time to flush"
     epoch = learner(run, "learner-0").epoch
     until(lambda: [hurry(run), learner(run, "learner-0").epoch > epoch][1], "it is back")
     count = merged(run)
-    until(lambda: merged(run) > count + 4, "both carry what they have trained")
+    until(lambda: merged(run) > count + 4, "both ranks sync")
     end_soon(run, 100)
     syncer = re.findall(r"syncer: job (\d+)", submitted)[0]
     subprocess.run(["scontrol", "requeue", syncer], check=True, capture_output=True)
-    until(lambda: restarts(syncer) == 1, "the syncer makes room")
+    until(lambda: restarts(syncer) == 1, "the syncer is requeued")
     count = merged(run)
-    until(lambda: [hurry(run), merged(run) > count + 4][1], "both find it at its new place")
+    until(lambda: [hurry(run), merged(run) > count + 4][1], "both ranks find its new address")
     until(lambda: (run / "weights.safetensors").exists(), "the run ends")
     until(lambda: not states(run), "all jobs end")
     assert read_run(run, "run").finished

@@ -1,4 +1,4 @@
-"""The targets, made once: a small real run is needed for their samples."""
+"""The targets, created once, because their samples need a small real run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Target]:
 
 @pytest.fixture
 def quiet() -> Iterator[None]:
-    """Each torn file is told of in the log, and there are thousands."""
+    """Disable warnings, because each of thousands of torn files logs one."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     yield

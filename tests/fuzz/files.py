@@ -1,4 +1,4 @@
-"""Targets: what lies in files, which a disk has spoilt, another program wrote, or somebody sent."""
+"""Targets: files that a disk corrupted, another program wrote, or another person sent."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ import xxhash
 
 from decoupled_diloco.config.files import load_config, override_key, read_tables
 from decoupled_diloco.config.method import plan_of, read_public
-from decoupled_diloco.engines.launch import jobs_in
-from decoupled_diloco.errors import ConfigError, Error, StorageError
+from decoupled_diloco.errors import ConfigError, DilocoError, StorageError
 from decoupled_diloco.export.folder import read_facts
 from decoupled_diloco.export.weights import _versions
 from decoupled_diloco.launch.certificates import CertificateFolder
 from decoupled_diloco.launch.folder import is_run_folder, launcher_of, read_token
+from decoupled_diloco.launch.launch_folder import jobs_in
 from decoupled_diloco.launch.secrets import read_principals
 from decoupled_diloco.learner.checkpoint import CheckpointFolder, LearnerCheckpoint
 from decoupled_diloco.merge import digest
-from decoupled_diloco.observe.reader import Follower
-from decoupled_diloco.observe.run_model import read_run
-from decoupled_diloco.observe.status import status_of
-from decoupled_diloco.protocol.checkpoints.effects import KeepCheckpoint
-from decoupled_diloco.simulate.scenario import load_scenario
-from decoupled_diloco.storage.claims import ClaimStore
+from decoupled_diloco.protocol.words import KeepCheckpoint
+from decoupled_diloco.run_model import read_run
+from decoupled_diloco.show.status import status_of
+from decoupled_diloco.storage.claims import ClaimStore, numbered
+from decoupled_diloco.storage.coordinator_states import STATES, CoordinatorStates
 from decoupled_diloco.storage.data_ledger import DataLedger, read_ledger
 from decoupled_diloco.storage.journal import Journal, JournalReader
 from decoupled_diloco.storage.ranges import keep_ranges, kept_range
@@ -44,19 +43,22 @@ from decoupled_diloco.syncer.coordinator_document import read_document
 from decoupled_diloco.syncer.payloads import read_layout
 from decoupled_diloco.syncer.result import read_layout as read_layout_of_share
 from decoupled_diloco.syncer.result import read_shares
+from decoupled_diloco.tape.reader import Follower
 from decoupled_diloco.transport import tls
-from decoupled_diloco.transport.tls import LiveTls, ServerTls, Tls
+from decoupled_diloco.transport.tls import LiveTls, ServerTLSConfig, TLSConfig
+from decoupled_diloco_lab import SCENARIOS
+from decoupled_diloco_lab.simulate.scenario import load_scenario
 from fuzz.harness import Target
 from fuzz.mutations import any_bytes, any_json, any_lines, dumped, is_json, mutated
 from fuzz.valid import small_run, thinned
-from unit.learner.test_checkpoint import checkpoint
-from unit.syncer.test_durable import Life
+from unit.learner.checkpoints import checkpoint
+from unit.syncer.shard_life import Life
 
 HEAD = struct.Struct("<4sIQ16s")
 
 
 def of_files(folder: Path) -> list[Target]:
-    """Everything that is read from a run folder, or that a command is given."""
+    """Return targets for all files in a run folder, and for files passed to commands."""
     run = small_run(folder / "run")
     here = folder / "fuzzed"
     here.mkdir()
@@ -71,7 +73,7 @@ def of_files(folder: Path) -> list[Target]:
 
 
 def _reads(path: Path, read: Callable[[Path], object]) -> Callable[[bytes], object]:
-    """Writes an input to its file, and reads that."""
+    """Return a reader that writes an input to its file and reads the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
 
     def written(data: bytes) -> object:
@@ -125,7 +127,7 @@ def _tapes(run: Path, here: Path) -> list[Target]:
 
 
 def _bomb(unit: bytes, count: int) -> bytes:
-    """Few bytes that unpack to many."""
+    """Return a few bytes that unpack to many."""
     packer, piece = lzma.LZMACompressor(preset=1), unit * (count // 64)
     parts = [packer.compress(piece) for _ in range(64)]
     return b"".join([*parts, packer.flush()])
@@ -196,7 +198,7 @@ def _journals(run: Path, here: Path) -> list[Target]:
 
 
 def _restoring(path: Path, read: Callable[[bytes], object]) -> Callable[[bytes], object]:
-    """Another file is as it was at first for each input."""
+    """Return a reader that restores another file before each input."""
     kept = path.read_bytes()
 
     def restored(data: bytes) -> object:
@@ -207,13 +209,13 @@ def _restoring(path: Path, read: Callable[[bytes], object]) -> Callable[[bytes],
 
 
 def _book() -> Any:
-    from decoupled_diloco.protocol.data_leases.coordinator import LeaseBook
+    from decoupled_diloco.protocol.features.data import LeaseBook
 
     return LeaseBook(entries=1)
 
 
 def _sealed(rng: random.Random, samples: Sequence[bytes]) -> bytes:
-    """Records with other JSON and a digest that fits; else the bytes of a torn disk."""
+    """Return records with changed JSON and a valid digest, or bytes as of a torn disk."""
     if rng.random() < 0.4:
         return any_bytes(rng, samples)
     data, out = rng.choice(samples), bytearray()
@@ -248,7 +250,7 @@ def _tensors(run: Path, here: Path) -> list[Target]:
     keep_ranges(here / "ranges", 0, {(0, 0): torch.ones(4), (0, 4): torch.ones(4)})
     ranges = here / "ranges" / "published-0.safetensors"
     share = next(run.glob("checkpoints/shard-0.safetensors"))
-    settings = json.loads((run / "coordinator.json").read_bytes())["settings"]
+    settings = (CoordinatorStates(run).read() or {})["settings"]
     plan = plan_of(read_layout_of_share(run), read_public(settings))
 
     def read(path: Path) -> None:
@@ -287,7 +289,9 @@ def _tensors(run: Path, here: Path) -> list[Target]:
             [ranges.read_bytes()],
             mutate=_tensors_or_texts,
         ),
-        Target("share", _reads(share, shares), [share.read_bytes()], (Error,), _tensors_or_texts),
+        Target(
+            "share", _reads(share, shares), [share.read_bytes()], (DilocoError,), _tensors_or_texts
+        ),
         Target(
             "packed-state",
             lambda data: unpack(state, json.loads(data)[1]),
@@ -306,7 +310,7 @@ def _state_text(rng: random.Random, samples: Sequence[bytes]) -> bytes:
 
 
 def _tensors_or_texts(rng: random.Random, samples: Sequence[bytes]) -> bytes:
-    """The head, JSON, is another one, of the right length; else the bytes of a torn disk."""
+    """Return a file with a changed JSON head of the right length, or bytes as of a torn disk."""
     data = rng.choice(samples)
     if rng.random() < 0.4:
         return any_bytes(rng, [data])
@@ -329,7 +333,7 @@ def _other_text(rng: random.Random, text: str) -> str:
 
 
 def _resealed(rng: random.Random, samples: Sequence[bytes]) -> bytes:
-    """A sealed file whose texts are others, and whose seal fits them."""
+    """Return a sealed file with changed texts and a valid seal."""
     from decoupled_diloco.storage.weights import SEAL_KEY
 
     data = rng.choice(samples)
@@ -352,9 +356,12 @@ def _resealed(rng: random.Random, samples: Sequence[bytes]) -> bytes:
 
 
 def _documents(run: Path, here: Path) -> list[Target]:
-    document = (run / "coordinator.json").read_bytes()
-    layout = json.loads(document)["layout"].encode()
-    config = read_public(json.loads(document)["settings"])
+    kept = CoordinatorStates(run).read()
+    assert kept is not None
+    document, layout = json.dumps(kept).encode(), kept["layout"].encode()
+    config = read_public(kept["settings"])
+    state = numbered(here / STATES, 1)
+    state.parent.mkdir()
     claims = here / "claims" / "shard-0"
     store = ClaimStore(claims, "nonce", 5.0, "me")
     claims.parent.mkdir()
@@ -370,12 +377,12 @@ def _documents(run: Path, here: Path) -> list[Target]:
 
     def coordinator(path: Path) -> None:
         with contextlib.suppress(ConfigError):
-            read_document(path, config, [])
+            read_document(CoordinatorStates(path.parent.parent), config)
 
     claim, renewals = claims / "00000001.json", claims / "00000001.renewals"
     told = [b'[{"name": "a", "id": "12"}]', b"[]"]
     return [
-        Target("coordinator", _reads(here / "c.json", coordinator), [document], mutate=any_json),
+        Target("coordinator", _reads(state, coordinator), [document], mutate=any_json),
         Target(
             "layout-file",
             _reads(here / "payloads" / "layout.json", lambda p: read_layout(p.parent)),
@@ -417,9 +424,7 @@ def _documents(run: Path, here: Path) -> list[Target]:
 def _settings(here: Path) -> list[Target]:
     root = Path(__file__).parents[2]
     recipes = [path.read_bytes() for path in sorted((root / "recipes").glob("*.toml"))]
-    # One that names a file beside it cannot be read elsewhere.
-    files = sorted((root / "scenarios").glob("*.toml"))
-    scenarios = [data for data in (path.read_bytes() for path in files) if b"../" not in data]
+    scenarios = [path.read_bytes() for path in SCENARIOS.files().values()]
 
     def run_file(path: Path) -> None:
         load_config(path)
@@ -442,7 +447,7 @@ def _settings(here: Path) -> list[Target]:
             share=0.1,
         ),
         Target(
-            "override", override, [b"sync.period=48", b'run.name="a"'], (ConfigError,), any_toml
+            "override", override, [b"sync.sync_every=48", b'run.name="a"'], (ConfigError,), any_toml
         ),
         Target(
             "run-folder",
@@ -473,7 +478,7 @@ _TOML = (
 
 
 def any_toml(rng: random.Random, samples: Sequence[bytes]) -> bytes:
-    """A file of settings with other values."""
+    """Return a settings file with changed values."""
     lines = rng.choice(samples).split(b"\n")
     for _ in range(rng.choice((1, 1, 2, 4))):
         place = rng.randrange(len(lines))
@@ -499,13 +504,13 @@ def _secrets(here: Path) -> list[Target]:
     authority = folder.path / "authority.pem"
     kept = [path.read_bytes() for path in (pem, key, authority)]
 
-    def load(files: Tls | ServerTls) -> None:
+    def load(files: TLSConfig | ServerTLSConfig) -> None:
         with mock.patch.object(tls, "EXCHANGE_SECONDS", 0.0):  # nothing is being renewed here
             LiveTls(files).context()
 
     def listen(path: Path) -> None:
         try:
-            load(ServerTls(pem, key, authority))
+            load(ServerTLSConfig(pem, key, authority))
             folder.listing()
         finally:
             for other, data in zip((pem, key, authority), kept, strict=True):
@@ -513,7 +518,7 @@ def _secrets(here: Path) -> list[Target]:
                     other.write_bytes(data)
 
     def dial(path: Path) -> None:
-        load(Tls(path))
+        load(TLSConfig(path))
 
     token, principals = here / "token", here / "principals.toml"
     run = here / "started"
@@ -539,11 +544,15 @@ def _secrets(here: Path) -> list[Target]:
 
 
 def _launcher(path: Path) -> None:
-    launcher_of(path.parent)
+    try:
+        launcher_of(path.parent, "ddiloco stop")
+    except ConfigError as error:
+        if "was launched on" not in str(error):  # read well: it names another machine
+            raise
 
 
 def _pem(rng: random.Random, samples: Sequence[bytes]) -> bytes:
-    """PEM with other DER in it; else other text."""
+    """Return PEM with changed DER, or changed text."""
     import base64
 
     data = rng.choice(samples)

@@ -1,8 +1,7 @@
-"""Runs hostile inputs: which exceptions are allowed, how long one may take, how much memory.
+"""Run hostile inputs with limits on exceptions, time and memory.
 
-An input that raises what its target does not name, that takes longer than `SECONDS_MAX`, or after
-which the process needs more memory than the target allows, is a `Fault`. It is made again by
-`input_of(target, seed, number)`.
+An input is a `Fault` if it raises an exception that its target does not allow, takes longer than
+`SECONDS_MAX`, or needs too much memory. `input_of(target, seed, number)` creates it again.
 """
 
 from __future__ import annotations
@@ -19,40 +18,46 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from decoupled_diloco.errors import Error
+from decoupled_diloco.errors import DilocoError
 from fuzz.mutations import Mutate, any_bytes
 
 SECONDS_MAX = 15.0
-"""For one input; they take milliseconds, the slowest a second. A busy machine needs the rest."""
+"""Time limit per input. Inputs take milliseconds, and the slowest one second. The rest is reserve
+for a busy machine."""
 
 MEMORY_BYTES_MAX = 96 << 20
-"""What one input may add to the most that the process has had so far: 64 MiB is what a line or an
-answer may be at most, and the rest is what the allocator keeps."""
+"""How much one input may add to the process's peak memory since its target's first input. A line or
+an answer may have 64 MiB. The rest is for the allocator."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Something that reads what others have written.
+    """A reader of untrusted data.
 
     Args:
-        read: Reads one input; what it returns is of no matter.
+        name: Its name.
+        read: Reads one input. Its result is ignored.
         samples: Valid inputs.
-        allowed: What it may raise, beside nothing.
+        allowed: Exceptions that it may raise.
+        mutate: Creates a hostile input from the samples.
+        strict: Whether `read` must accept the samples.
+        share: Share of the inputs that this target gets; less for a slow one.
+        bytes_max: Largest size of an input.
     """
 
     name: str
     read: Callable[[bytes], object]
     samples: Sequence[bytes]
-    allowed: tuple[type[BaseException], ...] = (Error,)
+    allowed: tuple[type[BaseException], ...] = (DilocoError,)
     mutate: Mutate = any_bytes
-    strict: bool = True  # whether `read` must take the samples
-    share: float = 1.0  # of the inputs that a target gets; less for a slow one
+    strict: bool = True
+    share: float = 1.0
     bytes_max: int = 1 << 20
 
 
 @dataclass(frozen=True)
 class Fault:
-    """An input that does harm."""
+    """An input that exceeds a limit."""
 
     target: str
     seed: int
@@ -67,22 +72,23 @@ class Fault:
 
 @dataclass
 class Tally:
-    """What came of a target's inputs."""
+    """The results of a target's inputs."""
 
     inputs: int = 0
     seconds: float = 0.0
     outcomes: collections.Counter[str] = field(default_factory=collections.Counter)
     slowest_seconds: float = 0.0
     grown_bytes: int = 0
+    peak_bytes: int = 0
     faults: list[Fault] = field(default_factory=list)
 
 
 class TooSlow(BaseException):
-    """No `except Exception` takes it for something else."""
+    """The time limit. A `BaseException`, so that `except Exception` does not catch it."""
 
 
 def input_of(target: Target, seed: int, number: int) -> bytes:
-    """The input of this number; 0 and those after it are the samples themselves."""
+    """Create an input by its number. The first numbers are the samples themselves."""
     if number < len(target.samples):
         return target.samples[number]
     rng = random.Random(f"{seed} {target.name} {number}")
@@ -90,33 +96,35 @@ def input_of(target: Target, seed: int, number: int) -> bytes:
 
 
 def run(target: Target, inputs: int, seed: int, faults_max: int = 5) -> Tally:
-    """Gives a target so many inputs, or fewer if it has as many faults."""
+    """Run a number of inputs on a target, and stop early after `faults_max` kinds of faults."""
     tally, began, kinds = Tally(), time.monotonic(), set[str]()
+    forget_peak()
     at_first = peak = peak_bytes()
     with _interrupting():
         for number in range(inputs):
             data = input_of(target, seed, number)
             what, outcome = one(target, data, tally)
             if number < len(target.samples) and target.strict and outcome != "taken":
-                what = what or f"a valid sample is not taken: {outcome}"
+                what = what or f"a valid sample is rejected: {outcome}"
             grown, peak = peak_bytes() - peak, peak_bytes()
             if grown > MEMORY_BYTES_MAX:
                 what = what or f"{grown >> 20} MiB more for an input of {len(data)} bytes"
             tally.outcomes[outcome] += 1
             tally.inputs += 1
             if tally.outcomes["too slow"] > faults_max:
-                break  # each takes seconds, and this timer replaces that of the test
+                break  # each takes seconds, and this timer replaces the test's own time limit
             if what and (kind := what.splitlines()[-1][:200]) not in kinds:
                 kinds.add(kind)
                 tally.faults.append(Fault(target.name, seed, number, what, data))
                 if len(kinds) >= faults_max:
                     break
     tally.seconds, tally.grown_bytes = time.monotonic() - began, peak - at_first
+    tally.peak_bytes = peak
     return tally
 
 
 def one(target: Target, data: bytes, tally: Tally) -> tuple[str, str]:
-    """What is wrong with how an input is read, if anything is, and what came of it."""
+    """Run one input; return a description of its fault, or "", and its outcome."""
     began = time.monotonic()
     signal.setitimer(signal.ITIMER_REAL, SECONDS_MAX)
     try:
@@ -150,12 +158,20 @@ def _interrupting() -> Iterator[None]:
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has had, PyTorch's included."""
+    """Return this process's peak memory since `forget_peak`, including PyTorch."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def forget_peak() -> None:
+    """Reset the peak to the process's present memory.
+
+    Otherwise an earlier test's peak of 2 GB would hide a reader that takes 1 GB.
+    """
+    Path("/proc/self/clear_refs").write_text("5")
+
+
 def scratch(folder: Path, name: str) -> Path:
-    """A path in a folder of its own."""
+    """Return a path in a folder, and create the folder."""
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
     return path

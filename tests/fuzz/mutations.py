@@ -1,6 +1,6 @@
-"""Hostile inputs made from valid ones: what a broken disk, another version or an attacker writes.
+"""Create hostile inputs from valid ones, as from a broken disk, another version or an attacker.
 
-Every choice is asked of one `random.Random`, so an input is told by its target, seed and number.
+Every choice comes from one `random.Random`, so target, seed and number determine an input.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 Mutate = Callable[[random.Random, Sequence[bytes]], bytes]
-"""Makes one input from a target's valid samples."""
+"""Creates one input from a target's valid samples."""
 
 DEPTHS = (2, 90, 900, 990, 1010, 5_000)
 NUMBERS = (
@@ -38,7 +38,7 @@ SIZES = (0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**64 - 1)
 
 
 def any_bytes(rng: random.Random, samples: Sequence[bytes]) -> bytes:
-    """A sample with a few flips, cuts, splices, repetitions and lengths written over."""
+    """Return a sample with a few flips, truncations, splices, repetitions or changed lengths."""
     data = bytearray(rng.choice(samples))
     for _ in range(rng.choice((1, 1, 1, 2, 3, 8))):
         _OPERATIONS[rng.randrange(len(_OPERATIONS))](rng, data, samples)
@@ -84,7 +84,7 @@ def _length(rng: random.Random, data: bytearray, samples: Sequence[bytes]) -> No
 
 
 def _digits(rng: random.Random, data: bytearray, samples: Sequence[bytes]) -> None:
-    """Another number where one stands as text."""
+    """Replace a number in text by another one."""
     places = [at for at, octet in enumerate(data) if 48 <= octet <= 57]
     if places:
         begin = end = rng.choice(places)
@@ -97,25 +97,25 @@ _OPERATIONS = (_flip, _flip, _cut, _remove, _insert, _repeat, _splice, _length, 
 
 
 class Raw(str):
-    """Text that stands in the JSON as it is."""
+    """Text that is written into the JSON unquoted."""
 
 
 def any_json(rng: random.Random, samples: Sequence[bytes]) -> bytes:
-    """A sample, JSON, with a few of its values changed; now and then not even JSON."""
+    """Return a JSON sample with a few changed values. Sometimes the result is not valid JSON."""
     value = mutated(rng, json.loads(rng.choice(samples)))
     data = dumped(value)
     return any_bytes(rng, [data]) if rng.random() < 0.15 else data
 
 
 def mutated(rng: random.Random, value: Any) -> Any:
-    """A JSON value in which a few places were changed."""
+    """Return a JSON value with a few changes."""
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         value = _changed(rng, value)
     return value
 
 
 def _changed(rng: random.Random, value: Any) -> Any:
-    """One place of a value is another one: the deeper, the rarer the whole is."""
+    """Change one place in a value. Inner places are more likely than the whole value."""
     if isinstance(value, dict) and value and rng.random() < 0.8:
         key = rng.choice(list(value))
         return _changed_in(rng, value, key)
@@ -152,7 +152,7 @@ _VALUES: tuple[Callable[[random.Random, Any], Any], ...] = (
     lambda rng, value: [value] * rng.choice((1, 3, 10)),
     lambda rng, value: {"type": value},
     _deep,
-    # A text that is JSON itself is changed within.
+    # Text that contains JSON is changed inside.
     lambda rng, value: _inside(rng, value),
 )
 
@@ -164,7 +164,7 @@ def _inside(rng: random.Random, value: Any) -> Any:
 
 
 def dumped(value: Any) -> bytes:
-    """JSON in which `Raw` texts stand as they are."""
+    """Encode JSON with `Raw` texts unquoted."""
     return _text(value).encode("utf-8", "surrogatepass")
 
 
@@ -179,7 +179,7 @@ def _text(value: Any) -> str:
 
 
 def any_lines(rng: random.Random, samples: Sequence[bytes]) -> bytes:
-    """A sample of lines of JSON: some of them changed, repeated, gone, or in another order."""
+    """Return a sample of JSON lines, some of them changed, repeated, removed or reordered."""
     lines = rng.choice(samples).splitlines()
     for _ in range(rng.choice((1, 2, 5))):
         place = rng.randrange(len(lines))
@@ -195,11 +195,11 @@ def any_lines(rng: random.Random, samples: Sequence[bytes]) -> bytes:
 
 
 DEPTH_KEPT = 60
-"""JSON that is deeper was made so here; it is not changed again."""
+"""JSON that is deeper was created here, and it is not changed again."""
 
 
 def is_json(text: str | bytes) -> bool:
-    """Whether it is a list or an object that can be changed in its places."""
+    """Whether a text is a JSON list or object that can be changed inside."""
     data = text if isinstance(text, bytes) else text.encode("utf-8", "replace")
     if data[:1] not in (b"[", b"{") or any(each * DEPTH_KEPT in data for each in (b"[", b'{"a":')):
         return False

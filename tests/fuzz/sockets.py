@@ -1,4 +1,4 @@
-"""Targets: the server of a shard, told anything; and the clients, answered anything."""
+"""Targets: a shard's server with arbitrary requests, and clients with arbitrary answers."""
 
 from __future__ import annotations
 
@@ -12,26 +12,25 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
-from decoupled_diloco.errors import Error
+from decoupled_diloco.errors import DilocoError
 from decoupled_diloco.launch.certificates import CertificateFolder
-from decoupled_diloco.page.access import Access
-from decoupled_diloco.page.site import Site
-from decoupled_diloco.protocol import messages as say
+from decoupled_diloco.protocol import words
 from decoupled_diloco.protocol.wire import decode
+from decoupled_diloco.show.page.site import Access, Site
 from decoupled_diloco.syncer.tapes import TapeDocuments
 from decoupled_diloco.transport.base import Channel
-from decoupled_diloco.transport.documents import fetch
+from decoupled_diloco.transport.fetch import fetch
 from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.http_server import HttpServer
 from decoupled_diloco.transport.limits import Limits
 from decoupled_diloco.transport.reach import look
-from decoupled_diloco.transport.tls import ServerTls
+from decoupled_diloco.transport.tls import ServerTLSConfig
 from decoupled_diloco.transport.tokens import Tokens
 from fuzz.harness import Target
 
 WAIT_SECONDS = 4.0
 ANSWER_SECONDS = 0.01
-"""After so long without an answer a request has no more to say: it gets none after that."""
+"""Time to wait for an answer before the client closes its side of the connection."""
 
 LIMITS = Limits(stall_seconds=0.2, lost_seconds=1.0, ping_seconds=0.1, retries=0)
 BODY = b"0123456789"
@@ -43,10 +42,10 @@ UPGRADE = (
 
 
 def frame(kind: int, data: bytes) -> bytes:
-    """A WebSocket frame of a client, with a mask of zeros."""
+    """Return a client's WebSocket frame with a mask of zeros."""
     size = len(data)
-    told = bytes([0x80 | size]) if size < 126 else b"\xfe" + size.to_bytes(2, "big")
-    return bytes([0x80 | kind]) + told + bytes(4) + data
+    length = bytes([0x80 | size]) if size < 126 else b"\xfe" + size.to_bytes(2, "big")
+    return bytes([0x80 | kind]) + length + bytes(4) + data
 
 
 REQUESTS = (
@@ -88,7 +87,7 @@ ANSWERS = (
 
 
 class Complaints(logging.Handler):
-    """What is logged as an error: a stranger must not be able to fill the log."""
+    """Collects logged errors: an unauthenticated peer must not be able to fill the log."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -104,7 +103,7 @@ class Complaints(logging.Handler):
 
 
 class Served:
-    """A shard's server in a loop of its own, with a body to give and one to take."""
+    """A shard's server in a separate event loop, which offers one payload and expects another."""
 
     def __init__(self, folder: Path) -> None:
         self.loop = asyncio.new_event_loop()
@@ -117,11 +116,13 @@ class Served:
         site = Site(Access(tokens), None, "http://127.0.0.1:1", dict)
         certificates = CertificateFolder(folder / "certificates")
         certificates.begin([], 30)
-        files = ServerTls(*(folder / "certificates" / f"syncer.{kind}" for kind in ("pem", "key")))
+        files = ServerTLSConfig(
+            *(folder / "certificates" / f"syncer.{kind}" for kind in ("pem", "key"))
+        )
         self.plain, self.encrypted = (
             HttpServer(
                 tokens=tokens,
-                on_channel=self._hear,
+                on_channel=self._receive,
                 limits=LIMITS,
                 queries={"/tape": tapes},
                 website=site,
@@ -143,20 +144,20 @@ class Served:
             self.loop.call_soon(self._expect)
         )
 
-    async def _hear(self, channel: Channel) -> None:
-        with contextlib.suppress(Error):
+    async def _receive(self, channel: Channel) -> None:
+        with contextlib.suppress(DilocoError):
             while True:
-                decode(await channel.receive(), get_args(say.FromLearner))
+                decode(await channel.receive(), get_args(words.FromLearner))
 
-    def tell(self, server: HttpServer, data: bytes) -> bytes:
-        """Says something on a connection of its own; returns all that is answered."""
+    def send(self, server: HttpServer, data: bytes) -> bytes:
+        """Send data on a new connection and return the whole answer."""
         port = int(server.address.rsplit(":", 1)[1])
         answer = b""
         connection = socket.create_connection(("127.0.0.1", port), WAIT_SECONDS)
         with connection, contextlib.suppress(ConnectionError):
             connection.sendall(data)
             connection.settimeout(ANSWER_SECONDS)
-            with contextlib.suppress(TimeoutError):  # of what is no whole request
+            with contextlib.suppress(TimeoutError):  # an incomplete request gets no answer
                 answer += connection.recv(1 << 16)
             connection.settimeout(WAIT_SECONDS)
             connection.shutdown(socket.SHUT_WR)
@@ -170,7 +171,7 @@ class Served:
 
 
 class Answering:
-    """A server that answers every connection with the same bytes, and hangs up."""
+    """A server that answers every connection with the same bytes and closes it."""
 
     def __init__(self) -> None:
         self.data = b""
@@ -186,37 +187,47 @@ class Answering:
                 connection.recv(1 << 16)
                 connection.sendall(self.data)
 
-    def answered(self, ask: Callable[[str], object]) -> Callable[[bytes], object]:
+    def answered(self, request: Callable[[str], object]) -> Callable[[bytes], object]:
         def read(data: bytes) -> None:
             self.data = data
-            ask(self.address)
+            request(self.address)
 
         return read
 
 
 def of_sockets(folder: Path) -> list[Target]:
-    """Both sides of every connection."""
+    """Return the targets for both sides of every connection."""
     folder.mkdir()
     served, answering = Served(folder), Answering()
     hellos = [client_hello()]
     return [
-        Target("http", lambda data: served.tell(served.plain, data), REQUESTS, ()),
+        Target("http", lambda data: served.send(served.plain, data), REQUESTS, ()),
         Target(
-            "tls-hello", lambda data: served.tell(served.encrypted, data), hellos, (), share=0.5
+            "tls-hello", lambda data: served.send(served.encrypted, data), hellos, (), share=0.5
         ),
         Target(
-            "fetch-answer", answering.answered(_fetch), ANSWERS, (Error,), strict=False, share=0.5
+            "fetch-answer",
+            answering.answered(_fetch),
+            ANSWERS,
+            (DilocoError,),
+            strict=False,
+            share=0.5,
         ),
         Target(
             "client-answer",
             answering.answered(_transfer),
             ANSWERS,
-            (Error,),
+            (DilocoError,),
             strict=False,
             share=0.1,
         ),
         Target(
-            "doctor-answer", answering.answered(_look), ANSWERS, (Error,), strict=False, share=0.1
+            "doctor-answer",
+            answering.answered(_look),
+            ANSWERS,
+            (DilocoError,),
+            strict=False,
+            share=0.1,
         ),
     ]
 
@@ -238,7 +249,7 @@ def _transfer(address: str) -> None:
         client = HttpClient(token="secret", limits=LIMITS)
         try:
             for attempt in _attempts(client, address):
-                with contextlib.suppress(Error):
+                with contextlib.suppress(DilocoError):
                     await attempt
         finally:
             await client.close()

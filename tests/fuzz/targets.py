@@ -11,6 +11,6 @@ from fuzz.words import of_wire
 
 
 def all_targets(folder: Path) -> dict[str, Target]:
-    """Every target; files are written into this folder."""
+    """Return every target by name. They write files into this folder."""
     found = (*of_wire(), *of_files(folder), *of_sockets(folder / "sockets"))
     return {target.name: target for target in found}

@@ -1,4 +1,4 @@
-"""What fuzzing has found, each in its smallest form: once a traceback, a hang or a full memory."""
+"""Inputs found by fuzzing, each in its smallest form, that once crashed or filled the memory."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import xxhash
 
 from decoupled_diloco.config.files import load_config
 from decoupled_diloco.errors import ConfigError, ProtocolError, StorageError, TransportError
-from decoupled_diloco.observe.reader import TapeReader
-from decoupled_diloco.observe.records import PROBLEMS_MAX
-from decoupled_diloco.observe.segments import LINE_BYTES_MAX
+from decoupled_diloco.tape.reader import TapeReader
+from decoupled_diloco.tape.records import PROBLEMS_MAX
+from decoupled_diloco.tape.segments import LINE_BYTES_MAX
 from fuzz.files import HEAD
 from fuzz.harness import Target
 from fuzz.sockets import HEAD as SHOWN
@@ -30,7 +30,7 @@ REPORT = b'{"type":"StepReport","step":1,"tokens":1,"seconds":%s}'
 
 
 def record(text: bytes, body: bytes = b"") -> bytes:
-    """A record of a journal with a digest that fits."""
+    """Return a journal record with a valid digest."""
     return (
         HEAD.pack(b"DDJ1", len(text), len(body), xxhash.xxh3_128(text + body).digest())
         + text
@@ -50,10 +50,10 @@ def record(text: bytes, body: bytes = b"") -> bytes:
         ("tables", b"a = " + DEEP, ConfigError),
         ("tables", b"a = " + b"9" * 5_000, ConfigError),
         ("run-file", b"[run]\nlearners = 0x" + b"f" * 5_000, ConfigError),
-        ("run-file", b'[run]\nname = "a"\nbudget_steps = 1\nlearners = 2147483648', ConfigError),
+        ("run-file", b'[run]\nname = "a"\nmax_steps = 1\nlearners = 2147483648', ConfigError),
         ("run-file", b"run = 0x" + b"f" * 5_000, ConfigError),
         ("authority", b"\n", ConfigError),
-        ("scenario", b"name = 'a'\nrun = {budget_steps = 9}\nworkload = {name = 'paced', "
+        ("scenario", b"name = 'a'\nrun = {max_steps = 9}\nworkload = {name = 'paced', "
          b"options = {step_seconds = 1979-05-27}}", ConfigError),
         ("principals", b"a = " + DEEP, ConfigError),
         ("token", b"\xff", ConfigError),
@@ -68,7 +68,7 @@ def record(text: bytes, body: bytes = b"") -> bytes:
         ("ledger", record(b'{"basis": 3}'), StorageError),
     ],
 )  # fmt: skip
-def test_what_cannot_be_understood_is_told_by_name(
+def test_invalid_input_raises_the_named_error(
     targets: dict[str, Target], name: str, data: bytes, error: type[Exception]
 ) -> None:
     with pytest.raises(error):
@@ -94,7 +94,7 @@ def test_what_cannot_be_understood_is_told_by_name(
         ("shard-journal", record(b'{"fragment": 0, "version": "one", "digest": ""}', bytes(4))),
     ],
 )
-def test_what_is_torn_is_left_out(targets: dict[str, Target], name: str, data: bytes) -> None:
+def test_torn_input_is_skipped(targets: dict[str, Target], name: str, data: bytes) -> None:
     targets[name].read(data)
 
 
@@ -112,16 +112,16 @@ def test_what_is_torn_is_left_out(targets: dict[str, Target], name: str, data: b
 def test_requests_that_were_answered_500(
     targets: dict[str, Target], data: bytes, status: int
 ) -> None:
-    """`read` raises for an answer of 500 and for what is logged as an error."""
+    """`read` raises for a 500 answer and for a logged error."""
     answer = targets["http"].read(data)
     assert isinstance(answer, bytes)
     assert answer.startswith(b"HTTP/1.1 %d" % status)
 
 
-def test_a_line_that_is_no_http_is_not_logged(
+def test_a_line_that_is_not_valid_http_is_not_logged(
     targets: dict[str, Target], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """aiohttp would log it as it is, with the token in it."""
+    """aiohttp would log the line with the token in it."""
     with caplog.at_level(logging.DEBUG):
         for line in (b"\x00", b"Authorization: Bearer secret\x00"):
             targets["http"].read(b"GET /run HTTP/1.1\r\n" + SHOWN + line + b"\r\n\r\n")
@@ -129,7 +129,7 @@ def test_a_line_that_is_no_http_is_not_logged(
     assert not [each for each in caplog.records if each.levelno >= logging.ERROR]
 
 
-def test_a_certificate_of_no_known_version(targets: dict[str, Target]) -> None:
+def test_a_certificate_of_an_unknown_version(targets: dict[str, Target]) -> None:
     import base64
 
     begin, *lines, end = targets["certificate"].samples[0].strip().splitlines()
@@ -154,10 +154,10 @@ def test_a_file_of_torn_lines_does_not_fill_the_memory(tmp_path: Path) -> None:
     reader = TapeReader(path)
     assert list(reader) == []
     assert len(reader.problems) == PROBLEMS_MAX + 1
-    assert "not counted" in reader.problems[-1]
+    assert "are not listed" in reader.problems[-1]
 
 
-def test_a_line_without_end_is_left_out(tmp_path: Path) -> None:
+def test_an_endless_line_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"x" * (LINE_BYTES_MAX + 100) + b"\n\n")
     reader = TapeReader(path)
@@ -165,17 +165,17 @@ def test_a_line_without_end_is_left_out(tmp_path: Path) -> None:
     assert "longer than 16 MiB" in reader.problems[0]
 
 
-def test_a_setting_that_is_wrong_is_not_repeated_at_any_length(tmp_path: Path) -> None:
+def test_a_long_invalid_setting_is_shortened_in_the_error(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
-    path.write_text(f'[run]\nname = "a"\nbudget_steps = "{"x" * 10_000}"\n')
+    path.write_text(f'[run]\nname = "a"\nmax_steps = "{"x" * 10_000}"\n')
     with pytest.raises(ConfigError) as raised:
         load_config(path)
     assert len(str(raised.value)) < 1_000
 
 
-def test_messages_of_all_kinds_are_among_the_samples() -> None:
+def test_the_samples_contain_messages_of_all_kinds() -> None:
     from typing import get_args
 
-    from decoupled_diloco.protocol import messages as say
+    from decoupled_diloco.protocol import words
 
-    assert len(messages_of(get_args(say.FromLearner))) == 4 * len(get_args(say.FromLearner))
+    assert len(messages_of(get_args(words.FromLearner))) == 4 * len(get_args(words.FromLearner))

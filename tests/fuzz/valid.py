@@ -1,4 +1,4 @@
-"""Valid samples: what a small real run has said and written."""
+"""Valid samples: the messages and files of a small real run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TEXT = ("learner-0", "a", "/bodies/shard-0/1/2", "0984748b2e711515551990b516c749
 
 
 def instance(cls: type, rng: random.Random) -> Any:
-    """A dataclass with values as its fields may have them."""
+    """Create an instance of a dataclass with random valid values."""
     hints = typing.get_type_hints(cls)
     return cls(**{f.name: _value(hints[f.name], rng) for f in dataclasses.fields(cls)})
 
@@ -42,7 +42,7 @@ def _value(hint: Any, rng: random.Random) -> Any:
 
 @cache
 def messages_of(classes: tuple[type, ...]) -> tuple[bytes, ...]:
-    """Some messages of each class as JSON."""
+    """Return some messages of each class as JSON."""
     rng = random.Random(1)
     return tuple(
         json.dumps(encode(instance(cls, rng))).encode() for cls in classes for _ in range(4)
@@ -50,8 +50,8 @@ def messages_of(classes: tuple[type, ...]) -> tuple[bytes, ...]:
 
 
 def small_run(folder: Path) -> Path:
-    """The folder of a run that has ended: two learners, one shard, everything kept."""
-    system = System(folder, run={"budget_steps": 16}, syncer={"shards": 1, "record_payloads": True})
+    """Run two learners and one shard to the end, with all files kept, and return the folder."""
+    system = System(folder, run={"max_steps": 16}, syncer={"shards": 1, "record_payloads": True})
     try:
         system.start()
         trainers = [Trainer(system, f"learner-{index}", Model(seed=index)) for index in range(2)]
@@ -65,7 +65,7 @@ def small_run(folder: Path) -> Path:
 
 
 def thinned(lines: Iterable[bytes], each: int = 1) -> bytes:
-    """A tape with a few lines of each kind, so that reading it takes a millisecond."""
+    """Reduce a tape to a few lines of each kind, so that reading it takes a millisecond."""
     seen: dict[object, int] = {}
     kept = []
     for line in lines:

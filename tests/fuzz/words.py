@@ -1,4 +1,4 @@
-"""Targets: what peers say, as it comes off the wire, and what the state machines make of it."""
+"""Targets: messages of peers as they arrive, and the state machines that handle them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from torch import nn
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.method import public_text, read_public
-from decoupled_diloco.errors import Error, ProtocolError, StorageError
-from decoupled_diloco.learner.state_blob import StateBlob
+from decoupled_diloco.errors import DilocoError, ProtocolError, StorageError
+from decoupled_diloco.learner.transfers import StateBlob
 from decoupled_diloco.merge import Layout, layout_of
 from decoupled_diloco.merge.codec import BuffersExact, codec, codec_names
 from decoupled_diloco.merge.packing import packed, unpacked
-from decoupled_diloco.observe.excerpt import excerpt
-from decoupled_diloco.protocol import messages as say
-from decoupled_diloco.protocol.events import Received
+from decoupled_diloco.protocol import words
 from decoupled_diloco.protocol.wire import decode, encode, number_of
+from decoupled_diloco.protocol.words import Received
+from decoupled_diloco.tape.excerpt import excerpt
 from decoupled_diloco.transport import ranges
 from decoupled_diloco.transport.channel import decode as decode_text
-from decoupled_diloco.transport.documents import Document, read_object
+from decoupled_diloco.transport.documents import Document
+from decoupled_diloco.transport.fetch import read_object
 from decoupled_diloco.transport.tokens import RequestRefusal, Tokens
 from fuzz.harness import Target
 from fuzz.mutations import any_bytes, any_json, any_lines, dumped, mutated
@@ -32,12 +33,12 @@ from fuzz.valid import messages_of
 from unit.protocol.conftest import ShardBench
 
 UNIONS: dict[str, tuple[type, ...]] = {
-    "from-learner": (say.Hello, *get_args(say.FromLearner)),
-    "to-learner": get_args(say.ToLearner),
-    "from-member": (say.Join, *say.FROM_MEMBER),
-    "to-member": (say.Admitted, say.JoinRefused, say.Referred, *say.TO_MEMBER),
-    "from-shard": (say.ShardHello, *get_args(say.FromShard)),
-    "to-shard": (say.ShardAdmitted, *get_args(say.ToShard)),
+    "from-learner": (words.Hello, *get_args(words.FromLearner)),
+    "to-learner": get_args(words.ToLearner),
+    "from-member": (words.Join, *words.FROM_MEMBER),
+    "to-member": (words.Admitted, words.JoinRefused, words.Referred, *words.TO_MEMBER),
+    "from-shard": (words.ShardHello, *get_args(words.FromShard)),
+    "to-shard": (words.ShardAdmitted, *get_args(words.ToShard)),
 }
 NUMBERED = '{"type":"Ending","checkpoint":3}'
 HEADERS = (
@@ -49,15 +50,15 @@ STEPS = 8
 
 
 def of_wire() -> list[Target]:
-    """Control messages of every kind; headers; texts within messages; bodies; states."""
+    """Return targets for control messages, headers, texts in messages, payloads and states."""
     return [
         *(_message(name, classes) for name, classes in UNIONS.items()),
-        Target("machine", _machine, [_conversation()], mutate=_said, share=0.3),
+        Target("machine", _machine, [_conversation()], mutate=_sequence, share=0.3),
         Target("layout", lambda data: Layout.from_json(_json(data)), [_layout()], mutate=any_json),
         Target(
             "settings",
             _settings,
-            [public_text(RunConfig(run={"name": "a", "budget_steps": 9})).encode()],
+            [public_text(RunConfig(run={"name": "a", "max_steps": 9})).encode()],
             mutate=any_json,
         ),
         Target("headers", _headers, HEADERS, (ProtocolError, RequestRefusal), share=3.0),
@@ -81,7 +82,7 @@ def _message(name: str, classes: tuple[type, ...]) -> Target:
 
 
 def _json(data: bytes) -> Any:
-    """As each place that is told JSON within JSON."""
+    """Decode JSON like all code that reads JSON within JSON."""
     try:
         return json.loads(data.decode("utf-8", "surrogatepass"))
     except (ValueError, RecursionError) as error:
@@ -140,7 +141,7 @@ def _blob() -> bytes:
 
 
 def _two_parts(rng: random.Random, samples: Sequence[bytes]) -> bytes:
-    """The head is changed as JSON, the bytes as bytes."""
+    """Mutate the head as JSON and the rest as bytes."""
     head, _, data = rng.choice(samples).partition(b"\n")
     if rng.random() < 0.8:
         head = any_json(rng, [head])
@@ -167,29 +168,29 @@ def _lines() -> bytes:
 
 
 def _conversation() -> bytes:
-    """What two learners of a shard say: whose it is, and the message."""
-    said = [["a", encode(say.StepReport(step, 10 * step, 0.5))] for step in range(1, STEPS)]
-    said += [["b", json.loads(each)] for each in messages_of(get_args(say.FromLearner))]
-    return json.dumps(said).encode()
+    """Return messages of two learners of a shard, each with its sender."""
+    sent = [["a", encode(words.StepReport(step, 10 * step, 0.5))] for step in range(1, STEPS)]
+    sent += [["b", json.loads(each)] for each in messages_of(get_args(words.FromLearner))]
+    return json.dumps(sent).encode()
 
 
-def _said(rng: random.Random, samples: Sequence[bytes]) -> bytes:
-    """A few messages of all of them, some changed, one after the other."""
+def _sequence(rng: random.Random, samples: Sequence[bytes]) -> bytes:
+    """Return a random sequence of these messages, some of them changed."""
     known = json.loads(samples[0])
-    said = [rng.choice(known) for _ in range(rng.randrange(1, 12))]
-    return dumped([[who, mutated(rng, each) if rng.random() < 0.4 else each] for who, each in said])
+    sent = [rng.choice(known) for _ in range(rng.randrange(1, 12))]
+    return dumped([[who, mutated(rng, each) if rng.random() < 0.4 else each] for who, each in sent])
 
 
 def _machine(data: bytes) -> None:
-    """As a shard's session: each message is decoded, and the machine is told; a liar is dropped."""
+    """Decode and handle messages like a shard's session, which drops invalid ones."""
     bench = ShardBench("a", "b", quorum=QUORUM, fragments=2, period=4, overlap=1)
     try:
         conversation = json.loads(data)
     except (ValueError, RecursionError):
         return
-    for number, (who, said) in enumerate(conversation):
+    for number, (who, content) in enumerate(conversation):
         try:
-            message: Any = decode(said, get_args(say.FromLearner))
-            bench.told(Received(who, message), at=0.5 * number)
-        except Error:
+            message: Any = decode(content, get_args(words.FromLearner))
+            bench.handle(Received(who, message), at=0.5 * number)
+        except DilocoError:
             continue

@@ -27,36 +27,33 @@ import pytest
 from typer.testing import CliRunner
 
 from decoupled_diloco import runtime
-from decoupled_diloco.chaos.verdict import judge
 from decoupled_diloco.cli.main import app
 from decoupled_diloco.cli.watch import Reader, _picture
 from decoupled_diloco.config import load_config
-from decoupled_diloco.errors import Error
+from decoupled_diloco.errors import DilocoError
 from decoupled_diloco.monitor.learner import learner_metrics
 from decoupled_diloco.monitor.shard import ShardMetrics
 from decoupled_diloco.monitor.sinks import TensorBoardSink
 from decoupled_diloco.monitor.tally import LearnerTally, ShardTally
-from decoupled_diloco.monitor.traces import TraceFold
+from decoupled_diloco.monitor.traces import Tracer
 from decoupled_diloco.monitor.values import run_values
 from decoupled_diloco.monitor.watched import WatchedLearner, WatchedShard
-from decoupled_diloco.observe import sources
-from decoupled_diloco.observe.progress import ProgressDisplay
-from decoupled_diloco.observe.records import Record
-from decoupled_diloco.observe.report import render_report, settings_near
-from decoupled_diloco.observe.run_model import RunModel, read_run
-from decoupled_diloco.observe.sources import FolderSource
-from decoupled_diloco.observe.status import status_of
-from decoupled_diloco.observe.summary import print_summary
-from decoupled_diloco.observe.tape import TapeReader
-from decoupled_diloco.observe.terminal import SteadyConsole
-from decoupled_diloco.page import fold
-from decoupled_diloco.protocol.effects import Apply, RoundFinished
-from decoupled_diloco.protocol.events import Received, StepFinished
-from decoupled_diloco.simulate.replay import by_process, machine_of
+from decoupled_diloco.protocol.words import Apply, Received, RoundFinished, StepFinished
+from decoupled_diloco.run_model import RunModel, read_run
+from decoupled_diloco.show.console import SteadyConsole
+from decoupled_diloco.show.page import fold
+from decoupled_diloco.show.report import render_report, settings_near
+from decoupled_diloco.show.status import status_of
+from decoupled_diloco.show.terminal import ProgressDisplay, print_summary
 from decoupled_diloco.syncer.checkpoints import checkpoint_folders, read_manifest
 from decoupled_diloco.syncer.tapes import read_piece
+from decoupled_diloco.tape import TapeReader, sources
+from decoupled_diloco.tape.records import Record
+from decoupled_diloco.tape.replay import by_process, machine_of
+from decoupled_diloco.tape.sources import FolderSource
 from decoupled_diloco.transport.base import Stats
 from decoupled_diloco.transport.documents import Document
+from decoupled_diloco_lab.chaos.verdict import judge
 
 WIDTH = 100
 SLICES = 8
@@ -113,7 +110,7 @@ def steady(instant: float, width: int = WIDTH) -> Iterator[None]:
 def ddiloco(*arguments: str) -> str:
     """What a command prints, below the command itself."""
     done = CliRunner().invoke(app, list(arguments))
-    if isinstance(done.exception, Error):
+    if isinstance(done.exception, DilocoError):
         told = f"error: {done.exception}\n"
     elif done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
@@ -150,8 +147,8 @@ def running(run: Recorded) -> str:
         return "".join(
             [
                 ddiloco("status", ADDRESS),
-                ddiloco("explain", "learner", learner, "--of", ADDRESS),
-                ddiloco("timing", ADDRESS),
+                ddiloco("explain", "learner", learner, ADDRESS),
+                ddiloco("intervals", ADDRESS),
             ]
         )
 
@@ -232,7 +229,7 @@ def explain_steps(run: Recorded) -> str:
 
 def explained(run: Recorded, what: str, which: Any) -> str:
     with steady(run.ended + LATER_SECONDS):
-        return "".join(ddiloco("explain", what, each, "--of", run.name) for each in which)
+        return "".join(ddiloco("explain", what, each, run.name) for each in which)
 
 
 def report_html(run: Recorded) -> str:
@@ -247,11 +244,9 @@ def in_lines(page: str) -> str:
 
 
 def report_command(run: Recorded) -> str:
-    """What the command says; of the image only that it is one."""
+    """What the command prints; its page is that of `report_html`."""
     with steady(run.ended + LATER_SECONDS):
-        files = ("--out", f"{run.name}.html", "--png", f"{run.name}.png")
-        told = ddiloco("report", run.name, *files)
-    assert Path(f"{run.name}.png").read_bytes().startswith(b"\x89PNG")
+        told = ddiloco("report", run.name, "--out", f"{run.name}.html")
     assert in_lines(Path(f"{run.name}.html").read_text(encoding="utf-8")) == report_html(run)
     return told
 
@@ -262,16 +257,22 @@ def verdict(run: Recorded) -> str:
     return as_json(asdict(found))
 
 
-def ledger(run: Recorded) -> str:
-    return ddiloco("ledger", run.name) + ddiloco("ledger", run.name, "--json")
+def data(run: Recorded) -> str:
+    return ddiloco("data", run.name) + ddiloco("data", run.name, "--json")
 
 
-def tape(run: Recorded) -> str:
-    """How many records of each type each process has, and a digest of what `tape` prints."""
-    done = CliRunner().invoke(app, ["tape", run.name])
+def named(record: dict[str, Any]) -> str:
+    """The type of a record; for an answer to an order also the type of the order."""
+    order = record["data"].get("order")
+    return f"{record['type']} {order['type']}" if order else str(record["type"])
+
+
+def events(run: Recorded) -> str:
+    """How many records of each type each process has, and a digest of the output of `events`."""
+    done = CliRunner().invoke(app, ["events", run.name])
     lines = done.stdout_bytes.splitlines()
     told = [json.loads(line) for line in lines]
-    counts = Counter((each["who"], each["kind"], each["type"]) for each in told)
+    counts = Counter((each["who"], each["kind"], named(each)) for each in told)
     rows = [f"{who} {kind} {name}: {counts[who, kind, name]}" for who, kind, name in sorted(counts)]
     digest = hashlib.sha256(done.stdout_bytes).hexdigest()
     return "\n".join([f"{len(lines)} lines, SHA-256 {digest}", done.stderr, *rows, ""])
@@ -282,15 +283,15 @@ def replay(run: Recorded) -> str:
     assert "the same" in told
     assert "differ" not in told
     began = next(iter(TapeReader(run.name))).wall
-    return told + ddiloco("replay", run.name, "--until", f"{run.middle - began:.1f}")
+    return told + ddiloco("replay", run.name, "--until-seconds", f"{run.middle - began:.1f}")
 
 
-def timing(run: Recorded) -> str:
+def intervals(run: Recorded) -> str:
     with steady(run.ended + LATER_SECONDS):
-        return ddiloco("timing", run.name) + ddiloco("timing", f"{run.name}/run.toml")
+        return ddiloco("intervals", run.name) + ddiloco("intervals", f"{run.name}/run.toml")
 
 
-def log(run: Recorded) -> str:
+def track(run: Recorded) -> str:
     """What a log of experiments gets, read from TensorBoard's own files."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -315,8 +316,8 @@ def log(run: Recorded) -> str:
 
 def traces(run: Recorded) -> str:
     """The spans of the first rounds, and of all how many there are of each name and their time."""
-    made = TraceFold()
-    spans = [span for record in TapeReader(run.name) for span in made.take(record)]
+    made = Tracer()
+    spans = [span for record in TapeReader(run.name) for span in made.spans_of(record)]
     spans += made.rest("the tape ends")
     counts, seconds = Counter[str](), Counter[str]()
     for span in spans:
@@ -346,7 +347,18 @@ def page(run: Recorded) -> str:
         with steady(run.ended + LATER_SECONDS):
             live.look()
     lines = [line.split(b" ", 1) for line in out.getvalue().splitlines()]
-    return "\n".join(f"{kind.decode()}\n{as_json(json.loads(text))}" for kind, text in lines)
+    told = [(kind.decode(), as_json(in_words(json.loads(text)))) for kind, text in lines]
+    return "\n".join(f"{kind}\n{text}" for kind, text in told)
+
+
+def in_words(message: dict[str, Any]) -> dict[str, Any]:
+    """A message to the page, with a sentence and a digest for each picture."""
+    charts = message["charts"]
+    for name, svg in charts.items():
+        if isinstance(svg, str) and svg:
+            [told, *_] = re.findall('aria-label="([^"]*)"', svg)
+            charts[name] = f"{told} SHA-256 {hashlib.sha256(svg.encode()).hexdigest()}"
+    return message
 
 
 def checkpoints(run: Recorded) -> str:
@@ -522,11 +534,11 @@ OUTPUTS: dict[str, Callable[[Recorded], str]] = {
     "report.html": report_html,
     "report.txt": report_command,
     "verdict.json": verdict,
-    "ledger.txt": ledger,
-    "tape.txt": tape,
+    "data.txt": data,
+    "events.txt": events,
     "replay.txt": replay,
-    "timing.txt": timing,
-    "log.txt": log,
+    "intervals.txt": intervals,
+    "track.txt": track,
     "traces.txt": traces,
     "page.txt": page,
     "checkpoints.json": checkpoints,

@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from decoupled_diloco.observe.segments import lines_of, tapes_in
+from decoupled_diloco.tape.segments import lines_of, tapes_in
 
 HERE = Path(__file__).parent
 STORIES, RECORDED = HERE / "stories", HERE / "recorded"
@@ -36,7 +36,7 @@ KEPT = (
     "*.toml",
     "addresses",
     "chaos.json",
-    "coordinator.json",
+    "coordinator/*.json",
     "data.ledger",
     "decisions/*",
     "checkpoints/*/manifest.json",
@@ -90,7 +90,7 @@ def resume(place: Path, name: str) -> None:
                 os.kill(child, signal.SIGKILL)
         process.kill()
         process.wait()
-    ddiloco(place, "train", "--resume", name, "--cut", "last")
+    ddiloco(place, "train", "--resume", name, "--checkpoint", "last")
 
 
 COMMAND = (sys.executable, "-m", "decoupled_diloco")

@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from decoupled_diloco import Learner
+from decoupled_diloco import Checkpointing, Learner
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.observe.tape import TapeReader
+from decoupled_diloco.tape import TapeReader
 from integration.system import (
     Model,
     System,
 )
 
 Make = Callable[..., System]
-ALONE = {"sync": {"quorum": 2}, "run": {"budget_steps": 1000}}
+ALONE = {"sync": {"quorum": 2}, "run": {"max_steps": 1000}}
 """Nothing is ever merged, since the second learner does not come."""
 
 
@@ -91,12 +91,12 @@ class Loop:
         self.optimizer = torch.optim.AdamW(trainable, lr=0.01)
         self.position = Position()
         name = options.pop("name", "learner-0")
+        seconds = options.pop("interval_seconds", 60.0)
         self.learner: Learner = system.learner(
             self.model,
             name,
             optimizer=self.optimizer,
-            stateful={"data": self.position},
-            checkpoint=folder,
+            checkpoint=Checkpointing(folder, seconds, {"data": self.position}),
             **options,
         )
 
@@ -118,7 +118,7 @@ class Loop:
 
     def die(self) -> None:
         """As SIGKILL would, except that the tape is whole."""
-        self.learner._leave("", abrupt=True)
+        self.learner.__exit__(RuntimeError, RuntimeError("killed"), None)
 
 
 def recovered(system: System, name: str = "learner-0") -> list[dict[str, Any]]:

@@ -4,30 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import random
-import socket
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 from torch import nn
 
-from decoupled_diloco import Learner, Observer
+from decoupled_diloco import Learner, Observability, Observer, Timeouts
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.addresses import on_this_machine
 from decoupled_diloco.config.run import advertised
 from decoupled_diloco.launch.processes import open_tape
 from decoupled_diloco.launch.secrets import accepted_tokens, own_tls, served_tls
+from decoupled_diloco.learner.options import SyncerConnection
 from decoupled_diloco.syncer.shard import Shard
+from decoupled_diloco.transport.base import Client
 from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.http_server import HttpServer
 from decoupled_diloco.transport.tokens import Tokens
+from ports import free_ports
 
 PATIENCE_SECONDS = 90.0
 TOKENS = 8
+
+
+def patient(**given: Any) -> Timeouts:
+    """Timeouts that end a test whose shards are gone; a loop that ends keeps nobody waiting."""
+    return Timeouts(**{"disconnect": PATIENCE_SECONDS, "flush": 0.0, **given})
 
 
 class Model(nn.Module):
@@ -57,8 +66,8 @@ class System:
         pool_bytes: int = 1 << 20,
         **tables: Any,
     ) -> None:
-        run = {"name": "test", "learners": 2, "budget_steps": 40, "evaluator": False}
-        sync = {"fragments": 4, "period": 4, "overlap": 1}
+        run = {"name": "test", "learners": 2, "max_steps": 40, "evaluator": False}
+        sync = {"fragments": 4, "sync_every": 4, "overlap_steps": 1}
         self.folder = folder
         self.config = RunConfig(
             run={**run, "folder": folder, **tables.get("run", {})},
@@ -122,6 +131,9 @@ class System:
         finally:
             for tape in tapes:
                 tape.close()
+            host = self.shards[shard].host if shard in self.shards else None
+            if host is not None:
+                host._ledger.close()  # a process would end now
 
     def stop(self, *shards: int) -> None:
         """Ends these shards, or all, as SIGTERM would."""
@@ -156,14 +168,23 @@ class System:
     def learner(self, model: nn.Module, name: str, **options: Any) -> Learner:
         """Joins with a real `Learner`, its tape in the run folder."""
         tape = self.folder / "tape" / f"{name}.jsonl"
-        options = {"give_up_seconds": PATIENCE_SECONDS, "tape": tape, **options}
-        addresses = options.pop("syncer", tuple(map(on_this_machine, self.addresses)))
-        return Learner(model, addresses, learner_id=name, **options)
+        reported = Observability(event_tape=tape)
+        options = {"timeouts": patient(), "observability": reported, **options}
+        return Learner(model, options.pop("syncer", self.dialled), name=name, **options)
 
     def observer(self, model: nn.Module, **options: Any) -> Observer:
         """Follows with a real `Observer`."""
-        options = {"give_up_seconds": PATIENCE_SECONDS, "name": "watcher", **options}
-        return Observer(model, tuple(map(on_this_machine, self.addresses)), **options)
+        options = {"timeouts": patient(), "name": "watcher", **options}
+        return Observer(model, self.dialled, **options)
+
+    @property
+    def dialled(self) -> tuple[str, ...]:
+        """Where participants in this process find the shards."""
+        return tuple(map(on_this_machine, self.addresses))
+
+    def by(self, client: Callable[[], Client]) -> SyncerConnection:
+        """The shards, reached by another client: for ``syncer=``."""
+        return SyncerConnection(self.dialled, client)
 
     def rounds(self) -> int:
         """Rounds that were opened so far, over all shards."""
@@ -205,7 +226,7 @@ class Trainer(threading.Thread):
 
     def _step(self, learner: Learner, rng: random.Random) -> bool:
         nudge(self.model, rng)
-        return learner.step(tokens=TOKENS, loss=1.0)
+        return learner.step(1.0, tokens=TOKENS)
 
     def end(self) -> Learner:
         """Waits for the end of the loop; its error is raised here."""
@@ -250,16 +271,6 @@ def until(condition: Callable[[], object], what: str, seconds: float = PATIENCE_
         time.sleep(0.005)
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    try:
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
-
-
 def parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     """Copies of the trainable parameters."""
     return {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
@@ -268,3 +279,13 @@ def parameters(model: nn.Module) -> dict[str, torch.Tensor]:
 def equal(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> bool:
     """Whether both hold the same bits."""
     return left.keys() == right.keys() and all(torch.equal(left[n], right[n]) for n in left)
+
+
+def scraped(url: str) -> dict[str, float]:
+    with urllib.request.urlopen(url, timeout=5) as answer:
+        text = answer.read().decode()
+    return {
+        sample.name + "".join(sample.labels.get(label, "") for label in ("plane",)): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }

@@ -10,16 +10,22 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
-from decoupled_diloco.learner import trouble
-from decoupled_diloco.protocol import messages as say
-from decoupled_diloco.protocol.data_leases.messages import Lease
-from decoupled_diloco.protocol.transfer.messages import RelayOpened, StateWanted, TransferReady
-from decoupled_diloco.protocol.versions import Asking, Holding, Version
+from decoupled_diloco.learner import connections
+from decoupled_diloco.protocol import words
 from decoupled_diloco.protocol.wire import encode
+from decoupled_diloco.protocol.words import (
+    Asking,
+    Holding,
+    Lease,
+    RelayOpened,
+    StateWanted,
+    TransferReady,
+    Version,
+)
 from integration.system import TOKENS, Model, System, Trainer, training, until
 
 Make = Callable[..., System]
-LONG = {"budget_steps": 100_000}
+LONG = {"max_steps": 100_000}
 
 
 def in_place_of(old: System, new: System) -> None:
@@ -46,23 +52,28 @@ def test_another_run_at_its_address_costs_no_step(
     shards: int,
 ) -> None:
     """The syncer was killed, and a new run begins in its place; then the right one comes back."""
-    monkeypatch.setattr(trouble, "AGAIN_SECONDS", 1.0)
+    monkeypatch.setattr(connections, "AGAIN_SECONDS", 1.0)
     tables = {"run": LONG, "syncer": {"shards": shards}}
     ours = make(token=tokens[0], **tables)
     theirs = make(token=tokens[1], **tables, sync={"fragments": 3})
     in_place_of(ours, theirs)
     ours.start()
-    trainer = Trainer(ours, "learner-0", token=tokens[0])
+    trainer = Trainer(ours, "learner-0", auth_token=tokens[0])
     with training(trainer):
         learner = trainer.learner
         assert learner is not None
         until(lambda: ours.rounds() > 4, "rounds")
         ours.stop()
         theirs.start()
-        until(lambda: learner.refused, "it is refused")
-        reason = "the token is not this run's" if tokens[0] else "another run is at this address"
-        assert reason in learner.refused
-        said = f"learner-0: the syncer refuses this learner ({learner.refused}): training goes on"
+        until(lambda: learner.rejection_reason, "it is refused")
+        reason = (
+            "the token does not belong to this run"
+            if tokens[0]
+            else "another run is at this address"
+        )
+        assert reason in learner.rejection_reason
+        refused = f"the syncer refuses this learner ({learner.rejection_reason})"
+        said = f"learner-0: {refused}: training goes on"
         until(lambda: caplog.text.count(said) > 1, "it says so, and again")
         steps_on(trainer)
         host = theirs.shards[0].host
@@ -74,7 +85,7 @@ def test_another_run_at_its_address_costs_no_step(
         until(lambda: ours.shards[0].machine.state.phase == "running", "restored")
         rounds = ours.rounds()
         until(lambda: ours.rounds() > rounds + 4, "rounds go on")
-        assert learner.refused == ""
+        assert learner.rejection_reason == ""
         assert "learner-0 is in the run again, after" in caplog.text
     trainer.end()
 
@@ -87,7 +98,7 @@ def test_a_learner_of_another_run_may_still_end(make: Make) -> None:
         until(lambda: learner.step(tokens=TOKENS) and ours.rounds() > 2, "rounds")
         ours.stop()
         theirs.start()
-        until(lambda: learner.step(tokens=TOKENS) and learner.refused, "it is refused")
+        until(lambda: learner.step(tokens=TOKENS) and learner.rejection_reason, "it is refused")
 
 
 ASK = Asking(1, 1)
@@ -96,14 +107,14 @@ NONSENSE: list[dict[str, Any]] = [
     {},
     {"type": "Nonsense"},
     {"type": "Shifted", "by": -1},
-    encode(say.Pull(999, ASK, Version(1, 0), 1, "bf16", "overwrite", "/x", False)),
-    encode(say.Pull(0, ASK, Version(1, 0), 1, "morse", "overwrite", "//[", False)),
-    encode(say.Pull(0, ASK, Version(1, 0), 1, "bf16", "overwrite", "/x", False, (999,))),
-    encode(say.Outcome(999, ASK, "refused", "", None)),
-    encode(say.CopyWanted(999, 1, None, "/x")),
-    encode(say.Published(999, Version(1, 9), None, "", "", "", 1)),
-    encode(say.Published(0, Version(9, 9), None, "", "http://[", "http://[", 1)),
-    encode(say.Refusal("we do not like you", True)),
+    encode(words.Pull(999, ASK, Version(1, 0), 1, "bf16", "overwrite", "/x", False)),
+    encode(words.Pull(0, ASK, Version(1, 0), 1, "morse", "overwrite", "//[", False)),
+    encode(words.Pull(0, ASK, Version(1, 0), 1, "bf16", "overwrite", "/x", False, (999,))),
+    encode(words.Outcome(999, ASK, "refused", "", None)),
+    encode(words.CopyWanted(999, 1, None, "/x")),
+    encode(words.Published(999, Version(1, 9), None, "", "", "", 1)),
+    encode(words.Published(0, Version(9, 9), None, "", "http://[", "http://[", 1)),
+    encode(words.Refusal("we do not like you", True)),
 ]
 
 
@@ -129,8 +140,8 @@ def test_a_shard_that_talks_nonsense_costs_no_step(make: Make, message: dict[str
 COORDINATORS_NONSENSE = [
     {"type": "Nonsense"},
     encode(StateWanted("learner-1", 1, (Holding(999, Version(1, 0)),))),
-    encode(say.LeasesGiven((Lease(1, 0, 1 << 40, 0),), ())),
-    encode(TransferReady("learner-1", 1, 1 << 40, 1 << 50, "", "http://[", "")),
+    encode(words.LeasesGiven((Lease(1, 0, 1 << 40, 0),), ())),
+    encode(TransferReady("learner-1", 1, 1 << 40, 1 << 50, "")),
     encode(RelayOpened("learner-1", 1, "//[")),
 ]
 
@@ -183,7 +194,9 @@ def message_of(rng: random.Random, kind: Any) -> dict[str, Any]:
 def test_whatever_a_shard_says_the_loop_goes_on(make: Make, seed: int) -> None:
     """All but that the run ends, which a shard may say."""
     rng = random.Random(seed)
-    kinds = [kind for kind in get_args(say.ToLearner) if kind not in (say.Ending, say.Finished)]
+    kinds = [
+        kind for kind in get_args(words.ToLearner) if kind not in (words.Ending, words.Finished)
+    ]
     system = make(run=LONG)
     system.start()
     trainer = Trainer(system, "learner-0")

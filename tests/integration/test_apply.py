@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from decoupled_diloco import participants
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.learner.store import HostCopy, ModuleStore
 from decoupled_diloco.merge import Fragment
-from decoupled_diloco.observe.tape import TapeReader
+from decoupled_diloco.tape import TapeReader
 from integration.system import Model, System, Trainer, training, until
 
 Make = Callable[..., System]
@@ -69,16 +71,37 @@ class Watching(ModuleStore):
         self.published[p] = values.clone()
 
 
-def run(make: Make, dtype: torch.dtype = torch.float32, **sync: Any) -> tuple[Any, Any]:
+@contextmanager
+def watching(monkeypatch: pytest.MonkeyPatch, model: Model) -> Iterator[list[Watching]]:
+    """The learner that trains this model gets a store that notes what it applies."""
+    made: list[Watching] = []
+
+    def store(module: nn.Module) -> ModuleStore:
+        if module is not model:
+            return ModuleStore(module)
+        made.append(Watching(module))
+        return made[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(participants, "ModuleStore", store)
+        yield made
+
+
+def run(
+    make: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype = torch.float32,
+    **sync: Any,
+) -> tuple[Any, Any]:
     """Two learners, the first of them watched; returns what it applied and the orders for it."""
     gate = threading.Event()
-    system = make(run={"budget_steps": 100_000}, sync={"overlap": 2, **sync})
+    system = make(run={"max_steps": 100_000}, sync={"overlap_steps": 2, **sync})
     system.start()
     model = Model(seed=3, dtype=dtype)
-    store = Watching(model)
-    watched = Trainer(system, "learner-0", model, store=store, gate=gate)
+    watched = Trainer(system, "learner-0", model, gate=gate)
     other = Trainer(system, "learner-1", Model(seed=4, dtype=dtype), gate=gate)
-    with training(watched, other):
+    with watching(monkeypatch, model) as made, training(watched, other):
+        [store] = made
         gate.set()
         until(lambda: len(store.applied) > 20, "copies are applied")
     for trainer in (watched, other):
@@ -94,19 +117,23 @@ def run(make: Make, dtype: torch.dtype = torch.float32, **sync: Any) -> tuple[An
 @pytest.mark.parametrize(
     "settings",
     [
-        {"alignment": "overwrite"},
-        {"alignment": "carry", "missed": "rebase"},
-        {"alignment": "blend", "blend_alpha": 0.25},
-        {"alignment": "carry", "apply": "at_tau", "participants": "all"},
-        {"missed": "rebase", "quorum": 2},
+        {"apply": {"alignment": "overwrite"}},
+        {"apply": {"alignment": "carry", "missed": "rebase"}},
+        {"apply": {"alignment": "blend", "blend_alpha": 0.25}},
+        {"apply": {"alignment": "carry", "when": "at_overlap"}, "participation": "all"},
+        {"apply": {"missed": "rebase"}, "quorum": 2},
     ],
     ids=lambda settings: "-".join(str(value) for value in settings.values()),
 )
 def test_what_is_applied_is_what_the_rule_says(
-    make: Make, settings: dict[str, Any], dtype: torch.dtype
+    make: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any],
+    dtype: torch.dtype,
 ) -> None:
-    applied, orders = run(make, dtype, **settings)
-    alpha = settings.get("blend_alpha", 0.5)
+    applied, orders = run(make, monkeypatch, dtype, **settings)
+    rule = settings["apply"]
+    alpha = rule.get("blend_alpha", 0.5)
     seen = set()
     for change, order in zip(applied, orders, strict=True):
         mode = order.data["mode"]
@@ -125,24 +152,24 @@ def test_what_is_applied_is_what_the_rule_says(
             expected = (theta - change.published.to(dtype).float()) + new
         exact = expected.to(dtype).float()
         assert torch.equal(change.after, exact), f"{mode}, fragment {change.fragment}"
-    assert settings.get("alignment", "overwrite") in seen
-    if settings.get("missed") == "rebase" and settings.get("alignment") == "carry":
+    assert rule.get("alignment", "overwrite") in seen
+    if rule.get("missed") == "rebase" and rule.get("alignment") == "carry":
         kept = [o.data["discarded_tokens"] for o in orders if o.data["mode"] in ("carry", "rebase")]
         assert sum(kept) == 0, "carrying and rebasing throw nothing away"
 
 
-def test_a_learner_that_missed_a_round_rebases(make: Make) -> None:
+def test_a_learner_that_missed_a_round_rebases(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """One is too slow for most rounds: what it trained meanwhile stays on top of what is new."""
     system = make(
-        run={"budget_steps": 120},
-        sync={"missed": "rebase", "grace_margin": 0.0, "overlap": 0},
+        run={"max_steps": 120},
+        sync={"apply": {"missed": "rebase"}, "grace_margin": 0.0, "overlap_steps": 0},
     )
     system.start()
     model = Model(seed=3)
-    store = Watching(model)
-    slow = Trainer(system, "learner-1", model, store=store, pause=0.1)
+    slow = Trainer(system, "learner-1", model, pause=0.1)
     fast = Trainer(system, "learner-0", Model(seed=4), pause=0.01)
-    with training(fast, slow):
+    with watching(monkeypatch, model) as made, training(fast, slow):
+        [store] = made
         until(lambda: any(a.published is not None for a in store.applied), "it applies")
         slow.end()
         fast.end()

@@ -15,8 +15,8 @@ from decoupled_diloco.config.method import plan_of, read_public
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.export.weights import fill, find_weights
 from decoupled_diloco.merge import layout_of
-from decoupled_diloco.simulate.weights_replay import replay_weights
 from decoupled_diloco.syncer.result import assemble
+from decoupled_diloco_lab.simulate.weights_replay import replay_weights
 from integration.system import TOKENS, System, Trainer, training, until
 
 Make = Callable[..., System]
@@ -48,12 +48,12 @@ class Batched(Trainer):
                 assert parameter.grad is not None
                 parameter.sub_(parameter.grad, alpha=0.05)
                 parameter.grad = None
-        return bool(learner.step(tokens=TOKENS, loss=loss.item()))
+        return bool(learner.step(loss.item(), tokens=TOKENS))
 
 
 def trained(make: Make, buffers: str) -> tuple[System, list[Batched]]:
     """A run of two learners until its end."""
-    system = make(run={"budget_steps": 150}, sync={"buffers": buffers, "quorum": 2})
+    system = make(run={"max_steps": 150}, sync={"merge": {"buffers": buffers}, "quorum": 2})
     system.start()
     trainers = [Batched(system, f"learner-{i}", model()) for i in range(2)]
     with training(*trainers):
@@ -137,7 +137,7 @@ class Counted(Batched):
 @pytest.mark.parametrize("changes", [False, True])
 def test_a_buffer_is_sent_only_when_it_has_changed(make: Make, changes: bool, buffers: str) -> None:
     """Bytes are counted from the join on; the statistics beside it are merged as ever."""
-    system = make(run={"budget_steps": 60}, sync={"buffers": buffers, "quorum": 2})
+    system = make(run={"max_steps": 60}, sync={"merge": {"buffers": buffers}, "quorum": 2})
     system.start()
     gate = threading.Event()
     trainers = [
@@ -169,9 +169,7 @@ def test_a_buffer_is_sent_only_when_it_has_changed(make: Make, changes: bool, bu
 
 def test_a_shard_that_restarts_leaves_buffers_out_and_its_run_replays(make: Make) -> None:
     """What it has recovered is what the learners hold; recorded bodies have all buffers."""
-    system = make(
-        run={"budget_steps": 10_000}, sync={"quorum": 2}, syncer={"record_payloads": True}
-    )
+    system = make(run={"max_steps": 10_000}, sync={"quorum": 2}, syncer={"record_payloads": True})
     system.start()
     trainers = [Counted(system, f"learner-{i}", Masked()) for i in range(2)]
     with training(*trainers):

@@ -26,7 +26,9 @@ async def greed(system: System) -> tuple[int, str]:
         while True:
             version = shard.machine.state.fragments[0].version
             url = f"/bodies/whole/0/{version}"
-            body = memoryview(bytearray(4 * shard._merging.tensors.plan.fragments[0].numel))
+            body = memoryview(
+                bytearray(4 * shard.parts.result().worker.tensors.plan.fragments[0].numel)
+            )
             try:
                 await client.get(url, body)
             except ProtocolError:
@@ -39,7 +41,7 @@ async def greed(system: System) -> tuple[int, str]:
 
 
 def test_who_fetches_for_ever_has_its_share_and_an_honest_learner_trains_on(make: Make) -> None:
-    system = make(run={"budget_steps": 100_000}, sync={"period": 800})
+    system = make(run={"max_steps": 100_000}, sync={"sync_every": 800})
     system.start()
     trainer = Trainer(system, "learner-0")
     with training(trainer):
@@ -54,4 +56,4 @@ def test_who_fetches_for_ever_has_its_share_and_an_honest_learner_trains_on(make
         before, rounds = learner.steps, system.rounds()
         until(lambda: learner.steps > before + 50 and system.rounds() > rounds, "it trains on")
         assert trainer.error is None
-        assert not learner.refused
+        assert not learner.rejection_reason

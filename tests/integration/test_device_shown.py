@@ -12,12 +12,12 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from decoupled_diloco.learner.modules import device_text
-from decoupled_diloco.observe.run_model import read_run
-from decoupled_diloco.observe.status import status_of
-from decoupled_diloco.observe.status_view import render_status
-from decoupled_diloco.observe.summary import learner_rows, print_summary
-from decoupled_diloco.observe.terminal import SteadyConsole
+from decoupled_diloco.learner.model import device_text
+from decoupled_diloco.run_model import read_run
+from decoupled_diloco.show.console import SteadyConsole
+from decoupled_diloco.show.status import status_of
+from decoupled_diloco.show.tables import learner_rows
+from decoupled_diloco.show.terminal import print_summary, render_status
 from integration.system import Model, System
 
 

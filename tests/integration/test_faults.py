@@ -20,12 +20,12 @@ from decoupled_diloco import Learner
 from decoupled_diloco.config.method import plan_of, read_public
 from decoupled_diloco.errors import AccessError, ProtocolError, TransportError
 from decoupled_diloco.merge import Layout, digest, layout_of
-from decoupled_diloco.observe.advice import advice_of
-from decoupled_diloco.observe.run_model import read_run
-from decoupled_diloco.observe.tape import TapeReader
-from decoupled_diloco.protocol import messages as say
-from decoupled_diloco.protocol.versions import Version
+from decoupled_diloco.protocol import words
 from decoupled_diloco.protocol.wire import decode, encode
+from decoupled_diloco.protocol.words import Version
+from decoupled_diloco.run_model import read_run
+from decoupled_diloco.show.status import advice_of
+from decoupled_diloco.tape import TapeReader
 from decoupled_diloco.transport.base import TransferStats
 from decoupled_diloco.transport.http_client import HttpClient
 from integration.system import (
@@ -41,13 +41,13 @@ from integration.system import (
 )
 
 Make = Callable[..., System]
-LONG = {"budget_steps": 100_000}
+LONG = {"max_steps": 100_000}
 
 
 @pytest.mark.parametrize("disk", ["kept", "gone", "none"])
 def test_learners_train_on_while_a_shard_is_down_and_restore_it(make: Make, disk: str) -> None:
     """From its disk; or, where that is gone or never was, from the copies that learners hold."""
-    system = make(run=LONG, syncer={"shards": 2, "durable": disk != "none"})
+    system = make(run=LONG, syncer={"shards": 2, "persist": disk != "none"})
     system.start()
     trainers = [Trainer(system, f"learner-{i}", Model(seed=i)) for i in range(2)]
     with training(*trainers):
@@ -80,7 +80,7 @@ def test_learners_train_on_while_a_shard_is_down_and_restore_it(make: Make, disk
         assert (system.folder / "durable").exists() == (disk != "none")
     for trainer in trainers:
         trainer.end()
-    assert [t.learner.epoch for t in trainers] == [1, 1], "nobody had to join anew"
+    assert [t.learner.incarnation for t in trainers] == [1, 1], "nobody had to join anew"
 
 
 class Mortal(Trainer):
@@ -100,8 +100,7 @@ def momenta(system: System) -> dict[int, torch.Tensor]:
     """The outer optimizers' momentum of every fragment."""
     found = {}
     for shard in system.shards.values():
-        assert shard._merging is not None
-        for p, entry in shard._merging.tensors.fragments.items():
+        for p, entry in shard.parts.result().worker.tensors.fragments.items():
             found[p] = entry.outer.state_dict()["momentum"].clone()
     return found
 
@@ -160,7 +159,7 @@ def test_a_contribution_that_is_not_finite_is_refused_and_the_run_goes_on(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its own process hears of it, too."""
-    system = make(run={"budget_steps": 60})
+    system = make(run={"max_steps": 60})
     system.start()
     sick, well = Sick(system, "learner-0", Model(seed=0)), Trainer(system, "learner-1")
     with training(sick, well):
@@ -180,9 +179,9 @@ def test_a_contribution_that_is_not_finite_is_refused_and_the_run_goes_on(
     logged = [
         r.getMessage() for r in caplog.records if r.name.startswith("decoupled_diloco.learner")
     ]
-    told = [text for text in logged if "that is not merged" in text]
-    assert told[0].startswith("learner-0: it made a contribution to fragment ")
-    assert "that is not merged (1 so far)" in told[0]
+    told = [text for text in logged if "is not merged" in text]
+    assert told[0].startswith("learner-0: it sent a contribution to fragment ")
+    assert "is not merged (1 so far)" in told[0]
     assert "not finite" in told[0]
     assert "look for NaN" in told[0]
     assert len(told) <= 2, "at first, and rarely from then on"
@@ -194,10 +193,10 @@ def test_learners_of_one_seed_and_one_pace_are_warned_of(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever their generators do: here their contributions are nearly equal."""
-    system = make(run={"budget_steps": 100_000}, sync={"quorum": 2, "fragments": 2})
+    system = make(run={"max_steps": 100_000}, sync={"quorum": 2, "fragments": 2})
     system.start()
     learners = {name: system.learner(Model(), name) for name in "ab"}
-    models = {name: learner._model for name, learner in learners.items()}
+    models = {name: learner._trained.given for name, learner in learners.items()}
     rngs = {name: random.Random(1) for name in learners}
     said = ": a and b seem to train on the same data ("
 
@@ -217,7 +216,7 @@ def test_learners_of_one_seed_and_one_pace_are_warned_of(
 
 
 def test_what_is_not_finite_is_not_taken_from_copy_to_copy(make: Make) -> None:
-    system = make(run=LONG, sync={"alignment": "carry", "missed": "rebase"})
+    system = make(run=LONG, sync={"apply": {"alignment": "carry", "missed": "rebase"}})
     system.start()
     sick, well = Sick(system, "learner-0", Model(seed=0), once=True), Trainer(system, "learner-1")
     with training(sick, well):
@@ -233,9 +232,10 @@ def test_joins_wait_for_a_disk_that_can_be_written_and_rounds_do_not(
     system = make(run=LONG)
     system.start()
     with training(Trainer(system, "learner-0")):
-        # A folder in the place of the file that is about to be written: as good as a full disk.
-        (system.folder / "coordinator.part").mkdir()
-        (system.folder / "coordinator.joined").mkdir()
+        # A file in the place of the folder that is written to: as good as a full disk.
+        states, away = system.folder / "coordinator", system.folder / "away"
+        states.rename(away)
+        states.touch()
         late = Trainer(system, "learner-1", steps_max=2)
         late.start()
         told = "joins, leases and the end of the run wait for it"
@@ -243,8 +243,8 @@ def test_joins_wait_for_a_disk_that_can_be_written_and_rounds_do_not(
         rounds = system.rounds()
         until(lambda: system.rounds() > rounds + 4, "rounds go on")
         assert not late.joined.is_set()
-        (system.folder / "coordinator.part").rmdir()
-        (system.folder / "coordinator.joined").rmdir()
+        states.unlink()
+        away.rename(states)
         assert late.end().steps == 2
 
 
@@ -283,10 +283,10 @@ def test_a_copy_that_is_no_longer_offered_is_fetched_whole(make: Make) -> None:
     system = make(run=LONG)
     system.start()
     Held.gate.clear()
-    slow = Trainer(system, "learner-1", Model(seed=2), client=Held)
+    slow = Trainer(system, "learner-1", Model(seed=2), syncer=system.by(Held))
     with training(Trainer(system, "learner-0", Model(seed=1)), slow):
         assert slow.learner is not None
-        views = slow.learner._shared.machine.state.fragments
+        views = slow.learner._party.membership.shared.machine.state.fragments
         until(lambda: any(v.fetching and v.latest.base != v.newest for v in views), "a difference")
         [late] = [v for v in views if v.fetching and v.latest.base != v.newest]
         awaited = late.fetching
@@ -294,11 +294,11 @@ def test_a_copy_that_is_no_longer_offered_is_fetched_whole(make: Make) -> None:
         Held.gate.set()
         until(lambda: late.held is not None and late.held > awaited, "it has caught up")
     own = list(TapeReader(system.folder / "tape" / "learner-1.jsonl"))
-    failed = [r for r in own if r.type == "FetchFailed"]
+    failed = [r for r in own if r.type == "Failed" and r.data["order"]["type"] == "Fetch"]
     assert "410" in failed[0].data["reason"]
     index = own.index(failed[0])
     again = [r.data for r in own[index:] if r.type == "Fetch"]
-    following = next(x for x in again if x["fragment"] == failed[0].data["fragment"])
+    following = next(x for x in again if x["fragment"] == failed[0].data["order"]["fragment"])
     assert following["whole"]
 
 
@@ -320,15 +320,15 @@ class Rogue:
 
     async def __aexit__(self, *exception: object) -> None:
         if self.channel is not None:
-            self.channel.send(encode(say.Leave("the test is over")))
+            self.channel.send(encode(words.Leave("the test is over")))
         await self.client.close()
 
     async def join(self) -> None:
         """Joins the run and says hello, as it should."""
         link = await self.client.connect(self.system.addresses[0], "learner", self.name)
         layout = json.dumps(layout_of(Model()).to_json())
-        link.send(encode(say.Join(self.name, self.nonce, "learner", layout)))
-        self.admitted = decode(await link.receive(), (say.Admitted,))
+        link.send(encode(words.Join(self.name, self.nonce, "learner", layout)))
+        self.admitted = decode(await link.receive(), (words.Admitted,))
         layout = Layout.from_json(json.loads(self.admitted.layout))
         self.plan = plan_of(layout, read_public(self.admitted.settings))
         await self.greet(self.admitted.epoch)
@@ -336,9 +336,9 @@ class Rogue:
     async def greet(self, epoch: int) -> Any:
         """Says hello to the shard and returns the answer."""
         self.channel = await self.client.connect(self.system.addresses[0], "learner", self.name)
-        hello = say.Hello(self.name, epoch, self.nonce, "learner", self.step, 0, None, ())
+        hello = words.Hello(self.name, epoch, self.nonce, "learner", self.step, 0, None, ())
         self.channel.send(encode(hello))
-        return decode(await self.channel.receive(), (say.Welcome, say.Refusal))
+        return decode(await self.channel.receive(), (words.Welcome, words.Refusal))
 
     async def hear(self, kind: type[Any]) -> Any:
         """Reports steps until a message of this kind comes."""
@@ -347,23 +347,23 @@ class Rogue:
             while True:
                 done, _ = await asyncio.wait({receiving}, timeout=0.02)
                 self.step += 1
-                self.channel.send(encode(say.StepReport(self.step, 8 * self.step, 0.02)))
+                self.channel.send(encode(words.StepReport(self.step, 8 * self.step, 0.02)))
                 if done:
-                    message = decode(receiving.result(), get_args(say.ToLearner))
+                    message = decode(receiving.result(), get_args(words.ToLearner))
                     if isinstance(message, kind):
                         return message
                     receiving = asyncio.ensure_future(self.channel.receive())
 
-    def body(self, pull: say.Pull, value: float = 0.01) -> torch.Tensor:
+    def body(self, pull: words.Pull, value: float = 0.01) -> torch.Tensor:
         """An encoded contribution of the right size."""
         numel = self.plan.fragments[pull.fragment].numel
         uplink = self.plan.codec_of(pull.fragment, self.plan.uplink)
         return uplink.encode(torch.full((numel,), value))
 
-    async def upload(self, pull: say.Pull, body: torch.Tensor, **changes: Any) -> None:
+    async def upload(self, pull: words.Pull, body: torch.Tensor, **changes: Any) -> None:
         """Announces and sends a body; ``changes`` are lies in the announcement."""
         fields = {"base": pull.base, "steps": 1, "tokens": 8, "digest": digest(body), **changes}
-        self.channel.send(encode(say.Upload(pull.fragment, pull.ask, **fields)))
+        self.channel.send(encode(words.Upload(pull.fragment, pull.ask, **fields)))
         await self.client.put(pull.path, body.numpy().data, base=self.system.addresses[0])
 
 
@@ -382,9 +382,9 @@ async def rogue(make: Make) -> Any:
 
 
 async def test_an_honest_upload_by_hand_is_accepted(rogue: Rogue) -> None:
-    pull = await rogue.hear(say.Pull)
+    pull = await rogue.hear(words.Pull)
     await rogue.upload(pull, rogue.body(pull))
-    outcome = await rogue.hear(say.Outcome)
+    outcome = await rogue.hear(words.Outcome)
     assert (outcome.ask, outcome.verdict) == (pull.ask, "accepted")
 
 
@@ -403,41 +403,41 @@ async def test_an_honest_upload_by_hand_is_accepted(rogue: Rogue) -> None:
 async def test_a_body_that_lies_is_refused(
     rogue: Rogue, value: float, lies: dict[str, Any], verdict: str, reason: str
 ) -> None:
-    pull = await rogue.hear(say.Pull)
+    pull = await rogue.hear(words.Pull)
     await rogue.upload(pull, rogue.body(pull, value), **lies)
-    outcome = await rogue.hear(say.Outcome)
+    outcome = await rogue.hear(words.Outcome)
     assert (outcome.ask, outcome.verdict) == (pull.ask, verdict)
     assert reason in outcome.reason
 
 
 @pytest.mark.parametrize("change", [-1, +1])
 async def test_a_body_of_another_size_is_refused(rogue: Rogue, change: int) -> None:
-    pull = await rogue.hear(say.Pull)
+    pull = await rogue.hear(words.Pull)
     sizes = rogue.plan.uplink_sizes(pull.fragment)  # several, if it has buffers
     other = torch.zeros((sizes[0] if change < 0 else sizes[-1]) + change, dtype=torch.uint8)
     sizes_named = f"exactly {sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
     with pytest.raises(ProtocolError, match=f"{sizes_named} bytes, not {len(other)}"):
         await rogue.upload(pull, other)
-    rogue.channel.send(encode(say.Decline(pull.fragment, pull.ask, False, "a real one says so")))
+    rogue.channel.send(encode(words.Decline(pull.fragment, pull.ask, False, "a real one says so")))
 
 
 async def test_a_replayed_body_is_refused(rogue: Rogue) -> None:
-    pull = await rogue.hear(say.Pull)
+    pull = await rogue.hear(words.Pull)
     await rogue.upload(pull, rogue.body(pull))
     with pytest.raises(ProtocolError, match=r"has arrived already|was cancelled"):
         await rogue.upload(pull, rogue.body(pull))
-    assert (await rogue.hear(say.Outcome)).verdict == "accepted"
+    assert (await rogue.hear(words.Outcome)).verdict == "accepted"
     with pytest.raises(ProtocolError, match=r"\(410\)"):
         await rogue.upload(pull, rogue.body(pull))
 
 
 async def test_nobody_writes_for_somebody_else(rogue: Rogue) -> None:
-    pull = await rogue.hear(say.Pull)
+    pull = await rogue.hear(words.Pull)
     thief = HttpClient()
     try:
         await thief.connect(rogue.system.addresses[0], "learner", "learner-2")
         body = rogue.body(pull)
-        with pytest.raises(AccessError, match="is not for 'learner-2' to write"):
+        with pytest.raises(AccessError, match="'learner-2' may not write to"):
             await thief.put(pull.path, body.numpy().data, base=rogue.system.addresses[0])
     finally:
         await thief.close()
@@ -445,13 +445,13 @@ async def test_nobody_writes_for_somebody_else(rogue: Rogue) -> None:
 
 async def test_an_old_epoch_and_a_double_are_fenced(rogue: Rogue) -> None:
     answer = await rogue.greet(rogue.admitted.epoch - 1)
-    assert isinstance(answer, say.Refusal)
+    assert isinstance(answer, words.Refusal)
     assert answer.final
-    assert "epoch 0 is older than epoch 1" in answer.reason
+    assert "incarnation 0 is older than incarnation 1" in answer.reason
     rogue.nonce = "another process"
     answer = await rogue.greet(rogue.admitted.epoch)
-    assert isinstance(answer, say.Refusal)
-    assert "two processes claim epoch 1 of this id" in answer.reason
+    assert isinstance(answer, words.Refusal)
+    assert "two processes claim incarnation 1" in answer.reason
 
 
 @pytest.mark.parametrize(
@@ -478,15 +478,15 @@ async def test_a_message_that_breaks_the_protocol_costs_the_connection(
 
 
 MALFORMED = [
-    say.Join("learner-1", "n", "learner", "[" * 100_000),
-    say.Join("learner-1", "n", "learner", '{"tensors": 1}'),
-    say.Join("learner-1", "n", "learner", "\ud800"),
-    say.Join("learner-1", "\ud800", "learner", json.dumps(layout_of(Model()).to_json())),
-    say.ShardHello(1, "n", "[" * 100_000),
-    say.ShardHello(1, "n", "{}"),
-    say.ShardHello(1, "n", '{"sync": {"of_a_later_version": 1}}'),
-    say.ShardHello(1, "n", '{"sync": {}, "run": {}, "shards": 1e999, "outer": {}}'),
-    say.ShardHello(7, "n", "{}"),
+    words.Join("learner-1", "n", "learner", "[" * 100_000),
+    words.Join("learner-1", "n", "learner", '{"tensors": 1}'),
+    words.Join("learner-1", "n", "learner", "\ud800"),
+    words.Join("learner-1", "\ud800", "learner", json.dumps(layout_of(Model()).to_json())),
+    words.ShardHello(1, "n", "[" * 100_000),
+    words.ShardHello(1, "n", "{}"),
+    words.ShardHello(1, "n", '{"sync": {"of_a_later_version": 1}}'),
+    words.ShardHello(1, "n", '{"sync": {}, "run": {}, "shards": 1e999, "outer": {}}'),
+    words.ShardHello(7, "n", "{}"),
 ]
 
 
@@ -497,7 +497,7 @@ async def test_a_first_message_that_cannot_be_read_costs_its_connection_alone(
     system = make(run=LONG, syncer={"shards": 2})
     system.start()
     name = getattr(message, "learner", None) or f"shard-{message.shard}"
-    role = "learner" if isinstance(message, say.Join) else "shard"
+    role = "learner" if isinstance(message, words.Join) else "shard"
     client = HttpClient()
     with training(Trainer(system, "learner-0", pause=0.02)):
         channel = await client.connect(system.addresses[0], role, name)

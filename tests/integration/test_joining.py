@@ -16,7 +16,7 @@ import torch
 from aiohttp import web
 from torch import nn
 
-from decoupled_diloco import Learner, Observer
+from decoupled_diloco import Learner, Observability, Observer, Timeouts
 from decoupled_diloco.config import dump_config
 from decoupled_diloco.config.addresses import from_elsewhere
 from decoupled_diloco.errors import (
@@ -27,9 +27,8 @@ from decoupled_diloco.errors import (
     StorageError,
     TransportError,
 )
-from decoupled_diloco.learner import joining, process, trouble
-from decoupled_diloco.protocol import messages as say
-from decoupled_diloco.protocol import syncer, syncer_rounds
+from decoupled_diloco.learner import connections, process
+from decoupled_diloco.protocol import rounds, syncer, words
 from decoupled_diloco.storage.shared_folder import recorded_end
 from decoupled_diloco.transport.base import TransferStats
 from decoupled_diloco.transport.http_client import HttpClient
@@ -40,10 +39,11 @@ from integration.system import (
     Model,
     System,
     Trainer,
-    free_ports,
+    patient,
     training,
     until,
 )
+from ports import free_ports
 
 Make = Callable[..., System]
 
@@ -51,12 +51,14 @@ Make = Callable[..., System]
 def test_a_wrong_token_is_refused_at_once(make: Make) -> None:
     system = make(tokens=Tokens("right"))
     system.start()
-    with pytest.raises(AccessError, match="the token is not this run's: a syncer that began"):
-        system.learner(Model(), "learner-0", token="wrong")
-    with pytest.raises(AccessError, match="the syncer wants the run's secret"):
+    with pytest.raises(
+        AccessError, match="the token does not belong to this run: a syncer that started"
+    ):
+        system.learner(Model(), "learner-0", auth_token="wrong")
+    with pytest.raises(AccessError, match="the syncer requires the run's secret"):
         system.learner(Model(), "learner-0")
-    with system.learner(Model(), "learner-0", token="right") as learner:
-        assert learner.epoch == 1
+    with system.learner(Model(), "learner-0", auth_token="right") as learner:
+        assert learner.incarnation == 1
 
 
 def test_a_token_may_come_straight_from_its_file(make: Make, tmp_path: Path) -> None:
@@ -64,14 +66,14 @@ def test_a_token_may_come_straight_from_its_file(make: Make, tmp_path: Path) -> 
     file.write_text("right\n")
     system = make(tokens=Tokens("right"))
     system.start()
-    with system.learner(Model(), "learner-0", token=file.read_text()) as learner:
-        assert learner.epoch == 1
+    with system.learner(Model(), "learner-0", auth_token=file.read_text()) as learner:
+        assert learner.incarnation == 1
 
 
 @pytest.mark.parametrize("token", ["", " \n", "a\nb", "caf\u00e9", "nul\0", b"x", 7])
 def test_what_can_be_no_token_is_refused_at_once(token: Any) -> None:
-    with pytest.raises(ConfigError, match=r"token.*: give the text of the run's") as told:
-        Learner(Model(), "http://127.0.0.1:9", token=token)
+    with pytest.raises(ConfigError, match=r"token.*: pass the content of the run's") as told:
+        Learner(Model(), "http://127.0.0.1:9", auth_token=token)
     assert str(token) not in str(told.value) or len(str(token)) < 3, "the secret is not repeated"
 
 
@@ -79,53 +81,55 @@ def test_a_principal_speaks_for_its_own_id_only(make: Make) -> None:
     system = make(tokens=Tokens(principals={"learner-0": "zero", "learner-1": "one"}))
     system.start()
     with pytest.raises(AccessError, match="belongs to 'learner-1', not to 'learner-0'"):
-        system.learner(Model(), "learner-0", token="one")
-    with system.learner(Model(), "learner-0", token="zero") as learner:
-        assert learner.epoch == 1
+        system.learner(Model(), "learner-0", auth_token="one")
+    with system.learner(Model(), "learner-0", auth_token="zero") as learner:
+        assert learner.incarnation == 1
 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_syncer_on_all_interfaces_is_reached_by_the_address_that_was_dialled(
     make: Make, first: int
 ) -> None:
-    tables = {"syncer": {"host": "0.0.0.0", "shards": 2}, "run": {"budget_steps": 1000}}
+    tables = {"syncer": {"host": "0.0.0.0", "shards": 2}, "run": {"max_steps": 1000}}
     system = make(token="secret", **tables)
     assert system.addresses[1] == f"http://0.0.0.0:{system.ports[1]}"
     system.start()
     own = from_elsewhere(system.addresses[first])
     dialled = own if "127." not in own else f"http://127.0.0.2:{system.ports[first]}"
-    with system.learner(Model(), "learner-0", syncer=dialled, token="secret") as learner:
+    with system.learner(Model(), "learner-0", syncer=dialled, auth_token="secret") as learner:
         for _ in range(12):
             assert learner.step(tokens=TOKENS)
         host = dialled.rpartition(":")[0]
-        assert learner._background.links.addresses == [f"{host}:{port}" for port in system.ports]
+        assert learner._party.membership.background.links.addresses == [
+            f"{host}:{port}" for port in system.ports
+        ]
         until(lambda: system.rounds() > 0, "rounds are opened")
         for shard in system.shards.values():
             assert "learner-0" in shard.machine.state.members
 
 
 def test_one_id_is_for_one_learner_at_a_time(make: Make) -> None:
-    system = make(run={"budget_steps": 1000})
+    system = make(run={"max_steps": 1000})
     system.start()
     first = system.learner(Model(), "learner-0")
     process.leave(first)  # so that it counts as another process's
     with pytest.raises(
         TransportError,
-        match=r"learner-0 is in the run already, and its process is alive: give this one another "
-        "learner id, or stop the other one first",
+        match=r"learner-0 is in the run already, and its process is alive: pass another name=, "
+        "or stop the other process first",
     ):
-        system.learner(Model(), "learner-0", join_timeout=1.0)
+        system.learner(Model(), "learner-0", timeouts=patient(join=1.0))
     assert first.step(tokens=TOKENS), "the first one does not notice"
     timer = threading.Timer(1.0, first.close)
     timer.start()
     with system.learner(Model(), "learner-0") as second:
-        assert second.epoch == 2, "it joins once the first one has left"
+        assert second.incarnation == 2, "it joins once the first one has left"
     timer.join()
 
 
 def test_learners_have_numbers_which_they_keep(make: Make) -> None:
     """Also if a learner, or the whole syncer, starts again; more join than were expected."""
-    system = make(run={"budget_steps": 1000, "learners": 2})
+    system = make(run={"max_steps": 1000, "learners": 2})
     system.start()
     numbers = {}
     for name in ("b", "a", "b", "c"):
@@ -139,7 +143,7 @@ def test_learners_have_numbers_which_they_keep(make: Make) -> None:
 
 
 def test_a_step_after_close_is_an_error(make: Make) -> None:
-    system = make(run={"budget_steps": 1000})
+    system = make(run={"max_steps": 1000})
     system.start()
     learner = system.learner(Model(), "learner-0")
     assert learner.step(tokens=TOKENS)
@@ -151,7 +155,7 @@ def test_a_step_after_close_is_an_error(make: Make) -> None:
 
 def test_who_comes_back_before_its_old_connection_is_found_dead_is_let_in(make: Make) -> None:
     """Its machine lost power: nobody has closed the connection, and nothing more is heard."""
-    system = make(run={"budget_steps": 1000})
+    system = make(run={"max_steps": 1000})
     system.start()
     host = system.shards[0].host
     assert host is not None
@@ -161,17 +165,17 @@ def test_who_comes_back_before_its_old_connection_is_found_dead_is_let_in(make: 
 
         last_received = 0.0
 
-    dead = say.Join("learner-0", "the nonce before", "learner", "")
+    dead = words.Join("learner-0", "the nonce before", "learner", "")
     system.call(lambda: host._enter(99, Silent(), dead, None))
     timer = threading.Timer(0.5, lambda: system.call(lambda: host._leave(99)))
     timer.start()
     with system.learner(Model(), "learner-0") as learner:
-        assert learner.epoch == 1
+        assert learner.incarnation == 1
         assert not timer.is_alive(), "it had to wait for that"
 
 
 def test_the_process_of_an_old_epoch_is_fenced(make: Make) -> None:
-    system = make(run={"budget_steps": 1000}, syncer={"shards": 2})
+    system = make(run={"max_steps": 1000}, syncer={"shards": 2})
     system.start()
     first = system.learner(Model(), "learner-0")
     first.step(tokens=TOKENS)
@@ -190,11 +194,18 @@ def test_the_process_of_an_old_epoch_is_fenced(make: Make) -> None:
     system.call(forget)
     process.leave(first)  # so that it counts as another process's
     tape = system.folder / "tape" / "learner-0-again.jsonl"
-    with system.learner(Model(), "learner-0", tape=tape) as second:
-        assert second.epoch == 2
+    with system.learner(
+        Model(), "learner-0", observability=Observability(event_tape=tape)
+    ) as second:
+        assert second.incarnation == 2
 
-        until(lambda: first.step(tokens=TOKENS) and first.refused, "it is refused, and steps on")
-        assert "epoch 1 is older than epoch 2: another process" in first.refused
+        until(
+            lambda: first.step(tokens=TOKENS) and first.rejection_reason,
+            "it is refused, and steps on",
+        )
+        assert (
+            "incarnation 1 is older than incarnation 2: another process" in first.rejection_reason
+        )
         assert second.step(tokens=TOKENS)
         members = system.shards[1].machine.state.members
         assert {name: member.epoch for name, member in members.items()} == {"learner-0": 2}
@@ -216,11 +227,11 @@ def test_a_model_that_differs_is_refused_by_the_first_tensor(make: Make) -> None
         with pytest.raises(ConfigError, match="extra"):
             system.learner(other, "learner-1")
         with system.learner(Model(seed=9), "learner-1") as second:
-            assert second.epoch == 1
+            assert second.incarnation == 1
 
 
 def test_more_fragments_than_can_be_cut_is_a_clear_error(make: Make) -> None:
-    system = make(sync={"fragments": 400, "period": 400, "partition": "tensor"})
+    system = make(sync={"fragments": 400, "sync_every": 400, "partition": {"scheme": "tensor"}})
     system.start()
     with pytest.raises(ConfigError, match="fragments=400"):
         system.learner(Model(), "learner-0")
@@ -230,23 +241,22 @@ def test_without_a_syncer_a_learner_gives_up_when_told_to(make: Make) -> None:
     [port] = free_ports(1)
     started = time.monotonic()
     with pytest.raises(TransportError, match=r"could not be joined \(cannot reach .*start the sy"):
-        Learner(Model(), f"http://127.0.0.1:{port}", give_up_seconds=0.3)
+        Learner(Model(), f"http://127.0.0.1:{port}", timeouts=Timeouts(disconnect=0.3))
     assert 0.3 < time.monotonic() - started < 20.0
     with pytest.raises(TransportError, match="could not be joined"):
-        Observer(Model(), f"http://127.0.0.1:{port}", give_up_seconds=0.1)
+        Observer(Model(), f"http://127.0.0.1:{port}", timeouts=Timeouts(disconnect=0.1))
 
 
 def test_a_first_join_gives_up_and_says_how_to_go_on(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trouble, "AGAIN_SECONDS", 0.5)
+    monkeypatch.setattr(connections, "AGAIN_SECONDS", 0.5)
     [port] = free_ports(1)
     address = f"http://127.0.0.1:{port}"
     with pytest.raises(TransportError) as caught:
-        Learner(Model(), address, learner_id="a", join_timeout=1.5)
-    assert f"(cannot reach {address}: Connection refused) in 2 s, join_timeout=1.5: " in str(
-        caught.value
-    )
+        Learner(Model(), address, name="a", timeouts=Timeouts(join=1.5))
+    assert f"(cannot reach {address}: Connection refused) in " in str(caught.value)
+    assert " s, Timeouts(join=1.5): " in str(caught.value)
     assert f"start the syncer, correct its address ({address}), or raise" in str(caught.value)
     said = f"a is not in the run yet: cannot reach {address}: Connection refused: trying again"
     assert caplog.text.count(said) > 1, "it is said again"
@@ -261,8 +271,8 @@ def test_a_shard_at_an_address_of_elsewhere_is_named(make: Make) -> None:
     host = system.shards[0].host
     assert host is not None
     host._addresses = (system.addresses[0], wrong)
-    with pytest.raises(TransportError, match=f"^{wrong}: no answer within join_timeout=3 s"):
-        system.learner(Model(), "learner-0", join_timeout=3.0)
+    with pytest.raises(TransportError, match=rf"^{wrong}: no answer within Timeouts\(join=3\) s"):
+        system.learner(Model(), "learner-0", timeouts=patient(join=3.0))
 
 
 async def test_what_is_no_syncer_is_called_so() -> None:
@@ -279,12 +289,6 @@ async def test_what_is_no_syncer_is_called_so() -> None:
         await runner.cleanup()
 
 
-@pytest.mark.parametrize("seconds", [0, -1.0, float("nan")])
-def test_a_join_timeout_that_is_none_is_refused(seconds: float) -> None:
-    with pytest.raises(ConfigError, match=r"join_timeout=.*: give more than 0 seconds, or None"):
-        Learner(Model(), "http://127.0.0.1:9", join_timeout=seconds)
-
-
 class Stuck(HttpClient):
     """A client to which no body ever comes."""
 
@@ -296,14 +300,14 @@ class Stuck(HttpClient):
 def test_who_joins_as_the_run_ends_is_told_so(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
     for module, name in (
         (syncer, "LINGER_SECONDS"),
-        (syncer_rounds, "CLOSING_SECONDS"),
-        (syncer_rounds, "COPY_SECONDS"),
+        (rounds, "CLOSING_SECONDS"),
+        (rounds, "COPY_SECONDS"),
     ):
         monkeypatch.setattr(module, name, 0.5)
     system = make()
     system.start()
     with training(Trainer(system, "learner-0")), pytest.raises(TransportError) as caught:
-        system.learner(Model(), "learner-1", client=Stuck, join_timeout=10.0)
+        system.learner(Model(), "learner-1", syncer=system.by(Stuck), timeouts=patient(join=10.0))
     assert str(caught.value).startswith("the run is over: it ended while learner-1 was joining")
 
 
@@ -311,32 +315,32 @@ def test_a_learner_started_after_the_end_finds_that_in_the_run_folder(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In seconds, unless the budget was raised since; then the syncer may start again."""
-    system = make(run={"learners": 1, "budget_steps": 8})
+    system = make(run={"learners": 1, "max_steps": 8})
     (system.folder / "run.toml").write_text(dump_config(system.config))
     system.start()
     with training(trainer := Trainer(system, "a")):
         trainer.end()
     system.wait_finished()
-    monkeypatch.setattr(joining, "ENDED_SECONDS", 0.1)
-    late = {"client": lambda: HttpClient(ended=lambda: recorded_end(system.folder))}
+    monkeypatch.setattr(connections, "ENDED_SECONDS", 0.1)
+    late = system.by(lambda: HttpClient(ended=lambda: recorded_end(system.folder)))
     with pytest.raises(RunEndedError, match=r"has ended, and its weights.*cannot reach"):
-        system.learner(Model(), "b", join_timeout=PATIENCE_SECONDS, **late)
-    raised = system.config.run.model_copy(update={"budget_steps": 16})
+        system.learner(Model(), "b", syncer=late, timeouts=patient(join=PATIENCE_SECONDS))
+    raised = system.config.run.model_copy(update={"max_steps": 16})
     more = system.config.model_copy(update={"run": raised})
     (system.folder / "run.toml").write_text(dump_config(more))
-    with pytest.raises(TransportError, match=r"join_timeout=0\.5"):
-        system.learner(Model(), "b", join_timeout=0.5, **late)
+    with pytest.raises(TransportError, match=r"Timeouts\(join=0\.5\)"):
+        system.learner(Model(), "b", syncer=late, timeouts=patient(join=0.5))
 
 
 def test_a_budget_that_was_raised_is_in_the_settings_of_who_is_there(make: Make) -> None:
-    system = make(run={"budget_steps": 10**6})
+    system = make(run={"max_steps": 10**6})
     system.start()
     with system.learner(Model(), "learner-0") as learner:
         system.stop()
-        budget = {"budget_steps": 2 * 10**6}
+        budget = {"max_steps": 2 * 10**6}
         more = system.config.model_copy(update={"run": system.config.run.model_copy(update=budget)})
         system.start(config=more)
-        until(lambda: learner.settings["run"]["budget_steps"] == 2 * 10**6, "it hears of it")
+        until(lambda: learner.run_config["run"]["max_steps"] == 2 * 10**6, "it hears of it")
 
 
 def test_a_learner_waits_for_a_syncer_that_is_started_later(
@@ -364,7 +368,7 @@ def test_the_constructor_can_be_interrupted() -> None:
 
 @pytest.mark.parametrize("name", ["", "-x", "a b", "ä", "x" * 65])
 def test_a_learner_id_that_is_none_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="cannot be a learner id: use 1 to 64 letters"):
+    with pytest.raises(ConfigError, match="is not a valid learner name: use 1 to 64 letters"):
         Observer(Model(), "http://127.0.0.1:9", name=name or " ")
 
 
@@ -375,13 +379,13 @@ def test_an_address_that_is_none_is_refused() -> None:
 
 def test_a_shard_with_another_file_is_refused(make: Make) -> None:
     system = make(syncer={"shards": 2})
-    other = make(syncer={"shards": 2}, sync={"period": 8}).config
+    other = make(syncer={"shards": 2}, sync={"sync_every": 8}).config
     system.start(0)
     system.start(1, config=other)
     until(lambda: 1 in system.errors, "shard 1 ends")
     error = system.errors.pop(1)
     assert isinstance(error, ConfigError)
-    assert "other settings than shard 0: sync.period is 4 here and 8 there: give all sh" in str(
+    assert "other settings than shard 0: sync.sync_every is 4 here and 8 there: give all sh" in str(
         error
     )
 
@@ -392,21 +396,22 @@ def test_state_of_a_run_with_other_settings_is_refused(make: Make) -> None:
     with system.learner(Model(), "learner-0"):
         pass
     system.stop()
-    other = make(sync={"period": 8}).config
+    other = make(sync={"sync_every": 8}).config
     system.start(0, config=other)
     error = system.errors.pop(0)
     assert isinstance(error, ConfigError)
-    assert "is of a run with other settings: sync.period is 8 here and 4 there" in str(error)
+    assert "is of a run with other settings: sync.sync_every is 8 here and 4 there" in str(error)
 
 
 def test_a_torn_state_of_the_coordinator_is_a_clear_error(make: Make) -> None:
     system = make()
-    (system.folder / "coordinator.json").write_text('{"state": {"phase": "runn')
+    (system.folder / "coordinator").mkdir()
+    (system.folder / "coordinator" / "00000001.json").write_text('{"state": {"phase": "runn')
     system.start()
     error = system.errors.pop(0)
     assert isinstance(error, StorageError)
-    assert "coordinator.json cannot be read" in str(error)
-    assert "move the run folder away to begin anew" in str(error)
+    assert "00000001.json cannot be read" in str(error)
+    assert "move the run folder away to start a new run" in str(error)
 
 
 def test_two_learners_at_once_one_of_another_shape(make: Make) -> None:

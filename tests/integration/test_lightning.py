@@ -8,36 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch import Tensor
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.integrations.lightning import DilocoCallback, tokens_of
+from decoupled_diloco.integrations.lightning import DiLoCoCallback, tokens_of
+from integration.lightning_loop import Module, loader, trainer_of
 from integration.system import System
-
-lightning = pytest.importorskip("lightning")
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
-
-
-class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 6))
-        self.rows = 0
-
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        (x,) = batch
-        self.rows += len(x)
-        return nn.functional.mse_loss(self.net(x), x)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
 class Two(Module):
@@ -60,30 +42,9 @@ class Two(Module):
         return loss
 
 
-def loader() -> Any:
-    rows = torch.randn(64, 6, generator=torch.Generator().manual_seed(0))
-    return DataLoader(TensorDataset(rows), batch_size=4)
-
-
-def trainer_of(folder: Path, callback: DilocoCallback, **arguments: Any) -> Any:
-    options = {
-        "accelerator": "cpu",
-        "max_epochs": 1000,
-        "accumulate_grad_batches": 2,
-        "log_every_n_steps": 2,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-        "logger": False,
-        "default_root_dir": folder,
-        **arguments,
-    }
-    return lightning.Trainer(callbacks=[callback], **options)
-
-
 @pytest.fixture
 def system(tmp_path: Path) -> Iterator[System]:
-    run = {"learners": 1, "budget_steps": 24}
+    run = {"learners": 1, "max_steps": 24}
     system = System(tmp_path / "run", run=run, sync={"fragments": 2, "quorum": 1})
     system.start()
     yield system
@@ -91,12 +52,12 @@ def system(tmp_path: Path) -> Iterator[System]:
 
 
 def test_a_trainer_takes_part_until_the_budget_is_spent(system: System, tmp_path: Path) -> None:
-    callback = DilocoCallback(system.addresses, learner_id="one")
+    callback = DiLoCoCallback(system.addresses, name="one")
     trainer = trainer_of(tmp_path, callback)
     trainer.fit(Module(), loader())
     learner = callback.learner
     assert learner is not None
-    assert learner.over
+    assert learner.ended
     system.wait_finished()
     assert 24 <= learner.steps == trainer.global_step < 60
     assert learner.tokens == 8 * learner.steps, "two batches of four a step"
@@ -106,16 +67,16 @@ def test_a_trainer_takes_part_until_the_budget_is_spent(system: System, tmp_path
 
 def test_it_resumes_from_the_trainers_checkpoint(system: System, tmp_path: Path) -> None:
     kept = tmp_path / "kept.ckpt"
-    first = trainer_of(tmp_path, DilocoCallback(system.addresses, learner_id="one"), max_steps=8)
+    first = trainer_of(tmp_path, DiLoCoCallback(system.addresses, name="one"), max_steps=8)
     modules = Module(), Module(seed=1)
     first.fit(modules[0], loader())
     first.save_checkpoint(kept)
-    callback = DilocoCallback(system.addresses, learner_id="one")
+    callback = DiLoCoCallback(system.addresses, name="one")
     second = trainer_of(tmp_path, callback, max_steps=16)
     second.fit(modules[1], loader(), ckpt_path=kept, weights_only=False)
     learner = callback.learner
     assert learner is not None
-    assert (learner.epoch, learner.steps) == (2, 16)
+    assert (learner.incarnation, learner.steps) == (2, 16)
     assert learner.tokens == sum(module.rows for module in modules)
     assert second.optimizers[0].state_dict()["state"][0]["step"] == 16, "its optimizer went on"
 
@@ -127,12 +88,12 @@ def test_an_error_in_training_ends_the_learner(system: System, tmp_path: Path) -
                 raise ZeroDivisionError
             return super().training_step(batch, index)
 
-    callback = DilocoCallback(system.addresses, learner_id="one")
+    callback = DiLoCoCallback(system.addresses, name="one")
     with pytest.raises(ZeroDivisionError):
         trainer_of(tmp_path, callback).fit(Failing(), loader())
     assert callback.learner is not None
     with pytest.raises(ConfigError, match="closed learner"):
-        callback.learner.step(1)
+        callback.learner.step(tokens=1)
 
 
 def test_a_batch_in_which_several_optimizers_step_is_one_step(
@@ -140,7 +101,7 @@ def test_a_batch_in_which_several_optimizers_step_is_one_step(
 ) -> None:
     kept = tmp_path / "kept.ckpt"
     for ends, steps in ((16, 8), (24, 12)):
-        callback = DilocoCallback(system.addresses, learner_id="one")
+        callback = DiLoCoCallback(system.addresses, name="one")
         trainer = trainer_of(tmp_path, callback, accumulate_grad_batches=1, max_steps=ends)
         again = {"ckpt_path": kept, "weights_only": False} if kept.exists() else {}
         trainer.fit(Two(), loader(), **again)

@@ -1,7 +1,9 @@
-"""Loops that do not call `step`: `Learner.batches` and `Learner.following`."""
+"""Loops that do not call `step`: `Learner.wrap` and `Learner.attach`; tokens that are counted."""
 
 from __future__ import annotations
 
+import copy
+import io
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -11,10 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-from decoupled_diloco import Learner
-from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.observe.tape import TapeReader
+from decoupled_diloco import Learner, Timeouts
+from decoupled_diloco.errors import ConfigError, TransportError
+from decoupled_diloco.tape import TapeReader
 from integration.system import PATIENCE_SECONDS, Model, System, parameters
+from ports import free_ports
 
 Make = Callable[..., System]
 
@@ -49,7 +52,7 @@ def tokens(rows: int = 2, long: int = 5) -> torch.Tensor:
 
 @pytest.fixture
 def system(make: Make) -> System:
-    system = make(run={"learners": 1, "budget_steps": 12})
+    system = make(run={"learners": 1, "max_steps": 12})
     system.start()
     return system
 
@@ -64,13 +67,13 @@ def test_two_lines_are_enough(system: System) -> None:
     seen = 0
     with joined(system, model, optimizer=optimizer) as learner:
         until = time.monotonic() + PATIENCE_SECONDS
-        while not learner.over and time.monotonic() < until:
-            for batch in learner.batches([tokens() for _ in range(4)]):
+        while not learner.ended and time.monotonic() < until:
+            for batch in learner.wrap([tokens() for _ in range(4)]):
                 seen += 1
                 model(batch).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        assert learner.over
+        assert learner.ended
         assert seen == learner.steps
     system.wait_finished()
     assert set(told(system)) == {10}, "every batch has 2 x 5 tokens"
@@ -82,7 +85,7 @@ def test_accumulation_and_padding_need_no_help(system: System) -> None:
     optimizer = sgd(model)
     mask = torch.tensor([[1, 1, 1, 0, 0], [1, 0, 0, 0, 0]])
     with joined(system, model, optimizer=optimizer) as learner:
-        batches = learner.batches(tokens() for _ in range(100_000))
+        batches = learner.wrap(tokens() for _ in range(100_000))
         for number, batch in enumerate(batches, start=1):
             model(batch, attention_mask=mask).backward()
             if number % 3 == 0:
@@ -91,7 +94,7 @@ def test_accumulation_and_padding_need_no_help(system: System) -> None:
                 model.eval()
                 model(batch)
                 model.train()
-        assert learner.over
+        assert learner.ended
         assert learner.steps == number // 3
     assert set(told(system)) == {3 * 4}
 
@@ -99,7 +102,7 @@ def test_accumulation_and_padding_need_no_help(system: System) -> None:
 def test_what_a_batch_counts_may_be_said(system: System) -> None:
     model = Reader()
     with joined(system, model) as learner:
-        for batch in learner.batches([tokens(), tokens(3)], tokens=len):
+        for batch in learner.wrap([tokens(), tokens(3)], tokens=len):
             model(batch)
         assert (learner.steps, learner.tokens) == (2, 5), "without an optimizer each is a step"
 
@@ -110,7 +113,7 @@ def test_another_optimizer_s_steps_are_missed_aloud(
     model = Reader()
     with joined(system, model, optimizer=sgd(model)) as learner:
         with caplog.at_level(logging.WARNING):
-            for batch in learner.batches([tokens()] * 3):
+            for batch in learner.wrap([tokens()] * 3):
                 model(batch).backward()
                 sgd(model).step()
         assert learner.steps == 0
@@ -120,7 +123,7 @@ def test_another_optimizer_s_steps_are_missed_aloud(
 def test_a_closed_learner_has_no_batches(system: System) -> None:
     learner = joined(system, Reader())
     learner.close()
-    assert list(learner.batches([1, 2])) == []
+    assert list(learner.wrap([1, 2])) == []
 
 
 def test_hooks_go_with_the_loop(system: System) -> None:
@@ -128,15 +131,16 @@ def test_hooks_go_with_the_loop(system: System) -> None:
     optimizer = sgd(model)
     with joined(system, model, optimizer=optimizer) as learner:
         own = dict(optimizer._optimizer_step_post_hooks)
-        for batch in learner.batches([tokens()] * 3):
+        assert len(model._forward_pre_hooks) == 1, "it counts tokens"
+        for batch in learner.wrap([tokens()] * 3):
             assert optimizer._optimizer_step_post_hooks != own
             model(batch).backward()
             optimizer.step()
             break
         optimizer.step()
         assert learner.steps == 0
-        assert not model._forward_pre_hooks
         assert optimizer._optimizer_step_post_hooks == own
+    assert not model._forward_pre_hooks
 
 
 def test_a_loop_that_knows_nothing_is_followed(system: System) -> None:
@@ -158,10 +162,10 @@ def test_a_loop_that_knows_nothing_is_followed(system: System) -> None:
             after[0] = True
 
     learner = joined(system, model, optimizer=optimizer)
-    with learner.following():
+    with learner.attach():
         foreign()
     assert after[0]
-    assert learner.over
+    assert learner.ended
     system.wait_finished()
     assert set(told(system)) == {10}
     before = parameters(model)
@@ -175,12 +179,12 @@ def test_a_loop_that_ends_leaves_the_learner_in_the_run(system: System) -> None:
     optimizer = sgd(model)
     counts: Iterator[int] = iter((3, 4))
     with joined(system, model, optimizer=optimizer) as learner:
-        with learner.following(tokens=lambda: next(counts)):
+        with learner.attach(tokens=lambda: next(counts)):
             for _ in range(2):
                 model(tokens()).backward()
                 optimizer.step()
         assert (learner.steps, learner.tokens) == (2, 7)
-        with pytest.raises(ZeroDivisionError), learner.following():
+        with pytest.raises(ZeroDivisionError), learner.attach():
             raise ZeroDivisionError
         assert learner.step(tokens=1)
 
@@ -188,8 +192,8 @@ def test_a_loop_that_ends_leaves_the_learner_in_the_run(system: System) -> None:
 def test_without_an_optimizer_there_is_nothing_to_follow(system: System) -> None:
     with (
         joined(system, Reader()) as learner,
-        pytest.raises(ConfigError, match="give Learner the argument optimizer="),
-        learner.following(),
+        pytest.raises(ConfigError, match="needs the optimizer: create the Learner with optimizer="),
+        learner.attach(),
     ):
         pass
 
@@ -203,7 +207,7 @@ def test_a_step_over_two_epochs_has_the_tokens_of_both(
     number = 0
     with joined(system, model, optimizer=optimizer) as learner:
         for _ in range(2):
-            for batch in learner.batches([tokens(), tokens(), tokens()], given):
+            for batch in learner.wrap([tokens(), tokens(), tokens()], given):
                 model(batch).backward()
                 number += 1
                 if number % 2 == 0:
@@ -211,15 +215,106 @@ def test_a_step_over_two_epochs_has_the_tokens_of_both(
         assert (learner.steps, learner.tokens) == (3, 60)
 
 
-def test_a_compiled_model_s_tokens_are_counted(system: System, tmp_path: Path) -> None:
+def test_step_counts_the_tokens_of_its_batches(system: System) -> None:
+    """Of accumulated ones too, without padding; calls in evaluation mode are not training."""
+    model = Reader()
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 0, 0, 0, 0]])
+    with joined(system, model) as learner:
+        model(tokens())
+        assert learner.step()
+        model(tokens())
+        model(tokens(3), attention_mask=None)
+        model.eval()
+        model(tokens(100))
+        model.train()
+        assert learner.step(1.0)
+        model(tokens(), attention_mask=mask)
+        assert learner.step(torch.tensor(1.0))
+    assert told(system) == [10, 25, 4]
+
+
+def test_tokens_are_passed_in_every_step_or_in_none(system: System) -> None:
+    model = Reader()
+    with joined(system, model) as learner:
+        model(tokens())
+        assert learner.step()
+        assert learner.step(tokens=7)
+        with pytest.raises(ConfigError, match="pass tokens= in every step, or in none"):
+            learner.step()
+        assert not model._forward_pre_hooks, "nothing is counted any more"
+        assert learner.step(tokens=0)
+    assert told(system) == [10, 7, 0]
+
+
+def test_the_stages_of_a_pipeline_are_not_counted(system: System) -> None:
+    stages = [nn.Linear(2, 3), nn.Sequential(nn.Identity(), nn.Linear(3, 4))]
+    with joined(system, stages) as learner:  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=r"the tokens of pipeline stages .*: pass tokens="):
+            learner.step()
+        assert learner.steps == 0
+        assert learner.step(tokens=5)
+
+
+def test_a_compiled_model_is_counted_without_compiling_again(system: System) -> None:
+    torch._dynamo.reset()
     model = Reader()
     optimizer = sgd(model)
     compiled = torch.compile(model, backend="aot_eager")
-    with joined(system, model, optimizer=optimizer) as learner:
-        for batch in learner.batches([tokens(), tokens(), tokens(3, 4)]):
-            compiled(batch).backward()
+    with (
+        joined(system, compiled, optimizer=optimizer) as learner,
+        torch._dynamo.config.patch(error_on_recompile=True),
+    ):
+        for _ in range(4):
+            compiled(tokens()).backward()
             optimizer.step()
-        assert (learner.steps, learner.tokens) == (3, 32)
+            assert learner.step()
+    assert told(system) == [10] * 4
+
+
+@pytest.mark.parametrize("how", ["in place", "beside"])
+def test_a_model_that_is_compiled_behind_the_learner_is_not_counted(
+    system: System, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    """In a graph the counter would be a constant, and each step a compilation."""
+    torch._dynamo.reset()
+    model = Reader()
+    called = model
+    with joined(system, model) as learner:
+        if how == "in place":
+            model.compile(backend="aot_eager")
+        else:
+            called = torch.compile(model, backend="aot_eager")
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for _ in range(4):
+                called(tokens()).backward()
+                assert learner.step()
+    assert told(system) == [1] * 4
+    (warning,) = [each for each in caplog.messages if "cannot be counted" in each]
+    assert "pass tokens= to learner.step" in warning
+
+
+def test_a_copy_of_the_model_does_not_count(system: System) -> None:
+    """Nor does one that was saved whole and loaded: an average's, an evaluation's."""
+    model = Reader()
+    with joined(system, model) as learner:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        copies = [copy.deepcopy(model), torch.load(file, weights_only=False)]
+        for each in copies:
+            each(tokens(100))
+        model(tokens())
+        assert learner.step()
+    assert told(system) == [10]
+    assert all(torch.isfinite(each(tokens())) for each in copies)
+
+
+def test_a_join_that_fails_leaves_no_hook() -> None:
+    model = Reader()
+    [port] = free_ports(1)
+    with pytest.raises(TransportError):
+        Learner(model, f"http://127.0.0.1:{port}", timeouts=Timeouts(join=0.2))
+    assert not model._forward_pre_hooks
 
 
 @pytest.mark.parametrize("wrapper", ["compile", "fabric"])
@@ -239,7 +334,7 @@ def test_a_wrapped_model_joins_who_trains_it_plain(
             fabric = pytest.importorskip("lightning.fabric").Fabric(accelerator="cpu", devices=1)
             model, optimizer = fabric.setup(model, optimizer)
         with system.learner(model, "learner-1", optimizer=optimizer, **options) as learner:
-            for batch in learner.batches([tokens(), tokens()]):
+            for batch in learner.wrap([tokens(), tokens()]):
                 model(batch).backward()
                 optimizer.step()
             assert (learner.steps, learner.tokens) == (steps, 10 * steps)

@@ -27,17 +27,17 @@ from integration.system import (
     System,
     Trainer,
     equal,
-    free_ports,
     nudge,
     parameters,
     training,
 )
+from ports import free_ports
 
 Make = Callable[..., System]
 
 CELL = """
 model = torch.nn.Linear(4, 4)
-learner = dd.Learner(model, address, learner_id="a", metrics=metrics, **options)
+learner = dd.Learner(model, address, name="a", observability=reported, **options)
 for _ in range(5):
     learner.step(tokens=8)
 if interrupted:
@@ -57,13 +57,13 @@ def test_a_notebook_cell_may_be_interrupted_and_run_again(
     """The second learner takes the name and the port; a checkpoint of the first is continued."""
     import decoupled_diloco as dd
 
-    system = make(run={"learners": 1, "budget_steps": 1000}, sync={"quorum": 1})
+    system = make(run={"learners": 1, "max_steps": 1000}, sync={"quorum": 1})
     system.start()
     notebook: dict[str, Any] = {
         "torch": torch,
         "dd": dd,
         "address": system.addresses[0],
-        "metrics": f"127.0.0.1:{free_ports(1)[0]}",
+        "reported": dd.Observability(metrics_address=f"127.0.0.1:{free_ports(1)[0]}"),
         "options": {"checkpoint": tmp_path / "kept"} if kept else {},
         "interrupted": True,
     }
@@ -74,7 +74,7 @@ def test_a_notebook_cell_may_be_interrupted_and_run_again(
     notebook["interrupted"] = False
     exec(CELL, notebook)
     last = notebook["learner"]
-    assert last.epoch == 3
+    assert last.incarnation == 3
     assert last.steps == (15 if kept else 5)
     assert not background_threads()
     assert sum("another Learner with this name" in each for each in caplog.messages) == 2
@@ -83,7 +83,7 @@ def test_a_notebook_cell_may_be_interrupted_and_run_again(
 
 
 def test_a_second_learner_with_another_name_or_syncer_closes_nothing(make: Make) -> None:
-    systems = make(run={"budget_steps": 1000}), make(run={"budget_steps": 1000})
+    systems = make(run={"max_steps": 1000}), make(run={"max_steps": 1000})
     for system in systems:
         system.start()
     first = systems[0].learner(Model(), "a")
@@ -118,16 +118,18 @@ def in_child(work: Callable[[], object]) -> str:
 def test_a_forked_child_cannot_use_the_learner_and_does_not_hang(
     make: Make, tmp_path: Path
 ) -> None:
-    system = make(run={"learners": 1, "budget_steps": 1000}, sync={"quorum": 1})
+    system = make(run={"learners": 1, "max_steps": 1000}, sync={"quorum": 1})
     system.start()
     with system.learner(Model(), "a", checkpoint=tmp_path / "kept") as learner:
         learner.step(tokens=TOKENS)
         refused = "called on learner 'a' in a forked child process: use the learner in the process"
-        with learner._background.changed:  # the child inherits it locked, and nothing unlocks it
+        with (
+            learner._party.membership.background.changed
+        ):  # the child inherits it locked, and nothing unlocks it
             assert f"step() {refused}" in in_child(lambda: learner.step(tokens=TOKENS))
-            assert f"batches() {refused}" in in_child(lambda: learner.batches([1]))
+            assert f"wrap() {refused}" in in_child(lambda: learner.wrap([1]))
             assert f"checkpoint() {refused}" in in_child(learner.checkpoint)
-            assert f"hand_in() {refused}" in in_child(lambda: learner.hand_in(1.0))
+            assert f"flush() {refused}" in in_child(lambda: learner.flush(1.0))
             assert in_child(learner.close) == "None"
             assert in_child(lambda: gc.collect() >= 0) == "True"
         assert learner.step(tokens=TOKENS), "the parent continues"
@@ -139,11 +141,11 @@ def test_a_forked_child_keeps_no_socket_of_the_learner(make: Make) -> None:
         links = [str(Path(f"/proc/self/fd/{each}").readlink()) for each in numbers]
         return [each for each in links if each.startswith("socket:")]
 
-    system = make(run={"learners": 1, "budget_steps": 1000}, sync={"quorum": 1})
+    system = make(run={"learners": 1, "max_steps": 1000}, sync={"quorum": 1})
     system.start()
     with system.learner(Model(), "a") as learner:
         learner.step(tokens=TOKENS)
-        loop = learner._background._loop
+        loop = learner._party.membership.background._loop
         assert loop is not None
         numbers = list(loop._transports)
         assert len(sockets()) == len(numbers) > 0
@@ -153,7 +155,7 @@ def test_a_forked_child_keeps_no_socket_of_the_learner(make: Make) -> None:
 def test_a_step_after_the_end_of_the_run_is_reported_once(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
-    system = make(run={"learners": 1, "budget_steps": 4}, sync={"quorum": 1})
+    system = make(run={"learners": 1, "max_steps": 4}, sync={"quorum": 1})
     system.start()
     model, rng = Model(), random.Random(0)
     with system.learner(model, "a") as learner:
@@ -171,7 +173,7 @@ def test_a_step_after_the_end_of_the_run_is_reported_once(
 def test_epochs_after_the_end_of_the_run_are_reported_once(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
-    system = make(run={"learners": 1, "budget_steps": 4}, sync={"quorum": 1})
+    system = make(run={"learners": 1, "max_steps": 4}, sync={"quorum": 1})
     system.start()
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
@@ -179,23 +181,23 @@ def test_epochs_after_the_end_of_the_run_are_reported_once(
     empty = 0
     while empty < 3:
         trained = 0
-        for batch in learner.batches([torch.randn(2, 4)] * 3):
+        for batch in learner.wrap([torch.randn(2, 4)] * 3):
             model(batch).square().mean().backward()
             optimizer.step()
             trained += 1
         empty += not trained
-    assert learner.over
-    warnings = [each for each in caplog.records if "gives no more batches" in each.getMessage()]
+    assert learner.ended
+    warnings = [each for each in caplog.records if "returns no more batches" in each.getMessage()]
     assert len(warnings) == 1
     assert warnings[0].levelno == logging.WARNING
-    assert "if learner.over: break" in warnings[0].getMessage()
+    assert "if learner.ended: break" in warnings[0].getMessage()
     system.wait_finished()
 
 
 def test_data_that_end_before_the_run_are_reported_with_what_is_discarded(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
-    system = make(run={"learners": 1, "budget_steps": 1000}, sync={"quorum": 1, "period": 100})
+    system = make(run={"learners": 1, "max_steps": 1000}, sync={"quorum": 1, "sync_every": 100})
     system.start()
     learner = system.learner(Model(), "a")
     for _ in range(3):
@@ -212,7 +214,7 @@ def test_as_many_steps_as_the_budget_end_with_the_runs_weights(
     make: Make, caplog: pytest.LogCaptureFixture, left_out: int
 ) -> None:
     """The loop counts its own steps, and calls `close` before it hears that the run ends."""
-    system = make(run={"learners": 2, "budget_steps": 12}, sync={"quorum": 1, "overlap": 2})
+    system = make(run={"learners": 2, "max_steps": 12}, sync={"quorum": 1, "overlap_steps": 2})
     system.start()
     models = Model(), Model(seed=1)
     other = Trainer(system, "b", models[1], pause=0.02)
@@ -221,7 +223,7 @@ def test_as_many_steps_as_the_budget_end_with_the_runs_weights(
             nudge(models[0], random.Random(0))
             learner.step(tokens=TOKENS)
         learner.close()
-        assert learner.over
+        assert learner.ended
         other.end()
     system.wait_finished()
     assert equal(parameters(models[0]), parameters(models[1]))
@@ -233,15 +235,15 @@ def test_a_share_of_the_budgets_tokens_ends_with_the_runs_weights(
     make: Make, caplog: pytest.LogCaptureFixture, learners: int
 ) -> None:
     """The loops count their own tokens, and call `close` before they hear that the run ends."""
-    budget = {"budget_steps": None, "budget_tokens": learners * 12 * TOKENS}
-    system = make(run={"learners": learners, **budget}, sync={"quorum": 1, "overlap": 2})
+    budget = {"max_steps": None, "max_tokens": learners * 12 * TOKENS}
+    system = make(run={"learners": learners, **budget}, sync={"quorum": 1, "overlap_steps": 2})
     system.start()
     trainers = [
         Trainer(system, name, Model(seed), steps_max=12)
         for seed, name in enumerate("ab"[:learners])
     ]
     with training(*trainers):
-        assert all(trainer.end().over for trainer in trainers)
+        assert all(trainer.end().ended for trainer in trainers)
     system.wait_finished()
     first, *others = (parameters(trainer.model) for trainer in trainers)
     assert all(equal(first, other) for other in others)
@@ -251,18 +253,18 @@ def test_a_share_of_the_budgets_tokens_ends_with_the_runs_weights(
 def test_a_share_of_the_tokens_is_not_waited_for_by_who_is_far_from_it(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
-    budget = {"budget_steps": None, "budget_tokens": 100 * TOKENS}
-    system = make(run={"learners": 1, **budget}, sync={"quorum": 1, "overlap": 2})
+    budget = {"max_steps": None, "max_tokens": 100 * TOKENS}
+    system = make(run={"learners": 1, **budget}, sync={"quorum": 1, "overlap_steps": 2})
     system.start()
     with system.learner(Model(), "a") as learner:
         for _ in range(3):
             learner.step(tokens=TOKENS)
-    assert not learner.over
+    assert not learner.ended
     assert [each for each in caplog.messages if "a leaves the run before" in each]
 
 
 def test_a_learner_may_be_copied_and_pickled_with_what_refers_to_it(make: Make) -> None:
-    system = make(run={"learners": 1, "budget_steps": 1000}, sync={"quorum": 1})
+    system = make(run={"learners": 1, "max_steps": 1000}, sync={"quorum": 1})
     system.start()
     model = Model()
     with system.learner(model, "a") as learner:

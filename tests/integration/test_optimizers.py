@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from decoupled_diloco import Learner
-from integration.system import System, equal, parameters
+from integration.system import System, equal, parameters, patient
 
 
 @pytest.fixture
 def system(tmp_path: Path) -> Iterator[System]:
     system = System(
         tmp_path / "run",
-        run={"budget_steps": 4000, "learners": 1},
-        sync={"quorum": 1, "fragments": 1, "period": 4},
+        run={"max_steps": 4000, "learners": 1},
+        sync={"quorum": 1, "fragments": 1, "sync_every": 4},
     )
     system.start()
     yield system
@@ -83,7 +83,7 @@ def test_several_optimizers_are_kept_over_a_restart(system: System, tmp_path: Pa
         learner = system.learner(model, "a", optimizer=named, checkpoint=tmp_path / "kept")
         before = learner.steps
         with learner:
-            for _ in learner.batches(range(steps), tokens=lambda _: 4):
+            for _ in learner.wrap(range(steps), tokens=lambda _: 4):
                 for name, optimizer in named.items():
                     step(model[name], optimizer)
             assert learner.steps == before + steps
@@ -124,7 +124,9 @@ def test_weights_that_replace_the_trained_ones_are_not_submitted(
     known: bool,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    learner, model = trained(system, known, checkpoint=tmp_path / "kept", hand_in_seconds=30.0)
+    learner, model = trained(
+        system, known, checkpoint=tmp_path / "kept", timeouts=patient(flush=30.0)
+    )
     old = {name: torch.full_like(each, 9.0) for name, each in parameters(model).items()}
     load(model, old)
     learner.close()
@@ -162,7 +164,7 @@ def test_a_step_of_an_optimizer_is_no_replacement(
     model = nn.Linear(6, 6)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     given = {"optimizer": optimizer} if known else {}
-    with system.learner(model, "a", hand_in_seconds=30.0, **given) as learner:
+    with system.learner(model, "a", timeouts=patient(flush=30.0), **given) as learner:
         for _ in range(3):
             step(model, optimizer)
             learner.step(tokens=4)
@@ -173,7 +175,7 @@ def test_a_step_of_an_optimizer_is_no_replacement(
 def test_weights_that_are_put_back_are_submitted(
     system: System, caplog: pytest.LogCaptureFixture
 ) -> None:
-    learner, model = trained(system, known=True, hand_in_seconds=30.0)
+    learner, model = trained(system, known=True, timeouts=patient(flush=30.0))
     own = parameters(model)
     loaded(model, {name: torch.zeros_like(each) for name, each in own.items()})
     loaded(model, own)
@@ -187,7 +189,7 @@ def test_schedule_frees_evaluation_mode_is_no_replacement(
     torch.manual_seed(0)
     model = nn.Linear(6, 6)
     optimizer = schedule_free(list(model.parameters()))
-    with system.learner(model, "a", optimizer=optimizer, hand_in_seconds=30.0) as learner:
+    with system.learner(model, "a", optimizer=optimizer, timeouts=patient(flush=30.0)) as learner:
         for _ in range(7):
             step(model, optimizer)
             learner.step(tokens=4)

@@ -14,8 +14,8 @@ from decoupled_diloco.config.method import public_text
 from decoupled_diloco.config.plugins import load_plugins
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.merge.codec import _codecs
-from decoupled_diloco.observe.tape import TapeReader
-from decoupled_diloco.simulate.weights_replay import replay_weights
+from decoupled_diloco.tape import TapeReader
+from decoupled_diloco_lab.simulate.weights_replay import replay_weights
 from integration.system import Model, System, Trainer, equal, parameters, training
 
 Make = Callable[..., System]
@@ -66,10 +66,10 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def tables_of(module: str) -> dict[str, Any]:
-    sync = {"uplink_codec": f"{module}:half", "downlink_codec": f"{module}:half"}
+    sync = {"codec": {"uplink": f"{module}:half", "downlink": f"{module}:half"}}
     return {
-        "run": {"budget_steps": 24, "learners": 3},
-        "sync": {**sync, "merge": f"{module}:trimmed_mean"},
+        "run": {"max_steps": 24, "learners": 3},
+        "sync": {**sync, "merge": {"rule": f"{module}:trimmed_mean"}},
         "outer": {"optimizer": f"{module}:Lion", "lr": 0.7, "momentum": None},
     }
 
@@ -109,7 +109,7 @@ def test_a_syncer_makes_no_program_import_code(
 ) -> None:
     """Its settings name a module that is there, and that must not be imported for that reason."""
     function = function.replace("MODULE", module)
-    system = make(run={"budget_steps": 1_000_000})
+    system = make(run={"max_steps": 1_000_000})
     system.start()
     trainer = Trainer(system, "learner-0", pause=0.05)
     with training(trainer):
@@ -137,7 +137,7 @@ def test_a_rule_that_fails_costs_its_rounds_and_not_the_run(
         "    if 10 < len(seen) < 14: raise ValueError('now and then')\n"
         "    return weights @ contributions\n"
     )
-    tables = {"run": {"learners": 1, "budget_steps": 40}, "sync": {"merge": f"{name}:rule"}}
+    tables = {"run": {"learners": 1, "max_steps": 40}, "sync": {"merge": {"rule": f"{name}:rule"}}}
     load_plugins(tables, tmp_path)
     system = make(**tables)
     system.start()
@@ -145,7 +145,7 @@ def test_a_rule_that_fails_costs_its_rounds_and_not_the_run(
     with training(trainer):
         trainer.end()
         system.wait_finished()
-    failed = [r for r in TapeReader(system.folder) if r.type == "MergeFailed"]
+    failed = [r for r in TapeReader(system.folder) if r.type == "Failed"]
     assert failed
     assert "raises ValueError('now and then')" in failed[0].data["reason"]
     assert not equal(parameters(trainer.model), parameters(Model()))

@@ -32,10 +32,10 @@ from decoupled_diloco.merge import (
     receive,
     segments,
 )
-from decoupled_diloco.simulate.training import train_virtually
 from decoupled_diloco.storage.ranges import keep_ranges, kept_range
 from decoupled_diloco.storage.weights import load_weights, save_weights
 from decoupled_diloco.workloads import load_workload
+from decoupled_diloco_lab.simulate.training import train_virtually
 from integration.system import Model, System
 
 CPU = torch.device("cpu")
@@ -164,7 +164,7 @@ def test_files_give_the_same_bits(tmp_path: Path, what: str | torch.dtype) -> No
 def running(folder: Path) -> Iterator[System]:
     system = System(
         folder,
-        run={"budget_steps": 24, "learners": 1},
+        run={"max_steps": 24, "learners": 1},
         sync={"quorum": 1, "wait": "at_overlap"},
     )
     try:
@@ -204,13 +204,12 @@ def test_a_whole_run_in_virtual_time_ends_with_the_same_bits(name: str) -> None:
     options = {"layers": 1, "width": 16, "heads": 2, "context": 16, "batch_size": 2}
     more = {"optimizer": "sgd", "corpus_bytes_max": 100_000, "eval_batches": 1, "warmup_steps": 1}
     config = RunConfig(
-        run={"learners": 2, "budget_steps": 8, "evaluator": False},
+        run={"learners": 2, "max_steps": 8, "evaluator": False},
         sync={
             "fragments": 2,
-            "period": 4,
-            "overlap": 1,
-            "uplink_codec": name,
-            "downlink_codec": name,
+            "sync_every": 4,
+            "overlap_steps": 1,
+            "codec": {"uplink": name, "downlink": name},
         },
         workload={"options": {**options, **more}},
     )
@@ -264,7 +263,7 @@ def test_a_checkpoint_is_put_back_and_an_observer_follows(
                     learner.step(tokens=8)
             momenta.append([state["momentum_buffer"].clone() for state in optimizer.state.values()])
         observer = system.observer(model)
-        observer.update()
+        observer.pull()
         observer.close()
     assert momenta[1]
     assert not momenta[0]

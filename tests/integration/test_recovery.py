@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from decoupled_diloco import Learner
+from decoupled_diloco import Checkpointing, Learner, StateSharing
 from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.learner.checkpoint import CheckpointFolder
-from decoupled_diloco.observe.explain_learner import explain_learner
-from decoupled_diloco.observe.run_model import read_run
-from decoupled_diloco.observe.tape import TapeReader
-from decoupled_diloco.protocol.checkpoints.events import CheckpointHeard
+from decoupled_diloco.protocol.words import CheckpointHeard
+from decoupled_diloco.run_model import read_run
+from decoupled_diloco.show.explain import explain_learner
+from decoupled_diloco.tape import TapeReader
 from integration.loops_that_keep import ALONE, Loop, Make, Position, recovered
 from integration.system import (
     Model,
@@ -43,13 +43,16 @@ def test_a_learner_goes_on_from_its_own_checkpoint_as_if_nothing_had_been(
     expected = parameters(first.model)
     first.die()
     second = Loop(system, tmp_path / "kept", seed=1)
-    assert second.learner.epoch == 2
+    assert second.learner.incarnation == 2
     assert second.position.batches == 5
     assert second.learner.steps == 5
     assert second.learner.tokens == 40
     assert second.model.seen.tolist() == [5, 5]
     assert equal(parameters(second.model), at_checkpoint)
-    steps = [view.steps_before for view in second.learner._shared.machine.state.fragments]
+    steps = [
+        view.steps_before
+        for view in second.learner._party.membership.shared.machine.state.fragments
+    ]
     assert steps == [-5] * 4, "its unmerged steps still count"
     second.steps(3)
     assert equal(parameters(second.model), expected), "parameters and optimizer are the same bits"
@@ -101,7 +104,7 @@ def test_a_learner_goes_on_from_the_rest_of_its_checkpoint_and_the_runs_weights(
 def test_what_the_run_has_moved_on_from_is_overwritten(
     make: Make, tmp_path: Path, missed: str
 ) -> None:
-    system = make(run={"budget_steps": 100_000}, sync={"missed": missed})
+    system = make(run={"max_steps": 100_000}, sync={"apply": {"missed": missed}})
     system.start()
     first = Loop(system, tmp_path / "kept")
     with training(Trainer(system, "learner-1")):
@@ -125,7 +128,7 @@ def test_what_the_run_has_moved_on_from_is_overwritten(
 def test_checkpoints_are_taken_now_and_then_and_at_the_end(make: Make, tmp_path: Path) -> None:
     system = make(**ALONE)
     system.start()
-    loop = Loop(system, tmp_path, checkpoint_every_seconds=1e-9)
+    loop = Loop(system, tmp_path, interval_seconds=1e-9)
     loop.steps(1)
     folder = CheckpointFolder(tmp_path / "learner-0")
     until(lambda: folder.newest() is not None, "the first is written")
@@ -147,7 +150,7 @@ def test_who_interrupts_the_loop_loses_no_step(make: Make, tmp_path: Path, insid
     """Ctrl-C strikes anywhere; only parameters that just change are not worth keeping."""
     system = make(**ALONE)
     system.start()
-    loop = Loop(system, tmp_path, checkpoint_every_seconds=0.0)
+    loop = Loop(system, tmp_path, interval_seconds=0.0)
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -213,7 +216,7 @@ def test_a_disk_that_is_full_costs_the_checkpoint_and_nothing_else(
 ) -> None:
     system = make(**ALONE)
     system.start()
-    loop = Loop(system, tmp_path / "kept", checkpoint_every_seconds=1e-9)
+    loop = Loop(system, tmp_path / "kept", interval_seconds=1e-9)
     (tmp_path / "kept" / "learner-0").rmdir()
     (tmp_path / "kept" / "learner-0").write_text("in the way, as a full disk would be")
     loop.steps(5)
@@ -236,26 +239,22 @@ def test_what_cannot_be_kept_is_refused_at_once(make: Make, tmp_path: Path) -> N
     def join(**options: Any) -> Learner:
         return system.learner(nn.Linear(2, 2), "learner-0", **options)
 
-    with pytest.raises(ConfigError, match=r"stateful\['data'\]: state\['seen'\] is a set"):
-        join(stateful={"data": Odd()})
-    with pytest.raises(ConfigError, match=r"stateful\['data'\] is a int without state_dict"):
-        join(stateful={"data": 3})
-    with pytest.raises(ConfigError, match="give the inner optimizer as optimizer="):
-        join(stateful={"optimizer": Position()})
-    with pytest.raises(ConfigError, match="checkpoint_every_seconds=-1"):
-        join(checkpoint=tmp_path, checkpoint_every_seconds=-1)
-    with pytest.raises(ConfigError, match="hand_in_seconds=-2"):
-        join(hand_in_seconds=-2)
-    with pytest.raises(ConfigError, match="stateful is a list without names"):
-        join(stateful=[Position()])
+    with pytest.raises(ConfigError, match=r"\['data'\]: state\['seen'\] is a set"):
+        join(checkpoint=Checkpointing(tmp_path, state={"data": Odd()}))
+    with pytest.raises(ConfigError, match=r"\['data'\] is a int without state_dict"):
+        join(checkpoint=Checkpointing(tmp_path, state={"data": 3}))
+    with pytest.raises(ConfigError, match="pass the inner optimizer as optimizer="):
+        join(checkpoint=Checkpointing(state={"optimizer": Position()}))
+    with pytest.raises(ConfigError, match=r"state=…\) is a list without names"):
+        join(checkpoint=Checkpointing(tmp_path, state=[Position()]))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="optimizer is a int without param_groups"):
         join(optimizer=3)
-    with pytest.raises(ConfigError, match=r"donate='optimizer' is a text: .* \('optimizer',\)"):
-        join(donate="optimizer")
+    with pytest.raises(ConfigError, match=r"\('data',\)\): 'data' is not one of optimizer: add it"):
+        join(state_sharing=StateSharing(("data",)))
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match=r"cannot be made .* or leave it out"):
+    with pytest.raises(StorageError, match=r"cannot create .* or leave checkpoint= out"):
         join(checkpoint=tmp_path / "file")
-    with pytest.raises(ConfigError, match="checkpoint= without learner_id="):
+    with pytest.raises(ConfigError, match=r"checkpoint=.* needs name=: pass a name"):
         Learner(nn.Linear(2, 2), system.addresses[0], checkpoint=tmp_path)
 
 
@@ -273,14 +272,14 @@ def test_a_checkpoint_that_does_not_fit_the_objects_is_refused(make: Make, tmp_p
 
 def test_who_goes_hands_in_what_it_has_and_the_others_take_part(make: Make, tmp_path: Path) -> None:
     # An overlap of many short steps: every round gives everybody time to deliver.
-    sync = {"period": 50_000, "overlap": 5_000}
-    system = make(run={"budget_steps": 100_000}, sync=sync, syncer={"shards": 2})
+    sync = {"sync_every": 50_000, "overlap_steps": 5_000}
+    system = make(run={"max_steps": 100_000}, sync=sync, syncer={"shards": 2})
     system.start()
     leaver = Loop(system, tmp_path / "kept")
     with training(Trainer(system, "learner-1")):
         leaver.steps(6)
         until(lambda: _stepping(system) == 2, "both have reported")
-        assert leaver.learner.hand_in(20.0)
+        assert leaver.learner.flush(20.0)
         leaver.learner.close()
         until(lambda: len(_merged(system)) == 4, "the rounds are over")
     system.stop()
@@ -311,7 +310,7 @@ def test_who_goes_is_dismissed_at_once_where_nothing_can_be_merged(make: Make) -
     learner = system.learner(Model(), "learner-0")
     learner.step(tokens=8)
     until(lambda: system.shards[0].machine.state.members_stepping == 1, "the step is reported")
-    assert not learner.hand_in(600.0), "it does not wait for a second learner"
+    assert not learner.flush(600.0), "it does not wait for a second learner"
     assert not learner.step(tokens=8), "who has handed in is done"
     learner.close()
 
@@ -323,12 +322,12 @@ def test_who_hands_in_takes_part_in_a_checkpoint(make: Make) -> None:
     learner = system.learner(Model(), "learner-0")
     learner.step(tokens=8)
     until(lambda: system.shards[0].machine.state.members_stepping == 1, "the step is reported")
-    learner._background.tell(CheckpointHeard(1))
-    learner.hand_in(600.0)
+    learner._party.membership.background.tell(CheckpointHeard(1))
+    learner.flush(600.0)
     learner.close()
     tape = TapeReader(system.folder / "tape" / "learner-0.jsonl")
-    (part,) = [r.data for r in tape if r.type == "PartWritten"]
-    assert (part["number"], part["problem"]) == (1, "it keeps no checkpoints")
+    (part,) = [r.data for r in tape if r.type == "Failed"]
+    assert (part["order"]["number"], part["reason"]) == (1, "it keeps no checkpoints")
 
 
 def test_how_a_learner_came_back_is_explained(make: Make, tmp_path: Path) -> None:
@@ -342,4 +341,4 @@ def test_how_a_learner_came_back_is_explained(make: Make, tmp_path: Path) -> Non
     system.stop()
     text = "\n".join(explain_learner(read_run(system.folder, "details"), "learner-0"))
     assert "with the published copies and a fresh optimizer (it has no checkpoint of its" in text
-    assert "from its own checkpoint of step 2, epoch 1: its progress went on in 4, and 0" in text
+    assert "from its own checkpoint of step 2, epoch 1: its progress continued in 4, and 0" in text

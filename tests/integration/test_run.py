@@ -17,9 +17,9 @@ from torch import nn
 from decoupled_diloco.config.method import plan_of, public_text, read_public
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.roles import run_learner
-from decoupled_diloco.observe.tape import TapeReader
 from decoupled_diloco.storage.weights import load_weights, save_weights
 from decoupled_diloco.syncer.result import assemble, read_layout
+from decoupled_diloco.tape import TapeReader
 from integration.system import (
     TOKENS,
     Model,
@@ -42,7 +42,7 @@ def test_two_learners_and_two_shards_agree_at_the_end(make: Make) -> None:
     with training(*trainers):
         learners = [trainer.end() for trainer in trainers]
         system.wait_finished()
-    assert all(learner.over for learner in learners)
+    assert all(learner.ended for learner in learners)
     assert all(learner.steps >= 30 for learner in learners)
     first, second = (parameters(trainer.model) for trainer in trainers)
     assert equal(first, second), "after the run all models are the global one"
@@ -57,17 +57,14 @@ def test_two_learners_and_two_shards_agree_at_the_end(make: Make) -> None:
 def test_fragments_are_cut_sent_and_merged_as_they_are_told(make: Make) -> None:
     """One learner whose every step adds 1 to all that it trains, and that waits for its rounds."""
     system = make(
-        run={"learners": 1, "budget_steps": 12},
+        run={"learners": 1, "max_steps": 12},
         sync={
             "fragments": 2,
-            "fragment_map": [["embedding"], ["hidden", "head", "seen"]],
-            "phases": [3, 1],
-            "uplink_codec": "fp32",
-            "downlink_codec": "fp32",
-            "merge": "mean",
+            "partition": {"map": [["embedding"], ["hidden", "head", "seen"]], "phases": [3, 1]},
+            "codec": {"uplink": "fp32", "downlink": "fp32"},
+            "merge": {"rule": "mean"},
             "wait": "at_overlap",
-            "apply": "at_tau",
-            "alignment": "carry",
+            "apply": {"when": "at_overlap", "alignment": "carry"},
         },
         outer={"lr": 1.0, "momentum": 0.0, "by_fragment": [{"fragments": [0], "lr": 0.25}]},
     )
@@ -111,7 +108,7 @@ def test_a_run_begins_from_the_weights_of_a_file(make: Make, tmp_path: Path) -> 
 
 
 def test_an_observer_follows_and_does_not_count(make: Make) -> None:
-    system = make(sync={"participants": "all", "quorum": 2}, run={"learners": 2})
+    system = make(sync={"participation": "all", "quorum": 2}, run={"learners": 2})
     system.start()
     watched = Model(seed=5)
     trainers = [Trainer(system, f"learner-{i}", Model(seed=i)) for i in range(2)]
@@ -126,10 +123,10 @@ def test_an_observer_follows_and_does_not_count(make: Make) -> None:
         assert state.observers == {"watcher"}
         before = parameters(watched)
         with training(trainers[1]):
-            until(observer.update, "something new is published")
+            until(observer.pull, "something new is published")
             assert not equal(before, parameters(watched))
-            until(lambda: observer.complete, "the run is over")
-            observer.update()
+            until(lambda: observer.done, "the run is over")
+            observer.pull()
             trainers[0].end()
     final = parameters(trainers[0].model)
     assert equal(parameters(watched), final)
@@ -137,35 +134,57 @@ def test_an_observer_follows_and_does_not_count(make: Make) -> None:
 
 
 def test_the_second_life_of_a_learner_counts_on(make: Make) -> None:
-    system = make(run={"budget_steps": 1000})
+    system = make(run={"max_steps": 1000})
     system.start()
     model = Model()
     with system.learner(model, "learner-0") as learner:
         for _ in range(5):
             learner.step(tokens=TOKENS)
         state = learner.state_dict()
-        assert (learner.epoch, learner.steps, learner.tokens) == (1, 5, 5 * TOKENS)
+        assert (learner.incarnation, learner.steps, learner.tokens) == (1, 5, 5 * TOKENS)
     with system.learner(model, "learner-0") as learner:
         assert learner.steps == 0
         learner.load_state_dict(state)
         learner.step(tokens=TOKENS)
-        assert (learner.epoch, learner.steps, learner.tokens) == (2, 6, 6 * TOKENS)
+        assert (learner.incarnation, learner.steps, learner.tokens) == (2, 6, 6 * TOKENS)
         with pytest.raises(
-            ConfigError, match="the state is of learner 'other', this is 'learner-0'"
+            ConfigError, match="the state belongs to learner 'other', and this is 'learner-0'"
         ):
             learner.load_state_dict({**state, "learner": "other"})
 
 
-def test_the_hook_is_told_which_fragments_were_applied(make: Make) -> None:
-    system = make(run={"learners": 1, "budget_steps": 24})
+def test_a_callback_gets_the_names_of_the_tensors_that_were_updated(make: Make) -> None:
+    system = make(run={"learners": 1, "max_steps": 24})
     system.start()
-    told: list[tuple[int, ...]] = []
+    updates: list[tuple[str, ...]] = []
+    gate = threading.Event()
     model = Model()
-    trainer = Trainer(system, "learner-0", model, after_apply=told.append)
+    trainer = Trainer(system, "learner-0", model, gate=gate)
     with training(trainer):
+        assert trainer.learner is not None
+        trainer.learner.on_weights_updated(updates.append)
+        names = tuple(parameters(model))
+        assert updates == [(*names, "seen")], "at once, because the join has written all tensors"
+        gate.set()
         trainer.end()
-    assert all(told), "it is called only when something was applied"
-    assert {fragment for some in told for fragment in some} == {0, 1, 2, 3}
+    later = updates[1:]
+    assert all(later), "it is called only when something was applied"
+    assert {name for some in later for name in some} == {*names, "seen"}
+    assert min(map(len, later)) < len(names), "and not for tensors of other fragments"
+
+
+def test_all_callbacks_are_called_in_order(make: Make) -> None:
+    system = make(run={"learners": 1, "max_steps": 24})
+    system.start()
+    calls: list[int] = []
+    with system.learner(Model(), "learner-0") as learner:
+        for number in range(3):
+            learner.on_weights_updated(lambda names, number=number: calls.append(number))
+        assert calls == [0, 1, 2]
+        while learner.step(tokens=TOKENS):
+            time.sleep(0.005)
+    assert len(calls) > 3
+    assert calls == [0, 1, 2] * (len(calls) // 3)
 
 
 def test_an_optimizer_with_copies_of_its_own_is_refused(make: Make) -> None:
@@ -174,17 +193,18 @@ def test_an_optimizer_with_copies_of_its_own_is_refused(make: Make) -> None:
     model = Model()
     master = [p.detach().double().requires_grad_() for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(master, lr=0.1)
-    with pytest.raises(ConfigError, match=r"group 0 of SGD holds a tensor .* refresh it in after_"):
-        system.learner(model, "learner-0", optimizer=optimizer)
-    with system.learner(
-        model, "learner-0", optimizer=optimizer, after_apply=lambda fragments: None
-    ) as learner:
-        assert learner.epoch == 1
+    refused = r"group 0 of SGD holds a tensor .* refresh it in a callback of learner\.on_weights"
+    with system.learner(model, "learner-0", optimizer=optimizer) as learner:
+        with pytest.raises(ConfigError, match=refused):
+            learner.step(tokens=TOKENS)
+        assert learner.steps == 0
+        learner.on_weights_updated(lambda names: None)
+        assert learner.step(tokens=TOKENS), "whoever refreshes the copies is believed"
 
 
 def test_steps_without_tokens_are_steps_and_the_run_ends(make: Make) -> None:
     """Every label of a batch may be masked, and of all batches: no contribution has weight."""
-    system = make(run={"learners": 1, "budget_steps": 12}, sync={"quorum": 1})
+    system = make(run={"learners": 1, "max_steps": 12}, sync={"quorum": 1})
     system.start()
     with system.learner(Model(), "learner-0") as learner:
         while learner.step(tokens=torch.tensor(0)):
@@ -195,7 +215,7 @@ def test_steps_without_tokens_are_steps_and_the_run_ends(make: Make) -> None:
 
 
 def test_steps_without_tokens_among_others_lose_nothing(make: Make) -> None:
-    system = make(run={"learners": 1, "budget_steps": 24}, sync={"quorum": 1})
+    system = make(run={"learners": 1, "max_steps": 24}, sync={"quorum": 1})
     system.start()
     trained = 0
     with system.learner(Model(), "learner-0") as learner:
@@ -203,13 +223,13 @@ def test_steps_without_tokens_among_others_lose_nothing(make: Make) -> None:
         while goes_on:
             tokens = 0 if learner.steps % 3 else 5
             trained += tokens
-            goes_on = learner.step(tokens=tokens, loss=torch.tensor(float("nan")))
+            goes_on = learner.step(torch.tensor(float("nan")), tokens=tokens)
             time.sleep(0.005)
         assert learner.tokens == trained
     system.wait_finished()
 
 
-@pytest.mark.parametrize("tokens", [-1, float("nan"), "8", True, None])
+@pytest.mark.parametrize("tokens", [-1, float("nan"), "8", True])
 def test_tokens_that_are_no_number_are_refused_and_the_step_may_be_repeated(
     make: Make, tokens: Any
 ) -> None:
@@ -248,7 +268,7 @@ def test_bf16_parameters_frozen_and_tied_ones(make: Make) -> None:
 
 
 def test_an_exception_in_the_loop_says_goodbye(make: Make) -> None:
-    system = make(run={"budget_steps": 1000})
+    system = make(run={"max_steps": 1000})
     system.start()
 
     def fail() -> None:
@@ -264,7 +284,7 @@ def test_an_exception_in_the_loop_says_goodbye(make: Make) -> None:
 
 @pytest.mark.parametrize("syncer", ["alive", "silent"])
 def test_ctrl_c_leaves_soon(make: Make, syncer: str) -> None:
-    system = make(run={"budget_steps": 1000})
+    system = make(run={"max_steps": 1000})
     system.start()
     before = {thread for thread in threading.enumerate() if thread.name == "ddiloco"}
     awake = threading.Event()
@@ -283,28 +303,32 @@ def test_ctrl_c_leaves_soon(make: Make, syncer: str) -> None:
         interrupt()
     seconds = time.monotonic() - started
     awake.set()
-    assert seconds < (1.0 if syncer == "alive" else 5.0)
+    assert seconds < 20.0, "it does not hand in, and waits for no answer"
     after = {thread for thread in threading.enumerate() if thread.name == "ddiloco"}
     assert after <= before, "its thread is gone"
 
 
 def test_closing_at_the_end_without_a_last_step_hands_in_what_was_trained(make: Make) -> None:
-    sync = {"uplink_codec": "fp32", "downlink_codec": "fp32", "merge": "mean", "overlap": 0}
-    sync["alignment"] = "carry"  # overwriting would discard what was trained during a round
+    sync = {
+        "overlap_steps": 0,
+        "codec": {"uplink": "fp32", "downlink": "fp32"},
+        "merge": {"rule": "mean"},
+        "apply": {"alignment": "carry"},  # overwriting would discard what a round trained
+    }
     outer = {"optimizer": "sgd", "lr": 1.0, "momentum": 0.0}
-    system = make(run={"learners": 1, "budget_steps": 8}, sync=sync, outer=outer)
+    system = make(run={"learners": 1, "max_steps": 8}, sync=sync, outer=outer)
     system.start()
     model = Model()
     learner = system.learner(model, "learner-0")
     rng = random.Random(1)
-    while not learner.finished:
+    while not learner.budget_reached:
         nudge(model, rng)
         learner.step(tokens=TOKENS)
         time.sleep(0.003)
     trained = parameters(model)
     started = time.monotonic()
     learner.close()
-    assert time.monotonic() - started < 3.0, "the closing sweep does not wait for a step"
+    assert time.monotonic() - started < 10.0, "the closing sweep does not wait for a step"
     system.wait_finished()
     # Alone, with an outer step of exactly what it changed, the global model is the learner's own.
     for name, result in parameters(model).items():
@@ -312,7 +336,7 @@ def test_closing_at_the_end_without_a_last_step_hands_in_what_was_trained(make: 
 
 
 def test_a_pool_smaller_than_any_body_is_slow_and_not_stuck(make: Make) -> None:
-    system = make(pool_bytes=16, run={"learners": 3}, sync={"participants": "all"})
+    system = make(pool_bytes=16, run={"learners": 3}, sync={"participation": "all"})
     system.start()
     trainers = [Trainer(system, f"learner-{i}", Model(seed=i)) for i in range(3)]
     with training(*trainers):
@@ -343,25 +367,24 @@ def test_a_built_in_learner_with_another_file_is_refused(
 
 
 def test_nothing_grows_with_the_length_of_a_run(make: Make) -> None:
-    system = make(run={"budget_steps": 100_000})
+    system = make(run={"max_steps": 100_000})
     system.start()
     trainers = [Trainer(system, f"learner-{i}", Model(seed=i), pause=0.001) for i in range(2)]
 
     def sizes() -> dict[str, int]:
         shard = system.shards[0]
-        assert shard._uploads is not None
-        assert shard._merging is not None
+        parts = shard.parts.result()
         bodies = shard._server.bodies
         held: dict[str, Any] = {
-            "expected": shard._uploads._expected,
+            "expected": parts.uploads._expected,
             "offered": shard._downloads._urls,
             "offers": bodies._offers,
             "uploads": bodies._uploads,
             "greeting": shard._sessions.greeting,
             "sessions": shard._sessions.sessions,
-            "tasks": shard._tasks,
-            "arrived": shard._merging.tensors._arrived,
-            "accumulators": shard._merging.tensors._accumulators,
+            "tasks": shard.driver.tasks,
+            "arrived": parts.worker.tensors._arrived,
+            "accumulators": parts.worker.tensors._accumulators,
             "rounds": shard.machine.state.rounds,
             "identities": shard.machine.state.identities,
         }
@@ -372,7 +395,9 @@ def test_nothing_grows_with_the_length_of_a_run(make: Make) -> None:
         measured = system.call(sizes)
         learner = trainers[0].learner
         assert learner is not None
-        tasks = len(learner._background._tasks)
+        shared = learner._party.membership.background.shared
+        assert shared is not None
+        tasks = len(shared.driver.tasks)
     fragments = system.config.sync.fragments
     assert measured["offered"] == measured["offers"] <= 3 * fragments
     assert all(size <= 4 * fragments for size in measured.values()), measured

@@ -21,7 +21,7 @@ ON_A_CPU = "import ranks.cpu_device, runpy, sys; runpy.run_path(sys.argv.pop(1),
 
 
 def test_the_example_trains_until_the_budget_is_spent(tmp_path: Path) -> None:
-    run = {"learners": 1, "budget_steps": 8}
+    run = {"learners": 1, "max_steps": 8}
     system = System(tmp_path / "run", run=run, sync={"fragments": 2, "quorum": 1})
     system.start()
     try:

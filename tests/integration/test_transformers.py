@@ -2,74 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
+import transformers
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.integrations.transformers import DilocoCallback, synchronize
+from decoupled_diloco.integrations.transformers import DiLoCoCallback, synchronize
+from integration.lines import Lines, model_of, trainer_of
 from integration.system import System
-
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
-CONTEXT = 12
-
-
-class Lines(Dataset[dict[str, torch.Tensor]]):
-    """Lines of 5 to 12 tokens, padded."""
-
-    def __init__(self, count: int = 64) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.lengths = [5 + n % 8 for n in range(count)]
-        self.tokens = torch.randint(1, 31, (count, CONTEXT), generator=generator)
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        mask = (torch.arange(CONTEXT) < self.lengths[index]).long()
-        tokens = self.tokens[index] * mask
-        return {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
-
-
-def model_of(seed: int = 0) -> Any:
-    torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        vocab_size=31,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=True,
-    )
-    return transformers.LlamaForCausalLM(config)
-
-
-def trainer_of(folder: Path, model: Any, **arguments: Any) -> Any:
-    options = {
-        "max_steps": 10_000,
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "logging_steps": 2,
-        "report_to": [],
-        "save_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        **arguments,
-    }
-    training = transformers.TrainingArguments(folder / "trainer", **options)
-    return transformers.Trainer(model, training, train_dataset=Lines())
 
 
 @pytest.fixture
 def system(tmp_path: Path) -> Iterator[System]:
-    run = {"learners": 1, "budget_steps": 24}
+    run = {"learners": 1, "max_steps": 24}
     system = System(tmp_path / "run", run=run, sync={"fragments": 3, "quorum": 1})
     system.start()
     yield system
@@ -93,24 +43,24 @@ def test_training_begins_again_in_the_same_process(
     again = what == "auto_find_batch_size"
     model.register_forward_pre_hook(fail, with_kwargs=True)
     trainer = trainer_of(tmp_path, model, auto_find_batch_size=again)
-    callback = synchronize(trainer, system.addresses[0], learner_id="a")
+    callback = synchronize(trainer, system.addresses[0], name="a")
     if not again:
         with pytest.raises(KeyboardInterrupt):
             trainer.train()
     trainer.train()
     assert callback.learner is not None
-    assert callback.learner.epoch == 2
-    assert callback.learner.over
+    assert callback.learner.incarnation == 2
+    assert callback.learner.ended
     system.wait_finished()
 
 
 def test_a_trainer_takes_part_until_the_budget_is_spent(system: System, tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, model_of())
-    callback = synchronize(trainer, system.addresses, learner_id="one")
+    callback = synchronize(trainer, system.addresses, name="one")
     trainer.train()
     learner = callback.learner
     assert learner is not None
-    assert learner.over
+    assert learner.ended
     system.wait_finished()
     assert 24 <= learner.steps == trainer.state.global_step < 40
     assert callback.rounds >= 1
@@ -128,7 +78,7 @@ def test_tokens_are_those_that_are_no_padding_of_all_calls_of_a_step(
 ) -> None:
     data = Lines()
     trainer = trainer_of(tmp_path, model_of(), max_steps=8)
-    callback = synchronize(trainer, system.addresses, learner_id="one")
+    callback = synchronize(trainer, system.addresses, name="one")
     trainer.train()
     assert callback.learner is not None
     assert callback.learner.steps == 8
@@ -144,7 +94,7 @@ def test_reports_have_the_runs_numbers(system: System, tmp_path: Path) -> None:
 
     trainer = trainer_of(tmp_path, model_of(), max_steps=6)
     trainer.add_callback(Reporter)
-    synchronize(trainer, system.addresses, learner_id="one")
+    synchronize(trainer, system.addresses, name="one")
     trainer.train()
     assert {"loss", "diloco/run_step", "diloco/rounds", "diloco/discarded_tokens"} <= set(seen[1])
     assert seen[1]["diloco/run_step"] >= 1
@@ -154,13 +104,13 @@ def test_it_resumes_from_the_trainers_checkpoint_with_the_runs_weights(
     system: System, tmp_path: Path
 ) -> None:
     first = trainer_of(tmp_path, model_of(), max_steps=8, save_strategy="steps", save_steps=8)
-    synchronize(first, system.addresses, learner_id="one")
+    synchronize(first, system.addresses, name="one")
     first.train()
     second = trainer_of(tmp_path, model_of(seed=1), max_steps=16)
-    callback = synchronize(second, system.addresses, learner_id="one")
+    callback = synchronize(second, system.addresses, name="one")
     second.train(resume_from_checkpoint=True)
     assert callback.learner is not None
-    assert callback.learner.epoch == 2
+    assert callback.learner.incarnation == 2
     assert callback.learner.steps == second.state.global_step == 16
     assert second.optimizer.state_dict()["state"][0]["step"] == 16, "its optimizer went on"
 
@@ -173,11 +123,13 @@ def test_of_a_peft_model_only_the_adapter_is_synchronized(system: System, tmp_pa
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
     model = peft.get_peft_model(base, config)
     trainer = trainer_of(tmp_path, model)
-    callback = synchronize(trainer, system.addresses, learner_id="one")
+    callback = synchronize(trainer, system.addresses, name="one")
     trainer.train()
     assert callback.learner is not None
-    assert callback.learner.over
-    synchronized = [spec.name for spec in callback.learner._store.layout.tensors]
+    assert callback.learner.ended
+    synchronized = [
+        spec.name for spec in callback.learner._party.membership.shared.tensors.store.layout.tensors
+    ]
     assert synchronized == [name for name, p in model.named_parameters() if p.requires_grad]
     assert all("lora_" in name for name in synchronized)
     for name, each in model.get_base_model().state_dict().items():
@@ -186,16 +138,17 @@ def test_of_a_peft_model_only_the_adapter_is_synchronized(system: System, tmp_pa
             assert torch.equal(each, before[plain])
 
 
-@pytest.mark.parametrize("name", ["checkpoint", "stateful", "optimizer"])
-def test_what_the_trainer_has_itself_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name}=: the Trainer has its own"):
-        DilocoCallback("http://127.0.0.1:9", **{name: "something"})
+@pytest.mark.parametrize("name", ["checkpoint", "optimizer"])
+@pytest.mark.parametrize("make", [DiLoCoCallback, synchronize])
+def test_what_the_trainer_has_itself_is_no_argument(make: Any, name: str) -> None:
+    assert name not in inspect.signature(make).parameters
+    assert "timeouts" in inspect.signature(make).parameters
 
 
 @pytest.mark.parametrize("name", ["deepspeed", "fsdp"])
 def test_what_keeps_the_weights_elsewhere_is_refused(name: str, tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, model_of())
     setattr(trainer.args, name, "something")
-    callback = DilocoCallback("http://127.0.0.1:9")
+    callback = DiLoCoCallback("http://127.0.0.1:9")
     with pytest.raises(ConfigError, match=f"{name}= in the TrainingArguments"):
         callback.on_train_begin(trainer.args, trainer.state, trainer.control)

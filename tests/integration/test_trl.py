@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from decoupled_diloco.integrations.transformers import synchronize
+from integration.lines import CONTEXT, Lines, model_of
 from integration.system import System
-from integration.test_transformers import CONTEXT, Lines, model_of
 
 for library in ("accelerate", "datasets", "peft", "tokenizers", "trl"):
     pytest.importorskip(library)
@@ -25,7 +25,7 @@ WORDS = {"<pad>": 0, "<eos>": 1} | {f"w{n}": n for n in range(2, 31)}
 
 @pytest.fixture
 def system(tmp_path: Path) -> Iterator[System]:
-    run = {"learners": 1, "budget_steps": 24}
+    run = {"learners": 1, "max_steps": 24}
     system = System(tmp_path / "run", run=run, sync={"fragments": 3, "quorum": 1})
     system.start()
     yield system
@@ -76,7 +76,7 @@ def test_its_tokens_are_those_that_it_counts_itself(
 ) -> None:
     """Texts are padded, or many are one row without a mask."""
     trainer = trainer_of(tmp_path, model_of(), max_steps=5, packing=packing)
-    callback = synchronize(trainer, system.addresses, learner_id="one")
+    callback = synchronize(trainer, system.addresses, name="one")
     trainer.train()
     assert callback.learner is not None
     assert callback.learner.steps == trainer.state.global_step == 5
@@ -87,10 +87,10 @@ def test_its_tokens_are_those_that_it_counts_itself(
 
 def test_the_runs_budget_ends_it(system: System, tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, model_of())
-    callback = synchronize(trainer, system.addresses, learner_id="one")
+    callback = synchronize(trainer, system.addresses, name="one")
     trainer.train()
     assert callback.learner is not None
-    assert callback.learner.over
+    assert callback.learner.ended
     assert 24 <= callback.learner.steps == trainer.state.global_step < 40
     assert callback.rounds >= 3
     system.wait_finished()
@@ -103,11 +103,13 @@ def test_of_its_adapter_alone_the_run_hears(system: System, tmp_path: Path) -> N
     before = {name: each.clone() for name, each in base.state_dict().items()}
     adapter = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
     trainer = trainer_of(tmp_path, base, adapter)
-    callback = synchronize(trainer, system.addresses, learner_id="one")
+    callback = synchronize(trainer, system.addresses, name="one")
     trainer.train()
     assert callback.learner is not None
-    assert callback.learner.over
-    synchronized = [spec.name for spec in callback.learner._store.layout.tensors]
+    assert callback.learner.ended
+    synchronized = [
+        spec.name for spec in callback.learner._party.membership.shared.tensors.store.layout.tensors
+    ]
     trained = [name for name, each in trainer.model.named_parameters() if each.requires_grad]
     assert synchronized == trained
     assert len(synchronized) == 8, "two matrices of two projections of two layers"

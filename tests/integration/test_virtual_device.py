@@ -14,16 +14,16 @@ from decoupled_diloco.cli.main import app
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch import devices
-from decoupled_diloco.simulate import hosts, training
-from decoupled_diloco.simulate.training import train_virtually
+from decoupled_diloco_lab.simulate import hosts, training
+from decoupled_diloco_lab.simulate.training import train_virtually
 
 OPTIONS = {"layers": 1, "width": 16, "heads": 2, "context": 16, "batch_size": 2, "eval_batches": 1}
 
 
 def config_of(**learner: Any) -> RunConfig:
     return RunConfig(
-        run={"learners": 2, "budget_steps": 6, "evaluator": False},
-        sync={"fragments": 2, "period": 4, "overlap": 1},
+        run={"learners": 2, "max_steps": 6, "evaluator": False},
+        sync={"fragments": 2, "sync_every": 4, "overlap_steps": 1},
         learner=learner,
         workload={"options": {**OPTIONS, "corpus_bytes_max": 100_000, "warmup_steps": 1}},
     )
@@ -79,4 +79,4 @@ def test_a_simulation_without_tensors_has_no_device() -> None:
         app, ["simulate", "mixed-speeds", "--protocol-only", "--device", "cuda"]
     )
     assert done.exit_code == 2
-    assert "--device cuda is for tensors" in " ".join(done.output.split())
+    assert "--device cuda cannot be combined with --protocol-only" in " ".join(done.output.split())

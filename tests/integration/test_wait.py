@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 
-from decoupled_diloco.observe.tape import TapeReader
+from decoupled_diloco.tape import TapeReader
 from integration.system import Model, System, Trainer, equal, parameters, training, until
 
 Make = Callable[..., System]
 DILOCO = {
     "fragments": 1,
-    "period": 5,
-    "overlap": 0,
+    "sync_every": 5,
+    "overlap_steps": 0,
     "quorum": 2,
-    "participants": "all",
-    "merge": "mean",
+    "participation": "all",
+    "merge": {"rule": "mean"},
     "wait": "at_overlap",
     "grace_margin": 0.0,
 }
 
 
 def test_diloco_merges_everybody_in_every_round_and_throws_nothing_away(make: Make) -> None:
-    system = make(sync=DILOCO, run={"budget_steps": 40})
+    system = make(sync=DILOCO, run={"max_steps": 40})
     system.start()
     trainers = [
         Trainer(system, "learner-0", Model(seed=1), pause=0.001),
@@ -32,7 +32,7 @@ def test_diloco_merges_everybody_in_every_round_and_throws_nothing_away(make: Ma
         learners = [trainer.end() for trainer in trainers]
         system.wait_finished()
     assert equal(*(parameters(trainer.model) for trainer in trainers))
-    assert abs(learners[0].steps - learners[1].steps) <= DILOCO["period"]
+    assert abs(learners[0].steps - learners[1].steps) <= DILOCO["sync_every"]
     rounds = [
         r
         for r in TapeReader(system.folder / "tape" / "shard-0.jsonl")
@@ -48,7 +48,7 @@ def test_diloco_merges_everybody_in_every_round_and_throws_nothing_away(make: Ma
 
 
 def test_the_others_wait_for_a_crashed_learner_and_go_on_when_it_is_back(make: Make) -> None:
-    system = make(sync=DILOCO, run={"budget_steps": 60})
+    system = make(sync=DILOCO, run={"max_steps": 60})
     system.start()
     steady = Trainer(system, "learner-0", Model(seed=1))
     leaving = Trainer(system, "learner-1", Model(seed=2), steps_max=12)
@@ -58,7 +58,7 @@ def test_the_others_wait_for_a_crashed_learner_and_go_on_when_it_is_back(make: M
         assert learner is not None
         members = system.shards[0].machine.state.members
         until(lambda: list(members) == ["learner-0"], "it has left")
-        state = learner._shared.machine.state
+        state = learner._party.membership.shared.machine.state
         until(lambda: state.holding, "a quorum of two waits for the second")
         held = learner.steps
         again = Trainer(system, "learner-1", Model(seed=3))
@@ -71,14 +71,14 @@ def test_the_others_wait_for_a_crashed_learner_and_go_on_when_it_is_back(make: M
 
 
 def test_who_is_told_to_go_while_it_waits_goes(make: Make) -> None:
-    system = make(sync=DILOCO, run={"budget_steps": 60})
+    system = make(sync=DILOCO, run={"max_steps": 60})
     system.start()
     alone = Trainer(system, "learner-0")
     with training(alone):
         learner = alone.learner
         assert learner is not None
-        state = learner._shared.machine.state
+        state = learner._party.membership.shared.machine.state
         until(lambda: state.holding, "a quorum of two waits for the second")
         alone.enough.set()
-        learner.stop_waiting()
+        learner.request_stop()
         alone.end()

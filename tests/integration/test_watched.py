@@ -5,50 +5,39 @@ from __future__ import annotations
 import logging
 import re
 import socket
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from decoupled_diloco import Learner
+from decoupled_diloco import Learner, Observability
 from decoupled_diloco.errors import ConfigError, TransportError
 from decoupled_diloco.monitor.measures import LEARNER, PROCESS
-from integration.system import Model, System
+from integration.system import Model, System, scraped
 
 Make = Callable[..., System]
-
-
-def scraped(url: str) -> dict[str, float]:
-    with urllib.request.urlopen(url, timeout=5) as answer:
-        text = answer.read().decode()
-    return {
-        sample.name + "".join(sample.labels.get(label, "") for label in ("plane",)): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
 
 
 def test_a_learner_is_scraped_and_logged(
     make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    system = make(run={"learners": 1, "budget_steps": 1000})
+    system = make(run={"learners": 1, "max_steps": 1000})
     system.start()
     learner = Learner(
         Model(),
         system.addresses,
-        learner_id="mine",
-        metrics="127.0.0.1:0",
-        log=f"tensorboard:{tmp_path / 'log'}",
+        name="mine",
+        observability=Observability(
+            tracker=f"tensorboard:{tmp_path / 'log'}", metrics_address="127.0.0.1:0"
+        ),
     )
     (url,) = re.findall(r"mine: metrics at (\S+)", caplog.text)
     before = scraped(url)
     assert "ddiloco_learner_loss" not in before, "none was told yet"
     for step in range(5):
-        assert learner.step(tokens=8, loss=3.0 - step)
+        assert learner.step(3.0 - step, tokens=8)
     found = scraped(url)
     assert found["ddiloco_learner_steps_total"] == 5
     assert found["ddiloco_learner_tokens_total"] == 40
@@ -77,18 +66,24 @@ def test_a_port_that_is_taken_is_told_and_leaves_nothing_behind(make: Make) -> N
     system.start()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
+        reported = Observability(metrics_address=f"127.0.0.1:{port}")
         with pytest.raises(TransportError, match=str(port)):
-            Learner(Model(), system.addresses, learner_id="mine", metrics=f"127.0.0.1:{port}")
+            Learner(Model(), system.addresses, name="mine", observability=reported)
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"metrics": "9400"}, "metrics='9400' is no address: write it as 'host:port'"),
-        ({"metrics": "0.0.0.0:9400"}, "without a token would let anyone"),
-        ({"log": "csv"}, "log='csv' is no place: write 'tensorboard', 'wandb', 'mlflow'"),
+        (
+            {"metrics_address": "9400"},
+            "metrics_address='9400' is not a valid address: write 'host:port'",
+        ),
+        ({"metrics_address": "0.0.0.0:9400"}, "without a token would let anyone"),
+        ({"tracker": "csv"}, "tracker='csv' is not a valid tracker: write 'tensorboard', 'wandb'"),
     ],
 )
 def test_what_cannot_be_is_told_before_it_joins(arguments: dict[str, str], sentence: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(sentence)):
-        Learner(Model(), "http://127.0.0.1:1", learner_id="mine", **arguments)
+        Learner(
+            Model(), "http://127.0.0.1:1", name="mine", observability=Observability(**arguments)
+        )

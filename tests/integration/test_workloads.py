@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.simulate.training import train_virtually
 from decoupled_diloco.workloads import load_workload
+from decoupled_diloco_lab.simulate.training import train_virtually
 
 SMALL: dict[str, dict[str, Any]] = {
     "moe": {
@@ -41,8 +41,8 @@ SMALL: dict[str, dict[str, Any]] = {
 
 def config(name: str) -> RunConfig:
     return RunConfig(
-        run={"name": "small", "learners": 2, "budget_steps": 48},
-        sync={"fragments": 6, "period": 12, "overlap": 2},
+        run={"name": "small", "learners": 2, "max_steps": 48},
+        sync={"fragments": 6, "sync_every": 12, "overlap_steps": 2},
         workload={"name": name, "options": SMALL[name]},
     )
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from decoupled_diloco import Checkpointing
 from integration.system import System, until
 from wrapped import Wrapped
 
@@ -25,13 +26,13 @@ def model(seed: int, *, trainable: bool) -> nn.Sequential:
 
 @pytest.mark.parametrize("trainable", [False, True])
 def test_a_restart_has_each_wrapper_as_it_was(make: Make, tmp_path: Path, trainable: bool) -> None:
-    system = make(run={"budget_steps": 400}, sync={"quorum": 1, "fragments": 2})
+    system = make(run={"max_steps": 400}, sync={"quorum": 1, "fragments": 2})
     system.start()
     net = model(1, trainable=trainable)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for n in (0, 1):
         optimizer.state[net[n].weight]["momentum"] = Wrapped(torch.full((4, 4), float(n)))
-    options = {"checkpoint": tmp_path, "checkpoint_every_seconds": 0.0}
+    options = {"checkpoint": Checkpointing(tmp_path, interval_seconds=0.0)}
     with system.learner(net, "a", optimizer=optimizer, **options) as learner:
         until(lambda: learner.step(tokens=4) and learner.versions[0] >= "1.3", "three rounds")
     again = model(2, trainable=trainable)

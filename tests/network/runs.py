@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from decoupled_diloco.config import RunConfig, dump_config
-from decoupled_diloco.observe.records import Record
-from decoupled_diloco.observe.tape import TapeReader
+from decoupled_diloco.tape import TapeReader
+from decoupled_diloco.tape.records import Record
 from network.spaces import FAR, FAR_ADDRESS, NEAR, Link
 from process.runs import PATIENCE
 
@@ -24,10 +24,10 @@ def start(
         run={
             "folder": folder / "run",
             "learners": LEARNERS,
-            "budget_steps": steps,
+            "max_steps": steps,
             "evaluator": False,
         },
-        sync={"fragments": 8, "period": 8, "overlap": 2},
+        sync={"fragments": 8, "sync_every": 8, "overlap_steps": 2},
         syncer={"host": FAR_ADDRESS, "port": 7070, "token_file": folder / "token"},
         workload={
             "name": "paced",

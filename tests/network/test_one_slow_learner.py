@@ -19,13 +19,14 @@ from typing import Any
 import pytest
 
 from decoupled_diloco.config import RunConfig, dump_config
-from decoupled_diloco.observe.records import Record
+from decoupled_diloco.tape.records import Record
 from decoupled_diloco.workloads import load_workload
 from network.runs import finish, records, step_times
 from network.spaces import FAR, FAR_ADDRESS, NEAR, Link, link, unavailable
 from replay import assert_replays
 
 pytestmark = [
+    pytest.mark.long,  # `tests/simulation/test_slow_links.py` shows the same in virtual time
     pytest.mark.network,
     pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "namespaces are here"),
 ]
@@ -54,17 +55,12 @@ def configure(
     small = {"layers": 2, "width": 96, "batch_size": 1, "context": 16}
     small |= {"corpus_bytes_max": 200_000, "warmup_steps": 0, "step_seconds": STEP_SECONDS}
     return RunConfig(
-        run={
-            "folder": folder / "run",
-            "learners": 4,
-            "budget_steps": steps,
-            "evaluator": False,
-        },
+        run={"folder": folder / "run", "learners": 4, "max_steps": steps, "evaluator": False},
         sync={
             "fragments": FRAGMENTS,
-            "period": PERIOD,
-            "overlap": 2,
-            **({"uplink_codecs": codecs} if codecs else {}),
+            "sync_every": PERIOD,
+            "overlap_steps": 2,
+            **({"codec": {"uplink": codecs}} if codecs else {}),
             **({"adapt": adapt} if adapt else {}),
         },
         syncer={
@@ -103,6 +99,10 @@ def trained_over(
         end = time.monotonic()
         made.widen(both_ways=both_ways)
         finish(made, seconds=60)
+    times = step_times(folder, FAST[0])
+    typical = median(b - a for a, b in pairwise(times))
+    if typical > 1.25 * STEP_SECONDS:
+        pytest.skip(f"the machine is too busy for the pace: a step took {typical:.2f} s")
     return begin, end
 
 
@@ -205,7 +205,7 @@ def name_of(ask: dict[str, Any]) -> str:
     return f"{ask['term']}.{ask['number']}"
 
 
-@pytest.mark.parametrize("steps", [pytest.param(0.5, marks=pytest.mark.long), 8])
+@pytest.mark.parametrize("steps", [0.5, 8])
 def test_an_upload_may_take_as_long_as_it_likes(tmp_path: Path, steps: float) -> None:
     config = configure(tmp_path, steps=200)
     mbit = OVERHEAD * 8e-6 * upload_bytes(config) / (steps * STEP_SECONDS)
@@ -239,7 +239,7 @@ def test_it_sends_in_the_codec_that_its_link_carries(tmp_path: Path) -> None:
     assert after[-1] == "bf16"
     for tape in seen.shards:
         notes = [r.data for r in Seen(tmp_path, begin, end).within(tape, "Note")]
-        changes = [n for n in notes if n["text"].startswith(f"{SLOW} sends in ")]
+        changes = [n for n in notes if n["text"].startswith(f"{SLOW} now sends in ")]
         assert 1 <= len(changes) <= 3, "it does not flap"
         assert all(change["why"] for change in changes)
     seen.assert_folded_once()
@@ -249,7 +249,7 @@ def test_it_sends_in_the_codec_that_its_link_carries(tmp_path: Path) -> None:
 
 def test_the_period_follows_its_link(tmp_path: Path) -> None:
     """Three steps for a body, which has one: four times the period. Then the link is free."""
-    limits = {"period": [PERIOD, 4 * PERIOD], "overlap": [2, 8], "carried_by": 1.0}
+    limits = {"sync_every": [PERIOD, 4 * PERIOD], "overlap_steps": [2, 8], "learner_share": 1.0}
     config = configure(tmp_path, steps=320, adapt=limits)
     mbit = OVERHEAD * 8e-6 * upload_bytes(config) / (3 * STEP_SECONDS)
     begin, end = trained_over(mbit, config, tmp_path)
@@ -274,7 +274,6 @@ def _is_revision(record: Record) -> bool:
     return record.data["message"]["type"] == "Revision"
 
 
-@pytest.mark.long
 def test_copies_may_take_as_long_as_they_like(tmp_path: Path) -> None:
     """Both ways: it never holds the newest version of most fragments, and all of them hear it."""
     config = configure(tmp_path, steps=200)

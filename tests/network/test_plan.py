@@ -25,6 +25,7 @@ pytestmark = [
 WARM, LAST = 24, 8
 
 
+@pytest.mark.long
 def test_the_rounds_that_a_slow_link_bears(saturated: Saturated) -> None:
     """A third of what is due, or more rounds that not everybody is in; a busy machine answers late,
     hence the wide margins."""

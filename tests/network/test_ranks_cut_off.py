@@ -18,15 +18,13 @@ from typing import Any
 
 import pytest
 
-from decoupled_diloco.protocol import syncer_rounds
+from decoupled_diloco.protocol import rounds
 from integration.system import System
 from network.apart_program import hasty, main, nameless
 from network.runs import records, step_times
 from network.spaces import FAR, NETWORKS, enter, link, unavailable
-from ranks.learners import Ranks, ranks
+from ranks.learners import ASYNCHRONOUS, Ranks, ranks, several_carriers, steps_told, until_told
 from ranks.program import Job
-from ranks.test_faults import ASYNCHRONOUS, steps_told, until_told
-from ranks.test_kinds import several_carriers
 from replay import assert_replays
 
 pytestmark = [
@@ -42,9 +40,9 @@ STEP_SECONDS = 0.2
 
 
 @contextmanager
-def system_in(folder: Path, budget_steps: int) -> Iterator[System]:
+def system_in(folder: Path, max_steps: int) -> Iterator[System]:
     """A syncer at the far end."""
-    run = {"learners": 2, "budget_steps": budget_steps}
+    run = {"learners": 2, "max_steps": max_steps}
     (folder / "token").write_text(TOKEN)
     syncer = {"host": SYNCER_ADDRESS, "token_file": folder / "token"}
     system = System(folder / "run", token=TOKEN, run=run, sync=ASYNCHRONOUS, syncer=syncer)
@@ -59,7 +57,7 @@ def system_in(folder: Path, budget_steps: int) -> Iterator[System]:
 def job_of(system: System, name: str, kind: str, **options: Any) -> Job:
     tape = system.folder / "tape" / f"{name}.jsonl"
     folder, address = system.folder.parent, system.addresses[0]
-    job = Job(kind, address, name, folder, pause=STEP_SECONDS, token=TOKEN, tape=tape)
+    job = Job(kind, address, name, folder, pause=STEP_SECONDS, token=TOKEN, event_tape=tape)
     return replace(job, **options)
 
 
@@ -114,6 +112,7 @@ def assert_it_lost_no_step(folder: Path) -> None:
     assert len(gaps) > 0.8 * (times[-1] - times[0]) / median(gaps)
 
 
+@pytest.mark.long
 def test_cut_off_from_rank_0_for_a_while_the_learner_goes_on(tmp_path: Path) -> None:
     """What was silent for so long is tried again after as long: then the budget is half spent."""
     with (
@@ -138,6 +137,7 @@ def test_cut_off_from_rank_0_for_a_while_the_learner_goes_on(tmp_path: Path) -> 
     assert_whole(tmp_path)
 
 
+@pytest.mark.long
 def test_cut_off_for_good_its_ranks_end_and_it_comes_back(tmp_path: Path) -> None:
     """They end by the timeouts of the program's own collectives, on both sides."""
     with (
@@ -190,6 +190,7 @@ def test_a_carrier_that_is_cut_off_from_the_syncer_has_nothing_merged_in_part(
     assert_whole(tmp_path)
 
 
+@pytest.mark.long
 def test_carriers_of_machines_of_one_name_find_rank_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,7 +214,7 @@ def test_a_run_ends_though_a_carrier_is_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The closing rounds wait for its learner, but not for ever; here each is tried but once."""
-    monkeypatch.setattr(syncer_rounds, "SWEEP_TRIES_MAX", 1)
+    monkeypatch.setattr(rounds, "SWEEP_TRIES_MAX", 1)
     options = several_carriers(monkeypatch)
     with (
         link(tmp_path, mbit=None) as made,

@@ -64,7 +64,7 @@ def begun(made: Link, folder: Path, **tables: Any) -> RunConfig:
     """A syncer of two shards at the far end."""
     config = config_of(
         folder / "run",
-        run={"budget_steps": 30, "learners": 1, "evaluator": False},
+        run={"max_steps": 30, "learners": 1, "evaluator": False},
         sync={"quorum": 1},
         syncer={"shards": 2, "host": "0.0.0.0", "port": 7070, "token_file": folder / "token"},
         **tables,
@@ -119,6 +119,7 @@ def test_by_a_relay(made: Link, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "tape" / "shard-1.jsonl").exists()
 
 
+@pytest.mark.long
 def test_by_a_proxy(made: Link, tmp_path: Path) -> None:
     certificates = encrypted.made(tmp_path / "tls", host=FAR_ADDRESS)
     begun(made, tmp_path, tls=encrypted.tables(certificates))

@@ -1,6 +1,7 @@
-"""The bodies of the codecs with few bits, read and written as plainly as their docs say it.
+"""A plain model of the payloads of the low-bit codecs, written from their docs.
 
-Pure Python: numbers are floats, which hold every fp32 and product exactly, and a body is bytes.
+It is pure Python. Numbers are floats, which represent every fp32 value and product exactly, and a
+payload is bytes.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from typing import NamedTuple
 GROUP, CHUNK = 128, 4096
 BITS = {"int8": 8, "int4": 4, "fp4-e3m0": 4, "int2": 2}
 TOP = {"int8": 127, "int4": 7, "fp4-e3m0": 1}
-"""The highest level of the codecs whose scale comes from the largest element."""
+"""The highest level of codecs whose scale comes from the largest element."""
 WRITTEN = {"int8": {*range(256)} - {128}, "int4": {*range(15)}}
-"""The codes that an encoder writes, if not all."""
+"""The codes that an encoder writes, if it does not use all of them."""
 NO_SCALE = 2.0**-120
 """A smaller scale counts as 0."""
 UNSURE = {"int8": 2**-12, "int4": 2**-12, "fp4-e3m0": 2**-8, "int2": 2**-12}
-"""So near the middle of two levels, in terms of their distance, an element may get either."""
+"""An element this near the middle of two levels, relative to their distance, may get either one."""
 ROUNDING = 2.0**-18
-"""So much may a sum of a group or chunk be off, as it is computed in fp32."""
+"""Relative error of a sum over a group or chunk, because it is computed in fp32."""
 
 
 class Group(NamedTuple):
@@ -46,12 +47,12 @@ class Refused(Exception):
 
 
 def span(name: str) -> int:
-    """Elements that share a record."""
+    """Return the number of elements per record."""
     return GROUP if name in BITS else CHUNK
 
 
 def kept(name: str) -> int:
-    """Elements of a chunk that are sent: 80, or what the name says."""
+    """Return the number of elements of a chunk that are sent: 80, or the number in the name."""
     return int(name.partition("-")[2] or 80)
 
 
@@ -80,12 +81,12 @@ def bf16(two: bytes) -> float:
 
 
 def bf16_steps(value: float) -> int:
-    """The number of a bf16 value among those from 0 on; two neighbours differ by 1."""
+    """Return the index of a bf16 value counted from 0, so that two neighbors differ by 1."""
     return int.from_bytes(struct.pack("<f", value)[2:], "little")
 
 
 def bf16_below(value: float) -> float:
-    """The largest bf16 that is not above a value ≥ 0."""
+    """Return the largest bf16 that is not above a value ≥ 0."""
     low, high = 0, 0x7F80
     while high - low > 1:
         middle = (low + high) // 2
@@ -97,7 +98,7 @@ def bf16_below(value: float) -> float:
 
 
 def after(value: float) -> float:
-    """The next bf16."""
+    """Return the next bf16."""
     return bf16((bf16_steps(value) + 1).to_bytes(2, "little"))
 
 
@@ -107,7 +108,7 @@ def bf16_up(value: float) -> float:
 
 
 def bf16_near(value: float) -> float:
-    """The nearest bf16, of two the even one."""
+    """Return the nearest bf16, with ties to even."""
     below = bf16_below(value)
     above = after(below)
     twice = below + (2.0**128 if above == inf else above)
@@ -120,7 +121,7 @@ def bf16_near(value: float) -> float:
 
 
 def unpack(octets: bytes, bits: int) -> list[int]:
-    """Numbers of so many bits, the first in the lowest bits."""
+    """Unpack numbers with this number of bits, the first in the lowest bits."""
     number, mask = int.from_bytes(octets, "little"), (1 << bits) - 1
     return [number >> at & mask for at in range(0, 8 * len(octets), bits)]
 
@@ -131,7 +132,7 @@ def pack(numbers: Sequence[int], bits: int) -> bytes:
 
 
 def level(name: str, code: int) -> float:
-    """What a code stands for."""
+    """Return the level of a code."""
     match name:
         case "int8":
             return float(code - 256 if code >= 128 else code)
@@ -159,7 +160,7 @@ def chunks(name: str, body: bytes) -> list[Chunk]:
 
 
 def decode(name: str, body: bytes, numel: int) -> list[float]:
-    """The fp32 values [N] of a body."""
+    """Return the fp32 values [N] of a payload."""
     assert len(body) == nbytes(name, numel)
     if name in BITS:
         levels = [level(name, code) for code in range(1 << BITS[name])]
@@ -190,13 +191,13 @@ def decoded_chunk(chunk: Chunk) -> list[float]:
 
 
 def parts(values: Sequence[float], size: int) -> list[list[float]]:
-    """Parts of one size, with zeros behind the last."""
+    """Split values into parts of one size, padded with zeros."""
     full = [*values, *[0.0] * (-len(values) % size)]
     return [full[at : at + size] for at in range(0, len(full), size)]
 
 
 def scales(name: str, group: Sequence[float]) -> set[float]:
-    """The scales that a group may have: two if a sum's rounding can make a difference."""
+    """Return the possible scales of a group: two if the rounding of a sum may matter."""
     sizes = [abs(x) for x in group]
     if name != "int2":
         found = {bf16_up(fp32(max(sizes) * fp32(1 / TOP[name])))}
@@ -207,7 +208,7 @@ def scales(name: str, group: Sequence[float]) -> set[float]:
 
 
 def codes(name: str, x: float, scale: float) -> set[int]:
-    """The codes that an element may have: of the nearest level, or of one almost as near."""
+    """Return the possible codes of an element: of the nearest level, or one almost as near."""
     levels, of_level = by_level(name)
     ratio = x / scale
     at = bisect(levels, ratio)
@@ -225,7 +226,7 @@ def codes(name: str, x: float, scale: float) -> set[int]:
 
 @cache
 def by_level(name: str) -> tuple[list[float], dict[float, set[int]]]:
-    """The levels, ascending, and the codes of each."""
+    """Return the levels in ascending order, and the codes of each level."""
     found: dict[float, set[int]] = {}
     for code in WRITTEN.get(name, range(1 << BITS[name])):
         found.setdefault(level(name, code), set()).add(code)
@@ -237,7 +238,7 @@ def group_is_right(name: str, group: Sequence[float], record: Group) -> bool:
     if record.scale not in scales(name, group):
         return False
     if record.scale == 0:
-        return True  # whatever the codes
+        return True  # any codes decode to zero
     pairs = zip(group, record.codes, strict=True)
     return all(code in codes(name, x, record.scale) for x, code in pairs)
 
@@ -260,7 +261,7 @@ def chunk_is_right(name: str, chunk: Sequence[float], record: Chunk) -> bool:
 
 
 def is_average(value: float, sizes: Sequence[float]) -> bool:
-    """Whether it is the mean of some sizes, or 0 of none, in bf16."""
+    """Whether a value is the mean of sizes in bf16, or 0 if there are none."""
     exact = average(sizes) if sizes else 0.0
     return value in {bf16_near(exact * (1 + part)) for part in (-ROUNDING, ROUNDING)}
 

@@ -1,64 +1,60 @@
-"""Rules 1 and 2, written again as plainly as they are said, and watched beside the machine."""
+"""Naive implementations of rules 1 and 2, as recorders beside a shard's state machine."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from decoupled_diloco.protocol import Options
-from decoupled_diloco.protocol import effects as do
-from decoupled_diloco.protocol import events as ev
-from decoupled_diloco.protocol import messages as msg
-from outside.nodes import Node
-from outside.shard import Shard
-from outside.world import World
+from decoupled_diloco.protocol import Options, words
 
 AN_INSTANT = 1e-6
 
 
 class Clock:
-    """Rule 1: t = max(t, the K-th largest run step), shifted when who is left lies behind."""
+    """Rule 1: t = max(t, the K-th largest run step), shifted when the remaining ones are behind."""
 
-    def __init__(self, world: World, shard: int = 0) -> None:
-        self.options, self.shard = world.options, shard
-        self.t = self.told = 0
+    def __init__(self, options: Options, shard: str = "shard-0") -> None:
+        self.options, self.shard = options, shard
+        self.t = self.announced = 0
         self.run_step: dict[str, int] = {}
         self.own: dict[str, int] = {}
         self.epoch: dict[str, int] = {}
         self.checked = self.shifts = 0
-        world.watchers.append(self)
 
-    def __call__(self, node: Node, event: Any, effects: list[Any]) -> None:
-        if not isinstance(node, Shard) or node.index != self.shard:
+    def __call__(self, process: str, now: float, event: Any, effects: Sequence[Any]) -> None:
+        if process != self.shard:
             return
         shifted = 0
         match event:
-            case ev.Received(learner, msg.StepReport(step)) if learner in self.run_step:
+            case words.Received(learner, words.StepReport(step)) if learner in self.run_step:
                 self.run_step[learner] += step - self.own[learner]
                 self.own[learner] = step
-            case ev.Connected(_, hello):
+            case words.Connected(_, hello):
                 shifted += self._greeted(hello, effects)
-        gone = [e.learner for e in effects if isinstance(e, do.Evict)]
-        if isinstance(event, ev.Received) and isinstance(event.message, msg.Leave):
+        gone = [e.learner for e in effects if isinstance(e, words.Evict)]
+        if isinstance(event, words.Received) and isinstance(event.message, words.Leave):
             gone.append(event.peer)
         for learner in gone:
             self.run_step.pop(learner, None)
             shifted += self._shift()
         self.t = max(self.t, self._kth())
-        told = [e.message.by for e in effects if _is(e, msg.Shifted)]
-        assert sum(told) == shifted, f"t={node.world.now} shifted by {told}, not by {shifted}"
-        self.told = max([self.told, *(e.clock for e in effects if isinstance(e, do.ClockAdvanced))])
-        assert self.told == self.t, f"t={node.world.now} {event}: clock {self.told}, not {self.t}"
+        shifts = [e.message.by for e in effects if _is(e, words.Shifted)]
+        assert sum(shifts) == shifted, f"t={now} shifted by {shifts}, not by {shifted}"
+        self.announced = max(
+            [self.announced, *(e.clock for e in effects if isinstance(e, words.ClockAdvanced))]
+        )
+        assert self.announced == self.t, f"t={now} {event}: clock {self.announced}, not {self.t}"
         self.checked += 1
 
-    def _greeted(self, hello: msg.Hello, effects: list[Any]) -> int:
-        """Who comes for the first time, or anew, is told the clock as it is."""
+    def _greeted(self, hello: words.Hello, effects: Sequence[Any]) -> int:
+        """Start a learner that joins, or joins again, at the present clock; return the shift."""
         shifted = 0
-        if not any(isinstance(e, do.Accept) for e in effects):
+        if not any(isinstance(e, words.Accept) for e in effects):
             return shifted
         if self.epoch.get(hello.learner) != hello.epoch:
-            self.run_step.pop(hello.learner, None)  # an earlier life has gone
+            self.run_step.pop(hello.learner, None)  # its earlier incarnation has ended
             shifted += self._shift()
         if hello.learner not in self.run_step:
             self.epoch[hello.learner] = hello.epoch
@@ -81,12 +77,12 @@ class Clock:
 
 
 def _is(effect: Any, kind: type) -> bool:
-    return isinstance(effect, do.Send | do.Broadcast) and isinstance(effect.message, kind)
+    return isinstance(effect, words.Send | words.Broadcast) and isinstance(effect.message, kind)
 
 
 @dataclass
 class Slot:
-    """What holds one, and until when at most."""
+    """The round that holds a slot, and the latest time until which it does."""
 
     round: int
     until: float
@@ -94,7 +90,7 @@ class Slot:
 
 @dataclass
 class Queue:
-    """Rule 2: what is due, in order; it opens as soon as there is a slot, and once at a time."""
+    """Rule 2: due fragments open in order, as soon as a slot is free, one round at a time each."""
 
     options: Options
     shard: int = 0
@@ -102,42 +98,41 @@ class Queue:
     due: list[int] = field(default_factory=list)
     tick: dict[int, int] = field(default_factory=dict)
     again: dict[int, int] = field(default_factory=dict)
-    given_up: list[int] = field(default_factory=list)
+    abandoned: list[int] = field(default_factory=list)
     since: dict[int, float] = field(default_factory=dict)
     now: float = 0.0
     open: dict[int, Slot] = field(default_factory=dict)
     opened: int = 0
     most_open: int = 0
 
-    def __call__(self, node: Node, event: Any, effects: list[Any]) -> None:
-        if not isinstance(node, Shard) or node.index != self.shard:
+    def __call__(self, process: str, now: float, event: Any, effects: Sequence[Any]) -> None:
+        if process != f"shard-{self.shard}":
             return
-        now = self.now = node.world.now
+        self.now = now
         for effect in effects:
             match effect:
-                case do.ClockAdvanced(clock):
+                case words.ClockAdvanced(clock):
                     for tick in range(self.t + 1, clock + 1):
                         self._tick(tick)
                     self.t = clock
-                case do.Merge(_, fragment) if fragment in self.open:
+                case words.Merge(_, fragment) if fragment in self.open:
                     if now <= self.open[fragment].until + AN_INSTANT:
                         self.open[fragment].until = inf
-                case do.RoundFinished():
+                case words.RoundFinished():
                     self._ended(effect)
-                case do.RoundOpened() if not effect.closing:
+                case words.RoundOpened() if not effect.closing:
                     self._opens(now, effect)
-        if not node.world.coordinator.ending:
-            assert not (self.due and self._taken(now) < self.options.open_rounds_max), (
-                f"t={now}: {self.due} wait though of {self.options.open_rounds_max} slots "
-                f"{self._taken(now)} are taken"
-            )
+        assert not (self.due and self._taken(now) < self.options.open_rounds_max), (
+            f"t={now}: {self.due} wait although only {self._taken(now)} of "
+            f"{self.options.open_rounds_max} slots are taken"
+        )
 
     def _tick(self, tick: int) -> None:
         for p in range(self.shard, self.options.fragments, self.options.shards):
             own = p * self.options.period // self.options.fragments
-            if p in self.given_up or tick % self.options.period == own:
+            if p in self.abandoned or tick % self.options.period == own:
                 self._is_due(p, tick)
-        self.given_up = []
+        self.abandoned = []
 
     def _is_due(self, p: int, tick: int) -> None:
         if p in self.open:
@@ -148,7 +143,7 @@ class Queue:
             self.due.append(p)
             self.since[p] = self.now
 
-    def _opens(self, now: float, effect: do.RoundOpened) -> None:
+    def _opens(self, now: float, effect: words.RoundOpened) -> None:
         p = effect.fragment
         assert p not in self.open, f"t={now}: a second open round of {p}"
         assert p in self.due, f"t={now}: {p} opens, but {self.due} are due"
@@ -164,11 +159,11 @@ class Queue:
         self.opened += 1
         self.most_open = max(self.most_open, len(self.open))
 
-    def _ended(self, effect: do.RoundFinished) -> None:
+    def _ended(self, effect: words.RoundFinished) -> None:
         p = effect.fragment
         self.open.pop(p, None)
         if effect.verdict == "abandoned":
-            self.given_up.append(p)
+            self.abandoned.append(p)
             self.again.pop(p, None)
         elif p in self.again:
             self.tick[p] = self.again.pop(p)

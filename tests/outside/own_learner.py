@@ -1,18 +1,15 @@
-"""A scripted learner: it tells a shard what a learner tells, and takes its time over everything."""
+"""A scripted learner, which sends a shard a learner's messages with random delays."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from decoupled_diloco.protocol import Version
-from decoupled_diloco.protocol import effects as do
-from decoupled_diloco.protocol import events as ev
-from decoupled_diloco.protocol import messages as msg
-from decoupled_diloco.protocol.versions import Asking, Holding
+from decoupled_diloco.protocol import Version, words
+from decoupled_diloco.protocol.words import Asking, Holding
 
 if TYPE_CHECKING:
-    from outside.test_own_rounds import Schedule
+    from outside.own_schedule import Schedule
 
 
 class Learner:
@@ -27,20 +24,23 @@ class Learner:
         self.alive = self.connected = False
 
     def join(self) -> None:
-        """A new life. ``since``: up to which step a fragment is sent; ``sent``: and what."""
+        """Start a new incarnation.
+
+        ``since`` is the step up to which a fragment has been sent, and ``sent`` the contribution.
+        """
         self.epoch, self.life, self.step = self.epoch + 1, self.life + 1, 0
-        self.alive, self.stands, self.free = True, False, 0.0
+        self.alive, self.stopped, self.free = True, False, 0.0
         self.held: dict[int, Version] = {}
         self.since: dict[int, int] = {}
         self.sent: dict[int, tuple[Version, Asking, int]] = {}
-        self.waits: dict[int, msg.Pull] = {}
+        self.waits: dict[int, words.Pull] = {}
         self.sending: set[Asking] = set()
         self.fetching: set[int] = set()
         self.connect()
         self.after(self.jump * self.seconds, self.steps)
 
     def after(self, seconds: float, call: Callable[..., None], *values: Any) -> None:
-        """Not in a later life."""
+        """Call a function later, unless this incarnation has ended by then."""
         life = self.life
         self.world.at(seconds, lambda: call(*values) if self.life == life else None)
 
@@ -51,49 +51,49 @@ class Learner:
         self.world.count += 1
         held = tuple(Holding(p, version) for p, version in self.held.items())
         values = (self.epoch, f"{self.name} {self.epoch}", "learner", self.step, 0, None, held)
-        hello = msg.Hello(self.name, *values, tuple(self.sending))  # type: ignore[arg-type]
-        self.world.tell(ev.Connected(self.name, hello, self.world.count))
+        hello = words.Hello(self.name, *values, tuple(self.sending))  # type: ignore[arg-type]
+        self.world.handle(words.Connected(self.name, hello, self.world.count))
 
-    def say(self, message: Any) -> None:
+    def send(self, message: Any) -> None:
         if self.connected:
-            self.world.tell(ev.Received(self.name, message))
+            self.world.handle(words.Received(self.name, message))
 
     def steps(self) -> None:
-        if self.stands:
+        if self.stopped:
             return
         self.step += self.jump
-        report = msg.StepReport(self.step, 10 * self.step, self.seconds)
+        report = words.StepReport(self.step, 10 * self.step, self.seconds)
         if self.connected and self.rng.random() < 0.2:
-            self.world.tell(ev.Reported(((self.name, report),)))
+            self.world.handle(words.Reported(((self.name, report),)))
         else:
-            self.say(report)
+            self.send(report)
         self.after(self.jump * self.seconds, self.steps)
 
-    def hears(self, message: Any) -> None:
+    def receives(self, message: Any) -> None:
         match message if self.connected else None:
-            case msg.Published(fragment=p) if p not in self.fetching:
+            case words.Published(fragment=p) if p not in self.fetching:
                 self.fetching.add(p)
                 self.after(self.down * self.rng.uniform(0.5, 1.5), self.takes, p)
-            case msg.Pull():
+            case words.Pull():
                 self.after(0.01, self.answers, message)
-            case msg.Outcome(fragment=p, ask=ask, verdict=verdict) if verdict != "accepted":
+            case words.Outcome(fragment=p, ask=ask, verdict=verdict) if verdict != "accepted":
                 if p in self.sent and self.sent[p][1] == ask:
                     self.since[p] = self.sent.pop(p)[2]
-            case msg.Welcome(asks=asks):
+            case words.Welcome(asks=asks):
                 self.sending &= set(asks)
-            case msg.Ending():
-                self.stands = True
+            case words.Ending():
+                self.stopped = True
 
     def takes(self, p: int) -> None:
-        """The newest copy is here."""
+        """Take the newest copy, which has arrived."""
         self.fetching.discard(p)
         self.held[p] = Version(1, self.world.model.newest[p])
         self.since.setdefault(p, self.step)
-        self.say(Holding(p, self.held[p]))
+        self.send(Holding(p, self.held[p]))
         if p in self.waits:
             self.answers(self.waits.pop(p))
 
-    def answers(self, pull: msg.Pull) -> None:
+    def answers(self, pull: words.Pull) -> None:
         p, held = pull.fragment, self.held.get(pull.fragment, Version(0, 0))
         if held < pull.base:
             self.waits[p] = pull
@@ -104,43 +104,43 @@ class Learner:
         elif p in self.sent and self.sent[p][0] == held:
             self.declines(pull, "sent already")
         elif self.since[p] >= self.step:
-            self.declines(pull, do.NOTHING_NEW)
+            self.declines(pull, words.NOTHING_NEW)
         elif self.connected:
             steps = self.step - self.since[p]
             self.sent[p], self.since[p] = (held, pull.ask, self.since[p]), self.step
             self.sending.add(pull.ask)
             self.free = max(self.free, self.world.now) + self.up * self.rng.uniform(0.5, 1.5)
-            self.say(msg.Upload(p, pull.ask, held, steps, 10 * steps, "d"))
+            self.send(words.Upload(p, pull.ask, held, steps, 10 * steps, "d"))
             self.after(self.free - self.world.now, self.delivers, pull, steps)
 
-    def declines(self, pull: msg.Pull, reason: str) -> None:
-        self.say(msg.Decline(pull.fragment, pull.ask, reason == do.NOTHING_NEW, reason))
+    def declines(self, pull: words.Pull, reason: str) -> None:
+        self.send(words.Decline(pull.fragment, pull.ask, reason == words.NOTHING_NEW, reason))
 
-    def delivers(self, pull: msg.Pull, steps: int) -> None:
-        """Over a way of its own, be it connected or not, unless it is not expected any more."""
+    def delivers(self, pull: words.Pull, steps: int) -> None:
+        """Deliver a payload, independent of the connection, unless it is no longer expected."""
         self.sending.discard(pull.ask)
         if (self.name, pull.fragment, pull.ask) in self.world.void:
             return
         if self.rng.random() < 0.03:
-            self.world.tell(ev.BodyCorrupt(self.name, pull.fragment, pull.ask, "truncated"))
+            self.world.handle(words.BodyCorrupt(self.name, pull.fragment, pull.ask, "truncated"))
         else:
             body = (pull.fragment, pull.ask, pull.base, steps, 10 * steps, 100)
-            self.world.tell(ev.BodyArrived(self.name, self.epoch, *body))
+            self.world.handle(words.BodyArrived(self.name, self.epoch, *body))
 
     def goes(self, how: str) -> None:
         if not self.alive or (how in ("leaves", "drains") and not self.connected):
             return
         if how == "drains":
-            self.stands = True
+            self.stopped = True
             fragments = [p for p, step in self.since.items() if step < self.step]
-            self.say(msg.Draining(tuple(fragments), "told to go"))
+            self.send(words.Draining(tuple(fragments), "asked to stop"))
             self.after(self.rng.uniform(0.0, 20.0), self.goes, "leaves")
             return
         connected, self.connected = self.connected, False
         if how == "leaves":
-            self.world.tell(ev.Received(self.name, msg.Leave("enough")))
+            self.world.handle(words.Received(self.name, words.Leave("enough")))
         elif connected:
-            self.world.tell(ev.Lost(self.name))
+            self.world.handle(words.Lost(self.name))
         if how == "breaks":
             self.after(self.rng.choice([0.1, 1.0, 2.5, 6.0]), self.connect)
         else:

@@ -1,6 +1,6 @@
-"""What a shard must do where learners open rounds with their own steps: a naive model of the rule.
+"""A naive model of a shard whose learners open rounds with their own steps.
 
-Written from the rule and the docs alone; it is told every event and every order.
+It was written only from the rule and the docs. It receives every event and every order.
 """
 
 from __future__ import annotations
@@ -10,23 +10,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from decoupled_diloco.protocol import Options, Version
-from decoupled_diloco.protocol import effects as do
-from decoupled_diloco.protocol import events as ev
-from decoupled_diloco.protocol import messages as msg
-from decoupled_diloco.protocol.versions import Asking, Holding
+from decoupled_diloco.protocol import Options, Version, words
+from decoupled_diloco.protocol.words import Asking, Done, Failed, Holding
 
 Key = tuple[str, int, Asking]
-"""Names one contribution: the learner, the fragment, the asking."""
+"""Identifies one contribution: the learner, the fragment, the request."""
 
 
 @dataclass
 class Part:
-    """What a shard must know of one life of a learner.
+    """A shard's state about one incarnation of a learner.
 
-    ``turns``: fragments that it is to be asked for, and whether it must be; ``fresh``: those that
-    the last event has made due; ``late``: what was asked in arrears; ``made``: from which versions
-    it has contributed (``before``: in earlier lives).
+    Attributes:
+        step: Its last reported step.
+        before: Versions from which its earlier incarnations have contributed.
+        turns: Fragments to request from it, and whether the shard must request them.
+        fresh: Fragments that the last event has made due.
+        late: Requests from the backlog.
+        asked: Requests in flight.
+        names: All its requests.
+        made: Versions from which it has contributed.
+        swept: Fragments requested in the closing sweep.
     """
 
     step: int
@@ -44,7 +48,7 @@ class Part:
 
 
 class Model:
-    """What must be asked for, folded and merged, and nothing else."""
+    """The requests, folds and merges that a shard must order, and no others."""
 
     def __init__(self, options: Options, shard: int) -> None:
         self.options, self.owned = options, options.owned(shard)
@@ -60,56 +64,56 @@ class Model:
         self.owed: dict[Key, str] = {}
         self.body: Key | None = None
         self.closing = self.swept = False
-        self.said: Counter[str] = Counter()
+        self.merges: Counter[str] = Counter()
 
-    def told(self, now: float, event: Any) -> None:
-        """What a fact changes before the shard has answered it."""
+    def before_event(self, now: float, event: Any) -> None:
+        """Update the model with an event before the shard handles it."""
         for part in self.parts.values():
             part.fresh = set()
         match event:
-            case ev.Connected(name, msg.Hello() as hello):
+            case words.Connected(name, words.Hello() as hello):
                 self._greeted(name, hello)
-            case ev.Lost(name):
+            case words.Lost(name):
                 self.parts[name].connected = False
                 self.present.discard(name)
-            case ev.Reported(reports):
+            case words.Reported(reports):
                 for name, report in reports:
                     self._stepped(name, report.step)
-            case ev.Received(name, msg.StepReport(step=step)):
+            case words.Received(name, words.StepReport(step=step)):
                 self._stepped(name, step)
-            case ev.Received(name, Holding(p, version)):
+            case words.Received(name, Holding(p, version)):
                 self.parts[name].held[p] = version
-            case ev.Received(name, msg.Leave()):
+            case words.Received(name, words.Leave()):
                 self._gone(name)
-            case ev.Received(name, msg.Draining(fragments)):
+            case words.Received(name, words.Draining(fragments)):
                 part = self.parts[name]
                 part.turns |= dict.fromkeys(fragments, not part.going)  # it has stopped stepping
                 part.going = True
-            case ev.Received(name, msg.Decline(p, ask, nothing_new, reason)):
+            case words.Received(name, words.Decline(p, ask, nothing_new, reason)):
                 if self._over(name, p, ask) and not nothing_new:
                     turns = self.parts[name].turns
                     turns[p] = turns.get(p, False) or reason == "behind"
-            case ev.BodyCorrupt(name, p, ask):
+            case words.BodyCorrupt(name, p, ask):
                 if self._over(name, p, ask):
                     self.parts[name].turns.setdefault(p, False)
-            case ev.BodyArrived(name, _, p, ask):
+            case words.BodyArrived(name, _, p, ask):
                 if base := self._over(name, p, ask):
                     self.body, self.bases[name, p, ask] = (name, p, ask), base
-            case ev.Merged(_, p):
+            case Done(words.Merge(_, p)):
                 self.newest[p] += 1
                 self.failed.pop(p, None)
                 self._owes(p, "accepted")
-            case ev.MergeFailed(_, p):
+            case Failed(words.Merge(_, p)):
                 count = self.failed.get(p, (0, 0.0))[0]
                 self.failed[p] = count + 1, now + min(60.0, 2.0**count)
                 for key in self._owes(p, "abandoned"):
                     part = self.parts[key[0]]
                     part.made[p] = [made for made in part.made[p] if made != self.bases[key]]
-            case ev.Received(_, msg.EndOrdered()):
+            case words.Received(_, words.EndOrdered()):
                 self.closing = True
                 self.present = {name for name, part in self.parts.items() if part.connected}
 
-    def _greeted(self, name: str, hello: msg.Hello) -> None:
+    def _greeted(self, name: str, hello: words.Hello) -> None:
         self.present.discard(name)
         if hello.epoch > self.epochs[name]:
             self._gone(name)
@@ -154,64 +158,66 @@ class Model:
         self.owed |= {key: verdict for key in mine if self.parts[key[0]].connected}
         return mine
 
-    def answered(self, effect: Any) -> None:
-        """Whether the shard may give this order."""
+    def check(self, effect: Any) -> None:
+        """Check that the shard may give an order."""
         match effect:
-            case do.Expect(learner=learner, fragment=p, ask=ask):
+            case words.Expect(learner=learner, fragment=p, ask=ask):
                 self.expected = learner, p, ask
-            case do.Send(peer, msg.Pull() as pull):
+            case words.Send(peer, words.Pull() as pull):
                 self._asks(self.parts[peer], peer, pull)
-            case do.Send(peer, msg.Outcome(p, ask, verdict)) if (peer, p, ask) in self.owed:
-                assert self.owed.pop((peer, p, ask)) == verdict, f"{effect} is not true"
-            case do.Fold(fragment=p, learner=learner, ask=ask):
+            case words.Send(peer, words.Outcome(p, ask, verdict)) if (peer, p, ask) in self.owed:
+                assert self.owed.pop((peer, p, ask)) == verdict, f"{effect} reports a wrong verdict"
+            case words.Fold(fragment=p, learner=learner, ask=ask):
                 assert self.body == (learner, p, ask), f"{effect}: only {self.body} has arrived"
                 assert self._age(p) <= self.options.late_rounds_max, f"{effect}: too late"
                 self.folded[p].append(self.body)
                 self.parts[learner].made[p].append(self.bases[self.body])
                 self.parts[learner].swept |= {p} if self.closing else set()
                 self.body = None
-            case do.Drop(fragment=p, learner=learner, ask=ask) if self.body == (learner, p, ask):
-                assert self._age(p) > self.options.late_rounds_max, f"dropped: {effect.why}"
+            case words.Drop(fragment=p, learner=learner, ask=ask) if self.body == (learner, p, ask):
+                assert self._age(p) > self.options.late_rounds_max, f"wrongly dropped: {effect.why}"
                 self.body = None
-            case do.Merge(fragment=p, version=version):
-                assert p not in self.merging, f"{p} merges already"
-                assert self.folded[p], f"nothing to merge of {p}"
-                assert version == Version(1, self.newest[p] + 1), f"{version} is made"
+            case words.Merge(fragment=p, version=version):
+                assert p not in self.merging, f"fragment {p} is already merging"
+                assert self.folded[p], f"fragment {p} has nothing to merge"
+                assert version == Version(1, self.newest[p] + 1), f"unexpected version {version}"
                 self.merging[p], self.folded[p] = self.folded[p], []
-                self.said["late" if len(self.merging[p]) > 1 else "alone"] += 1
-            case do.RoundOpened(fragment=p, closing=False):
-                assert self.folded[p], f"a round of {p} with nothing: {effect.why}"
-            case do.Evict(learner):
+                self.merges["late" if len(self.merging[p]) > 1 else "alone"] += 1
+            case words.RoundOpened(fragment=p, closing=False):
+                assert self.folded[p], f"a round of {p} without a contribution: {effect.why}"
+            case words.Evict(learner):
                 self._gone(learner)
-            case do.Send(_, msg.Swept()):
+            case words.Send(_, words.Swept()):
                 left = [*self.merging, *filter(self.folded.get, self.owned)]
-                assert not left, f"something is left of {left}"
+                assert not left, f"contributions are left to {left}"
                 for name in self.present:
                     left = sorted({*self.owned} - self.parts[name].swept)
                     assert not left, f"{name} was not swept: {left}"
                 self.swept = True
 
     def _age(self, p: int) -> int:
-        """By how many versions the body that has arrived is late where it is folded now."""
+        """Return by how many versions the arrived payload is late if it is folded now."""
         assert self.body
         return self.newest[p] + (p in self.merging) - self.bases[self.body].counter
 
-    def _asks(self, part: Part, name: str, pull: msg.Pull) -> None:
-        p, about = pull.fragment, f"{name} is asked for {pull.fragment} from {pull.base}"
+    def _asks(self, part: Part, name: str, pull: words.Pull) -> None:
+        p, about = pull.fragment, f"request to {name} for {pull.fragment} from {pull.base}"
         assert self.expected == (name, p, pull.ask), f"{about}: not expected"
-        assert p in self.owned, f"{about}: another shard's"
-        assert part.connected, f"{about}: nobody is there"
-        assert p not in part.asked, f"{about}: twice at a time"
+        assert p in self.owned, f"{about}: fragment of another shard"
+        assert part.connected, f"{about}: not connected"
+        assert p not in part.asked, f"{about}: already requested"
         assert pull.final == self.closing, f"{about}: final is {pull.final}"
         if not self.closing:
             age = self.newest[p] - pull.base.counter
             assert p in part.turns or part.going, f"{about}: not its turn"
-            assert pull.base not in part.made[p], f"{about}: made before"
+            assert pull.base not in part.made[p], f"{about}: already contributed"
             assert age in (0, self.newest[p] - part.held.get(p, pull.base).counter), about
             assert age <= self.options.late_rounds_max, f"{about}: too old"
         if not self.closing and not part.going:
             assert len(part.asked) < self.options.open_rounds_max, f"{about}: {part.asked}"
-            assert p in part.fresh or not part.asked, f"{about}: in arrears, beside {part.asked}"
+            assert p in part.fresh or not part.asked, (
+                f"{about}: backlog request beside {part.asked}"
+            )
         part.swept |= {p} if self.closing else set()
         part.late |= {p} - part.fresh
         part.turns.pop(p, None)
@@ -219,14 +225,14 @@ class Model:
         part.names.add(pull.ask)
 
     def settled(self, now: float) -> None:
-        """An event and every alarm is dealt with: nothing is left undone."""
+        """Check that nothing is left undone after an event and all due ticks."""
         assert self.body is None, f"{self.body} is neither folded nor dropped"
-        assert not self.owed, f"nobody hears what became of {self.owed}"
+        assert not self.owed, f"outcomes were not sent: {self.owed}"
         slots = self.options.open_rounds_max
         for p in self.owned if not self.closing else ():
             waits = p in self.merging or now < self.failed.get(p, (0, 0.0))[1]
             waits |= len(self.merging) >= slots
-            assert waits or not self.folded[p], f"{self.folded[p]} lies there"
+            assert waits or not self.folded[p], f"{self.folded[p]} is not merged"
         for name, part in self.parts.items() if not self.closing else ():
             if not part.connected:
                 continue
@@ -235,7 +241,7 @@ class Model:
             more = len(part.asked) < slots and not part.late and part.fresh >= turns
             more &= turns.isdisjoint(part.asked.keys())
             free = not part.asked or more or part.going
-            assert not (free and left), f"{name} has a free link and is not asked for {left}"
+            assert not (free and left), f"{name} has a free link but no request for {left}"
 
     def _fit(self, part: Part, p: int) -> bool:
         held = part.held.get(p)

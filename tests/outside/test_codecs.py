@@ -1,4 +1,4 @@
-"""The codecs with few bits against a model of them that knows their docs only."""
+"""Compare the low-bit codecs with a model that was written only from their docs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPARSE = ["topk", "topk-4", "topk-1024"]
 ALL = [*GROUPED, *SPARSE]
 LENGTHS = [0, 1, 2, 127, 128, 129, 4095, 4096, 4097]
 LARGE = 2**18 + 4096 + 131
-"""More than a block, with a part of a group at the end."""
+"""More than one block, with an incomplete group at the end."""
 
 
 def normal(numel: int, seed: int) -> Tensor:
@@ -39,12 +39,12 @@ def outlier(numel: int) -> Tensor:
 
 
 def halves(numel: int) -> Tensor:
-    """Many elements at the middle of two levels, and many that are equal."""
+    """Return many elements halfway between two levels, and many equal elements."""
     return (4 * normal(numel, 6)).round() / 2
 
 
 def mixed(numel: int) -> Tensor:
-    """Sizes from 1e-30 to 1e30, another for each group."""
+    """Return elements of sizes from 1e-30 to 1e30, with a different size per group."""
     powers = torch.randint(-30, 31, (numel // 128 + 1,), generator=torch.Generator().manual_seed(7))
     return normal(numel, 8) * 10.0 ** powers.repeat_interleave(128)[:numel]
 
@@ -73,7 +73,7 @@ every_kind = pytest.mark.parametrize("kind", FINITE)
 
 
 def bits(values: Tensor | list[float]) -> np.ndarray:
-    """The bits of fp32 values; all NaN are one."""
+    """Return the bits of fp32 values, with the same bits for all NaN values."""
     array = torch.as_tensor(values, dtype=torch.float32).numpy()
     return np.where(np.isnan(array), np.float32(math.nan), array).view(np.uint32)
 
@@ -91,7 +91,7 @@ def check_decoding(name: str, body: bytes, numel: int) -> Tensor:
 
 
 def in_parts(name: str, values: Tensor) -> Tensor:
-    """fp64 [parts, elements of a record], with zeros behind the last."""
+    """Return fp64 [records, elements per record], padded with zeros."""
     size = model.span(name)
     return torch.nn.functional.pad(values.double(), (0, -len(values) % size)).view(-1, size)
 
@@ -105,7 +105,7 @@ class TestBodies:
         check_decoding(name, body, numel)
 
     @every_kind
-    def test_what_is_written_and_what_is_read(self, name, kind):
+    def test_encoding_and_decoding_match_the_model(self, name, kind):
         for numel in (200, 4097):
             values = FINITE[kind](numel)
             body = encode(name, values)
@@ -124,7 +124,7 @@ class TestBodies:
         values = normal(LARGE, 20)
         check_decoding(name, encode(name, values), LARGE)
 
-    def test_a_cut_body_is_the_bodies_of_the_parts(self, name):
+    def test_parts_of_a_payload_are_the_payloads_of_the_parts(self, name):
         values = torch.cat([heavy(4096 * 3), mixed(4096 * 4), normal(2**18 + 300, 21)])
         group = codec(name).group
         for cut in (group, 3 * group, 4096 * 33):
@@ -161,7 +161,7 @@ class TestBodies:
                 )
 
     @pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf])
-    def test_what_is_not_finite_stays_so(self, name, bad):
+    def test_values_that_are_not_finite_stay_so(self, name, bad):
         for numel, place in ((1, 0), (129, 128), (9000, 0), (9000, 5000), (9000, 8999)):
             values = normal(numel, 24)
             values[place] = bad
@@ -185,13 +185,13 @@ class TestBodies:
             assert torch.equal(codec(name).decode(body, 5000), torch.zeros(5000))
 
     @pytest.mark.parametrize("off", [-1, 1])
-    def test_a_body_of_another_size_is_refused(self, name, off):
+    def test_a_payload_of_a_wrong_size_is_refused(self, name, off):
         size = model.nbytes(name, 200)
-        with pytest.raises(ProtocolError, match=f"{size + off} bytes, codec '{name}' needs"):
+        with pytest.raises(ProtocolError, match=f"{size + off} bytes, codec '{name}' requires"):
             codec(name).decode(bytes(size + off), 200)
 
     @pytest.mark.parametrize("kind", ["mixed", "1e-34", "1e-36", "1e-38"])
-    def test_machines_that_take_denormal_numbers_for_0(self, name, kind):
+    def test_machines_that_flush_denormal_numbers_to_zero(self, name, kind):
         body = encode(name, FINITE[kind](4097))
         expected = codec(name).decode(body, 4097)
         try:
@@ -204,14 +204,14 @@ class TestBodies:
 
 class TestStrangeBodies:
     @pytest.mark.parametrize("name", GROUPED)
-    def test_any_bytes_are_a_body(self, name):
+    def test_any_bytes_are_a_valid_payload(self, name):
         generator = np.random.default_rng(30)
         for numel in (1, 129, 128 * 200):
             check_decoding(name, generator.bytes(model.nbytes(name, numel)), numel)
 
     @pytest.mark.parametrize("name", SPARSE)
     def test_any_levels_and_codes(self, name):
-        """NaN, infinities, a above b, negative: a record's levels are what its elements are."""
+        """Elements equal the record's levels even for NaN, infinities, a above b, or negatives."""
         generator = np.random.default_rng(31)
         cut = 4 + 3 * model.kept(name) // 2
         for numel in (1, 4096 * 40, 4097):
@@ -253,7 +253,7 @@ class TestBounds:
         assert (off <= allowed).all(), float((off / allowed).max())
 
     @every_codec
-    def test_huge_values_are_near_or_not_finite(self, name):
+    def test_huge_values_are_close_or_not_finite(self, name):
         for size in (1e36, 3e37, 1e38, 3.38e38, 3.4e38):
             values = size * normal(4097, 25).clamp(-1, 1)
             x = in_parts(name, values)
@@ -265,7 +265,7 @@ class TestBounds:
 
     @every_kind
     @pytest.mark.parametrize("name", ["int2", *SPARSE])
-    def test_less_is_left_than_there_was(self, name, kind):
+    def test_the_residual_is_smaller_than_the_input(self, name, kind):
         values = FINITE[kind](4096 * 8 + 5)
         x = in_parts(name, values)
         off = x - in_parts(name, codec(name).decode(encode(name, values), len(values)))

@@ -1,10 +1,11 @@
-"""Rule 20: H and τ follow the links, beside a model of what the docs promise of it.
+"""Compare rule 20 (H and τ follow the links) with a model of what the docs promise.
 
-Written from the rule, the how-to and the settings' docs alone. A plan is H and τ from a tick on; of
-those that a shard has heard, the one of the highest number holds from its tick on. What links carry
-is plain arithmetic: P bodies in the coarsest codec and P copies in H steps.
+The model was written only from the rule, the how-to and the settings' docs. A plan sets H and τ
+from a tick on. Of the plans that a shard has received, the one with the highest number holds from
+its tick on. The capacity of links is plain arithmetic: P payloads in the coarsest codec and P
+copies in H steps.
 
-`python -m outside.test_revisions FIRST END` (in `tests`) tries more seeds and names the bad.
+`python -m outside.test_revisions FIRST END` (in `tests`) tries more seeds and prints failing ones.
 """
 
 from __future__ import annotations
@@ -19,38 +20,36 @@ from typing import Any
 
 import pytest
 
-from decoupled_diloco.protocol import Options
-from decoupled_diloco.protocol import effects as do
-from decoupled_diloco.protocol import events as ev
-from decoupled_diloco.protocol import messages as msg
-from decoupled_diloco.protocol.revisions import AdaptLimits, Demand, Revision
-from decoupled_diloco.simulate import LearnerSpec
-from decoupled_diloco.simulate.crowd import Crowd
+from decoupled_diloco.protocol import Options, words
+from decoupled_diloco.protocol.adapt import AdaptLimits
+from decoupled_diloco.protocol.words import Demand, Revision
+from decoupled_diloco_lab.simulate import LearnerSpec
+from decoupled_diloco_lab.simulate.crowd import Crowd
 
 LADDER = (("bf16", 16.0), ("int8", 8.125), ("int4", 4.125), ("int2", 2.125))
 FRAGMENT = 4e6
 COPY = 0.5 * FRAGMENT
-"""Bytes: in fp32, and of a copy, which goes down in bf16."""
+"""Bytes of a fragment in fp32, and of a copy, which is sent in bf16."""
 
 LIMITS = AdaptLimits((8, 64), (1, 16))
 SEEDS = 6
 
 
 class Plans:
-    """Every plan that is named and heard, and the ticks for which each fragment is due by them."""
+    """All plans that were sent and received, and the ticks at which fragments are due by them."""
 
-    def __init__(self, world: Crowd, *, deaf: bool = False) -> None:
-        self.world, self.options, self.deaf = world, world.options, deaf
+    def __init__(self, world: Crowd, *, ignore_plans: bool = False) -> None:
+        self.world, self.options, self.ignore_plans = world, world.options, ignore_plans
         first = Revision(0, 0, self.options.period, self.options.overlap)
         self.named, self.named_at = {0: first}, [0.0]
-        self.heard: dict[str, list[Revision]] = defaultdict(lambda: [first])
+        self.received: dict[str, list[Revision]] = defaultdict(lambda: [first])
         self.clock: dict[str, int] = defaultdict(int)
         self.due: dict[int, list[int]] = defaultdict(list)
         self.again: dict[str, set[int]] = defaultdict(set)
         self.opened: dict[int, list[int]] = defaultdict(list)
         self.folded: dict[str, list[float]] = defaultdict(list)
         self.too_late: list[str] = []
-        self.said: Counter[type] = Counter()
+        self.sent: Counter[type] = Counter()
         self.wrong: list[str] = []
         world.recorders.append(self)
 
@@ -63,42 +62,42 @@ class Plans:
         plans = zip(self.named_at, self.named.values(), strict=True)
         return [f"t={at:.0f}: H={plan.period} τ={plan.overlap}" for at, plan in plans]
 
-    def holds(self, who: str, tick: int) -> Revision:
-        return max((r for r in self.heard[who] if r.tick <= tick), key=lambda r: r.number)
+    def holds(self, process: str, tick: int) -> Revision:
+        return max((r for r in self.received[process] if r.tick <= tick), key=lambda r: r.number)
 
-    def __call__(self, who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
-        if isinstance(event, ev.Received) and isinstance(event.message, Revision):
-            self._hears(who, event.message)
+    def __call__(self, process: str, now: float, event: Any, effects: Sequence[Any]) -> None:
+        if isinstance(event, words.Received) and isinstance(event.message, Revision):
+            self._receives(process, event.message)
         for effect in effects:
             match effect:
-                case do.Send(message=message) | do.Broadcast(message=message):
-                    self.said[type(message)] += 1
+                case words.Send(message=message) | words.Broadcast(message=message):
+                    self.sent[type(message)] += 1
                     if isinstance(message, Revision):
-                        self._names(who, message)
-                case do.Hold():
-                    self._complain(f"{who} holds: {effect.why}")
-                case do.Fold(learner=learner):
+                        self._names(process, message)
+                case words.Hold():
+                    self._complain(f"{process} holds: {effect.why}")
+                case words.Fold(learner=learner):
                     self.folded[learner].append(now)
-            if who.startswith("shard"):
-                self._rounds(who, effect)
+            if process.startswith("shard"):
+                self._rounds(process, effect)
 
     def _complain(self, text: str) -> None:
         self.wrong.append(f"t={self.world.now:.2f}: {text}")
 
-    def _names(self, who: str, plan: Revision) -> None:
+    def _names(self, process: str, plan: Revision) -> None:
         if plan.number in self.named:
             if plan != self.named[plan.number]:
-                self._complain(f"{who}: two plans, {plan!r} and {self.named[plan.number]!r}")
+                self._complain(f"{process}: two plans, {plan!r} and {self.named[plan.number]!r}")
             return
         before, limits = self.newest, self.options.adapt
-        if limits is None or who != "coordinator" or plan.number != before.number + 1:
-            self._complain(f"{who} may not name {plan!r} after {before!r}")
+        if limits is None or process != "coordinator" or plan.number != before.number + 1:
+            self._complain(f"{process} must not send {plan!r} after {before!r}")
             return
         (least, most), (shortest, longest) = limits.period, limits.overlap
         if not (least <= plan.period <= most and shortest <= plan.overlap <= longest):
             self._complain(f"{plan!r} is not within {limits}")
         if plan.overlap >= plan.period:
-            self._complain(f"{plan!r}: a fragment is sent again before it is back")
+            self._complain(f"{plan!r}: a fragment is sent again before its copy is applied")
         if plan.tick < before.tick or (plan.period, plan.overlap) == (
             before.period,
             before.overlap,
@@ -107,41 +106,44 @@ class Plans:
         self.named[plan.number] = plan
         self.named_at.append(self.world.now)
 
-    def _hears(self, who: str, plan: Revision) -> None:
+    def _receives(self, process: str, plan: Revision) -> None:
         if self.named.get(plan.number) != plan:
-            self._complain(f"{who} hears {plan!r}, which is not the one that was named")
-        if who.startswith("shard") and plan.tick <= self.clock[who]:
-            self.too_late.append(f"{who} hears {plan!r} at step {self.clock[who]}")
-        if plan not in self.heard[who] and not self.deaf:
-            self.heard[who].append(plan)
+            self._complain(f"{process} receives {plan!r}, which is not the plan that was sent")
+        if process.startswith("shard") and plan.tick <= self.clock[process]:
+            self.too_late.append(f"{process} receives {plan!r} at step {self.clock[process]}")
+        if plan not in self.received[process] and not self.ignore_plans:
+            self.received[process].append(plan)
 
-    def _rounds(self, who: str, effect: Any) -> None:
+    def _rounds(self, process: str, effect: Any) -> None:
         match effect:
-            case do.ClockAdvanced(clock):
-                for tick in range(self.clock[who] + 1, clock + 1):
-                    self._passes(who, tick)
-                self.clock[who] = clock
-            case do.RoundFinished(fragment=fragment, verdict="abandoned"):
-                self.again[who].add(fragment)
-            case do.RoundOpened(fragment=fragment, tick=tick, closing=False):
+            case words.ClockAdvanced(clock):
+                for tick in range(self.clock[process] + 1, clock + 1):
+                    self._passes(process, tick)
+                self.clock[process] = clock
+            case words.RoundFinished(fragment=fragment, verdict="abandoned"):
+                self.again[process].add(fragment)
+            case words.RoundOpened(fragment=fragment, tick=tick, closing=False):
                 if tick not in self.due[fragment][-1:]:
-                    plan, due = self.holds(who, tick), self.due[fragment][-2:]
-                    self._complain(f"{who} opens {fragment} for {tick}, due {due} by {plan!r}")
+                    plan, due = self.holds(process, tick), self.due[fragment][-2:]
+                    self._complain(f"{process} opens {fragment} for {tick}, due {due} by {plan!r}")
                 if tick in self.opened[fragment][-1:]:
-                    self._complain(f"{who} opens {fragment} twice for {tick}")
+                    self._complain(f"{process} opens {fragment} twice for {tick}")
                 self.opened[fragment].append(tick)
 
-    def _passes(self, who: str, tick: int) -> None:
-        """A fragment is due when t mod H = ⌊p·H/P⌋, and again at once if it was given up."""
-        period, count = self.holds(who, tick).period, self.options.fragments
-        for p in self.options.owned(int(who.removeprefix("shard-"))):
-            if p in self.again[who] or tick % period == p * period // count:
+    def _passes(self, process: str, tick: int) -> None:
+        """A fragment is due when t mod H = ⌊p·H/P⌋, and again at once if it was abandoned."""
+        period, count = self.holds(process, tick).period, self.options.fragments
+        for p in self.options.owned(int(process.removeprefix("shard-"))):
+            if p in self.again[process] or tick % period == p * period // count:
                 self.due[p].append(tick)
-        self.again[who] = set()
+        self.again[process] = set()
 
 
 class Sites:
-    """Learners by what their links carry: the steps of a body in the coarsest codec, of a copy."""
+    """Learners with links whose speed is given in steps per payload and per copy.
+
+    The payload is in the coarsest codec.
+    """
 
     def __init__(
         self,
@@ -150,7 +152,7 @@ class Sites:
         *,
         seed: int = 0,
         step: float = 1.0,
-        deaf: bool = False,
+        ignore_plans: bool = False,
         observers: Sequence[float] = (),
         **settings: Any,
     ) -> None:
@@ -178,13 +180,13 @@ class Sites:
             learner.link.up_bytes_per_second = self.body / (body * step)
             learner.link.down_bytes_per_second = COPY / (copy * step)
             self.took[learner.name] = (body, copy)
-        self.plans = Plans(self.world, deaf=deaf)
+        self.plans = Plans(self.world, ignore_plans=ignore_plans)
 
     def run(self, steps: float) -> None:
         self.world.run(until=self.world.now + steps * self.step)
 
     def becomes(self, learner: Any, body: float, copy: float | None = None) -> None:
-        """From now on its link takes so many steps for each."""
+        """Change the number of steps that a learner's link takes for a payload and a copy."""
         copy = copy or self.took[learner.name][1]
         self.took[learner.name] = (body, copy)
         clockwork = self.world.clockwork
@@ -192,14 +194,14 @@ class Sites:
         learner.link.stretch("down", COPY / (copy * self.step), clockwork)
 
     def needs(self) -> float:
-        """Steps in which the link of the last learner that must be heard carries all fragments."""
+        """Return the steps in which enough links carry all fragments."""
         limits = self.options.adapt
         assert limits
         each = sorted(self.options.fragments * max(self.took[one.name]) for one in self.learners)
         return each[math.ceil(limits.carried_by * len(each) - 1e-9) - 1]
 
     def least(self) -> int:
-        """The smallest H, doubled from the least, in which they are carried."""
+        """Return the smallest H, doubled from the minimum, in which all fragments are carried."""
         limits = self.options.adapt
         assert limits
         least, most = limits.period
@@ -213,19 +215,20 @@ class Sites:
             if host.alive:
                 plan = (host.machine.options.period, host.machine.options.overlap)
                 if plan != (newest.period, newest.overlap):
-                    self.plans._complain(f"{host.name} goes by {plan}, and not by {newest!r}")
+                    self.plans._complain(f"{host.name} follows {plan}, not {newest!r}")
 
     def are_carried(self) -> None:
-        """The plan is one that the links carry, and not much longer than it must be."""
+        """Check that the links carry the plan, and that it is not much longer than necessary."""
         limits, plan, needs = self.options.adapt, self.plans.newest, self.needs()
         assert limits
         if plan.period < min(needs, limits.period[1]):
-            self.plans._complain(f"H={plan.period}, and links need {needs:.1f}")
+            self.plans._complain(f"H={plan.period}, but links need {needs:.1f}")
         if plan.period > 4 * self.least():
-            self.plans._complain(f"H={plan.period}, and {self.least()} would do for {needs:.1f}")
+            text = f"H={plan.period}, but {self.least()} would suffice for {needs:.1f}"
+            self.plans._complain(text)
 
     def settled(self, steps: float) -> None:
-        """Nothing has changed for so long. Not asked for where no H within the limits would do."""
+        """Check that no plan was sent for some steps, if an H within the limits suffices."""
         limits = self.options.adapt
         assert limits
         since = (self.world.now - self.plans.named_at[-1]) / self.step
@@ -237,7 +240,7 @@ class Sites:
 
 
 class Weather(Sites):
-    """Random settings; links that change, learners that crash and come back; then calm."""
+    """Random settings, with links that change and learners that crash and come back; then calm."""
 
     def __init__(self, seed: int) -> None:
         rng = self.rng = random.Random(f"weather {seed}")
@@ -285,7 +288,9 @@ class Weather(Sites):
             self.becomes(learner, self._body(), self._copy())
         elif what < 0.85 and learner.alive:
             silent = rng.random() < 0.3
-            world.crash(learner, silent=silent)  # one that nobody noticed is not let in again
+            world.crash(
+                learner, silent=silent
+            )  # the syncer must notice a silent crash before a rejoin
             world.clockwork.after(15.0 * silent + steps * self.step, world.restart, learner)
         elif what < 0.92:
             world.pause(learner)
@@ -303,7 +308,7 @@ class Weather(Sites):
         self.world.run(until=self.world.now + 60.0)
 
     def calm(self) -> None:
-        """Long enough for some revisions, one after the other."""
+        """Run without changes long enough for some revisions, then check the result."""
         for learner in self.learners:
             self.world.restart(learner)
             self.becomes(learner, *self.took[learner.name])
@@ -313,13 +318,13 @@ class Weather(Sites):
         self.hold_the_newest()
         self.are_carried()
         self.settled(3 * most)
-        self._all_are_heard(3 * most)
+        self._all_are_merged(3 * most)
 
-    def _all_are_heard(self, steps: float) -> None:
-        """No due fragment is passed over, and whose link has room is in the rounds.
+    def _all_are_merged(self, steps: float) -> None:
+        """Check that no due fragment is skipped, and that learners with spare capacity take part.
 
-        In every second one at least: without a grace window, who reports just after the tick is
-        asked for what it missed the last time (rule 3).
+        They must be in every second round at least. Without a grace window, a learner that reports
+        just after the tick receives a request for the round that it missed before (rule 3).
         """
         period, since = self.plans.newest.period, self.world.now - steps * self.step
         for p, due in self.plans.due.items():
@@ -327,10 +332,10 @@ class Weather(Sites):
                 self.plans._complain(f"{p} is due for {due[-3:]}: {self.plans.opened[p][-3:]}")
         nominal = self.options.fragments * steps / period
         for learner in self.learners:
-            heard = sum(now > since for now in self.plans.folded[learner.name])
+            merged = sum(now > since for now in self.plans.folded[learner.name])
             busy = self.options.fragments * max(self.took[learner.name])
-            if busy <= 0.5 * period and heard < 0.4 * nominal:
-                self.plans._complain(f"{learner.name} is heard {heard} times of {nominal:.0f}")
+            if busy <= 0.5 * period and merged < 0.4 * nominal:
+                self.plans._complain(f"{learner.name} is merged {merged} times of {nominal:.0f}")
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
@@ -359,7 +364,7 @@ def wrong(seed: int) -> list[str]:
     ],
 )
 def test_rule_20_constant_links_are_carried(body: float, shards: int, ladder: Any) -> None:
-    """Of several shards each finds out by itself, and it takes longer."""
+    """Each of several shards measures the links by itself, which takes longer."""
     sites = Sites([body] * 3, ladder=ladder, shards=shards)
     sites.run(400 if shards == 1 else 950)
     sites.hold_the_newest()
@@ -371,7 +376,7 @@ def test_rule_20_constant_links_are_carried(body: float, shards: int, ladder: An
 
 
 @pytest.mark.parametrize("copy", [0.5, 1.2, 5.0])
-def test_rule_20_what_comes_down_counts_too(copy: float) -> None:
+def test_rule_20_copies_on_the_downlink_count_too(copy: float) -> None:
     sites = Sites([0.05] * 3, [copy] * 3)
     sites.run(500)
     sites.are_carried()
@@ -392,7 +397,7 @@ def test_rule_20_the_slowest_quarter_does_not_raise_the_period(
     more.nothing_is_wrong()
 
 
-def test_rule_20_a_quarter_is_of_those_that_are_there() -> None:
+def test_rule_20_a_quarter_is_counted_over_live_learners() -> None:
     sites = Sites([0.1, 0.1, 0.1, 3.0])
     sites.run(100)
     assert sites.plans.newest.period == 8
@@ -408,8 +413,8 @@ def test_rule_20_a_quarter_is_of_those_that_are_there() -> None:
 
 @pytest.mark.parametrize("ladder", [LADDER, LADDER[:1]])
 @pytest.mark.parametrize("gap", [3, 10])
-def test_rule_20_links_that_alternate_quickly_change_little(gap: int, ladder: Any) -> None:
-    """More than a hundred times better or worse."""
+def test_rule_20_links_that_alternate_quickly_cause_few_plans(gap: int, ladder: Any) -> None:
+    """Every link alternates between two speeds."""
     sites = Sites([0.1] * 2, ladder=ladder)
     for turn in range(600 // gap):
         for learner in sites.learners:
@@ -419,8 +424,8 @@ def test_rule_20_links_that_alternate_quickly_change_little(gap: int, ladder: An
     sites.nothing_is_wrong()
 
 
-def test_rule_20_who_joins_again_and_again_is_no_reason() -> None:
-    """Who comes takes whole copies, which are twice as large."""
+def test_rule_20_learners_that_rejoin_often_cause_no_plan() -> None:
+    """A learner that joins fetches whole copies, which are twice as large."""
     sites = Sites([0.1] * 3, [0.5] * 3)
     for turn in range(12):
         sites.run(30)
@@ -430,23 +435,23 @@ def test_rule_20_who_joins_again_and_again_is_no_reason() -> None:
     assert len(sites.plans.named) == 1, sites.plans.changes
 
 
-def test_rule_20_observers_count_for_nothing() -> None:
+def test_rule_20_observers_do_not_count() -> None:
     sites = Sites([0.1] * 2, observers=[6.0] * 4)
     sites.run(300)
     assert len(sites.plans.named) == 1, sites.plans.changes
 
 
 @pytest.mark.parametrize("body", [0.1, 3.0])
-def test_rule_20_a_fixed_run_says_nothing_of_it(body: float) -> None:
+def test_rule_20_a_run_with_fixed_h_and_tau_sends_no_plans(body: float) -> None:
     sites = Sites([body] * 3, adapt=None, shards=2)
     sites.run(300)
-    assert not {Revision, Demand, msg.CopyTook} & set(sites.plans.said)
+    assert not {Revision, Demand, words.CopyTook} & set(sites.plans.sent)
     sites.hold_the_newest()
     sites.nothing_is_wrong()
 
 
 class Lags:
-    """At which step a fragment is applied, counted from that of its snapshot."""
+    """Counts the steps from a fragment's snapshot until its copy is applied."""
 
     def __init__(self, world: Crowd) -> None:
         self.steps: Counter[str] = Counter()
@@ -454,17 +459,17 @@ class Lags:
         self.lags: Counter[int] = Counter()
         world.recorders.append(self)
 
-    def __call__(self, who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
-        self.steps[who] += isinstance(event, ev.StepFinished)
+    def __call__(self, process: str, now: float, event: Any, effects: Sequence[Any]) -> None:
+        self.steps[process] += isinstance(event, words.StepFinished)
         for effect in effects:
-            if isinstance(effect, do.Apply) and (who, effect.fragment) in self.sent:
-                self.lags[self.steps[who] - self.sent.pop((who, effect.fragment))] += 1
-            elif isinstance(effect, do.Snapshot):
-                self.sent[who, effect.fragment] = self.steps[who]
+            if isinstance(effect, words.Apply) and (process, effect.fragment) in self.sent:
+                self.lags[self.steps[process] - self.sent.pop((process, effect.fragment))] += 1
+            elif isinstance(effect, words.Snapshot):
+                self.sent[process, effect.fragment] = self.steps[process]
 
 
 @pytest.mark.parametrize("body", [0.5, 1.0, 3.0])
-def test_rule_20_at_tau_is_at_the_tau_that_holds(body: float) -> None:
+def test_rule_20_at_tau_applies_at_the_current_tau(body: float) -> None:
     sites = Sites([body] * 3, apply="at_tau")
     lags = Lags(sites.world)
     sites.run(250)
@@ -474,38 +479,38 @@ def test_rule_20_at_tau_is_at_the_tau_that_holds(body: float) -> None:
 
 
 def test_the_model_notices_rounds_by_another_plan() -> None:
-    """It hears of none itself."""
-    sites = Sites([3.0] * 3, deaf=True)
+    """The model ignores all plans."""
+    sites = Sites([3.0] * 3, ignore_plans=True)
     sites.run(200)
     assert any("opens" in text for text in sites.plans.wrong)
 
 
-def test_the_model_notices_who_does_not_hear() -> None:
+def test_the_model_notices_a_learner_without_the_plan() -> None:
     sites = Sites([3.0] * 3)
     learner = sites.learners[1]
-    hears = learner.received
+    receives = learner.received
 
     def received(connection: Any, message: Any) -> None:
         if not isinstance(message, Revision):
-            hears(connection, message)
+            receives(connection, message)
 
     learner.received = received
     sites.run(200)
     sites.hold_the_newest()
-    assert ["l1 goes by" in text for text in sites.plans.wrong] == [True]
+    assert ["l1 follows" in text for text in sites.plans.wrong] == [True]
 
 
 def test_the_model_notices_another_plan_of_the_same_number() -> None:
     sites = Sites([3.0] * 3)
     shard = sites.world.shards[0]
-    tells = shard.tell
+    handle = shard.handle
 
-    def tell(event: Any) -> None:
-        if isinstance(event, ev.Received) and isinstance(event.message, Revision):
+    def shifted(event: Any) -> None:
+        if isinstance(event, words.Received) and isinstance(event.message, Revision):
             event = replace(event, message=replace(event.message, tick=event.message.tick + 1))
-        tells(event)
+        handle(event)
 
-    shard.tell = tell
+    shard.handle = shifted
     sites.run(200)
     assert any("two plans" in text for text in sites.plans.wrong)
 
@@ -516,15 +521,15 @@ if __name__ == "__main__":
             print(f"seed {number}: {found}", flush=True)
 
 
-def test_rule_20_nothing_flaps_where_no_plan_would_do() -> None:
-    """A little more is due than the greatest period carries: answers wait for each other."""
+def test_rule_20_plans_do_not_flap_if_none_suffices() -> None:
+    """Slightly more is due than the longest period carries, so payloads queue."""
     sites = Sites([4.05] * 3, ladder=LADDER[:1], adapt=AdaptLimits((8, 32), (1, 16)))
     sites.run(3000)
     assert len(sites.plans.changes) <= 3, sites.plans.changes
 
 
-def test_rule_20_a_body_that_is_too_late_to_be_merged_is_measured() -> None:
-    """It is late by more versions than are merged, in the first codec: so the next one is sent."""
+def test_rule_20_a_payload_that_is_too_late_to_merge_is_measured() -> None:
+    """In the first codec it is too many versions late, so the next codec is used."""
     sites = Sites([0.1] * 2 + [36.0] * 2)
     sites.run(1400)
     members = sites.world.shards[0].machine.state.members

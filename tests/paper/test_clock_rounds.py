@@ -1,6 +1,7 @@
 """Clock, rounds, participants and grace window, measured in virtual time (rules 1 to 3, Eq. 3).
 
-Settings as in the paper: P = H = 24, τ = 2, γ = 0.8; a step of the fastest learner is the unit.
+The settings are those of the paper: P = H = 24, τ = 2, γ = 0.8. The fastest learner's step takes
+one second.
 """
 
 from __future__ import annotations
@@ -13,21 +14,30 @@ from typing import Any
 import pytest
 
 from decoupled_diloco.protocol import Options
-from decoupled_diloco.protocol.clock import advanced, kth_largest, shift_after_leave
-from decoupled_diloco.protocol.effects import ClockAdvanced, RoundFinished, SendBody, Snapshot
-from decoupled_diloco.protocol.events import Received
-from decoupled_diloco.protocol.grace import Timing
-from decoupled_diloco.protocol.messages import Pull
-from decoupled_diloco.protocol.quorum import window_decision
-from decoupled_diloco.simulate import Choices, LearnerSpec
-from decoupled_diloco.simulate.crowd import Crowd
+from decoupled_diloco.protocol.clock import (
+    Timing,
+    advanced,
+    kth_largest,
+    shift_after_leave,
+    window_decision,
+)
+from decoupled_diloco.protocol.words import (
+    ClockAdvanced,
+    Pull,
+    Received,
+    RoundFinished,
+    SendBody,
+    Snapshot,
+)
+from decoupled_diloco_lab.simulate import Choices, LearnerSpec
+from decoupled_diloco_lab.simulate.crowd import Crowd
 
 WARM_UP_SECONDS = 60.0
 
 
 @dataclass
 class Run:
-    """What was seen of one run since it warmed up."""
+    """Records one run after its warm-up."""
 
     world: Crowd
     ticks: list[float] = field(default_factory=list)
@@ -36,8 +46,8 @@ class Run:
     answered_at_once: Counter[str] = field(default_factory=Counter)
     snapshots: int = 0
 
-    def __call__(self, who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
-        """Looks at one event."""
+    def __call__(self, process: str, now: float, event: Any, effects: Sequence[Any]) -> None:
+        """Record one event."""
         for effect in effects:
             if isinstance(effect, ClockAdvanced):
                 self.ticks.append(now)
@@ -45,30 +55,30 @@ class Run:
                 self.rounds.append(effect)
             self.snapshots += isinstance(effect, Snapshot)
         if isinstance(event, Received) and isinstance(event.message, Pull):
-            self.pulls[who] += 1
-            self.answered_at_once[who] += any(isinstance(e, SendBody) for e in effects)
+            self.pulls[process] += 1
+            self.answered_at_once[process] += any(isinstance(e, SendBody) for e in effects)
 
     def share(self, learner: str) -> float:
-        """In which share of the merged rounds this learner took part."""
+        """Return the share of merged rounds in which a learner took part."""
         return sum(learner in folded(r) for r in self.merged) / len(self.merged)
 
-    def heard(self, learner: str) -> set[int]:
-        """The fragments that have heard this learner."""
+    def merged_into(self, learner: str) -> set[int]:
+        """Return the fragments that have merged a learner's contribution."""
         return {r.fragment for r in self.merged if learner in folded(r)}
 
     @property
     def merged(self) -> list[RoundFinished]:
-        """The rounds that were not given up."""
+        """The rounds that were not abandoned."""
         return [round for round in self.rounds if round.verdict == "merged"]
 
     @property
     def longest_pause(self) -> float:
-        """Between two ticks, in steps of the fastest learner."""
+        """The longest time between two ticks, in steps of the fastest learner."""
         return max(b - a for a, b in zip(self.ticks, self.ticks[1:], strict=False))
 
 
 def folded(round: RoundFinished) -> set[str]:
-    """Who is in a merge."""
+    """Return the learners in a merge."""
     return {p.learner for p in round.participants if p.state == "folded"}
 
 
@@ -79,7 +89,7 @@ def run(
     variance: float = 0.0,
     **options: Any,
 ) -> Run:
-    """Learners with these seconds per step, at random phases, for so long after warming up."""
+    """Run learners with these seconds per step, at random phases, and record after the warm-up."""
     choices = Choices("phases")
     specs = [
         LearnerSpec(
@@ -106,13 +116,13 @@ def test_rule_1_the_clock_is_the_kth_largest_run_step() -> None:
     assert [kth_largest([5, 9, 7], k) for k in (1, 2, 3, 4)] == [9, 7, 5, None]
     assert advanced(4, [9, 7, 5], 2) == 7
     assert advanced(8, [9, 7, 5], 2) == 8, "it never goes back"
-    assert advanced(8, [9], 2) == 8, "it stands with fewer than K live"
+    assert advanced(8, [9], 2) == 8, "it stops with fewer than K live learners"
 
 
-def test_rule_1_who_remains_is_shifted_so_that_the_clock_goes_on() -> None:
+def test_rule_1_remaining_learners_are_shifted_so_that_the_clock_continues() -> None:
     assert shift_after_leave(10, [7, 4], 1) == 3
     assert shift_after_leave(10, [7, 4], 2) == 6
-    assert shift_after_leave(10, [12, 4], 1) == 0, "nobody is ahead who has gone"
+    assert shift_after_leave(10, [12, 4], 1) == 0, "the learner that left was not ahead"
     assert shift_after_leave(10, [7], 2) == 0, "fewer than K are live"
 
 
@@ -123,12 +133,12 @@ def test_rule_1_equal_learners_tick_once_per_step_not_m_times() -> None:
 
 
 def test_rule_1_with_all_as_quorum_the_slowest_sets_the_pace() -> None:
-    """The paper's goodput of 84 % for learners that are 18 % apart."""
+    """The paper reports a goodput of 84 % for learners whose speeds differ by 18 %."""
     seen = run(*[1.0] * 4, *[1.18] * 4, quorum=8)
     assert len(seen.ticks) / 240 == pytest.approx(1 / 1.18, abs=0.01)
 
 
-def test_rule_1_the_death_of_the_fastest_is_no_long_pause() -> None:
+def test_rule_1_the_death_of_the_fastest_learner_causes_no_long_pause() -> None:
     seen = run(2.0, 2.3, 2.6, seconds=40.0)
     fastest = seen.world.learners["learner-0"]
     seen.world.crash(fastest)
@@ -136,8 +146,8 @@ def test_rule_1_the_death_of_the_fastest_is_no_long_pause() -> None:
     assert seen.longest_pause / 2.0 < 2.7
 
 
-def test_rule_1_the_death_of_a_learner_twice_as_fast_neither() -> None:
-    """Without the shift the clock would stand until the slower one had caught up."""
+def test_rule_1_the_death_of_a_learner_twice_as_fast_causes_no_long_pause() -> None:
+    """Without the shift, the clock would stop until the slower learner had caught up."""
     seen = run(2.0, 4.0, seconds=100.0)
     seen.world.crash(seen.world.learners["learner-0"])
     before = seen.world.shards[0].machine.state.clock
@@ -176,7 +186,7 @@ def test_rule_2_every_fragment_is_due_once_per_period(fragments: int, period: in
         ((0, 1, 2), 0, 1),
     ],
 )
-def test_rule_2_what_is_not_evenly_spread_takes_the_slots_that_it_needs(
+def test_rule_2_unevenly_spread_fragments_take_the_slots_that_they_need(
     phases: tuple[int, ...], overlap: int, limit: int
 ) -> None:
     options = Options(fragments=3, period=6, overlap=overlap, phases=phases)
@@ -191,7 +201,7 @@ def test_rule_2_with_p_equal_h_one_fragment_is_due_in_every_step() -> None:
 
 
 def test_rule_2_without_overlap_rounds_follow_one_another() -> None:
-    """Rule 4: without a delivery window nobody is waited for but K; the rest is late by one."""
+    """Rule 4: without a delivery window, a round waits for K only. The rest is late by one."""
     seen = run(1.0, 1.0, overlap=0, seconds=48.0)
     assert len(seen.merged) >= 47
     assert {p.state for r in seen.merged for p in r.participants} <= {"folded", "late"}
@@ -199,40 +209,40 @@ def test_rule_2_without_overlap_rounds_follow_one_another() -> None:
     assert all(seen.share(name) > 0.95 for name in seen.world.learners)
 
 
-def test_rule_2_without_overlap_all_as_quorum_is_waited_for() -> None:
-    """Rule 14: the synchronous baselines: everything is in time."""
+def test_rule_2_without_overlap_a_quorum_of_all_waits_for_all() -> None:
+    """Rule 14, synchronous baselines: all contributions are in time."""
     seen = run(1.0, 1.0, overlap=0, quorum=2, seconds=48.0)
     assert len(seen.merged) >= 47
     assert {(p.state, p.age) for r in seen.merged for p in r.participants} == {("folded", 0)}
 
 
 def test_rule_3_the_grace_window_brings_the_slower_half_in() -> None:
-    """18 % apart with K = 1: full goodput, and all eight take part in every round."""
+    """Speeds differ by 18 %, K = 1: goodput is full, and all eight take part in every round."""
     seen = run(*[1.0] * 4, *[1.18] * 4)
     assert len(seen.ticks) == pytest.approx(240, abs=1)
     assert min(seen.share(name) for name in seen.world.learners) > 0.99
 
 
-def test_rule_3_reported_takes_who_has_reported_since_the_tick_before() -> None:
+def test_rule_3_reported_takes_learners_with_a_report_since_the_previous_tick() -> None:
     seen = run(1.0, 1.0, 2.0, 4.0, seconds=480.0)
     assert len(seen.ticks) == pytest.approx(480, abs=1)
     assert seen.share("learner-0") == seen.share("learner-1") == 1.0
     assert 0.5 < seen.share("learner-3") < 0.9
-    assert all(seen.heard(name) == EVERY_FRAGMENT for name in seen.world.learners)
+    assert all(seen.merged_into(name) == EVERY_FRAGMENT for name in seen.world.learners)
 
 
-def test_rule_3_all_takes_everybody() -> None:
+def test_rule_3_all_takes_every_learner() -> None:
     seen = run(1.0, 1.0, 2.0, 4.0, participants="all")
     assert len(seen.ticks) == pytest.approx(240, abs=1)
     assert min(seen.share(name) for name in seen.world.learners) > 0.99
 
 
 @pytest.mark.parametrize("slowness", [2.0, 3.0, 4.0])
-def test_rule_3_without_grace_every_fragment_still_hears_every_learner(slowness: float) -> None:
-    """Also of exactly half the speed, whose steps meet the same fragments again and again."""
+def test_rule_3_without_grace_every_fragment_still_merges_every_learner(slowness: float) -> None:
+    """This includes learners of exactly half the speed, whose steps meet the same fragments."""
     seen = run(1.0, slowness, grace_margin=0.0, seconds=480.0)
     assert 0.9 / slowness < seen.share("learner-1") < 0.8
-    assert seen.heard("learner-1") == EVERY_FRAGMENT
+    assert seen.merged_into("learner-1") == EVERY_FRAGMENT
 
 
 @pytest.mark.parametrize("jitter", [0.0, 0.05, 0.2])
@@ -252,22 +262,22 @@ def test_eq_3_the_slack_is_what_the_overlap_leaves() -> None:
     assert window.slack == pytest.approx(2 * 1.0 - (0.1 + 0.5))
     assert window.seconds == pytest.approx(0.8 * window.slack)
     assert timing.window(0, 0.8, 1.0).seconds == 0.0, "no overlap, no slack"
-    assert timing.window(2, 0.8, 0.1).seconds == 0.0, "a negative slack is none"
+    assert timing.window(2, 0.8, 0.1).seconds == 0.0, "a negative slack counts as zero"
     assert timing.window(2, 0.0, 1.0).seconds == 0.0
 
 
 def decisions() -> Iterator[tuple[dict[str, Any], bool, float | None, str]]:
-    """Arguments; whether the window closes; when to look again; the reason."""
+    """Yield arguments, whether the window closes, when to check again, and the reason."""
     usual = {"now": 5.0, "closes_at": 6.0, "quorum": 2, "qualified": 2, "possible": 4}
     yield {**usual, "qualified": 1}, False, None, "1 of the quorum of 2"
-    yield usual, False, 6.0, "2 of 4 qualify, the window is open"
-    yield {**usual, "now": 6.0}, True, None, "the grace window is over with 2 of 4"
+    yield usual, False, 6.0, "the window is open: 2 of 4 qualify"
+    yield {**usual, "now": 6.0}, True, None, "the grace window is over: 2 of 4 qualify"
     yield {**usual, "qualified": 4}, True, None, "all 4 live learners"
     yield {**usual, "qualified": 1, "now": 9.0}, False, None, "1 of the quorum of 2"
 
 
 @pytest.mark.parametrize(("arguments", "close", "wake", "reason"), [*decisions()])
-def test_rule_3_the_window_closes_with_its_time_or_with_everybody(
+def test_rule_3_the_window_closes_after_its_time_or_with_all_learners(
     arguments: dict[str, Any], close: bool, wake: float | None, reason: str
 ) -> None:
     decision = window_decision(arguments.pop("now"), **arguments)
@@ -293,11 +303,11 @@ def test_rule_4_pulls_are_answered_at_once(
     seen = run(*speeds, latency=latency, variance=0.02, seconds=120.0, **options)
     for learner, pulls in seen.pulls.items():
         assert seen.answered_at_once[learner] / pulls >= 0.9, learner
-    assert seen.snapshots <= 2.5 * sum(seen.pulls.values()), "and few are taken in vain"
+    assert seen.snapshots <= 2.5 * sum(seen.pulls.values()), "few snapshots are unused"
 
 
-def test_rule_11_rounds_go_on_while_the_coordinator_is_gone() -> None:
-    """Rule 11: its absence stops joins, leases and the end; rounds go on."""
+def test_rule_11_rounds_continue_while_the_coordinator_is_down() -> None:
+    """Rule 11: its absence stops joins, leases and the end, but rounds continue."""
     seen = run(1.0, 1.0, 1.0, seconds=10.0)
     world = seen.world
     world.pause(world.coordinator)
@@ -315,7 +325,7 @@ def test_a_synchronous_learner_waits_for_the_slowest() -> None:
     assert all(seen.share(name) == 1.0 for name in seen.world.learners)
 
 
-def test_rule_3_a_step_longer_than_the_period_is_waited_for_now_and_then() -> None:
+def test_rule_3_a_learner_whose_step_is_longer_than_the_period_takes_part_sometimes() -> None:
     seen = run(1.0, 4.0, fragments=2, period=1, overlap=1)
-    assert seen.heard("learner-1") == {0, 1}
+    assert seen.merged_into("learner-1") == {0, 1}
     assert seen.share("learner-1") > 0.1

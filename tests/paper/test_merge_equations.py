@@ -1,7 +1,7 @@
-"""The method's merge, sentence by sentence: our code against versions too short to be wrong.
+"""Compare the merge with short implementations of each sentence of the method.
 
-Sources: Decoupled DiLoCo (arXiv 2604.21428) where nothing else is said; "rule" is our own exact
-rule where the paper is silent.
+The source is Decoupled DiLoCo (arXiv 2604.21428) unless stated otherwise. "Rule" is our own exact
+rule where the paper does not specify one.
 """
 
 import math
@@ -76,17 +76,17 @@ def test_weight_is_quantity_times_quality():
 
 
 def test_a_learner_with_twice_the_batch_counts_four_times():
-    """Algorithm 2: in the same number of steps, twice the tokens are also twice as good."""
+    """Algorithm 2: with the same number of steps, twice the tokens have twice the quality."""
     assert token_weight(2048, 8) == 4 * token_weight(1024, 8)
 
 
 def test_a_learner_that_did_not_train_has_weight_zero():
-    """Algorithm 2: w_m = 0 for those who are not in the set; so for who did nothing."""
+    """Algorithm 2: w_m = 0 for learners not in the set, and for one that did not train."""
     assert token_weight(0, 0) == 0
 
 
 def test_the_merge_uses_the_weights():
-    """Algorithm 2: Merge of {Δ, w}: one learner with weight 3 is three learners with weight 1."""
+    """Algorithm 2, merge of {Δ, w}: one learner with weight 3 counts as three with weight 1."""
     a, b = vectors(2)
     for kind in (rda(), mean()):
         close(merge([a, b], [3, 1], kind), merge([a, a, a, b], [1, 1, 1, 1], kind))
@@ -107,14 +107,14 @@ def test_mean_equals_the_equation(count):
 
 
 def test_the_length_is_the_weighted_mean_of_the_norms():
-    """RDA: the radial part is the mean of norms (not the norm of the mean)."""
+    """RDA: the radial part is the mean of the norms, not the norm of the mean."""
     vs, ws = vectors(5), [5, 4, 3, 2, 1]
     length = sum(w * float(v.norm()) for v, w in zip(vs, ws, strict=True)) / sum(ws)
     assert float(merge(vs, ws, rda()).norm()) == pytest.approx(length, rel=1e-6)
 
 
 def test_the_direction_ignores_the_lengths():
-    """RDA: directions are merged as unit vectors, so a long update does not drown the others."""
+    """RDA: directions are merged as unit vectors, so a long update does not dominate."""
     a, b = vectors(2)
     short, long = merge([a, b], [1, 1], rda()), merge([1000 * a, b], [1, 1], rda())
     close(phi(short), phi(long), rtol=1e-5)
@@ -136,15 +136,15 @@ def test_orthogonal_updates_shrink_by_the_root_of_m_in_a_mean_and_not_in_rda(cou
     assert float(merge(vs, ws, rda(count)).norm()) == pytest.approx(1)
 
 
-def test_equal_updates_are_merged_alike_by_both():
-    """RDA and mean agree where all learners agree."""
+def test_rda_and_mean_agree_for_equal_updates():
+    """RDA and mean agree if all learners agree."""
     (v,) = vectors(1)
     close(merge([v, v, v], [1, 2, 3], rda()), v)
     close(merge([v, v, v], [1, 2, 3], mean()), v)
 
 
-def test_the_embedding_by_plain_mean_and_all_else_by_rda():
-    """The embedding is merged by plain weighted mean, everything else by RDA, each by itself."""
+def test_the_embedding_uses_a_plain_mean_and_everything_else_rda():
+    """The embedding is merged by a plain weighted mean, every other tensor separately by RDA."""
     model = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 5))
     layout = layout_of(model)
     (fragment,) = partition(layout, 1)
@@ -161,7 +161,7 @@ def test_the_embedding_by_plain_mean_and_all_else_by_rda():
 
 
 def test_cancelling_directions_give_a_small_step():
-    """Rule 8: radial · u / max(‖u‖, ε), ε = 1e-3: where directions cancel, u is noise."""
+    """Rule 8: radial · u / max(‖u‖, ε) with ε = 1e-3, because u is noise if directions cancel."""
     (v,) = vectors(1)
     noise = 1e-5 * phi(torch.randn(N, generator=torch.Generator().manual_seed(9)))
     found = merge([phi(v) + noise, -phi(v)], [1, 1], rda())
@@ -176,7 +176,7 @@ def test_the_guard_leaves_a_thousand_orthogonal_learners_alone():
 
 
 def test_the_same_order_gives_the_same_bits():
-    """Rule 8: the fold order is on the tape: same order = same bits."""
+    """Rule 8: the fold order is on the tape, and the same order gives the same bits."""
     vs, ws = vectors(7), [1.5**m for m in range(7)]
     assert torch.equal(merge(vs, ws, rda()), merge(vs, ws, rda()))
 
@@ -218,7 +218,7 @@ def test_a_tree_of_aggregators_gives_the_same_merge():
 
 
 def test_a_contribution_in_parts_has_one_norm():
-    """Rule 8: a contribution may come in parts: norms are summed before φ."""
+    """Rule 8: a contribution may arrive in parts, whose squared norms are summed before φ."""
     vs, ws = vectors(3), [1.0, 2.0, 3.0]
     accumulator = Accumulator(N, rda())
     for v, w in zip(vs, ws, strict=True):
@@ -230,7 +230,7 @@ def test_a_contribution_in_parts_has_one_norm():
 
 
 def test_sums_are_in_fp32():
-    """Streaming DiLoCo: sums in fp32, whatever is on the wire; bf16 sums would stall at 256."""
+    """Streaming DiLoCo: sums are in fp32 for any codec, because bf16 sums would stop at 256."""
     one = codec("bf16").decode(codec("bf16").encode(torch.ones(1)), 1)
     accumulator = Accumulator(1, mean(1))
     for _ in range(1000):
@@ -250,8 +250,8 @@ def test_nesterov_equals_the_equation(lr, momentum):
     close(master, theta.float(), rtol=1e-5)
 
 
-def test_alike_gradients_are_amplified_by_one_over_one_minus_momentum():
-    """What counts is η/(1-μρ): gradients that are all alike (ρ = 1) step by η/(1-μ) each."""
+def test_equal_gradients_are_amplified_by_one_over_one_minus_momentum():
+    """The effective rate is η/(1-μρ): equal gradients (ρ = 1) step by η/(1-μ) each."""
     optimizer, master = NesterovSGD(0.7, 0.5), torch.zeros(1)
     for _ in range(60):
         before = float(master)
@@ -260,7 +260,7 @@ def test_alike_gradients_are_amplified_by_one_over_one_minus_momentum():
 
 
 def test_the_outer_gradient_points_from_the_learner_to_its_start():
-    """Algorithm 2: Δ = Θ_p - θ_{m,p}: with η = 1, μ = 0 one learner's result is taken over."""
+    """Algorithm 2, Δ = Θ_p - θ_{m,p}: with η = 1 and μ = 0, one learner's result is adopted."""
     model = nn.Linear(4, 3)
     layout = layout_of(model)
     (fragment,) = partition(layout, 1)
@@ -308,7 +308,7 @@ def test_balanced_tensor_equals_the_naive_version(count):
 
 
 def test_fragments_are_disjoint_and_cover_the_model():
-    """P fragments: disjoint parts of the parameters."""
+    """The P fragments are disjoint parts of the parameters."""
     layout = layout_of_sizes(SIZES)
     for count in (1, 3, 16, 40):
         seen = torch.zeros(layout.numel)
@@ -320,7 +320,7 @@ def test_fragments_are_disjoint_and_cover_the_model():
 
 
 def test_the_balanced_partition_has_the_lowest_peak():
-    """Appendix C: layers are bursty, whole tensors in turn uneven, balanced has the lowest peak."""
+    """Appendix C: layers are bursty, whole tensors uneven, and balanced has the lowest peak."""
     layout = layout_of_sizes(SIZES)
     peak = {
         strategy: max(fragment.numel for fragment in partition(layout, 4, strategy))
@@ -345,7 +345,7 @@ def test_layers_strided_and_sequential():
 
 @pytest.mark.parametrize(("fragments", "period"), [(24, 24), (8, 24), (5, 24), (1, 24), (3, 100)])
 def test_offsets_are_distinct_and_spread(fragments, period):
-    """Offsets t_p are distinct in 0…H-1; rule: t_p = ⌊p·H/P⌋."""
+    """Offsets t_p are distinct in 0…H-1, by the rule t_p = ⌊p·H/P⌋."""
     options = Options(fragments=fragments, period=period)
     found = tuple(options.phase(p) for p in range(fragments))
     assert found == tuple(math.floor(p * period / fragments) for p in range(fragments))
@@ -361,7 +361,7 @@ def test_with_as_many_fragments_as_steps_one_is_due_in_every_step():
 
 
 def test_tied_weights_are_merged_once():
-    """Rule 9: tied weights are one piece by storage, and the embedding rule wins."""
+    """Rule 9: tied weights are one piece by storage, and the embedding rule applies."""
     model = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 6, bias=False))
     model[1].weight = model[0].weight
     layout = layout_of(model)
@@ -371,7 +371,7 @@ def test_tied_weights_are_merged_once():
 
 
 def test_the_published_copy_follows_the_recurrence():
-    """Rule 5: Θ̂_{v+1} = Θ̂_v + dec(enc(Θ_{v+1} - Θ̂_v)), the same bits for everybody."""
+    """Rule 5: Θ̂_{v+1} = Θ̂_v + dec(enc(Θ_{v+1} - Θ̂_v)), with the same bits everywhere."""
     bf16, published = codec("bf16"), torch.zeros(N)
     for master in vectors(4):
         expected = published + bf16.decode(bf16.encode(master - published), N)
@@ -381,7 +381,7 @@ def test_the_published_copy_follows_the_recurrence():
         assert torch.equal(receiver, expected)
 
 
-def test_what_rounding_took_stays_and_goes_out_next_time():
+def test_values_lost_by_rounding_are_sent_later():
     """Rule 5: steps too small for one message add up in the master until they are sent."""
     bf16, published = codec("bf16"), torch.zeros(N)
     master = torch.zeros(N)
@@ -392,7 +392,7 @@ def test_what_rounding_took_stays_and_goes_out_next_time():
 
 
 def test_no_training_gives_exactly_zero():
-    """Rule 6: d = θ - cast(Θ̂, dtype of θ) is exactly 0 without training, in bf16 too."""
+    """Rule 6: d = θ - cast(Θ̂, dtype of θ) is exactly 0 without training, also in bf16."""
     model = nn.Linear(5, 5, dtype=torch.bfloat16)
     layout = layout_of(model)
     (fragment,) = partition(layout, 1)
@@ -404,7 +404,7 @@ def test_no_training_gives_exactly_zero():
 
 
 def test_differences_survive_bf16_where_parameters_do_not():
-    """Rule 6: on the wire enc(d), never bf16 parameters: their rounding exceeds the change."""
+    """Rule 6: the wire carries enc(d), never bf16 parameters, whose rounding exceeds the change."""
     start, direction = vectors(2)
     theta = start + 1e-4 * direction
     d, bf16 = theta - start, codec("bf16")

@@ -1,7 +1,7 @@
 """Rule 14: the published methods are settings of the same core.
 
-Each recipe runs on virtual machines (the product's own processes) and beside it a naive
-version of its method in about ten lines; weights agree to float rounding.
+Each recipe runs in the real processes on virtual machines. It is compared with a naive
+implementation of its method in about ten lines. The weights agree up to rounding.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from torch import Tensor, nn
 
 from decoupled_diloco.config import RunConfig, load_config
 from decoupled_diloco.merge import Fragment, gather, scatter, tensors_of
-from decoupled_diloco.simulate import LearnerSpec
-from decoupled_diloco.simulate.training import VirtualRun, train_virtually, virtual_run
 from decoupled_diloco.workloads import Workload
+from decoupled_diloco_lab.simulate import LearnerSpec
+from decoupled_diloco_lab.simulate.training import VirtualRun, train_virtually, virtual_run
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 LEARNERS = 3
 STEPS = 13
 TINY = (
-    "data.leases=false",  # each learner draws from its own part, as in the papers
+    "data.elastic=false",  # each learner draws from its own part, as in the papers
     f"run.learners={LEARNERS}",
     f"sync.quorum={LEARNERS}",
-    "run.budget_steps=1000",
+    "run.max_steps=1000",
     "workload.options.layers=1",
     "workload.options.width=16",
     "workload.options.heads=2",
@@ -84,7 +84,7 @@ class Naive:
 
 
 def after_steps(config: RunConfig) -> VirtualRun:
-    """The virtual run, stopped well after step STEPS and well before the next."""
+    """Return the virtual run, stopped well after step STEPS and well before the next one."""
     with virtual_run(config) as run:
         run.system.run(stop=lambda: min(map(len, run.losses.values())) == STEPS)
         run.system.run(until=run.system.now + 0.5)
@@ -127,8 +127,8 @@ def test_data_parallel_is_p1_h1_tau0_with_an_outer_rate_of_one() -> None:
         torch.testing.assert_close(ours, theirs.data, rtol=1e-5, atol=2e-6)
 
 
-def test_diloco_is_one_fragment_with_everybody_and_a_wait() -> None:
-    config = config_of("diloco", "sync.period=4")
+def test_diloco_is_one_fragment_with_all_learners_and_a_wait() -> None:
+    config = config_of("diloco", "sync.sync_every=4")
 
     def sync(naive: Naive, step: int) -> None:
         if step % 4 == 0:
@@ -140,7 +140,7 @@ def test_diloco_is_one_fragment_with_everybody_and_a_wait() -> None:
 
 
 def test_fedavg_takes_the_mean_of_the_models() -> None:
-    config = config_of("fedavg", "sync.period=5")
+    config = config_of("fedavg", "sync.sync_every=5")
 
     def sync(naive: Naive, step: int) -> None:
         if step % 5 == 0:
@@ -156,10 +156,10 @@ def test_fedavg_takes_the_mean_of_the_models() -> None:
 def test_streaming_diloco_blends_each_fragment_tau_steps_later() -> None:
     config = config_of(
         "streaming-diloco",
-        "sync.period=6",
+        "sync.sync_every=6",
         "sync.fragments=3",
-        "sync.uplink_codec=fp32",
-        "sync.downlink_codec=fp32",
+        "sync.codec.uplink=fp32",
+        "sync.codec.downlink=fp32",
     )
     run = after_steps(config)
     plan = run.plan
@@ -186,17 +186,17 @@ def test_streaming_diloco_blends_each_fragment_tau_steps_later() -> None:
 
 
 SPEEDS = (1.0, 1.3, 1.7)
-"""Seconds of a step of each learner: no two of them finish one at the same moment."""
+"""Step time of each learner. No two learners finish a step at the same moment."""
 
 
 def test_async_local_sgd_merges_each_learner_alone_after_its_own_steps() -> None:
     config = config_of(
         "async-local-sgd",
         "sync.quorum=1",
-        "sync.period=3",
+        "sync.sync_every=3",
         "sync.fragments=1",
-        "sync.uplink_codec=fp32",
-        "sync.downlink_codec=fp32",
+        "sync.codec.uplink=fp32",
+        "sync.codec.downlink=fp32",
         "outer.options={every=2}",
     )
     specs = [
@@ -208,7 +208,7 @@ def test_async_local_sgd_merges_each_learner_alone_after_its_own_steps() -> None
         run.system.run(until=run.system.now + 0.2)
     counts = [len(losses) for losses in run.losses.values()]
     assert counts[0] == STEPS
-    assert counts[0] > counts[1] > counts[2] > 6, "each has been merged twice"
+    assert counts[0] > counts[1] > counts[2] > 6, "each learner has been merged twice"
 
     naive = Naive(run.workload)
     naive.remember_rates()
@@ -249,8 +249,8 @@ def test_a_synchronous_recipe_runs_to_the_end_of_its_budget(recipe: str) -> None
     run = train_virtually(
         config_of(
             recipe,
-            "run.budget_steps=9",
-            "sync.period=1" if recipe == "data-parallel" else "sync.period=4",
+            "run.max_steps=9",
+            "sync.sync_every=1" if recipe == "data-parallel" else "sync.sync_every=4",
             *(("sync.fragments=2",) if recipe == "streaming-diloco" else ()),
         )
     )

@@ -62,7 +62,7 @@ class PageReader(threading.Thread):
         else:
             self.state |= told["set"]
             self.state["learners"] |= told["learners"]
-            self.state["history"]["rows"] += told["rows"]
+            self.state["charts"] |= told["charts"]
         if kind != "end":
             self.steps.append(self.state["run"]["position"])
 

@@ -8,7 +8,6 @@ import functools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,15 +16,14 @@ import urllib.request
 from collections.abc import Callable, Generator, Iterator
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from decoupled_diloco.config import RunConfig, dump_config
 from decoupled_diloco.launch.fork_server import AVAILABLE, ForkServer
 from decoupled_diloco.launch.local import LocalRun, RunOutcome
 from decoupled_diloco.launch.placement import ThisMachine
-from decoupled_diloco.observe.records import Record
-from decoupled_diloco.observe.tape import TapeReader
+from decoupled_diloco.tape import TapeReader
+from decoupled_diloco.tape.records import Record
 
 SMALL = {
     "layers": 1,
@@ -37,9 +35,9 @@ SMALL = {
     "warmup_steps": 0,
     "step_seconds": 0.05,
 }
-STEP_SECONDS_MAX = 1.5
-"""No learner's step may take longer because of somebody else's failure: half of the shortest
-interval of the protocol (3 s), and enough for a machine on which a process is just starting."""
+STEP_SECONDS_MAX = 5.0
+"""A step that takes longer waits for another process. A busy machine may take seconds by itself; in
+virtual time (`tests/simulation`) no step takes a moment longer."""
 
 PATIENCE = 4
 """What is waited for may take so many times as long as on an idle machine."""
@@ -52,11 +50,11 @@ def config_of(folder: Path, **tables: Any) -> RunConfig:
             "name": "small",
             "folder": folder,
             "learners": 2,
-            "budget_steps": 60,
+            "max_steps": 60,
             "evaluator": False,
             **tables.get("run", {}),
         },
-        sync={"fragments": 4, "period": 4, "overlap": 1, **tables.get("sync", {})},
+        sync={"fragments": 4, "sync_every": 4, "overlap_steps": 1, **tables.get("sync", {})},
         syncer={"shards": 1, "port": 0, **tables.get("syncer", {})},
         tls=tables.get("tls", {}),
         learner=tables.get("learner", {}),
@@ -164,9 +162,7 @@ def longest_step(folder: Path, who: str) -> float:
     own = records(folder, who)
     assert max(r.life for r in own) == 0, f"{who} was restarted"
     steps = [r.at for r in own if r.type == "StepFinished"]
-    gaps = [b - a for a, b in pairwise(steps)]
-    assert median(gaps) < 3 * SMALL["step_seconds"], "the machine is too slow for this test"
-    return max(gaps)
+    return max(b - a for a, b in pairwise(steps))
 
 
 def logs(folder: Path) -> str:
@@ -211,10 +207,45 @@ def stopped_at_exit(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen
         process.communicate()
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on."""
-    with contextlib.ExitStack() as stack:
-        sockets = [
-            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
-        ]
-        return [each.getsockname()[1] for each in sockets]
+def kill_everything(folder: Path, process: subprocess.Popen[str]) -> None:
+    """SIGKILL, to the launcher and to all of its children before they notice."""
+    process.send_signal(signal.SIGSTOP)
+    for each in orphans(folder):
+        number = int(each.partition(":")[0])
+        if number != process.pid:
+            os.kill(number, signal.SIGKILL)
+    process.kill()
+    process.wait()
+    until(lambda: not orphans(folder), "everybody is dead")
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """All that TensorBoard reads from a folder: steps and values by tag."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    read = EventAccumulator(str(folder))
+    read.Reload()
+    return {
+        tag: [(event.step, event.value) for event in read.Scalars(tag)]
+        for tag in read.Tags()["scalars"]
+    }
+
+
+def ddiloco(*arguments: str, columns: int = 80) -> subprocess.CompletedProcess[str]:
+    """Runs ``ddiloco ARGUMENTS`` as a user would."""
+    return subprocess.run(
+        [sys.executable, "-m", "decoupled_diloco.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": str(columns)},
+        check=False,
+    )
+
+
+def told(*arguments: str) -> str:
+    """What a command that succeeds prints."""
+    done = ddiloco(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout

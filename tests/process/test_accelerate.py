@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from decoupled_diloco.observe.tape import TapeReader
+from decoupled_diloco.tape import TapeReader
 from integration.system import System
 
 pytest.importorskip("accelerate")
@@ -18,10 +18,10 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "loop_accelerate.py"
 ROWS, ACCUMULATED = 64, 2
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.smoke), 2])
 def test_its_steps_and_tokens_are_counted(ranks: int, tmp_path: Path) -> None:
     """Two batches are accumulated to a step; of several processes all are one learner."""
-    system = System(tmp_path / "run", run={"learners": 1, "budget_steps": 12})
+    system = System(tmp_path / "run", run={"learners": 1, "max_steps": 12})
     system.start()
     try:
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]

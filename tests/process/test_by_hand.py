@@ -18,15 +18,15 @@ from torch import Tensor
 
 from decoupled_diloco.errors import AccessError, ConfigError
 from decoupled_diloco.launch.local import LocalRun
-from decoupled_diloco.observe.run_model import read_run
+from decoupled_diloco.run_model import read_run
 from decoupled_diloco.storage.weights import load_weights
 from decoupled_diloco.transport.http_client import HttpClient
+from ports import free_ports
 from process.runs import (
     PATIENCE,
     command,
     config_file,
     config_of,
-    free_ports,
     health,
     local_run,
     orphans,
@@ -53,7 +53,7 @@ def example(address: str, token_file: str, name: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [
             *(sys.executable, str(EXAMPLE), "--syncer", address),
-            *("--token-file", token_file, "--name", name),
+            *("--auth-token-file", token_file, "--name", name),
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -66,7 +66,7 @@ def test_the_example_trains_against_a_syncer(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     # A quorum of both: one alone would have spent the budget before the other is there.
     sync = {"quorum": 2}
-    file = config_file(folder, run={"budget_steps": 120}, syncer={"shards": 2}, sync=sync)
+    file = config_file(folder, run={"max_steps": 120}, syncer={"shards": 2}, sync=sync)
     with ExitStack() as stack:
         syncer = stack.enter_context(stopped_at_exit(command("syncer", str(file))))
         assert syncer.stdout is not None
@@ -89,7 +89,6 @@ def test_the_example_trains_against_a_syncer(tmp_path: Path) -> None:
     assert f"the budget is spent; {folder / 'weights.safetensors'}" in output
     assert re.search(r"tokens +[\d.]+k, [\d.]+k/s", output), "the summary is true of both"
     assert re.search(r"^a +\d\d+ +[\d.]+k +\d\.\d\d\d +\d", output, re.MULTILINE), output
-    assert (folder / "report.png").stat().st_size > 10_000
     page = (folder / "report.html").read_text()
     assert "2 learners, 2 syncer shards" in page
     assert "The tapes of a and b are not here" in page
@@ -98,7 +97,10 @@ def test_the_example_trains_against_a_syncer(tmp_path: Path) -> None:
     assert_replays(folder)
 
 
-@pytest.mark.parametrize("mistake", ["address", "no file", "wrong token", "nobody there"])
+@pytest.mark.parametrize(
+    "mistake",
+    ["address", "no file", "wrong token", "no syncer"],
+)
 def test_the_example_tells_a_mistake_in_one_line(tmp_path: Path, mistake: str) -> None:
     folder, secret = tmp_path / "run", tmp_path / "secret"
     secret.write_text("guessed\n")
@@ -113,7 +115,7 @@ def test_the_example_tells_a_mistake_in_one_line(tmp_path: Path, mistake: str) -
             address = address.removeprefix("http://")
         file = str(tmp_path / "none" if mistake == "no file" else secret)
         learner = stack.enter_context(stopped_at_exit(example(address, file, "a")))
-        if mistake == "nobody there":
+        if mistake == "no syncer":
             assert learner.stdout is not None
             line = learner.stdout.readline()
             assert f"cannot reach {address}: Connection refused" in line
@@ -123,12 +125,12 @@ def test_the_example_tells_a_mistake_in_one_line(tmp_path: Path, mistake: str) -
             os.killpg(syncer.pid, signal.SIGINT)
             syncer.communicate(timeout=240)
     assert "Traceback" not in output
-    assert learner.returncode == (130 if mistake == "nobody there" else 1), output
-    if mistake != "nobody there":
+    assert learner.returncode == (130 if mistake == "no syncer" else 1), output
+    if mistake != "no syncer":
         sentence = {
             "address": "is not a URL: write it as",
             "no file": "No such file",
-            "wrong token": "the token is not this run's: a syncer that began a new run has a new",
+            "wrong token": "the token does not belong to this run: a syncer that started a new",
         }[mistake]
         assert output.startswith("error: "), output
         assert sentence in output
@@ -136,7 +138,7 @@ def test_the_example_tells_a_mistake_in_one_line(tmp_path: Path, mistake: str) -
 
 def test_a_learner_that_is_stopped_does_not_hold_the_shards(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    file = config_file(folder, run={"budget_steps": 100_000}, syncer={"shards": 2})
+    file = config_file(folder, run={"max_steps": 100_000}, syncer={"shards": 2})
     with ExitStack() as stack:
         syncer = stack.enter_context(stopped_at_exit(command("syncer", str(file))))
         assert syncer.stdout is not None
@@ -149,8 +151,8 @@ def test_a_learner_that_is_stopped_does_not_hold_the_shards(tmp_path: Path) -> N
         output, _ = syncer.communicate(timeout=240)
     assert syncer.returncode == 130, output
     assert "killing it" not in output
-    assert f"ddiloco export {folder} writes the weights as they are now" in output
-    assert f"to go on where it was: ddiloco syncer --resume {folder}" in output
+    assert f"ddiloco export {folder} writes the current weights" in output
+    assert f"to continue the run: ddiloco syncer --resume {folder}" in output
     assert "1 learner, 2 syncer shards" in (folder / "report.html").read_text()
     ends = [r for r in records(folder, "launcher") if r.type == "ProcessEnded"]
     assert [r.data["signal"] for r in ends] == [None, None], "no shard was killed"
@@ -165,7 +167,7 @@ def exported(folder: Path, out: Path) -> dict[str, Tensor]:
 
 def test_a_syncer_that_is_started_again_after_a_kill_spares_the_run(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    file = str(config_file(folder, run={"budget_steps": 100_000}))
+    file = str(config_file(folder, run={"max_steps": 100_000}))
     with ExitStack() as stack:
         syncer = stack.enter_context(stopped_at_exit(command("syncer", file)))
         assert syncer.stdout is not None
@@ -199,20 +201,30 @@ def test_the_options_of_a_syncer_hold_for_all_its_shards(tmp_path: Path) -> None
     secret = tmp_path / "secret"
     secret.write_text("hunter2\n")
     port = free_ports(1)[0]
-    file = str(config_file(tmp_path / "run", run={"learners": 1, "budget_steps": 5}))
+    file = str(config_file(tmp_path / "run", run={"learners": 1, "max_steps": 5}))
     told = f"http://localhost:{port}"
-    options = ["--port", str(port), "--addresses", told, "--token-file", str(secret)]
+    options = ["--port", str(port), "--addresses", told, "--auth-token-file", str(secret)]
     with ExitStack() as stack:
         syncer = stack.enter_context(stopped_at_exit(command("syncer", file, *options)))
         assert syncer.stdout is not None
         assert syncer.stdout.readline().strip() == f"syncer of small: {told}"
-        assert syncer.stdout.readline().strip() == f"secret: {secret}"
+        assert syncer.stdout.readline().strip() == f"auth token: {secret}"
         until(lambda: health(f"http://127.0.0.1:{port}"), "it listens on the port that was given")
-        arguments = ["learner", file, "--index", "0", "--syncer", told, "--token-file", str(secret)]
+        arguments = [
+            "learner",
+            file,
+            "--index",
+            "0",
+            "--syncer",
+            told,
+            "--auth-token-file",
+            str(secret),
+        ]
         ended(stack.enter_context(stopped_at_exit(command(*arguments))))
         ended(syncer)
 
 
+@pytest.mark.smoke
 def test_every_id_has_a_secret_of_its_own(tmp_path: Path) -> None:
     folder, principals = tmp_path / "run", tmp_path / "principals"
     names = ["learner-0", "learner-1", "shard-1", "evaluator"]
@@ -240,7 +252,7 @@ def test_every_id_has_a_secret_of_its_own(tmp_path: Path) -> None:
         outcome = wait(run, script(run))
     assert outcome.finished, outcome.reason
     assert "this token belongs to 'learner-0', not to 'learner-1': use your own token" in told[0]
-    assert "the token is not known to this run" in told[1]
+    assert "the token is unknown to this run" in told[1]
     tables["run"]["learners"] = 3
     with pytest.raises(ConfigError, match="has no secret for 'learner-2': add a line"):
         LocalRun(config_of(tmp_path / "other", **tables))
@@ -250,11 +262,11 @@ def test_every_id_has_a_secret_of_its_own(tmp_path: Path) -> None:
     ("arguments", "sentence"),
     [
         (["syncer", "--addresses", "http://a:1,http://b:2"], "has 2 entries, but shards=1"),
-        (["syncer", "--shard", "0"], "port=0 means any free port, so no learner would find this"),
-        (["syncer", "--shard", "1", "--port", "9"], "--shard 1 is no shard of this run: 0 to 0"),
+        (["syncer", "--shard", "0"], "port=0 picks a free port, so no learner would find this"),
+        (["syncer", "--shard", "1", "--port", "9"], "--shard 1 is out of range: 0 to 0"),
         (
             ["syncer", "--shard", "0", "--port", "9", "--set", "syncer.shards=2"],
-            "so the others would not be found: give the addresses of all shards with --addresses",
+            "so processes would not find it: give the addresses of all shards with --addresses",
         ),
         (
             ["learner", "--index", "0"],
@@ -272,11 +284,12 @@ def test_options_that_do_not_fit_are_refused(
     assert sentence in output
 
 
+@pytest.mark.smoke
 def test_every_process_by_hand(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     ports = free_ports(2)
     addresses = [f"http://127.0.0.1:{port}" for port in ports]
-    file = str(config_file(folder, run={"budget_steps": 60}, syncer={"shards": 2}))
+    file = str(config_file(folder, run={"max_steps": 60}, syncer={"shards": 2}))
     joined = ["--addresses", ",".join(addresses)]
     with ExitStack() as stack:
 
@@ -292,25 +305,27 @@ def test_every_process_by_hand(tmp_path: Path) -> None:
             assert process.returncode == code, output
             assert text in output
 
-        other = ["--set", "sync.period=8", "--set", f"run.folder={tmp_path / 'other'}"]
+        other = ["--set", "sync.sync_every=8", "--set", f"run.folder={tmp_path / 'other'}"]
         # The shard that does not host the coordinator is there first.
         shards = [shard(1)]
         until(lambda: health(addresses[1]), "shard 1 listens")
         refused(shard(1, *other), 4, f"cannot listen on 127.0.0.1:{ports[1]}")
         fixed = [
             "--set",
-            "data.leases=false",
+            "data.elastic=false",
             "--set",
-            "data.parts=",
+            "data.partitions=",
             "--set",
-            "data.leases_ahead=",
+            "data.prefetch=",
         ]
         wrong = start("learner", file, "--index", "7", "--syncer", addresses[1], *fixed)
         refused(wrong, 2, "index=7 is no learner of this run: 0 to 1")
         shards.append(shard(0))
         until(lambda: health(addresses[1]).get("phase") == "empty", "the shards have met")
         ports[1] = free_ports(1)[0]
-        refused(shard(1, *other), 2, "other settings than shard 0: sync.period is 4 here and 8 th")
+        refused(
+            shard(1, *other), 2, "other settings than shard 0: sync.sync_every is 4 here and 8 th"
+        )
         first = start("learner", file, "--index", "0", "--syncer", addresses[1])
         second = start("learner", file, "--index", "1", "--syncer", addresses[0])
         for process in (first, second, *shards):
@@ -320,10 +335,11 @@ def test_every_process_by_hand(tmp_path: Path) -> None:
     assert_replays(folder)
 
 
+@pytest.mark.smoke
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a file system of 64 KiB")
 def test_training_goes_on_when_the_disk_of_the_tape_is_full(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    config = config_of(folder, run={"budget_steps": 120})
+    config = config_of(folder, run={"max_steps": 120})
     tape = str(folder / "tape")
     mounted = False
     with ExitStack() as stack, local_run(config) as run:
@@ -350,7 +366,7 @@ def test_training_goes_on_when_the_disk_of_the_tape_is_full(tmp_path: Path) -> N
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a file system of 64 KiB")
 def test_a_disk_that_was_full_for_a_moment_costs_no_record(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    config = config_of(folder, run={"budget_steps": 120})
+    config = config_of(folder, run={"max_steps": 120})
     tape = str(folder / "tape")
     with ExitStack() as stack, local_run(config) as run:
         if subprocess.call(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", tape]):

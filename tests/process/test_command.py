@@ -16,12 +16,12 @@ import pytest
 
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.folder import RunFolder
-from decoupled_diloco.observe.tape import TapeReader
+from decoupled_diloco.tape import TapeReader
+from ports import free_ports
 from process.runs import (
     PATIENCE,
     command,
     config_file,
-    free_ports,
     health,
     orphans,
     until,
@@ -54,12 +54,15 @@ def free(folder: Path) -> bool:
     return True
 
 
-@pytest.mark.parametrize("moment", ["before the shards", "seeding", "running", "sweeping"])
+@pytest.mark.parametrize(
+    "moment",
+    ["before the shards", "seeding", pytest.param("running", marks=pytest.mark.smoke), "sweeping"],
+)
 def test_ctrl_c_ends_everything(tmp_path: Path, moment: str) -> None:
     folder = tmp_path / "run"
     slow = {"step_seconds": 2.0} if moment == "sweeping" else {}
     budget = 2 if moment == "sweeping" else 5000
-    file = config_file(folder, run={"budget_steps": budget}, workload=slow)
+    file = config_file(folder, run={"max_steps": budget}, workload=slow)
     process = command("train", str(file))
     if moment == "before the shards":
         until((folder / "tape" / "shard-0.jsonl").parent.exists, "the launcher has begun")
@@ -80,10 +83,10 @@ def test_ctrl_c_ends_everything(tmp_path: Path, moment: str) -> None:
         assert_replays(folder)
 
 
-@pytest.mark.parametrize("late", ["fork-server", "learner"])
+@pytest.mark.parametrize("late", ["fork-server", pytest.param("learner", marks=pytest.mark.smoke)])
 def test_a_killed_launcher_leaves_no_orphan(tmp_path: Path, late: str) -> None:
     folder = tmp_path / "run"
-    process = command("train", str(config_file(folder, run={"budget_steps": 5000})))
+    process = command("train", str(config_file(folder, run={"max_steps": 5000})))
     until(lambda: phases(folder) == "running", "the run is under way")
     children = orphans(folder)
     assert len(children) == 4
@@ -98,6 +101,7 @@ def test_a_killed_launcher_leaves_no_orphan(tmp_path: Path, late: str) -> None:
     until(lambda: free(folder), "the last has ended, and the folder is free", seconds=10.0)
 
 
+@pytest.mark.smoke
 def test_a_taken_port_is_told_at_once(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -120,6 +124,7 @@ def test_one_shard_whose_port_is_taken_leaves_no_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists(), "what has not begun is no run"
 
 
+@pytest.mark.smoke
 def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with RunFolder(folder):
@@ -132,7 +137,7 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["train"],
+        pytest.param(["train"], marks=pytest.mark.smoke),
         ["train", "--resume"],
         ["syncer"],
         ["syncer", "--shard", "0", "--port", "1"],
@@ -171,11 +176,12 @@ def test_initial_weights_that_are_not_there_end_the_run(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.smoke
 def test_a_second_run_moves_the_first_aside(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     (folder / "tape").mkdir(parents=True)
     (folder / "tape" / "shard-0.jsonl").write_text("what an earlier run left\n")
-    file = config_file(folder, run={"budget_steps": 60, "learners": 1, "evaluator": True})
+    file = config_file(folder, run={"max_steps": 60, "learners": 1, "evaluator": True})
     shutil.copyfile(file, folder / "run.toml")
     code, output = ended(command("train", str(file)), 60.0)
     assert code == 0, output
@@ -213,7 +219,14 @@ def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
     assert (folder / "weights.safetensors").exists()
 
 
-@pytest.mark.parametrize("words", [("recipes",), ("timing", "quickstart"), ("train", "--help")])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(("recipes",), marks=pytest.mark.smoke),
+        ("intervals", "quickstart"),
+        ("train", "--help"),
+    ],
+)
 @pytest.mark.parametrize(
     "locale",
     [

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from decoupled_diloco.observe.tape import TapeReader
+from decoupled_diloco.storage.coordinator_states import CoordinatorStates
+from decoupled_diloco.tape import TapeReader
 from integration.system import System
 
 pytest.importorskip("lightning")
@@ -19,10 +20,10 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "loop_fabric.py"
 ROWS, ACCUMULATED, CONTEXT = 64, 2, 64
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.smoke), 2])
 def test_its_steps_and_tokens_are_counted(ranks: int, tmp_path: Path) -> None:
     """Two batches are accumulated to a step; of several processes all are one learner."""
-    system = System(tmp_path / "run", run={"learners": 1, "budget_steps": 12})
+    system = System(tmp_path / "run", run={"learners": 1, "max_steps": 12})
     system.start()
     try:
         command = [sys.executable, str(EXAMPLE), "--syncer", system.addresses[0], "--name", "a"]
@@ -38,7 +39,8 @@ def test_its_steps_and_tokens_are_counted(ranks: int, tmp_path: Path) -> None:
         system.close()
     records = TapeReader(tmp_path / "run" / "tape" / "shard-0.jsonl")
     told = [record.data["message"] for record in records if record.type == "Received"]
-    coordinator = json.loads((tmp_path / "run" / "coordinator.json").read_text())
+    coordinator = CoordinatorStates(tmp_path / "run").read()
+    assert coordinator is not None
     names = [tensor["name"] for tensor in json.loads(coordinator["layout"])["tensors"]]
     assert names == ["0.weight", "2.weight", "2.bias", "4.weight", "4.bias"], "not the wrappers'"
     last = [each for each in told if each["type"] == "StepReport"][-1]

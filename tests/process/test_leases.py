@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from decoupled_diloco.launch.local import LocalRun
-from decoupled_diloco.observe.data_ledger import DataAccount, read_data
 from decoupled_diloco.protocol.learner import LearnerMachine
-from decoupled_diloco.simulate.replay import machine_of
+from decoupled_diloco.run_model.data import DataAccount, read_data
 from decoupled_diloco.storage.data_ledger import FILE
+from decoupled_diloco.tape.replay import machine_of
 from process.runs import command, config_of, local_run, logs, records, send, wait, when
 
 
@@ -60,9 +60,9 @@ def test_every_part_is_somebodys_whoever_dies_and_joins(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     config = config_of(
         folder,
-        run={"budget_steps": 800},
+        run={"max_steps": 800},
         syncer={"shards": 2},
-        data={"parts": 32},
+        data={"partitions": 32},
         workload={"corpus_bytes_max": 20_000},
     )
     joined = []
@@ -71,7 +71,7 @@ def test_every_part_is_somebodys_whoever_dies_and_joins(tmp_path: Path) -> None:
         yield from when(lambda: has_settled(folder, "learner-1"))
         run.supervisor.kill("learner-1", restart=False)
         arguments = ["--index", "2", "--syncer", run.addresses[0]]
-        token = ["--token-file", str(run.secret_file)]
+        token = ["--auth-token-file", str(run.secret_file)]
         joined.append(command("learner", str(folder / "run.toml"), *arguments, *token))
         yield from when(lambda: has_settled(folder, "learner-2"))
         send(run, "shard-0", signal.SIGKILL)

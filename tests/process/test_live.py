@@ -24,47 +24,37 @@ from pathlib import Path
 import pytest
 
 from decoupled_diloco.cli.watch import GONE_SECONDS, Reader
-from decoupled_diloco.observe.records import Record
-from decoupled_diloco.observe.segments import lines_of, tapes_in
-from decoupled_diloco.observe.sources import TAPE_PATH, FolderSource
 from decoupled_diloco.syncer.tapes import TapeDocuments
+from decoupled_diloco.tape.records import Record
+from decoupled_diloco.tape.segments import lines_of, tapes_in
+from decoupled_diloco.tape.sources import TAPE_PATH, FolderSource
 from decoupled_diloco.transport.http_server import HttpServer
 from decoupled_diloco.transport.tokens import Tokens
-from process.runs import config_of, free_ports, health, local_run, records, wait, when
+from ports import free_ports
+from process.runs import (
+    config_of,
+    ddiloco,
+    health,
+    local_run,
+    records,
+    told,
+    wait,
+    when,
+)
 from replay import assert_replays
-from unit.observe.worlds import write_world
-
-
-def ddiloco(*arguments: str, columns: int = 80) -> subprocess.CompletedProcess[str]:
-    """Runs ``ddiloco ARGUMENTS`` as a user would."""
-    return subprocess.run(
-        [sys.executable, "-m", "decoupled_diloco.cli", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": str(columns)},
-        check=False,
-    )
-
-
-def told(*arguments: str) -> str:
-    """What a command that succeeds prints."""
-    done = ddiloco(*arguments)
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stdout
+from unit.show.worlds import write_world
 
 
 def test_a_run_is_read_while_it_goes_on(tmp_path: Path) -> None:
     config = config_of(
-        tmp_path / "run", run={"name": "live", "budget_steps": 1_000_000}, syncer={"shards": 2}
+        tmp_path / "run", run={"name": "live", "max_steps": 1_000_000}, syncer={"shards": 2}
     )
     with local_run(config) as run:
         run.start()
         for _ in read_while_it_goes_on(run, tmp_path):
             run.supervisor.poll()
             time.sleep(0.05)
-    text = told("explain", "learner", "learner-1", "--of", str(run.path))
+    text = told("explain", "learner", "learner-1", str(run.path))
     assert "killed (SIGKILL)" in " ".join(text.split())
     assert_replays(run.path)
 
@@ -81,7 +71,7 @@ def read_while_it_goes_on(run, tmp_path: Path) -> Iterator[None]:
     yield from when(lambda: health(run.addresses[0]).get("clock", 0) >= 20)
     run.supervisor.kill("learner-1", restart=True)
     yield from when(lambda: any(r.life == 1 for r in steps_of(run.path, "learner-1")))
-    token, address = ("--token-file", str(run.secret_file)), run.addresses[1]
+    token, address = ("--auth-token-file", str(run.secret_file)), run.addresses[1]
     live = json.loads(told("status", address, *token, "--json"))
     folder = json.loads(told("status", str(run.path), "--json"))
     for status in (live, folder):
@@ -89,14 +79,12 @@ def read_while_it_goes_on(run, tmp_path: Path) -> Iterator[None]:
         assert {x["name"] for x in status["learners"]} == {"learner-0", "learner-1"}
         assert {x["state"] for x in status["learners"]} == {"stepping"}
         assert [x["name"] for x in status["shards"]] == ["shard-0", "shard-1"]
-        assert 0 < status["step"] <= status["budget_steps"]
+        assert 0 < status["step"] <= status["max_steps"]
     assert live["learners"][0]["discarded_why"] is None
     assert folder["learners"][0]["loss"] is not None
     assert folder["step"] >= live["step"]
-    assert "shard-1" in told("explain", "round", "2", "--of", address, *token)
-    assert "not known at the syncer" in told(
-        "explain", "learner", "learner-0", "--of", address, *token
-    )
+    assert "shard-1" in told("explain", "round", "2", address, *token)
+    assert "not known to the syncer" in told("explain", "learner", "learner-0", address, *token)
     refused(address, tmp_path)
 
 
@@ -109,7 +97,7 @@ def refused(address: str, tmp_path: Path) -> None:
     wrong.write_text("not-the-secret")
     for command in (
         ("status", address),
-        ("status", address, "--token-file", str(wrong)),
+        ("status", address, "--auth-token-file", str(wrong)),
     ):
         done = ddiloco(*command)
         assert done.returncode == 5, done.stderr
@@ -134,13 +122,13 @@ def afterwards(folder: Path) -> None:
         assert not [line for line in lines_of(tape, []) if secret.encode() in line.text]
     shard, data = rounds[len(rounds) // 2]
     number = str(data["round"])
-    text = told("explain", "round", number, "--of", str(folder), "--shard", str(shard))
+    text = told("explain", "round", number, str(folder), "--shard", str(shard))
     assert data["why"] in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= 80
-    assert "set the clock" in told("explain", "step", "50", "--of", str(folder))
-    window = told("timing", str(folder)).split("grace window")[1].splitlines()[0]
+    assert "set the clock" in told("explain", "step", "50", str(folder))
+    window = told("intervals", str(folder)).split("grace window")[1].splitlines()[0]
     assert "not measured" not in window
-    done = ddiloco("explain", "round", "100000", "--of", str(folder))
+    done = ddiloco("explain", "round", "100000", str(folder))
     assert (done.returncode, "there are shard-0: 1 to" in done.stderr) == (2, True)
 
 
@@ -151,10 +139,10 @@ def test_nobody_there_is_told_with_exit_code_4() -> None:
 
 
 def test_the_table_of_intervals_fits_a_terminal() -> None:
-    text = told("timing", "quickstart")
+    text = told("intervals", "quickstart")
     assert max(map(len, text.splitlines())) <= 80
     assert "learner's lease" in text
-    assert ddiloco("timing", "no-such-recipe").returncode == 2
+    assert ddiloco("intervals", "no-such-recipe").returncode == 2
 
 
 def _without_size() -> dict[str, str]:
@@ -238,7 +226,11 @@ def halfway(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("keys", [b"q", b"\x03", b"\x1b"], ids=["q", "ctrl-c", "escape"])
+@pytest.mark.parametrize(
+    "keys",
+    [pytest.param(b"q", marks=pytest.mark.smoke), b"\x03", b"\x1b"],
+    ids=["q", "ctrl-c", "escape"],
+)
 def test_watch_quits_cleanly(halfway: Path, keys: bytes) -> None:
     with terminal("watch", str(halfway)) as screen:
         screen.expect("shard-1")
@@ -297,6 +289,7 @@ def test_watch_follows_the_size_of_the_terminal(halfway: Path) -> None:
         assert screen.ended() == 0
 
 
+@pytest.mark.smoke
 def test_watch_ends_with_the_run(tmp_path: Path) -> None:
     write_world(tmp_path)
     with terminal("watch", str(tmp_path)) as screen:
@@ -381,6 +374,6 @@ def terminal_of(folder: Path, port: int) -> Iterator[tuple[Terminal, Serving]]:
     """`ddiloco watch` on a tape that is served at this port."""
     secret = folder / "secret"
     secret.write_text("secret\n")
-    arguments = ("watch", f"http://127.0.0.1:{port}", "--token-file", str(secret))
+    arguments = ("watch", f"http://127.0.0.1:{port}", "--auth-token-file", str(secret))
     with Serving(folder, port) as serving, terminal(*arguments) as screen:
         yield screen, serving

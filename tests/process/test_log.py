@@ -11,35 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import encrypted
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.local import LocalRun
+from ports import free_ports
 from process.runs import (
     command,
     config_file,
     config_of,
-    free_ports,
     local_run,
     logs,
+    scalars,
     stopped_at_exit,
     until,
     wait,
 )
 
-SHORT = {"budget_steps": 240, "evaluator": True, "evaluate_every_seconds": 1.0}
-
-
-def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """All that TensorBoard reads from a folder: steps and values by tag."""
-    read = EventAccumulator(str(folder))
-    read.Reload()
-    return {
-        tag: [(event.step, event.value) for event in read.Scalars(tag)]
-        for tag in read.Tags()["scalars"]
-    }
+SHORT = {"max_steps": 240, "evaluator": True, "evaluate_interval_seconds": 1.0}
 
 
 def run_of(config: RunConfig) -> None:
@@ -57,12 +47,12 @@ def test_a_run_is_logged_to_all_places_at_once(
     tracking = f"file://{tmp_path / 'mlruns'}"
     places = ("tensorboard", "wandb:mine", f"mlflow:{tracking}")
     folder = tmp_path / "run"
-    run_of(config_of(folder, run={**SHORT, "log": places}))
+    run_of(config_of(folder, run={**SHORT, "trackers": places}))
 
     found = scalars(folder / "tensorboard")
     steps = [step for step, _ in found["diloco/run_step"]]
     assert steps == sorted(steps), "steps never go back"
-    assert steps[-1] >= SHORT["budget_steps"], logs(folder)
+    assert steps[-1] >= SHORT["max_steps"], logs(folder)
     assert found["diloco/run_step"][-1] == (steps[-1], float(steps[-1]))
     kept = 1 - found["diloco/discarded_tokens"][-1][1] / found["diloco/tokens"][-1][1]
     assert found["diloco/kept_share"][-1][1] == pytest.approx(kept, rel=1e-4)
@@ -100,13 +90,13 @@ def ended(process: subprocess.Popen[str]) -> str:
 
 def assert_logged_to_the_end(folder: Path) -> None:
     found = scalars(folder / "tensorboard")
-    assert found["diloco/run_step"][-1][1] >= SHORT["budget_steps"], logs(folder)
+    assert found["diloco/run_step"][-1][1] >= SHORT["max_steps"], logs(folder)
     assert {"learner-0/loss", "learner-1/loss", "diloco/bytes_up"} <= found.keys()
 
 
 def test_a_syncer_started_by_hand_logs_its_run(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    file = config_file(folder, run={**SHORT, "log": ("tensorboard",)}, syncer={"shards": 2})
+    file = config_file(folder, run={**SHORT, "trackers": ("tensorboard",)}, syncer={"shards": 2})
     with ExitStack() as stack:
         syncer = stack.enter_context(stopped_at_exit(command("syncer", str(file))))
         until(lambda: (folder / "addresses").exists(), "it tells where it is", 60)
@@ -117,19 +107,19 @@ def test_a_syncer_started_by_hand_logs_its_run(tmp_path: Path) -> None:
 
 
 def token_of(folder: Path) -> tuple[str, ...]:
-    return ("--token-file", str(folder / "token"))
+    return ("--auth-token-file", str(folder / "token"))
 
 
 @pytest.mark.parametrize("encryption", ["mutual TLS", "a token"])
 def test_shard_0_alone_logs_the_run(tmp_path: Path, encryption: str) -> None:
     """No launcher is there: it starts the logger, waits for it at the end, and starts it anew."""
-    ports, places = free_ports(2), {**SHORT, "log": ("tensorboard",)}
+    ports, places = free_ports(2), {**SHORT, "trackers": ("tensorboard",)}
     tables: dict[str, Any] = {"run": places, "syncer": {"shards": 2}}
     scheme, token = "https", []
     if encryption == "mutual TLS":
         tables["tls"] = encrypted.tables(encrypted.made(tmp_path / "tls"))
     else:
-        scheme, token = "http", ["--token-file", str(tmp_path / "secret")]
+        scheme, token = "http", ["--auth-token-file", str(tmp_path / "secret")]
         (tmp_path / "secret").write_text("hush-hush-hush")
     told = ",".join(f"{scheme}://127.0.0.1:{port}" for port in ports)
     folders = [tmp_path / f"shard-{shard}" for shard in (0, 1)]
@@ -163,7 +153,7 @@ def test_shard_0_alone_logs_the_run(tmp_path: Path, encryption: str) -> None:
 def loggers(folder: Path) -> list[int]:
     """The processes that log a run to its folder."""
     found = subprocess.run(
-        ["pgrep", "-f", f"cli log .* --folder {folder}"], capture_output=True, text=True
+        ["pgrep", "-f", f"cli track .* --out {folder}"], capture_output=True, text=True
     )
     return [int(number) for number in found.stdout.split()]
 
@@ -171,7 +161,7 @@ def loggers(folder: Path) -> list[int]:
 @pytest.mark.parametrize(
     ("place", "sentence"),
     [
-        ("tensorbord", "log='tensorbord' is no place: write 'tensorboard', 'wandb', 'mlflow'"),
+        ("tensorbord", "tracker='tensorbord' is not a valid tracker: write 'tensorboard',"),
         ("wandb", "wandb is not installed: pip install 'decoupled-diloco\\[wandb\\]'"),
     ],
 )
@@ -180,5 +170,5 @@ def test_a_place_that_cannot_be_is_told_before_there_is_a_run(
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)  # as where it is not installed
     with pytest.raises(ConfigError, match=sentence):
-        LocalRun(config_of(tmp_path / "run", run={**SHORT, "log": (place,)}))
+        LocalRun(config_of(tmp_path / "run", run={**SHORT, "trackers": (place,)}))
     assert not (tmp_path / "run").exists()

@@ -28,7 +28,7 @@ import encrypted
 from process.runs import command, config_file, health, until
 
 STRANGE = "Zq7/+&=%wrong-token-of-a-stranger"
-BUDGET = {"budget_steps": 100_000, "learners": 2}
+BUDGET = {"max_steps": 100_000, "learners": 2}
 
 
 def encodings(secret: str) -> Iterator[bytes]:
@@ -173,8 +173,8 @@ def asking(address: str, file: Path, run: Path, told: list[str]) -> list[list[st
         ["status", address, *told],
         ["doctor", str(file), "--syncer", address, *told],
         ["checkpoint", address, *told],
-        ["explain", "learner", "learner-0", "--of", address, *told],
-        ["timing", address, *told],
+        ["explain", "learner", "learner-0", address, *told],
+        ["intervals", address, *told],
         ["metrics", "config", str(run), *told],
     ]
 
@@ -194,7 +194,7 @@ def lived(file: Path, run: Path, watch: Watch, told: list[str]) -> None:
         if (run / "token").exists():
             watch.token = (run / "token").read_text().strip()
             watch.secrets |= needles_of({"token": watch.token})
-            told = ["--token-file", str(run / "token")]
+            told = ["--auth-token-file", str(run / "token")]
         if watch.token:
             watch.secrets |= needles_of({"page's pass": pass_of(address, watch.token)})
         watch.look_at_processes()
@@ -214,9 +214,9 @@ def lived(file: Path, run: Path, watch: Watch, told: list[str]) -> None:
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param("token", marks=pytest.mark.long),
-        pytest.param("own", marks=pytest.mark.long),
-        "principals",
+        "token",
+        "own",
+        pytest.param("principals", marks=pytest.mark.smoke),
         "certificates",
     ],
 )
@@ -231,7 +231,7 @@ def test_no_secret_shows(kind: str, tmp_path: Path) -> None:
         secrets["token"] = "Qx9/+&=%token-of-the-run"
         (private / "token").write_text(secrets["token"] + "\n")
         tables["syncer"]["token_file"] = private / "token"
-        told = ["--token-file", str(private / "token")]
+        told = ["--auth-token-file", str(private / "token")]
     if kind == "principals":
         names = ("learner-0", "learner-1", "shard-0", "shard-1")
         secrets |= {name: f"Kw{name[-1]}/+&=%secret-of-{name[::-1]}" for name in names}
@@ -239,15 +239,15 @@ def test_no_secret_shows(kind: str, tmp_path: Path) -> None:
         (private / "principals.toml").write_text("".join(lines))
         (private / "one").write_text(secrets["learner-0"])
         tables["syncer"]["principals_file"] = private / "principals.toml"
-        told = ["--token-file", str(private / "one")]
+        told = ["--auth-token-file", str(private / "one")]
     keys: dict[str, list[bytes]] = {}
     if kind == "certificates":
         encrypted.made(private / "tls", "learner-0", "learner-1")
         tables["tls"] = encrypted.tables(private / "tls")
         keys = {path.name: key_of(path) for path in (private / "tls").glob("*.key")}
         pem = private / "tls" / "learner-0.pem"
-        told = ["--authority", str(private / "tls" / "authority.pem")]
-        told += ["--certificate", str(pem), "--key", str(pem.with_suffix(".key"))]
+        told = ["--ca-cert", str(private / "tls" / "authority.pem")]
+        told += ["--cert", str(pem), "--key", str(pem.with_suffix(".key"))]
     run.parent.mkdir()
     file = config_file(run, **tables)
     watch = Watch({**needles_of(secrets), **keys}, secrets.get("token", ""))
@@ -256,7 +256,9 @@ def test_no_secret_shows(kind: str, tmp_path: Path) -> None:
     watch.look("what report says", asked("report", str(run)))
     if kind == "own":
         there = f"tensorboard:{run.parent / 'logged'}"
-        watch.look("what log says", asked("log", str(run), "--to", there, "--every", "0.2"))
+        watch.look(
+            "what track says", asked("track", str(run), "--to", there, "--interval-seconds", "0.2")
+        )
 
     for where, data in everywhere(tmp_path / "runs"):
         if where == str(run / "token"):
@@ -268,15 +270,15 @@ def test_no_secret_shows(kind: str, tmp_path: Path) -> None:
 
 def wrong(private: Path) -> list[str]:
     (private / "wrong").write_text(STRANGE)
-    return ["--token-file", str(private / "wrong")]
+    return ["--auth-token-file", str(private / "wrong")]
 
 
 def test_a_launch_folder_keeps_its_secret_in_one_file(tmp_path: Path) -> None:
     for engine in ("slurm", "kubernetes"):
         folder = tmp_path / engine / "run"
         folder.parent.mkdir()
-        file = config_file(folder, run={"budget_steps": 10})
-        said = asked("launch", str(file), "--dry-run", "--set", f'where.engine="{engine}"')
+        file = config_file(folder, run={"max_steps": 10})
+        said = asked("launch", str(file), "--dry-run", "--set", f'launch.backend="{engine}"')
         launch = folder.with_name("run.launch")
         assert (launch / "token").exists(), said.decode()
         secret = (launch / "token").read_text().strip()
@@ -289,6 +291,7 @@ def test_a_launch_folder_keeps_its_secret_in_one_file(tmp_path: Path) -> None:
         assert not watch.found, watch.found
 
 
+@pytest.mark.smoke
 def test_the_search_finds_what_is_there(tmp_path: Path) -> None:
     """Each encoding, in a file, in a packed one, and in a list of processes."""
     secret = "Vb3/+&=%a-token-to-be-found"

@@ -21,7 +21,7 @@ import decoupled_diloco as dd
 torch.set_num_threads(1)
 atexit.register(time.sleep, 0.5)  # as the cleaning up of other libraries takes
 model = torch.nn.Linear(300, 300)
-learner = dd.Learner(model, sys.argv[1], token=open(sys.argv[2]).read(), learner_id="a")
+learner = dd.Learner(model, sys.argv[1], auth_token=open(sys.argv[2]).read(), name="a")
 
 def train():
     while True:
@@ -37,7 +37,7 @@ def train():
 def syncer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
     """A syncer, and how to reach it."""
     file = config_file(
-        tmp_path_factory.mktemp("own") / "run", run={"budget_steps": 10_000_000, "learners": 1}
+        tmp_path_factory.mktemp("own") / "run", run={"max_steps": 10_000_000, "learners": 1}
     )
     with ExitStack() as stack:
         process = stack.enter_context(stopped_at_exit(command("syncer", str(file))))
@@ -77,8 +77,9 @@ def test_ctrl_c_ends_a_program_that_does_not_close(syncer: tuple[str, str], agai
     assert [line for line in warnings if not line.startswith((early, replaced))] == []
 
 
+@pytest.mark.smoke
 def test_a_program_may_fall_off_its_end(syncer: tuple[str, str]) -> None:
-    ending = "\nfor _ in range(200):\n    learner.step(tokens=1)\nprint('done')\n"
+    ending = "\nfor _ in range(200):\n    learner.step(tokens=1)\nprint('done', flush=True)\n"
     with stopped_at_exit(program(syncer, ending)) as process:
         output, _ = process.communicate(timeout=240)
     assert process.returncode == 0

@@ -2,62 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 import pytest
 
-from decoupled_diloco.config import RunConfig, load_config
-from decoupled_diloco.observe.report import write_report
-from decoupled_diloco.observe.run_model import read_run
-from decoupled_diloco.observe.samples import ProcessEnded
+from decoupled_diloco.config import RunConfig
+from decoupled_diloco.run_model import read_run
+from decoupled_diloco.show.report import write_report
 from decoupled_diloco.storage.weights import load_weights
+from decoupled_diloco.tape.samples import ProcessEnded
+from process.own_script import config_of, programs
 from process.runs import local_run, logs, records, until, wait
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
-def config_of(example: str, folder: Path, *settings: str) -> RunConfig:
-    """The run file of an example, whose programs are found from any folder."""
-    config = load_config(
-        EXAMPLES / f"{example}.toml",
-        [
-            f"run.folder={str(folder)!r}",
-            "syncer.port=0",
-            "learner.checkpoint_every_seconds=1.0",
-            "sync.quorum=2",  # the run cannot end before a killed learner is back
-            *settings,
-        ],
-    )
-    run, learner = config.run, config.learner
-    found = [word.replace("examples/", f"{EXAMPLES}/") for word in learner.command]
-    evaluate = [word.replace("examples/", f"{EXAMPLES}/") for word in run.evaluate_command]
-    return config.model_copy(
-        update={
-            "learner": learner.model_copy(update={"command": tuple(found)}),
-            "run": run.model_copy(update={"evaluate_command": tuple(evaluate)}),
-        }
-    )
-
-
-def programs(folder: Path) -> list[str]:
-    """Processes that were started for the learners of a run, ranks of torchrun included."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            told = (entry / "environ").read_bytes().split(b"\0")
-            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-            if f"DDILOCO_CHECKPOINT={folder}/learners".encode() in told and state != "Z":
-                found.append(f"{entry.name}: {(entry / 'cmdline').read_text()}")
-    return found
 
 
 @pytest.mark.parametrize(
     ("example", "settings"),
     [
-        ("train", ["run.budget_steps=200"]),
-        ("train_ddp", ["run.budget_steps=120"]),
-        ("trainer_hf", ["run.budget_steps=60"]),
+        ("train", ["run.max_steps=200"]),
+        ("train_ddp", ["run.max_steps=120"]),
+        ("trainer_hf", ["run.max_steps=60"]),
     ],
 )
 def test_a_killed_program_rejoins(example: str, settings: list[str], tmp_path: Path) -> None:
@@ -79,7 +42,7 @@ def test_a_killed_program_rejoins(example: str, settings: list[str], tmp_path: P
     ]
     assert not programs(folder)
     model = read_run(folder)
-    write_report(model, folder / "report.html", folder / "report.png")
+    write_report(model, folder / "report.html")
     assert set(model.trained) == {"learner-0", "learner-1"}
     assert "learner-1" in (folder / "report.html").read_text()
     assert bool(model.evaluations) == (example == "train_ddp")
@@ -98,10 +61,10 @@ with dd.Learner(torch.nn.Linear(4, 4)) as learner:
 """
     )
     config = RunConfig(
-        run={"folder": tmp_path / "run", "learners": 1, "budget_steps": 1_000_000},
-        sync={"fragments": 1, "period": 2, "overlap": 1},
+        run={"folder": tmp_path / "run", "learners": 1, "max_steps": 1_000_000},
+        sync={"fragments": 1, "sync_every": 2, "overlap_steps": 1},
         syncer={"port": 0},
-        learner={"command": ["python", str(script)], "hand_in_seconds": 0.0},
+        learner={"command": ["python", str(script)], "flush_seconds": 0.0},
     )
     with local_run(config) as run:
         run.start()
@@ -112,8 +75,9 @@ with dd.Learner(torch.nn.Linear(4, 4)) as learner:
     assert [each["code"] for each in codes if each["name"] == "learner-0"] == [0]
 
 
+@pytest.mark.smoke
 def test_sigterm_flushes_and_keeps_a_checkpoint(tmp_path: Path) -> None:
-    config = config_of("train", tmp_path / "run", "run.budget_steps=1_000_000")
+    config = config_of("train", tmp_path / "run", "run.max_steps=1_000_000")
     with local_run(config) as run:
         run.start()
         kept = run.path / "learners"

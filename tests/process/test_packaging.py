@@ -1,6 +1,6 @@
 """The wheel alone is the product: command, recipes, completion, types; the sdist can build it.
 
-Beside it there is the wheel of what plans, which adds two commands. A wheel is installed where
+Further wheels add commands and engines. A wheel is installed where
 nothing else of this project can be seen. That environment borrows what else this one has installed
 (torch above all) by links, which needs no network and takes no time.
 """
@@ -18,21 +18,22 @@ from pathlib import Path
 
 import pytest
 
+import decoupled_diloco_lab
 from decoupled_diloco.__main__ import NEEDED
-from decoupled_diloco.observe.segments import lines_of
 from decoupled_diloco.storage.weights import load_weights
+from decoupled_diloco.tape.segments import lines_of
 
 ROOT = Path(__file__).parents[2]
 
 SMALL = (
-    "run.budget_steps=24",
+    "run.max_steps=24",
     "run.learners=1",
     "syncer.shards=1",
     "workload.options.layers=1",
     "workload.options.width=32",
     "workload.options.heads=2",
     "workload.options.corpus_bytes_max=200000",
-    "run.evaluate_every_seconds=",
+    "run.evaluate_interval_seconds=",
     "run.evaluator=false",
     "faults=",
 )
@@ -42,9 +43,19 @@ SCRIPT = """\
 import torch
 import decoupled_diloco as dd
 
-learner = dd.Learner(torch.nn.Linear(2, 2), syncer="http://syncer:7070", token=None)
+learner = dd.Learner(torch.nn.Linear(2, 2), syncer="http://syncer:7070", auth_token=None)
 reveal_type(learner.global_step)
 learner.step(tokens="many")
+"""
+
+IMPORT_ALL = """\
+import importlib, pkgutil, sys
+import decoupled_diloco
+
+for each in pkgutil.walk_packages(decoupled_diloco.__path__, "decoupled_diloco."):
+    if not each.name.endswith("__main__"):
+        importlib.import_module(each.name)
+print(*(name for name in sys.modules if name.startswith("decoupled_diloco_")))
 """
 
 COMPLETE_IN_BASH = """\
@@ -95,10 +106,18 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(ROOT, tmp_path_factory.mktemp("dist"))
 
 
+FURTHER = ("engines", "lab", "plan")
+"""The distributions beside the core, by their folders in `packages`."""
+
+
 @pytest.fixture(scope="module")
-def built_plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sdist and the wheel of what plans."""
-    return build(ROOT / "packages" / "plan", tmp_path_factory.mktemp("dist-plan"))
+def further(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The wheel of each further distribution."""
+    found = {}
+    for name in FURTHER:
+        dist = build(ROOT / "packages" / name, tmp_path_factory.mktemp(f"dist-{name}"))
+        (found[name],) = dist.glob("*.whl")
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -115,13 +134,14 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environm
 
 
 @pytest.fixture(scope="module")
-def installed_plan(
-    wheel: Path, built_plan: Path, tmp_path_factory: pytest.TempPathFactory
+def all_installed(
+    wheel: Path, further: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Environment:
-    """Both wheels, installed."""
-    return Environment(tmp_path_factory.mktemp("both") / "venv", wheel, *built_plan.glob("*.whl"))
+    """All wheels, installed."""
+    return Environment(tmp_path_factory.mktemp("all") / "venv", wheel, *further.values())
 
 
+@pytest.mark.smoke
 def test_the_wheel_alone_trains_a_shipped_recipe(installed: Environment, tmp_path: Path) -> None:
     which = "import decoupled_diloco; print(decoupled_diloco.__file__)"
     assert str(installed.path) in installed.run("python", "-c", which, cwd=tmp_path).stdout
@@ -130,12 +150,13 @@ def test_the_wheel_alone_trains_a_shipped_recipe(installed: Environment, tmp_pat
     assert done.returncode == 0, done.stdout + done.stderr
     folder = tmp_path / "runs" / "quickstart"
     assert load_weights(folder / "weights.safetensors")
-    for name in ("run.toml", "report.html", "report.png"):
+    for name in ("run.toml", "report.html"):
         assert (folder / name).stat().st_size > 0, name
     tape = folder / "tape" / "shard-0.jsonl"
     assert any(True for _ in lines_of(tape, [])), "its tape, in segments or not"
 
 
+@pytest.mark.smoke
 def test_the_wheel_without_its_extra_says_how_to_have_the_command(
     wheel: Path, tmp_path: Path
 ) -> None:
@@ -160,51 +181,93 @@ PLAN = ("plan", "--params", "1e9", "--step-seconds", "1s", "--sites", "2", "--li
 GOODPUT = ("goodput", "--chips", "10k", "--days", "0.1", "--seeds", "1", "--system", "elastic")
 
 
-@pytest.mark.parametrize("command", [PLAN, GOODPUT], ids=["plan", "goodput"])
-def test_the_wheel_alone_says_how_to_install_what_plans(
-    installed: Environment, tmp_path: Path, command: tuple[str, ...]
+@pytest.mark.parametrize(
+    ("command", "extra"),
+    [(PLAN, "plan"), (GOODPUT, "plan"), (("simulate", "mixed-speeds"), "lab"), (("chaos",), "lab")],
+    ids=["plan", "goodput", "simulate", "chaos"],
+)
+def test_the_wheel_alone_says_how_to_install_a_command(
+    installed: Environment, tmp_path: Path, command: tuple[str, ...], extra: str
 ) -> None:
     done = installed.run("ddiloco", *command, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"error: ddiloco {command[0]} is not installed: pip install")
+    how = f"is not installed: pip install 'decoupled-diloco[{extra}]'"
+    assert done.stderr.startswith(f"error: ddiloco {command[0]} {how}")
     told = installed.run("ddiloco", "--help", cwd=tmp_path, COLUMNS="120").stdout
-    assert f"Not here: ddiloco {command[0]} says why, and how to install it." in told
+    assert f"Not installed: run ddiloco {command[0]} to see how to install it." in told
 
 
-def test_both_wheels_plan(installed_plan: Environment, tmp_path: Path) -> None:
-    plan = installed_plan.run("ddiloco", *PLAN, cwd=tmp_path)
+def test_the_wheel_imports_no_further_distribution(installed: Environment, tmp_path: Path) -> None:
+    done = installed.run("python", "-c", IMPORT_ALL, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert not done.stdout.strip()
+
+
+def on_slurm(folder: Path) -> tuple[str, ...]:
+    """A command that shows what would be submitted to Slurm."""
+    (folder / "big.toml").write_text(
+        '[run]\nlearners = 2\nmax_steps = 10\n[launch]\nbackend = "slurm"\n'
+    )
+    return ("ddiloco", "launch", "big.toml", "--dry-run")
+
+
+def test_the_wheel_alone_says_how_to_install_engines(
+    installed: Environment, tmp_path: Path
+) -> None:
+    done = installed.run(*on_slurm(tmp_path), cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    why = (
+        "error: backend='slurm' in [launch] is not installed: "
+        "pip install 'decoupled-diloco[engines]'"
+    )
+    assert done.stderr.startswith(why)
+
+
+@pytest.mark.smoke
+def test_the_wheels_together_place_a_run(all_installed: Environment, tmp_path: Path) -> None:
+    done = all_installed.run(*on_slurm(tmp_path), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "#SBATCH" in done.stdout
+
+
+@pytest.mark.smoke
+def test_the_wheels_together_plan(all_installed: Environment, tmp_path: Path) -> None:
+    plan = all_installed.run("ddiloco", *PLAN, cwd=tmp_path)
     assert plan.returncode == 0, plan.stderr
     assert plan.stdout.startswith("1B parameters, 24 layers, a step of 1 s; 2 learners at 2 sites")
-    goodput = installed_plan.run("ddiloco", *GOODPUT, cwd=tmp_path)
+    goodput = all_installed.run("ddiloco", *GOODPUT, cwd=tmp_path)
     assert goodput.returncode == 0, goodput.stderr
     assert goodput.stdout.splitlines()[1].startswith("elastic")
 
 
-def test_the_wheel_of_what_plans_holds_its_package_and_nothing_else(built_plan: Path) -> None:
-    (found,) = built_plan.glob("*.whl")
-    with zipfile.ZipFile(found) as archive:
+@pytest.mark.parametrize("name", FURTHER)
+def test_a_further_wheel_holds_its_package_and_nothing_else(
+    further: dict[str, Path], name: str
+) -> None:
+    with zipfile.ZipFile(further[name]) as archive:
         names = set(archive.namelist())
-    tops = {name.split("/")[0] for name in names}
-    assert {top for top in tops if not top.endswith(".dist-info")} == {"decoupled_diloco_plan"}
-    assert "decoupled_diloco_plan/py.typed" in names
+    tops = {each.split("/")[0] for each in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {f"decoupled_diloco_{name}"}
+    assert f"decoupled_diloco_{name}/py.typed" in names
 
 
 @pytest.mark.parametrize("command", [["ddiloco"], ["python", "-m", "decoupled_diloco"]])
 @pytest.mark.parametrize("kind", ["recipes", "scenarios"])
 def test_what_is_shipped_is_listed_and_printed(
-    installed: Environment, tmp_path: Path, command: list[str], kind: str
+    all_installed: Environment, tmp_path: Path, command: list[str], kind: str
 ) -> None:
-    files = {path.stem: path for path in (ROOT / kind).glob("*.toml")}
-    listed = installed.run(*command, kind, cwd=tmp_path).stdout.splitlines()
+    folder = ROOT / kind if kind == "recipes" else Path(decoupled_diloco_lab.__file__).parent / kind
+    files = {path.stem: path for path in folder.glob("*.toml")}
+    listed = all_installed.run(*command, kind, cwd=tmp_path).stdout.splitlines()
     assert [line.partition("\t")[0] for line in listed] == sorted(files)
     name = sorted(files)[0]
-    printed = installed.run(*command, kind, name, cwd=tmp_path).stdout
+    printed = all_installed.run(*command, kind, name, cwd=tmp_path).stdout
     assert printed == files[name].read_text()
 
 
-def test_a_shipped_scenario_finds_its_recipe(installed: Environment, tmp_path: Path) -> None:
-    short = ["--protocol-only", "--set", "run.budget_steps=24"]
-    done = installed.run("ddiloco", "simulate", "mixed-speeds", *short, cwd=tmp_path)
+def test_a_shipped_scenario_finds_its_recipe(all_installed: Environment, tmp_path: Path) -> None:
+    short = ["--protocol-only", "--set", "run.max_steps=24"]
+    done = all_installed.run("ddiloco", "simulate", "mixed-speeds", *short, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "of virtual time in" in done.stdout
 
@@ -243,7 +306,6 @@ def test_zsh_is_told_names_with_titles(installed: Environment, tmp_path: Path) -
     assert len(told.splitlines()) == 1
 
 
-@pytest.mark.long
 def test_types_are_shipped(
     installed: Environment, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
@@ -257,6 +319,7 @@ def test_types_are_shipped(
     assert "Found 1 error in 1 file" in done.stdout
 
 
+@pytest.mark.smoke
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
@@ -265,6 +328,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert not [name for name in names if "__pycache__" in name]
 
 
+@pytest.mark.smoke
 def test_the_sdist_holds_what_it_takes_to_build_and_test(built: Path) -> None:
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
@@ -272,7 +336,7 @@ def test_the_sdist_holds_what_it_takes_to_build_and_test(built: Path) -> None:
     needed = {"pyproject.toml", "README.md", "LICENSE", "Makefile", "constraints.txt"}
     needed |= {"recipes/quickstart.toml", "examples/train.py", "docs/notation.md"}
     needed |= {"tests/process/test_packaging.py", "benchmarks/README.md"}
-    needed |= {"packages/plan/pyproject.toml"}
+    needed |= {f"packages/{name}/pyproject.toml" for name in FURTHER}
     assert needed <= names
     private = ("runs/", "dist/", "site/", ".venv/", ".mypy_cache/", ".hypothesis/")
     assert not [name for name in names if name.startswith(private) or "__pycache__" in name]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from decoupled_diloco.launch.local import LocalRun
-from decoupled_diloco.simulate.weights_replay import replay_weights
+from decoupled_diloco_lab.simulate.weights_replay import replay_weights
 from process.runs import config_of, health, local_run, records, send, wait, when
 from replay import assert_replays
 
@@ -26,8 +26,8 @@ def test_weights_are_computed_again_whatever_befell_the_shards(tmp_path: Path, d
     folder = tmp_path / "run"
     config = config_of(
         folder,
-        run={"learners": 2, "budget_steps": 400},
-        syncer={"shards": 2, "record_payloads": True, "durable": disk != "none"},
+        run={"learners": 2, "max_steps": 400},
+        syncer={"shards": 2, "record_payloads": True, "persist": disk != "none"},
         sync={"quorum": 2},
     )
 

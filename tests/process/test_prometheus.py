@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 import encrypted
-from process.runs import config_of, free_ports, local_run, stopped_at_exit, until
-from process.test_live import told
+from ports import free_ports
+from process.runs import config_of, local_run, stopped_at_exit, told, until
 from unit.monitor.promtool import needs_prometheus, promtool
 
 
@@ -88,9 +88,9 @@ def prometheus(folder: Path, run: Path) -> Iterator[str]:
 def test_prometheus_watches_a_run_and_tells_of_a_learner_that_is_gone(tmp_path: Path) -> None:
     config = config_of(
         tmp_path / "run",
-        run={"budget_steps": 1_000_000},
+        run={"max_steps": 1_000_000},
         syncer={"shards": 2},
-        learner={"metrics": f"127.0.0.1:{neighbours()}"},
+        learner={"metrics_address": f"127.0.0.1:{neighbours()}"},
     )
     with local_run(config) as run:
 
@@ -129,12 +129,12 @@ def test_prometheus_watches_a_run_and_tells_of_a_learner_that_is_gone(tmp_path: 
 def test_prometheus_tells_in_time_that_certificates_end(tmp_path: Path) -> None:
     """Mutual TLS, and no token: it shows a certificate of its own."""
     tls = tmp_path / "tls"
-    told("certificates", "new", str(tls), "--days", "3")
-    told("certificates", "add", str(tls), "learner-0", "learner-1", "prometheus", "--days", "3")
+    told("certs", "create-ca", str(tls), "--valid-days", "3")
+    told("certs", "add", str(tls), "learner-0", "learner-1", "prometheus", "--valid-days", "3")
     config = config_of(
         tmp_path / "run",
-        run={"budget_steps": 1_000_000},
-        learner={"metrics": f"127.0.0.1:{neighbours()}"},
+        run={"max_steps": 1_000_000},
+        learner={"metrics_address": f"127.0.0.1:{neighbours()}"},
         tls=encrypted.tables(tls),
     )
     alert = "DilocoCertificateEnds"
@@ -150,14 +150,15 @@ def test_prometheus_tells_in_time_that_certificates_end(tmp_path: Path) -> None:
             days = {round(seconds / 86_400) for seconds in value(there, left).values()}
             assert days == {3}
 
-            told("certificates", "renew", str(tls), "--days", "90")
+            told("certs", "renew", str(tls), "--valid-days", "90")
             until(lambda: not firing(there), "the alert is over", 60)
             days = {round(seconds / 86_400) for seconds in value(there, left).values()}
             assert days == {90}
 
 
+@pytest.mark.smoke
 def test_metrics_are_behind_the_token(tmp_path: Path) -> None:
-    config = config_of(tmp_path / "run", run={"budget_steps": 1_000_000})
+    config = config_of(tmp_path / "run", run={"max_steps": 1_000_000})
     with local_run(config) as run:
         run.start()
         run.wait_for_shards()

@@ -18,10 +18,10 @@ import torch
 import decoupled_diloco as dd
 from decoupled_diloco.config import load_config
 from decoupled_diloco.export.run import export_run
-from decoupled_diloco.observe.samples import Evaluated
-from decoupled_diloco.observe.tape import TapeReader
-from decoupled_diloco.simulate.training import train_virtually
+from decoupled_diloco.tape import TapeReader
+from decoupled_diloco.tape.samples import Evaluated
 from decoupled_diloco.workloads import load_workload
+from decoupled_diloco_lab.simulate.training import train_virtually
 from process.runs import command
 from replay import assert_replays
 
@@ -69,7 +69,7 @@ def sets(recipe: Path, folder: Path, options: dict[str, Any], steps: int = 0) ->
     settings = {
         "run.folder": str(folder),
         "run.learners": 3 if recipe.stem == "mixed-parallelism" else 2,
-        "run.budget_steps": steps or max(12, min(60, 2 * config.sync.period)),
+        "run.max_steps": steps or max(12, min(60, 2 * config.sync.sync_every)),
         "sync.quorum": min(2, config.sync.quorum),
         "syncer.port": 0,
         **{f"workload.options.{name}": value for name, value in options.items()},
@@ -77,7 +77,7 @@ def sets(recipe: Path, folder: Path, options: dict[str, Any], steps: int = 0) ->
     if not steps:
         settings["run.evaluator"] = False
     given = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
-    return [*given, "run.evaluate_every_seconds="]
+    return [*given, "run.evaluate_interval_seconds="]
 
 
 def trained(
@@ -93,20 +93,22 @@ def evaluations(folder: Path) -> list[Evaluated]:
     return [r.value() for r in records if r.type == "Evaluated"]  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("name", PROCESSES)
+@pytest.mark.parametrize(
+    "name", [*PROCESSES[:-1], pytest.param(PROCESSES[-1], marks=pytest.mark.smoke)]
+)
 def test_a_recipe_trains(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "run"
     recipe = ROOT / "recipes" / f"{name}.toml"
     trained(recipe, folder, SMALL[load_config(recipe).workload.name])
     torch.set_num_threads(1)
-    model = dd.load_exported(export_run(folder).folder)
+    model = dd.load_model(export_run(folder).folder)
     config = load_config(folder / "run.toml")
     workload = load_workload(config.workload.name, config.workload_options())
     assert workload.evaluate(model)["loss"] < workload.evaluate(workload.model())["loss"]
     assert_replays(folder)
 
 
-@pytest.mark.parametrize("name", VIRTUAL)
+@pytest.mark.parametrize("name", [pytest.param(VIRTUAL[0], marks=pytest.mark.smoke), *VIRTUAL[1:]])
 def test_a_recipe_trains_in_virtual_time(tmp_path: Path, name: str) -> None:
     recipe = ROOT / "recipes" / f"{name}.toml"
     torch.set_num_threads(1)
@@ -123,7 +125,7 @@ def test_an_exported_run_evaluates_as_its_last_evaluation(tmp_path: Path) -> Non
     output = ran("export", str(folder))
     assert f"to {folder}/export" in output
     torch.set_num_threads(1)
-    model = dd.load_exported(folder / "export")
+    model = dd.load_model(folder / "export")
     config = load_config(folder / "run.toml")
     workload = load_workload(config.workload.name, config.workload_options())
     measured, last = workload.evaluate(model), evaluations(folder)[-1]
@@ -140,7 +142,6 @@ def test_an_exported_run_evaluates_as_its_last_evaluation(tmp_path: Path) -> Non
     assert output.startswith(f"error: {folder} has no weights: weights.safetensors is written when")
 
 
-@pytest.mark.long
 def test_the_hugging_face_example_trains_and_exports(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

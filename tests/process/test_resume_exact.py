@@ -21,9 +21,8 @@ import pytest
 from safetensors.torch import load_file
 
 from decoupled_diloco.config import RunConfig, dump_config
-from decoupled_diloco.observe.records import Record
-from process.runs import command, records, stopped_at_exit, until
-from process.test_resume import kill_everything
+from decoupled_diloco.tape.records import Record
+from process.runs import command, kill_everything, records, stopped_at_exit, until
 
 BUDGET, PERIOD, STOP_AT = 40, 4, 18
 
@@ -124,11 +123,11 @@ def write_files(folder: Path) -> Path:
     folder.mkdir()
     (folder / "recorded.py").write_text(WORKLOAD)
     config = RunConfig(
-        run={"name": "exact", "folder": folder / "run", "learners": 1, "budget_steps": BUDGET},
-        sync={"fragments": 2, "period": PERIOD, "overlap": 1},
+        run={"name": "exact", "folder": folder / "run", "learners": 1, "max_steps": BUDGET},
+        sync={"fragments": 2, "sync_every": PERIOD, "overlap_steps": 1},
         syncer={"port": 0},
-        learner={"checkpoint_every_seconds": 0.5},
-        data={"leases": False},
+        learner={"checkpoint_interval_seconds": 0.5},
+        data={"elastic": False},
         workload={"name": "recorded:make", "options": {"file": str(folder / "trained")}},
     )
     (folder / "run.toml").write_text(dump_config(config))

@@ -11,8 +11,8 @@ from statistics import median
 import pytest
 
 from decoupled_diloco.config import load_config
-from decoupled_diloco.observe.run_model import RunModel, read_run
-from decoupled_diloco.protocol.effects import Participant
+from decoupled_diloco.protocol.words import Participant
+from decoupled_diloco.run_model import RunModel, read_run
 from process.runs import STEP_SECONDS_MAX, local_run, wait
 from replay import assert_replays
 
@@ -21,10 +21,10 @@ PACE = {"learner-0": 0.4, "learner-1": 0.4, "learner-2": 0.2, "learner-3": 0.1}
 
 
 OWN_ROUNDS = (
-    'sync.participants="own"',
+    'sync.participation="async"',
     "sync.grace_margin=0.0",
-    'sync.missed="rebase"',
-    'sync.alignment="carry"',
+    'sync.apply.missed="rebase"',
+    'sync.apply.alignment="carry"',
 )
 
 
@@ -38,7 +38,7 @@ def run_of(folder: Path, *settings: str) -> Path:
     overrides = [
         *settings,
         f'run.folder="{folder}"',
-        "run.budget_steps=144",
+        "run.max_steps=144",
         "run.evaluator=false",
         "workload.options.layers=1",
         "workload.options.width=32",

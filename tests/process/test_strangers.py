@@ -32,7 +32,7 @@ def epoch(run: LocalRun, name: str) -> int:
 
 
 def test_four_hundred_strangers_delay_nobody(tmp_path: Path) -> None:
-    config = config_of(tmp_path / "run", run={"budget_steps": 100_000, "learners": 3})
+    config = config_of(tmp_path / "run", run={"max_steps": 100_000, "learners": 3})
     with local_run(config) as run:
         run.start()
         until(lambda: len(run.supervisor.children) >= 4, "all processes")

@@ -20,13 +20,13 @@ import pytest
 import encrypted
 from decoupled_diloco.errors import AccessError, ConfigError
 from decoupled_diloco.launch.local import LocalRun
-from decoupled_diloco.transport.documents import fetch
-from decoupled_diloco.transport.tls import Tls
+from decoupled_diloco.transport.fetch import fetch
+from decoupled_diloco.transport.tls import TLSConfig
+from ports import free_ports
 from process.runs import (
     command,
     config_file,
     config_of,
-    free_ports,
     local_run,
     logs,
     records,
@@ -50,7 +50,7 @@ def ddiloco(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def certificates(folder: Path, *arguments: str) -> str:
     what, *more = arguments
-    done = ddiloco("certificates", what, str(folder), *more)
+    done = ddiloco("certs", what, str(folder), *more)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -58,15 +58,15 @@ def certificates(folder: Path, *arguments: str) -> str:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     path = tmp_path / "tls"
-    certificates(path, "new", "--days", "3")
-    certificates(path, "add", "learner-0", "learner-1", "evaluator", "--days", "3")
+    certificates(path, "create-ca", "--valid-days", "3")
+    certificates(path, "add", "learner-0", "learner-1", "evaluator", "--valid-days", "3")
     return path
 
 
 def options(folder: Path, name: str) -> list[str]:
     return [
-        *("--authority", f"{folder}/authority.pem"),
-        *("--certificate", f"{folder}/{name}.pem", "--key", f"{folder}/{name}.key"),
+        *("--ca-cert", f"{folder}/authority.pem"),
+        *("--cert", f"{folder}/{name}.pem", "--key", f"{folder}/{name}.key"),
     ]
 
 
@@ -79,11 +79,12 @@ def log(run: LocalRun, name: str) -> str:
     return (run.path / "logs" / f"{name}.log").read_text()
 
 
+@pytest.mark.smoke
 def test_a_learner_comes_back_and_certificates_are_renewed(folder: Path, tmp_path: Path) -> None:
     """Mutual TLS and no token: killed, back, cut off, renewed, to the end of the budget."""
     config = config_of(
         tmp_path / "run",
-        run={"budget_steps": 400},
+        run={"max_steps": 400},
         syncer={"shards": 2},
         tls=encrypted.tables(folder),
     )
@@ -95,8 +96,8 @@ def test_a_learner_comes_back_and_certificates_are_renewed(folder: Path, tmp_pat
         assert run.secret_file is None
         assert not (run.path / "token").exists()
         for name, file in (("shard-0", "syncer"), ("shard-1", "syncer"), ("learner-0",) * 2):
-            assert f"{folder}/{file}.pem ends in 72 hours: renew it" in log(run, name)
-        certificates(folder, "renew", "--days", "90")
+            assert f"{folder}/{file}.pem expires in 72 hours: renew it" in log(run, name)
+        certificates(folder, "renew", "--valid-days", "90")
         for name in ("learner-0", "shard-1"):  # The shard dials the coordinator, and is dialled.
             child, process = (children := run.supervisor.children)[name], children[name].process
             run.supervisor.kill(name, restart=True)
@@ -105,7 +106,7 @@ def test_a_learner_comes_back_and_certificates_are_renewed(folder: Path, tmp_pat
         back = run.global_step + 20
         while run.global_step < back:
             yield
-        tls = Tls(*options(folder, "learner-0")[1::2])
+        tls = TLSConfig(*options(folder, "learner-0")[1::2])
         for address in run.addresses:
             assert b"shards" in fetch(address, "/tape", {}, None, tls).body
 
@@ -114,11 +115,11 @@ def test_a_learner_comes_back_and_certificates_are_renewed(folder: Path, tmp_pat
         outcome = wait(run, script(run))
         assert outcome.finished, (outcome.reason, logs(run.path))
         assert "new certificates" in log(run, "shard-0")
-        assert log(run, "learner-0").count(".pem ends in") == 1, "the renewed one does not"
+        assert log(run, "learner-0").count(".pem expires in") == 1, "the renewed one does not"
     assert_replays(run.path)
 
 
-ENDLESS = {"budget_steps": 100_000}
+ENDLESS = {"max_steps": 100_000}
 
 
 def test_commands_are_let_in_by_a_certificate_and_told_what_they_lack(
@@ -140,9 +141,9 @@ def test_a_supervised_learner_finds_an_encrypted_run_by_its_folder(
     """Its files are given by hand, to the process that is started again, too."""
     tls = encrypted.tables(folder)
     config = config_of(
-        tmp_path / "run", run={"budget_steps": 400, "learners": 1}, sync={"quorum": 1}, tls=tls
+        tmp_path / "run", run={"max_steps": 400, "learners": 1}, sync={"quorum": 1}, tls=tls
     )
-    own = config_file(tmp_path / "own", run={"budget_steps": 400, "learners": 1})
+    own = config_file(tmp_path / "own", run={"max_steps": 400, "learners": 1})
     with local_run(config) as run:
         run.start()
         run.wait_for_shards()
@@ -162,11 +163,10 @@ def test_a_supervised_learner_finds_an_encrypted_run_by_its_folder(
             until(lambda: steps(run) > before + 10, "the run goes on", 60)
 
 
-@pytest.mark.long
 def test_chaos_strikes_an_encrypted_run(folder: Path, tmp_path: Path) -> None:
     file = config_file(
         tmp_path / "run",
-        run={"budget_steps": 200},
+        run={"max_steps": 200},
         sync={"quorum": 1},
         tls=encrypted.tables(folder),
     )
@@ -186,7 +186,7 @@ def test_the_page_reads_encrypted_shards_elsewhere(folder: Path, tmp_path: Path)
     told = ",".join(f"https://127.0.0.1:{port}" for port in ports)
     tables: dict[str, Any] = {"run": ENDLESS, "tls": encrypted.tables(folder)}
     tables["syncer"] = {"shards": 2}
-    context = Tls(*options(folder, "learner-1")[1::2]).new_context()
+    context = TLSConfig(*options(folder, "learner-1")[1::2]).new_context()
     with ExitStack() as stack:
         for shard, port in enumerate(ports):
             file = config_file(tmp_path / f"shard-{shard}", **tables)
@@ -219,11 +219,11 @@ def _readers(address: str, folder: Path) -> None:
         if name == "doctor":
             assert "ends in 3.0 days" in done.stdout
             assert "it is that of learner-1" in done.stdout
-    trusting = ["--authority", f"{folder}/authority.pem"]
+    trusting = ["--ca-cert", f"{folder}/authority.pem"]
     for given, code, words in (
-        ([address, *trusting], 5, "wants a certificate"),
-        ([address], 5, "no authority that is trusted here"),
-        ([address.replace("https", "http")], 5, "speaks TLS: write https://"),
+        ([address, *trusting], 5, "requires a certificate"),
+        ([address], 5, "not signed by a CA that is trusted here"),
+        ([address.replace("https", "http")], 5, "uses TLS: write https://"),
         ([address.replace("https", "http"), *trusting], 2, "would be ignored"),
     ):
         done = ddiloco("status", *given)
@@ -240,10 +240,10 @@ def test_a_learner_that_trusts_another_authority_ends_and_says_so(
     with local_run(config) as run:
         run.start()
         for arguments, words in (
-            (["--authority", f"{other}/authority.pem"], "no authority that is trusted here"),
+            (["--ca-cert", f"{other}/authority.pem"], "not signed by a CA that is trusted here"),
             (
-                [f"--certificate={other}/learner-0.pem", f"--key={other}/learner-0.key"],
-                "does not accept our certificate",
+                [f"--cert={other}/learner-0.pem", f"--key={other}/learner-0.key"],
+                "rejects this process's certificate",
             ),
         ):
             address = ["--syncer", run.addresses[0]]
@@ -277,6 +277,6 @@ def test_a_syncer_at_a_folder_of_its_own_says_how_to_join(folder: Path, tmp_path
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=240)
     told = "".join(lines)
-    assert "--authority AUTHORITY.pem --certificate ITS_OWN.pem --key ITS_OWN.key" in told, told
-    assert "--token-file" not in told
-    assert "tls=dd.Tls(authority=…, certificate=…, key=…)" in told
+    assert "--ca-cert AUTHORITY.pem --cert ITS_OWN.pem --key ITS_OWN.key" in told, told
+    assert "--auth-token-file" not in told
+    assert "tls=dd.TLSConfig(ca_cert=…, cert=…, key=…)" in told

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
+
 from otlp_collector import ReceivingCollector, receiving
 from process.runs import command
 
@@ -23,15 +25,20 @@ def traced(collector: ReceivingCollector) -> dict[bytes, set[str]]:
     return found
 
 
+@pytest.mark.smoke
 def test_a_run_that_is_over_is_sent_whole(tmp_path: Path) -> None:
-    run, short = str(tmp_path / "run"), ("--set", "run.budget_steps=40")
+    run, short = str(tmp_path / "run"), ("--set", "run.max_steps=40")
     code, output = ended("simulate", "flaky-link", "--protocol-only", *short, "--tape", run)
     assert code == 0, output
     with receiving() as collector:
-        code, output = ended("traces", run, "--to", collector.url, "--every", "0.2")
+        code, output = ended(
+            "traces", run, "--collector", collector.url, "--interval-seconds", "0.2"
+        )
     assert code == 0, output
     roots = [span for _, span in collector.spans if not span.parent_span_id]
-    assert f"{len(roots)} rounds, {len(collector.spans)} spans: sent to {collector.url}" in output
+    assert (
+        f"sent {len(roots)} rounds with {len(collector.spans)} spans to {collector.url}" in output
+    )
     ids = {(span.trace_id, span.span_id) for _, span in collector.spans}
     assert len(ids) == len(collector.spans)
     for _, span in collector.spans:

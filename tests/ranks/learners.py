@@ -6,11 +6,20 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
 
+import pytest
+from torch import Tensor
+
+from decoupled_diloco.syncer.fragments import ShardTensors
+from integration.system import System
 from ranks import program
 from ranks.program import Job
 
@@ -20,7 +29,7 @@ FORKS.set_forkserver_preload(
         "torch._dynamo",
         "torch.distributed.fsdp",
         "torch.distributed.tensor.parallel",
-        "decoupled_diloco.ranks.learner",
+        "decoupled_diloco.participants",
         "decoupled_diloco.transport.http_client",
     ]
 )
@@ -92,3 +101,85 @@ def ranks(job: Job, world: int, main: Main = program.main) -> Iterator[Ranks]:
         yield started
     finally:
         started.kill()
+
+
+FRAGMENTS, ROUNDS = 3, 5
+
+
+SYNCHRONOUS = {
+    "fragments": FRAGMENTS,
+    "sync_every": 4,
+    "overlap_steps": 1,
+    "quorum": 1,
+    "wait": "at_overlap",
+    # while it waits for one fragment, another must not come a step early
+    "apply": {"when": "at_overlap"},
+}
+
+
+TOLERANCE = 1e-6
+"""Of the fragment's norm: sums over ranks have another order than those of one process."""
+
+
+History = dict[int, list[Tensor]]
+
+
+def recorded(patch: pytest.MonkeyPatch) -> History:
+    """Every version of every fragment, as the shard merges it."""
+    found: History = defaultdict(list)
+    commit = ShardTensors.commit
+
+    def committed(self: ShardTensors, fragment: int, *arguments: Any) -> None:
+        commit(self, fragment, *arguments)
+        found[fragment].append(self.whole(fragment).clone())
+
+    patch.setattr(ShardTensors, "commit", committed)
+    return found
+
+
+@contextmanager
+def system_in(folder: Path, **tables: Any) -> Iterator[System]:
+    run = {"learners": 1, "max_steps": 4 * (ROUNDS + 1), **tables.pop("run", {})}
+    system = System(folder / "run", run=run, sync={**SYNCHRONOUS, **tables.pop("sync", {})})
+    system.start()
+    try:
+        yield system
+    finally:
+        system.close()
+
+
+BLOCK = 128
+"""Elements that have a digest of their own: the model is so small."""
+
+
+def several_carriers(patch: pytest.MonkeyPatch, carriers: Any = "all") -> dict[str, Any]:
+    """A job's options; syncer and ranks have the same blocks."""
+    patch.setattr(sys.modules["decoupled_diloco.merge.codec"], "DIGEST_NUMEL", BLOCK)
+    return {"sync_ranks": carriers, "block": BLOCK}
+
+
+ASYNCHRONOUS = {
+    "fragments": 2,
+    "sync_every": 4,
+    "overlap_steps": 1,
+    "quorum": 1,
+    "wait": "never",
+    "apply": {"when": "on_arrival"},
+}
+
+
+NOWHERE = "http://127.0.0.1:9"
+
+
+def steps_told(learner: Ranks, steps: int) -> None:
+    """Waits until rank 0 has said that it has made so many steps."""
+    until_told(learner, f"step {steps}\n")
+
+
+def until_told(learner: Ranks, what: str, seconds: float = 240.0) -> None:
+    """Waits until rank 0 has said so."""
+    deadline = time.monotonic() + seconds
+    while what not in learner.log(0):
+        assert time.monotonic() < deadline, learner.log(0)[-3000:]
+        assert None in learner.wait(0.0), learner.log(0)[-3000:]
+        time.sleep(0.05)

@@ -18,8 +18,8 @@ def main(job: Job, surroundings: Mapping[str, str]) -> None:
     os.environ |= {"TORCHELASTIC_RUN_ID": "one", "LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"]}
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
-    from decoupled_diloco.integrations.lightning import DilocoCallback
-    from integration.test_lightning import Module, loader, trainer_of
+    from decoupled_diloco.integrations.lightning import DiLoCoCallback
+    from integration.lightning_loop import Module, loader, trainer_of
 
     class Sharded(Module):
         def configure_model(self) -> None:
@@ -32,7 +32,7 @@ def main(job: Job, surroundings: Mapping[str, str]) -> None:
         if ddp
         else ModelParallelStrategy(2, 1, process_group_backend="gloo")
     )
-    callback = DilocoCallback(job.address, learner_id=job.name)
+    callback = DiLoCoCallback(job.address, name=job.name)
     trainer = trainer_of(job.folder, callback, max_steps=job.steps, devices=2, strategy=strategy)
     module = Module() if ddp else Sharded()
     trainer.fit(module, loader())

@@ -43,9 +43,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from decoupled_diloco import Learner
-from decoupled_diloco.learner.modules import parts_of, plain
-from decoupled_diloco.ranks import seat, watch
+from decoupled_diloco import Checkpointing, Learner, Observability, Timeouts
+from decoupled_diloco.learner.model import parts_of, plain
+from decoupled_diloco.ranks import group, seat
 
 PIPELINES = {"pipeline": ScheduleGPipe, "pipeline 1F1B": Schedule1F1B}
 INTERLEAVED = "pipeline, two stages a rank"
@@ -215,14 +215,14 @@ class Job:
     trouble: str = ""
     optimizer: str = "sgd"
     checkpoint: Path | None = None
-    checkpoint_every_seconds: float = 0.0
-    carriers: int | Literal["hosts", "all"] = 1
+    interval_seconds: float = 0.0
+    sync_ranks: int | Literal["hosts", "all"] = 1
     block: int = 0
     """Elements that have a digest of their own; 0: as the product has it."""
     token: str | None = None
-    tape: Path | None = None
-    metrics: str | None = None
-    log: str | None = None
+    event_tape: Path | None = None
+    metrics_address: str | None = None
+    tracker: str | None = None
     manner: str = ""
     """Of its loop or its model: one of the following."""
 
@@ -250,7 +250,7 @@ def full(model: nn.Module) -> dict[str, Tensor]:
 def main(job: Job, surroundings: Mapping[str, str]) -> None:
     """Trains until the run is over, or the job's steps are made; leaves the weights."""
     settle(job, surroundings)
-    watch.LOOK_SECONDS, watch.LONG_SECONDS = 0.5, 4.0
+    group.LOOK_SECONDS, group.LONG_SECONDS = 0.5, 4.0
     if job.block:
         sys.modules["decoupled_diloco.merge.codec"].DIGEST_NUMEL = job.block  # type: ignore[attr-defined]
     if "RANK" in os.environ:
@@ -336,16 +336,17 @@ def train(job: Job) -> None:
     with Learner(
         list(parts_of(model)) if job.kind == INTERLEAVED else model,
         syncer=job.address,
-        learner_id=name,
+        name=name,
         optimizer=optimizer,
-        stateful={"schedule": schedule, "position": Position()},
-        checkpoint=job.checkpoint,
-        checkpoint_every_seconds=job.checkpoint_every_seconds,
-        carriers=job.carriers,
-        token=job.token,
-        tape=job.tape,
-        metrics=job.metrics,
-        log=job.log,
+        auth_token=job.token,
+        checkpoint=Checkpointing(
+            job.checkpoint,
+            job.interval_seconds,
+            {"schedule": schedule, "position": Position()},
+        ),
+        timeouts=Timeouts(flush=0.0),
+        observability=Observability(job.tracker, job.metrics_address, job.event_tape),
+        sync_ranks=job.sync_ranks,
     ) as learner:
         print(f"begins at step {learner.steps}", flush=True)
         print(f"learner {learner.index} of {learner.count}", flush=True)
@@ -362,7 +363,7 @@ def train(job: Job) -> None:
             schedule.step()
             if job.manner == THOROUGH:
                 evaluate(model, tokens)
-            going_on = learner.step(tokens=tokens.numel(), loss=loss)
+            going_on = learner.step(loss, tokens=tokens.numel())
             print(f"step {step + 1}", flush=True)
             if not going_on:
                 break

@@ -11,22 +11,29 @@ from typing import Any
 import pytest
 import torch
 
-from ranks.learners import ranks
+from ranks.learners import (
+    ASYNCHRONOUS,
+    NOWHERE,
+    TOLERANCE,
+    ranks,
+    several_carriers,
+    steps_told,
+    system_in,
+    until_told,
+)
 from ranks.program import INTERLEAVED, Job
-from ranks.test_faults import ASYNCHRONOUS, NOWHERE, steps_told, until_told
-from ranks.test_kinds import TOLERANCE, several_carriers, system_in
 
 STEPS = 12
-ALONE = {"fragments": 3, "period": 3000, "overlap": 1, "quorum": 1}
+ALONE = {"fragments": 3, "sync_every": 3000, "overlap_steps": 1, "quorum": 1}
 """No fragment is due: what a learner trains is its own."""
 
 
 def trained(folder: Path, *lives: tuple[str, int], **options: Any) -> dict[str, Any]:
     """What a learner has after so many steps, that it makes in lives of these kinds and ranks."""
-    with system_in(folder, run={"budget_steps": 10_000}, sync=ALONE) as system:
+    with system_in(folder, run={"max_steps": 10_000}, sync=ALONE) as system:
         for number, (kind, world) in enumerate(lives, 1):
             steps = STEPS * number // len(lives)
-            own = options if kind != "plain" else options | {"carriers": 1}
+            own = options if kind != "plain" else options | {"sync_ranks": 1}
             job = Job(kind, system.addresses[0], "one", folder, steps, optimizer="adamw", **own)
             with ranks(replace(job, checkpoint=folder / "kept"), world) as learner:
                 learner.ends_well()
@@ -43,14 +50,14 @@ def without_a_stop(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "lives",
     [
-        (("ddp", 2), ("ddp", 2)),
+        pytest.param((("ddp", 2), ("ddp", 2)), marks=pytest.mark.long),
         (("fsdp", 2), ("fsdp", 3), ("tp", 2)),
-        (("tp", 2), ("fsdp_tp", 4)),
+        pytest.param((("tp", 2), ("fsdp_tp", 4)), marks=pytest.mark.long),
         (("pipeline", 3), ("hsdp", 4)),
-        (("hsdp", 4), ("pipeline", 3)),
-        (("fsdp", 2), (INTERLEAVED, 2), ("ddp", 2)),
-        (("fsdp", 2), ("plain", 1), ("tp", 2)),
-        (("plain", 1), ("fsdp_tp", 4)),
+        pytest.param((("hsdp", 4), ("pipeline", 3)), marks=pytest.mark.long),
+        pytest.param((("fsdp", 2), (INTERLEAVED, 2), ("ddp", 2)), marks=pytest.mark.long),
+        pytest.param((("fsdp", 2), ("plain", 1), ("tp", 2)), marks=pytest.mark.long),
+        pytest.param((("plain", 1), ("fsdp_tp", 4)), marks=pytest.mark.long),
     ],
     ids=str,
 )
@@ -66,7 +73,11 @@ def test_it_goes_on_as_if_it_had_not_stopped(
             assert difference <= 10 * TOLERANCE, f"{name}: {difference}"
 
 
-@pytest.mark.parametrize("lives", [(("fsdp", 2), ("ddp", 3)), (("tp", 2), ("plain", 1))], ids=str)
+@pytest.mark.parametrize(
+    "lives",
+    [(("fsdp", 2), ("ddp", 3)), pytest.param((("tp", 2), ("plain", 1)), marks=pytest.mark.long)],
+    ids=str,
+)
 def test_several_carriers_keep_and_read_the_published_copies(
     lives: tuple[tuple[str, int], ...],
     without_a_stop: dict[str, Any],
@@ -82,9 +93,10 @@ def test_several_carriers_keep_and_read_the_published_copies(
     assert "own progress goes on in 3 of 3" in (tmp_path / "one-0.log").read_text()
 
 
+@pytest.mark.long
 def test_published_copies_that_are_lost_are_told_and_nothing_hangs(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
-    with system_in(tmp_path, run={"budget_steps": 10_000}, sync=ALONE) as system:
+    with system_in(tmp_path, run={"max_steps": 10_000}, sync=ALONE) as system:
         job = Job("fsdp", system.addresses[0], "one", tmp_path, 4, optimizer="adamw")
         with ranks(replace(job, checkpoint=kept), 2) as learner:
             learner.ends_well()
@@ -95,9 +107,10 @@ def test_published_copies_that_are_lost_are_told_and_nothing_hangs(tmp_path: Pat
             assert "elements of vector 0" in learner.log(0)
 
 
+@pytest.mark.long
 def test_a_pipeline_begins_anew_after_a_plain_life(tmp_path: Path) -> None:
     """Rank 0 has but its stage: which parameter is which in the optimizer it cannot tell."""
-    with system_in(tmp_path, run={"budget_steps": 10_000}, sync=ALONE) as system:
+    with system_in(tmp_path, run={"max_steps": 10_000}, sync=ALONE) as system:
         job = Job("plain", system.addresses[0], "one", tmp_path, 4, optimizer="adamw")
         job = replace(job, checkpoint=tmp_path / "kept")
         with ranks(job, 1) as learner:
@@ -117,11 +130,12 @@ def test_each_rank_has_its_own_objects_back(tmp_path: Path) -> None:
     assert "the position of rank 0 is back" in logs[2]
 
 
+@pytest.mark.long
 def test_killed_among_steps_it_comes_back_with_what_was_kept(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
-    with system_in(tmp_path, run={"budget_steps": 150}, sync=ASYNCHRONOUS) as system:
+    with system_in(tmp_path, run={"max_steps": 150}, sync=ASYNCHRONOUS) as system:
         job = Job("fsdp", system.addresses[0], "one", tmp_path, pause=0.05, optimizer="adamw")
-        job = replace(job, checkpoint=kept, checkpoint_every_seconds=0.5)
+        job = replace(job, checkpoint=kept, interval_seconds=0.5)
         with ranks(job, 2) as learner:
             steps_told(learner, 60)
             learner.send(1, signal.SIGKILL)
@@ -145,9 +159,9 @@ def test_a_disk_that_is_not_shared_is_refused_on_every_rank(tmp_path: Path) -> N
 
 
 def test_a_checkpoint_that_cannot_be_written_is_told_and_training_goes_on(tmp_path: Path) -> None:
-    with system_in(tmp_path, run={"budget_steps": 60}, sync=ASYNCHRONOUS) as system:
+    with system_in(tmp_path, run={"max_steps": 60}, sync=ASYNCHRONOUS) as system:
         job = Job("fsdp", system.addresses[0], "one", tmp_path, pause=0.02, trouble="full disk")
-        job = replace(job, checkpoint=tmp_path / "kept", checkpoint_every_seconds=0.3)
+        job = replace(job, checkpoint=tmp_path / "kept", interval_seconds=0.3)
         with ranks(job, 2) as learner:
             learner.ends_well()
             log = learner.log(0)
@@ -157,7 +171,7 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_training_goes_on(tmp_pa
 
 
 def test_it_writes_its_part_of_a_checkpoint_of_the_run(tmp_path: Path) -> None:
-    with system_in(tmp_path, run={"budget_steps": 10_000}, sync=ASYNCHRONOUS) as system:
+    with system_in(tmp_path, run={"max_steps": 10_000}, sync=ASYNCHRONOUS) as system:
         job = Job("fsdp", system.addresses[0], "one", tmp_path, pause=0.02, optimizer="adamw")
         with ranks(replace(job, checkpoint=tmp_path / "kept"), 2) as learner:
             steps_told(learner, 10)

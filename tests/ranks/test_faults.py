@@ -8,64 +8,55 @@ from pathlib import Path
 
 import pytest
 
-from ranks.learners import Ranks, ranks
+from cases import long_after
+from ranks.learners import (
+    ASYNCHRONOUS,
+    NOWHERE,
+    ranks,
+    several_carriers,
+    steps_told,
+    system_in,
+    until_told,
+)
 from ranks.program import WRAPPED, Job
-from ranks.test_kinds import several_carriers, system_in
-
-ASYNCHRONOUS = {
-    "fragments": 2,
-    "period": 4,
-    "overlap": 1,
-    "quorum": 1,
-    "wait": "never",
-    "apply": "on_arrival",
-}
-NOWHERE = "http://127.0.0.1:9"
-
-
-def steps_told(learner: Ranks, steps: int) -> None:
-    """Waits until rank 0 has said that it has made so many steps."""
-    until_told(learner, f"step {steps}\n")
-
-
-def until_told(learner: Ranks, what: str, seconds: float = 240.0) -> None:
-    """Waits until rank 0 has said so."""
-    deadline = time.monotonic() + seconds
-    while what not in learner.log(0):
-        assert time.monotonic() < deadline, learner.log(0)[-3000:]
-        assert None in learner.wait(0.0), learner.log(0)[-3000:]
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(
     ("kind", "trouble", "told"),
-    [
-        ("fsdp", "another model", "ranks 0 (ours) and 1 (theirs) have different models: tensor 9"),
-        (
-            "ddp",
-            "another name",
-            "rank 1 of this learner has learner_id='another', rank 0 has 'one'",
-        ),
-        ("ddp", "too many carriers", "carriers=3: give 1 to 2, as this learner has 2 ranks"),
-        (
-            "ddp",
-            "on the meta device",
-            "rank 1: parameter 'blocks.1.up.weight' is on the meta device: give it memory",
-        ),
-        (
-            "tp",
-            "partial",
-            "rank 1: parameter 'head.weight' is placed as (Partial(sum),): what is Partial has no "
-            "values of its own; redistribute it to Shard or Replicate",
-        ),
-        ("fsdp", "not finite", "rank 1: the model's 'embedding.weight' has NaN"),
-    ],
+    long_after(
+        3,
+        [
+            (
+                "fsdp",
+                "another model",
+                "ranks 0 (ours) and 1 (theirs) have different models: tensor 9",
+            ),
+            (
+                "ddp",
+                "another name",
+                "rank 1 of this learner has name='another', rank 0 has 'one'",
+            ),
+            ("ddp", "too many sync ranks", "sync_ranks=3 is out of range: pass 1 to 2, because"),
+            (
+                "ddp",
+                "on the meta device",
+                "rank 1: parameter 'blocks.1.up.weight' is on the meta device: give it memory",
+            ),
+            (
+                "tp",
+                "partial",
+                "rank 1: parameter 'head.weight' is placed as (Partial(sum),): what is Partial has "
+                "no values of its own; redistribute it to Shard or Replicate",
+            ),
+            ("fsdp", "not finite", "rank 1: the model's 'embedding.weight' has NaN"),
+        ],
+    ),
 )
 def test_ranks_that_do_not_fit_end_with_the_reason_on_each(
     kind: str, trouble: str, told: str, tmp_path: Path
 ) -> None:
-    carriers = 3 if trouble == "too many carriers" else 1
-    job = Job(kind, NOWHERE, "one", tmp_path, trouble=trouble, carriers=carriers)
+    sync_ranks = 3 if trouble == "too many sync ranks" else 1
+    job = Job(kind, NOWHERE, "one", tmp_path, trouble=trouble, sync_ranks=sync_ranks)
     with ranks(job, 2) as learner:
         codes = learner.wait()
         assert 0 not in codes
@@ -82,6 +73,7 @@ def test_a_rank_that_makes_no_learner_is_named(tmp_path: Path) -> None:
             time.sleep(0.2)
 
 
+@pytest.mark.long
 def test_ranks_that_wait_for_the_run_are_not_told_apart(tmp_path: Path) -> None:
     with ranks(Job("ddp", NOWHERE, "one", tmp_path), 2) as learner:
         until_told(learner, "is not in the run yet")
@@ -89,8 +81,9 @@ def test_ranks_that_wait_for_the_run_are_not_told_apart(tmp_path: Path) -> None:
         assert "has to make the same calls" not in learner.log(0) + learner.log(1)
 
 
+@pytest.mark.long
 def test_a_rank_that_makes_a_step_fewer_is_named(tmp_path: Path) -> None:
-    with system_in(tmp_path, run={"budget_steps": 10_000}, sync=ASYNCHRONOUS) as system:
+    with system_in(tmp_path, run={"max_steps": 10_000}, sync=ASYNCHRONOUS) as system:
         job = Job("ddp", system.addresses[0], "one", tmp_path, steps=6, trouble="a step fewer")
         with ranks(job, 2) as learner:
             codes = learner.wait()
@@ -99,13 +92,14 @@ def test_a_rank_that_makes_a_step_fewer_is_named(tmp_path: Path) -> None:
             assert "rank 1 of this learner is at 'close' and rank 0 at 'step 5'" in learner.log(0)
 
 
-@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.long
+@pytest.mark.parametrize("many", [True, False])
 def test_a_stopped_rank_is_named_and_the_learner_goes_on_with_it(
     many: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = several_carriers(monkeypatch) if many else {}
-    alone = options | {"carriers": 1}
-    with system_in(tmp_path, run={"budget_steps": 100}, sync=ASYNCHRONOUS) as system:
+    alone = options | {"sync_ranks": 1}
+    with system_in(tmp_path, run={"max_steps": 100}, sync=ASYNCHRONOUS) as system:
         address = system.addresses[0]
         with (
             ranks(Job("plain", address, "other", tmp_path, pause=0.1, **alone), 1) as other,
@@ -123,13 +117,14 @@ def test_a_stopped_rank_is_named_and_the_learner_goes_on_with_it(
         system.wait_finished()
 
 
-@pytest.mark.parametrize(("rank", "many"), [(0, False), (1, False), (1, True)])
+@pytest.mark.long
+@pytest.mark.parametrize(("rank", "many"), [(1, True), (0, False), (1, False)])
 def test_a_killed_rank_ends_the_others_and_the_learner_comes_back_in_another_size(
     rank: int, many: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = several_carriers(monkeypatch) if many else {}
-    alone = options | {"carriers": 1}
-    with system_in(tmp_path, run={"budget_steps": 60}, sync=ASYNCHRONOUS) as system:
+    alone = options | {"sync_ranks": 1}
+    with system_in(tmp_path, run={"max_steps": 60}, sync=ASYNCHRONOUS) as system:
         address = system.addresses[0]
         with ranks(Job("plain", address, "other", tmp_path, pause=0.1, **alone), 1) as other:
             with ranks(Job("fsdp", address, "one", tmp_path, pause=0.1, **options), 2) as learner:
@@ -144,8 +139,9 @@ def test_a_killed_rank_ends_the_others_and_the_learner_comes_back_in_another_siz
         system.wait_finished()
 
 
+@pytest.mark.long
 def test_learners_of_different_parallelism_train_in_one_run(tmp_path: Path) -> None:
-    tables = {"run": {"learners": 3, "budget_steps": 24}, "sync": {"quorum": 3}}
+    tables = {"run": {"learners": 3, "max_steps": 24}, "sync": {"quorum": 3}}
     with system_in(tmp_path, **tables) as system:
         address = system.addresses[0]
         with (

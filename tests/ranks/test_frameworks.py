@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from integration.test_transformers import Lines
+from cases import long_after
+from integration.lines import Lines
 from ranks import lightning_program, trainer_program
-from ranks.learners import Main, ranks
+from ranks.learners import Main, ranks, system_in
 from ranks.program import Job
-from ranks.test_kinds import system_in
 
 
 def found(folder: Path, kind: str, main: Main) -> dict[str, Any]:
     """What both ranks have after eight steps."""
-    with system_in(folder, run={"budget_steps": 10_000}, sync={"wait": "never"}) as system:
+    with system_in(folder, run={"max_steps": 10_000}, sync={"wait": "never"}) as system:
         job = Job(kind, system.addresses[0], "one", folder, steps=8)
         with ranks(job, 2, main) as learner:
             learner.ends_well()
@@ -34,7 +34,7 @@ def test_the_ranks_of_hugging_faces_trainer_are_one_learner(tmp_path: Path) -> N
     assert told["tokens"] == 2 * sum(Lines().lengths), "of both ranks, two epochs of 64 lines"
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", long_after(1, ["fsdp", "ddp"]))
 def test_the_ranks_of_lightnings_trainer_are_one_learner(kind: str, tmp_path: Path) -> None:
     told = found(tmp_path, kind, lightning_program.main)
     assert told["steps"] == 8

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,49 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoupled_diloco.syncer.fragments import ShardTensors
+from cases import long_after
 from decoupled_diloco.transport.bodies import BodyBooks
-from integration.system import System
-from ranks.learners import ranks
+from ranks.learners import (
+    FRAGMENTS,
+    ROUNDS,
+    TOLERANCE,
+    History,
+    ranks,
+    recorded,
+    several_carriers,
+    system_in,
+)
 from ranks.program import BATCH, HALF, INTERLEAVED, THOROUGH, Job
-
-FRAGMENTS, ROUNDS = 3, 5
-SYNCHRONOUS = {
-    "fragments": FRAGMENTS,
-    "period": 4,
-    "overlap": 1,
-    "quorum": 1,
-    "wait": "at_overlap",
-    "apply": "at_tau",  # while it waits for one fragment, another must not come a step early
-}
-TOLERANCE = 1e-6
-"""Of the fragment's norm: sums over ranks have another order than those of one process."""
-
-History = dict[int, list[Tensor]]
-
-
-def recorded(patch: pytest.MonkeyPatch) -> History:
-    """Every version of every fragment, as the shard merges it."""
-    found: History = defaultdict(list)
-    commit = ShardTensors.commit
-
-    def committed(self: ShardTensors, fragment: int, *arguments: Any) -> None:
-        commit(self, fragment, *arguments)
-        found[fragment].append(self.whole(fragment).clone())
-
-    patch.setattr(ShardTensors, "commit", committed)
-    return found
-
-
-@contextmanager
-def system_in(folder: Path, **tables: Any) -> Iterator[System]:
-    run = {"learners": 1, "budget_steps": 4 * (ROUNDS + 1), **tables.pop("run", {})}
-    system = System(folder / "run", run=run, sync={**SYNCHRONOUS, **tables.pop("sync", {})})
-    system.start()
-    try:
-        yield system
-    finally:
-        system.close()
 
 
 def trained(
@@ -90,20 +56,23 @@ def thorough(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Tensor]
 
 @pytest.mark.parametrize(
     ("kind", "world"),
-    [
-        ("ddp", 2),
-        ("fsdp", 2),
-        ("ddp", 1),
-        ("fsdp", 1),
-        ("tp", 1),
-        ("fsdp", 3),
-        ("hsdp", 4),
-        ("tp", 2),
-        ("fsdp_tp", 4),
-        ("pipeline", 3),
-        ("pipeline 1F1B", 3),
-        (INTERLEAVED, 2),
-    ],
+    long_after(
+        4,
+        [
+            ("ddp", 2),
+            ("fsdp", 3),
+            ("fsdp_tp", 4),
+            ("pipeline", 3),
+            ("fsdp", 2),
+            ("ddp", 1),
+            ("fsdp", 1),
+            ("tp", 1),
+            ("hsdp", 4),
+            ("tp", 2),
+            ("pipeline 1F1B", 3),
+            (INTERLEAVED, 2),
+        ],
+    ),
 )
 def test_it_publishes_what_a_plain_learner_does(
     kind: str,
@@ -127,7 +96,8 @@ def assert_the_same(plain: dict[int, list[Tensor]], cut: dict[int, list[Tensor]]
             assert difference <= TOLERANCE, f"fragment {fragment}, round {number}: {difference}"
 
 
-@pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("fsdp", 3), ("fsdp", 1)])
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "world"), [("fsdp", 3), ("ddp", 2), ("fsdp", 1)])
 def test_a_thorough_loop_publishes_what_a_plain_learner_does(
     kind: str,
     world: int,
@@ -139,6 +109,7 @@ def test_a_thorough_loop_publishes_what_a_plain_learner_does(
     assert_the_same(thorough, cut)
 
 
+@pytest.mark.long
 def test_what_computes_in_bf16_stays_close_to_a_plain_learner(
     plain: dict[int, list[Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,19 +120,11 @@ def test_what_computes_in_bf16_stays_close_to_a_plain_learner(
         assert 0 < difference < 0.05 * change
 
 
-BLOCK = 128
-"""Elements that have a digest of their own: the model is so small."""
-
-
-def several_carriers(patch: pytest.MonkeyPatch, carriers: Any = "all") -> dict[str, Any]:
-    """A job's options; syncer and ranks have the same blocks."""
-    patch.setattr(sys.modules["decoupled_diloco.merge.codec"], "DIGEST_NUMEL", BLOCK)
-    return {"carriers": carriers, "block": BLOCK}
-
-
 @pytest.mark.parametrize(
     ("kind", "world", "carriers"),
-    [("ddp", 2, "all"), ("fsdp", 3, 2), ("fsdp_tp", 4, "all"), ("pipeline", 3, "all")],
+    long_after(
+        1, [("fsdp", 3, 2), ("ddp", 2, "all"), ("fsdp_tp", 4, "all"), ("pipeline", 3, "all")]
+    ),
 )
 def test_several_carriers_do_what_one_does(
     kind: str,

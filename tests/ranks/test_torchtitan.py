@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from cases import long_after
 from decoupled_diloco.config.method import plan_of
 from decoupled_diloco.storage.weights import load_weights
 from decoupled_diloco.syncer.result import RESULT, assemble, read_layout
-from ranks.learners import ranks
+from ranks.learners import ranks, recorded, system_in
 from ranks.program import Job
-from ranks.test_kinds import recorded, system_in
 
 pytest.importorskip("torchtitan")
 pytest.importorskip("triton")
@@ -34,7 +34,7 @@ def trained(
 ) -> dict[int, list[Tensor]]:
     """The versions of each fragment that a run of one learner has."""
     merged = recorded(patch)
-    with system_in(folder, run={"budget_steps": 4 * (ROUNDS + 1)}) as system:
+    with system_in(folder, run={"max_steps": 4 * (ROUNDS + 1)}) as system:
         job = Job(kind, system.addresses[0], "one", folder)
         with ranks(job, world, titan_program.main) as learner:
             learner.ends_well()
@@ -54,7 +54,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Tensor]]:
         return trained(tmp_path_factory.mktemp("plain"), "plain", 1, patch)
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "tp", "pipeline", "interleaved"])
+@pytest.mark.parametrize("kind", long_after(1, ["pipeline", "fsdp", "tp", "interleaved"]))
 def test_it_publishes_what_a_plain_learner_does(
     kind: str, plain: dict[int, list[Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,10 +82,11 @@ def test_it_publishes_what_a_plain_learner_does(
     assert held == end.keys()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["fsdp", "pipeline", "interleaved"])
 def test_it_resumes_from_torchtitans_checkpoint(kind: str, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
-    with system_in(tmp_path, run={"budget_steps": 10_000}, sync={"wait": "never"}) as system:
+    with system_in(tmp_path, run={"max_steps": 10_000}, sync={"wait": "never"}) as system:
         for steps in (8, 12):
             job = Job(kind, system.addresses[0], "one", tmp_path, steps=steps, checkpoint=kept)
             with ranks(job, 2, titan_program.main) as learner:

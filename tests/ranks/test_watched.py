@@ -7,17 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from integration.system import System
-from integration.test_watched import scraped
-from process.runs import free_ports, until
-from process.test_log import scalars
+from integration.system import System, scraped
+from ports import free_ports
+from process.runs import scalars, until
 from ranks.learners import ranks
 from ranks.program import BATCH, Job
 
 
 @pytest.fixture
 def system(tmp_path: Path):
-    system = System(tmp_path / "run", run={"learners": 1, "budget_steps": 10_000})
+    system = System(tmp_path / "run", run={"learners": 1, "max_steps": 10_000})
     system.start()
     yield system
     system.close()
@@ -29,8 +28,8 @@ def test_rank_0_reports_for_all(system: System, tmp_path: Path) -> None:
         *("fsdp", system.addresses[0], "one", tmp_path),
         steps=60,
         pause=0.05,
-        metrics=f"127.0.0.1:{port}",
-        log=f"tensorboard:{tmp_path / 'board'}",
+        metrics_address=f"127.0.0.1:{port}",
+        tracker=f"tensorboard:{tmp_path / 'board'}",
     )
     with ranks(job, 2) as learner:
         until(lambda: "step 10\n" in learner.log(1), "it trains", 60)
@@ -53,7 +52,7 @@ def test_rank_0_reports_for_all(system: System, tmp_path: Path) -> None:
 def test_a_port_that_is_taken_ends_all_ranks(system: System, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        job = Job("ddp", system.addresses[0], "one", tmp_path, metrics=f"127.0.0.1:{port}")
+        job = Job("ddp", system.addresses[0], "one", tmp_path, metrics_address=f"127.0.0.1:{port}")
         with ranks(job, 2) as learner:
             assert set(learner.wait(60)) == {1}
             assert f"cannot listen on 127.0.0.1:{port}" in learner.log(0)

@@ -111,7 +111,7 @@ def main(job: Job, surroundings: Mapping[str, str]) -> None:
 
 
 def titan(job: Job) -> None:
-    from decoupled_diloco.integrations.torchtitan import DilocoTrainer
+    from decoupled_diloco.integrations.torchtitan import DiLoCoTrainer
 
     sizes: dict[str, Any] = {"fsdp": (2,), "tp": (1, 2), "pipeline": (1, 1, 2)}
     sizes["interleaved"] = sizes["pipeline"]
@@ -119,7 +119,7 @@ def titan(job: Job) -> None:
     config = config_of(job, *sizes[job.kind])
     if job.kind == "interleaved":
         config.parallelism.pipeline_parallel_schedule = "Interleaved1F1B"
-    trainer = DilocoTrainer(config, job.address, learner_id=job.name)
+    trainer = DiLoCoTrainer(config, job.address, name=job.name)
     begin_alike(trainer.model_parts)
     logged: list[dict[str, Any]] = []
     trainer.metrics_processor.logger.log = lambda metrics, step: logged.append(metrics)
@@ -131,9 +131,9 @@ def titan(job: Job) -> None:
         "steps": learner.steps,
         "tokens": learner.tokens,
         "rounds": trainer.rounds,
-        "epoch": learner.epoch,
+        "epoch": learner.incarnation,
         "optimizer_steps": int(next(iter(trainer.optimizers.optimizers[0].state.values()))["step"]),
-        "over": learner.over,
+        "over": learner.ended,
         "logged": logged,
         "weights": {n: w for part in trainer.model_parts for n, w in full(part).items()},
     }
@@ -152,7 +152,7 @@ def plain(job: Job) -> None:
     rates |= {"betas": (own.optimizer.beta1, own.optimizer.beta2)}
     rates |= {"weight_decay": own.optimizer.weight_decay}
     optimizer = torch.optim.AdamW(model.parameters(), **rates)
-    with Learner(model, job.address, learner_id=job.name, optimizer=optimizer) as learner:
+    with Learner(model, job.address, name=job.name, optimizer=optimizer) as learner:
         for number in range(job.steps):
             inputs, labels = batch_of(job.seed, number)
             scores = model(inputs)
@@ -161,5 +161,5 @@ def plain(job: Job) -> None:
             nn.utils.clip_grad_norm_(model.parameters(), own.training.max_norm)
             optimizer.step()
             optimizer.zero_grad()
-            if not learner.step(tokens=inputs.numel(), loss=loss.item()):
+            if not learner.step(loss.item(), tokens=inputs.numel()):
                 break

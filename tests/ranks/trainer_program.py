@@ -13,10 +13,10 @@ from ranks.program import Job, settle
 def main(job: Job, surroundings: Mapping[str, str]) -> None:
     settle(job, surroundings)
     from decoupled_diloco.integrations.transformers import synchronize
-    from integration.test_transformers import model_of, trainer_of
+    from integration.lines import model_of, trainer_of
 
     trainer = trainer_of(job.folder, model_of(), max_steps=job.steps, ddp_backend="gloo")
-    callback = synchronize(trainer, job.address, learner_id=job.name)
+    callback = synchronize(trainer, job.address, name=job.name)
     trainer.train()
     assert callback.learner is not None
     found = {

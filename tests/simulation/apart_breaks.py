@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from decoupled_diloco.simulate.shrink import Changes
 from deliberate_breaks import Break
+from worlds.shrink import Changes
 
 LIKELY = Changes(
     options={"missed": "overwrite", "counter_cap_periods": 1, "quorum": 1, "wait": "never"}
@@ -26,7 +26,7 @@ APART = (
     ),
     Break(
         "apart-steps-kept",
-        "sent, keeps, apart = view.sent, state.ended, False",
+        "diverged = False",
         "a learner keeps what it trained during a long cut",
         LIKELY,
         noticed_by=45,
@@ -36,6 +36,6 @@ APART = (
         "view.alone += self.state.steps_of(view)",
         "a learner drops its steps after a cut of an instant",
         LIKELY,
-        noticed_by=23,
+        noticed_by=46,
     ),
 )

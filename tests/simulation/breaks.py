@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from decoupled_diloco.simulate.shrink import Changes
 from deliberate_breaks import Break
+from worlds.shrink import Changes
 
 JOURNAL_ONE_MERGE_LATE = Break(
     "journal-one-merge-late",
@@ -58,7 +58,7 @@ CORE = (
         "if ask is not None and state.members.get(learner) is None:",
         "a request that was lost with its connection is treated as in flight",
         Changes(mishaps={"slips": 0.02}),
-        noticed_by=23,
+        noticed_by=297,
     ),
     Break(
         "backlog-first-fragment",
@@ -174,7 +174,7 @@ whole = newest is None or view.fetch_whole
 if newest is not None and follows is None:
     return []""",
         "a learner that missed a version waits for a difference that fits",
-        noticed_by=3,
+        noticed_by=9,
     ),
     JOURNAL_ONE_MERGE_LATE,
     Break(
@@ -185,12 +185,12 @@ if newest is not None and follows is None:
     ),
     Break(
         "silent-claim-awaited",
-        "if standing.number > 0:",
+        "if newest.number > 0:",
         "a standby waits for a claim that is not renewed",
         noticed_by=1,
     ),
 )
-"""Breaks of the machines, and of what a shell promises to write before it goes on."""
+"""Breaks of the state machines, and of the order in which shells write to the disk."""
 
 CLAIMS = (
     Break(
@@ -204,7 +204,7 @@ CLAIMS = (
         "a process that was replaced receives a new term",
     ),
 )
-"""Breaks of what holds even if two processes of a shard act at once."""
+"""Breaks of the rules that protect a run even if two processes of a shard act at once."""
 
 STORAGE = (
     Break("journal-not-synced", "pass", "a record of the journal is not synced to the disk"),
@@ -234,20 +234,6 @@ if False:""",
     ),
 )
 """Breaks of a shard's disk."""
-
-SHELLS = (
-    Break(
-        "rebase-keeps-rounding",
-        "return self._upload(minus.published)",
-        "a rebase keeps what a published copy lost in a parameter's dtype",
-    ),
-    Break(
-        "tick-before-arrivals",
-        "for _ in range(0):",
-        "a shard checks leases before it handles what has arrived",
-    ),
-)
-"""Breaks that virtual worlds cannot notice: of real tensors, and of the real event loop."""
 
 DATA_LEASES = (
     Break(
@@ -282,4 +268,4 @@ self.state.next_at = now + self.lease_seconds / 4
 return []""",
     "a whole leadership lease counts from the answer to its renewal",
 )
-"""A model of processes that contend for a lease notices it."""
+"""A model of processes that compete for a leadership lease notices this break."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from decoupled_diloco.simulate.shrink import Changes
+from dataclasses import replace
+
 from deliberate_breaks import Break
+from worlds.shrink import Changes
 
 COARSE = Changes(options={"uplink_codec": "int2", "error_feedback": True})
 
@@ -53,7 +55,7 @@ RESIDUALS = (
     ),
     _break(
         "lost-outcome-sent-again",
-        "effects += fragments.settle(self.options, index, sent, _MAY_BE_IN, gone=False)",
+        "effects += fragments.settle(self.options, index, sent, _MAY_BE_MERGED, gone=False)",
         "a contribution that may be merged is sent again after its outcome was lost",
         114,
     ),
@@ -63,17 +65,18 @@ RESIDUALS = (
         "a contribution that was lost with its connection and may be merged is sent again",
         22,
     ),
-    _break(
+    Break(
         "repeated-request-drops-residual",
         "pass",
         "a repeated request drops the residual of the first contribution",
-        79,
+        replace(COARSE, mishaps={"slips": 0.02, "corruption": 0.05, "impatience": 1.0}),
+        noticed_by=19,
     ),
     _break(
         "restored-residual-kept",
         "if False:",
         "a learner keeps a restored residual that its earlier process may have sent",
-        31,
+        37,
     ),
     _break(
         "checkpoint-without-residuals",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from decoupled_diloco.protocol.revisions import AdaptLimits
-from decoupled_diloco.simulate.shrink import Changes
+from decoupled_diloco.protocol.adapt import AdaptLimits
 from deliberate_breaks import Break
+from worlds.shrink import Changes
 
 SETTINGS = {
     "wait": "never",
@@ -63,7 +63,7 @@ REVISIONS = (
     Break(
         "revision-not-passed-on",
         """\
-hear(state, revision)
+record(state, revision)
 return []""",
         "a shard does not pass a schedule revision on",
         FOR_LONG,

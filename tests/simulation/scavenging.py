@@ -1,8 +1,8 @@
-"""How much sooner training ends when more chips are there for half of it; as published, and here.
+"""Training time with scavenged chips for half of the training: as published, and as simulated.
 
-The published figures are for chips that are there while half of the FLOPs are done. Not published
-are how large the cluster was, in which pieces more chips came and how long each stayed: all three
-are arguments here. Nothing is fitted.
+The published figures are for extra chips that are available for half of the FLOPs. The size of the
+cluster, the size of each block of extra chips, and how long each block stays are not published.
+All three are arguments here. Nothing is fitted.
 
 Source: Decoupled DiLoCo (arXiv 2604.21428), training time with scavenged chips.
 """
@@ -17,8 +17,8 @@ from decoupled_diloco_plan.goodput.systems import simulate
 EVENTS = 20_000
 
 SCAVENGED = {0.25: (0.90, 1.07), 0.5: (0.83, 1.09), 1.0: (0.75, 1.02), 3.0: (0.62, 0.80)}
-"""Time of training when so many more chips are there for half of the FLOPs, as a share of that
-without them: decoupled, elastic."""
+"""For each share of extra chips: the published training time relative to that without them, for
+decoupled and for elastic training."""
 
 
 def relative_time(
@@ -29,18 +29,18 @@ def relative_time(
     block_chips: int = BLOCK_CHIPS,
     seed: int = 0,
 ) -> float:
-    """Time of training, as a share of that without scavenged chips.
+    """Return the training time relative to that without scavenged chips.
 
     Args:
-        cluster: without them.
-        share: how many more chips, as a share of those of the cluster, above 0.
-        stay_seconds: mean time that a block stays, by default `stay_of`; another one takes its
-            place.
-        block_chips: chips of a block.
-        seed: of both simulations.
+        cluster: The cluster without them.
+        share: Number of scavenged chips as a share of the cluster's chips, above 0.
+        stay_seconds: Mean time that a block stays until another one replaces it; default:
+            `stay_of`.
+        block_chips: Chips per block.
+        seed: Seed of both simulations.
 
     Returns:
-        (1 + rate without / rate with) / 2: one half of the work is done at each rate.
+        (1 + rate without / rate with) / 2, because half of the work is done at each rate.
     """
     more = blocks_of(cluster.chips, share, block_chips, stay_seconds)
     seconds = min(365 * 86400.0, max(86400.0, EVENTS * cluster.mtbi_seconds / cluster.chips))

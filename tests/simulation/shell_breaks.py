@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from decoupled_diloco.simulate.shrink import Changes
 from deliberate_breaks import Break
+from worlds.shrink import Changes
 
 LEARNERS = (
     Break(
@@ -17,12 +17,6 @@ LEARNERS = (
         "pass",
         "a failed download of a copy is not reported to the machine",
         noticed_by=7,
-    ),
-    Break(
-        "learner-timer-missing",
-        "if False:",
-        "a learner does not wake at its deadlines",
-        noticed_by=17,
     ),
     Break(
         "coordinator-not-rejoined",
@@ -50,20 +44,20 @@ LEARNERS = (
 
 SHARDS = (
     Break(
-        "shard-timer-missing",
+        "timer-missing",
         "if False:",
-        "a shard does not wake at its deadlines",
+        "machines do not wake at their deadlines",
         noticed_by=122,
     ),
     Break(
         "heard-unreported",
-        "if False:",
+        "return []",
         "a shard does not report which learners sent something",
         noticed_by=7,
     ),
     Break(
         "failed-merge-unreported",
-        "pass",
+        "return None",
         "a failed merge is not reported to the machine",
         noticed_by=114,
     ),
@@ -81,7 +75,7 @@ SHARDS = (
     ),
     Break(
         "orders-reordered",
-        "self._waiting.appendleft(thing)",
+        "self._sliced.appendleft((order, taken))",
         "orders overtake one another",
         noticed_by=1,
     ),
@@ -108,13 +102,13 @@ COORDINATOR = (
     ),
     Break(
         "orders-before-disk",
-        "while self._orders:",
+        "if not self.waiting:",
         "orders are executed before the state that they rest on is on disk",
         noticed_by=77,
     ),
     Break(
         "joins-forgotten",
-        'disk.write(file, "".encode())',
+        "pass",
         "the coordinator does not write which learners joined",
         noticed_by=2,
     ),

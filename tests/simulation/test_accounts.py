@@ -1,4 +1,4 @@
-"""Random worlds with random faults: accounts leave nothing over, and both sides tell the same."""
+"""In random worlds with faults, accounts add up, and learners and shards agree."""
 
 from __future__ import annotations
 
@@ -9,25 +9,30 @@ from pathlib import Path
 
 import pytest
 
-from decoupled_diloco.observe.accounts import TIME_PARTS, TOKEN_PARTS, RunAccount, account_for
-from decoupled_diloco.observe.run_model import RunModel, read_run
-from decoupled_diloco.protocol.effects import RoundFinished
-from decoupled_diloco.simulate.hosts import Host
-from decoupled_diloco.simulate.scene import Scene, draw
+from cases import long_after
+from decoupled_diloco.protocol.words import RoundFinished
+from decoupled_diloco.run_model import RunModel, read_run
+from decoupled_diloco.run_model.accounts import TIME_PARTS, TOKEN_PARTS, RunAccount, account_for
+from decoupled_diloco_lab.simulate.hosts import Host
+from worlds.scene import Scene, draw
 
 SEEDS = range(160)
-"""Among so many are rare ones: a life that was killed and its next one send as many tokens to the
-same version; a copy is renamed between its arrival and its boundary; a checkpoint brings an earlier
-life's tokens; a shard's disk has lied and what was merged is open again."""
+"""Among these are rare cases:
+
+* An incarnation that is killed and the next one send the same number of tokens to one version.
+* A copy is renamed between its arrival and its boundary.
+* A checkpoint brings tokens of an earlier incarnation.
+* A shard's disk has lost a synced merge, so that its contributions are open again.
+"""
 
 BATCHES = 4
 
 INEXACT: set[int] = set()
-"""Worlds in which both sides tell different numbers, for a known reason."""
+"""Worlds in which learners and shards disagree for a known reason."""
 
 
 def recorded(seed: int, folder: Path) -> tuple[RunModel, RunAccount, Scene]:
-    """A random world's tape, read, up to the end of its faults."""
+    """Run a random world to the end of its faults and read its tape."""
     scene = draw(seed, folder / "files", tapes=folder)
     try:
         scene.system.run(until=scene.calm_at, stop=lambda: scene.system.finished)
@@ -37,14 +42,16 @@ def recorded(seed: int, folder: Path) -> tuple[RunModel, RunAccount, Scene]:
     return history, account_for(history), scene
 
 
-@pytest.mark.parametrize("batch", range(BATCHES))
-@pytest.mark.parametrize("whole", [True, False], ids=["whole tapes", "tapes of the killed"])
-def test_nothing_is_left_over(
+@pytest.mark.parametrize("batch", long_after(1, range(BATCHES)))
+@pytest.mark.parametrize(
+    "whole", long_after(1, [False, True]), ids=["tapes of the killed", "whole tapes"]
+)
+def test_accounts_add_up(
     batch: int, whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A killed process loses what its tape has not yet written: what is there still adds up.
+    """A killed process loses the end of its tape, but accounts of the rest still add up.
 
-    Where nothing of them is lost, both sides tell the same.
+    If no tape loses anything, learners and shards agree.
     """
     if whole:
         monkeypatch.setattr(Host, "lose_tapes", Host.close_tapes)
@@ -61,7 +68,7 @@ def test_nothing_is_left_over(
             assert min(dataclasses.astuple(time)) >= 0 <= min(dataclasses.astuple(tokens))
         for name, one in account.learners.items():
             if scene.system.learners[name].ahead_seconds:
-                continue  # by its own clock a life ends after the next one has begun
+                continue  # by its own clock, an incarnation ends after the next one has begun
             for before, after in zip(one.spans, one.spans[1:], strict=False):
                 assert before.end == after.begin, f"seed {seed}"
         some_merged += compare_with_shards(seed, history, account, scene) if whole else 1
@@ -72,11 +79,14 @@ def test_nothing_is_left_over(
 
 
 def compare_with_shards(seed: int, history: RunModel, account: RunAccount, scene: Scene) -> bool:
-    """What learners count as merged is what shards have folded, whoever died meanwhile.
+    """Check that learners count as merged what shards have folded.
 
-    A shard that dies between a merge's way to the disk and the word of it has no end of that round
-    on its tape, but its next life publishes the version. Where machines lose their power a version
-    may be gone that a learner has taken, or the word of one.
+    A shard may die after a merge is on disk and before it publishes the version. Its tape lacks the
+    end of that round, but its next incarnation publishes the version. If machines lose their power,
+    a version that a learner has taken may be lost, or the record of one.
+
+    Returns:
+        Whether anything was folded.
     """
     folded = 0
     for merged in by_fragment(history).values():
@@ -91,7 +101,7 @@ def compare_with_shards(seed: int, history: RunModel, account: RunAccount, scene
 
 
 def by_fragment(history: RunModel) -> dict[int, dict[tuple[int, int], RoundFinished]]:
-    """What was merged, by its version."""
+    """Return the merged rounds by fragment and version."""
     found: dict[int, dict[tuple[int, int], RoundFinished]] = defaultdict(dict)
     for shard in history.shards.values():
         for result in (r.result for r in shard.rounds):
@@ -101,7 +111,7 @@ def by_fragment(history: RunModel) -> dict[int, dict[tuple[int, int], RoundFinis
 
 
 def lineage(merged: dict[tuple[int, int], RoundFinished]) -> Iterator[RoundFinished]:
-    """From the newest version back to the first; a shard that starts again keeps the counter."""
+    """Yield the rounds from the newest version back. A restarted shard keeps the counter."""
     version: tuple[int, int] | None = max(merged, default=None)
     while version is not None:
         result = merged[version]

@@ -1,6 +1,7 @@
-"""Each learner sends in as many bits as its link carries in time; then H and τ follow (rule 20).
+"""Each learner's codec follows its link; after the last codec, H and τ follow (rule 20).
 
-Steps of a second, 24 fragments of a million parameters, a period of 24, τ = 2: a body has a second.
+Steps take one second. There are 24 fragments of a million parameters, H = 24 and τ = 2, so a
+payload has one second.
 """
 
 from __future__ import annotations
@@ -13,17 +14,15 @@ from typing import Any
 import pytest
 
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.observe.explain import explain_round
-from decoupled_diloco.observe.explain_step import explain_step
-from decoupled_diloco.observe.reader import TapeReader
-from decoupled_diloco.observe.run_model import run_of
 from decoupled_diloco.protocol import Options
-from decoupled_diloco.protocol.effects import Fold, Note, RoundFinished, SendBody
-from decoupled_diloco.protocol.events import StepFinished
-from decoupled_diloco.protocol.revisions import AdaptLimits
-from decoupled_diloco.simulate import LearnerSpec
-from decoupled_diloco.simulate.crowd import Crowd
-from decoupled_diloco.simulate.system import System
+from decoupled_diloco.protocol.adapt import AdaptLimits
+from decoupled_diloco.protocol.words import Fold, Note, RoundFinished, SendBody, StepFinished
+from decoupled_diloco.run_model import run_of
+from decoupled_diloco.show.explain import explain_round, explain_step
+from decoupled_diloco.tape.reader import TapeReader
+from decoupled_diloco_lab.simulate import LearnerSpec
+from decoupled_diloco_lab.simulate.crowd import Crowd
+from decoupled_diloco_lab.simulate.system import System
 from replay import assert_replays
 
 PARAMETERS = 1_000_000
@@ -32,7 +31,7 @@ MBIT = 125_000.0
 
 
 class Seen:
-    """Which codec each learner sent in, by step, what was merged, and what was said of it."""
+    """Records each learner's codecs, merged contributions and notes about them."""
 
     def __init__(self, rates: Sequence[float], ladder: Any = LADDER, **settings: Any) -> None:
         values = {"fragments": 24, "period": 24, "overlap": 2, **settings}
@@ -58,15 +57,15 @@ class Seen:
         self.merged = 0
         self.world.recorders.append(self)
 
-    def __call__(self, who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
-        self.steps[who] += isinstance(event, StepFinished)
+    def __call__(self, process: str, now: float, event: Any, effects: Sequence[Any]) -> None:
+        self.steps[process] += isinstance(event, StepFinished)
         for effect in effects:
             match effect:
                 case SendBody(codec=codec):
-                    self.codecs[who].append(codec)
+                    self.codecs[process].append(codec)
                 case Fold(learner=learner):
                     self.folded[learner] += 1
-                case Note(text) if "from now on" in text:
+                case Note(text) if "now sends in" in text:
                     self.notes.append((now, effect))
                 case Note(text) if text.endswith(" came late"):
                     self.late.append(effect)
@@ -76,8 +75,8 @@ class Seen:
                     self.merged += 1
 
 
-def test_three_sites_and_each_sends_what_its_link_carries() -> None:
-    """A body of bf16 is 16 Mbit: in 0.16, 0.8 and 3.2 s; of 4 bits a quarter of that."""
+def test_each_of_three_sites_uses_the_codec_that_its_link_carries() -> None:
+    """A payload in bf16 has 16 Mbit, which take 0.16, 0.8 and 3.2 s; with 4 bits a quarter."""
     seen = Seen([100, 20, 5])
     seen.world.run(until=300)
     assert set(seen.codecs["learner-0"]) == {"bf16"}
@@ -87,12 +86,12 @@ def test_three_sites_and_each_sends_what_its_link_carries() -> None:
     for n in range(3):
         assert seen.folded[f"learner-{n}"] >= 0.9 * seen.steps[f"learner-{n}"]
     assert len(seen.notes) == 2, [note.text for _, note in seen.notes]
-    assert seen.notes[0][1].why.startswith("2 bodies took too long, the last one ")
+    assert seen.notes[0][1].why.startswith("2 payloads took too long, the last one ")
 
 
 @pytest.mark.parametrize("codec", ["bf16", "int2"])
-def test_what_is_fixed_is_too_much_or_too_little(codec: str) -> None:
-    """The same sites, with one codec for all."""
+def test_one_codec_for_all_is_too_large_or_too_small(codec: str) -> None:
+    """The same three sites, with one codec for all of them."""
     fixed = (next(rung for rung in LADDER if rung[0] == codec),)
     seen = Seen([100, 20, 5], fixed)
     seen.world.run(until=300)
@@ -101,7 +100,7 @@ def test_what_is_fixed_is_too_much_or_too_little(codec: str) -> None:
     assert slowest < 0.4 if codec == "bf16" else slowest > 0.9
 
 
-def test_a_link_that_falls_to_a_tenth_for_a_while() -> None:
+def test_the_codec_follows_a_link_that_is_slow_for_a_while() -> None:
     seen = Seen([100, 40])
     world = seen.world
     world.run(until=100)
@@ -117,14 +116,14 @@ def test_a_link_that_falls_to_a_tenth_for_a_while() -> None:
     assert seen.folded["learner-1"] >= 0.9 * seen.steps["learner-1"]
 
 
-@pytest.mark.parametrize(("overlap", "said"), [(2, 1), (4, 0)])
-def test_it_is_said_once_that_nothing_comes_in_time(overlap: int, said: int) -> None:
-    """Bodies of 2.1 s, which have two or four."""
+@pytest.mark.parametrize(("overlap", "count"), [(2, 1), (4, 0)])
+def test_one_note_reports_that_all_contributions_are_late(overlap: int, count: int) -> None:
+    """Payloads take 2.1 s and have two or four seconds."""
     seen = Seen([2, 2, 2, 2], LADDER[2:3], period=96, overlap=overlap)
     seen.world.run(until=500)
     assert [note.text for note in seen.late] == [
         "all contributions to the last 24 rounds came late"
-    ] * said
+    ] * count
 
 
 LIMITS = AdaptLimits((24, 192), (2, 16))
@@ -148,7 +147,7 @@ def plans(seen: Seen) -> list[str]:
 def test_the_period_is_the_shortest_that_three_quarters_of_the_links_carry(
     rates: list[float], ladder: Any, period: int
 ) -> None:
-    """A body of int2 is 2.1 Mbit, of bf16 16 Mbit, and has 0.95 H/P of a second."""
+    """A payload has 2.1 Mbit in int2 and 16 Mbit in bf16, and may take 0.95 H/P seconds."""
     seen = Seen(rates, ladder, adapt=LIMITS)
     seen.world.run(until=400)
     for host in (*seen.world.learners.values(), *seen.world.shards):
@@ -173,7 +172,7 @@ def test_the_period_follows_a_link_down_and_up() -> None:
     assert len(seen.revisions) <= 5, plans(seen)
 
 
-def test_who_comes_later_follows_the_plan_that_holds() -> None:
+def test_a_late_learner_follows_the_current_plan() -> None:
     seen = Seen([2, 2, 2], adapt=LIMITS)
     late = seen.world.learners["learner-2"]
     seen.world.crash(late)
@@ -184,11 +183,11 @@ def test_who_comes_later_follows_the_plan_that_holds() -> None:
 
 
 def test_a_plan_is_explained_and_replays(tmp_path: Path) -> None:
-    """Bodies of two steps, one of which is due in each: a fragment is sent every 16 steps then."""
-    limits = {"period": [4, 16], "overlap": [2, 6], "carried_by": 1.0}
+    """Payloads take two steps, and one is due per step: then a fragment is sent every 16 steps."""
+    limits = {"sync_every": [4, 16], "overlap_steps": [2, 6], "learner_share": 1.0}
     config = RunConfig(
-        run={"folder": tmp_path, "learners": 2, "budget_steps": 80},
-        sync={"fragments": 4, "period": 4, "adapt": limits},
+        run={"folder": tmp_path, "learners": 2, "max_steps": 80},
+        sync={"fragments": 4, "sync_every": 4, "adapt": limits},
         syncer={"port": 0},
     )
     slow = LearnerSpec("learner-1", step_seconds=1.0, up_bytes_per_second=250.0)
@@ -200,8 +199,8 @@ def test_a_plan_is_explained_and_replays(tmp_path: Path) -> None:
     run = run_of(list(TapeReader(tmp_path)))
     plan, why = run.revisions[1]
     assert (plan.period, plan.overlap) == (16, 3)
-    told = " ".join(explain_step(run, plan.tick + 1, None))
-    assert f"H = 16, τ = 3 since step {plan.tick}, by revision 1: {why}." in told
+    text = " ".join(explain_step(run, plan.tick + 1, None))
+    assert f"H = 16, τ = 3 since step {plan.tick}, schedule revision 1: {why}." in text
     rounds = [each for each in run.shards["shard-0"].rounds if each.tick]
     for each, period in ((rounds[0], 4), (rounds[-6], 16)):
         assert f"(every H = {period} steps, " in " ".join(explain_round(run, each.number, 0))

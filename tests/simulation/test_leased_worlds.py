@@ -1,4 +1,4 @@
-"""Leased data in virtual worlds: faults by hand, and a core that is broken on purpose."""
+"""Leased data in virtual worlds, with scripted faults and with deliberate breaks."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Any
 
 import pytest
 
-from decoupled_diloco.protocol.data_leases.coordinator import GRACE_SECONDS
-from decoupled_diloco.protocol.data_leases.ledger import Leased, Repeated, TakenBack
+from decoupled_diloco.protocol.features.data import GRACE_SECONDS
 from decoupled_diloco.protocol.options import Options
-from decoupled_diloco.simulate.data_checker import DataChecker, Drawn, Parts
-from decoupled_diloco.simulate.drawn import Data
-from decoupled_diloco.simulate.drift import Drift
-from decoupled_diloco.simulate.hosts import LearnerHost, ParticipantHost
-from decoupled_diloco.simulate.lineage import Lineage
-from decoupled_diloco.simulate.scene import ENDLESS_STEPS, config_of
-from decoupled_diloco.simulate.spec import LearnerSpec
-from decoupled_diloco.simulate.system import System
+from decoupled_diloco.protocol.words import Leased, Repeated, TakenBack
+from decoupled_diloco_lab.simulate.drift import Drift
+from decoupled_diloco_lab.simulate.hosts import LearnerHost, ParticipantHost
+from decoupled_diloco_lab.simulate.spec import LearnerSpec
+from decoupled_diloco_lab.simulate.system import System
 from deliberate_breaks import Break
 from simulation.breaks import DATA_LEASES, DURABLE_TOO_EARLY
+from worlds.data_checker import DataChecker, Drawn, Parts
+from worlds.drawn import Data
+from worlds.lineage import Lineage
+from worlds.scene import ENDLESS_STEPS, config_of
 
-OPTIONS = Options(fragments=4, period=4, overlap=1, shards=2, budget_steps=ENDLESS_STEPS)
+OPTIONS = Options(fragments=4, period=4, overlap=1, shards=2, max_steps=ENDLESS_STEPS)
 PARTS = Parts(6, 36)
 A, B, C = (LearnerSpec(f"learner-{number}", joins_at=0.1) for number in range(3))
 
@@ -33,7 +33,7 @@ Begin = Callable[..., tuple[System, DataChecker]]
 
 
 def lease_to(system: System, checker: DataChecker) -> None:
-    """What learners train is written down."""
+    """Record the batches that learners train."""
     drawn: dict[str, Drawn] = {}
 
     def workload(host: ParticipantHost) -> Drift:
@@ -46,7 +46,7 @@ def lease_to(system: System, checker: DataChecker) -> None:
 
 @pytest.fixture
 def begin(tmp_path: Path) -> Iterator[Begin]:
-    """Begins runs with leased data, and ends them with the test."""
+    """Start runs with leased data, and close them after the test."""
     with ExitStack() as stack:
 
         def begun(
@@ -69,7 +69,7 @@ def entries(checker: DataChecker, kind: type) -> list[Any]:
     return [entry for entry in checker._ledger() if isinstance(entry, kind)]
 
 
-def test_without_faults_every_part_is_trained_once_and_nothing_is_repeated(begin: Begin) -> None:
+def test_without_faults_every_partition_is_trained_exactly_once(begin: Begin) -> None:
     system, checker = begin(A, B)
     system.run(until=400.0)
     checker.check_accounts()
@@ -81,7 +81,7 @@ def test_without_faults_every_part_is_trained_once_and_nothing_is_repeated(begin
     assert len(batches) == len(set(batches)) > 300
 
 
-def test_the_parts_of_a_dead_learner_go_to_others(begin: Begin) -> None:
+def test_the_partitions_of_a_dead_learner_go_to_others(begin: Begin) -> None:
     system, checker = begin(A, B)
     system.run(until=50.0)
     system.crash(system.learners[B.name], silent=True)
@@ -99,14 +99,14 @@ def test_the_parts_of_a_dead_learner_go_to_others(begin: Begin) -> None:
     assert len(durable) <= 5
 
 
-def test_who_joins_gets_parts_and_who_leaves_gives_them_back(begin: Begin) -> None:
+def test_a_learner_that_joins_gets_partitions_and_returns_them_when_it_leaves(begin: Begin) -> None:
     system, checker = begin(A, B, replace(C, joins_at=60.0))
     system.run(until=100.0)
     assert {entry.learner for entry in entries(checker, Leased)} == {A.name, B.name, C.name}
-    system.tell_to_go(system.learners[C.name], 3.0, signal.SIGTERM)
+    system.ask_to_stop(system.learners[C.name], 3.0, signal.SIGTERM)
     system.run(until=103.0)
     assert not system.learners[C.name].alive
-    assert C.name not in system.coordinator.state.data.holders, "at once, without any grace"
+    assert C.name not in system.coordinator.state.data.holders, "at once, without a grace time"
     checker.check_progress(200.0)
 
 
@@ -117,12 +117,14 @@ def test_leases_survive_the_coordinator(begin: Begin) -> None:
     system.run(until=53.0)
     system.restart(system.shards[0])
     system.run(until=60.0 + GRACE_SECONDS)
-    assert not entries(checker, TakenBack), "everybody has come back in time"
+    assert not entries(checker, TakenBack), "all learners have come back in time"
     checker.check_progress(200.0)
     checker.check_accounts()
 
 
-def test_nobody_waits_while_the_coordinator_is_away_and_repeats_are_told(begin: Begin) -> None:
+def test_learners_repeat_batches_while_the_coordinator_is_down_and_report_them(
+    begin: Begin,
+) -> None:
     system, checker = begin(A, B, ahead=1)
     system.run(until=50.0)
     steps = system.learners[A.name].machine.state.step
@@ -133,15 +135,15 @@ def test_nobody_waits_while_the_coordinator_is_away_and_repeats_are_told(begin: 
     system.run(until=190.0)
     repeats = entries(checker, Repeated)
     assert {entry.learner for entry in repeats} == {A.name, B.name}
-    told = sum(entry.batches for entry in repeats)
-    made = sum(batch.repeat for batch in checker.trained)
-    assert told == made > 50
+    reported = sum(entry.batches for entry in repeats)
+    repeated = sum(batch.repeat for batch in checker.trained)
+    assert reported == repeated > 50
     checker.check_progress(200.0)
     checker.check_accounts()
 
 
 def troubled(begin: Begin, batches: int) -> None:
-    """Learners far away whose reports and answers cross, and one dies in the midst of a part."""
+    """Run distant learners whose reports and answers cross, one of which dies in a partition."""
     far = [replace(each, latency=1.5) for each in (A, B)]
     system, checker = begin(*far, parts=Parts(6, batches))
     system.run(until=100.0)
@@ -151,20 +153,20 @@ def troubled(begin: Begin, batches: int) -> None:
 
 
 @pytest.mark.parametrize("batches", [6, 120])
-def test_a_troubled_world_adds_up(begin: Begin, batches: int) -> None:
+def test_the_ledger_of_a_troubled_world_adds_up(begin: Begin, batches: int) -> None:
     troubled(begin, batches)
 
 
 @pytest.mark.parametrize("each", DATA_LEASES, ids=[each.mark for each in DATA_LEASES])
-def test_checkers_catch_a_core_that_is_broken(begin: Begin, each: Break) -> None:
+def test_the_checker_notices_a_deliberate_break(begin: Begin, each: Break) -> None:
     with each.broken(), pytest.raises(AssertionError):
         troubled(begin, 120)
 
 
-def test_checkers_catch_what_is_called_durable_too_early(begin: Begin) -> None:
+def test_the_checker_notices_batches_that_are_durable_too_early(begin: Begin) -> None:
     system, _ = begin(A, B)
     with (
         DURABLE_TOO_EARLY.broken(),
-        pytest.raises(AssertionError, match="has not merged step"),
+        pytest.raises(AssertionError, match="has not merged the durable step"),
     ):
         system.run(until=400.0)

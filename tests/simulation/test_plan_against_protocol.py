@@ -1,4 +1,4 @@
-"""The planner's rounds against the protocol's own, in virtual time on the same links."""
+"""Compare the planner's rounds with the protocol's rounds in virtual time on the same links."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from statistics import mean
 
 import pytest
 
+from cases import long_after
 from decoupled_diloco.protocol.options import Options
-from decoupled_diloco.simulate.protocol_run import ProtocolRun
-from decoupled_diloco.simulate.scenario import load_scenario
+from decoupled_diloco_lab.simulate.protocol_run import ProtocolRun
+from decoupled_diloco_lab.simulate.scenario import load_scenario
 from decoupled_diloco_plan.bandwidth.case import Case, Model
 from decoupled_diloco_plan.bandwidth.network import HUB, Link, Network, Site
 from decoupled_diloco_plan.bandwidth.rounds import simulate
@@ -21,12 +22,12 @@ PARAMETERS, LEARNERS, PERIOD, STEPS = 48_000_000, 4, 12, 120
 RUN = """
 [run]
 learners = {learners}
-budget_steps = {steps}
+max_steps = {steps}
 evaluator = false
 [sync]
 fragments = {fragments}
-period = 12
-overlap = {overlap}
+sync_every = 12
+overlap_steps = {overlap}
 quorum = {quorum}
 grace_margin = {grace}
 wait = "{wait}"
@@ -63,7 +64,7 @@ def protocol(
     options: Options,
     steps: tuple[float, ...] = (1.0,),
 ) -> ProtocolRun:
-    """Learners of these steps, as many of each."""
+    """Run the protocol with the same number of learners for each step time."""
     (folder / "run.toml").write_text(
         RUN.format(
             learners=LEARNERS,
@@ -99,7 +100,7 @@ def planned(
     options: Options,
     steps: tuple[float, ...] = (1.0,),
 ) -> Rounds:
-    """As the virtual world is: a link is filled wholly, and processes take no time."""
+    """Plan with the assumptions of virtual time: full link rates, and processes take no time."""
     rate = mbit * 1e6 / 8
     link = Link(rate, rate, latency, shared)
     sites = tuple(Site(f"all at {step}", LEARNERS // len(steps), link, step) for step in steps)
@@ -117,23 +118,26 @@ def planned(
 
 @pytest.mark.parametrize(
     ("mbit", "latency", "shared"),
-    [
-        (400, 0.02, False),
-        (100, 0.02, False),
-        (400, 0.3, False),
-        (200, 0.02, True),
-        (100, 0.02, True),
-    ],
+    long_after(
+        2,
+        [
+            (400, 0.02, False),
+            (100, 0.02, True),
+            (100, 0.02, False),
+            (400, 0.3, False),
+            (200, 0.02, True),
+        ],
+    ),
 )
 def test_rounds_of_learners_that_never_wait(
     tmp_path: Path, mbit: int, latency: float, shared: bool
 ) -> None:
-    """The same rounds, in about the same time, where the links bear all of them.
+    """The rounds are the same and take about the same time if the links carry all of them.
 
-    Else the planner's learners, who do everything alike, are all in a round or none is: it finds
-    fewer rounds, with more contributions each. The protocol's contributions are at most as many
-    as the plan's, and at least two fifths: a copy that follows one that was skipped is fetched
-    whole, in twice as many bytes.
+    Otherwise the planner finds fewer rounds with more contributions each, because its learners are
+    identical: all of them are in a round, or none is. The protocol has at most as many
+    contributions as the plan and at least two fifths of them. A copy after a skipped one is fetched
+    whole, with twice as many bytes.
     """
     options = Options(fragments=12, period=PERIOD, overlap=2)
     real = protocol(tmp_path, mbit, latency, shared, options)
@@ -149,11 +153,13 @@ def test_rounds_of_learners_that_never_wait(
         assert 0.4 * plan.kept <= folded <= plan.kept + 0.05
 
 
-@pytest.mark.parametrize(("fragments", "overlap", "mbit"), [(12, 2, 50), (12, 2, 100), (1, 0, 50)])
+@pytest.mark.parametrize(
+    ("fragments", "overlap", "mbit"), long_after(2, [(12, 2, 50), (1, 0, 50), (12, 2, 100)])
+)
 def test_steps_of_learners_that_wait(
     tmp_path: Path, fragments: int, overlap: int, mbit: int
 ) -> None:
-    """What a run takes beyond its first weights and its last rounds is what the plan says."""
+    """The run takes the planned time, apart from its first weights and its last rounds."""
     options = Options(
         fragments=fragments, period=PERIOD, overlap=overlap, quorum=LEARNERS, wait="at_overlap"
     )
@@ -165,14 +171,14 @@ def test_steps_of_learners_that_wait(
     assert plan.compute == pytest.approx(min(1.0, share), abs=0.08)
 
 
-@pytest.mark.parametrize("grace", [0.0, 0.8])
+@pytest.mark.parametrize("grace", long_after(1, [0.8, 0.0]))
 @pytest.mark.parametrize("steps", [(1.0, 1.18, 1.29, 1.37), (1.0, 1.7, 2.1, 3.3)])
-def test_who_is_in_the_rounds_of_learners_of_unequal_speed(
+def test_participation_of_learners_with_different_speeds(
     tmp_path: Path, steps: tuple[float, ...], grace: float
 ) -> None:
-    """A quorum of one: the fastest one's pace, and how many of the others are in, to 8 %.
+    """With a quorum of one, the fastest learner sets the pace, and participation is within 8 %.
 
-    No two steps are alike: of learners that report in the same instant one is always the later.
+    All steps differ, because one of two learners that report at the same instant is always later.
     """
     options = Options(fragments=12, period=PERIOD, overlap=3, quorum=1, grace_margin=grace)
     real = protocol(tmp_path, 400, 0.02, False, options, steps)

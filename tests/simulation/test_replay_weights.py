@@ -1,4 +1,4 @@
-"""Weights from tape and payloads: every published version bit for bit, or it is said why not."""
+"""Replay weights from tape and payloads: every version bit for bit, or a note why not."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typer.testing import CliRunner
 
 from decoupled_diloco.cli.main import app
 from decoupled_diloco.errors import ConfigError, StorageError
-from decoupled_diloco.observe.samples import PayloadsEnded
-from decoupled_diloco.observe.tape import TapeReader
-from decoupled_diloco.simulate.protocol_run import ProtocolRun
-from decoupled_diloco.simulate.scenario import load_scenario
-from decoupled_diloco.simulate.simulation import Simulation
-from decoupled_diloco.simulate.weights_replay import WeightsReplay, replay_weights
 from decoupled_diloco.storage.weights import load_weights, save_weights
+from decoupled_diloco.tape import TapeReader
+from decoupled_diloco.tape.samples import PayloadsEnded
+from decoupled_diloco_lab.simulate.protocol_run import ProtocolRun
+from decoupled_diloco_lab.simulate.scenario import load_scenario
+from decoupled_diloco_lab.simulate.simulation import Simulation
+from decoupled_diloco_lab.simulate.weights_replay import WeightsReplay, replay_weights
 
 RUN = """
 [run]
-budget_steps = 40
+max_steps = 40
 evaluator = false
 
 [sync]
 fragments = 4
-period = 8
-overlap = 2
+sync_every = 8
+overlap_steps = 2
 quorum = 2
 
 [syncer]
@@ -71,7 +71,7 @@ for_seconds = 6.0
 
 
 def simulated(folder: Path, text: str = RUN) -> Simulation:
-    """A scenario, simulated to its end in this process."""
+    """Simulate a scenario to its end in this process."""
     folder.mkdir()
     (folder / "story.toml").write_text(text)
     simulation = Simulation(load_scenario(folder / "story.toml"), folder)
@@ -89,7 +89,7 @@ class Answer(NamedTuple):
 
 
 def ddiloco(*arguments: str | Path) -> Answer:
-    """The command, in this process."""
+    """Run the command in this process."""
     done = CliRunner().invoke(app, list(map(str, arguments)))
     return Answer(done.exit_code, done.output)
 
@@ -103,25 +103,25 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copied(run: Path, tmp_path: Path) -> Path:
-    """A copy of the run, to be spoilt."""
+    """A copy of the run that a test may corrupt."""
     shutil.copytree(run, tmp_path / "copy")
     return tmp_path / "copy"
 
 
 def published(folder: Path) -> int:
-    """Versions that anybody was told of, by the tape."""
-    told = set()
+    """Count the published versions on the tape."""
+    versions = set()
     for record in TapeReader(folder):
         message = record.data.get("message", {})
         if record.kind == "effect" and message.get("type") == "Published":
-            told.add((message["fragment"], *message["version"].values()))
-    return len(told)
+            versions.add((message["fragment"], *message["version"].values()))
+    return len(versions)
 
 
-def test_every_published_version_and_the_last_weights_are_the_same(run: Path) -> None:
-    """A shard dies on the way, and goes on from its disk."""
+def test_every_published_version_and_the_final_weights_are_the_same(run: Path) -> None:
+    """A shard dies during the run and recovers from its disk."""
     results = replay_weights(run)
-    assert [result.who for result in results] == ["shard-0", "shard-1"]
+    assert [result.process for result in results] == ["shard-0", "shard-1"]
     for result in results:
         assert result.final == "the same"
         assert (result.unknown, result.differences, result.notes) == (0, [], [])
@@ -131,7 +131,7 @@ def test_every_published_version_and_the_last_weights_are_the_same(run: Path) ->
     assert len(lives) == 2
 
 
-def test_the_command_says_so(run: Path) -> None:
+def test_the_command_reports_the_same_bits(run: Path) -> None:
     done = ddiloco("replay", run)
     assert done.code == 0, done.text
     assert done.text.count("the same bits") == 2
@@ -162,7 +162,7 @@ def assert_found(results: list[WeightsReplay], why: str) -> None:
     assert not results[1].differences
 
 
-def test_last_weights_that_are_others_are_found(copied: Path) -> None:
+def test_different_final_weights_are_found(copied: Path) -> None:
     path = copied / "checkpoints" / "shard-1.safetensors"
     state = load_weights(path)
     state["fragment.1"][0] += 1e-3
@@ -172,7 +172,7 @@ def test_last_weights_that_are_others_are_found(copied: Path) -> None:
     assert ddiloco("replay", copied).code == 1
 
 
-def test_a_body_that_was_not_kept_is_named_and_no_version_is_claimed(copied: Path) -> None:
+def test_a_missing_payload_is_named_and_its_versions_are_unknown(copied: Path) -> None:
     body = sorted((copied / "payloads/shard-0/up").glob("1/0/learner-0/*/*"))[1]
     body.unlink()
     result = replay_weights(copied)[0]
@@ -180,10 +180,10 @@ def test_a_body_that_was_not_kept_is_named_and_no_version_is_claimed(copied: Pat
     assert not result.differences
     assert result.final == "others"
     assert "/up/1/0/learner-0/" in result.notes[0]
-    assert "was not kept" in result.notes[0]
+    assert "was not recorded" in result.notes[0]
 
 
-def test_without_payloads_there_is_one_sentence(copied: Path) -> None:
+def test_without_payloads_the_error_names_the_setting(copied: Path) -> None:
     shutil.rmtree(copied / "payloads")
     with pytest.raises(StorageError, match=r"syncer\.record_payloads = true"):
         replay_weights(copied)
@@ -192,7 +192,7 @@ def test_without_payloads_there_is_one_sentence(copied: Path) -> None:
     assert "same bits" not in done.text
 
 
-def test_a_full_disk_ends_the_recording_and_not_the_run(
+def test_a_full_disk_ends_the_recording_but_not_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = iter(range(10**9))
@@ -212,7 +212,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_run(
         assert not result.differences
 
 
-def test_without_tensors_there_is_nothing_to_keep(tmp_path: Path) -> None:
+def test_recording_payloads_without_tensors_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "story.toml").write_text(RUN)
     with pytest.raises(ConfigError, match=r"syncer\.record_payloads=true would be ignored"):
         ProtocolRun(load_scenario(tmp_path / "story.toml"))

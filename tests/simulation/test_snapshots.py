@@ -1,4 +1,4 @@
-"""A machine's snapshot is the whole of it."""
+"""The snapshot of a state machine contains its whole state."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import pytest
 from decoupled_diloco.protocol import Options
 from decoupled_diloco.protocol.learner import LearnerMachine
 from decoupled_diloco.protocol.syncer import SyncerMachine
-from decoupled_diloco.simulate import LearnerSpec
-from decoupled_diloco.simulate.crowd import BareLearner, BareShard, Crowd
+from decoupled_diloco_lab.simulate import LearnerSpec
+from decoupled_diloco_lab.simulate.crowd import BareLearner, BareShard, Crowd
 
 OPTIONS = Options(fragments=4, period=4, overlap=1, quorum=2, shards=2)
 LEARNERS = [LearnerSpec(f"learner-{n}", 1.0 + 0.2 * n, variance=0.2) for n in range(3)]
 
 
 def reborn(machine: SyncerMachine | LearnerMachine) -> SyncerMachine | LearnerMachine:
-    """Another machine with the same state."""
+    """Return another machine with the same state."""
     if isinstance(machine, SyncerMachine):
         other: SyncerMachine | LearnerMachine = SyncerMachine(machine.options, machine.shard)
     else:
@@ -30,16 +30,16 @@ def reborn(machine: SyncerMachine | LearnerMachine) -> SyncerMachine | LearnerMa
 
 
 @pytest.mark.parametrize("seed", [3, 21, 25])
-def test_a_machine_goes_on_from_its_snapshot_as_if_it_were_itself(seed: int) -> None:
-    """After every event each machine is replaced by one that was restored from its snapshot."""
+def test_a_machine_restored_from_its_snapshot_behaves_the_same(seed: int) -> None:
+    """After every event, each machine is replaced by one restored from its snapshot."""
 
     def tape_of(*, swaps: bool) -> list[str]:
         crowd, tape = Crowd(OPTIONS, LEARNERS, seed), list[str]()
         machines = {host.name: host for host in crowd.hosts}
 
-        def record(who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
-            tape.append(repr((who, now, event, effects)))
-            host = machines.get(who)
+        def record(process: str, now: float, event: Any, effects: Sequence[Any]) -> None:
+            tape.append(repr((process, now, event, effects)))
+            host = machines.get(process)
             if swaps and isinstance(host, BareShard | BareLearner):
                 host.machine = reborn(host.machine)
 

@@ -1,7 +1,7 @@
-"""Learners of unequal speed in a virtual world: who waits, who is heard, what is discarded.
+"""Learners of different speeds in virtual time: waits, participation and discarded tokens.
 
-Steps of 4, 4, 2 and 1 seconds, P = H = 24, τ = 2, K = 1, to the end of a budget of 32 outer rounds.
-Virtual time is exact, so the claims are too.
+Steps take 4, 4, 2 and 1 seconds, with P = H = 24, τ = 2, K = 1 and a budget of 32 outer rounds.
+Virtual time is exact, so the assertions are, too.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from typing import Any, Literal
 
 import pytest
 
+from cases import long_after
 from decoupled_diloco.protocol import Options
-from decoupled_diloco.protocol.effects import Apply, Fold, RoundFinished
-from decoupled_diloco.protocol.events import StepFinished
-from decoupled_diloco.simulate import Choices, LearnerSpec
-from decoupled_diloco.simulate.crowd import Crowd
+from decoupled_diloco.protocol.words import Apply, Fold, RoundFinished, StepFinished
+from decoupled_diloco_lab.simulate import Choices, LearnerSpec
+from decoupled_diloco_lab.simulate.crowd import Crowd
+
+pytestmark = pytest.mark.xdist_group("simulation/test_speeds")  # they share the runs
 
 SPEEDS = {"learner-0": 4.0, "learner-1": 4.0, "learner-2": 2.0, "learner-3": 1.0}
 FRAGMENTS = 24
@@ -39,7 +41,7 @@ MISSED_ROUND = "it took no part in this version"
 
 
 class Books:
-    """Tokens of each learner and fragment: trained, merged, discarded and for which reason."""
+    """Trained, merged and discarded tokens of each learner and fragment, with the reasons."""
 
     def __init__(self) -> None:
         self.steps_at: defaultdict[str, list[float]] = defaultdict(list)
@@ -50,15 +52,15 @@ class Books:
         self.rounds = 0
         self.parts: Counter[str] = Counter()
 
-    def __call__(self, who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
-        """Looks at one event."""
+    def __call__(self, process: str, now: float, event: Any, effects: Sequence[Any]) -> None:
+        """Count one event."""
         if isinstance(event, StepFinished):
-            self.steps_at[who].append(now)
-            self.trained[who] += event.tokens
+            self.steps_at[process].append(now)
+            self.trained[process] += event.tokens
         for effect in effects:
             if isinstance(effect, Apply):
-                self.discarded[who, effect.fragment] += effect.discarded_tokens
-                self.discarded_why[who, effect.why] += effect.discarded_tokens
+                self.discarded[process, effect.fragment] += effect.discarded_tokens
+                self.discarded_why[process, effect.why] += effect.discarded_tokens
             elif isinstance(effect, RoundFinished) and effect.verdict == "merged":
                 self._merged(effect)
 
@@ -70,18 +72,18 @@ class Books:
                 self.parts[part.learner] += 1
 
     def discarded_share(self, learner: str, why: str | None = None) -> float:
-        """Of the learner's tokens; an overwritten fragment is one of P parts."""
+        """Return the discarded share of a learner's tokens. One fragment counts as 1/P."""
         tokens = sum(
             count
-            for (who, reason), count in self.discarded_why.items()
-            if who == learner and why in (None, reason)
+            for (process, reason), count in self.discarded_why.items()
+            if process == learner and why in (None, reason)
         )
         return tokens / FRAGMENTS / self.trained[learner]
 
 
 @cache
 def books(participants: Participants, missed: Missed, alignment: Alignment) -> Books:
-    """One whole run, its closing sweep included; learners begin at random phases."""
+    """Simulate one whole run with its closing sweep. Learners start at random phases."""
     phases, seen = Choices("phases"), Books()
     specs = [
         LearnerSpec(
@@ -94,18 +96,18 @@ def books(participants: Participants, missed: Missed, alignment: Alignment) -> B
         for name, seconds in SPEEDS.items()
     ]
     options = Options(
-        participants=participants, missed=missed, alignment=alignment, budget_tokens=BUDGET
+        participants=participants, missed=missed, alignment=alignment, max_tokens=BUDGET
     )
     crowd = Crowd(options, specs, seed=1, recorders=[seen])
     assert crowd.run(stop=lambda: crowd.finished) == "stop"
     return seen
 
 
-@pytest.mark.parametrize(("participants", "missed", "alignment"), CELLS)
+@pytest.mark.parametrize(("participants", "missed", "alignment"), long_after(3, CELLS))
 class TestEveryCell:
-    """What holds whatever is done with the steps in flight and with missed rounds."""
+    """Properties that hold for all settings of steps in flight and of missed rounds."""
 
-    def test_nobody_waits(
+    def test_no_learner_waits(
         self, participants: Participants, missed: Missed, alignment: Alignment
     ) -> None:
         seen = books(participants, missed, alignment)
@@ -113,7 +115,7 @@ class TestEveryCell:
             gaps = [b - a for a, b in pairwise(seen.steps_at[name])]
             assert max(gaps) == pytest.approx(seconds, abs=1e-9)
 
-    def test_every_fragment_hears_every_learner(
+    def test_every_fragment_merges_every_learner(
         self, participants: Participants, missed: Missed, alignment: Alignment
     ) -> None:
         seen = books(participants, missed, alignment)
@@ -131,7 +133,7 @@ class TestEveryCell:
 
 @pytest.mark.parametrize("participants", PARTICIPANTS)
 def test_rebase_with_carry_discards_nothing(participants: Participants) -> None:
-    """All that was trained is merged, so that the weights by tokens are the speeds."""
+    """All trained tokens are merged, so weights by tokens are proportional to the speeds."""
     seen = books(participants, "rebase", "carry")
     assert not any(seen.discarded.values())
     for name, seconds in SPEEDS.items():
@@ -140,7 +142,7 @@ def test_rebase_with_carry_discards_nothing(participants: Participants) -> None:
 
 @pytest.mark.parametrize("participants", PARTICIPANTS)
 def test_overwrite_discards_the_steps_in_flight(participants: Participants) -> None:
-    """On a short link about one step in each round that it is in: of the fastest, 1 of H."""
+    """On a short link, each round discards about one step: 1 of H for the fastest learner."""
     seen = books(participants, "rebase", "overwrite")
     for name in SPEEDS:
         assert seen.discarded_share(name) == seen.discarded_share(name, IN_FLIGHT)
@@ -149,8 +151,8 @@ def test_overwrite_discards_the_steps_in_flight(participants: Participants) -> N
     assert seen.discarded_share("learner-3") == pytest.approx(1 / 24, rel=0.02)
 
 
-def test_missed_rounds_discard_what_a_slow_learner_has_trained() -> None:
-    """Of "reported" a third to a half, beyond the steps in flight; the fastest misses none."""
+def test_missed_rounds_discard_the_steps_of_slow_learners() -> None:
+    """With "reported", a third to a half besides the steps in flight. The fastest misses none."""
     for alignment in ALIGNMENTS:
         seen = books("reported", "overwrite", alignment)
         assert seen.discarded_share("learner-3", MISSED_ROUND) == 0
@@ -160,7 +162,7 @@ def test_missed_rounds_discard_what_a_slow_learner_has_trained() -> None:
 
 
 @pytest.mark.parametrize("alignment", ALIGNMENTS)
-def test_asking_all_misses_next_to_nothing(alignment: Alignment) -> None:
+def test_requesting_from_all_learners_misses_almost_no_round(alignment: Alignment) -> None:
     seen = books("all", "overwrite", alignment)
     assert max(seen.discarded_share(name, MISSED_ROUND) for name in SPEEDS) < 0.002
     assert min(seen.parts[name] for name in SPEEDS) > 0.98 * seen.rounds
@@ -174,21 +176,21 @@ def test_carry_discards_no_step_in_flight() -> None:
         assert all(seen.discarded_share(name, IN_FLIGHT) == 0 for name in SPEEDS)
 
 
-def test_a_learner_makes_as_many_steps_between_syncs_as_its_speed_allows() -> None:
-    """Dynamic local updates (DyLU, Async Local-SGD): H times its speed, by that of the fastest."""
+def test_a_learner_takes_as_many_steps_between_syncs_as_its_speed_allows() -> None:
+    """Dynamic local updates (DyLU, Async Local-SGD): H times its speed relative to the fastest."""
     options = Options(
         fragments=FRAGMENTS, period=24, overlap=2, participants="all", alignment="carry"
     )
     specs = [LearnerSpec(name, seconds) for name, seconds in SPEEDS.items()]
     steps: defaultdict[str, list[float]] = defaultdict(list)
 
-    def look(who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
+    def on_event(process: str, now: float, event: Any, effects: Sequence[Any]) -> None:
         for fold in effects:
             if isinstance(fold, Fold) and now > 100:
                 steps[fold.learner].append(fold.steps)
 
-    Crowd(options, specs, seed=1, recorders=[look]).run(until=1000)
+    Crowd(options, specs, seed=1, recorders=[on_event]).run(until=1000)
     for name, seconds in SPEEDS.items():
         mean = sum(steps[name]) / len(steps[name])
         assert mean == pytest.approx(24 / seconds, rel=0.06), name
-        assert len(steps[name]) == pytest.approx(900, rel=0.06), "and sends as often as the others"
+        assert len(steps[name]) == pytest.approx(900, rel=0.06), "it sends as often as the others"

@@ -1,4 +1,4 @@
-"""Standbys in virtual worlds: takeovers by hand, and two that act at once."""
+"""Standbys in virtual worlds: scripted takeovers, and two processes that act at once."""
 
 from __future__ import annotations
 
@@ -11,28 +11,27 @@ from typing import Any
 
 import pytest
 
-from decoupled_diloco.protocol.effects import DenyShard
-from decoupled_diloco.protocol.events import Merged
 from decoupled_diloco.protocol.options import Options
-from decoupled_diloco.simulate.bounds import Bounds
-from decoupled_diloco.simulate.checkers import Checker
-from decoupled_diloco.simulate.claim_checker import ClaimChecker, takeover_seconds_max
-from decoupled_diloco.simulate.drawn import Standbys
-from decoupled_diloco.simulate.faults import Fault, Kind, strike
-from decoupled_diloco.simulate.scene import ENDLESS_STEPS, config_of
-from decoupled_diloco.simulate.spec import LearnerSpec
-from decoupled_diloco.simulate.system import System
+from decoupled_diloco.protocol.words import DenyShard, Done, Merge
+from decoupled_diloco_lab.simulate.spec import LearnerSpec
+from decoupled_diloco_lab.simulate.system import System
 from deliberate_breaks import Break
 from simulation.breaks import CLAIMS
+from worlds.bounds import Bounds
+from worlds.checkers import Checker
+from worlds.claim_checker import ClaimChecker, takeover_seconds_max
+from worlds.drawn import Standbys
+from worlds.faults import Fault, Kind, strike
+from worlds.scene import ENDLESS_STEPS, config_of
 
-OPTIONS = Options(fragments=4, period=4, overlap=1, shards=2, budget_steps=ENDLESS_STEPS)
+OPTIONS = Options(fragments=4, period=4, overlap=1, shards=2, max_steps=ENDLESS_STEPS)
 LEARNERS = (LearnerSpec("learner-0", step_seconds=0.5), LearnerSpec("learner-1", step_seconds=0.7))
 LEASE_SECONDS = 2.0
 PERIOD_SECONDS = OPTIONS.period * 0.5
 
 
 class Seen:
-    """A run with standbys, its checkers, and who has committed when."""
+    """A run with standbys, its checkers, and a record of all commits."""
 
     def __init__(
         self,
@@ -52,14 +51,14 @@ class Seen:
         self.denied: list[tuple[int, int]] = []
         self.system.recorders.append(self._note)
 
-    def _note(self, who: str, now: float, event: Any, effects: Any) -> None:
-        if isinstance(event, Merged):
-            self.commits.append((self.system.now, who))
+    def _note(self, process: str, now: float, event: Any, effects: Any) -> None:
+        if isinstance(event, Done) and isinstance(event.order, Merge):
+            self.commits.append((self.system.now, process))
         if any(isinstance(effect, DenyShard) for effect in effects):
             self.denied.append((event.greeting.shard, event.greeting.claim))
 
-    def next_commit(self, who: str, after: float) -> float:
-        return next(at for at, name in self.commits if name == who and at > after)
+    def next_commit(self, process: str, after: float) -> float:
+        return next(at for at, name in self.commits if name == process and at > after)
 
 
 Begin = Callable[..., Seen]
@@ -67,7 +66,7 @@ Begin = Callable[..., Seen]
 
 @pytest.fixture
 def begin(tmp_path: Path) -> Iterator[Begin]:
-    """Begins runs, and ends them with the test."""
+    """Start runs, and close them after the test."""
     with ExitStack() as stack:
 
         def begun(**arguments: Any) -> Seen:
@@ -80,7 +79,9 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
 
 
 @pytest.mark.parametrize("kind", ["crash", "vanish", "pause", "unmount"])
-def test_a_standby_goes_on_with_what_was_told_within_a_known_time(begin: Begin, kind: Kind) -> None:
+def test_a_standby_takes_over_the_published_versions_within_a_known_time(
+    begin: Begin, kind: Kind
+) -> None:
     seen = begin()
     system = seen.system
     strike(system, [Fault(20.0, kind, "shard-0", 40.0)])
@@ -89,32 +90,32 @@ def test_a_standby_goes_on_with_what_was_told_within_a_known_time(begin: Begin, 
     system.run(until=100.0)
     allowed = takeover_seconds_max(system) + 2 * PERIOD_SECONDS
     assert seen.next_commit("shard-0-standby", 20.0) - 20.0 <= allowed
-    assert system.acting(0).name == "shard-0-standby", "who comes back waits"
+    assert system.acting(0).name == "shard-0-standby", "the process that comes back waits"
     assert seen.commits[-1][0] > 98.0
     for fragment in OPTIONS.owned(0):
         assert seen.checker.newest[fragment].term > before[fragment].term
         assert seen.checker.newest[fragment].counter > before[fragment].counter
-    last = max(at for at, who in seen.commits if who == "shard-0")
-    assert last <= 20.0 + LEASE_SECONDS, "its claim has run out"
+    last = max(at for at, process in seen.commits if process == "shard-0")
+    assert last <= 20.0 + LEASE_SECONDS, "its lease has expired"
 
 
-def test_without_faults_nobody_takes_over(begin: Begin) -> None:
+def test_without_faults_no_standby_takes_over(begin: Begin) -> None:
     seen = begin(lease_seconds=0.5)
     seen.system.run(until=100.0)
     assert seen.claims.takeovers == 0
-    assert not [who for _, who in seen.commits if who.endswith("-standby")]
+    assert not [process for _, process in seen.commits if process.endswith("-standby")]
 
 
-def test_a_standby_that_is_cut_off_from_the_storage_takes_nothing_over(begin: Begin) -> None:
+def test_a_standby_that_is_cut_off_from_the_storage_does_not_take_over(begin: Begin) -> None:
     seen = begin()
     strike(seen.system, [Fault(10.0, "unmount", "shard-0-standby", 50.0)])
     seen.system.run(until=100.0)
     assert seen.claims.takeovers == 0
 
 
-def test_a_standby_whose_turn_comes_after_the_end_ends_too(begin: Begin) -> None:
-    """The run is over, but its shard has not said so: nobody is left to let the standby in."""
-    seen = begin(lease_seconds=30.0, options=replace(OPTIONS, budget_steps=20))
+def test_a_standby_that_takes_over_after_the_end_ends_too(begin: Begin) -> None:
+    """The run is over, but its shard has not ended: no coordinator can admit the standby."""
+    seen = begin(lease_seconds=30.0, options=replace(OPTIONS, max_steps=20))
     system = seen.system
     system.run(until=1.0)
     system.run(until=30.0, stop=lambda: system.coordinator.state.phase == "finished")
@@ -125,10 +126,10 @@ def test_a_standby_whose_turn_comes_after_the_end_ends_too(begin: Begin) -> None
     assert system.standbys[1].over
 
 
-def test_a_shard_that_is_cut_off_from_the_coordinator_as_the_run_ends_ends_too(
+def test_a_shard_that_is_cut_off_from_the_coordinator_at_the_end_ends_too(
     begin: Begin,
 ) -> None:
-    seen = begin(lease_seconds=30.0, options=replace(OPTIONS, budget_steps=20))
+    seen = begin(lease_seconds=30.0, options=replace(OPTIONS, max_steps=20))
     system = seen.system
     system.run(until=1.0)
     system.run(until=30.0, stop=lambda: system.coordinator.state.phase == "finished")
@@ -138,9 +139,9 @@ def test_a_shard_that_is_cut_off_from_the_coordinator_as_the_run_ends_ends_too(
 
 
 def two_act_at_once(begin: Begin, period: int) -> Seen:
-    """The clock of who waits leaps ahead; who acts does not hear of it from the coordinator.
+    """Let a standby's clock jump while the acting process cannot reach the coordinator.
 
-    It merges meanwhile, or, with a long period, it greets again first.
+    The acting process merges meanwhile. With a long period, it greets the coordinator first.
     """
     options = replace(OPTIONS, period=period)
     seen = begin(lease_seconds=80.0, clocks_leap=True, options=options)
@@ -157,11 +158,11 @@ def two_act_at_once(begin: Begin, period: int) -> Seen:
 def test_two_that_act_at_once_do_no_harm(begin: Begin) -> None:
     seen = two_act_at_once(begin, 40)
     assert seen.claims.takeovers == 1
-    assert seen.denied == [(1, 1)], "who was replaced"
-    assert {who for at, who in seen.commits if at > 100.0} == {"shard-0", "shard-1-standby"}
+    assert seen.denied == [(1, 1)], "the replaced process"
+    assert {process for at, process in seen.commits if at > 100.0} == {"shard-0", "shard-1-standby"}
 
 
 @pytest.mark.parametrize("each", CLAIMS, ids=[each.mark for each in CLAIMS])
-def test_what_keeps_them_from_harm_is_missed(begin: Begin, each: Break) -> None:
-    with each.broken(), pytest.raises(AssertionError, match=r"was replaced, and|is let in after"):
+def test_without_its_safeguards_two_acting_processes_do_harm(begin: Begin, each: Break) -> None:
+    with each.broken(), pytest.raises(AssertionError, match=r"was replaced, but|admitted after"):
         [two_act_at_once(begin, period) for period in (4, 40)]

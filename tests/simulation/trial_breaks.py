@@ -13,7 +13,7 @@ TRIAL = (
         "member.lease_until += longer if member.connected else 0.0",
         "a late tick extends only the leases of connected learners",
         test="unit/protocol/test_shard_members.py"
-        "::test_rule_13_a_late_tick_gives_time_to_a_learner_that_reconnects",
+        "::test_rule_13_a_late_tick_gives_a_reconnecting_learner_time",
     ),
     Break(
         "renewal-counted-from-answer",
@@ -27,7 +27,7 @@ TRIAL = (
         "True",
         "a restoring shard ignores a learner's newer version",
         test="unit/protocol/test_shard_fill.py"
-        "::test_a_disk_behind_a_learner_is_not_what_a_shard_goes_on_from",
+        "::test_a_shard_does_not_restore_from_a_disk_that_is_behind_a_learner",
     ),
     Break(
         "decoded-without-limit",
@@ -51,10 +51,10 @@ TRIAL = (
     ),
     Break(
         "copy-before-checkpoint",
-        "asyncio.get_running_loop().call_soon(duties.told, CheckpointHeard(checkpoint))",
+        "asyncio.get_running_loop().call_soon(here.told, CheckpointHeard(checkpoint))",
         "a learner handles a message before the checkpoint ahead of it",
         test="simulation/test_worlds.py"
-        "::test_a_learner_takes_its_part_of_a_checkpoint_before_the_message_that_brings_it",
+        "::test_a_learner_handles_a_checkpoint_before_the_message_that_announces_it",
     ),
     Break(
         "record-digest-unchecked",
@@ -68,7 +68,7 @@ TRIAL = (
         "pass",
         "a claim has its name before the disk has its content",
         test="unit/storage/test_claims.py"
-        "::test_wherever_the_power_is_lost_a_claim_is_whole_or_not_there",
+        "::test_after_a_power_failure_a_claim_is_complete_or_absent",
     ),
     Break(
         "ready-before-disk",
@@ -93,7 +93,7 @@ TRIAL = (
         "anyone-writes-payload",
         "if False:",
         "a learner can write the payload of another learner's request",
-        test="contract/transport/test_bodies.py::test_put_of_somebody_else",
+        test="contract/transport/test_bodies.py::test_put_to_the_payload_of_another_learner",
     ),
     Break(
         "silent-upload-keeps-memory",
@@ -112,7 +112,7 @@ TRIAL = (
         "return entry.version.counter - ask.base.counter",
         "a payload that arrives while its round merges is not late",
         test="unit/protocol/test_shard_late.py"
-        "::test_rule_4_what_comes_while_a_round_merges_is_late_by_one",
+        "::test_rule_4_an_arrival_during_a_merge_is_late_by_one",
     ),
     Break(
         "capped-steps-keep-tokens",
@@ -125,20 +125,20 @@ TRIAL = (
         "pass",
         "after a restore, one learner can be more than a period ahead of most",
         test="unit/protocol/test_shard_fill.py"
-        "::test_rule_13_a_clock_that_is_restored_is_that_of_most_learners",
+        "::test_rule_13_a_restored_clock_is_that_of_most_learners",
     ),
     Break(
         "failed-merge-counts-as-made",
         "if False:",
         "after a failed merge, its learners receive no request for the same version",
         test="unit/protocol/test_slow_copies.py"
-        "::test_rule_4_a_failed_merge_does_not_undo_what_was_folded_behind_it",
+        "::test_rule_4_a_failed_merge_does_not_undo_later_folds",
     ),
     Break(
         "partition-settled-early",
         "if state.ended:",
         "a data partition is settled before its last steps are merged",
-        test="unit/protocol/test_leases.py::test_who_is_not_merged_for_long_holds_only_so_many",
+        test="unit/protocol/test_leases.py::test_the_number_of_unmerged_leases_is_limited",
     ),
     Break(
         "longer-lease-ignored",
@@ -150,13 +150,13 @@ TRIAL = (
         "old-base-not-declined",
         "if False:",
         "a learner does not decline a request for a version that it no longer holds",
-        test="unit/protocol/test_learner.py::test_a_pull_for_an_older_base_is_declined",
+        test="unit/protocol/test_learner.py::test_a_request_for_an_older_base_is_declined",
     ),
     Break(
         "older-process-heard",
         "if known is None:",
         "the coordinator accepts messages of an older process with the same id",
-        test="unit/protocol/test_leases.py::test_a_new_process_goes_on_with_what_its_last_life_had",
+        test="unit/protocol/test_leases.py::test_a_new_process_continues_the_leases_of_its_predecessor",
     ),
     Break(
         "replay-digest-unchecked",
@@ -217,7 +217,7 @@ journal.append(fields, as_bytes(step.gradient).numpy().data)""",
     Break(
         "checkpoint-not-copied",
         "copy = self._state()",
-        "a checkpoint is written from state that training goes on to change",
+        "a checkpoint is written from state that training still changes",
         test="unit/learner/test_checkpointer.py"
         "::test_copies_that_wait_for_a_slow_disk_are_not_written_over",
     ),
@@ -246,12 +246,24 @@ journal.append(fields, as_bytes(step.gradient).numpy().data)""",
         "if False:",
         "a learner fetches any number of copies at a time",
         test="unit/protocol/test_slow_copies.py"
-        "::test_rule_5_as_many_copies_come_at_a_time_as_a_shard_has_slots",
+        "::test_rule_5_the_number_of_fetches_equals_the_slots",
     ),
     Break(
         "text-renamed-before-sync",
         "pass",
         "a file replaces its predecessor before the disk has its content",
-        test="simulation/test_crash_points.py::test_a_full_disk_leaves_the_coordinators_file_whole",
+        test="simulation/test_crash_points.py::test_a_full_disk_leaves_a_text_file_intact",
+    ),
+    Break(
+        "rebase-keeps-rounding",
+        "return self._upload(minus.published)",
+        "a rebase keeps what a published copy lost in a parameter's dtype",
+        test="unit/learner/test_exchange.py::test_rebase_keeps_nothing_of_a_rounding",
+    ),
+    Break(
+        "tick-before-arrivals",
+        "for _ in range(0):",
+        "a shard checks leases before it handles what has arrived",
+        test="unit/syncer/test_late_ticks.py::test_what_has_arrived_is_told_before_the_tick",
     ),
 )

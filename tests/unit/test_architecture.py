@@ -3,41 +3,60 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import decoupled_diloco
+import decoupled_diloco_engines
+import decoupled_diloco_lab
 import decoupled_diloco_plan
 from decoupled_diloco.__main__ import NEEDED
 
 ROOT = Path(decoupled_diloco.__file__).parent
-PLAN = Path(decoupled_diloco_plan.__file__).parent
 PACKAGE = "decoupled_diloco"
 
 LAYERS = (
     ("_version", "errors", "units", "runtime"),
     ("protocol", "merge"),
     ("transport",),
-    ("config", "storage", "observe", "workloads"),
-    ("monitor",),
-    ("learner", "ranks", "syncer"),
-    ("page",),
-    ("engines", "export", "integrations", "launch"),
-    ("ray",),
-    ("simulate",),
-    ("chaos",),
+    ("config", "storage", "workloads"),
+    ("tape",),
+    ("run_model",),
+    ("show",),
+    ("monitor", "shell"),
+    ("syncer",),
+    ("learner",),
+    ("ranks",),
+    ("participants", "data"),
+    ("export", "integrations", "launch"),
     ("cli", "__main__"),
 )
 """Who may import whom: a package imports its own layer and those above this line's."""
 
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
-OF_PLAN = {"errors", "units", "protocol", "merge", "config", "observe", "workloads", "cli"}
-"""What of the core the distribution `decoupled-diloco-plan` may use."""
+SHARED_WITH = {
+    decoupled_diloco_plan: {
+        *("errors", "units", "protocol", "merge", "config", "workloads"),
+        *("tape", "run_model", "show", "cli"),
+    },
+    decoupled_diloco_lab: {
+        *("errors", "units", "runtime", "protocol", "merge", "transport", "config", "storage"),
+        *("workloads", "tape", "run_model", "show", "learner", "ranks", "participants", "syncer"),
+        *("launch", "cli"),
+    },
+    decoupled_diloco_engines: {
+        *("errors", "units", "runtime", "transport", "config", "storage", "launch", "syncer"),
+        *("tape", "run_model", "show", "learner"),
+    },
+}
+"""What of the core each further distribution may use."""
 
 PURE = ("protocol", "merge")
 IMPURE_MODULES = {
@@ -72,8 +91,22 @@ DECISIONS = {
 """Names of what decides quorum, grace, clock and versions."""
 
 
-EDGES = {"chaos", "cli", "config", "export", "launch", "observe", "page", "transport", "workloads"}
+EDGES = {
+    *("cli", "config", "export", "launch", "run_model", "show", "tape", "transport", "workloads")
+}
 """Packages around the protocol and its shells."""
+
+
+def all_modules() -> Iterator[tuple[str, str, ast.Module]]:
+    """Those of the core and of the further distributions."""
+    yield from modules()
+    for further in SHARED_WITH:
+        yield from modules(root=folder_of(further))
+
+
+def folder_of(package: ModuleType) -> Path:
+    assert package.__file__ is not None
+    return Path(package.__file__).parent
 
 
 def modules(*packages: str, root: Path = ROOT) -> Iterator[tuple[str, str, ast.Module]]:
@@ -83,7 +116,12 @@ def modules(*packages: str, root: Path = ROOT) -> Iterator[tuple[str, str, ast.M
         package = relative.parts[0].removesuffix(".py")
         if package == "__init__" or (packages and package not in packages):
             continue
-        yield package, str(relative), ast.parse(path.read_text())
+        yield package, str(relative), tree_of(path)
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def imports(tree: ast.Module) -> Iterator[str]:
@@ -119,8 +157,7 @@ def imported_at_once(tree: ast.Module) -> Iterator[str]:
 
 
 OF_AN_EXTRA = {
-    *("observe/comparison.py", "observe/images.py", "observe/progress.py", "observe/report.py"),
-    *("observe/status_view.py", "observe/summary.py", "observe/tables.py", "observe/terminal.py"),
+    *("show/console.py", "show/report.py", "show/terminal.py"),
     *("monitor/exposition.py", "monitor/learner.py", "monitor/shard.py"),
 }
 """What cannot be imported without the extra of the command line, or that of metrics."""
@@ -235,21 +272,23 @@ def test_imports_go_one_way() -> None:
     assert not wrong
 
 
-def test_nothing_of_the_core_knows_what_plans() -> None:
-    """It finds its commands by their entry points."""
-    known = [path for _, path, tree in modules() if "decoupled_diloco_plan" in set(roots(tree))]
-    assert not known
+def test_the_core_imports_no_further_distribution() -> None:
+    """It finds their commands and engines by entry points."""
+    further = {path.name for path in ROOT.parents[1].glob("packages/*/src/*")}
+    assert further == {module.__name__ for module in SHARED_WITH}
+    assert not [path for _, path, tree in modules() if further & set(roots(tree))]
 
 
-def test_what_plans_uses_of_the_core_what_it_shares() -> None:
+@pytest.mark.parametrize("further", SHARED_WITH, ids=lambda module: module.__name__)
+def test_a_further_distribution_uses_what_the_core_shares_with_it(further: ModuleType) -> None:
     used = {
         rest.split(".")[0]
-        for _, _, tree in modules(root=PLAN)
+        for _, _, tree in modules(root=folder_of(further))
         for name in imports(tree)
         for root, _, rest in (name.partition("."),)
         if root == PACKAGE
     }
-    assert used == OF_PLAN
+    assert used - {""} == SHARED_WITH[further]
 
 
 def test_a_class_of_the_edges_has_a_name_that_no_other_class_has() -> None:
@@ -284,7 +323,7 @@ def test_protocol_and_merge_do_not_know_each_other() -> None:
 def test_quorum_grace_clock_and_versions_are_decided_in_the_protocol_alone() -> None:
     """There is no second implementation: all worlds drive the same machines."""
     wrong = []
-    for package, path, tree in (*modules(), *modules(root=PLAN)):
+    for package, path, tree in all_modules():
         if package == "protocol":
             continue
         for node in ast.walk(tree):
@@ -300,52 +339,39 @@ def test_quorum_grace_clock_and_versions_are_decided_in_the_protocol_alone() -> 
     assert not wrong
 
 
-BESIDE = ("checkpoints", "data_leases", "transfer")
-"""Packages of the protocol for what is no rule of the method."""
-
-MEET_WHAT_IS_BESIDE = {
-    "coordinator.py",
-    "coordinator_state.py",
-    "effects.py",
-    "events.py",
-    "learner.py",
-    "learner_state.py",
-    "messages.py",
-    "recovery.py",
-    "syncer.py",
-}
-"""The machines, their words, and how a learner begins; the rules themselves know nothing of it."""
+USE_THE_FEATURES = {"coordinator.py", "coordinator_state.py", "learner.py"}
+"""The machines of the roles that have them; the rules of the method import no feature."""
 
 
-def test_the_rules_of_the_method_do_not_know_what_stands_beside_them() -> None:
-    meet = {
+def test_the_rules_of_the_method_import_no_feature() -> None:
+    found = {
         path.removeprefix("protocol/")
         for _, path, tree in modules("protocol")
         if path.count("/") == 1
-        and any(n.startswith(f"{PACKAGE}.protocol.{b}") for n in imports(tree) for b in BESIDE)
+        and any(n.startswith(f"{PACKAGE}.protocol.features") for n in imports(tree))
     }
-    assert meet == MEET_WHAT_IS_BESIDE
+    assert found == USE_THE_FEATURES
 
 
 OWN = ("protocol", "syncer", "learner")
 
 
 def test_no_two_classes_have_one_name() -> None:
-    """Of those of the protocol and of its shells; what is simulated may be called as the real."""
+    """Those of the protocol and of its shells."""
     homes: dict[str, list[str]] = {}
-    for package, path, tree in modules():
+    for _, path, tree in modules():
         for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef) and package != "simulate":
+            if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(path)
     twice = [paths for paths in homes.values() if len(paths) > 1]
     assert not [paths for paths in twice if any(p.split("/")[0] in OWN for p in paths)]
 
 
 def test_the_machines_are_told_by_their_shells_only() -> None:
-    for _, path, tree in modules("learner", "syncer", "simulate", "observe"):
+    for _, path, tree in modules("learner", "syncer", "run_model"):
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module == f"{PACKAGE}.protocol":
-                assert not {a.name for a in node.names} & {"syncer_rounds", "syncer_fill"}, path
+                assert not {a.name for a in node.names} & {"rounds", "fill"}, path
 
 
 SHELLS = ("learner", "syncer", "storage", "transport")
@@ -354,9 +380,9 @@ SHELLS = ("learner", "syncer", "storage", "transport")
 OF_REAL_MACHINES = {
     "learner/launched.py": "a launcher's pipe, watched in a thread",
     "storage/shared_folder.py": "shards on machines that share a file system",
-    "learner/parts.py": "names a learner after its host and process",
+    "learner/options.py": "names a learner after its host and process",
     "learner/process.py": "signals, forks and the end of a user's program",
-    "transport/documents.py": "a command reads a running syncer's tapes",
+    "transport/fetch.py": "a command reads a running syncer's tapes",
     "transport/http_client.py": "real sockets",
     "transport/http_server.py": "real sockets",
     "transport/tls.py": "certificates of real sockets",

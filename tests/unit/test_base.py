@@ -24,8 +24,8 @@ from decoupled_diloco.launch.shard_role import run_shard
 folder, port = Path(sys.argv[1]), int(sys.argv[2])
 address = f"http://127.0.0.1:{port}"
 config = RunConfig(
-    run={"name": "base", "folder": folder, "learners": 1, "budget_steps": 12, "evaluator": False},
-    sync={"fragments": 2, "period": 2, "overlap": 1},
+    run={"name": "base", "folder": folder, "learners": 1, "max_steps": 12, "evaluator": False},
+    sync={"fragments": 2, "sync_every": 2, "overlap_steps": 1},
     syncer={"shards": 1},
 )
 try:
@@ -40,11 +40,12 @@ if not (shard := os.fork()):
     os._exit(0)
 
 model = torch.nn.Linear(4, 4)
+reported = dd.Observability(metrics_address="127.0.0.1:9400")
 try:
-    dd.Learner(model, address, token="hush", metrics="127.0.0.1:9400")
+    dd.Learner(model, address, auth_token="hush", observability=reported)
 except dd.ConfigError as error:
     print(error)
-learner = dd.Learner(model, address, token="hush")
+learner = dd.Learner(model, address, auth_token="hush")
 asked = urllib.request.Request(f"{address}/metrics", headers={"Authorization": "Bearer hush"})
 try:
     urllib.request.urlopen(asked)
@@ -83,7 +84,7 @@ def test_a_learner_trains_with_a_syncer_that_python_has_started(tmp_path: Path) 
     assert (
         settings == f"settings cannot be written without tomli-w, of the extra cli: {told('cli')}"
     )
-    assert learner == f"metrics='127.0.0.1:9400' needs prometheus-client: {told('metrics')}"
+    assert learner == f"metrics_address='127.0.0.1:9400' needs prometheus-client: {told('metrics')}"
     assert shard == f"404 metrics need prometheus-client: {told('metrics')}"
     assert end == "True 0"
 

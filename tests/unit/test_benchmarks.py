@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -19,6 +20,7 @@ def load(name: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses look for their annotations
     spec.loader.exec_module(module)
     return module
 
@@ -49,8 +51,8 @@ TINY = {
 
 def test_learners_train_the_batches_of_data_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    quality = load("quality")
-    monkeypatch.setattr(quality, "SIZE", TINY)
+    virtual = load("virtual")
+    monkeypatch.setattr(virtual, "SIZE", TINY)
     trained: list[tuple[int, ...]] = []
     loss = GptWorkload.loss
 
@@ -59,9 +61,9 @@ def test_learners_train_the_batches_of_data_parallel(monkeypatch: pytest.MonkeyP
         return loss(workload, model, batch)
 
     monkeypatch.setattr(GptWorkload, "loss", watched)
-    quality.data_parallel(8e-3, 1, 3)
+    virtual.Cell(plain=True, steps=3).measure(1)
     of_data_parallel = set(trained)
     trained.clear()
-    quality.decoupled(8e-3, 1, 3)
+    virtual.Cell(steps=3).measure(1)
     assert of_data_parallel == set(trained[: len(of_data_parallel)])
-    assert len(of_data_parallel) == 3 * quality.LEARNERS
+    assert len(of_data_parallel) == 3 * virtual.LEARNERS

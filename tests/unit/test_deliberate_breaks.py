@@ -14,18 +14,17 @@ from simulation.breaks import (
     DATA_LEASES,
     DURABLE_TOO_EARLY,
     LATE_ANSWER,
-    SHELLS,
     STORAGE,
 )
 from simulation.own_breaks import FORGOTTEN_TURNS, OWN_STEPS
 from simulation.residual_breaks import RESIDUALS
 from simulation.revision_breaks import REVISIONS
-from simulation.shell_breaks import SHELLS as REAL_SHELLS
+from simulation.shell_breaks import SHELLS
 from simulation.trial_breaks import TRIAL
 
 BREAKS = (
-    *(*CORE, *CLAIMS, *STORAGE, *SHELLS, *DATA_LEASES, DURABLE_TOO_EARLY, LATE_ANSWER),
-    *(*APART, *OWN_STEPS, *FORGOTTEN_TURNS, *RESIDUALS, *REVISIONS, *REAL_SHELLS, *TRIAL),
+    *(*CORE, *CLAIMS, *STORAGE, *DATA_LEASES, DURABLE_TOO_EARLY, LATE_ANSWER),
+    *(*APART, *OWN_STEPS, *FORGOTTEN_TURNS, *RESIDUALS, *REVISIONS, *SHELLS, *TRIAL),
 )
 
 

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-PLAN = ROOT / "packages" / "plan"
+FURTHER = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
 
 
 def names(requirements: list[str]) -> set[str]:
@@ -50,7 +50,7 @@ def imported(folder: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("folder", [ROOT, PLAN], ids=["core", "plan"])
+@pytest.mark.parametrize("folder", [ROOT, *FURTHER], ids=lambda folder: folder.name)
 def test_what_is_imported_is_declared(folder: Path) -> None:
     """Else it goes when another library no longer needs it."""
     described, own = project(folder), {each.name for each in (folder / "src").iterdir()}
@@ -88,11 +88,12 @@ def test_the_command_line_looks_for_all_that_its_extra_brings() -> None:
     assert looked_for == names([*EXTRAS["cli"], *EXTRAS["metrics"]]) - {PROJECT["name"]}
 
 
-def test_both_distributions_are_of_one_version() -> None:
+@pytest.mark.parametrize("folder", FURTHER, ids=lambda folder: folder.name)
+def test_all_distributions_have_the_same_version(folder: Path) -> None:
     version = decoupled_diloco.__version__
-    assert project(PLAN)["version"] == version
-    assert EXTRAS["plan"] == [f"decoupled-diloco-plan=={version}"]
-    assert f"decoupled-diloco[cli]=={version}" in project(PLAN)["dependencies"]
+    assert project(folder)["version"] == version
+    assert EXTRAS[folder.name] == [f"decoupled-diloco-{folder.name}=={version}"]
+    assert f"decoupled-diloco[cli]=={version}" in project(folder)["dependencies"]
 
 
 def test_transformers_is_new_enough_for_the_layouts_of_an_export() -> None:
@@ -119,6 +120,7 @@ def test_an_extra_is_named_for_a_clone_and_for_an_installation() -> None:
             installed = set(named(r"'decoupled-diloco\[([a-z,]+)\]'", text))
             cloned = set(named(r"-e '\.\[([a-z,]+)\]'", text))
             cloned |= set(re.findall(r"-e packages/([a-z]+)", text))
+            cloned |= set(named(r"-e 'packages/[a-z]+\[([a-z,]+)\]'", text))
             assert installed == cloned <= EXTRAS.keys(), path
 
 

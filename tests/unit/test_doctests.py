@@ -9,11 +9,18 @@ import pkgutil
 import pytest
 
 import decoupled_diloco
+import decoupled_diloco_engines
+import decoupled_diloco_lab
 import decoupled_diloco_plan
 
 MODULES = sorted(
     module.name
-    for package in (decoupled_diloco, decoupled_diloco_plan)
+    for package in (
+        decoupled_diloco,
+        decoupled_diloco_engines,
+        decoupled_diloco_lab,
+        decoupled_diloco_plan,
+    )
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
     if not module.name.endswith("__main__")
 )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
+from typing import Any
+
+import pytest
 
 import decoupled_diloco as dd
 
@@ -11,29 +15,77 @@ import decoupled_diloco as dd
 def test_the_public_names_are_these() -> None:
     assert dd.__all__ == [
         "AccessError",
+        "Checkpointing",
         "ConfigError",
-        "Error",
+        "DilocoError",
         "Learner",
-        "LeasedBatches",
-        "MapParts",
         "MergeError",
+        "Observability",
         "Observer",
-        "PartedData",
         "ProtocolError",
+        "StateSharing",
         "StorageError",
-        "StreamParts",
-        "Tls",
+        "TLSConfig",
+        "Timeouts",
         "TransportError",
         "__version__",
         "allow_codec",
-        "leased",
-        "load_exported",
+        "data",
+        "load_model",
         "load_weights",
-        "ray",
         "register_codec",
         "register_weight_copies",
     ]
     assert all(hasattr(dd, name) for name in dd.__all__)
+
+
+LEARNER = (
+    *("addresses", "attach", "budget_reached", "checkpoint", "close", "count", "discarded_tokens"),
+    *("ended", "flush", "global_step", "incarnation", "index", "load_state_dict", "name"),
+    *("on_weights_updated", "rejection_reason", "request_stop", "run_config", "state_dict", "step"),
+    *("steps", "tokens", "versions", "wrap"),
+)
+OBSERVER = (
+    *("budget_reached", "close", "done", "ended", "global_step", "log", "name", "pull"),
+    *("rejection_reason", "run_config", "updates", "versions", "wait"),
+)
+ELASTIC_LOADER = (
+    *("bind", "iter_partition", "load_state_dict", "partitions", "position", "state_dict"),
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [(dd.Learner, LEARNER), (dd.Observer, OBSERVER), (dd.data.ElasticLoader, ELASTIC_LOADER)],
+)
+def test_the_public_members_of_a_class_are_these(kind: type, names: tuple[str, ...]) -> None:
+    assert tuple(name for name in dir(kind) if not name.startswith("_")) == names
+
+
+ARGUMENTS: dict[Any, tuple[str, ...]] = {
+    dd.Learner: (
+        *("model", "syncer", "name", "auth_token", "tls", "optimizer", "checkpoint", "timeouts"),
+        *("state_sharing", "observability", "sync_ranks"),
+    ),
+    dd.Learner.step: ("self", "loss", "tokens"),
+    dd.Observer: ("model", "syncer", "name", "auth_token", "tls", "timeouts", "event_tape"),
+    dd.Checkpointing: ("folder", "interval_seconds", "state"),
+    dd.Timeouts: ("join", "disconnect", "flush"),
+    dd.StateSharing: ("objects",),
+    dd.Observability: ("tracker", "metrics_address", "event_tape"),
+    dd.data.ElasticLoader: (
+        *("dataset", "partitions", "batch_size", "seed", "prefetch", "loader_options"),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ARGUMENTS)
+def test_the_arguments_are_these(kind: Any) -> None:
+    assert tuple(inspect.signature(kind).parameters) == ARGUMENTS[kind]
+
+
+def test_the_module_of_data_has_two_names() -> None:
+    assert dd.data.__all__ == ["ElasticLoader", "PartitionedData"]
 
 
 def test_help_is_told_without_torch() -> None:

@@ -1,4 +1,4 @@
-"""`ddiloco checkpoint`: a consistent checkpoint of the whole run, now."""
+"""`ddiloco checkpoint`: take a consistent checkpoint of the whole run."""
 
 from __future__ import annotations
 
@@ -7,38 +7,44 @@ from typing import Annotated
 
 import typer
 
+from decoupled_diloco.cli.command_line import command
 from decoupled_diloco.cli.options import (
-    Authority,
-    Certificate,
-    CertificateKey,
-    TokenFile,
+    ConnectOptions,
+    complete_run,
     fail,
-    tls_of,
 )
+from decoupled_diloco.cli.runs import chosen_run, is_url
 
-GIVEN_UP = 1
+ABANDONED = 1
 
 
-def checkpoint(
+class CheckpointOptions(ConnectOptions):
+    """Options of `ddiloco checkpoint`."""
+
     run: Annotated[
         str,
         typer.Argument(
             metavar="RUN",
-            help="Folder of a run on this machine, or its syncer: http://HOST:PORT, "
-            "with --token-file.",
+            help="Run folder of a run on this machine, or URL of its syncer (http://HOST:PORT, "
+            "with --auth-token-file). Default: the newest run in runs/.",
+            autocompletion=complete_run,
+            show_default=False,
         ),
-    ],
-    token_file: TokenFile = None,
-    authority: Authority = None,
-    certificate: Certificate = None,
-    key: CertificateKey = None,
-    timeout: Annotated[
-        float, typer.Option(min=0.1, metavar="SECONDS", help="How long to wait for all parts.")
-    ] = 120.0,
-) -> None:
-    """Take a checkpoint of the whole run, without a pause; go back with train --checkpoint.
+    ] = ""
+    timeout_seconds: Annotated[
+        float,
+        typer.Option(
+            min=0.1, metavar="SECONDS", help="Longest wait for all processes, in seconds."
+        ),
+    ] = 120.0
 
-    Exit code 1: there is none, because a part could not be had, or not in time.
+
+@command(CheckpointOptions)
+def checkpoint(options: CheckpointOptions) -> None:
+    """Take a checkpoint of the whole run, without a pause.
+
+    ddiloco train --resume --checkpoint goes back to it. Exit code 1: no checkpoint was completed,
+    because a process could not save its state, or not in time.
     """
     from decoupled_diloco.cli.checkpoint_client import take_checkpoint
     from decoupled_diloco.config.addresses import on_this_machine
@@ -47,17 +53,22 @@ def checkpoint(
     from decoupled_diloco.storage.shared_folder import read_addresses
     from decoupled_diloco.units import format_bytes
 
-    tls = tls_of(authority, certificate, key)
-    if run.startswith(("http://", "https://")):
-        address, token = run, read_token(token_file)
+    tls = options.certificates()
+    run = chosen_run(options.run, "ddiloco checkpoint runs/quickstart")
+    if is_url(run):
+        address, token = run, read_token(options.auth_token_file)
     else:
         address = on_this_machine(read_addresses(Path(run))[0])
-        token, tls = secrets_in(Path(run), token_file, tls)
-    found = take_checkpoint(address, token, timeout, tls)
+        token, tls = secrets_in(Path(run), options.auth_token_file, tls)
+    found = take_checkpoint(address, token, options.timeout_seconds, tls)
     if found.state != "complete":
         which = f"checkpoint {found.number}" if found.number else "no checkpoint"
-        late = f" after {timeout:g} s: it may still be completed" if found.state == "open" else ""
-        fail(f"{which}: {found.state}{late}: {found.words}", GIVEN_UP)
+        late = (
+            f" after {options.timeout_seconds:g} s: it may still be completed"
+            if found.state == "open"
+            else ""
+        )
+        fail(f"{which}: {found.state}{late}: {found.words}", ABANDONED)
     size = format_bytes(found.nbytes)
     typer.echo(f"checkpoint {found.number} of the whole run: {size}, {found.folder}")
     if found.missing:

@@ -1,4 +1,4 @@
-"""Asking a running syncer for a checkpoint of the whole run, and hearing what becomes of it."""
+"""Request a checkpoint of the whole run from a running syncer, and wait for it."""
 
 from __future__ import annotations
 
@@ -8,46 +8,47 @@ from typing import cast, get_args
 
 from decoupled_diloco.config.addresses import alternatives, reached_by
 from decoupled_diloco.errors import AccessError, ProtocolError, TransportError
-from decoupled_diloco.observe.sources import TAPE_PATH
 from decoupled_diloco.syncer.checkpoint_requests import CHECKPOINT_PATH
 from decoupled_diloco.syncer.checkpoints import CheckpointAnswer, State
-from decoupled_diloco.transport.documents import Document, fetch, read_object
-from decoupled_diloco.transport.tls import Tls
+from decoupled_diloco.tape.sources import TAPE_PATH
+from decoupled_diloco.transport.documents import Document
+from decoupled_diloco.transport.fetch import fetch, read_object
+from decoupled_diloco.transport.tls import TLSConfig
 
-ASK_SECONDS = 0.3
-"""How often it is asked whether the checkpoint is complete."""
+POLL_SECONDS = 0.3
+"""Time between two requests for the state of the checkpoint."""
 
 
 def take_checkpoint(
-    address: str, token: str | None, timeout_seconds: float, tls: Tls | None = None
+    address: str, token: str | None, timeout_seconds: float, tls: TLSConfig | None = None
 ) -> CheckpointAnswer:
-    """Has a running syncer take a checkpoint of the run, and waits until it is complete.
+    """Request a checkpoint of the run from a running syncer, and wait until it is complete.
 
-    It may also be refused, given up, or still open after the time.
+    The checkpoint may also be refused or abandoned, or still be open after the timeout.
 
     Raises:
-        AccessError: The syncer refuses the token.
-        TransportError: It cannot be reached.
+        AccessError: The syncer refuses the auth token.
+        TransportError: The syncer cannot be reached.
     """
     deadline = time.monotonic() + timeout_seconds
     where = _coordinator_of(address, token, tls)
-    found = _ask(where, {}, token, tls)
+    found = _request(where, {}, token, tls)
     while found.state == "open" and time.monotonic() < deadline:
-        time.sleep(min(ASK_SECONDS, max(0.0, deadline - time.monotonic())))
-        found = _ask(where, {"number": str(found.number)}, token, tls)
+        time.sleep(min(POLL_SECONDS, max(0.0, deadline - time.monotonic())))
+        found = _request(where, {"number": str(found.number)}, token, tls)
     return found
 
 
-def _coordinator_of(address: str, token: str | None, tls: Tls | None) -> tuple[str, ...]:
+def _coordinator_of(address: str, token: str | None, tls: TLSConfig | None) -> tuple[str, ...]:
     about = read_object(fetch(address, TAPE_PATH, {}, token, tls), address)
     shards = about.get("shards")
     if not isinstance(shards, list) or not shards or not isinstance(shards[0], str):
-        raise ProtocolError(f"{address} does not say where the shards are")
+        raise ProtocolError(f"{address} does not report the addresses of the shards")
     return tuple(reached_by(each, address) for each in alternatives(shards[0]))
 
 
-def _ask(
-    addresses: tuple[str, ...], query: Mapping[str, str], token: str | None, tls: Tls | None
+def _request(
+    addresses: tuple[str, ...], query: Mapping[str, str], token: str | None, tls: TLSConfig | None
 ) -> CheckpointAnswer:
     failure: TransportError | None = None
     for address in addresses:

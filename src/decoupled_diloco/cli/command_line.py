@@ -6,13 +6,12 @@
 
         port: Annotated[int | None, setting(SyncerSettings, "port")] = None
 
-    @app.command()
     @command(MineOptions)
     def mine(options: MineOptions) -> None:
         '''What it does.'''
 
-An option that is a setting of a run has that setting's documentation, and `overrides` makes of it
-what ``--set`` would be.
+An option that is a setting of a run has that setting's documentation, and `overrides` turns it into
+an argument of ``--set``.
 """
 
 from __future__ import annotations
@@ -24,21 +23,27 @@ from copy import copy
 from typing import Annotated, Any, TypeVar
 
 import typer
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 from typer.models import ArgumentInfo, ParameterInfo
 
-from decoupled_diloco.config.settings import Settings
+from decoupled_diloco.config.settings import Settings, own_error
 
 
 class CommandOptions(BaseModel):
-    """What a command is told; those that were written on the command line are `given`."""
+    """The options and arguments of a command."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
+    def __init__(self, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise own_error(error) or error from None
+
     @property
     def given(self) -> dict[str, Any]:
-        """Only what was written, by the names of the fields."""
+        """The values that were given on the command line, by the names of the fields."""
         return {name: getattr(self, name) for name in self.model_fields_set}
 
 
@@ -46,7 +51,7 @@ _Options = TypeVar("_Options", bound=CommandOptions)
 
 
 def command(model: type[_Options]) -> Callable[[Callable[[_Options], None]], Callable[..., None]]:
-    """A decorator: the command whose options are the fields of this model."""
+    """Decorate a function as the command whose options are the fields of this model."""
 
     def made_of(function: Callable[[_Options], None]) -> Callable[..., None]:
         def run(context: typer.Context, **values: Any) -> None:
@@ -65,12 +70,12 @@ def command(model: type[_Options]) -> Callable[[Callable[[_Options], None]], Cal
 
 
 def setting(settings: type[Settings], name: str, *names: str, **more: Any) -> Any:
-    """The option that is a setting of a run; takes what `typer.Option` takes."""
+    """Return an option for a setting of a run; the arguments are those of `typer.Option`."""
     return typer.Option(*names, help=_text_of(settings.model_fields[name]), **more)
 
 
 def overrides(options: CommandOptions, settings: type[Settings], *names: str) -> list[str]:
-    """CommandOptions that were written, as ``table.key=value`` each, like those of ``--set``.
+    """Return the options that were given, each as ``table.key=value``, like arguments of ``--set``.
 
     >>> class Where(CommandOptions):
     ...     port: int = 7070
@@ -83,12 +88,12 @@ def overrides(options: CommandOptions, settings: type[Settings], *names: str) ->
 
 
 def named(model: type[CommandOptions]) -> dict[str, FieldInfo]:
-    """The fields that are options or arguments; others are not for the command line."""
+    """Return the fields that are options or arguments; other fields are not on the command line."""
     return {name: field for name, field in model.model_fields.items() if _infos(field)}
 
 
 def option_of(model: type[CommandOptions], name: str) -> str:
-    """How a field is written on the command line."""
+    """Return the name of a field on the command line."""
     (info,) = _infos(model.model_fields[name])
     if isinstance(info, ArgumentInfo):
         return name.upper()
@@ -113,7 +118,7 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     info, annotation = copy(_infos(field)[0]), field.annotation
     info.help = _text_of(field) or info.help
     default = field.default
-    if info.parser is not None:
+    if info.parser is not None and default is not None:
         annotation = str  # a default is parsed as well
         default = f"{default:g}" if isinstance(default, int | float) else default or None
     if field.is_required():

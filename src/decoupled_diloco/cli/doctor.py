@@ -1,4 +1,4 @@
-"""`ddiloco doctor`: would a run work here, and with that syncer?"""
+"""`ddiloco doctor`: check whether a run works on this machine and with a syncer."""
 
 from __future__ import annotations
 
@@ -15,81 +15,85 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from decoupled_diloco.cli.command_line import command
 from decoupled_diloco.cli.options import (
-    Authority,
-    Certificate,
-    CertificateKey,
+    ConnectOptions,
+    Json,
     Sets,
     SyncerAddresses,
-    TokenFile,
     complete_recipe,
     exit_with,
     fail,
     find_recipe,
     listed,
     make_console,
-    tls_of,
 )
 
 if TYPE_CHECKING:
     from decoupled_diloco.config import RunConfig
     from decoupled_diloco.launch.doctor.machine import Finding
-    from decoupled_diloco.observe.terminal import SteadyConsole
-    from decoupled_diloco.transport.tls import Tls
+    from decoupled_diloco.show.console import SteadyConsole
+    from decoupled_diloco.transport.tls import TLSConfig
 
 LEVEL_WIDTH = 9
 CHECK_WIDTH = 12
 STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
 
-def doctor(
-    run: Annotated[
+class DoctorOptions(ConnectOptions):
+    """Options of `ddiloco doctor`."""
+
+    config: Annotated[
         Path | None,
         typer.Argument(
-            metavar="RUN",
-            help="The run's TOML file, or the name of a shipped recipe.",
+            metavar="CONFIG",
+            help="TOML file of the run, or name of a shipped recipe. Default: check this machine "
+            "only.",
             parser=find_recipe,
             autocompletion=complete_recipe,
         ),
-    ] = None,
-    settings: Sets = None,
-    syncer: SyncerAddresses = "",
-    token_file: TokenFile = None,
-    authority: Authority = None,
-    certificate: Certificate = None,
-    key: CertificateKey = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="A JSON list of check, level, text and advice.")
-    ] = False,
-) -> None:
-    """Would a run work here, and with that syncer? Exit code 1 if anything is wrong."""
+    ] = None
+    settings: Sets = None
+    syncer: SyncerAddresses = ""
+    as_json: Json = False
+
+
+@command(DoctorOptions)
+def doctor(options: DoctorOptions) -> None:
+    """Check whether a run works on this machine and with a syncer.
+
+    Exit code 1: at least one check has failed.
+    """
     started = time.monotonic()
     from decoupled_diloco.config import load_config
 
-    config = None if run is None else load_config(run, settings or ())
-    if config is None and settings:
-        fail("--set overrides settings of a run's file: give one, or leave --set out")
+    given = options.config
+    config = None if given is None else load_config(given, options.settings or ())
+    if config is None and options.settings:
+        fail("--set requires a CONFIG: give a TOML file or a recipe, or omit --set")
     from decoupled_diloco.config.addresses import address_problem, without_password
 
-    addresses = listed(syncer)
+    addresses = listed(options.syncer)
     if any(map(address_problem, addresses)):
-        shown = without_password(str(syncer))
-        fail(f"--syncer {shown!r} is not a URL: write it as http://host:port")
+        shown = without_password(str(options.syncer))
+        fail(f"--syncer {shown!r} is not a valid URL: write http://HOST:PORT")
     from decoupled_diloco.launch.doctor.examine import Examined, any_left_behind, examine
 
-    tls = tls_of(authority, certificate, key)
+    tls = options.certificates()
     own = _tls(config, addresses, tls)
-    case = Examined(config, addresses, _token(config, addresses, token_file), started, own)
+    case = Examined(
+        config, addresses, _token(config, addresses, options.auth_token_file), started, own
+    )
     findings = examine(case)
-    code = _print_json(findings) if as_json else _print(findings, make_console())
+    code = _print_json(findings) if options.as_json else _print(findings, make_console())
     if any_left_behind():
         _exit_at_once(code)
     exit_with(code)
 
 
 def _exit_at_once(code: int) -> NoReturn:
-    """Without taking Python down: a thread that is within torch then would abort the process."""
-    with contextlib.suppress(OSError):  # A reader that is gone is not an error.
+    """End without Python's shutdown, in which a thread that is within torch aborts the process."""
+    with contextlib.suppress(OSError):  # A closed pipe is not an error.
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
@@ -98,7 +102,7 @@ def _exit_at_once(code: int) -> NoReturn:
 def _token(
     config: RunConfig | None, addresses: tuple[str, ...], token_file: Path | None
 ) -> str | None:
-    """What a learner here would show: of the option, or of the run's settings."""
+    """The auth token of a learner here: from the option, or from the run's settings."""
     from decoupled_diloco.launch.folder import read_token
     from decoupled_diloco.launch.secrets import own_token
 
@@ -107,8 +111,10 @@ def _token(
     return own_token(config, config.learner_ids[0])
 
 
-def _tls(config: RunConfig | None, addresses: tuple[str, ...], given: Tls | None) -> Tls | None:
-    """What a learner here would trust and show: of the options, or of the run's settings."""
+def _tls(
+    config: RunConfig | None, addresses: tuple[str, ...], given: TLSConfig | None
+) -> TLSConfig | None:
+    """The certificates of a learner here: from the options, or from the run's settings."""
     from decoupled_diloco.launch.secrets import own_tls
     from decoupled_diloco.transport.tls import require_used
 
@@ -129,7 +135,7 @@ def _print(findings: Iterable[Finding], console: SteadyConsole) -> int:
 
 
 def _print_line(finding: Finding, console: SteadyConsole) -> None:
-    """Level and check in columns, the rest beside them; long words are left whole."""
+    """Print level and check in columns, the rest beside them; long words are not broken."""
     from rich.text import Text
 
     lines = _beside(finding.text, console.width)
@@ -148,9 +154,12 @@ def _beside(text: str, width: int) -> list[str]:
 
 
 def _verdict(*, warning: int, error: int) -> str:
+    from decoupled_diloco.run_model.words import many
+
     if error:
-        return f"\n{error} to correct" + (f", {warning} to know" if warning else "")
-    return f"\nit should work; {warning} to know" if warning else "\nall is well"
+        more = f", {many(warning, 'warning')}" if warning else ""
+        return f"\n{many(error, 'error')}{more}"
+    return f"\nno error, {many(warning, 'warning')}" if warning else "\nall checks passed"
 
 
 def _print_json(findings: Iterable[Finding]) -> int:

@@ -1,4 +1,4 @@
-"""`ddiloco export`: the weights of a run as something to use."""
+"""`ddiloco export`: write the weights of a run in a format for other programs."""
 
 from __future__ import annotations
 
@@ -8,59 +8,78 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from decoupled_diloco.cli.command_line import CommandOptions, command
+from decoupled_diloco.cli.options import RunFolder
+from decoupled_diloco.cli.runs import chosen_run
+
 if TYPE_CHECKING:
     from decoupled_diloco.export.run import Exported
 
 
 class ExportFormat(StrEnum):
-    """The program that will read the export."""
+    """The format of an export."""
 
     native = "native"
     huggingface = "huggingface"
 
 
-def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder, as runs/quickstart.")],
+class ExportOptions(CommandOptions):
+    """Options of `ddiloco export`."""
+
+    run: RunFolder = ""
     out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Where to; default: RUN/export.")
-    ] = None,
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Write the export here. Default: RUN/export."),
+    ] = None
     format: Annotated[
-        ExportFormat, typer.Option(help="For load_exported (native), or for transformers.")
-    ] = ExportFormat.native,
+        ExportFormat,
+        typer.Option(help="Format: native for dd.load_model, huggingface for transformers."),
+    ] = ExportFormat.native
     weights: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Other weights of this model, a safetensors file."),
-    ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace an export that is already there.")
-    ] = False,
-) -> None:
-    """The weights of a run with all that is needed to use them."""
+        typer.Option(
+            metavar="FILE",
+            help="Export these weights of the same model, a safetensors file. Default: the run's "
+            "own.",
+        ),
+    ] = None
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing export.")] = False
+
+
+@command(ExportOptions)
+def export(options: ExportOptions) -> None:
+    """Write the weights of a run, with all files that are needed to load them."""
     import torch
 
     from decoupled_diloco.export.run import export_run
 
     torch.set_num_threads(1)
-    exported = export_run(run, out, format=format.value, weights=weights, force=force)
-    _tell(exported)
+    exported = export_run(
+        Path(chosen_run(options.run, "ddiloco export runs/quickstart")),
+        options.out,
+        format=options.format.value,
+        weights=options.weights,
+        force=options.force,
+    )
+    _print(exported)
 
 
-def _tell(exported: Exported) -> None:
+def _print(exported: Exported) -> None:
     from decoupled_diloco.units import format_bytes
 
-    step = "" if exported.global_step is None else f", step {exported.global_step}"
-    typer.echo(f"exported {exported.run}{step}, to {exported.folder}:")
+    step = "" if exported.global_step is None else f" (step {exported.global_step})"
+    typer.echo(f"exported {exported.run}{step} to {exported.folder}:")
     longest = max(len(path.name) for path in exported.files)
     for path in exported.files:
         typer.echo(f"  {path.name:<{longest}}  {format_bytes(_bytes_of(path)):>9}")
-    typer.echo("use it with:")
+    typer.echo("load it with:")
     folder = str(exported.folder)
     if exported.format == "plain":
         typer.echo("  from safetensors.torch import load_file")
         typer.echo(f"  tensors = load_file({str(exported.folder / 'model.safetensors')!r})")
         typer.echo("  model.load_state_dict(tensors, strict=False)  # your own model")
     elif exported.format == "native":
-        typer.echo(f"  model = decoupled_diloco.load_exported({folder!r})")
+        typer.echo(f"  model = decoupled_diloco.load_model({folder!r})")
     else:
         typer.echo(f"  model = transformers.AutoModelForCausalLM.from_pretrained({folder!r})")
         if any(path.name == "tokenizer.json" for path in exported.files):
@@ -68,6 +87,6 @@ def _tell(exported: Exported) -> None:
 
 
 def _bytes_of(path: Path) -> int:
-    """The size of a file, or of all files in a folder: some tokenizers write one."""
+    """Return the size of a file, or of all files in a folder, which some tokenizers write."""
     files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
     return sum(each.stat().st_size for each in files)

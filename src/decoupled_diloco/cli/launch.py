@@ -1,74 +1,88 @@
-"""`ddiloco launch`, `ddiloco stop`: a run where its settings place it, and its end."""
+"""`ddiloco launch` and `ddiloco stop`: start a run where its settings place it, and end it."""
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from decoupled_diloco.cli.options import Sets, exit_with, fail, make_console
+from decoupled_diloco.cli.command_line import CommandOptions, command
+from decoupled_diloco.cli.options import (
+    RunFolder,
+    Sets,
+    complete_recipe,
+    exit_with,
+    fail,
+    make_console,
+)
+from decoupled_diloco.cli.runs import chosen_run
 from decoupled_diloco.config import RunConfig, load_config
-from decoupled_diloco.config.files import find_shipped
-from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.config.files import RECIPES
 
 if TYPE_CHECKING:
-    from decoupled_diloco.engines.launch import Launch
+    from decoupled_diloco.launch.launch_folder import Launch
 
 DryRun = Annotated[
     bool,
-    typer.Option("--dry-run", help="Write what would be submitted, show it, and submit nothing."),
+    typer.Option("--dry-run", help="Write and print the files to submit, and submit nothing."),
 ]
 
 
-def launch(
-    run: Annotated[
+class LaunchOptions(CommandOptions):
+    """Options of `ddiloco launch`."""
+
+    config: Annotated[
         str,
         typer.Argument(
-            metavar="RUN",
-            help="The run's TOML file, or a launch folder: its files are submitted as they are.",
+            metavar="CONFIG",
+            help="TOML file of the run, or name of a shipped recipe (see ddiloco recipes). Or a "
+            "launch folder, whose files are submitted unchanged.",
+            autocompletion=complete_recipe,
         ),
-    ],
-    settings: Sets = None,
-    dry_run: DryRun = False,
+    ]
+    settings: Sets = None
+    dry_run: DryRun = False
     resume: Annotated[
         bool,
         typer.Option(
-            "--resume", help="Go on with the run in its folder, after its cluster was lost (Ray)."
+            "--resume", help="Ray only: continue the run in its folder after the cluster was lost."
         ),
-    ] = False,
-) -> None:
-    """Start a run on the engine that its file names: this machine, or a cluster.
+    ] = False
 
-    Exit code 0: it is submitted; on this machine: it has finished.
+
+@command(LaunchOptions)
+def launch(options: LaunchOptions) -> None:
+    """Start a run on the backend that its TOML file names: this machine or a cluster.
+
+    Exit code 0: the run is submitted. On this machine: the run has finished.
     """
-    from decoupled_diloco.engines.launch import Launch, engine_of, write_launch
+    from decoupled_diloco.launch.launch_folder import Launch, engine_of, write_launch
 
-    folder = Path(run)
+    folder = Path(options.config)
     if folder.is_dir():
-        if settings:
-            fail("--set changes a TOML file, and a launch folder is submitted as it is: edit it")
-        _submit(Launch(folder), dry_run, resume)
+        if options.settings:
+            fail("--set cannot be combined with a launch folder: edit the files in it")
+        _submit(Launch(folder), options.dry_run, options.resume)
         return
-    config = load_config(find_shipped("recipes", run), settings or ())
-    if config.where.engine == "local":
-        if resume:
-            fail('[where] says "local": ddiloco train --resume goes on with a run of this machine')
-        _here(config, run, settings or [], dry_run)
-    if not dry_run:
+    config = load_config(RECIPES.find(options.config), options.settings or ())
+    if config.launch.backend == "local":
+        if options.resume:
+            fail('backend="local" in [launch]: continue the run with ddiloco train --resume')
+        _train_here(config, options)
+    if not options.dry_run:
         engine_of(config).require(config)
-    _submit(write_launch(config), dry_run, resume)
+    _submit(write_launch(config), options.dry_run, options.resume)
 
 
-def _here(config: RunConfig, run: str, settings: list[str], dry_run: bool) -> None:
+def _train_here(config: RunConfig, options: LaunchOptions) -> None:
     from decoupled_diloco.cli.train import train_locally
 
-    if dry_run:
-        told = "".join(f" --set {each}" for each in settings)
-        typer.echo(f'[where] says "local": this would run ddiloco train {run}{told}')
+    if options.dry_run:
+        sets = "".join(f" --set {each}" for each in options.settings or [])
+        typer.echo(f'backend="local" in [launch]: runs ddiloco train {options.config}{sets}')
         exit_with(0)
     exit_with(train_locally(config, make_console()))
 
@@ -78,44 +92,45 @@ def _submit(launch: Launch, dry_run: bool, resume: bool) -> None:
     if dry_run:
         for name in sorted(launch.engine.files(launch.config, launch.folder)):
             typer.echo(f"--- {folder}/{name}\n{(launch.folder / name).read_text()}")
-        typer.echo(f"edit them if you like, then: ddiloco launch {folder}")
+        typer.echo(f"to submit these files, also after a change: ddiloco launch {folder}")
         return
     for job in launch.submit(resume=resume):
-        typer.echo(f"{job.name}: job {job.id} of {launch.config.where.engine}")
+        typer.echo(f"{job.name}: job {job.id} of {launch.config.launch.backend}")
     run = os.path.relpath(launch.config.run.folder)
     logs = launch.engine.logs(launch.config, Path(folder))
-    typer.echo(f"\nlook: ddiloco status {run}\nlogs: {logs}\nend it: ddiloco stop {run}")
+    typer.echo(f"\nstatus: ddiloco status {run}\nlogs: {logs}\nstop: ddiloco stop {run}")
 
 
-def stop(
-    run: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN", help="The run folder of a run that was launched, here or on a cluster."
-        ),
-    ],
-) -> None:
-    """End a run: learners hand in what they have; ddiloco train --resume goes on with it."""
-    from decoupled_diloco.engines.base import JOBS
-    from decoupled_diloco.engines.launch import Launch, launch_folder
+class StopOptions(CommandOptions):
+    """Options of `ddiloco stop`."""
 
-    folder = launch_folder(Path(run))
-    if (folder / JOBS).exists():
-        count = Launch(folder).stop()
-        typer.echo(f"{count} jobs are told to end" if count else "no job of it is there any more")
+    run: RunFolder = ""
+
+
+@command(StopOptions)
+def stop(options: StopOptions) -> None:
+    """Stop a run: learners do a final sync, then all processes end.
+
+    ddiloco train --resume continues the run later.
+    """
+    from decoupled_diloco.launch.launch_folder import Launch, launch_folder, was_launched
+    from decoupled_diloco.run_model.words import many
+
+    run = Path(chosen_run(options.run, "ddiloco stop runs/quickstart"))
+    if was_launched(run):
+        count = Launch(launch_folder(run)).stop()
+        typer.echo(f"asked {many(count, 'job')} to stop" if count else f"{run} has no job any more")
         return
-    _stop_here(Path(run))
+    _stop_here(run)
 
 
 def _stop_here(run: Path) -> None:
     from decoupled_diloco.launch.folder import launcher_of
 
-    number, host = launcher_of(run)
-    if host != socket.gethostname():
-        raise ConfigError(f"{run} was launched on {host}: stop it there")
+    number = launcher_of(run, "ddiloco stop")
     try:
         os.kill(number, signal.SIGTERM)
     except ProcessLookupError:
-        typer.echo(f"{run} does not run")
+        typer.echo(f"{run} is not running")
         return
-    typer.echo(f"process {number}, which launched {run}, is told to end all")
+    typer.echo(f"asked process {number}, which launched {run}, to stop all processes")

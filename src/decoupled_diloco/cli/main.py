@@ -1,127 +1,95 @@
-"""The commands of `ddiloco` and their options. What they do is elsewhere."""
+"""The commands of `ddiloco`, in their groups, and the end of the process."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import gc
+import io
 import logging
 import os
-import re
 import sys
+import threading
 from collections.abc import Callable
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, NoReturn
 
 import typer
-from typer.core import TyperCommand, TyperGroup
 
 from decoupled_diloco._version import __version__
-from decoupled_diloco.cli.added import add_command
-from decoupled_diloco.cli.certificates import certificates
-from decoupled_diloco.cli.chaos import chaos
+from decoupled_diloco.cli.certs import certs
 from decoupled_diloco.cli.checkpoint import checkpoint
+from decoupled_diloco.cli.command_groups import DEBUG, INSPECT, OPERATE, PLAN, RUN, Commands
+from decoupled_diloco.cli.data import data
 from decoupled_diloco.cli.doctor import doctor
+from decoupled_diloco.cli.events import events
 from decoupled_diloco.cli.explain import explain
 from decoupled_diloco.cli.export import export
+from decoupled_diloco.cli.extra_commands import add_command
+from decoupled_diloco.cli.intervals import intervals
+from decoupled_diloco.cli.kill import kill
 from decoupled_diloco.cli.launch import launch, stop
-from decoupled_diloco.cli.ledger import ledger
-from decoupled_diloco.cli.log import log
+from decoupled_diloco.cli.list import list_runs
+from decoupled_diloco.cli.logs import logs
 from decoupled_diloco.cli.metrics import metrics
 from decoupled_diloco.cli.options import fail
-from decoupled_diloco.cli.recipes import recipes, scenarios
+from decoupled_diloco.cli.recipes import recipes
 from decoupled_diloco.cli.replay import replay
 from decoupled_diloco.cli.report import report
 from decoupled_diloco.cli.roles import evaluator, learner, syncer, train
-from decoupled_diloco.cli.simulate import simulate
 from decoupled_diloco.cli.status import status
-from decoupled_diloco.cli.tape import tape
-from decoupled_diloco.cli.timing import timing
 from decoupled_diloco.cli.traces import traces
+from decoupled_diloco.cli.track import track
 from decoupled_diloco.cli.watch import watch
-from decoupled_diloco.errors import Error
+from decoupled_diloco.errors import DilocoError
 from decoupled_diloco.launch.termination import INTERRUPTED
 
-_F = TypeVar("_F", bound=Callable[..., Any])
+RENAMED = {
+    "tape": "events",
+    "ledger": "data",
+    "timing": "intervals",
+    "log": "track",
+    "certificates": "certs",
+}
+"""Old names of commands, and what the commands are called now."""
 
-
-class _PlainFlags:
-    """Help that says nothing of the type of flags; newer versions of typer write ``<bool>``."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        """All parameters, flags without a name for what they take."""
-        found: list[Any] = super().get_params(ctx)  # type: ignore[misc]
-        for each in found:
-            if getattr(each, "is_flag", False):
-                each.metavar = ""
-        return found
-
-
-class Group(_PlainFlags, TyperGroup):
-    """The command that has the others."""
-
-
-class Command(_PlainFlags, TyperCommand):
-    """A command whose usage says `RUN`, and `[NAME]` for what may be left out.
-
-    Newer versions of typer put braces around the one, and brackets around the other's brackets.
-    """
-
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """What follows the command's name."""
-        pieces = super().collect_usage_pieces(ctx)
-        return [
-            re.sub(r"^(?:\{(.*)\}(?:\.{3})?|\[(\[.*\])\])$", r"\1\2", piece) for piece in pieces
-        ]
-
-
-class Commands(typer.Typer):
-    """A `Typer` all of whose commands are of class `Command`, with `-h` for `--help`."""
-
-    def __init__(self, **arguments: Any) -> None:
-        short = {"help_option_names": ["-h", "--help"]}
-        super().__init__(cls=Group, context_settings=short, **arguments)
-
-    def command(self, name: str | None = None, **arguments: Any) -> Callable[[_F], _F]:
-        return super().command(name, cls=Command, **arguments)
-
+GROUPS: dict[str, tuple[Callable[..., None] | tuple[str, str], ...]] = {
+    RUN: (train, launch, syncer, learner, evaluator, recipes, export),
+    INSPECT: (
+        *(list_runs, status, watch, logs, report, explain, data),
+        *(track, metrics, traces),
+    ),
+    OPERATE: (stop, checkpoint, kill),
+    PLAN: (doctor, ("plan", "plan"), ("goodput", "plan"), intervals),
+    DEBUG: (events, replay, ("simulate", "lab"), ("scenarios", "lab"), ("chaos", "lab")),
+}
+"""The commands of each group; a pair names a command of another distribution, and its extra."""
 
 app = Commands(
     name="ddiloco",
-    help="Train on machines that fail, differ and sit far apart (Decoupled DiLoCo).",
-    no_args_is_help=True,
+    help="Train on machines that fail, differ and are far apart (Decoupled DiLoCo).",
+    renamed=RENAMED,
     pretty_exceptions_enable=False,
     epilog="Exit codes: 0 done, 2 wrong configuration or usage, 3 protocol, 4 transport, 5 access "
     "refused, 6 storage, 7 merge, 8 another process acts for the shard, 130 interrupted, 1 "
     "anything else.",
 )
 
-for each in (train, launch, stop, syncer, learner, evaluator, recipes, scenarios, simulate):
-    app.command()(each)
-add_command(app, "plan")
-for each in (
-    chaos,
-    export,
-    doctor,
-    status,
-    watch,
-    log,
-    metrics,
-    traces,
-    timing,
-    explain,
-    report,
-    tape,
-    replay,
-):
-    app.command()(each)
-add_command(app, "goodput")
-for each in (ledger, checkpoint, certificates):
-    app.command()(each)
+for panel, commands in GROUPS.items():
+    for each in commands:
+        if isinstance(each, tuple):
+            add_command(app, *each, panel)
+        else:
+            name = "list" if each is list_runs else None
+            app.command(name, rich_help_panel=panel)(each)
+app.add_typer(certs, rich_help_panel=OPERATE)
 
 
 @app.command(hidden=True)
 def fork_server(
-    run: Annotated[str, typer.Argument(help="Whose it is.")],
+    run: Annotated[str, typer.Argument(help="TOML file of the run.")],
     room: Annotated[str, typer.Argument(help="Blanks, for the command lines of its children.")],
 ) -> None:
-    """A process that has imported all, and forks those that run another of these commands."""
+    """Import everything, then fork the processes that run another of these commands."""
     from decoupled_diloco.launch.fork_server import serve
 
     app(serve())
@@ -129,7 +97,7 @@ def fork_server(
 
 @app.callback(invoke_without_command=True)
 def _options(
-    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     if version:
         typer.echo(__version__)
@@ -137,18 +105,42 @@ def _options(
 
 
 def main() -> NoReturn:
-    """The entry point: every operating error is one sentence and an exit code."""
+    """Run the command line; every operating error is one sentence and an exit code."""
     try:
-        app(standalone_mode=True)
-    except Error as error:
-        fail(str(error), error.exit_code)
-    except (KeyboardInterrupt, SystemExit) as end:  # typer makes the one of the other
-        if isinstance(end, SystemExit) and end.code != INTERRUPTED:
+        try:
+            app(standalone_mode=True)
+        except DilocoError as error:
+            fail(str(error), error.exit_code)
+        _end(0)
+    except KeyboardInterrupt:
+        _end(INTERRUPTED)
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
             raise
-        # At once: taking torch and its threads down can cost seconds on a busy machine, and the
-        # user who interrupts a run waits for each of its processes.
-        logging.shutdown()
+        _end(end.code or 0)
+
+
+UNWRITTEN = 120
+"""The exit code of Python if its output cannot be written and nothing else failed."""
+
+
+def _end(code: int) -> NoReturn:
+    """End the process without Python's own shutdown.
+
+    With PyTorch loaded, that shutdown takes a second of CPU time. A forked process takes longer,
+    because it copies all the memory that it shares. Ctrl-C would wait for every process of a run.
+    """
+    if code != INTERRUPTED:
+        threading._shutdown()  # type: ignore[attr-defined]  # as Python does: threads, then atexit
+        atexit._run_exitfuncs()
+    logging.shutdown()
+    for each in gc.get_objects():  # a file that a user's workload has left open
+        if issubclass(type(each), io.IOBase) and each not in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                each.flush()
+    try:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(INTERRUPTED)
-    sys.exit(0)
+    except OSError:
+        code = code or UNWRITTEN
+    os._exit(code)

@@ -1,4 +1,4 @@
-"""`ddiloco metrics`: what Prometheus and Grafana need to watch a run."""
+"""`ddiloco metrics`: print the files that Prometheus and Grafana need for a run."""
 
 from __future__ import annotations
 
@@ -8,80 +8,80 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from decoupled_diloco.cli.command_line import command
 from decoupled_diloco.cli.options import (
-    Authority,
-    Certificate,
-    CertificateKey,
+    ConnectOptions,
     Sets,
-    TokenFile,
-    complete_recipe,
+    complete_config_or_run,
     fail,
-    tls_of,
 )
+from decoupled_diloco.cli.runs import chosen_run
 from decoupled_diloco.config import load_config
-from decoupled_diloco.config.files import find_shipped
+from decoupled_diloco.config.files import RECIPES
 
 if TYPE_CHECKING:
     from decoupled_diloco.config import RunConfig
-    from decoupled_diloco.transport.tls import Tls
+    from decoupled_diloco.transport.tls import TLSConfig
 
 SCRAPER = "prometheus"
-"""The id by which it is let in."""
+"""The name for which the syncer admits Prometheus."""
 
 
-class Wanted(StrEnum):
-    """What can be printed."""
+class File(StrEnum):
+    """The files that can be printed."""
 
     rules = "rules"
     dashboard = "dashboard"
     config = "config"
 
 
-def metrics(
+class MetricsOptions(ConnectOptions):
+    """Options of `ddiloco metrics`."""
+
     what: Annotated[
-        Wanted,
+        File,
         typer.Argument(
-            metavar="WHAT",
-            help="rules: alert rules for Prometheus; dashboard: one for Grafana; config: a "
+            metavar="rules|dashboard|config",
+            help="rules: alert rules for Prometheus. dashboard: dashboard for Grafana. config: "
             "configuration of Prometheus that scrapes a run.",
         ),
-    ],
+    ]
     run: Annotated[
         str,
         typer.Argument(
-            metavar="[RUN]",
-            help="For config: the folder of a run on this machine, the run's TOML file, or the "
-            "name of a shipped recipe.",
-            autocompletion=complete_recipe,
+            metavar="CONFIG|RUN",
+            help="For config: run folder, TOML file of a run, or name of a shipped recipe. "
+            "Default: the newest run in runs/.",
+            autocompletion=complete_config_or_run,
+            show_default=False,
         ),
-    ] = "",
-    settings: Sets = None,
-    token_file: TokenFile = None,
-    authority: Authority = None,
-    certificate: Certificate = None,
-    key: CertificateKey = None,
-) -> None:
-    """Files for Prometheus and Grafana, to standard output.
+    ] = ""
+    settings: Sets = None
 
-    `ddiloco metrics config runs/quickstart > prometheus.yml`
+
+@command(MetricsOptions)
+def metrics(options: MetricsOptions) -> None:
+    """Print a file for Prometheus or Grafana.
+
+    Example: ddiloco metrics config runs/quickstart > prometheus.yml
     """
+    what, run = options.what, options.run
     from decoupled_diloco.monitor.scraping import shipped_file
 
-    tls = tls_of(authority, certificate, key)
-    if what is not Wanted.config and (run or settings or token_file or tls):
-        fail(f"{what.value} is the same for all runs: leave out RUN and the options")
+    tls = options.certificates()
+    if what is not File.config and (run or options.settings or options.auth_token_file or tls):
+        fail(f"{what.value} is the same for all runs: omit RUN and the options")
     match what:
-        case Wanted.rules:
+        case File.rules:
             typer.echo(shipped_file("alerts.yml"), nl=False)
-        case Wanted.dashboard:
+        case File.dashboard:
             typer.echo(shipped_file("dashboard.json"), nl=False)
-        case Wanted.config:
-            if not run:
-                fail("say which run is scraped, as in ddiloco metrics config runs/quickstart")
-            typer.echo(_config(run, settings or [], token_file, tls), nl=False)
+        case File.config:
+            run = chosen_run(run, "ddiloco metrics config runs/quickstart")
+            typer.echo(_config(run, options.settings or [], options.auth_token_file, tls), nl=False)
 
 
-def _config(run: str, settings: list[str], token_file: Path | None, given: Tls | None) -> str:
+def _config(run: str, settings: list[str], token_file: Path | None, given: TLSConfig | None) -> str:
     from decoupled_diloco.config.addresses import on_this_machine
     from decoupled_diloco.config.resume import RUN_FILE
     from decoupled_diloco.config.run import advertised
@@ -95,7 +95,7 @@ def _config(run: str, settings: list[str], token_file: Path | None, given: Tls |
         config = load_config(folder / RUN_FILE, settings, plugins=False)
         addresses = read_addresses(folder)
     else:
-        config = load_config(find_shipped("recipes", run), settings)
+        config = load_config(RECIPES.find(run), settings)
         folder, addresses = config.run.folder, advertised(config)
     require_used(given, addresses[0])
     targets = targets_of(config, map(on_this_machine, addresses))
@@ -109,25 +109,28 @@ def _config(run: str, settings: list[str], token_file: Path | None, given: Tls |
 
 
 def _token_file(config: RunConfig, folder: Path) -> Path | None:
-    """The file with a secret that scrapers can show; ``None``: a certificate is enough."""
+    """The file with an auth token for Prometheus; ``None``: a certificate is enough."""
     from decoupled_diloco.launch.secrets import needs_token
 
-    told = config.syncer.principals_file
-    if told is not None:
+    principals = config.syncer.principals_file
+    if principals is not None:
         fail(
-            f"{told} holds the secrets as TOML, which Prometheus does not read: add a line "
-            'prometheus = "…" to it, put that secret alone into a file, and give --token-file FILE'
+            f"{principals} holds the auth tokens as TOML, which Prometheus does not read: add a "
+            'line prometheus = "…" to it, write that token to a file, and give '
+            "--auth-token-file FILE"
         )
     return config.syncer.token_file or (folder / "token" if needs_token(config) else None)
 
 
 def _note(config: RunConfig) -> str:
-    lines = [f"Prometheus' configuration for the run {config.run.name}."]
-    told = config.learner.metrics
-    if not told:
-        lines += ["Only the shards are scraped: learners have metrics in [learner] for that."]
-    elif told.endswith(":0"):
-        lines += ["Learners have any free port: put in what their logs tell, or choose ports."]
+    lines = [f"Configuration of Prometheus for the run {config.run.name}."]
+    address = config.learner.metrics_address
+    if not address:
+        lines += [
+            "Only the shards are scraped. To scrape learners, set metrics_address in [learner]."
+        ]
+    elif address.endswith(":0"):
+        lines += ["Learners pick free ports: replace port 0 by the ports in their logs."]
     else:
-        lines += ["Learners are looked for on this machine: correct the hosts of others."]
+        lines += ["Learners are expected on this machine: replace the hosts of other learners."]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""`ddiloco recipes` and `ddiloco scenarios`: what `train` and `simulate` can be given by name."""
+"""`ddiloco recipes`: list the recipes that `ddiloco train` accepts by name."""
 
 from __future__ import annotations
 
@@ -6,49 +6,52 @@ from typing import Annotated
 
 import typer
 
-from decoupled_diloco.cli.options import complete_recipe, complete_scenario, make_console
-from decoupled_diloco.config.files import Kind, find_shipped, shipped, title_of
+from decoupled_diloco.cli.command_line import CommandOptions, command
+from decoupled_diloco.cli.options import complete_recipe, make_console
+from decoupled_diloco.config.files import RECIPES, Shipped, title_of
 from decoupled_diloco.errors import ConfigError
 
 
-def recipes(
+class RecipesOptions(CommandOptions):
+    """Options of `ddiloco recipes`."""
+
     name: Annotated[
         str | None,
-        typer.Argument(metavar="[NAME]", help="Print this one.", autocompletion=complete_recipe),
-    ] = None,
-) -> None:
-    """The recipes that come with the package, for `ddiloco train`; with a name, that one's text.
+        typer.Argument(
+            metavar="NAME",
+            help="Print this recipe. Default: list all recipes.",
+            autocompletion=complete_recipe,
+        ),
+    ] = None
 
-    `ddiloco recipes quickstart > mine.toml` is the beginning of one's own.
+
+@command(RecipesOptions)
+def recipes(options: RecipesOptions) -> None:
+    """List the recipes that come with the package, or print one of them.
+
+    Example: ddiloco recipes quickstart > mine.toml starts a configuration of your own.
     """
-    _tell("recipes", name)
+    print_shipped(RECIPES, options.name)
 
 
-def scenarios(
-    name: Annotated[
-        str | None,
-        typer.Argument(metavar="[NAME]", help="Print this one.", autocompletion=complete_scenario),
-    ] = None,
-) -> None:
-    """The scenarios that come with the package, for `ddiloco simulate`; with a name, that one's."""
-    _tell("scenarios", name)
-
-
-def _tell(kind: Kind, name: str | None) -> None:
+def print_shipped(shipped: Shipped, name: str | None) -> None:
+    """List the shipped files of a kind, or print the named one."""
     if name is None:
-        _print_list({name: title_of(path) for name, path in shipped(kind).items()})
+        _print_list({name: title_of(path) for name, path in shipped.files().items()})
     else:
-        typer.echo(_read(kind, name), nl=False)
+        typer.echo(_read(shipped, name), nl=False)
 
 
-def _read(kind: Kind, name: str) -> str:
+def _read(shipped: Shipped, name: str) -> str:
     try:
-        return find_shipped(kind, name).read_text(encoding="utf-8")
+        return shipped.find(name).read_text(encoding="utf-8")
     except UnicodeDecodeError:
         problem = "not UTF-8 text"
     except OSError as error:
         problem = error.strerror or str(error)
-    raise ConfigError(f"{name} cannot be printed: {problem}: ddiloco {kind} lists what there is")
+    raise ConfigError(
+        f"{name} cannot be printed: {problem}: ddiloco {shipped.kind}s lists the available names"
+    )
 
 
 def _print_list(titles: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""`ddiloco report`: the report of a run again, or two runs side by side, from their tapes."""
+"""`ddiloco report`: write the report of a run, or of two runs side by side."""
 
 from __future__ import annotations
 
@@ -7,61 +7,61 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from decoupled_diloco.cli.options import fail, make_console
+from decoupled_diloco.cli.command_line import CommandOptions, command
+from decoupled_diloco.cli.options import RunTape, fail, make_console
+from decoupled_diloco.cli.runs import chosen_run
 
 if TYPE_CHECKING:
-    from decoupled_diloco.observe.run_model import RunModel
-    from decoupled_diloco.observe.terminal import SteadyConsole
-
-TapePath = Annotated[
-    Path, typer.Argument(metavar="TAPE", help="A run folder, its tape folder, or a tape file.")
-]
-OtherPath = Annotated[
-    Path | None, typer.Argument(metavar="OTHER", help="A second one, to be set beside the first.")
-]
-OutPath = Annotated[
-    Path | None,
-    typer.Option(
-        "--out",
-        metavar="FILE.html",
-        help="Where the page goes. Default: report.html in the run folder, or in the current "
-        "folder for a bare tape; comparison.html in the current folder for two.",
-    ),
-]
-PngPath = Annotated[
-    Path | None,
-    typer.Option("--png", metavar="FILE.png", help="Also write the plots of TAPE as an image."),
-]
+    from decoupled_diloco.run_model import RunModel
+    from decoupled_diloco.show.console import SteadyConsole
 
 
-def report(
-    tape: TapePath, other: OtherPath = None, out: OutPath = None, png: PngPath = None
-) -> None:
-    """What a run came to, from its event tape: one HTML page; with two tapes, side by side."""
+class ReportOptions(CommandOptions):
+    """Options of `ddiloco report`."""
+
+    run: RunTape = ""
+    other: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="OTHER",
+            help="Second run folder or event tape: the page shows both side by side.",
+            show_default=False,
+        ),
+    ] = None
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.html",
+            help="Write the page here. Default: report.html in the run folder, or in the current "
+            "folder for an event tape; comparison.html in the current folder for two runs.",
+        ),
+    ] = None
+
+
+@command(ReportOptions)
+def report(options: ReportOptions) -> None:
+    """Write a report of a run as one HTML page, or of two runs side by side."""
+    tape = Path(chosen_run(options.run, "ddiloco report runs/quickstart"))
+    other, out = options.other, options.out
     console = make_console()
     page = out or (_default_page(tape) if other is None else Path("comparison.html"))
-    _check_ending(page, "--out", (".html", ".htm"))
-    if png is not None:
-        _check_ending(png, "--png", (".png",))
-        if other is not None:
-            fail("--png is the image of one run: leave OTHER out, or --png")
+    _check_page(page)
     if other is None:
-        from decoupled_diloco.observe.report import write_report
+        from decoupled_diloco.show.report import write_report
 
-        _say_problems(console, tape, write_report(tape, page, png))
+        _print_problems(console, tape, write_report(tape, page))
     else:
-        from decoupled_diloco.observe.comparison import write_comparison
+        from decoupled_diloco.show.report import write_comparison
 
         for path, run in zip((tape, other), write_comparison(tape, other, page), strict=True):
-            _say_problems(console, path, run)
-    for file in filter(None, (page, png)):
-        console.say(f"written: {file}")
+            _print_problems(console, path, run)
+    console.say(f"written: {page}")
 
 
 def _default_page(tape: Path) -> Path:
-    """Beside the run's own report; a bare tape has none, so in the current folder."""
-    from decoupled_diloco.observe.reader import run_folder_of
-    from decoupled_diloco.observe.records import FOLDER_NAME, MERGED_NAME
+    """Return the run's own report; for a tape outside a run folder, one in the current folder."""
+    from decoupled_diloco.tape.reader import run_folder_of
+    from decoupled_diloco.tape.records import FOLDER_NAME, MERGED_NAME
 
     run = run_folder_of(tape)
     has_run = (run / "run.toml").is_file() or (run / FOLDER_NAME).is_dir()
@@ -69,17 +69,17 @@ def _default_page(tape: Path) -> Path:
     return run / "report.html" if has_run and not bare else Path("report.html")
 
 
-def _check_ending(path: Path, option: str, endings: tuple[str, ...]) -> None:
-    """Nothing but a page or an image is ever written over: a tape never."""
-    if path.suffix.lower() not in endings:
-        fail(f"{option} {path} does not end in {' or '.join(endings)}: give such a file")
-    if path.is_dir():
-        fail(f"{option} {path} is a folder: give a file in it")
+def _check_page(page: Path) -> None:
+    """Refuse to overwrite any file but a page, above all a tape."""
+    if page.suffix.lower() not in (".html", ".htm"):
+        fail(f"--out {page} does not end in .html or .htm: give a file that does")
+    if page.is_dir():
+        fail(f"--out {page} is a folder: give a file in it")
 
 
-def _say_problems(console: SteadyConsole, tape: Path, run: RunModel) -> None:
-    """What is missing in the page because it is missing on the tape."""
-    from decoupled_diloco.observe.report import problems_of
+def _print_problems(console: SteadyConsole, tape: Path, run: RunModel) -> None:
+    """Print what the page lacks because the tape lacks it."""
+    from decoupled_diloco.show.report import problems_of
 
     for problem in problems_of(run):
         console.say(f"note: {tape}: {problem}")

@@ -1,4 +1,4 @@
-"""`ddiloco train`, `syncer`, `learner`, `evaluator`: a run, or one of its processes."""
+"""`ddiloco train`, `syncer`, `learner` and `evaluator`: start a run, or one of its processes."""
 
 from __future__ import annotations
 
@@ -12,58 +12,61 @@ import typer
 
 from decoupled_diloco.cli.command_line import CommandOptions, command, overrides, setting
 from decoupled_diloco.cli.options import (
-    Authority,
-    Certificate,
-    CertificateKey,
     CheckpointToGoBackTo,
+    ConfigOrResumed,
+    ConnectOptions,
     Resume,
-    RunFile,
-    RunOrFolder,
+    RunConfigFile,
     Sets,
     StopWithParent,
     SyncerAddresses,
-    TokenFile,
     exit_with,
     fail,
     listed,
     make_console,
-    tls_of,
 )
+from decoupled_diloco.cli.runs import chosen_run
 from decoupled_diloco.config import RunConfig, SyncerSettings, load_config
 from decoupled_diloco.config.addresses import on_this_machine
-from decoupled_diloco.config.files import find_shipped
+from decoupled_diloco.config.files import RECIPES
 from decoupled_diloco.config.run import advertised
 
 if TYPE_CHECKING:
     from decoupled_diloco.launch.termination import Termination
-    from decoupled_diloco.transport.tls import Tls
+    from decoupled_diloco.transport.tls import TLSConfig
+
+
+RESUME_EXAMPLE = "ddiloco train --resume runs/quickstart"
 
 
 class TrainOptions(CommandOptions):
     """Options of `ddiloco train`."""
 
-    run: RunOrFolder
+    config: ConfigOrResumed = ""
     settings: Sets = None
     resume: Resume = False
     checkpoint: CheckpointToGoBackTo = ""
 
-    def config(self, *more: str) -> RunConfig:
+    def load(self, *more: str) -> RunConfig:
+        """Return the run's settings; ``more``: overrides besides those of --set."""
         settings = [*(self.settings or ()), *more]
         if self.checkpoint and not self.resume:
-            fail("--checkpoint names where to go back to: also give --resume and the run's folder")
+            fail("--checkpoint requires --resume: ddiloco train --resume RUN --checkpoint last")
         if self.resume:
             from decoupled_diloco.config.resume import load_resumed  # torch takes seconds
 
-            return load_resumed(Path(self.run), settings)
-        return load_config(find_shipped("recipes", self.run), settings)
+            return load_resumed(Path(chosen_run(self.config, RESUME_EXAMPLE)), settings)
+        if not self.config:
+            fail("CONFIG is missing: give a TOML file or a recipe, as in ddiloco train quickstart")
+        return load_config(RECIPES.find(self.config), settings)
 
 
 @command(TrainOptions)
 def train(options: TrainOptions) -> None:
-    """Everything on this machine: shards, learners, evaluator, supervised; then the report."""
+    """Run shards, learners and an evaluator on this machine, then write a report."""
     from decoupled_diloco.cli.train import train_locally
 
-    config = options.config()
+    config = options.load()
     code = train_locally(
         config, make_console(), resume=options.resume, checkpoint=options.checkpoint
     )
@@ -74,43 +77,46 @@ class SyncerOptions(TrainOptions):
     """Options of `ddiloco syncer`."""
 
     new: Annotated[bool, typer.Option("--new")] = False
-    """Begin a new run although the one in the folder has not ended."""
+    """Start a new run although the run in the folder has not ended; the old folder is renamed."""
 
-    shard: Annotated[int | None, typer.Option()] = None
-    """Serve this one shard only, at --port; default: all, supervised."""
+    shard: Annotated[int | None, typer.Option(metavar="NUMBER")] = None
+    """Serve only this shard, 0 to shards - 1, at --port. Default: start and restart all shards."""
 
     port: Annotated[int | None, setting(SyncerSettings, "port")] = None
     standby: Annotated[bool, typer.Option("--standby")] = False
-    """Stand by for this shard, until it is needed."""
+    """With --shard: wait as the standby of this shard."""
 
     linger: Annotated[bool, typer.Option("--linger")] = False
-    """Serve on when the run is over, until SIGTERM: for what would start it again (Kubernetes)."""
+    """With --shard: keep serving after the run has ended, until SIGTERM (for Kubernetes)."""
 
     addresses: Annotated[
         tuple[str, ...], setting(SyncerSettings, "addresses", metavar="URL[,URL…]", parser=listed)
     ] = ()
-    token_file: Annotated[Path | None, setting(SyncerSettings, "token_file")] = None
+    token_file: Annotated[
+        Path | None,
+        setting(SyncerSettings, "token_file", "--auth-token-file", metavar="FILE"),
+    ] = None
     stop_with_parent: StopWithParent = False
 
     def run_config(self) -> RunConfig:
-        """The run's settings with these options; the port of one shard alone is none."""
+        """Return the run's settings with these options, but without the port of a single shard."""
         names = ["addresses", "token_file", *(["port"] if self.shard is None else [])]
-        return self.config(*overrides(self, SyncerSettings, *names))
+        return self.load(*overrides(self, SyncerSettings, *names))
 
 
 @command(SyncerOptions)
 def syncer(options: SyncerOptions) -> None:
-    """The syncer: all its shards on this machine, or one of them."""
+    """Serve the syncer: all its shards on this machine, or one of them."""
     config = options.run_config()
     if options.new and (options.resume or options.shard is not None):
-        fail("--new begins a run of all shards: leave it out, or --resume and --shard")
-    if options.standby and not (config.syncer.standbys and options.shard is not None):
-        fail("--standby is for one shard (--shard) of a run with syncer.standbys=1")
+        fail("--new cannot be combined with --resume or --shard: it starts a run with all shards")
+    if options.standby and not (config.syncer.standby and options.shard is not None):
+        fail("--standby requires --shard, and a run with syncer.standby=true")
     if options.shard is not None:
         _serve_shard(config, options.shard, options)
         return
     if options.linger:
-        fail("--linger is for one shard that others start again: give --shard, too")
+        fail("--linger requires --shard")
     from decoupled_diloco.cli.train import serve_locally
 
     console, resume = make_console(), options.resume
@@ -123,7 +129,10 @@ def syncer(options: SyncerOptions) -> None:
 
 def _serve_shard(config: RunConfig, shard: int, options: SyncerOptions) -> None:
     if options.resume:
-        fail(f"--shard {shard} goes on by itself with what is in its folder: leave --resume out")
+        fail(
+            f"--resume cannot be combined with --shard {shard}: a shard always continues from its "
+            "folder"
+        )
     _prepare(options.stop_with_parent)
     from decoupled_diloco.launch.folder import enter_run_folder, read_token
     from decoupled_diloco.launch.ports import free_ports
@@ -133,9 +142,9 @@ def _serve_shard(config: RunConfig, shard: int, options: SyncerOptions) -> None:
     if shard == 0:
         from decoupled_diloco.monitor.sinks import require_places
 
-        require_places(config.run.log)
+        require_places(config.run.trackers)
     port, addresses = _place_of(config, shard, options)
-    if not config.syncer.standbys:  # a standby listens only when it is its turn
+    if not config.syncer.standby:  # a standby listens only when it is its turn
         free_ports(config.syncer.host, [port], "Choose another one with --port")
     if shard:
         token = own_token(config, f"shard-{shard}")
@@ -154,90 +163,88 @@ def _serve_shard(config: RunConfig, shard: int, options: SyncerOptions) -> None:
 
 
 def _place_of(config: RunConfig, shard: int, options: SyncerOptions) -> tuple[int, tuple[str, ...]]:
-    """The port of one shard, and the addresses of all, at which the others look for them."""
-    shards, told = config.syncer.shards, config.syncer.addresses
+    """Return the port of one shard, and the addresses at which the processes find all shards."""
+    shards, addresses = config.syncer.shards, config.syncer.addresses
     if not 0 <= shard < shards:
-        fail(f"--shard {shard} is no shard of this run: 0 to {shards - 1}")
+        fail(f"--shard {shard} is out of range: 0 to {shards - 1}")
     if not (options.port or config.syncer.port):
-        fail("port=0 means any free port, so no learner would find this shard: give --port")
+        fail("port=0 picks a free port, so no learner would find this shard: give --port")
     in_settings = config.syncer.port + shard + shards * options.standby
     port = options.port or in_settings
-    alone = shards == 1 and not config.syncer.standbys
-    if not told and not alone and port != in_settings:
+    alone = shards == 1 and not config.syncer.standby
+    if not addresses and not alone and port != in_settings:
         fail(
-            f"--port {port} is not the settings' port of shard {shard}, so the others would "
-            "not be found: give the addresses of all shards with --addresses"
+            f"--port {port} is not the port of shard {shard} in the settings ({in_settings}), so "
+            "processes would not find it: give the addresses of all shards with --addresses"
         )
-    return port, told or advertised(config, (port,) if alone else ())
+    return port, addresses or advertised(config, (port,) if alone else ())
 
 
-class DialOptions(CommandOptions):
-    """Options of a process that dials the shards."""
+class DialOptions(ConnectOptions):
+    """Options of a process that connects to the shards."""
 
-    run: RunFile
+    config: RunConfigFile
     settings: Sets = None
     syncer: SyncerAddresses = ""
-    token_file: TokenFile = None
-    authority: Authority = None
-    certificate: Certificate = None
-    key: CertificateKey = None
     supervised: Annotated[bool, typer.Option("--supervised")] = False
-    """Start it again, here, when it fails: for a job of a cluster, or a machine without systemd."""
+    """Restart the process on this machine when it fails (for a cluster job, or without systemd)."""
 
     stop_with_parent: StopWithParent = False
 
-    def config(self) -> RunConfig:
-        return load_config(self.run, self.settings or ())
+    def load(self) -> RunConfig:
+        return load_config(self.config, self.settings or ())
 
     def addresses(self, config: RunConfig) -> tuple[str, ...]:
-        """Where it finds the shards: as given, or on this machine."""
-        told = listed(self.syncer)
+        """Return the addresses of the shards: as given, or on this machine."""
         if self.shared_folder is not None:
             from decoupled_diloco.storage.shared_folder import shared_addresses
 
             return shared_addresses(self.shared_folder)
-        return told or tuple(map(on_this_machine, advertised(config)))
+        return listed(self.syncer) or tuple(map(on_this_machine, advertised(config)))
 
     @property
     def shared_folder(self) -> Path | None:
-        """The run folder that says where the shards are, if ``--syncer`` names one."""
+        """The run folder with the addresses of the shards, if ``--syncer`` names one."""
         return Path(self.syncer) if self.syncer and "://" not in self.syncer else None
 
     def under_supervision(self, config: RunConfig, name: str, *arguments: str) -> NoReturn:
-        """Runs the same command as a child, for as long as that makes sense."""
+        """Run the same command as a child, and restart it as long as that can help."""
         from decoupled_diloco.launch.supervised import supervise
 
-        self.addresses(config)  # once it is known where the shards are, the run folder is theirs
-        told = [arguments[0], str(self.run), *arguments[1:]]
+        self.addresses(config)  # raises before the run folder is used
+        command_line = [arguments[0], str(self.config), *arguments[1:]]
         for override in self.settings or ():
-            told += ["--set", override]
-        given = {"--syncer": self.syncer, "--token-file": self.token_file}
-        given |= {"--authority": self.authority, "--certificate": self.certificate}
+            command_line += ["--set", override]
+        given = {"--syncer": self.syncer, "--auth-token-file": self.auth_token_file}
+        given |= {"--ca-cert": self.ca_cert, "--cert": self.cert}
         for option, value in (given | {"--key": self.key}).items():
-            told += [option, str(value)] if value else []
-        exit_with(supervise(config, name, told))
+            command_line += [option, str(value)] if value else []
+        exit_with(supervise(config, name, command_line))
 
-    def tls(self, config: RunConfig, name: str) -> Tls | None:
-        """What it trusts and shows."""
+    def tls(self, config: RunConfig, name: str) -> TLSConfig | None:
+        """Return the certificates that the process verifies with and presents."""
         from decoupled_diloco.launch.secrets import own_tls
 
-        return own_tls(config, name, tls_of(self.authority, self.certificate, self.key))
+        return own_tls(config, name, self.certificates())
 
 
 class LearnerOptions(DialOptions):
     """Options of `ddiloco learner`."""
 
-    index: Annotated[int, typer.Option()]
-    """Which learner: 0 to learners - 1."""
+    index: Annotated[int, typer.Option(metavar="NUMBER")]
+    """Number of the learner, 0 to learners - 1."""
 
     devices: Annotated[str, typer.Option(metavar="NAME=LIST")] = ""
-    """Set this variable before PyTorch looks for devices, as CUDA_VISIBLE_DEVICES=2,3. `ddiloco
-    train` divides a machine's GPUs with it. Default: all devices of the environment."""
+    """Set this variable before PyTorch finds devices, such as CUDA_VISIBLE_DEVICES=2,3. `ddiloco
+    train` divides the GPUs of a machine this way. Default: use all devices."""
 
 
 @command(LearnerOptions)
 def learner(options: LearnerOptions) -> None:
-    """One learner that trains the run's workload; start it again and it goes on."""
+    """Train the run's workload as one learner.
+
+    A learner that is started again continues from its checkpoint.
+    """
     from decoupled_diloco.launch.processes import stop_with_parent
     from decoupled_diloco.launch.rank_processes import become_ranks, is_rank, take_place_in_step
     from decoupled_diloco.launch.termination import SignalledTermination
@@ -247,9 +254,9 @@ def learner(options: LearnerOptions) -> None:
         os.environ[name] = devices
     if options.supervised:
         at = str(options.index)
-        options.under_supervision(options.config(), f"learner-{at}", "learner", "--index", at)
-    termination = SignalledTermination()  # First: what follows imports torch, which takes seconds.
-    config = options.config()
+        options.under_supervision(options.load(), f"learner-{at}", "learner", "--index", at)
+    termination = SignalledTermination()  # first, because the imports of torch take seconds
+    config = options.load()
     if config.learner.command:
         exit_with(_run_program(options, config, termination))
     ranks = config.learner.ranks_of(options.index)
@@ -265,7 +272,7 @@ def learner(options: LearnerOptions) -> None:
         options.index,
         syncer=options.addresses(config),
         folder=enter_run_folder(config),
-        token=own_token(config, f"learner-{options.index}", options.token_file),
+        token=own_token(config, f"learner-{options.index}", options.auth_token_file),
         shared=options.shared_folder,
         tls=options.tls(config, f"learner-{options.index}"),
         termination=termination,
@@ -275,7 +282,7 @@ def learner(options: LearnerOptions) -> None:
 def _run_program(
     options: LearnerOptions | EvaluatorOptions, config: RunConfig, termination: Termination
 ) -> int:
-    """Runs the user's own program as a learner, or as the evaluator."""
+    """Run the user's program as a learner, or as the evaluator."""
     from decoupled_diloco.launch import command
     from decoupled_diloco.launch.folder import enter_run_folder
     from decoupled_diloco.launch.processes import EVALUATOR
@@ -291,7 +298,7 @@ def _run_program(
         index,
         syncer=() if options.shared_folder else options.addresses(config),
         folder=folder,
-        token_file=own_token_file(config, name, options.token_file, folder),
+        token_file=own_token_file(config, name, options.auth_token_file, folder),
         shared=options.shared_folder,
         tls=options.tls(config, name),
     )
@@ -309,17 +316,17 @@ class EvaluatorOptions(DialOptions):
     """Options of `ddiloco evaluator`."""
 
     result: Annotated[bool, typer.Option("--result")] = False
-    """Score the weights of a run that is over, and end."""
+    """Evaluate the final weights of a run that has ended, then exit."""
 
 
 @command(EvaluatorOptions)
 def evaluator(options: EvaluatorOptions) -> None:
-    """An observer that scores the published weights on held-out data."""
+    """Evaluate the published weights of a run on held-out data, until the run ends."""
     if options.supervised:
-        options.under_supervision(options.config(), "evaluator", "evaluator")
-    config = options.config()
+        options.under_supervision(options.load(), "evaluator", "evaluator")
+    config = options.load()
     if config.run.evaluate_command and options.result:
-        fail("--result scores a workload, but this run has an evaluate_command: run that by hand")
+        fail("--result cannot be combined with evaluate_command: run that command by hand")
     if config.run.evaluate_command:
         from decoupled_diloco.launch.termination import SignalledTermination
 
@@ -338,16 +345,18 @@ def evaluator(options: EvaluatorOptions) -> None:
         config,
         syncer=options.addresses(config),
         folder=enter_run_folder(config),
-        token=own_token(config, EVALUATOR, options.token_file),
+        token=own_token(config, EVALUATOR, options.auth_token_file),
         shared=options.shared_folder,
         tls=options.tls(config, EVALUATOR),
     )
 
 
-def _prepare(parent_matters: bool, who: str = "") -> None:
-    """Sets up logging and the watch for the parent, before torch is imported."""
+def _prepare(parent_matters: bool, prefix: str = "") -> None:
+    """Set up logging and the watch for the parent, before torch is imported."""
     logging.basicConfig(
-        level=logging.INFO, format=f"%(asctime)s {who}%(levelname)s %(message)s", stream=sys.stdout
+        level=logging.INFO,
+        format=f"%(asctime)s {prefix}%(levelname)s %(message)s",
+        stream=sys.stdout,
     )
     if parent_matters:
         from decoupled_diloco.launch.processes import stop_with_parent

@@ -1,52 +1,70 @@
-"""`ddiloco train` and `ddiloco syncer`: run it, show it, say what remains."""
+"""Run `ddiloco train` and `ddiloco syncer`: start the processes, show progress and the result."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from decoupled_diloco.cli.telling import tell_beginning, tell_outcome, tell_page, what_remains
-from decoupled_diloco.cli.timing import import_intervals
+from decoupled_diloco.cli.intervals import import_intervals
+from decoupled_diloco.cli.run_messages import (
+    describe_remains,
+    print_outcome,
+    print_page_address,
+    print_start,
+)
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.addresses import from_elsewhere
 from decoupled_diloco.launch.local import LocalRun, RunOutcome
 from decoupled_diloco.launch.termination import INTERRUPTED, handling, interrupt
-from decoupled_diloco.observe.progress import ProgressDisplay
-from decoupled_diloco.observe.terminal import SteadyConsole
+from decoupled_diloco.show.console import SteadyConsole
+from decoupled_diloco.show.terminal import ProgressDisplay
 
 if TYPE_CHECKING:
-    from decoupled_diloco.chaos.real import RealRun
+    from decoupled_diloco.run_model import FollowedRun
+
+
+class StartedRun(Protocol):
+    """A run with processes on this machine, which `carry_out` starts and follows."""
+
+    @property
+    def followed(self) -> FollowedRun: ...
+
+    def start(self) -> None: ...
+
+    def wait(self, on_poll: Callable[[], None]) -> RunOutcome: ...
+
+    def close(self) -> None: ...
 
 
 def train_locally(
     config: RunConfig, console: SteadyConsole, *, resume: bool = False, checkpoint: str = ""
 ) -> int:
-    """Runs everything on this machine; returns the exit code."""
-    if resume and not checkpoint and _tell_if_finished(config, console):
+    """Run all processes on this machine; return the exit code."""
+    if resume and not checkpoint and _print_if_finished(config, console):
         return 0
     run = LocalRun(config, resume=resume, checkpoint=checkpoint)
-    tell_beginning(config, run.path, run.folder.moved_to, console)
-    outcome = carry_out(run, config, console, lambda: tell_page(run, console))
-    tell_outcome(run.path, outcome.weights, console, run.model)
+    print_start(config, run.path, run.folder.moved_to, console)
+    outcome = carry_out(run, config, console, lambda: print_page_address(run, console))
+    print_outcome(run.path, outcome.weights, console, run.model)
     if not outcome.finished:
         console.print(f"the run did not finish: {outcome.reason}", style="bold red")
-        console.say(what_remains(run.path, config))
+        console.say(describe_remains(run.path, config))
     return _code(outcome)
 
 
 def carry_out(
-    run: LocalRun | RealRun,
+    run: StartedRun,
     config: RunConfig,
     console: SteadyConsole,
     begun: Callable[[], None] | None = None,
 ) -> RunOutcome:
-    """Starts a run and shows how it is doing, to its end or to Ctrl-C; then no process is left.
+    """Start a run and show its progress until it ends or Ctrl-C; then end all processes.
 
-    ``begun`` is called once the processes are started.
+    ``begun`` is called once the processes have started.
     """
-    budget = (config.run.budget_steps, config.run.budget_tokens)
+    budget = (config.run.max_steps, config.run.max_tokens)
     try:
         with handling(interrupt, signal.SIGTERM):
             run.start()
@@ -57,7 +75,7 @@ def carry_out(
                 progress.poll()
                 return outcome
     except KeyboardInterrupt:
-        console.print("interrupted: ending all processes")
+        console.print("interrupted: stopping all processes")
         return RunOutcome(False, "interrupted", None)
     finally:
         # A second Ctrl-C must not interrupt the clean-up that leaves no orphan.
@@ -73,11 +91,11 @@ def serve_locally(
     checkpoint: str = "",
     new: bool = False,
 ) -> int:
-    """Runs all shards on this machine, for learners that are started elsewhere.
+    """Run all shards on this machine, for learners that start elsewhere.
 
-    A command that is repeated by mistake must not end their run: see ``may_replace`` of `LocalRun`.
+    A command that is repeated by mistake does not end their run: see ``may_replace`` of `LocalRun`.
     """
-    if resume and not checkpoint and _tell_if_finished(config, console):
+    if resume and not checkpoint and _print_if_finished(config, console):
         return 0
     run = LocalRun(
         config,
@@ -92,13 +110,13 @@ def serve_locally(
         import_intervals()  # while the shards import the same
         run.wait_for_shards()
         run.invite()
-        _tell_how_to_join(config, run, console)
-        tell_page(run, console)
-        tell_beginning(config, run.path, run.folder.moved_to, console, here=False)
+        _print_how_to_join(config, run, console)
+        print_page_address(run, console)
+        print_start(config, run.path, run.folder.moved_to, console, here=False)
 
     outcome = carry_out(run, config, console, begun)
-    remains = outcome.weights or what_remains(run.path, config, "syncer")
-    tell_outcome(run.path, outcome.weights, console, run.model)
+    remains = outcome.weights or describe_remains(run.path, config, "syncer")
+    print_outcome(run.path, outcome.weights, console, run.model)
     console.say(f"\n{outcome.reason}; {remains}")
     return _code(outcome)
 
@@ -109,41 +127,41 @@ def _code(outcome: RunOutcome) -> int:
     return INTERRUPTED if outcome.reason == "interrupted" else 1
 
 
-def _tell_if_finished(config: RunConfig, console: SteadyConsole) -> bool:
-    """Whether a run that is to go on has nothing left to do."""
+def _print_if_finished(config: RunConfig, console: SteadyConsole) -> bool:
+    """Whether a run to resume has already finished; print that it has."""
     from decoupled_diloco.launch.resume import standing_of  # torch takes seconds
 
     standing = standing_of(Path(config.run.folder), config)
     if standing.is_finished:
         console.say(
-            f"finished already: {standing.weights}; to train longer, raise its budget with "
-            "--set run.budget_steps=… or run.budget_tokens=…"
+            f"already finished: {standing.weights}; to train longer, raise the budget with "
+            "--set run.max_steps=… or run.max_tokens=…"
         )
     return standing.is_finished
 
 
-def _tell_how_to_join(config: RunConfig, run: LocalRun, console: SteadyConsole) -> None:
+def _print_how_to_join(config: RunConfig, run: LocalRun, console: SteadyConsole) -> None:
     reached = [from_elsewhere(address) for address in run.addresses]
     more = "" if reached == list(run.addresses) else ", or any other address of this machine"
     each, own = config.syncer.principals_file is not None, config.syncer.token_file is not None
-    secret = "FILE_WITH_ITS_OWN" if each else run.secret_file
+    file = "ITS_OWN_FILE" if each else run.secret_file
     kept = each or own or run.folder.resumed
-    new = "" if kept else "\n  (new in each run: learners of an earlier one need it again)"
-    told, options = [f"secret: {run.secret_file}{new}"], f" --token-file {secret}"
-    arguments = ", token=…"
+    new = "" if kept else "\n  (new in each run: copy it to the learners again)"
+    notes, options = [f"auth token: {run.secret_file}{new}"], f" --auth-token-file {file}"
+    arguments = ", auth_token=…"
     if run.secret_file is None:
-        told, options, arguments = [], "", ""
+        notes, options, arguments = [], "", ""
     if config.tls.serves:
-        options += " --authority AUTHORITY.pem"
-        arguments += ", tls=dd.Tls(authority=…"
-        if config.tls.client_authority is not None:
-            told.append("each shows a certificate of its own: ddiloco certificates add")
-            options += " --certificate ITS_OWN.pem --key ITS_OWN.key"
-            arguments += ", certificate=…, key=…"
+        options += " --ca-cert AUTHORITY.pem"
+        arguments += ", tls=dd.TLSConfig(ca_cert=…"
+        if config.tls.client_ca_cert is not None:
+            notes.append("each learner presents its own certificate: ddiloco certs add")
+            options += " --cert ITS_OWN.pem --key ITS_OWN.key"
+            arguments += ", cert=…, key=…"
         arguments += ")"
     lines = [
         f"syncer of {config.run.name}: {', '.join(reached)}{more}",
-        *told,
+        *notes,
         "join with:",
         f'  dd.Learner(model, syncer="{reached[0]}"{arguments})',
         f"  ddiloco learner {run.path}/run.toml --index 0 --syncer {reached[0]}{options}\n",

@@ -1,4 +1,4 @@
-"""`ddiloco watch`: how a run is doing, over and over, on the whole terminal."""
+"""`ddiloco watch`: show the status of a run on the whole terminal, and refresh it."""
 
 from __future__ import annotations
 
@@ -12,60 +12,58 @@ import threading
 import time
 import tty
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
+from decoupled_diloco.cli.command_line import command
 from decoupled_diloco.cli.options import (
-    Authority,
-    Certificate,
-    CertificateKey,
+    ConnectOptions,
+    IntervalSeconds,
     RunSource,
-    TokenFile,
     fail,
     make_console,
-    tls_of,
 )
-from decoupled_diloco.cli.status import newest_run, source_of
+from decoupled_diloco.cli.runs import chosen_run
 from decoupled_diloco.errors import AccessError, TransportError
 from decoupled_diloco.launch.termination import handling, interrupt
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from decoupled_diloco.observe.sources import Source
-    from decoupled_diloco.observe.status import RunStatus
-    from decoupled_diloco.observe.terminal import SteadyConsole
+    from decoupled_diloco.show.console import SteadyConsole
+    from decoupled_diloco.show.status import RunStatus
+    from decoupled_diloco.tape.sources import Source
 
 FRAME_SECONDS = 0.25
-"""How often the picture is drawn and the keyboard looked at."""
+"""Time between two frames, and between two checks of the keyboard."""
 
 GONE_SECONDS = 15.0
-"""A syncer that has gone for so long, and was so near its end or in its closing rounds, is done."""
+"""A syncer that was this near its end, and has not answered for as long, has finished."""
 
 ESCAPE_SECONDS = 0.05
-"""What follows an escape within this time belongs to it: an arrow key is three bytes at once."""
+"""Bytes within this time after an escape belong to it: an arrow key sends three at once."""
 
 ESCAPE = "\x1b"
 
 
-def watch(
-    source: RunSource = "",
-    token_file: TokenFile = None,
-    authority: Authority = None,
-    certificate: Certificate = None,
-    key: CertificateKey = None,
-    every: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.2)] = 1.0,
-) -> None:
-    """The status over and over, on the whole terminal, until the run is over or you press q."""
+class WatchOptions(ConnectOptions):
+    """Options of `ddiloco watch`."""
+
+    run: RunSource = ""
+    interval_seconds: IntervalSeconds = 1.0
+
+
+@command(WatchOptions)
+def watch(options: WatchOptions) -> None:
+    """Show the status of a run on the whole terminal until the run ends or you press q."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        fail("watch needs a terminal: use ddiloco status, for example with watch(1)")
-    source = source or newest_run("ddiloco watch runs/quickstart")
-    reader = Reader(source_of(source, token_file, tls_of(authority, certificate, key)), every)
+        fail("watch requires a terminal: use ddiloco status, for example with watch(1)")
+    run = chosen_run(options.run, "ddiloco watch runs/quickstart")
+    source = options.open_run(run)
+    reader = Reader(source, options.interval_seconds)
     console = make_console()
-    # The terminal is given back as it was, whichever signal ends this.
-    told_to_end = handling(interrupt, signal.SIGTERM, signal.SIGHUP)
-    with contextlib.suppress(KeyboardInterrupt), told_to_end:
+    # Any of these signals must restore the terminal.
+    interrupted = handling(interrupt, signal.SIGTERM, signal.SIGHUP)
+    with contextlib.suppress(KeyboardInterrupt), interrupted:
         _show(reader, console)
     reader.stopping.set()
     if reader.failure is not None:
@@ -75,30 +73,30 @@ def watch(
 
 
 class Reader(threading.Thread):
-    """Reads a source again and again, so that a syncer which does not answer blocks no key.
+    """Reads a source in a thread, so that a syncer that does not answer blocks no key.
 
     Attributes:
-        status: The run as of the last look; ``None`` before the first.
-        trouble: Why it cannot be looked at just now, and since when.
-        failure: Why it can never be looked at; the thread has ended.
+        status: The run as of the last read; ``None`` before the first.
+        trouble: Since when the source cannot be read, and why.
+        failure: Why the source can never be read; the thread has ended.
     """
 
-    def __init__(self, source: Source, every: float) -> None:
+    def __init__(self, source: Source, interval_seconds: float) -> None:
         super().__init__(name="reader", daemon=True)
-        from decoupled_diloco.observe.run_model import RunModel
+        from decoupled_diloco.run_model import RunModel
 
         self.status: RunStatus | None = None
         self.trouble: tuple[float, str] | None = None
         self.failure: Exception | None = None
         self.stopping = threading.Event()
         self._source = source
-        self._every = every
+        self._interval_seconds = interval_seconds
         self._run = RunModel()
         self._generation = source.generation
-        self._look()  # what is wrong from the start is told at once
+        self._look()  # an error of the first read is raised at once
 
     def run(self) -> None:
-        while not self.stopping.wait(self._every):
+        while not self.stopping.wait(self._interval_seconds):
             try:
                 self._look()
                 self.trouble = None
@@ -108,13 +106,13 @@ class Reader(threading.Thread):
             except TransportError as error:
                 since = self.trouble[0] if self.trouble else time.monotonic()
                 self.trouble = (since, str(error))
-            except Exception as error:  # Who draws would show the last picture for ever.
+            except Exception as error:  # otherwise the last frame would stay forever
                 self.failure = error
                 return
 
     def _look(self) -> None:
-        from decoupled_diloco.observe.run_model import RunModel
-        from decoupled_diloco.observe.status import status_of
+        from decoupled_diloco.run_model import RunModel
+        from decoupled_diloco.show.status import status_of
 
         source = self._source
         records = source.poll()
@@ -127,7 +125,7 @@ class Reader(threading.Thread):
 
     @property
     def over(self) -> bool:
-        """Whether there is nothing more to come."""
+        """Whether the run has ended, or can never be read."""
         if self.failure is not None:
             return True
         away = time.monotonic() - self.trouble[0] if self.trouble else 0.0
@@ -135,19 +133,19 @@ class Reader(threading.Thread):
 
     @property
     def near_the_end(self) -> bool:
-        """Whether a syncer that has gone has most likely finished."""
+        """Whether a syncer that does not answer has most likely finished."""
         return is_near_the_end(self.status)
 
 
 def is_over(status: RunStatus | None, away: float) -> bool:
-    """Whether nothing more will come of a run that could not be looked at for ``away`` seconds."""
-    if status is not None and status.phase in ("finished", "interrupted"):
+    """Whether a run that could not be read for ``away`` seconds has ended."""
+    if status is not None and status.has_ended:
         return True
     return is_near_the_end(status) and away > GONE_SECONDS
 
 
 def is_near_the_end(status: RunStatus | None) -> bool:
-    """Whether a syncer that has gone has most likely finished: it does not wait for readers."""
+    """Whether a syncer that does not answer has most likely finished."""
     if status is None:
         return False
     left = status.seconds_left
@@ -169,7 +167,7 @@ def _picture(reader: Reader, console: SteadyConsole, *, rows: int | None) -> Ren
     from rich.console import Group
     from rich.text import Text
 
-    from decoupled_diloco.observe.status_view import render_status
+    from decoupled_diloco.show.terminal import render_status
     from decoupled_diloco.units import format_duration
 
     assert reader.status is not None
@@ -178,18 +176,18 @@ def _picture(reader: Reader, console: SteadyConsole, *, rows: int | None) -> Ren
     parts: list[RenderableType] = [render_status(reader.status, width=console.width, rows=room)]
     if trouble is not None:
         away = format_duration(time.monotonic() - trouble[0])
-        text = f"out of reach for {away}, trying again: {trouble[1]}"
+        text = f"unreachable for {away}, retrying: {trouble[1]}"
         if reader.near_the_end:
-            text = "the syncer has gone right before the end: the run has most likely finished"
+            text = "the syncer stopped right before the end: the run has most likely finished"
         parts.insert(0, Text(text, style="bold red"))
     return Group(*parts)
 
 
 @contextlib.contextmanager
 def _single_keys() -> Iterator[Callable[[float], str]]:
-    """Keys one by one, without echo; the terminal is as it was afterwards.
+    """Read keys one by one, without echo, and restore the terminal afterwards.
 
-    A key that sends several bytes, as the arrows do, is all of them.
+    A key that sends several bytes, such as an arrow, is returned as one string.
     """
     number = sys.stdin.fileno()
     before = termios.tcgetattr(number)
@@ -204,12 +202,12 @@ def _single_keys() -> Iterator[Callable[[float], str]]:
         tty.setcbreak(number)
         yield pressed
     finally:
-        # The terminal may be gone: its window was closed.
+        # the terminal may be closed already
         with contextlib.suppress(termios.error):
             termios.tcsetattr(number, termios.TCSADRAIN, before)
 
 
 def _byte(number: int, seconds: float) -> str:
-    """The next byte from the terminal, if it comes within so many seconds."""
+    """Return the next byte from the terminal, or nothing after this time."""
     readable, _, _ = select.select([number], [], [], seconds)
     return os.read(number, 1).decode(errors="replace") if readable else ""

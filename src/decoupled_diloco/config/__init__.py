@@ -1,4 +1,10 @@
-"""The configuration of a run: one TOML file, frozen settings, errors that show the way out."""
+"""The configuration of a run: one TOML file, frozen settings, and errors that name the fix.
+
+Start at `files.load_config`, which returns a `RunConfig` (`run`) with one model for each table. The
+docstrings of the fields are the reference page and the help of options. `method` maps the settings
+to the options of the state machines. `renamed` lists earlier names. `addresses` handles hosts and
+ports. Creating settings validates them, and reads no file.
+"""
 
 from decoupled_diloco.config.files import dump_config, load_config
 from decoupled_diloco.config.run import RunConfig, RunSettings, WorkloadSettings

@@ -64,7 +64,7 @@ def address_problem(address: object) -> str:
     if parts.scheme not in ("http", "https"):
         return "it does not begin with http:// or https://"
     if parts.username is not None or parts.password is not None:
-        return "it has a user name or password: give the run's secret as token="
+        return "it has a user name or password: use auth_token= or --auth-token-file instead"
     if parts.netloc.endswith(":") or port == 0:
         return "its port is not 1 to 65535"
     if parts.query or parts.fragment:

@@ -1,28 +1,31 @@
 """Configuration files: TOML in, with overrides from the command line; resolved TOML out.
 
-Recipes and scenarios that come with the package are found by their bare names. They lie in
-`recipes/` and `scenarios/` of the repository, and within the package where it is installed from a
-wheel.
+Recipes that come with the package are found by their bare names. They lie in `recipes/` of the
+repository, and within the package where it is installed from a wheel. Another distribution may ship
+files of another kind.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from decoupled_diloco.config.plugins import load_plugins
+from decoupled_diloco.config.renamed import override_for, sentence_for
 from decoupled_diloco.config.run import RunConfig
 from decoupled_diloco.config.settings import shown
 from decoupled_diloco.config.sync import methods_unchecked
 from decoupled_diloco.errors import ConfigError
 
 _SCENARIOS_OWN = {"set", "until_seconds", "parameters", "learners", "links", "events", "random"}
-"""What only a scenario file has, see `simulate.scenario_file`."""
+"""Keys that only a scenario file has."""
 
 INSTALL = "pip install 'decoupled-diloco[cli]' (in a clone: pip install -e '.[cli]')"
 """How to have the command line, and what else is of its extra."""
@@ -129,17 +132,28 @@ def override_key(tables: dict[str, Any], override: str) -> None:
     keys = dotted.strip().split(".")
     if not equals or not all(keys):
         raise ConfigError(f"override {override!r} is not of the form table.key=value")
+    value = _parse_value(text.strip()) if text.strip() else None
+    present = override_for(dotted.strip(), value)
+    if present is not None:
+        told = "" if value is None else present[1]
+        told = json.dumps(told) if isinstance(told, bool) else told
+        raise ConfigError(
+            f"override {override!r}: {dotted.strip()} is called {present[0]} now: write "
+            f"{present[0]}={told}"
+        )
     table = tables
     for depth, key in enumerate(keys[:-1], start=1):
         table = table.setdefault(key, {})
         if not isinstance(table, dict):
+            earlier = sentence_for(f"[{'.'.join(keys[: depth - 1])}]", key, table)
             raise ConfigError(
-                f"override {override!r} does not fit: {'.'.join(keys[:depth])} is not a table"
+                earlier
+                or f"override {override!r} does not fit: {'.'.join(keys[:depth])} is not a table"
             )
-    if text.strip():
-        table[keys[-1]] = _parse_value(text.strip())
-    else:
+    if value is None:
         table.pop(keys[-1], None)
+    else:
+        table[keys[-1]] = value
 
 
 def _parse_value(text: str) -> Any:
@@ -150,57 +164,61 @@ def _parse_value(text: str) -> Any:
     return parsed["value"] if len(parsed) == 1 else text
 
 
-Kind = Literal["recipes", "scenarios"]
+@dataclass(frozen=True)
+class Shipped:
+    """TOML files of one kind that come with a distribution, found by their bare names."""
 
-_PACKAGE = Path(__file__).parents[1]
-_REPOSITORY = _PACKAGE.parents[1]
+    kind: str
+    folder: Path
+
+    def files(self) -> dict[str, Path]:
+        """The files by name, in alphabetical order.
+
+        >>> "quickstart" in RECIPES.files()
+        True
+        """
+        return {path.stem: path for path in sorted(self.folder.glob("*.toml"))}
+
+    def find(self, name: str) -> Path:
+        """The file that was meant on the command line: a path, or a bare name.
+
+        A file of that name in the current folder goes before a shipped one. Whether it can be read
+        is for the reader to find out.
+
+        Raises:
+            ConfigError: a bare name that is neither a file nor a shipped one.
+
+        >>> RECIPES.find("quickstart").name, str(RECIPES.find("my/run.toml"))
+        ('quickstart.toml', 'my/run.toml')
+        """
+        path = Path(name)
+        if path.is_file() or os.sep in name or path.suffix == ".toml":
+            return path
+        known = self.files()
+        if name not in known:
+            raise ConfigError(
+                f"{name!r} is neither a file nor a shipped {self.kind}: give the path of a TOML "
+                f"file, or one of {', '.join(known)}"
+            )
+        return known[name]
 
 
-def shipped(kind: Kind) -> dict[str, Path]:
-    """The files of a kind by name, in alphabetical order.
-
-    >>> "quickstart" in shipped("recipes")
-    True
-    """
-    return {path.stem: path for path in sorted(_folder(kind).glob("*.toml"))}
+def _recipes() -> Path:
+    package = Path(__file__).parents[1]
+    beside = package / "recipes"
+    return beside if beside.is_dir() else package.parents[1] / "recipes"
 
 
-def find_shipped(kind: Kind, name: str) -> Path:
-    """The file that was meant on the command line: a path, or a bare name such as ``quickstart``.
-
-    A file of that name in the current folder goes before a shipped one. Whether it can be read is
-    for the reader to find out.
-
-    Raises:
-        ConfigError: a bare name that is neither a file nor a shipped one.
-
-    >>> find_shipped("recipes", "quickstart").name, str(find_shipped("recipes", "my/run.toml"))
-    ('quickstart.toml', 'my/run.toml')
-    """
-    path = Path(name)
-    if path.is_file() or os.sep in name or path.suffix == ".toml":
-        return path
-    known = shipped(kind)
-    if name not in known:
-        raise ConfigError(
-            f"{name!r} is neither a file nor a shipped {kind.removesuffix('s')}: give the path of "
-            f"a TOML file, or one of {', '.join(known)}"
-        )
-    return known[name]
+RECIPES = Shipped("recipe", _recipes())
 
 
 def title_of(path: Path) -> str:
     """The first sentence of the comment that a file begins with.
 
-    >>> title_of(shipped("recipes")["homelab"])
+    >>> title_of(RECIPES.files()["homelab"])
     "A syncer for learners that are started by hand, here or elsewhere, with one's own script."
     """
     lines = path.read_text(encoding="utf-8").splitlines()
     comment = takewhile(lambda line: line.startswith("#") and line.strip("# "), lines)
     text = " ".join(line.lstrip("# ").rstrip() for line in comment)
     return re.split(r"(?<=\.)\s", text, maxsplit=1)[0]
-
-
-def _folder(kind: Kind) -> Path:
-    beside = _PACKAGE / kind
-    return beside if beside.is_dir() else _REPOSITORY / kind

@@ -1,12 +1,11 @@
-"""From a run's settings to what the state machines and the merge arithmetic are told.
+"""Maps a run's settings to the options of the state machines and of the merge arithmetic.
 
-A shard reads the run's file. Learners and observers get its public part from the coordinator, as
-JSON text, and validate it back into the same model. So all agree on the schedule and on the cut.
+A shard reads the run's file. Learners and observers receive its public part from the coordinator as
+JSON text, and validate it into the same model. So all processes use the same schedule and layout.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import reprlib
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from decoupled_diloco.config.plugins import MissingCodecError, provide_codecs, r
 from decoupled_diloco.config.run import RunConfig
 from decoupled_diloco.config.sync import OuterSettings
 from decoupled_diloco.errors import ConfigError, ProtocolError
-from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.protocol.options import ApplyAt, Options, Participants
 
 if TYPE_CHECKING:
     from decoupled_diloco.merge import Layout
@@ -34,13 +33,13 @@ def public_text(config: RunConfig) -> str:
 
 
 def read_public(text: str) -> RunConfig:
-    """The settings that another process sent; trusts nothing. What is private has its default.
+    """The settings that another process sent, fully validated. Private settings have defaults.
 
-    No module is imported because it is named there.
+    A module that the text names is never imported.
 
     Raises:
-        MissingCodecError: this program does not have a codec of the run.
-        ProtocolError: it is not what `public_text` writes.
+        MissingCodecError: This program does not have a codec of the run.
+        ProtocolError: The text does not come from `public_text`.
     """
     try:
         settings = json.loads(text)
@@ -48,22 +47,22 @@ def read_public(text: str) -> RunConfig:
         return read_settings(settings)
     except MissingCodecError:
         raise
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ProtocolError(f"the run's settings cannot be read: {error!r}") from error
-    except RecursionError:
-        raise ProtocolError("the run's settings cannot be read: nested too deep") from None
     except ConfigError as error:
         raise ProtocolError(
             f"the run's settings cannot be read: {error}: are all processes of the same version?"
         ) from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ProtocolError(f"the run's settings cannot be read: {error!r}") from error
+    except RecursionError:
+        raise ProtocolError("the run's settings cannot be read: nested too deep") from None
 
 
 def read_settings(public: Mapping[str, Any]) -> RunConfig:
-    """The settings that `RunConfig.public` told, as in the header of a tape.
+    """The settings from the values of `RunConfig.public`, such as those in the header of a tape.
 
     Raises:
-        ConfigError: a setting does not fit.
-        KeyError, TypeError: they are no settings.
+        ConfigError: A setting is not valid.
+        KeyError, TypeError: The values are not settings.
     """
     provide_codecs(public)
     tables = {name: value for name, value in public.items() if name not in ("shards", "digest")}
@@ -73,8 +72,8 @@ def read_settings(public: Mapping[str, Any]) -> RunConfig:
 def difference_of(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
     """The first setting in which two runs differ, in words; empty if there is none.
 
-    >>> difference_of({"sync": {"period": 24}}, {"sync": {"period": 12}})
-    'sync.period is 24 here and 12 there'
+    >>> difference_of({"sync": {"sync_every": 24}}, {"sync": {"sync_every": 12}})
+    'sync.sync_every is 24 here and 12 there'
     """
     for key in sorted(ours.keys() | theirs.keys()):
         mine, other = ours.get(key), theirs.get(key)
@@ -88,7 +87,7 @@ def difference_of(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
 
 
 def difference_of_work(ours: RunConfig, theirs: RunConfig) -> str:
-    """The first difference in what all learners must have alike: number, data and workload."""
+    """The first difference in what all learners share: their number, the data, the workload."""
     mine, other = (
         {"learners": c.run.learners, **{name: c.public()[name] for name in ("data", "workload")}}
         for c in (ours, theirs)
@@ -101,25 +100,50 @@ def _shown(value: Any) -> str:
     return "not set" if value is None else _SHORT.repr(value)
 
 
+_PARTICIPANTS: dict[str, Participants] = {"active": "reported", "all": "all", "async": "own"}
+_APPLY: dict[str, ApplyAt] = {"on_arrival": "on_arrival", "at_overlap": "at_tau"}
+
+
 def options_of(config: RunConfig) -> Options:
-    """What the state machines need to know: the settings of the same names."""
-    told = {**dict(config.run), **dict(config.sync), "shards": config.syncer.shards}
-    told["ladder"] = config.sync.ladder
-    told["chain"] = config.sync.chain
-    told["adapt"] = config.sync.limits
-    told["error_feedback"] = config.sync.feedback is not None
-    if config.sync.wait != "never":
-        told["norm_gate"] = 0.0  # synchronous runs have no gate
-    return Options(**{field.name: told[field.name] for field in dataclasses.fields(Options)})
+    """The settings for the state machines, by the names that these use."""
+    run, sync = config.run, config.sync
+    return Options(
+        fragments=sync.fragments,
+        period=sync.sync_every,
+        overlap=sync.overlap_steps,
+        quorum=sync.quorum,
+        shards=config.syncer.shards,
+        grace_margin=sync.grace_margin,
+        phases=sync.partition.phases,
+        participants=_PARTICIPANTS[sync.participation],
+        alignment=sync.apply.alignment,
+        missed=sync.apply.missed,
+        apply=_APPLY[sync.apply.when],
+        wait=sync.wait,
+        late=sync.late.policy,
+        late_rounds_max=sync.late.max_versions,
+        late_discount=sync.late.discount,
+        counter_cap_periods=sync.merge.counter_cap_periods,
+        norm_gate=sync.merge.norm_gate if sync.wait == "never" else 0.0,
+        oversized=sync.merge.oversized,
+        uplink_codec=sync.codec.uplinks[0],
+        error_feedback=sync.codec.feedback is not None,
+        ladder=sync.codec.ladder,
+        chain=sync.codec.chain,
+        adapt=sync.limits,
+        max_steps=run.max_steps,
+        max_tokens=run.max_tokens,
+        checkpoint_every_seconds=run.checkpoint_interval_seconds,
+    )
 
 
 def plan_of(layout: Layout, config: RunConfig) -> MergePlan:
-    """How the run's tensors are cut, encoded and merged.
+    """How the run's tensors are divided, encoded and merged.
 
     Raises:
-        ConfigError: the layout cannot be cut into so many fragments.
+        ConfigError: The layout cannot be divided into this number of fragments.
     """
-    from decoupled_diloco.merge import make_outer  # torch takes seconds: a launcher needs none
+    from decoupled_diloco.merge import make_outer  # imports torch, which a launcher does not need
     from decoupled_diloco.merge.plan import MergePlan
 
     sync, outer = config.sync, config.outer
@@ -130,20 +154,20 @@ def plan_of(layout: Layout, config: RunConfig) -> MergePlan:
     return MergePlan.make(
         synchronised(layout, config),
         fragments=sync.fragments,
-        strategy=sync.partition,
-        uplink=sync.uplinks[0],
-        coarser=sync.uplinks[1:],
-        downlink=sync.downlink_codec,
-        method=sync.merge,
-        weighting=sync.weighting,
+        strategy=sync.partition.scheme,
+        uplink=sync.codec.uplinks[0],
+        coarser=sync.codec.uplinks[1:],
+        downlink=sync.codec.downlink,
+        method=sync.merge.rule,
+        weighting=sync.merge.weighting,
         outer=factory(outer),
         other_outers={p: factory(each) for p, each in outer.of_fragments().items()},
-        modules=sync.fragment_map,
-        buffers="one" if sync.buffers == "one" else "mean",
-        feedback=sync.feedback,
+        modules=sync.partition.map,
+        buffers="one" if sync.merge.buffers == "one" else "mean",
+        feedback=sync.codec.feedback,
     )
 
 
 def synchronised(layout: Layout, config: RunConfig) -> Layout:
-    """What of a model's layout the run synchronises: buffers only if it merges them."""
-    return layout.without_buffers() if config.sync.buffers == "local" else layout
+    """The part of a model's layout that the run syncs: buffers only if they are merged."""
+    return layout.without_buffers() if config.sync.merge.buffers == "local" else layout

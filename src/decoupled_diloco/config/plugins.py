@@ -126,17 +126,20 @@ def plugin_versions() -> dict[str, str]:
 
 def _methods_in(tables: Mapping[str, Any]) -> dict[str, list[str]]:
     """The names of methods in tables that may be anything: by kind, each once, in order."""
-    sync, outer = (tables.get(name) for name in ("sync", "outer"))
-    sync = sync if isinstance(sync, Mapping) else {}
-    outer = outer if isinstance(outer, Mapping) else {}
+    sync, outer = (_table(tables, name) for name in ("sync", "outer"))
     entries = outer.get("by_fragment")
     entries = entries if isinstance(entries, list | tuple) else []
-    codecs = [*_texts(sync.get("uplink_codecs")), sync.get("uplink_codec")]
-    codecs.append(sync.get("downlink_codec"))
+    codec, merge = (_table(sync, name) for name in ("codec", "merge"))
+    codecs = [*_texts(codec.get("uplink")), codec.get("uplink"), codec.get("downlink")]
     outers = [outer.get("optimizer")]
     outers += [each.get("optimizer") for each in entries if isinstance(each, Mapping)]
-    found = {"codec": codecs, "outer optimizer": outers, "merge rule": [sync.get("merge")]}
+    found = {"codec": codecs, "outer optimizer": outers, "merge rule": [merge.get("rule")]}
     return {kind: list(dict.fromkeys(_texts(names))) for kind, names in found.items()}
+
+
+def _table(tables: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = tables.get(name)
+    return found if isinstance(found, Mapping) else {}
 
 
 def _texts(values: object) -> list[str]:

@@ -1,7 +1,7 @@
-"""Every setting of a run: its meaning, unit, range, default, and why one would change it.
+"""Every setting of a run: its meaning, unit, range, default, and when to change it.
 
-Symbols in the descriptions (M, P, H, K, τ, γ) are those of the paper, *Decoupled DiLoCo*, arXiv
-2604.21428. A default that is the paper's names its section; one that is ours says why.
+The symbols in the descriptions (M, P, H, K, τ, γ) are those of the paper, *Decoupled DiLoCo*, arXiv
+2604.21428. A default from the paper names its section. A default of our own gives the reason.
 """
 
 from __future__ import annotations
@@ -14,125 +14,207 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from decoupled_diloco.config.addresses import BETWEEN, url_of
-from decoupled_diloco.config.command import OF_WORKLOAD_DATA, has_value, require_command
+from decoupled_diloco.config.launch import LaunchSettings
 from decoupled_diloco.config.settings import Settings, suggestion
 from decoupled_diloco.config.sync import OuterSettings, SyncSettings
 from decoupled_diloco.config.syncer import PORT_MAX, SyncerSettings
-from decoupled_diloco.config.tls import TlsSettings
-from decoupled_diloco.config.where import WhereSettings
 from decoupled_diloco.errors import ConfigError
 
 LEARNERS_MAX = 100_000
-"""A run is made for thousands; each has a name, a port and more in every process."""
+"""The limit that is checked. Every process holds a name, a port and more for each learner, and only
+a few learners have been measured; shard 0 is at capacity with about 2,500."""
 
 Parallelism: TypeAlias = Literal["plain", "ddp", "fsdp", "tp"]
-"""How a model is cut over the ranks of a learner; "plain": it has one rank."""
+"""How a model is divided over the ranks of a learner; "plain" is one rank."""
 
 _DEVICE = re.compile(r"auto|gpu|cpu|mps|(cuda|xpu)(:[0-9]{1,4})?")
 
 _PRIVATE: dict[str, Any] = {
     "run": {
-        *("folder", "evaluator", "evaluate_every_seconds", "evaluate_command"),
-        *("fork_server", "log", "imports", "imports_from"),
+        *("folder", "evaluator", "evaluate_interval_seconds", "evaluate_command"),
+        *("fork_server", "trackers", "imports", "imports_from"),
     },
     "sync": {"initial_weights"},
     "syncer": True,
     "tls": True,
     "learner": True,
     "faults": True,
-    "where": True,
+    "launch": True,
 }
-"""What learners are not told."""
+"""The settings that learners do not receive."""
+
+
+OF_WORKLOAD_DATA = ("elastic", "partitions")
+"""The settings of `[data]` that divide the data of a workload among the learners."""
+
+
+def has_value(table: Any, name: str) -> bool:
+    """Whether a table sets a value, before the table is validated."""
+    return bool(table.get(name) if isinstance(table, dict) else getattr(table, name, None))
+
+
+def require_command(settings: Settings, name: str, command: tuple[str, ...]) -> None:
+    """Checks the form of a command.
+
+    Raises:
+        ConfigError: The list is empty, the program is empty, or a process cannot receive an
+            argument.
+    """
+    if name in settings.model_fields_set and not command:
+        raise ConfigError(
+            f"{name}=[] in {settings.table} is empty: list the program and its arguments, for "
+            f'example {name} = ["python", "train.py"], or leave {name} out'
+        )
+    if command and not command[0].strip():
+        raise ConfigError(
+            f"{name}={list(command)!r} in {settings.table} begins with an empty text: list the "
+            "program first"
+        )
+    if any("\0" in word for word in command):
+        raise ConfigError(
+            f"{name}={list(command)!r} in {settings.table} contains a NUL character, which no "
+            "process can receive: remove it"
+        )
+
+
+class TlsSettings(Settings):
+    """`[tls]`: encrypted connections, with files from `ddiloco certs` or your own CA."""
+
+    table: ClassVar[str] = "[tls]"
+
+    cert: Path | None = Field(default=None, strict=False)
+    """File with the shards' certificate, PEM, valid for the hosts in their addresses. With it the
+    shards serve HTTPS, and their addresses begin with https://. All files of this table are
+    relative to the folder where the command starts. A renewed file is loaded without a restart.
+    Default: plain HTTP."""
+
+    key: Path | None = Field(default=None, strict=False)
+    """File with the private key of `cert`, PEM, without a passphrase."""
+
+    ca_cert: Path | None = Field(default=None, strict=False)
+    """File with the CA certificates that may sign the shards' certificate, PEM. Every process that
+    connects to the shards needs it. Default: the CA certificates of the system."""
+
+    client_ca_cert: Path | None = Field(default=None, strict=False)
+    """File with the CA certificates that sign the certificates of clients, PEM. Each learner,
+    evaluator and shard then presents a certificate with its id as a name, and can act for no other
+    id. No token is needed then, unless [syncer] has a token_file or principals_file. A shard
+    presents `cert`, where "shard-*" stands for all shards. Default: clients are identified by
+    tokens only."""
+
+    clients: Path | None = Field(default=None, strict=False)
+    """Folder with a certificate and a key for each client: learner-0.pem and learner-0.key, and so
+    on, evaluator.pem and evaluator.key. Default: clients present no certificate."""
+
+    @property
+    def serves(self) -> bool:
+        """Whether the shards serve HTTPS themselves."""
+        return self.cert is not None
+
+    @model_validator(mode="after")
+    def _check_files_against_each_other(self) -> TlsSettings:
+        if (self.cert is None) != (self.key is None):
+            has, lacks = ("cert", "key") if self.key is None else ("key", "cert")
+            raise ConfigError(f"[tls] has {has} without {lacks}: set both, or neither")
+        if self.client_ca_cert is not None and not self.serves:
+            raise ConfigError(
+                f"client_ca_cert={str(self.client_ca_cert)!r} in [tls] would be ignored without "
+                "cert: set cert and key, too, or take client_ca_cert out"
+            )
+        return self
 
 
 ModuleName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")]
 
 
 def host_and_port(name: str, address: str) -> tuple[str, int]:
-    """The parts of an address.
+    """The host and the port of an address.
 
-    >>> host_and_port("metrics", "[::1]:9400")
+    >>> host_and_port("metrics_address", "[::1]:9400")
     ('::1', 9400)
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: It is not an address.
     """
     host, colon, port = address.rpartition(":")
     if not (colon and host and port.isascii() and port.isdigit() and int(port) <= PORT_MAX):
         raise ConfigError(
-            f"{name}={address!r} is no address: write it as 'host:port', for example "
-            "'127.0.0.1:9400'; port 0 means any free one"
+            f"{name}={address!r} is not a valid address: write 'host:port', for example "
+            "'127.0.0.1:9400'; port 0 picks a free port"
         )
     return host.strip("[]"), int(port)
 
 
 class RunSettings(Settings):
-    """`[run]`: what the run is called, how many learners it has, and when it ends."""
+    """`[run]`: the run's name, its number of learners, and its end."""
 
     table: ClassVar[str] = "[run]"
-    renamed: ClassVar[Mapping[str, str]] = {"spare": "fork_server"}
 
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Name of the run, in file names and reports. Letters, digits, '.', '_' and '-'."""
+    """Name of the run, for file names and reports. It may contain letters, digits, '.', '_' and
+    '-'."""
 
     folder: Path = Field(default=Path("runs/run"), strict=False)
-    """Folder for everything the run writes, relative to where the command is started. An earlier
-    run in it is moved aside; a folder with other files is refused. Default: runs/<name>."""
+    """Folder for everything that the run writes, relative to the folder where the command starts.
+    An earlier run in this folder is moved aside. A folder with other files is refused. Default:
+    runs/<name>."""
 
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of the initial weights and of the order of the data, 0 to 2^32 - 1. Change it to repeat
     a measurement independently."""
 
     learners: int = Field(default=4, ge=1, le=LEARNERS_MAX)
-    """M: number of independent learners, 1 to 100,000. The paper trains 8, and tries 1 to 16; 4 fit
-    a small machine."""
+    """M: number of independent learners, 1 to 100,000. The paper trains with 8 and tries 1 to 16.
+    Four learners fit a small machine. Only a few learners have been measured in real processes, and
+    shard 0 is at capacity with about 2,500."""
 
-    budget_steps: int | None = Field(default=None, ge=1)
-    """The run ends at this global step, at least 1. When both budgets are given, the first one
+    max_steps: int | None = Field(default=None, ge=1)
+    """The global step at which the run ends, at least 1. With both budgets, the first one that is
     reached ends the run."""
 
-    budget_tokens: int | None = Field(default=None, ge=1)
-    """The run ends when all learners together have trained on this many tokens, at least 1."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Number of tokens of all learners together at which the run ends, at least 1."""
 
-    checkpoint_every_seconds: float = Field(default=600.0, ge=0)
-    """Seconds from one consistent checkpoint of the whole run to the next; 0: none. It is for going
-    back (ddiloco train --resume RUN --checkpoint last): what a crash needs, every process writes
-    anyway. Two are kept, 12 bytes a parameter at the shards and 16 at each learner."""
+    checkpoint_interval_seconds: float = Field(default=600.0, ge=0)
+    """Seconds between two consistent checkpoints of the whole run; 0 writes none. Use them to go
+    back in time (ddiloco train --resume RUN --checkpoint last). Recovery from a crash does not need
+    them, because every process writes its own checkpoint. The last two are kept, with 12 bytes per
+    parameter at the shards and 16 at each learner."""
 
     evaluator: bool = True
-    """Start a process that evaluates the global weights on held-out data while the run goes on. It
-    only reads. Turn it off where every core counts."""
+    """Whether to start a process that evaluates the global weights on held-out data during the run.
+    It only reads. Turn it off if the learners need every core."""
 
-    evaluate_every_seconds: float = Field(default=10.0, gt=0)
-    """Seconds from one evaluation's start to the next one's, greater than 0. Raise it when
-    evaluations take processor time that the learners need."""
+    evaluate_interval_seconds: float = Field(default=10.0, gt=0)
+    """Seconds from the start of one evaluation to the start of the next, greater than 0. Raise it
+    if evaluations take processor time that the learners need."""
 
     evaluate_command: tuple[str, ...] = Field(default=(), strict=False)
-    """Program that evaluates the global weights: the program and its arguments, as a list. It uses
-    `dd.Observer(model)` without an address. Default: the workload's own evaluation; with `command`
-    in [learner], none."""
+    """Program that evaluates the global weights: a list of the program and its arguments. It uses
+    `dd.Observer(model)` without an address. Default: the workload's own evaluation; none with
+    `command` in [learner]."""
 
-    log: tuple[str, ...] = Field(default=(), strict=False)
-    """Where a process of its own logs the run's numbers and each learner's: "tensorboard" (to
-    `RUN/tensorboard`), "wandb", "mlflow", or one of them with what it is called there, as
-    "tensorboard:FOLDER", "wandb:PROJECT", "mlflow:TRACKING_URI". Default: nowhere."""
+    trackers: tuple[str, ...] = Field(default=(), strict=False)
+    """Experiment trackers to which a separate process logs the numbers of the run and of each
+    learner: "tensorboard" (in `RUN/tensorboard`), "wandb" or "mlflow". A colon adds a destination:
+    "tensorboard:FOLDER", "wandb:PROJECT", "mlflow:TRACKING_URI". Default: none."""
 
     fork_server: bool = True
-    """On Linux one process imports PyTorch, and learners, shards and evaluator are forked from it:
-    they start sooner, and one that is started again is at work within two seconds. Turn it off if
-    your workload uses a library that does not survive a fork."""
+    """Whether one process imports PyTorch and forks the learners, shards and evaluator (Linux).
+    They start sooner, and a restarted process works again within two seconds. Turn it off if your
+    workload uses a library that does not support forks."""
 
     imports: tuple[ModuleName, ...] = Field(default=(), strict=False)
-    """Modules that every process started with this file imports before it checks the settings, for
-    example one that registers a codec. Processes that only join the run do not import them."""
+    """Modules that every process imports before it checks the settings of this file, for example
+    one that registers a codec. Processes that only join the run do not import them."""
 
     imports_from: Path | None = Field(default=None, strict=False)
-    """Folder in which `imports` and methods such as "module:function" are found, after the
-    installed modules and the folder where the command is started. Default: that of this file."""
+    """Folder to search for `imports` and for methods such as "module:function". Installed modules
+    and the folder where the command starts come first. Default: the folder of this file."""
 
     def inapplicable(self) -> Mapping[str, str]:
-        """The settings of the evaluator need one."""
-        names = ("evaluate_every_seconds", "evaluate_command")
+        """The settings of the evaluator without an evaluator."""
+        names = ("evaluate_interval_seconds", "evaluate_command")
         return {} if self.evaluator else dict.fromkeys(names, "with evaluator=false")
 
     @model_validator(mode="after")
@@ -144,125 +226,124 @@ class RunSettings(Settings):
     @classmethod
     def _name_the_folder(cls, data: Any) -> Any:
         if not isinstance(data, dict):
-            return data  # What is no table is told of by the table that it should be.
+            return data  # The caller refuses it: it is not a table.
         return {"folder": f"runs/{data.get('name', 'run')}", **data}
 
     @model_validator(mode="after")
     def _check_budget(self) -> RunSettings:
-        if self.budget_steps is None and self.budget_tokens is None:
+        if self.max_steps is None and self.max_tokens is None:
             raise ConfigError(
-                "[run] has no budget, so the run would never end: set budget_steps or budget_tokens"
+                "[run] has no budget, so the run would never end: set max_steps or max_tokens"
             )
         return self
 
 
 STEP_AND_CHECKPOINT_SECONDS = 30.0
-"""What a learner that is told to go may take beside `hand_in_seconds`, where a machine is left."""
+"""Time for the last step and checkpoint of a learner that is asked to stop, after
+`flush_seconds`."""
 
 
 class LearnerSettings(Settings):
-    """`[learner]`: the training processes that the local launcher starts."""
+    """`[learner]`: the training processes that the launcher starts."""
 
     table: ClassVar[str] = "[learner]"
 
     command: tuple[str, ...] = Field(default=(), strict=False)
-    """Your training program, started for each learner: the program and its arguments, as a list,
-    such as ["torchrun", "--nproc-per-node=8", "train.py"]. It uses `dd.Learner(model)` without an
-    address. Paths are relative to where `ddiloco` is started. Programs beside the Python that runs
-    `ddiloco` come first. Default: the learners train `[workload]`."""
+    """Your training program, which is started for each learner: a list of the program and its
+    arguments, such as ["torchrun", "--nproc-per-node=8", "train.py"]. It uses `dd.Learner(model)`
+    without an address. Paths are relative to the folder where `ddiloco` starts. Programs beside the
+    Python that runs `ddiloco` come first. Default: the learners train `[workload]`."""
 
-    give_up_seconds: float | None = Field(default=None, gt=0)
-    """A learner that cannot reach the syncer for this many seconds ends with an error; greater
-    than 0. Default: it trains on and keeps trying for ever."""
+    disconnect_seconds: float | None = Field(default=None, gt=0)
+    """Seconds after which a learner that cannot reach the syncer ends with an error, greater than
+    0. Default: the learner continues to train and tries to connect forever."""
 
-    checkpoint_every_seconds: float = Field(default=30.0, ge=0)
-    """How often a learner keeps itself (model, inner optimizer, position in its data) in
-    `RUN/learners`, 0 and up; 0: never, and one that is started again begins its data anew. A step
-    waits for a copy in memory alone; the disk gets 16 bytes a parameter each time with AdamW."""
+    checkpoint_interval_seconds: float = Field(default=60.0, ge=0)
+    """Seconds between two checkpoints of a learner in `RUN/learners`, 0 and up. A checkpoint holds
+    the model, the inner optimizer and the position in the data. 0 writes none, and a restarted
+    learner starts its data again. A step waits only for a copy in memory. With AdamW a checkpoint
+    writes 16 bytes per parameter."""
 
-    listen: str = ""
-    """Where other learners fetch this one's optimizer state if they begin without a checkpoint,
-    "host:port"; port 0: any free one. Default: nowhere, a shard relays it, which takes the syncer's
-    bandwidth twice."""
+    metrics_address: str = ""
+    """Address at which Prometheus can scrape the first learner, "host:port". Each further learner
+    has the next port, so several learners fit on one machine. Port 0 picks a free port; the log
+    shows it. Default: none; the shards export what they know of each learner in any case."""
 
-    metrics: str = ""
-    """Where Prometheus can scrape the learners, "host:port" of the first; learner 1 has the next
-    port, and so on, so that several fit on one machine. Port 0: any free one, which the log tells.
-    Default: nowhere; what the shards know of each learner they tell in any case."""
-
-    hand_in_seconds: float = Field(default=10.0, ge=0)
-    """How long a learner that is told to go (SIGTERM) waits for what it has trained to be taken, 0
-    and up; 0: it goes at once. The notice of a cloud's preemption leaves 30 to 120 seconds."""
+    flush_seconds: float = Field(default=10.0, ge=0)
+    """Longest time for the final sync of a learner that receives SIGTERM, seconds, 0 and up. 0
+    skips the final sync. A cloud gives notice of a preemption 30 to 120 seconds before."""
 
     threads: int = Field(default=1, ge=1)
-    """Threads of tensor arithmetic of one learner, or of each of its ranks, at least 1. 1 because
-    several learners usually share this machine: learners × ranks × threads should not exceed its
-    cores."""
+    """Threads for the tensor arithmetic of one learner, or of each of its ranks, at least 1. The
+    default fits several learners on one machine. Keep learners × ranks × threads within its number
+    of cores."""
 
     device: str = Field(default="auto")
-    """Device that the learners train on: "auto", "gpu", "cpu", "cuda", "cuda:1", "xpu", "xpu:0" or
-    "mps". "auto" takes the first kind that PyTorch finds, in the order cuda, xpu, mps, cpu; "gpu"
-    does the same without the CPU, and `ddiloco launch` writes it where it reserves GPUs. `ddiloco
-    train` divides the GPUs of this machine among the learners, and each rank takes that of its
-    LOCAL_RANK. A device that is missing is an error."""
+    """Device of the learners: "auto", "gpu", "cpu", "cuda", "cuda:1", "xpu", "xpu:0" or "mps".
+    "auto" takes the first kind that PyTorch finds, in the order cuda, xpu, mps, cpu. "gpu" does the
+    same without the CPU, and `ddiloco launch` sets it where it reserves GPUs. `ddiloco train`
+    divides the GPUs of this machine among the learners, and each rank takes the one of its
+    LOCAL_RANK. A missing device is an error."""
 
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Arithmetic of the forward pass and the loss: "bf16" runs them in PyTorch's autocast, and the
-    weights stay as the workload makes them. "fp32" changes nothing."""
+    """Arithmetic of the forward pass and the loss. "bf16" runs them in PyTorch's autocast, and the
+    weights keep the type that the workload creates. "fp32" changes nothing."""
 
     ranks: int | Annotated[tuple[int, ...], Field(strict=False)] = 1
-    """Processes that one learner is, at least 1: one number, or a list with one for each learner.
-    To the run they are one learner. Needs leases=false in [data]."""
+    """Number of processes (ranks) of one learner, at least 1: one number for all learners, or a
+    list with one for each. All ranks together are one learner of the run. More than one needs
+    elastic=false in [data]."""
 
     parallelism: Parallelism | Annotated[tuple[Parallelism, ...], Field(strict=False)] = "fsdp"
-    """How the model is cut over the ranks of a learner: one word, or a list with one for each
-    learner. "ddp": each rank has all of it; "fsdp": each has a part of every tensor (FSDP2); both
-    train a batch on each rank. "tp": the ranks share the arithmetic of one batch (tensor parallel).
-    "plain" in a list: this learner has one rank."""
+    """How the model is divided over the ranks of a learner: one word for all learners, or a list
+    with one for each. "ddp": each rank has the whole model. "fsdp": each rank has a part of every
+    tensor (FSDP2). With both, each rank trains its own batch. "tp": the ranks share the arithmetic
+    of one batch (tensor parallel). "plain" in a list: this learner has one rank."""
 
-    carriers: int | Literal["hosts", "all"] = 1
-    """How many ranks of a learner of several carry its fragments to the syncer and back, each its
-    part: a number from 1 to its ranks, "hosts" (one on each host), or "all". They share the 4 bytes
-    a parameter of host memory that published copies take."""
+    sync_ranks: int | Literal["hosts", "all"] = 1
+    """The ranks of a multi-rank learner that exchange its fragments with the syncer, each for its
+    part: a number from 1 to its ranks, "hosts" (one per host), or "all". Together they hold the
+    published copies, 4 bytes per parameter of host memory. Raise it if one host's link is the
+    bottleneck."""
 
     @property
     def leave_seconds_max(self) -> float:
-        """How long a learner that is told to go may take, to its last checkpoint.
+        """The longest time from SIGTERM to the end of a learner, its last checkpoint included.
 
-        >>> LearnerSettings(hand_in_seconds=20).leave_seconds_max
+        >>> LearnerSettings(flush_seconds=20).leave_seconds_max
         50.0
         """
-        return self.hand_in_seconds + STEP_AND_CHECKPOINT_SECONDS
+        return self.flush_seconds + STEP_AND_CHECKPOINT_SECONDS
 
     def ranks_of(self, index: int) -> int:
-        """How many processes a learner is; one that came later is as the last one."""
+        """The number of processes of a learner; a learner beyond the list has the last number."""
         told = self.ranks
         return told[min(index, len(told) - 1)] if isinstance(told, tuple) else told
 
     def metrics_of(self, index: int) -> str | None:
-        """Where a learner can be scraped, if it can.
+        """The address of a learner's metrics, if there is one.
 
-        >>> LearnerSettings(metrics="0.0.0.0:9400").metrics_of(2)
+        >>> LearnerSettings(metrics_address="0.0.0.0:9400").metrics_of(2)
         '0.0.0.0:9402'
         """
-        if not self.metrics:
+        if not self.metrics_address:
             return None
-        _, port = host_and_port("metrics", self.metrics)
-        return f"{self.metrics.rpartition(':')[0]}:{port + index if port else 0}"
+        _, port = host_and_port("metrics_address", self.metrics_address)
+        return f"{self.metrics_address.rpartition(':')[0]}:{port + index if port else 0}"
 
     def parallelism_of(self, index: int) -> Parallelism:
-        """How a learner's model is cut."""
+        """How a learner's model is divided over its ranks."""
         if self.ranks_of(index) == 1:
             return "plain"
         told = self.parallelism
         return told[min(index, len(told) - 1)] if isinstance(told, tuple) else told
 
     def inapplicable(self) -> Mapping[str, str]:
-        """One rank has nothing to cut; a command makes its ranks itself."""
+        """The settings of several ranks with one rank, or with a command that starts its own."""
         if self.command:
             decided = ("ranks", "parallelism", "precision")
-            return dict.fromkeys(decided, "with command, whose program decides that")
-        names = ("parallelism", "carriers") if self.ranks == 1 else ()
+            return dict.fromkeys(decided, "with command, whose program decides it")
+        names = ("parallelism", "sync_ranks") if self.ranks == 1 else ()
         return dict.fromkeys(names, "with ranks=1")
 
     @model_validator(mode="after")
@@ -294,8 +375,8 @@ class LearnerSettings(Settings):
 
     @model_validator(mode="after")
     def _check_metrics(self) -> LearnerSettings:
-        if self.metrics:
-            host_and_port("metrics", self.metrics)
+        if self.metrics_address:
+            host_and_port("metrics_address", self.metrics_address)
         return self
 
     @model_validator(mode="after")
@@ -306,11 +387,6 @@ class LearnerSettings(Settings):
                 f"ranks={self.ranks!r} in {self.table} is out of range: it must be at least 1 for "
                 "each learner"
             )
-        if self.listen and max(each) > 1:
-            raise ConfigError(
-                f"listen={self.listen!r} in {self.table} does not go with ranks={self.ranks!r}: a "
-                "learner of several ranks gives its state to nobody: leave listen out"
-            )
         return self
 
 
@@ -319,23 +395,26 @@ class DataSettings(Settings):
 
     table: ClassVar[str] = "[data]"
 
-    leases: bool = True
-    """true: the data are cut into virtual parts that the coordinator lends out, so that each is
-    trained once in a pass while learners come and go, and RUN/data.ledger lists who trained it.
-    false: each of the run's learners has a fixed part of its own, and draws from it at random (the
-    papers' setting; for learners whose data differ)."""
+    elastic: bool = True
+    """Whether the coordinator leases partitions of the data to the learners. true: each partition
+    is trained once per epoch while learners join and leave, and RUN/data.ledger lists who trained
+    it. false: each learner has a fixed share of the data and draws from it at random. That is the
+    setting of the papers, and the one for learners with different data."""
 
-    parts: int = Field(default=128, ge=1, le=1 << 24)
-    """Virtual parts, at least 1; fewer where a pass has fewer batches. Several times the learners,
-    so that the last ones of a pass are shared evenly; few enough that a part lasts many steps."""
+    partitions: int = Field(default=128, ge=1, le=1 << 24)
+    """Number of partitions of the data, at least 1; fewer if an epoch has fewer batches. Use
+    several times the number of learners, so that the last partitions of an epoch are shared evenly.
+    Use few enough that a partition lasts many steps."""
 
-    leases_ahead: int = Field(default=2, ge=1, le=63)
-    """Leases that a learner holds beyond the one it trains, 1 to 63. It trains on that long while
-    the coordinator is away; then it repeats its last part, and the ledger says so."""
+    prefetch: int = Field(default=2, ge=1, le=63)
+    """Number of leased partitions that a learner holds beyond the one that it trains, 1 to 63. They
+    let it continue while the coordinator is away. After them it repeats its last partition, and the
+    ledger records that."""
 
     def inapplicable(self) -> Mapping[str, str]:
-        """Without leases there are no parts."""
-        return {} if self.leases else dict.fromkeys(("parts", "leases_ahead"), "with leases=false")
+        """The settings of partitions if the data are not leased."""
+        names = ("partitions", "prefetch")
+        return {} if self.elastic else dict.fromkeys(names, "with elastic=false")
 
 
 class WorkloadSettings(Settings):
@@ -344,36 +423,36 @@ class WorkloadSettings(Settings):
     table: ClassVar[str] = "[workload]"
 
     name: str = "gpt"
-    """A built-in workload ("gpt", "moe", "vit", "paced"), or one's own as "module:function"."""
+    """A built-in workload ("gpt", "moe", "vit", "paced"), or your own as "module:function"."""
 
     options: dict[str, Any] = Field(default_factory=dict)
-    """Settings of the workload; those of the built-in ones are documented in
-    `decoupled_diloco.workloads`."""
+    """Settings of the workload. `decoupled_diloco.workloads` documents those of the built-in
+    workloads."""
 
 
 class FaultSettings(Settings):
-    """One entry of `[[faults]]`: a learner that the local launcher kills, to show what happens."""
+    """One entry of `[[faults]]`: a learner that the local launcher kills, as a demonstration."""
 
     table: ClassVar[str] = "[[faults]]"
 
     at: float = Field(ge=0, lt=1)
-    """Share of the budget that is used up when the fault happens, 0 to less than 1."""
+    """When the learner is killed, as a share of the budget, 0 to less than 1."""
 
     kill: str
-    """Name of the learner that gets SIGKILL, "learner-0" to "learner-<M - 1>"."""
+    """Name of the learner that receives SIGKILL, "learner-0" to "learner-<M - 1>"."""
 
     restart: bool = True
-    """Whether the launcher starts it again; false: it stays dead."""
+    """Whether the launcher restarts the learner. With false it stays dead."""
 
 
 class RunConfig(Settings):
-    """A whole run: what one TOML file says, with all defaults filled in."""
+    """A whole run: the settings of one TOML file, with all defaults filled in."""
 
     run: RunSettings
-    """What the run is called, how many learners it has, and when it ends."""
+    """The run's name, its number of learners, and its end."""
 
     sync: SyncSettings = Field(default_factory=SyncSettings)
-    """The method: fragments, period, quorum, merging."""
+    """The method: the schedule, the codecs and the merge."""
 
     outer: OuterSettings = Field(default_factory=OuterSettings)
     """The outer optimizer."""
@@ -382,42 +461,42 @@ class RunConfig(Settings):
     """The syncer's processes and addresses."""
 
     tls: TlsSettings = Field(default_factory=TlsSettings)
-    """Certificates."""
+    """Certificates for encrypted connections."""
 
     learner: LearnerSettings = Field(default_factory=LearnerSettings)
-    """The learner's processes."""
+    """The learners' processes."""
 
     data: DataSettings = Field(default_factory=DataSettings)
     """How the learners share the data."""
 
     workload: WorkloadSettings | None = Field(default_factory=WorkloadSettings)
-    """Model and data; `None` where the learners run a `command`, which has its own."""
+    """Model and data; `None` if the learners run a `command` with its own."""
 
     faults: tuple[FaultSettings, ...] = Field(default=(), strict=False)
-    """Learners to kill on the way."""
+    """Learners to kill during the run."""
 
-    where: WhereSettings = Field(default_factory=WhereSettings)
-    """On what `ddiloco launch` places the processes. Other commands do not look at it."""
+    launch: LaunchSettings = Field(default_factory=LaunchSettings)
+    """Where `ddiloco launch` places the processes. Other commands ignore it."""
 
     @property
     def learner_ids(self) -> tuple[str, ...]:
-        """The names of the learners, in the order of their parts of the data."""
+        """The names of the learners, in the order of their shares of the data."""
         return tuple(f"learner-{index}" for index in range(self.run.learners))
 
     def workload_options(self) -> dict[str, Any]:
-        """The options to build the workload with: those of the file, and what the run knows.
+        """The options for the workload: those of the file, and two from the run.
 
         These are `seed`, and `total_steps` for the learning rate schedule if the budget is in
-        steps. The file may set both otherwise.
+        steps. The file may set both to other values.
         """
         options: dict[str, Any] = {"seed": self.run.seed}
-        if self.run.budget_steps is not None:
-            options["total_steps"] = self.run.budget_steps
+        if self.run.max_steps is not None:
+            options["total_steps"] = self.run.max_steps
         return options | self.required_workload.options
 
     @property
     def required_workload(self) -> WorkloadSettings:
-        """The workload, for what cannot do without one.
+        """The workload, where one is required.
 
         Raises:
             ConfigError: The learners run a command.
@@ -430,13 +509,13 @@ class RunConfig(Settings):
         return self.workload
 
     def public(self) -> dict[str, Any]:
-        """What the syncer decides for all learners, as plain values that `read_settings` reads.
+        """The settings that the syncer sends to all learners, as values that `read_settings` reads.
 
-        Left out is what concerns one process or machine only: addresses, folders, threads, faults.
+        Settings of one process or machine are left out: addresses, folders, threads, faults.
         """
         public = self.model_dump(mode="json", exclude=_PRIVATE)
         if self.workload is None:
-            # Complete, as the settings of another process that has not read the command.
+            # Complete, because the receiver does not know the command.
             public |= {"workload": None, "data": self.data.model_dump(mode="json")}
         else:
             public["workload"]["options"] = self.workload_options()
@@ -445,7 +524,7 @@ class RunConfig(Settings):
     @model_validator(mode="before")
     @classmethod
     def _leave_out_what_a_command_has(cls, data: Any) -> Any:
-        """With a command there is no workload, and nothing evaluates it."""
+        """Removes the workload and its evaluation if there is a command."""
         if not (isinstance(data, dict) and has_value(data.get("learner"), "command")):
             return data
         run = data.get("run")
@@ -465,7 +544,7 @@ class RunConfig(Settings):
             )
         if self.run.evaluator and not self.run.evaluate_command:
             raise ConfigError(
-                f"evaluator=true in [run] needs evaluate_command {because}: give the program that "
+                f"evaluator=true in [run] needs evaluate_command {because}: name the program that "
                 "evaluates, or leave evaluator out"
             )
         for name in OF_WORKLOAD_DATA:
@@ -477,24 +556,24 @@ class RunConfig(Settings):
         return self
 
     @model_serializer(mode="wrap")
-    def _tell_what_has_an_effect(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        told = super()._tell_what_has_an_effect(dump)
-        if self.learner.command and "data" in told:
-            told["data"] = {k: v for k, v in told["data"].items() if k not in OF_WORKLOAD_DATA}
-        return told
+    def _keep_what_has_an_effect(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        kept = super()._keep_what_has_an_effect(dump)
+        if self.learner.command and "data" in kept:
+            kept["data"] = {k: v for k, v in kept["data"].items() if k not in OF_WORKLOAD_DATA}
+        return kept
 
     @model_validator(mode="after")
     def _check_tables_against_each_other(self) -> RunConfig:
         learners, fragments = self.run.learners, self.sync.fragments
         if self.sync.quorum > learners:
             raise ConfigError(
-                f"quorum={self.sync.quorum} exceeds learners={learners}: "
+                f"quorum={self.sync.quorum} in [sync] exceeds learners={learners} in [run]: "
                 "lower quorum or start more learners"
             )
         if self.syncer.shards > fragments:
             raise ConfigError(
-                f"shards={self.syncer.shards} exceeds fragments={fragments}: a shard would own "
-                "nothing: lower shards or raise fragments"
+                f"shards={self.syncer.shards} in [syncer] exceeds fragments={fragments} in [sync], "
+                "so a shard would own nothing: lower shards or raise fragments"
             )
         for entry in self.outer.by_fragment:
             for fragment in entry.fragments:
@@ -506,8 +585,9 @@ class RunConfig(Settings):
         last = self.learner.metrics_of(learners - 1)
         if last is not None and int(last.rpartition(":")[2]) > PORT_MAX:
             raise ConfigError(
-                f"metrics={self.learner.metrics!r} in [learner] with learners={learners} needs "
-                f"ports up to {last.rpartition(':')[2]}, but {PORT_MAX} is the last: lower the port"
+                f"metrics_address={self.learner.metrics_address!r} in [learner] with "
+                f"learners={learners} needs ports up to {last.rpartition(':')[2]}, but {PORT_MAX} "
+                "is the last: lower the port"
             )
         self._check_addresses()
         self._check_ranks()
@@ -519,8 +599,8 @@ class RunConfig(Settings):
         plain = [each for each in self.syncer.addresses if "http://" in each]
         if self.tls.serves and plain:
             raise ConfigError(
-                f"address {plain[0]!r} in [syncer] is not encrypted, but [tls] has a certificate: "
-                "write https://, or take the certificate out"
+                f"address {plain[0]!r} in [syncer] is not encrypted, but [tls] has a cert: "
+                "write https://, or take cert out"
             )
 
     def _check_ranks(self) -> None:
@@ -529,8 +609,8 @@ class RunConfig(Settings):
             told = getattr(learner, name)
             if isinstance(told, tuple) and len(told) != learners:
                 raise ConfigError(
-                    f"{name} in [learner] lists {len(told)}, but learners={learners}: give one for "
-                    "all, or one for each"
+                    f"{name} in [learner] lists {len(told)}, but learners={learners}: write one "
+                    "for all, or one for each"
                 )
         for index, name in enumerate(self.learner_ids):
             ranks, cut = learner.ranks_of(index), learner.parallelism
@@ -538,45 +618,51 @@ class RunConfig(Settings):
             if ranks > 1 and word == "plain":
                 raise ConfigError(
                     f"parallelism='plain' in [learner] is for one rank, but {name} has "
-                    f"ranks={ranks}: choose 'ddp', 'fsdp' or 'tp', or give it one rank"
+                    f"ranks={ranks}: choose 'ddp', 'fsdp' or 'tp', or set one rank"
                 )
             if ranks == 1 and word != "plain":
                 raise ConfigError(
                     f"parallelism={word!r} in [learner] would be ignored for {name}, which has "
-                    "ranks=1: write 'plain', or give it more ranks"
+                    "ranks=1: write 'plain', or set more ranks"
                 )
-            if ranks % self.where.learner.hosts:
+            if ranks % self.launch.learner.hosts:
                 raise ConfigError(
-                    f"hosts={self.where.learner.hosts} in [where.learner] does not divide the "
+                    f"hosts={self.launch.learner.hosts} in [launch.learner] does not divide the "
                     f"ranks={ranks} of {name}: change one of them"
                 )
             if learner.command:
                 continue
-            carriers = learner.carriers
-            if ranks > 1 and isinstance(carriers, int) and not 1 <= carriers <= ranks:
+            sync_ranks = learner.sync_ranks
+            if ranks > 1 and isinstance(sync_ranks, int) and not 1 <= sync_ranks <= ranks:
                 raise ConfigError(
-                    f"carriers={carriers} in [learner] is out of range for {name}, which has "
+                    f"sync_ranks={sync_ranks} in [learner] is out of range for {name}, which has "
                     f"ranks={ranks}: choose 1 to {ranks}, 'hosts' or 'all'"
                 )
-            if ranks > 1 and self.data.leases:
+            if ranks > 1 and self.data.elastic:
                 raise ConfigError(
-                    f"ranks={learner.ranks!r} in [learner] does not go with leases=true in [data]: "
-                    "leased data are for learners of one process: set data.leases=false"
+                    f"ranks={learner.ranks!r} in [learner] cannot be combined with elastic=true in "
+                    "[data], which is for learners with one process: set elastic=false"
                 )
 
     def _check_gpus(self) -> None:
-        gpus, device = self.where.learner.gpus, self.learner.device
-        if not gpus or self.where.engine == "local":
+        gpus, device = self.launch.learner.gpus, self.learner.device
+        if not gpus or self.launch.backend == "local":
             return
+        hosts = self.launch.learner.hosts
+        if gpus % hosts:
+            raise ConfigError(
+                f"gpus={gpus} in [launch.learner] is not a multiple of hosts={hosts}: change one "
+                "of them"
+            )
         if device == "cpu":
             raise ConfigError(
-                f"gpus={gpus} in [where.learner] would be idle with device='cpu' in [learner]: "
+                f"gpus={gpus} in [launch.learner] would be idle with device='cpu' in [learner]: "
                 "leave gpus out, or write device='auto'"
             )
         for index, name in enumerate(self.learner_ids):
             if self.learner.ranks_of(index) > gpus:
                 raise ConfigError(
-                    f"gpus={gpus} in [where.learner] is too few for {name}, which has "
+                    f"gpus={gpus} in [launch.learner] is too few for {name}, which has "
                     f"ranks={self.learner.ranks_of(index)}: reserve one GPU for each rank"
                 )
 
@@ -585,13 +671,14 @@ class RunConfig(Settings):
         for fault in sorted(self.faults, key=lambda fault: fault.at):
             if fault.kill not in self.learner_ids:
                 raise ConfigError(
-                    f"kill={fault.kill!r} in [[faults]] names no learner: "
+                    f"kill={fault.kill!r} in [[faults]] is not a learner: "
                     f"{suggestion(fault.kill, self.learner_ids)}"
                 )
             if fault.kill in dead:
                 raise ConfigError(
-                    f"kill={fault.kill!r} at={fault.at} in [[faults]] would be ignored, because it "
-                    f"is dead since at={dead[fault.kill]}: set restart=true there or take it out"
+                    f"kill={fault.kill!r} at={fault.at} in [[faults]] would be ignored, because "
+                    f"{fault.kill} is dead since at={dead[fault.kill]}: set restart=true there or "
+                    "take this entry out"
                 )
             if not fault.restart:
                 dead[fault.kill] = fault.at
@@ -600,25 +687,25 @@ class RunConfig(Settings):
 def advertised(config: RunConfig, ports: Sequence[int] = ()) -> tuple[str, ...]:
     """The addresses at which learners reach the shards, in order of the shards.
 
-    They come from the settings, or from host and ports.
+    They come from `addresses`, or from the host and the ports.
 
     Args:
-        ports: The ports that the shards really have, and then their standbys; default: those of
-            the settings.
+        ports: The actual ports of the shards, and then those of their standbys. Default: the ports
+            in the settings.
 
     Raises:
-        ConfigError: the settings leave the ports to chance.
+        ConfigError: The settings do not fix the ports.
     """
     settings = config.syncer
     if settings.addresses:
         return settings.addresses
     if not ports and not settings.port:
         raise ConfigError(
-            "syncer.port=0 means any free ports, so no process knows where the shards are: give "
-            "their addresses (--syncer for a learner, --addresses for a shard), or set syncer.port"
+            "port=0 in [syncer] picks free ports, so no process knows where the shards are: pass "
+            "their addresses (--syncer for a learner, --addresses for a shard), or set port"
         )
     shards = settings.shards
-    ports = ports or range(settings.port, settings.port + shards * (1 + settings.standbys))
+    ports = ports or range(settings.port, settings.port + shards * (1 + settings.standby))
     scheme = "https" if config.tls.serves else "http"
     urls = [url_of(settings.host, port, scheme) for port in ports]
     return tuple(BETWEEN.join(urls[shard::shards]) for shard in range(shards))

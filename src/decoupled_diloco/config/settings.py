@@ -1,16 +1,17 @@
-"""Frozen settings with errors for people: the base of every configuration table.
+"""Frozen settings with readable errors: the base of every configuration table.
 
-A table of a TOML file becomes one `Settings` object. Whatever is wrong with it is told as one
-`ConfigError`, a line per mistake: the key, its value, the limit and the way out; never a pydantic
-traceback. A setting that would be ignored is a mistake too, so that a file never claims something
-that the run does not do.
+A table of a TOML file becomes one `Settings` object. Its mistakes become one `ConfigError`, with
+one line per mistake: the key, its value, the allowed range and the fix. Pydantic's own messages are
+never shown. A setting that would be ignored is a mistake, too: a file describes exactly what the
+run does.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import reduce
 from typing import Any, ClassVar, Literal, NoReturn, get_args, get_origin
 
 from pydantic import (
@@ -23,10 +24,11 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
+from decoupled_diloco.config.renamed import sentence_for
 from decoupled_diloco.errors import ConfigError
 
 SHOWN_CHARACTERS = 400
-"""So much of a value that is wrong is repeated."""
+"""A message repeats at most this many characters of a wrong value."""
 
 _RANGE_WORDS = {
     "greater_than_equal": ("ge", "at least"),
@@ -53,7 +55,7 @@ _TYPE_WORDS = {
 
 
 class Settings(BaseModel):
-    """One table of the configuration: frozen, strict, every field documented by its docstring."""
+    """One table of the configuration: frozen and strict. The docstring of a field documents it."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -65,10 +67,7 @@ class Settings(BaseModel):
     )
 
     table: ClassVar[str] = ""
-    """How messages name this table, as it is written in the file."""
-
-    renamed: ClassVar[Mapping[str, str]] = {}
-    """Keys of earlier versions, and what they are called now."""
+    """The table as it is written in the file, for messages."""
 
     def __init__(self, **data: Any) -> None:
         try:
@@ -77,23 +76,32 @@ class Settings(BaseModel):
             _refuse(type(self), error)
 
     def inapplicable(self) -> Mapping[str, str]:
-        """The fields that the other settings of this table make pointless, each with the reason."""
+        """The fields that have no effect beside the other settings, each with the reason.
+
+        A field of a table inside this one is written with a dot: `"merge.norm_gate"`.
+        """
         return {}
 
     @model_serializer(mode="wrap")
-    def _tell_what_has_an_effect(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without what is pointless, which would be refused where it is read back, or not set."""
-        pointless = self.inapplicable()
-        told = dump(self).items()
-        return {name: v for name, v in told if v not in (None, (), []) and name not in pointless}
+    def _keep_what_has_an_effect(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leaves out what is not set and what has no effect, which a reader would refuse."""
+        kept = {name: value for name, value in dump(self).items() if value not in (None, (), [])}
+        for name in self.inapplicable():
+            inner, *names = kept, *name.split(".")
+            for table in names[:-1]:
+                inner = inner.get(table, {})
+            inner.pop(names[-1], None)
+        return kept
 
     @model_validator(mode="after")
     def _refuse_what_would_be_ignored(self) -> Settings:
         for name, reason in self.inapplicable().items():
-            value = getattr(self, name)
-            if name in self.model_fields_set and value not in (None, (), {}):
+            *tables, key = name.split(".")
+            settings = reduce(getattr, tables, self)
+            value = getattr(settings, key)
+            if key in settings.model_fields_set and value not in (None, (), {}):
                 raise ConfigError(
-                    f"{name}={value!r} in {self.table} would be ignored {reason}: take {name} out"
+                    f"{key}={value!r} in {settings.table} would be ignored {reason}: take {key} out"
                 )
         return self
 
@@ -111,7 +119,7 @@ def is_own(name: str) -> bool:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that was probably meant, or None when none is near.
+    """The most similar known word, or None if no known word is similar.
 
     >>> nearest("quorom", ["quorum", "period"])
     'quorum'
@@ -121,7 +129,7 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """The way out of an unknown word: the nearest known one, or all of them.
+    """The fix for an unknown word: the most similar known word, or all known words.
 
     >>> suggestion("quorom", ["quorum", "period"]), suggestion("x", ["quorum", "period"])
     ("did you mean 'quorum'?", "choose one of 'quorum', 'period'")
@@ -133,14 +141,27 @@ def suggestion(word: str, known: Iterable[str]) -> str:
     return "choose one of " + ", ".join(repr(name) for name in known)
 
 
+def own_error(error: ValidationError) -> ConfigError | None:
+    """Return the `ConfigError` that a validator has raised, if pydantic has found nothing else.
+
+    Pydantic takes it for a wrong value, because it is a `ValueError`.
+    """
+    found = error.errors(include_url=False)
+    own = [details["ctx"]["error"] for details in found if details["type"] == "value_error"]
+    return own[0] if len(found) == 1 and own and isinstance(own[0], ConfigError) else None
+
+
 def _refuse(model: type[Settings], error: ValidationError) -> NoReturn:
     found = error.errors(include_url=False)
+    own = own_error(error)
+    if own is not None:
+        raise own from None
     lines = [_explain(model, details) for details in found if _is_meant(details, found)]
     raise ConfigError("\n".join(dict.fromkeys(lines))) from None
 
 
 def _is_meant(details: ErrorDetails, found: list[ErrorDetails]) -> bool:
-    """Where one value or a list may be written: whether this is about what was written."""
+    """Whether this error is about the form that was written, where a value or a list is allowed."""
     others = [each for each in found if each["loc"][:1] == details["loc"][:1]]
     inside = [each for each in others if any(isinstance(key, int) for key in each["loc"])]
     return details in inside if inside else len(others) == 1 or details["type"] != "tuple_type"
@@ -152,6 +173,11 @@ def _explain(model: type[Settings], details: ErrorDetails) -> str:
     key = str(details["loc"][0]) if details["loc"] else ""
     value = details.get("input")
     subject = f"{key}={shown(value)}" + (f" in {model.table}" if model.table else "")
+    earlier = sentence_for(model.table, key, value)
+    if earlier is not None:
+        return earlier
+    if kind == "value_error" and isinstance(context["error"], ConfigError):
+        return str(context["error"])
     if kind == "extra_forbidden":
         return _explain_unknown(model, key, isinstance(value, dict | list))
     if kind == "missing" and isinstance(details["loc"][-1], int):
@@ -172,7 +198,7 @@ def _explain(model: type[Settings], details: ErrorDetails) -> str:
 
 
 def shown(value: object) -> str:
-    """The beginning of a value; Python refuses to write out a number of thousands of digits."""
+    """The beginning of a value. Python refuses to write a number with thousands of digits."""
     try:
         text = repr(value)
     except ValueError:
@@ -181,13 +207,36 @@ def shown(value: object) -> str:
 
 
 def _explain_unknown(model: type[Settings], key: str, is_table: bool) -> str:
-    known = list(model.model_fields)
-    if key in model.renamed:
-        return f"{key!r} in {model.table} is called {model.renamed[key]!r} now: rename it"
-    if model.table:
-        return f"unknown key {key!r} in {model.table}: {suggestion(key, known)}"
-    what = "table" if is_table else "key"
-    return f"unknown {what} {key!r}: {suggestion(key, known)}"
+    known, others = list(model.model_fields), _keys_of_related_tables(model)
+    if not model.table:
+        what = "table" if is_table else "key"
+        return f"unknown {what} {key!r}: {suggestion(key, known)}"
+    if key in others:
+        return f"{key!r} in {model.table} belongs to {others[key]}: move it there"
+    match = nearest(key, [*known, *others])
+    place = f" in {others[match]}" if match in others else ""
+    meant = suggestion(key, known) if not place else f"did you mean {match!r}{place}?"
+    return f"unknown key {key!r} in {model.table}: {meant}"
+
+
+def _keys_of_related_tables(model: type[Settings]) -> dict[str, str]:
+    """The keys of the other tables with the same first name, each with its tables."""
+    found: dict[str, list[str]] = {}
+    for other in sorted(_all_settings(Settings), key=lambda each: len(each.table)):
+        if other.table != model.table and _first_name(other) == _first_name(model):
+            for key in other.model_fields.keys() - model.model_fields.keys():
+                found.setdefault(key, []).append(other.table)
+    return {key: " or ".join(dict.fromkeys(tables)) for key, tables in found.items()}
+
+
+def _all_settings(base: type[Settings]) -> Iterator[type[Settings]]:
+    for model in base.__subclasses__():
+        yield model
+        yield from _all_settings(model)
+
+
+def _first_name(model: type[Settings]) -> str:
+    return model.table.strip("[]").partition(".")[0]
 
 
 def _choices(model: type[Settings], key: str) -> list[str]:
@@ -195,7 +244,7 @@ def _choices(model: type[Settings], key: str) -> list[str]:
 
 
 def _words_of(annotation: Any) -> list[str]:
-    """The words of a `Literal`, also of one in a union or a list."""
+    """The words of a `Literal`, including one in a union or a list."""
     if get_origin(annotation) is Literal:
         return [str(choice) for choice in get_args(annotation)]
     return list(dict.fromkeys(word for each in get_args(annotation) for word in _words_of(each)))

@@ -1,10 +1,11 @@
-"""`[sync]` and `[outer]`: the method's settings, the same for every learner."""
+"""`[sync]` and `[outer]`: the settings of the method, which are the same for every learner."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import reduce
 from itertools import pairwise
 from math import ceil
 from pathlib import Path
@@ -14,10 +15,10 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from decoupled_diloco.config.settings import Settings, is_own, nearest, suggestion
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.protocol.revisions import AdaptLimits
+from decoupled_diloco.protocol.adapt import AdaptLimits
 
 EXACT_CODECS = ("fp32", "bf16")
-"""What these leave out is too little to be sent later."""
+"""Codecs that leave out too little for error feedback to matter."""
 
 BITS = {
     "fp32": 32.0,
@@ -28,16 +29,16 @@ BITS = {
     "int2": 2.125,
     "topk": 0.28125,
 }
-"""The built-in codecs, and their bits an element."""
+"""The built-in codecs, and their bits per element."""
 
 MOMENTUM_DEFAULTS = {"nesterov": 0.5, "delayed-nesterov": 0.5, "sgd": 0.0}
-"""Our own outer optimizers; every other name is a class of torch.optim."""
+"""The built-in outer optimizers; every other name is a class of torch.optim."""
 
 MERGE_RULES = ("rda", "mean")
 """The built-in merge rules."""
 
 CHAIN_MAX = 16
-"""A shard offers so many differences of a fragment at most, and one more."""
+"""The longest chain of differences of a fragment that a learner applies instead of a whole copy."""
 
 Names = Annotated[tuple[str, ...], Field(strict=False)]
 
@@ -46,7 +47,7 @@ _unchecked: ContextVar[bool] = ContextVar("unchecked", default=False)
 
 @contextmanager
 def methods_unchecked() -> Iterator[None]:
-    """In this block any codec is valid: for readers that need other settings of a run's file."""
+    """Accept any codec in this block, for readers that need only other settings of a run's file."""
     token = _unchecked.set(True)
     try:
         yield
@@ -59,321 +60,389 @@ class AdaptSettings(Settings):
 
     table: ClassVar[str] = "[sync.adapt]"
 
-    period: tuple[int, int] | None = Field(default=None, strict=False)
-    """The least and the greatest `period`; the run begins with that of [sync]. Then it is the
-    least, twice, four times that and so on, or the greatest: the shortest that links carry in the
-    last of `uplink_codecs`, and that is longer than the overlap. Default: it stays."""
+    sync_every: tuple[int, int] | None = Field(default=None, strict=False)
+    """The smallest and the largest `sync_every`. The run starts with the value in [sync]. Then it
+    uses 1, 2, 4, … times the smallest value, or the largest. It takes the shortest period that the
+    links can carry in the last codec of `uplink` and that is longer than the overlap. Default: H
+    does not change."""
 
-    overlap: tuple[int, int] | None = Field(default=None, strict=False)
-    """The least and the greatest `overlap`; the run begins with that of [sync]. Then it is the
-    shortest in which bodies arrive, and with apply="at_tau" copies. Default: it stays."""
+    overlap_steps: tuple[int, int] | None = Field(default=None, strict=False)
+    """The smallest and the largest `overlap_steps`. The run starts with the value in [sync]. Then
+    it takes the shortest overlap in which contributions arrive. With when="at_overlap" in
+    [sync.apply], merged fragments must arrive in it, too. Default: τ does not change."""
 
-    carried_by: float = Field(default=0.75, gt=0, le=1)
-    """The share of the learners whose links must carry the plan, greater than 0 to 1 (all). Who has
-    a slower link is heard less often, and nobody waits for it (ours)."""
+    learner_share: float = Field(default=0.75, gt=0, le=1)
+    """Share of the learners whose links must carry the schedule, greater than 0 to 1 (all). A
+    learner with a slower link contributes less often, and no learner waits for it (ours)."""
 
     @model_validator(mode="after")
     def _check_limits(self) -> AdaptSettings:
-        if self.period is None and self.overlap is None:
+        if self.sync_every is None and self.overlap_steps is None:
             raise ConfigError(
-                "[sync.adapt] lacks limits: give period = [least, greatest], overlap, or both"
+                "[sync.adapt] has no limits: set sync_every = [smallest, largest], overlap_steps, "
+                "or both"
             )
-        for name, least in (("period", 1), ("overlap", 0)):
+        for name, least in (("sync_every", 1), ("overlap_steps", 0)):
             limits = getattr(self, name)
             if limits is not None and not least <= limits[0] <= limits[1]:
                 raise ConfigError(
-                    f"{name}={list(limits)} in [sync.adapt] is out of range: give the least, "
-                    f"{least} or more, and then the greatest"
+                    f"{name}={list(limits)} in [sync.adapt] is out of range: write the smallest "
+                    f"value, at least {least}, and then the largest"
                 )
         return self
 
 
-class SyncSettings(Settings):
-    """`[sync]`: the method itself; the same for every learner, told to them by the syncer."""
+class CodecSettings(Settings):
+    """`[sync.codec]`: the number formats on the network."""
 
-    table: ClassVar[str] = "[sync]"
+    table: ClassVar[str] = "[sync.codec]"
 
-    fragments: int = Field(default=24, ge=1)
-    """P: disjoint parts of the parameters, synchronised one at a time; at least 1. With P = H one
-    fragment leaves in every step, the smoothest traffic (paper, App. C: 24)."""
+    uplink: str | Names = "bf16"
+    """Number format of what learners send. "fp32" is exact, for baselines. "bf16" halves the
+    traffic at the same quality (paper, text 55.4 against 55.3). "int8", "int4", "fp4-e3m0" and
+    "int2" have 8, 4, 4 and 2 bits, and one scale per 128 elements. "topk" sends the largest 80 of
+    each 4,096 elements in 2 bits each; "topk-40" sends the largest 40. "module:function" is your
+    own codec, and so is a name that a module in `run.imports` registers. A list is a ladder, most
+    exact first: ["bf16", "int4"]. Each learner starts with the first codec. It then uses the first
+    one that its link carries within `overlap_steps`."""
 
-    period: int = Field(default=24, ge=1)
-    """H: steps between two syncs of the same fragment, at least 1. Raise it for a slower link:
-    traffic falls as 1/H, and quality a little (paper: 24)."""
-
-    overlap: int = Field(default=2, ge=0)
-    """τ: steps between sending a fragment and applying the merged one, 0 to period - 1. Raise it
-    when a round trip takes longer than the steps; what is trained meanwhile is overwritten, see
-    `alignment` (paper: 2)."""
-
-    quorum: int = Field(default=1, ge=1)
-    """K: learners whose reports the syncer needs before it may merge, 1 to learners. 1 never waits
-    for another learner; learners = synchronous (paper: 1)."""
-
-    grace_margin: float = Field(default=0.8, ge=0, lt=1)
-    """γ: share of the slack within the overlap that the syncer may spend waiting for more learners
-    than the quorum, 0 (no grace window) to less than 1 (paper, Eq. 3: below 1, unpublished; 0.8
-    leaves a fifth of the slack for jitter)."""
-
-    participants: Literal["reported", "all", "own"] = "reported"
-    """The learners that a round asks: "reported": those that finished a step in this round's time
-    (paper, Alg. 2); "all": all live ones that have trained the fragment, also much slower ones;
-    "own": each learner alone, every `period` of its own steps, and what it sends is merged as soon
-    as it is there (Async Local-SGD, recipes/async-local-sgd.toml). Every learner then gets each
-    fragment once for each learner in a period, so much more comes down."""
-
-    alignment: Literal["overwrite", "carry", "blend"] = "overwrite"
-    """What applying a merged fragment does with the steps taken since it was sent: "overwrite"
-    discards them (paper, Alg. 1), "carry" adds them to it, "blend" mixes by `blend_alpha`."""
-
-    blend_alpha: float = Field(default=0.5, ge=0, le=1)
-    """α: share of the learner's own weights in a blend, 0 (overwrite) to 1 (ignore the merged
-    ones). Only with alignment="blend" (Streaming DiLoCo: 0.5)."""
-
-    missed: Literal["overwrite", "rebase"] = "overwrite"
-    """What a live learner does with a merged fragment that it did not contribute to: "overwrite"
-    takes it (paper), "rebase" puts its own unsent progress on top of it. At speeds of 1, 1, 2 and 4
-    "rebase" threw 7 % of the tokens away instead of 20 %, and ended with 2.3 % more loss
-    (benchmarks/results/speeds)."""
-
-    apply: Literal["on_arrival", "at_tau"] = "on_arrival"
-    """When a merged fragment is applied: "on_arrival" at the next step (paper, Alg. 1); "at_tau"
-    exactly `overlap` steps after it was sent, if it is there (Streaming DiLoCo)."""
-
-    wait: Literal["never", "at_overlap"] = "never"
-    """"never": learners never wait (paper). "at_overlap": a learner stops `overlap` steps after
-    sending until the merged fragment is there; only for synchronous baselines."""
-
-    partition: Literal["balanced", "tensor", "layer-strided", "layer-sequential"] = "balanced"
-    """How parameters become fragments (paper, App. C; the same quality): "balanced" has the lowest
-    peak of traffic, "tensor" is uneven, "layer-strided" and "layer-sequential" come in bursts."""
-
-    fragment_map: tuple[Names, ...] = Field(default=(), strict=False)
-    """Which modules are in which fragment, in the place of `partition`: a list of names for each
-    fragment, as [["embedding", "blocks.[0-3]"], ["*"]]. A name stands for all that is below it, and
-    the first list that has a tensor gets it. `fragments` is the number of lists then."""
-
-    phases: tuple[int, ...] = Field(default=(), strict=False)
-    """t_p: for each fragment the step within the period at which it is sent, 0 to period - 1.
-    Default: evenly spread, ⌊p·H/P⌋. Fragments of the same step travel together."""
-
-    uplink_codec: str = "bf16"
-    """Number format of what learners send. "bf16" halves the traffic at the same quality (paper,
-    text 55.4 against 55.3); "fp32" loses nothing, for baselines. "int8", "int4" and "fp4-e3m0", and
-    "int2" have 8, 4 and 2 bits, with a scale for each 128 elements; "topk" sends the largest 80 of
-    each 4,096 elements in 2 bits each, "topk-40" the largest 40. Or your own: "module:function", or
-    the name under which a module in `run.imports` registers it."""
-
-    uplink_codecs: Names = ()
-    """Codecs, the most exact first, in the place of `uplink_codec`: each learner sends in the first
-    that its link carries in time, within `overlap` steps. Who begins, begins with the first."""
-
-    adapt: AdaptSettings | None = None
-    """Limits within which `period` and `overlap` follow the links. Default: they stay."""
+    downlink: str = "bf16"
+    """Number format of what the syncer sends, with the names of `uplink`. What the codec leaves out
+    stays in the fp32 master copy and is sent with the next version."""
 
     error_feedback: bool | None = None
-    """What the uplink codec leaves out of a contribution goes with the learner's next one. Costs 4
-    bytes of host memory a parameter. Default: yes, but for "fp32" and "bf16"."""
+    """Whether a learner adds what the uplink codec left out to its next contribution. It costs 4
+    bytes of host memory per parameter. Default: false for "fp32" and "bf16", true for the
+    others."""
 
     feedback_decay: float = Field(default=1.0, gt=0, le=1)
-    """β: so much of what was left out goes with the next contribution, greater than 0 to 1. Less
-    than 1 lets old training fade where a codec sends few elements."""
-
-    downlink_codec: str = "bf16"
-    """Number format of what the syncer sends, as `uplink_codec`. What it leaves out stays in the
-    fp32 master and goes out next time."""
-
-    buffers: Literal["mean", "one", "local"] = "mean"
-    """What becomes of the model's buffers (BatchNorm's running statistics): "mean": they travel
-    with the fragments, are the weighted mean of the learners' values, and are in the weights, which
-    can be evaluated then; "one": as well, but those of the learner whose contribution has the
-    largest weight; "local": every learner keeps its own, and the weights have none."""
-
-    merge: str = "rda"
-    """How outer gradients become one: "rda" averages norms and directions apart, because nearly
-    orthogonal ones shrink a plain "mean" by 1/√M (paper; here 1.6 % lower loss at H = 24). But it
-    keeps noise as well: the mean was 1.5 % lower at H = 8, and 3.1 % with Muon inside
-    (benchmarks/results/schedule, longer). Or your own rule, as "module:function"."""
-
-    weighting: Literal["tokens", "uniform"] = "tokens"
-    """Weight of a contribution: "tokens": tokens · (tokens / steps) since the last sync (paper,
-    Alg. 2); "uniform": all the same."""
-
-    counter_cap_periods: int = Field(default=4, ge=1)
-    """A learner's counters are capped at this many periods of steps, at least 1, so that one that
-    was lost for long cannot dominate the merge. Whose link was down while it trained for more than
-    that, and as many versions were made, drops what it has and takes the newest copy, unless missed
-    = "rebase" (ours)."""
-
-    late: Literal["next", "drop"] = "next"
-    """What becomes of a contribution that is under way when its round merges: "next" folds it into
-    the fragment's next round, "drop" throws it away. Rounds never wait for it. (Here the loss did
-    not tell them apart: the default throws nothing away.)"""
-
-    late_rounds_max: int = Field(default=32, ge=1)
-    """A contribution that is late by more versions of its fragment than this is refused, at least
-    1. An upload of u steps is late by u / period versions."""
-
-    late_discount: float = Field(default=1.0, gt=0, le=1)
-    """The weight of a late contribution is multiplied by this once for each version that it is
-    late, greater than 0 to 1 (no discount)."""
-
-    norm_gate: float = Field(default=10.0, ge=0)
-    """k: a contribution whose norm exceeds median + k·MAD of its fragment's last 32, each brought
-    to its number of steps, is larger than can be expected; MAD counts as at least a tenth of the
-    median, so 10 is twice the median or more. A learner that is always larger than the others may
-    exceed its own usual size by as much. 0: no gate; synchronous runs (`wait`) have none."""
-
-    oversized: Literal["refuse", "clip"] = "clip"
-    """What happens to a contribution above the limit: "clip" scales it down to the limit, "refuse"
-    leaves it out of the merge, and its learner does not keep it. What cannot be true (not finite,
-    or of steps that were never reported) is always refused."""
-
-    initial_weights: Path | None = Field(default=None, strict=False)
-    """safetensors file to start from, relative to where the command is started. Default: the
-    workload's own, from the seed."""
-
-    @property
-    def grace(self) -> bool:
-        """Whether there is a grace window at all."""
-        return self.grace_margin > 0
+    """β: share of what was left out that is added to the next contribution, greater than 0 to 1.
+    Lower it to let old training fade, where a codec sends few elements. It needs error feedback."""
 
     @property
     def feedback(self) -> float | None:
-        """β of the error feedback; None: there is none."""
+        """β of the error feedback; None without error feedback."""
         wanted = self.error_feedback
         if wanted is None:
             wanted = not set(self.uplinks) <= set(EXACT_CODECS)
         return self.feedback_decay if wanted else None
 
     @property
+    def uplinks(self) -> tuple[str, ...]:
+        """The codecs that learners may send in, most exact first."""
+        return (self.uplink,) if isinstance(self.uplink, str) else self.uplink
+
+    @property
+    def ladder(self) -> tuple[tuple[str, float], ...]:
+        """The codecs of a list, each with its bits per element; empty for a single codec."""
+        names = () if isinstance(self.uplink, str) else self.uplink
+        return tuple((name, bits_of(name)) for name in names)
+
+    @property
+    def chain(self) -> int:
+        """How many differences together have fewer bits than a whole copy with 32 bits each."""
+        return max(1, min(CHAIN_MAX, ceil(32 / bits_of(self.downlink)) - 1))
+
+    def inapplicable(self) -> Mapping[str, str]:
+        """`feedback_decay` without error feedback."""
+        return {"feedback_decay": "without error feedback"} if self.feedback is None else {}
+
+    @field_validator("uplink", "downlink")
+    @classmethod
+    def _check_codecs(cls, told: str | tuple[str, ...], field: ValidationInfo) -> Any:
+        names = (told,) if isinstance(told, str) else told
+        if not names:
+            raise ConfigError("uplink=[] in [sync.codec] is empty: name one codec or several")
+        if _unchecked.get():
+            return told
+        bits = [_check_codec(name, field) for name in names]
+        if any(finer <= coarser for finer, coarser in pairwise(bits)):
+            shown = ", ".join(f"{name} ({each:g})" for name, each in zip(names, bits, strict=True))
+            raise ConfigError(
+                f"uplink={list(names)!r} in [sync.codec] has {shown} bits per element: put the "
+                "most exact codec first, and each following one with fewer bits"
+            )
+        return told
+
+
+class MergeSettings(Settings):
+    """`[sync.merge]`: how contributions become one outer gradient."""
+
+    table: ClassVar[str] = "[sync.merge]"
+
+    rule: str = "rda"
+    """How contributions become one outer gradient. "mean" averages them. "rda" averages norms and
+    directions separately, because the plain mean of nearly orthogonal contributions shrinks by 1/√M
+    (paper; here 1.6 % lower loss at H = 24). It also keeps noise: "mean" was 1.5 % better at H = 8,
+    and 3.1 % better with Muon as the inner optimizer (benchmarks/results/schedule, longer).
+    "module:function" is your own rule."""
+
+    weighting: Literal["tokens", "uniform"] = "tokens"
+    """Weight of a contribution: "tokens" is tokens · (tokens / steps) since the last sync (paper,
+    Alg. 2); "uniform" is the same weight for all."""
+
+    counter_cap_periods: int = Field(default=4, ge=1)
+    """Limit on the steps and tokens that count in one contribution, in periods of `sync_every`
+    steps; at least 1. The limit keeps a learner that was disconnected for long from dominating a
+    merge. Such a learner discards what it trained meanwhile and takes the newest copy, if as many
+    versions were published. With missed="rebase" it keeps its training (ours)."""
+
+    norm_gate: float = Field(default=10.0, ge=0)
+    """k: a contribution is oversized if its norm exceeds median + k·MAD of the last 32
+    contributions to its fragment, scaled to the same number of steps. MAD counts as at least a
+    tenth of the median, so 10 means at least twice the median. A learner that is always larger than
+    the others may exceed its own usual norm by as much. 0 turns the gate off. Synchronous runs
+    (`wait`) have no gate."""
+
+    oversized: Literal["refuse", "clip"] = "clip"
+    """What happens to an oversized contribution: "clip" scales it down to the limit; "refuse"
+    leaves it out of the merge, and its learner discards it. An impossible contribution (not finite,
+    or with steps that were never reported) is always refused."""
+
+    buffers: Literal["mean", "one", "local"] = "mean"
+    """What happens to the model's buffers, such as the running statistics of BatchNorm. "mean"
+    sends them with the fragments and takes the weighted mean of the learners' values, so the
+    published weights can be evaluated. "one" takes the buffers of the learner with the largest
+    weight instead. With "local" each learner keeps its own, and the published weights have none."""
+
+    def inapplicable(self) -> Mapping[str, str]:
+        """`oversized` without a gate."""
+        return {"oversized": "with norm_gate=0"} if self.norm_gate == 0 else {}
+
+    @field_validator("rule")
+    @classmethod
+    def _check_rule(cls, name: str) -> str:
+        if name not in MERGE_RULES and not is_own(name):
+            raise ConfigError(
+                f"rule={name!r} in [sync.merge] is not known: {suggestion(name, MERGE_RULES)} (A "
+                "custom rule is written as 'module:function'.)"
+            )
+        return name
+
+
+class LateSettings(Settings):
+    """`[sync.late]`: contributions that arrive after their round has merged."""
+
+    table: ClassVar[str] = "[sync.late]"
+
+    policy: Literal["next", "drop"] = "next"
+    """What happens to a contribution that is still in transfer when its round merges: "next" adds
+    it to the fragment's next round, "drop" discards it. Rounds never wait for it. The loss was the
+    same in our runs, so the default discards nothing."""
+
+    max_versions: int = Field(default=32, ge=1)
+    """A contribution that is late by more versions of its fragment is refused; at least 1. An
+    upload that takes u steps is late by u / sync_every versions."""
+
+    discount: float = Field(default=1.0, gt=0, le=1)
+    """Factor on the weight of a late contribution per version that it is late, greater than 0 to 1
+    (no discount). Lower it if late contributions harm the loss."""
+
+    def inapplicable(self) -> Mapping[str, str]:
+        """The limits of late contributions if they are dropped."""
+        dropped = self.policy == "drop"
+        return dict.fromkeys(("max_versions", "discount"), "with policy='drop'") if dropped else {}
+
+
+class ApplySettings(Settings):
+    """`[sync.apply]`: how learners apply merged fragments."""
+
+    table: ClassVar[str] = "[sync.apply]"
+
+    when: Literal["on_arrival", "at_overlap"] = "on_arrival"
+    """When a learner applies a merged fragment: "on_arrival" at the next step boundary (paper,
+    Alg. 1); "at_overlap" exactly `overlap_steps` steps after sending, if it has arrived (Streaming
+    DiLoCo)."""
+
+    alignment: Literal["overwrite", "carry", "blend"] = "overwrite"
+    """What happens to the steps that a learner took since it sent the fragment: "overwrite"
+    discards them (paper, Alg. 1); "carry" adds them to the merged fragment; "blend" mixes both by
+    `blend_alpha`."""
+
+    blend_alpha: float = Field(default=0.5, ge=0, le=1)
+    """α: share of the learner's own weights in a blend, 0 (as "overwrite") to 1 (ignore the merged
+    fragment). Only with alignment="blend" (Streaming DiLoCo: 0.5)."""
+
+    missed: Literal["overwrite", "rebase"] = "overwrite"
+    """What a live learner does with a merged fragment to which it did not contribute: "overwrite"
+    discards its own progress (paper); "rebase" adds its unsent progress to the merged fragment. At
+    speeds of 1, 1, 2 and 4, "rebase" discarded 6.5 % of the tokens instead of 20.6 %, and ended
+    with 2.2 % more loss (benchmarks/results/speeds)."""
+
+    def inapplicable(self) -> Mapping[str, str]:
+        """`blend_alpha` without a blend."""
+        if self.alignment == "blend":
+            return {}
+        return {"blend_alpha": f"with alignment={self.alignment!r}"}
+
+
+class PartitionSettings(Settings):
+    """`[sync.partition]`: how parameters become fragments, and when each fragment is sent."""
+
+    table: ClassVar[str] = "[sync.partition]"
+
+    scheme: Literal["balanced", "tensor", "layer-strided", "layer-sequential"] = "balanced"
+    """How parameters become fragments (paper, App. C; the quality is the same). "balanced" has the
+    lowest peak of traffic. "tensor" gives fragments of different sizes. "layer-strided" and
+    "layer-sequential" send in bursts."""
+
+    map: tuple[Names, ...] = Field(default=(), strict=False)
+    """The modules in each fragment, instead of `scheme`: one list of names per fragment, such as
+    [["embedding", "blocks.[0-3]"], ["*"]]. A name includes everything below it. The first list that
+    matches a tensor gets it. `fragments` is then the number of lists."""
+
+    phases: tuple[int, ...] = Field(default=(), strict=False)
+    """t_p: for each fragment, the step within the period at which it is sent, 0 to sync_every - 1.
+    Fragments with the same step are sent together. Default: evenly spread, ⌊p·H/P⌋."""
+
+    def inapplicable(self) -> Mapping[str, str]:
+        """`scheme` with a map."""
+        return {"scheme": "with a map"} if self.map else {}
+
+
+class SyncSettings(Settings):
+    """`[sync]`: the schedule of the method. The syncer sends it to all learners."""
+
+    table: ClassVar[str] = "[sync]"
+
+    fragments: int = Field(default=24, ge=1)
+    """P: number of disjoint parts of the parameters, which are synced one at a time; at least 1.
+    With P = H one fragment is sent in every step, which gives the smoothest traffic (paper, App. C:
+    24)."""
+
+    sync_every: int = Field(default=24, ge=1)
+    """H: steps between two syncs of the same fragment, at least 1. Raise it for a slower link: the
+    traffic falls as 1/H, and the quality falls a little (paper: 24)."""
+
+    overlap_steps: int = Field(default=2, ge=0)
+    """τ: steps between sending a fragment and applying the merged one, 0 to sync_every - 1. Raise
+    it if a round trip takes longer than these steps. `alignment` in [sync.apply] says what happens
+    to the steps that are trained meanwhile (paper: 2)."""
+
+    quorum: int = Field(default=1, ge=1)
+    """K: number of learners that must report before the syncer may merge, 1 to `learners`. With 1
+    no learner waits for another one. With all learners the run is synchronous (paper: 1)."""
+
+    grace_margin: float = Field(default=0.8, ge=0, lt=1)
+    """γ: share of the slack within the overlap in which the syncer may wait for more learners than
+    the quorum, 0 (no grace window) to less than 1 (paper, Eq. 3: below 1, unpublished; 0.8 leaves a
+    fifth of the slack for jitter)."""
+
+    participation: Literal["active", "all", "async"] = "active"
+    """The learners that a round requests contributions from. "active": those that finished a step
+    since the previous round (paper, Alg. 2). "all": all live learners that have trained the
+    fragment, including much slower ones. "async": each learner alone, every `sync_every` of its own
+    steps; its contribution is merged as soon as it arrives (Async Local-SGD,
+    recipes/async-local-sgd.toml). With "async" the downlink traffic is larger: each learner
+    receives each fragment once per learner and period."""
+
+    wait: Literal["never", "at_overlap"] = "never"
+    """"never": learners never wait (paper). "at_overlap": a learner stops `overlap_steps` steps
+    after sending until the merged fragment arrives; only for synchronous baselines."""
+
+    initial_weights: Path | None = Field(default=None, strict=False)
+    """safetensors file with the initial weights, relative to the folder where the command starts.
+    Default: the workload's initial weights, from the seed."""
+
+    adapt: AdaptSettings | None = None
+    """Limits within which `sync_every` and `overlap_steps` follow the links. Default: both are
+    fixed."""
+
+    codec: CodecSettings = Field(default_factory=CodecSettings)
+    """The number formats on the network."""
+
+    merge: MergeSettings = Field(default_factory=MergeSettings)
+    """How contributions become one outer gradient."""
+
+    late: LateSettings = Field(default_factory=LateSettings)
+    """What happens to late contributions."""
+
+    apply: ApplySettings = Field(default_factory=ApplySettings)
+    """How learners apply merged fragments."""
+
+    partition: PartitionSettings = Field(default_factory=PartitionSettings)
+    """How parameters become fragments."""
+
+    @property
+    def grace(self) -> bool:
+        """Whether there is a grace window."""
+        return self.grace_margin > 0
+
+    @property
     def limits(self) -> AdaptLimits | None:
-        """Within what H and τ follow the links."""
+        """The limits within which H and τ follow the links; None if they are fixed."""
         if self.adapt is None:
             return None
         return AdaptLimits(
-            self.adapt.period or (self.period, self.period),
-            self.adapt.overlap or (self.overlap, self.overlap),
-            self.adapt.carried_by,
+            self.adapt.sync_every or (self.sync_every, self.sync_every),
+            self.adapt.overlap_steps or (self.overlap_steps, self.overlap_steps),
+            self.adapt.learner_share,
         )
 
-    @property
-    def uplinks(self) -> tuple[str, ...]:
-        """The codecs that learners may send in, the most exact first."""
-        return self.uplink_codecs or (self.uplink_codec,)
-
     def inapplicable(self) -> Mapping[str, str]:
-        """`blend_alpha` without a blend, the cap of counters that are not looked at, and so on."""
+        """What depends on more than one table: the cap of unused counters, and unused gates."""
         ignored = {}
-        if self.fragment_map:
-            ignored["partition"] = "with a fragment_map"
-        if self.alignment != "blend":
-            ignored["blend_alpha"] = f"with alignment={self.alignment!r}"
-        if self.uplink_codecs:
-            ignored["uplink_codec"] = "with uplink_codecs"
-        if self.feedback is None:
-            ignored["feedback_decay"] = "without error feedback"
-        if self.weighting == "uniform" and self.missed == "rebase":
-            ignored["counter_cap_periods"] = "with weighting='uniform' and missed='rebase'"
+        if self.merge.weighting == "uniform" and self.apply.missed == "rebase":
+            because = "with weighting='uniform' and missed='rebase'"
+            ignored["merge.counter_cap_periods"] = because
         if self.wait != "never":
-            ignored["norm_gate"] = f"with wait={self.wait!r}"
-            ignored["oversized"] = f"with wait={self.wait!r}"
-        elif self.norm_gate == 0:
-            ignored["oversized"] = "with norm_gate=0"
-        if self.late == "drop":
-            ignored["late_rounds_max"] = "with late='drop'"
-            ignored["late_discount"] = "with late='drop'"
+            gate = ("merge.norm_gate", "merge.oversized")
+            ignored |= dict.fromkeys(gate, f"with wait={self.wait!r}")
         return ignored
 
     @model_validator(mode="before")
     @classmethod
     def _count_the_map(cls, data: Any) -> Any:
-        if not (isinstance(data, dict) and isinstance(data.get("fragment_map"), list | tuple)):
+        partition = data.get("partition") if isinstance(data, dict) else None
+        told = partition.get("map") if isinstance(partition, dict) else None
+        if isinstance(partition, PartitionSettings):
+            told = partition.map
+        if not told or not isinstance(told, list | tuple):
             return data
-        lists = len(data["fragment_map"])
-        if lists and data.get("fragments", lists) != lists:
+        if data.get("fragments", len(told)) != len(told):
             raise ConfigError(
-                f"fragments={data['fragments']} in [sync], and fragment_map has {lists} lists: "
-                "take fragments out"
+                f"fragments={data['fragments']} in [sync] differs from the {len(told)} lists of "
+                "map in [sync.partition]: take fragments out"
             )
-        return {"fragments": lists, **data} if lists else data
+        return {"fragments": len(told), **data}
 
     @model_validator(mode="after")
     def _check_phases(self) -> SyncSettings:
-        if not self.phases:
+        phases = self.partition.phases
+        if not phases:
             return self
-        if len(self.phases) != self.fragments:
+        if len(phases) != self.fragments:
             raise ConfigError(
-                f"phases in [sync] has {len(self.phases)} entries, but fragments="
-                f"{self.fragments}: give one for each fragment, or none"
+                f"phases in [sync.partition] has {len(phases)} entries, but fragments="
+                f"{self.fragments}: write one for each fragment, or none"
             )
-        for phase in self.phases:
-            if not 0 <= phase < self.period:
+        for phase in phases:
+            if not 0 <= phase < self.sync_every:
                 raise ConfigError(
-                    f"phases in [sync] has {phase}, which is out of range: it must be from 0 to "
-                    f"period - 1 = {self.period - 1}"
+                    f"phases in [sync.partition] has {phase}, which is out of range: it must be "
+                    f"from 0 to sync_every - 1 = {self.sync_every - 1}"
                 )
         return self
 
-    @property
-    def chain(self) -> int:
-        """Differences that together have fewer bits than a whole copy of 32 bits an element."""
-        return max(1, min(CHAIN_MAX, ceil(32 / bits_of(self.downlink_codec)) - 1))
-
-    @property
-    def ladder(self) -> tuple[tuple[str, float], ...]:
-        """`uplink_codecs`, each with its bits an element."""
-        return tuple((name, bits_of(name)) for name in self.uplink_codecs)
-
-    @field_validator("uplink_codec", "downlink_codec")
-    @classmethod
-    def _check_codec(cls, name: str, field: ValidationInfo) -> str:
-        _check_codec(name, field)
-        return name
-
-    @field_validator("uplink_codecs")
-    @classmethod
-    def _check_codecs(cls, names: tuple[str, ...], field: ValidationInfo) -> tuple[str, ...]:
-        for name in names:
-            _check_codec(name, field)
-        if _unchecked.get():
-            return names
-        bits = [bits_of(name) for name in names]
-        if any(finer <= coarser for finer, coarser in pairwise(bits)):
-            shown = ", ".join(f"{name} ({each:g})" for name, each in zip(names, bits, strict=True))
-            raise ConfigError(
-                f"uplink_codecs in [sync] have {shown} bits: put the most exact first, and each "
-                "one after it with fewer bits"
-            )
-        return names
-
-    @field_validator("merge")
-    @classmethod
-    def _check_merge(cls, name: str) -> str:
-        if name not in MERGE_RULES and not is_own(name):
-            raise ConfigError(
-                f"merge={name!r} in [sync] is not known: {suggestion(name, MERGE_RULES)} (A "
-                "custom rule is written as 'module:function'.)"
-            )
-        return name
-
     @model_validator(mode="after")
-    def _check_own(self) -> SyncSettings:
-        if self.participants != "own":
+    def _check_async(self) -> SyncSettings:
+        if self.participation != "async":
             return self
         wanted = {
             "quorum": 1,
             "grace_margin": 0.0,
             "wait": "never",
-            "late": "next",
-            "late_discount": 1.0,
-            "missed": "rebase",
+            "late.policy": "next",
+            "late.discount": 1.0,
+            "apply.missed": "rebase",
         }
-        why = "does not go with participants='own', which merges each contribution as it comes"
+        why = "cannot be combined with participation='async', which merges each contribution alone"
         for name, value in wanted.items():
-            given = getattr(self, name)
+            *tables, key = name.split(".")
+            settings: Settings = reduce(getattr, tables, self)
+            given = getattr(settings, key)
             if given != value:
-                raise ConfigError(f"{name}={given!r} in [sync] {why}: set {name} = {value!r}")
+                raise ConfigError(f"{key}={given!r} in {settings.table} {why}: set {key}={value!r}")
         if self.adapt is not None:
             raise ConfigError(f"[sync.adapt] {why}: take it out")
         return self
@@ -385,116 +454,119 @@ class SyncSettings(Settings):
             return self
         if self.wait != "never":
             raise ConfigError(
-                f"[sync.adapt] does not go with wait={self.wait!r}: who waits has H and τ as they "
-                "are set; take one of them out"
+                f"[sync.adapt] cannot be combined with wait={self.wait!r} in [sync], which keeps H "
+                "and τ fixed: take one of them out"
             )
-        if self.phases:
+        if self.partition.phases:
             raise ConfigError(
-                "[sync.adapt] does not go with phases: with another period fragments are spread "
-                "evenly; take one of them out"
+                "[sync.adapt] cannot be combined with phases in [sync.partition], because another "
+                "period spreads the fragments evenly: take one of them out"
             )
-        for name in ("period", "overlap"):
-            value, (least, most) = getattr(self, name), getattr(limits, name)
+        for name, allowed in (("sync_every", limits.period), ("overlap_steps", limits.overlap)):
+            value, (least, most) = getattr(self, name), allowed
             if not least <= value <= most:
                 raise ConfigError(
                     f"{name}={value} in [sync] is out of range: [sync.adapt] allows {least} to "
-                    f"{most}, and the run begins with it"
+                    f"{most}, and the run starts with this value: change one of them"
                 )
         if limits.overlap[0] >= limits.period[0]:
             raise ConfigError(
-                f"overlap={list(limits.overlap)} in [sync.adapt] is not below "
-                f"period={list(limits.period)}: a fragment would be sent again before its merged "
-                "value is due: lower the least overlap or raise the least period"
+                f"overlap_steps={list(limits.overlap)} in [sync.adapt] is not below "
+                f"sync_every={list(limits.period)}: a fragment would be sent again before its "
+                "merged value is due: lower the smallest overlap_steps or raise the smallest "
+                "sync_every"
             )
         return self
 
     @model_validator(mode="after")
     def _check_overlap(self) -> SyncSettings:
-        if self.overlap >= self.period:
+        if self.overlap_steps >= self.sync_every:
             raise ConfigError(
-                f"overlap={self.overlap} is not below period={self.period}: a fragment would be "
-                "sent again before its merged value is due: lower overlap or raise period"
+                f"overlap_steps={self.overlap_steps} in [sync] is not below sync_every="
+                f"{self.sync_every}: a fragment would be sent again before its merged value is "
+                "due: lower overlap_steps or raise sync_every"
             )
         return self
 
 
 def bits_of(name: str) -> float:
-    """The bits of an element in a codec, scales and all.
+    """The bits per element of a codec, including its scales.
 
     >>> bits_of("int4"), bits_of("topk-160")
     (4.125, 0.5546875)
     """
     if name in BITS:
         return BITS[name]
-    from decoupled_diloco.merge import codec  # Brings torch in, which others can do without.
+    from decoupled_diloco.merge import codec  # Imports torch, which takes seconds.
 
     sample = 1 << 20
     return 8 * codec(name).nbytes(sample) / sample
 
 
-def _check_codec(name: str, field: ValidationInfo) -> None:
-    if _unchecked.get():
-        return
+def _check_codec(name: str, field: ValidationInfo) -> float:
+    """Return the codec's bits per element."""
     try:
-        bits_of(name)
+        return bits_of(name)
     except ConfigError as error:
-        raise ConfigError(f"{field.field_name}={name!r} in [sync]: {error}") from None
+        raise ConfigError(f"{field.field_name}={name!r} in [sync.codec]: {error}") from None
 
 
 class FragmentOuterSettings(Settings):
-    """One entry of `[[outer.by_fragment]]`: what is different for some fragments."""
+    """One entry of `[[outer.by_fragment]]`: different outer settings for some fragments."""
 
     table: ClassVar[str] = "[[outer.by_fragment]]"
 
     fragments: tuple[int, ...] = Field(strict=False, min_length=1)
-    """Numbers of the fragments, 0 to fragments - 1; each in one entry at most."""
+    """Numbers of the fragments, 0 to fragments - 1. A fragment may be in one entry only."""
 
     optimizer: str | None = None
-    """As in `[outer]`. Another one than there has its own defaults."""
+    """As in `[outer]`. A different optimizer has its own defaults for the other settings. Default:
+    the optimizer of `[outer]`."""
 
     lr: float | None = Field(default=None, gt=0)
-    """As in `[outer]`, greater than 0. Default: as there."""
+    """As in `[outer]`, greater than 0. Default: the value in `[outer]`."""
 
     momentum: float | None = Field(default=None, ge=0, lt=1)
-    """As in `[outer]`, 0 to less than 1. Default: as there."""
+    """As in `[outer]`, 0 to less than 1. Default: the value in `[outer]`."""
 
     options: dict[str, Any] | None = None
-    """As in `[outer]`. Default: as there."""
+    """As in `[outer]`. Default: the options in `[outer]`."""
 
 
 class OuterSettings(Settings):
-    """`[outer]`: the optimizer that turns merged outer gradients into global weights."""
+    """`[outer]`: the optimizer that applies merged outer gradients to the global weights."""
 
     table: ClassVar[str] = "[outer]"
 
     optimizer: str = "nesterov"
-    """"nesterov": SGD with Nesterov momentum (paper, and all of its lineage); "delayed-nesterov":
-    its momentum is refreshed at every N-th merge alone, options = { every = N } (Async Local-SGD);
-    "sgd": with heavy-ball momentum, or none; or a class of torch.optim, such as "AdamW", its
-    arguments in options. Or your own, as "module:function"."""
+    """"nesterov": SGD with Nesterov momentum (the paper and its predecessors). "delayed-nesterov":
+    the momentum is updated only at every N-th merge, with options = { every = N } (Async
+    Local-SGD). "sgd": SGD with heavy-ball momentum, or without. A class of torch.optim, such as
+    "AdamW", takes its arguments from `options`. "module:function" is your own optimizer."""
 
     lr: float = Field(default=0.7, gt=0)
-    """η: outer learning rate, greater than 0. What counts is η / (1 - μρ), ρ being the likeness of
-    successive outer gradients, so lower it when momentum rises (DiLoCo 0.7; paper: unpublished)."""
+    """η: outer learning rate, greater than 0. The effective rate is η / (1 - μρ), where ρ is the
+    similarity of successive outer gradients. Lower η when you raise the momentum (DiLoCo: 0.7;
+    paper: unpublished)."""
 
     momentum: float | None = Field(default=None, ge=0, lt=1)
-    """μ: outer momentum, 0 to less than 1. Default: 0.5, 0 for "sgd". 0.5 is ours:
-    over 25 to 75 outer rounds the lineage's 0.9 ended with 5 to 28 % more loss, at every η
+    """μ: outer momentum, 0 to less than 1. Default: 0.5, and 0 for "sgd". 0.5 is ours: over 25 to
+    75 outer rounds, the 0.9 of earlier papers ended with 5 to 28 % more loss, at every η
     (benchmarks/results/rounds). With H = 8, 0 was 3.5 % better than 0.5."""
 
     options: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of the torch.optim class or of your function, passed as they are; of
-    "delayed-nesterov" every, the merges of a fragment from one refreshing of its momentum to the
-    next, 1 or more."""
+    """Further arguments for the torch.optim class or for your function, passed unchanged. For
+    "delayed-nesterov": `every`, the number of merges of a fragment per update of its momentum, at
+    least 1."""
 
     by_fragment: tuple[FragmentOuterSettings, ...] = Field(default=(), strict=False)
-    """Fragments with other settings, for example a smaller lr for the embedding."""
+    """Fragments with different settings, for example a smaller lr for the embedding."""
 
     def of_fragments(self) -> dict[int, OuterSettings]:
-        """The settings of the fragments that have their own.
+        """The settings of the fragments that differ from `[outer]`.
 
         Raises:
-            ConfigError: a fragment is in two entries, or an entry does not fit.
+            ConfigError: A fragment is in two entries, or an entry is not valid.
         """
         found: dict[int, OuterSettings] = {}
         for entry in self.by_fragment:
@@ -507,14 +579,14 @@ class OuterSettings(Settings):
             for fragment in entry.fragments:
                 if fragment in found:
                     raise ConfigError(
-                        f"fragment {fragment} is in two entries of [[outer.by_fragment]]: take it "
-                        "out of one"
+                        f"fragment {fragment} is in two entries of [[outer.by_fragment]]: remove "
+                        "it from one"
                     )
                 found[fragment] = own
         return found
 
     def inapplicable(self) -> Mapping[str, str]:
-        """Only our own optimizers take `momentum`; two of them take no `options`."""
+        """Only the built-in optimizers take `momentum`; two of them take no `options`."""
         if self.optimizer == "delayed-nesterov":
             return {}
         ignored = "options" if self.optimizer in MOMENTUM_DEFAULTS else "momentum"
@@ -540,9 +612,10 @@ class OuterSettings(Settings):
 
     @model_validator(mode="after")
     def _try_out(self) -> OuterSettings:
-        """What has options is tried before a process starts; the others need no torch for that.
+        """Creates an optimizer with options, so that a mistake shows before a process starts.
 
-        A custom optimizer was tried when it was loaded, and only the syncer's processes load it.
+        The others need no trial, and so no torch. Loading a custom optimizer tries it, and only the
+        syncer's processes load it.
         """
         if self.optimizer not in ("nesterov", "sgd") and not self._is_absent():
             from decoupled_diloco.merge import make_outer  # torch takes seconds
@@ -555,7 +628,7 @@ class OuterSettings(Settings):
         return self
 
     def _is_absent(self) -> bool:
-        """Whether this process has not loaded the custom optimizer, as learners have not."""
+        """Whether this process has not loaded the custom optimizer. Learners never load it."""
         if not is_own(self.optimizer):
             return False
         from decoupled_diloco.merge.outer import has_own_outer

@@ -21,91 +21,92 @@ class SyncerSettings(Settings):
     table: ClassVar[str] = "[syncer]"
 
     shards: int = Field(default=1, ge=1)
-    """S: syncer processes, 1 to fragments; each owns some fragments. Raise it when one process or
-    one host's link is the bottleneck, or so that a crash stops fewer fragments."""
+    """S: number of syncer processes, 1 to `fragments`. Each shard owns some of the fragments. Raise
+    it if one process or the link of one host is the bottleneck, or so that a crash stops fewer
+    fragments."""
 
     host: str = Field(default="127.0.0.1", min_length=1)
-    """Address the shards listen on. The default is reached from this machine only; "0.0.0.0" or
-    "::" opens them to the network: learners then use whichever address of this machine they
-    dial."""
+    """Address on which the shards listen. The default accepts connections from this machine only.
+    "0.0.0.0" or "::" listens on all interfaces; learners then use any address of this machine."""
 
     port: int = Field(default=7070, ge=0, le=PORT_MAX)
-    """Port of the first shard; the others take the following ones. 0: any free ports."""
+    """Port of the first shard. The other shards use the following ports. 0 picks free ports."""
 
     addresses: tuple[str, ...] = Field(default=(), strict=False)
-    """The URLs by which learners reach the shards, one per shard, when these run on several
-    machines or behind a proxy; for a shard with a standby both, as "http://a:7070|http://b:7070".
-    Default: host and ports; in the place of a host that means all interfaces, the one that the
-    learner has dialled."""
+    """URLs at which learners reach the shards, one per shard. Set them if the shards run on several
+    machines or behind a proxy. A shard with a standby has two in one, as
+    "http://a:7070|http://b:7070". Default: the host and the ports. If the host means all
+    interfaces, each learner uses the host that it connected to."""
 
     token_file: Path | None = Field(default=None, strict=False)
-    """File with the shared secret that learners must show, relative to where the command is
-    started. Default: the local launcher makes one up for each run."""
+    """File with the shared secret that learners must present, relative to the folder where the
+    command starts. Default: the local launcher creates a secret for each run."""
 
     principals_file: Path | None = Field(default=None, strict=False)
-    """File with a secret for each id instead of one for all, so that no process can speak for
-    another one: lines of TOML, learner-0 = "…", also for "shard-1" and following, and "evaluator".
-    Relative to where the command is started. A learner elsewhere gets its own one in a token_file.
-    Default: one secret for all."""
+    """File with a separate secret for each id, so that no process can act for another one. It has
+    lines of TOML: learner-0 = "…", also for "shard-1" and following, and "evaluator". The path is
+    relative to the folder where the command starts. A learner on another machine receives its own
+    secret in a token_file. Default: one secret for all."""
 
-    durable: bool = True
-    """Whether each shard keeps its fragments on disk, in the run folder: a checkpoint and a journal
-    of merges, so that every version that a learner has received survives a crash; 12 to 120 bytes a
-    parameter, and 4 bytes an element written for each merge. false: a shard that starts again takes
-    its fragments from what its learners hold, and its momentum starts afresh."""
+    persist: bool = True
+    """Whether each shard keeps its fragments on disk, in the run folder. It writes a checkpoint and
+    a journal of merges, so every version that a learner has received survives a crash. That takes
+    24 to 120 bytes per parameter, and writes 4 bytes per element for each merge. With false, a
+    restarted shard takes its fragments from its learners, and its momentum starts at zero."""
 
-    standbys: int = Field(default=0, ge=0, le=1)
-    """Processes that stand by for each shard, 0 or 1. A standby takes over when its shard is dead,
-    hangs, or cannot reach the run folder, which all processes of the shards must share; it recovers
-    what is in there. It listens on the port that follows those of the shards, and costs memory once
-    it acts."""
+    standby: bool = False
+    """Whether each shard has a standby process. It takes over if its shard is dead, hangs, or
+    cannot reach the run folder, and recovers the state from there. All processes of the shards must
+    share the run folder. The standby listens on the port after those of the shards, and needs
+    memory only once it is active."""
 
     lease_seconds: float = Field(default=5.0, ge=0.5)
-    """How long a silent shard may still be alive before its standby takes over, seconds, at least
-    0.5. A takeover begins a lease after the last sign of life. Half of what learners wait for a
-    silent connection (10 s); raise it if the shared folder stalls for longer: then a healthy shard
-    steps down, and its fragments rest for some seconds."""
+    """Seconds that a silent shard keeps its leadership lease, at least 0.5. Its standby takes over
+    one lease after the last sign of life. The default is half of the 10 s that learners wait on a
+    silent connection. Raise it if the shared folder stalls for longer: otherwise a healthy shard
+    steps down, and its fragments pause for some seconds."""
 
     record_payloads: bool = False
-    """Whether each shard keeps every contribution and whole copy that it has verified, in the run
-    folder, so that `ddiloco replay` can compute the run's weights again, bit for bit. That is the
-    uplink codec's size of all parameters (bf16: 2 bytes each) for every learner and period, for as
-    long as there is space; then it ends, and the run goes on."""
+    """Whether each shard keeps every verified contribution and whole copy in the run folder.
+    `ddiloco replay` can then compute the run's weights again, bit for bit. It takes the encoded
+    size of all parameters (bf16: 2 bytes each) per learner and period. If the disk is full,
+    recording stops and the run continues."""
 
     pool_mib: int = Field(default=256, ge=1)
-    """Memory for bodies on their way in and out of one shard, MiB, at least 1. A shard needs room
-    for about learners × rounds in flight × the encoded size of a fragment."""
+    """Memory of one shard for payloads in transfer, MiB, at least 1. A shard needs about learners ×
+    rounds in flight × the encoded size of a fragment. Raise it for large fragments or many
+    learners."""
 
     threads: int = Field(default=1, ge=1)
-    """Threads of one shard's merge arithmetic, at least 1. Folding in a body runs at memory speed
-    with one; raise it for very large fragments on a host of its own."""
+    """Threads for the merge arithmetic of one shard, at least 1. One thread adds a payload at the
+    speed of memory. Raise it for very large fragments on a separate host."""
 
     def inapplicable(self) -> Mapping[str, str]:
-        """Without standbys there are no leases of shards."""
-        return {} if self.standbys else {"lease_seconds": "with standbys=0"}
+        """`lease_seconds` without standbys."""
+        return {} if self.standby else {"lease_seconds": "with standby=false"}
 
     @model_validator(mode="after")
     def _check_secrets(self) -> SyncerSettings:
         if self.token_file is not None and self.principals_file is not None:
             raise ConfigError(
-                "[syncer] has both token_file and principals_file: keep one, for one secret for "
-                "all or one for each id"
+                "[syncer] has both token_file and principals_file: keep the first for one secret, "
+                "or the second for one secret per id"
             )
         return self
 
     @model_validator(mode="after")
     def _check_addresses(self) -> SyncerSettings:
-        last = self.port + self.shards * (1 + self.standbys) - 1
+        last = self.port + self.shards * (1 + self.standby) - 1
         if self.port and last > PORT_MAX:
-            standbys = f" and standbys={self.standbys}" if self.standbys else ""
+            standby = " and standby=true" if self.standby else ""
             raise ConfigError(
-                f"port={self.port} with shards={self.shards}{standbys} needs ports up to {last}, "
-                f"but {PORT_MAX} is the last: lower port"
+                f"port={self.port} in [syncer] with shards={self.shards}{standby} needs ports up "
+                f"to {last}, but {PORT_MAX} is the last: lower port"
             )
         if self.addresses and len(self.addresses) != self.shards:
             raise ConfigError(
-                f"addresses has {len(self.addresses)} entries, but shards={self.shards}: "
-                "give one address per shard"
+                f"addresses in [syncer] has {len(self.addresses)} entries, but "
+                f"shards={self.shards}: write one address per shard"
             )
         for address in (each for all_of_one in self.addresses for each in all_of_one.split("|")):
             problem = address_problem(address)

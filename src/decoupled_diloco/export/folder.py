@@ -1,4 +1,4 @@
-"""The folder of an export: filled aside, then moved in, so that it never holds half an export."""
+"""The folder of an export: filled elsewhere, then moved, so that it never has half an export."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from decoupled_diloco.errors import ConfigError, StorageError
+from decoupled_diloco.errors import ConfigError, DilocoError, StorageError
 
 FACTS = "export.json"
-"""What was exported, and which files belong to it."""
+"""File with the description of an export and the list of its files."""
 
 RUN_FILE = "run.toml"
-OF_A_RUN = ("lock", "tape", "checkpoints", "coordinator.json", "data.ledger", "learners")
-"""Any of them beside `RUN_FILE`: the folder is a run's, not an export's."""
+OF_A_RUN = ("lock", "tape", "checkpoints", "coordinator", "data.ledger", "learners")
+"""If any of these is beside `RUN_FILE`, the folder is a run folder, not an export."""
 
 
 @contextlib.contextmanager
 def export_folder(out: Path, facts: dict[str, Any], *, force: bool) -> Iterator[Path]:
-    """A folder to fill; what is in it at the end is moved to `out`, with the facts beside it.
+    """Yield a folder to fill; at the end, move its contents to `out`, together with the facts.
 
     Args:
-        force: Whether `out` may have something in it. What an earlier export wrote there is
-            replaced; other files stay, and none of them is written over.
+        force: Whether `out` may be non-empty. Files of an earlier export are replaced; other files
+            remain, and are never overwritten.
 
     Raises:
-        ConfigError: `out` is a file, a run folder, or not empty; or a file in it that no earlier
-            export has written is where one of this one would go.
-        StorageError: It cannot be written. What was there before is untouched.
+        ConfigError: `out` is a file, a run folder, or not empty; or a foreign file in it has the
+            name of a file of this export.
+        StorageError: It cannot be written. Its previous contents are unchanged.
     """
     require_free(out, force=force)
-    place = out.resolve()  # "." has no name that another one could be made of
+    place = out.resolve()  # with_name() below does not work for "."
     aside = place.with_name(f".{place.name}.{os.getpid()}.part")
     try:
         aside.mkdir(parents=True)
@@ -44,6 +44,8 @@ def export_folder(out: Path, facts: dict[str, Any], *, force: bool) -> Iterator[
         (aside / FACTS).write_text(text, encoding="utf-8")
         place.mkdir(exist_ok=True)
         _exchange(aside, place, [*files, FACTS])
+    except DilocoError:
+        raise
     except OSError as error:
         raise StorageError(f"{out} cannot be written: {error}") from error
     finally:
@@ -51,9 +53,9 @@ def export_folder(out: Path, facts: dict[str, Any], *, force: bool) -> Iterator[
 
 
 def _exchange(aside: Path, out: Path, names: list[str]) -> None:
-    """Moves the new files in and an earlier export's out; if one cannot be moved, none is.
+    """Move the new files in and an earlier export's files out; if one move fails, undo them all.
 
-    The facts go first and come last: a folder that has them is never half an export.
+    The facts are moved out first and moved in last: a folder that has them is complete.
     """
     earlier = [name for name in _files_of_an_export(out) if os.path.lexists(out / name)]
     _refuse_foreign(out, [name for name in names if name not in earlier])
@@ -78,55 +80,54 @@ def _refuse_foreign(out: Path, names: list[str]) -> None:
     for name in names:
         if os.path.lexists(out / name):
             raise ConfigError(
-                f"{out / name} is not of an earlier export, and would be written over: give "
+                f"{out / name} is not part of an earlier export, and would be overwritten: choose "
                 "another --out, or move it away"
             )
 
 
 def require_free(out: Path, *, force: bool) -> None:
-    """Refuses to write over what is there.
+    """Check that nothing would be overwritten.
 
     Raises:
-        ConfigError: `out` is a file, the root of all folders, a run folder, or a folder with
-            something in it and no `force`.
+        ConfigError: `out` is a file, the root folder, a run folder, or not empty without `force`.
     """
     place = out.resolve()
     if place == place.parent:
-        raise ConfigError(f"{out} is the root of all folders: give another --out")
+        raise ConfigError(f"{out} is the root folder: choose another --out")
     if place.exists() and not place.is_dir():
-        raise ConfigError(f"{out} is a file, not a folder: give another --out")
+        raise ConfigError(f"{out} is a file, not a folder: choose another --out")
     if (place / RUN_FILE).exists() and any((place / name).exists() for name in OF_A_RUN):
         raise ConfigError(
-            f"{out} is a run folder, whose {RUN_FILE} an export would write over: give another "
+            f"{out} is a run folder, whose {RUN_FILE} an export would overwrite: choose another "
             f"--out, as {out / 'export'}"
         )
     if place.is_dir() and any(place.iterdir()) and not force:
         raise ConfigError(
-            f"{out} is not empty: give another --out, or --force to replace an earlier export in it"
+            f"{out} is not empty: choose another --out, or --force to replace an earlier export"
         )
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
-    """What an export says of itself.
+    """Return the description of an export.
 
     Raises:
-        StorageError: There is no export in this folder, or it cannot be read.
+        StorageError: The folder contains no export, or it cannot be read.
     """
     try:
         facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise StorageError(
-            f"{folder} holds no export, since it has no {FACTS}: make one with ddiloco export RUN"
+            f"{folder} contains no export, because it has no {FACTS}: run ddiloco export RUN"
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise StorageError(f"{folder / FACTS} cannot be read: {error}") from error
     if not isinstance(facts, dict):
-        raise StorageError(f"{folder / FACTS} cannot be read: it is no JSON object")
+        raise StorageError(f"{folder / FACTS} cannot be read: it is not a JSON object")
     return facts
 
 
 def _files_of_an_export(out: Path) -> list[str]:
-    """The names of an earlier export's files; nothing outside the folder."""
+    """Return the names of an earlier export's files; never a path outside the folder."""
     try:
         facts = read_facts(out)
     except StorageError:

@@ -1,11 +1,11 @@
-"""The built-in language models in the layouts of Hugging Face transformers, which need no download.
+"""Built-in language models in the layouts of Hugging Face transformers, without a download.
 
 | workload | layout | logits |
 |---|---|---|
 | `gpt`, `paced` | `ArceeForCausalLM`: Llama's attention, norms and positions with a ReLU² MLP | the same |
 | `moe` | `MixtralForCausalLM` with a ReLU gate; gate and value are copies, so that their product is ReLU² | the same |
 
-transformers is not needed to write them. A model of one's own writes itself, by `save_pretrained`.
+Writing them does not need transformers. A custom model is written by its `save_pretrained`.
 """  # noqa: E501 (a table's rows)
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.storage.weights import save_weights
 from decoupled_diloco.workloads import Workload
 from decoupled_diloco.workloads.gpt import VOCABULARY, GptOptions, GptWorkload
-from decoupled_diloco.workloads.moe import MoeOptions
 from decoupled_diloco.workloads.transformer import ROTARY_BASE
 
 FILE = "model.safetensors"
 SEPARATOR = 0
-"""The byte between files of the text: it begins and ends one."""
+"""The byte that separates files of the text: it begins and ends each one."""
 
 _NAMES = {
     "embedding.weight": "model.embed_tokens.weight",
@@ -49,29 +48,28 @@ _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(expand|project)\.weight")
 
 
 def require_huggingface(workload: Workload, model: nn.Module) -> None:
-    """Refuses what transformers has no layout for.
+    """Reject models for which transformers has no layout.
 
     Raises:
-        ConfigError: says which workload or option it is.
+        ConfigError: The workload or option is not supported; it is named.
     """
     if isinstance(workload, GptWorkload):
-        options = workload.options
-        if isinstance(options, MoeOptions) and options.experts_per_token == 1:
+        if getattr(workload.options, "experts_per_token", None) == 1:
             raise ConfigError(
-                "experts_per_token=1 has no counterpart in transformers, where one expert always "
-                "has the weight 1: use --format native, or train with experts_per_token=2"
+                "experts_per_token=1 has no counterpart in transformers, where a single expert "
+                "always has weight 1: use --format native, or train with experts_per_token=2"
             )
     elif not callable(getattr(model, "save_pretrained", None)):
         raise ConfigError(
-            f"a {type(model).__name__} cannot be written for transformers, since it has no "
+            f"a {type(model).__name__} cannot be written for transformers, because it has no "
             "save_pretrained: use --format native"
         )
 
 
 def write_huggingface(workload: Workload, model: nn.Module, folder: Path) -> None:
-    """Writes weights, configuration and tokenizer into an empty folder.
+    """Write weights, configuration and tokenizer into an empty folder.
 
-    A workload's attribute `tokenizer`, if there is one, is written too.
+    If the workload has an attribute `tokenizer`, it is written too.
 
     Raises:
         ConfigError: transformers has no layout for it.
@@ -100,7 +98,7 @@ def write_huggingface(workload: Workload, model: nn.Module, folder: Path) -> Non
 
 
 def configuration(options: GptOptions) -> dict[str, Any]:
-    """The `config.json` of a built-in language model."""
+    """Return the `config.json` of a built-in language model."""
     common = {
         "vocab_size": VOCABULARY,
         "hidden_size": options.width,
@@ -116,15 +114,16 @@ def configuration(options: GptOptions) -> dict[str, Any]:
         "bos_token_id": SEPARATOR,
         "eos_token_id": SEPARATOR,
     }
-    if isinstance(options, MoeOptions):
+    if hasattr(options, "experts"):
+        mixture: Any = options
         return common | {
             "architectures": ["MixtralForCausalLM"],
             "model_type": "mixtral",
             "hidden_act": "relu",
-            "intermediate_size": options.expert_hidden,
-            "num_local_experts": options.experts,
-            "num_experts_per_tok": options.experts_per_token,
-            "router_aux_loss_coef": options.balance_weight,
+            "intermediate_size": mixture.expert_hidden,
+            "num_local_experts": mixture.experts,
+            "num_experts_per_tok": mixture.experts_per_token,
+            "router_aux_loss_coef": mixture.balance_weight,
             "sliding_window": None,
         }
     return common | {
@@ -137,7 +136,7 @@ def configuration(options: GptOptions) -> dict[str, Any]:
 
 
 def byte_tokenizer() -> dict[str, Any]:
-    """The `tokenizer.json` of a tokenizer whose 256 ids are the bytes of UTF-8."""
+    """Return the `tokenizer.json` of a tokenizer whose 256 ids are the bytes of UTF-8."""
     return {
         "version": "1.0",
         "truncation": None,
@@ -173,7 +172,7 @@ def byte_tokenizer() -> dict[str, Any]:
 
 
 def _byte_characters() -> Iterator[str]:
-    """The visible character for each byte in byte-level vocabularies (those of GPT-2)."""
+    """Yield the visible character for each byte in byte-level vocabularies (those of GPT-2)."""
     hidden = 0
     for byte in range(256):
         if 33 <= byte <= 126 or 161 <= byte <= 172 or byte >= 174:
@@ -196,7 +195,7 @@ def _renamed(model: nn.Module, *, tied: bool) -> Iterator[tuple[str, Tensor]]:
             yield prefix + _NAMES[rest], parameter
             continue
         for other in _EXPERT_NAMES[expert[2]]:
-            # In memory of its own: what is stored once for two names, transformers would miss.
+            # A clone, because tensors that share memory are stored once, under one name only.
             yield f"{prefix}block_sparse_moe.experts.{expert[1]}.{other}.weight", parameter.clone()
 
 

@@ -1,4 +1,4 @@
-"""From a run folder to an export, and from an export to a model."""
+"""Export of a run folder, and loading of a native export as a model."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ WEIGHTS = "model.safetensors"
 
 @dataclass(frozen=True)
 class Exported:
-    """What `export_run` has written."""
+    """Result of `export_run`."""
 
     folder: Path
-    # as asked for; "plain": tensors alone, because the learners trained another model than the
-    # workload's
+    # the requested format, or "plain": only tensors, because the learners trained another model
+    # than the workload's
     format: Format | Literal["plain"]
     run: str
-    global_step: int | None  # the step of the weights, or None if not known
+    global_step: int | None  # the step of the weights, or None if unknown
     files: tuple[Path, ...]
 
 
@@ -44,19 +44,19 @@ def export_run(
     weights: Path | None = None,
     force: bool = False,
 ) -> Exported:
-    """Writes a run's global weights with all that is needed to use them.
+    """Write a run's global weights, with all files that are needed to use them.
 
-    A workload of one's own is looked for in the folder where the command was started, as by
-    `ddiloco train`.
+    Like `ddiloco train`, this looks for a custom workload in the current folder.
 
     Args:
         out: The folder to write; default: `export` in the run folder.
-        format: "native": loads back by `load_exported`; "huggingface": by transformers.
+        format: "native" for `load_model`, "huggingface" for transformers.
         weights: A safetensors file with other weights of the same model.
+        force: Whether to replace an earlier export in `out`.
 
     Raises:
-        ConfigError: It is no run folder, given weights do not fit, `out` is not empty, or
-            transformers has no layout for this model.
+        ConfigError: `run` is not a run folder, `weights` do not match the model, `out` is not
+            empty, or transformers has no layout for this model.
         StorageError: There are no weights yet, or the folder cannot be written.
     """
     out = run / "export" if out is None else out
@@ -82,7 +82,7 @@ def export_run(
 
 
 def _export_plain(out: Path, config: RunConfig, found: Found, *, force: bool) -> Exported:
-    """The weights of learners that trained a model of their own, which only their code builds."""
+    """Export only the weights of a custom model, which only the learners' code can build."""
     facts = _common_facts(config, found) | {"format": "plain", "workload": None}
     with export_folder(out, facts, force=force) as folder:
         save_weights(folder / WEIGHTS, found.tensors)
@@ -97,34 +97,34 @@ def _exported(
     return Exported(out, format, config.run.name, found.global_step, files)
 
 
-def load_exported(folder: str | Path) -> nn.Module:
-    """The model of a native export, with its weights, in evaluation mode.
+def load_model(folder: str | Path) -> nn.Module:
+    """Load the model of a native export with its weights, in evaluation mode.
 
-    A workload of one's own must be where `load_workload` finds it: installed, or in the folder
-    where the program was started. Relative paths in its options hold from there, too.
+    `load_workload` must find a custom workload: installed, or in the current folder. Relative
+    paths in its options also start at the current folder.
 
     Raises:
-        StorageError: It holds no export, or the files cannot be read.
-        ConfigError: It is of another format, or the workload builds another model now.
+        StorageError: The folder contains no export, or the files cannot be read.
+        ConfigError: The export has another format, or the workload now builds another model.
     """
     folder = Path(folder)
     facts = read_facts(folder)
     if facts.get("format") == "plain":
         raise ConfigError(
-            f"{folder} has the weights of a model that only your own code builds: give them to "
-            f"it with model.load_state_dict(safetensors.torch.load_file('{folder / WEIGHTS}'), "
+            f"{folder} has the weights of a model that only your own code builds: load them with "
+            f"model.load_state_dict(safetensors.torch.load_file('{folder / WEIGHTS}'), "
             "strict=False)"
         )
     if facts.get("format") != "native":
         raise ConfigError(
-            f"{folder} is an export for transformers: load it with its from_pretrained, or export "
-            "with --format native"
+            f"{folder} is an export for transformers: load it with from_pretrained, or export the "
+            "run with --format native"
         )
     _, model = _built(load_config(folder / CONFIG, plugins=False))
     if layout_of(model).fingerprint != facts.get("layout"):
         raise ConfigError(
-            f"the workload builds another model now than the one in {folder}: use the code that "
-            "the run was trained with, or export again"
+            f"the workload now builds another model than the one in {folder}: use the code with "
+            "which the run was trained, or export again"
         )
     fill(model, load_weights(folder / WEIGHTS), folder / WEIGHTS)
     return model.eval()
@@ -134,7 +134,7 @@ def _config_of(run: Path) -> RunConfig:
     if not (run / CONFIG).is_file():
         what = "does not exist" if not run.exists() else f"has no {CONFIG}"
         raise ConfigError(
-            f"{run} is no run folder: it {what}: give the folder that ddiloco train has written, "
+            f"{run} is not a run folder: it {what}: pass the folder that ddiloco train wrote, "
             "runs/<name> by default"
         )
     return load_config(run / CONFIG)

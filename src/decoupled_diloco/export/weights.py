@@ -1,4 +1,4 @@
-"""Which weights a run folder has, and a model that takes them."""
+"""The weights in a run folder, and how to load them into a model."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +15,13 @@ from torch import Tensor, nn
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.method import plan_of
 from decoupled_diloco.errors import ConfigError, StorageError
-from decoupled_diloco.learner.modules import plain
+from decoupled_diloco.learner.model import plain
 from decoupled_diloco.merge import layout_of
 from decoupled_diloco.merge.layout import unwrapped
 from decoupled_diloco.storage import weights as files
+from decoupled_diloco.storage.coordinator_states import CoordinatorStates
+from decoupled_diloco.storage.files import NOT_JSON
 from decoupled_diloco.storage.weights import load_metadata
-from decoupled_diloco.syncer.coordinator_disk import FILE as COORDINATOR_FILE
-from decoupled_diloco.syncer.coordinator_disk import newest_state
 from decoupled_diloco.syncer.durable import DURABLE
 from decoupled_diloco.syncer.kept import kept_layout, read_kept
 from decoupled_diloco.syncer.result import RESULT, SHARES, read_layout, read_shares, share_file
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Found:
-    """Weights, where from, the fragments' versions (or none) and the run's step, if known."""
+    """Weights, their source, the fragments' versions (if known) and the run's step (if known)."""
 
     source: Path
     tensors: dict[str, Tensor]
@@ -39,20 +40,22 @@ class Found:
 
 
 def find_weights(run: Path, config: RunConfig, given: Path | None = None) -> Found:
-    """The newest weights of a run: its result, what its shards have handed in, or what they keep.
+    """Return a run's newest weights: its result, its shards' final shares, or their durable state.
 
-    ``given``: a safetensors file to take instead.
+    ``given``: a safetensors file to use instead.
 
     Raises:
-        StorageError: There are none, or they cannot be read.
+        StorageError: There are no weights, or they cannot be read.
     """
     if given is not None:
         return Found(given, files.load_weights(given), _versions(given), None)
     layout = kept_layout(run, config)
-    over = layout is None or _is_over(run)  # else what an earlier end has left is not the newest
+    state = _last_state(run)
+    # While a run has not ended, the result of an earlier end is not the newest state.
+    over = layout is None or state.get("phase") == "finished"
     if over and (run / RESULT).exists():
         path = run / RESULT
-        return Found(path, files.load_weights(path), _versions(path), _global_step(run))
+        return Found(path, files.load_weights(path), _versions(path), _global_step(state))
     paths = [share_file(run, shard) for shard in range(config.syncer.shards)]
     missing = [path.name for path in paths if not path.exists()]
     if layout is not None and (missing or not over):
@@ -60,37 +63,37 @@ def find_weights(run: Path, config: RunConfig, given: Path | None = None) -> Fou
     if missing:
         raise StorageError(
             f"{run} has no weights: {RESULT} is written when the run is finished, and "
-            f"{', '.join(missing)} below {run / SHARES} when a shard is; before that shards keep "
-            "theirs once a learner has joined, unless syncer.durable is false: let it join, let "
-            "the run finish, or give a safetensors file with --weights"
+            f"{', '.join(missing)} in {run / SHARES} when a shard is. Before that, shards store "
+            "theirs after the first learner has joined, unless syncer.persist is false: start a "
+            "learner, let the run finish, or pass a safetensors file with --weights"
         )
     plan = plan_of(read_layout(run), config)
     tensors, versions = read_shares(run, plan, config.syncer.shards)
-    return Found(run / SHARES, tensors, versions, _global_step(run))
+    return Found(run / SHARES, tensors, versions, _global_step(state))
 
 
 def load_weights(model: nn.Module, file: str | Path) -> None:
     """Load the weights of a run into a model, in place.
 
-    Tied weights are once in the file, and the names that share them in its metadata, so that
-    `model.load_state_dict(…, strict=True)` misses names. What the run did not synchronize (frozen
-    parameters, buffers that stay local) is not in the file and stays as it is.
+    Tied weights are stored once, with the names that share them in the metadata, so that
+    `model.load_state_dict(…, strict=True)` reports missing names. Tensors that the run did not
+    synchronize (frozen parameters, local buffers) are not in the file and remain unchanged.
 
     Args:
         model: The model as the learners built it, on any device, in any dtypes. Wrappers
-            (`torch.compile`, DDP) do not matter.
+            (`torch.compile`, DDP) are allowed.
         file: `RUN/weights.safetensors`, or a `model.safetensors` that `ddiloco export` wrote.
 
     Raises:
-        StorageError: The file is missing, torn, or not a safetensors file.
-        ConfigError: A trainable parameter is missing, or a tensor does not fit; it is named.
+        StorageError: The file is missing, truncated, or not a safetensors file.
+        ConfigError: A trainable parameter is missing, or a tensor does not match; it is named.
     """
     path, model = Path(file), plain(model)
     tensors = files.load_weights(path)
     for spec in layout_of(model).tensors:
         names = (spec.name, *spec.aliases)
         values = next((tensors[name] for name in names if name in tensors), None)
-        if values is not None:  # a file of another program may have one of the tied names alone
+        if values is not None:  # another program's file may have only one of the tied names
             tensors |= dict.fromkeys(names, values)
     problem = misfit(model, tensors)
     if problem:
@@ -99,20 +102,20 @@ def load_weights(model: nn.Module, file: str | Path) -> None:
 
 
 def fill(model: nn.Module, tensors: Mapping[str, Tensor], source: Path) -> None:
-    """Gives a model these weights: all that is trained, and whatever else of it is there.
+    """Load these weights into a model: all trained tensors, and any others in `tensors`.
 
     Raises:
-        ConfigError: They are not of this model; names the first tensor that does not fit.
+        ConfigError: They do not match the model; names the first such tensor.
     """
     problem = misfit(model, tensors)
     if problem:
         raise ConfigError(
-            f"{source} {problem}: export with the configuration and the code that the run was "
-            "trained with"
+            f"{source} {problem}: export with the configuration and the code with which the run "
+            "was trained"
         )
     for spec in layout_of(model).tensors:
         if spec.name not in tensors:
-            logger.warning("%s lacks the buffer %r: it stays as it is", source, spec.name)
+            logger.warning("%s lacks the buffer %r, which remains unchanged", source, spec.name)
     _copy(model, tensors)
 
 
@@ -124,7 +127,7 @@ def _copy(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def misfit(model: nn.Module, tensors: Mapping[str, Tensor]) -> str:
-    """Why weights are not of a model, in words that follow their name; empty: they are."""
+    """Return why weights do not match a model, as a predicate; empty if they match."""
     own = _tensors_of(model)
     for spec in layout_of(model).tensors:
         if spec.name not in tensors and not spec.is_buffer:
@@ -134,7 +137,7 @@ def misfit(model: nn.Module, tensors: Mapping[str, Tensor]) -> str:
             return f"has {name!r}, which the model lacks"
         if own[name].shape != values.shape:
             there, here = tuple(values.shape), tuple(own[name].shape)
-            return f"has {name!r} of shape {there}, which in the model is {here}"
+            return f"has {name!r} of shape {there}, but the model has {here}"
     return ""
 
 
@@ -148,23 +151,21 @@ def _versions(path: Path) -> dict[str, str]:
     try:
         versions = json.loads(load_metadata(path).get("versions", "{}"))
     except (ValueError, RecursionError):
-        return {}  # Another program's file: they are for people only.
+        return {}  # Another program's file. The versions are informative only.
     return {str(k): str(v) for k, v in versions.items()} if isinstance(versions, dict) else {}
 
 
-def _is_over(run: Path) -> bool:
-    """Whether the run has ended, as the coordinator last wrote it down."""
+def _last_state(run: Path) -> dict[str, Any]:
+    """Return the coordinator's newest state; empty if there is none that can be read."""
     try:
-        state = json.loads(newest_state(run).read_text())["state"]
-        return bool(state["phase"] == "finished")
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+        return dict((CoordinatorStates(run).read() or {})["state"])
+    except (StorageError, *NOT_JSON):
+        return {}
 
 
-def _global_step(run: Path) -> int | None:
-    """The step that all shards have reached, as the coordinator last wrote it down."""
+def _global_step(state: dict[str, Any]) -> int | None:
+    """Return the step that all shards have reached, according to the coordinator's last state."""
     try:
-        clocks = json.loads((run / COORDINATOR_FILE).read_text())["state"]["clocks"]
-        return min(int(clock) for clock in clocks.values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return min(int(clock) for clock in state["clocks"].values())
+    except NOT_JSON:
         return None

@@ -1,9 +1,9 @@
 """Lightning's `Trainer` as a learner.
 
 ```python
-from decoupled_diloco.integrations.lightning import DilocoCallback
+from decoupled_diloco.integrations.lightning import DiLoCoCallback
 
-diloco = DilocoCallback("http://syncer:7070", token=token, learner_id="learner-0")
+diloco = DiLoCoCallback("http://syncer:7070", auth_token=auth_token, name="learner-0")
 trainer = L.Trainer(max_steps=-1, callbacks=[diloco])
 trainer.fit(module, loader)
 ```
@@ -12,14 +12,21 @@ trainer.fit(module, loader)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.integrations.part import FrameworkPart
-from decoupled_diloco.learner.counting import counted, warn_uncounted
-from decoupled_diloco.ranks.learner import Learner
+from decoupled_diloco.learner.loops import counted, warn_uncounted
+from decoupled_diloco.learner.options import (
+    Observability,
+    StateSharing,
+    SyncerConnection,
+    Timeouts,
+)
+from decoupled_diloco.participants import Learner
+from decoupled_diloco.transport.tls import TLSConfig
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -30,7 +37,7 @@ except ImportError as error:
     ) from error
 
 
-class DilocoCallback(Callback):
+class DiLoCoCallback(Callback):
     """Makes a Lightning `Trainer` a learner of a run.
 
     It joins when training begins: the module takes the run's weights, also if the Trainer has just
@@ -40,21 +47,44 @@ class DilocoCallback(Callback):
 
     Steps are those of the optimizer, however many batches are accumulated. With several optimizers
     (manual optimization) a batch in which one of them steps is a step. Tokens are counted in
-    the batches (`counting.counted`). With several devices all of them are one learner: DDP, and
+    the batches (`loops.counted`). With several devices all of them are one learner: DDP, and
     `ModelParallelStrategy` (FSDP2, tensor parallel).
 
     Args:
-        syncer: See `Learner`.
-        options: Further arguments of `Learner`, but not ``checkpoint`` and ``stateful``: the
-            Trainer keeps its own checkpoints.
+        syncer: See `Learner`, as for the following arguments.
+        name: Name of this learner in the run, the same after each restart.
+        auth_token: The run's secret.
+        tls: Certificates for a syncer at ``https://``.
+        timeouts: How long to wait for the syncer.
+        state_sharing: The state that a new learner gets from another one.
+        observability: Experiment tracker, metrics endpoint and event tape.
+        sync_ranks: How many ranks exchange data with the syncer.
 
     Raises:
-        ConfigError: An option is the Trainer's own; in `Trainer.fit`, see `Learner`.
+        ConfigError: In `Trainer.fit`, see `Learner`.
     """
 
-    def __init__(self, syncer: str | Sequence[str] | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        syncer: str | Sequence[str] | SyncerConnection | None = None,
+        *,
+        name: str | None = None,
+        auth_token: str | None = None,
+        tls: TLSConfig | None = None,
+        timeouts: Timeouts | None = None,
+        state_sharing: StateSharing | None = None,
+        observability: Observability | None = None,
+        sync_ranks: int | Literal["hosts", "all"] | None = None,
+    ) -> None:
         self._part = FrameworkPart(
-            "Trainer", ("checkpoint", "stateful", "optimizer"), syncer, options
+            syncer,
+            name=name,
+            auth_token=auth_token,
+            tls=tls,
+            timeouts=timeouts,
+            state_sharing=state_sharing,
+            observability=observability,
+            sync_ranks=sync_ranks,
         )
         self._tokens = self._before = 0
         self._steps = 0
@@ -97,8 +127,8 @@ class DilocoCallback(Callback):
         every: Any = trainer  # its type lacks what its logging adds
         logs = self._steps % max(1, every.log_every_n_steps) == 0
         loss = outputs.get("loss") if logs and isinstance(outputs, Mapping) else None
-        told = float(loss) if isinstance(loss, Tensor) else None
-        if not self._part.step(self._tokens, told):
+        value = float(loss) if isinstance(loss, Tensor) else None
+        if not self._part.step(value, self._tokens):
             trainer.should_stop = True
         self._tokens = 0
         if logs:
@@ -128,5 +158,5 @@ class DilocoCallback(Callback):
 
 
 def tokens_of(batch: Any) -> Tensor | int | None:
-    """What a batch is trained on: see `counting.counted`."""
+    """What a batch is trained on: see `loops.counted`."""
     return counted((batch,), {})

@@ -1,84 +1,102 @@
-"""What callbacks of all frameworks do: join a run, tell of steps, count what is taken, leave."""
+"""What the callbacks of all frameworks share: join a run, report steps, count rounds, leave."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
-from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.learner.launched import launched_as
-from decoupled_diloco.learner.modules import Model
+from decoupled_diloco.learner.model import Model
 from decoupled_diloco.learner.optimizers import Optimizers
-from decoupled_diloco.ranks.learner import Learner
+from decoupled_diloco.learner.options import (
+    Observability,
+    ParticipantOptions,
+    StateSharing,
+    SyncerConnection,
+    Timeouts,
+)
+from decoupled_diloco.participants import Learner
+from decoupled_diloco.transport.tls import TLSConfig
 
 
 class FrameworkPart:
-    """A framework's part in a run.
+    """A framework's participation in a run.
 
     Args:
-        framework: As messages name it.
-        owns: Arguments of `Learner` that the framework has itself.
-        syncer: See `Learner`. `None`: what the launcher has passed, without what the framework
-            owns.
-        options: Further arguments of `Learner`.
+        syncer: See `Learner`. ``None``: what the launcher has passed, without its checkpoints,
+            because the framework has its own.
+        name: See `Learner`, as for the following arguments.
 
     Attributes:
-        learner: From `begin` on.
-        rounds: Global versions of fragments that the model has taken.
-
-    Raises:
-        ConfigError: An option is the framework's own.
+        learner: The learner, from `begin` on.
+        rounds: Global versions of fragments that the model has received.
     """
 
     def __init__(
         self,
-        framework: str,
-        owns: Collection[str],
-        syncer: str | Sequence[str] | None,
-        options: dict[str, Any],
+        syncer: str | Sequence[str] | SyncerConnection | None,
+        *,
+        name: str | None = None,
+        auth_token: str | None = None,
+        tls: TLSConfig | None = None,
+        timeouts: Timeouts | None = None,
+        state_sharing: StateSharing | None = None,
+        observability: Observability | None = None,
+        sync_ranks: int | Literal["hosts", "all"] | None = None,
     ) -> None:
-        for name in owns:
-            if options.get(name) is not None:
-                raise ConfigError(f"{name}=: the {framework} has its own; leave it out")
-        self._owns = {*owns, *(("checkpoint_every_seconds",) if "checkpoint" in owns else ())}
-        self._syncer = syncer
-        self._options = options
+        self._syncer, self._state_sharing = syncer, state_sharing
+        self._options = ParticipantOptions(
+            name,
+            auth_token,
+            tls,
+            timeouts or Timeouts(),
+            observability or Observability(),
+            sync_ranks,
+        )
         self._versions: tuple[str, ...] = ()
         self.learner: Learner | None = None
         self.rounds = 0
 
     def begin(self, model: Model, optimizer: Optimizers | None, steps: int, tokens: int) -> None:
-        """Joins the run.
+        """Join the run.
 
         Args:
-            model: What is trained.
-            optimizer: The framework's, one or several, perhaps within wrappers of its own.
-            steps: What earlier lives have made.
-            tokens: What they were trained on.
+            model: The model that is trained.
+            optimizer: The framework's optimizer, or several, perhaps within its wrappers.
+            steps: Steps of earlier incarnations.
+            tokens: Tokens of earlier incarnations.
         """
         syncer, options = self._syncer, self._options
         if syncer is None:
-            launched = launched_as("learner")
-            passed = {k: v for k, v in launched.arguments().items() if k not in self._owns}
-            given = {name: value for name, value in options.items() if value is not None}
-            syncer, options = launched.addresses(), {**passed, **given}
-        self.learner = Learner(model, syncer, optimizer=optimizer, **options)
+            syncer, options = launched_as("learner").fill(options)
+        self.learner = Learner(
+            model,
+            syncer,
+            name=options.name,
+            auth_token=options.auth_token,
+            tls=options.tls,
+            optimizer=optimizer,
+            timeouts=options.timeouts,
+            state_sharing=self._state_sharing,
+            observability=options.observability,
+            sync_ranks=options.sync_ranks,
+        )
         if steps:
-            told = self.learner.state_dict() | {"steps": steps, "tokens": tokens}
-            self.learner.load_state_dict(told)
+            counted = self.learner.state_dict() | {"steps": steps, "tokens": tokens}
+            self.learner.load_state_dict(counted)
         self._versions = self.learner.versions
 
-    def step(self, tokens: int, loss: float | None = None) -> bool:
-        """One step of the optimizer is made; returns whether the run goes on."""
+    def step(self, loss: float | None = None, tokens: int | None = None) -> bool:
+        """Finish one step of the optimizer; return whether the run continues."""
         assert self.learner is not None, "begin comes first"
-        goes_on = self.learner.step(tokens, loss)
+        goes_on = self.learner.step(loss, tokens=tokens)
         versions = self.learner.versions
         self.rounds += sum(a != b for a, b in zip(versions, self._versions, strict=True))
         self._versions = versions
         return goes_on
 
     def measured(self) -> dict[str, float]:
-        """What is logged."""
+        """Return the metrics to log."""
         assert self.learner is not None, "begin comes first"
         return {
             "diloco/run_step": self.learner.global_step,
@@ -88,10 +106,10 @@ class FrameworkPart:
         }
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles of a Trainer: they take no part in the run."""
+        """Leave the learner out: copies and pickles of a Trainer do not participate in the run."""
         return self.__dict__ | {"learner": None}
 
     def end(self, error: BaseException | None = None) -> None:
-        """Leaves the run; without an error the model has the final weights, if the run is over."""
+        """Leave the run; without an error, the model has the final weights if the run has ended."""
         if self.learner is not None:
             self.learner.__exit__(None if error is None else type(error), error, None)

@@ -1,9 +1,9 @@
 """torchtitan's `Trainer` as a learner.
 
 ```python
-from decoupled_diloco.integrations.torchtitan import DilocoTrainer
+from decoupled_diloco.integrations.torchtitan import DiLoCoTrainer
 
-trainer = DilocoTrainer(config, "http://syncer:7070", token=token, learner_id="learner-0")
+trainer = DiLoCoTrainer(config, "http://syncer:7070", auth_token=auth_token, name="learner-0")
 trainer.train()
 trainer.close()
 ```
@@ -12,13 +12,20 @@ trainer.close()
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.integrations.part import FrameworkPart
-from decoupled_diloco.ranks.learner import Learner
+from decoupled_diloco.learner.options import (
+    Observability,
+    StateSharing,
+    SyncerConnection,
+    Timeouts,
+)
+from decoupled_diloco.participants import Learner
+from decoupled_diloco.transport.tls import TLSConfig
 
 try:
     from torchtitan.distributed.utils import dist_sum
@@ -30,10 +37,10 @@ except ImportError as error:
     ) from error
 
 
-class DilocoMixin:
-    """Makes a class of torchtitan trainers learners of a run: `DilocoTrainer` is the plain one.
+class DiLoCoMixin:
+    """Makes a class of torchtitan trainers learners of a run: `DiLoCoTrainer` is the plain one.
 
-    Of another one it is ``class Mine(DilocoMixin, Another)``.
+    Of another one it is ``class Mine(DiLoCoMixin, Another)``.
 
     It joins when training begins: the model takes the run's weights, also if torchtitan has just
     loaded a checkpoint, whose optimizers, schedules, step and data stay. Training stops when the
@@ -46,19 +53,42 @@ class DilocoMixin:
 
     Args:
         config: torchtitan's own (``JobConfig``).
-        syncer: See `Learner`.
-        options: Further arguments of `Learner`, but not ``checkpoint`` and ``stateful``: torchtitan
-            keeps its own checkpoints.
+        syncer: See `Learner`, as for the following arguments.
+        name: Name of this learner in the run, the same after each restart.
+        auth_token: The run's secret.
+        tls: Certificates for a syncer at ``https://``.
+        timeouts: How long to wait for the syncer.
+        state_sharing: The state that a new learner gets from another one.
+        observability: Experiment tracker, metrics endpoint and event tape.
+        sync_ranks: How many ranks exchange data with the syncer.
 
     Raises:
-        ConfigError: An option is torchtitan's own; in ``train``, see `Learner`.
+        ConfigError: In ``train``, see `Learner`.
     """
 
     def __init__(
-        self, config: Any, syncer: str | Sequence[str] | None = None, **options: Any
+        self,
+        config: Any,
+        syncer: str | Sequence[str] | SyncerConnection | None = None,
+        *,
+        name: str | None = None,
+        auth_token: str | None = None,
+        tls: TLSConfig | None = None,
+        timeouts: Timeouts | None = None,
+        state_sharing: StateSharing | None = None,
+        observability: Observability | None = None,
+        sync_ranks: int | Literal["hosts", "all"] | None = None,
     ) -> None:
-        owned = ("checkpoint", "stateful", "optimizer")
-        self._part = FrameworkPart("torchtitan Trainer", owned, syncer, {"donate": (), **options})
+        self._part = FrameworkPart(
+            syncer,
+            name=name,
+            auth_token=auth_token,
+            tls=tls,
+            timeouts=timeouts,
+            state_sharing=state_sharing or StateSharing(()),
+            observability=observability,
+            sync_ranks=sync_ranks,
+        )
         self._loss: float | None = None
         self._goes_on = True
         base: Any = super()
@@ -90,7 +120,7 @@ class DilocoMixin:
             self._part.end(error)
             raise
         self._part.end()
-        if self.learner is not None and self.learner.over:
+        if self.learner is not None and self.learner.ended:
             self._trainer.checkpointer.save(self._trainer.step, last_step=True)
 
     def should_continue_training(self) -> bool:
@@ -106,7 +136,7 @@ class DilocoMixin:
         before = self._trainer.ntokens_seen
         base.train_step(data_iterator)
         tokens = self._trainer.ntokens_seen - before
-        self._goes_on = self._part.step(tokens, self._loss)
+        self._goes_on = self._part.step(self._loss, tokens)
         self._loss = None
 
     def _join(self) -> None:
@@ -128,5 +158,5 @@ class DilocoMixin:
         self._log(step, loss, *numbers, extra_metrics=extra, **named)
 
 
-class DilocoTrainer(DilocoMixin, Trainer):  # type: ignore[misc]
-    """torchtitan's `Trainer` as a learner: see `DilocoMixin`."""
+class DiLoCoTrainer(DiLoCoMixin, Trainer):  # type: ignore[misc]
+    """torchtitan's `Trainer` as a learner: see `DiLoCoMixin`."""

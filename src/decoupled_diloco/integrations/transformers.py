@@ -4,7 +4,7 @@
 from decoupled_diloco.integrations.transformers import synchronize
 
 trainer = Trainer(model, arguments, train_dataset=dataset)
-synchronize(trainer, "http://syncer:7070", token=token, learner_id="learner-0")
+synchronize(trainer, "http://syncer:7070", auth_token=auth_token, name="learner-0")
 trainer.train()
 ```
 """
@@ -12,12 +12,18 @@ trainer.train()
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.integrations.part import FrameworkPart
-from decoupled_diloco.learner.counting import TokenCounter
-from decoupled_diloco.ranks.learner import Learner
+from decoupled_diloco.learner.options import (
+    Observability,
+    StateSharing,
+    SyncerConnection,
+    Timeouts,
+)
+from decoupled_diloco.participants import Learner
+from decoupled_diloco.transport.tls import TLSConfig
 
 try:
     from transformers import (
@@ -35,7 +41,7 @@ except ImportError as error:
     ) from error
 
 
-class DilocoCallback(TrainerCallback):
+class DiLoCoCallback(TrainerCallback):
     """Makes a `Trainer` a learner of a run.
 
     It joins when training begins: the model takes the run's weights, also if the Trainer has just
@@ -46,23 +52,45 @@ class DilocoCallback(TrainerCallback):
     With ``load_best_model_at_end`` the model has the Trainer's best weights instead: they are
     loaded after this learner has left, so the run gets what was trained.
 
-    Steps are the Trainer's. Tokens are counted (`TokenCounter`), so accumulation and padding need
-    no help. Only what is trained is synchronized: of a PEFT model, the adapter.
+    Steps are the Trainer's. Tokens are counted from the model's inputs, without padding. Only
+    trainable parameters are synchronized: with PEFT, only the adapter.
 
     Args:
-        syncer: See `Learner`.
-        options: Further arguments of `Learner`, but not ``checkpoint`` and ``stateful``: the
-            Trainer keeps its own checkpoints.
+        syncer: See `Learner`, as for the following arguments.
+        name: Name of this learner in the run, the same after each restart.
+        auth_token: The run's secret.
+        tls: Certificates for a syncer at ``https://``.
+        timeouts: How long to wait for the syncer.
+        state_sharing: The state that a new learner gets from another one.
+        observability: Experiment tracker, metrics endpoint and event tape.
+        sync_ranks: How many ranks exchange data with the syncer.
 
     Raises:
-        ConfigError: An option is the Trainer's own; in `Trainer.train`, see `Learner`.
+        ConfigError: In `Trainer.train`, see `Learner`.
     """
 
-    def __init__(self, syncer: str | Sequence[str] | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        syncer: str | Sequence[str] | SyncerConnection | None = None,
+        *,
+        name: str | None = None,
+        auth_token: str | None = None,
+        tls: TLSConfig | None = None,
+        timeouts: Timeouts | None = None,
+        state_sharing: StateSharing | None = None,
+        observability: Observability | None = None,
+        sync_ranks: int | Literal["hosts", "all"] | None = None,
+    ) -> None:
         self._part = FrameworkPart(
-            "Trainer", ("checkpoint", "stateful", "optimizer"), syncer, options
+            syncer,
+            name=name,
+            auth_token=auth_token,
+            tls=tls,
+            timeouts=timeouts,
+            state_sharing=state_sharing,
+            observability=observability,
+            sync_ranks=sync_ranks,
         )
-        self._counter: TokenCounter | None = None
         self._loss: float | None = None
 
     @property
@@ -86,17 +114,13 @@ class DilocoCallback(TrainerCallback):
                     "model. Use DDP, or FSDP2 in a loop of your own (docs/how-to/many-gpus.md)"
                 )
         tokens = int(state.num_input_tokens_seen)
-        if self._counter is not None:
-            self._counter.close()  # of an earlier `train`, which was interrupted or begins again
         self._part.begin(given["model"], given["optimizer"], state.global_step, tokens)
-        self._counter = TokenCounter(given["model"])
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> TrainerControl:
         """One step of the optimizer is made."""
-        assert self._counter is not None
-        if not self._part.step(self._counter.take(), self._loss):
+        if not self._part.step(self._loss):
             control.should_training_stop = True
         self._loss = None
         return control
@@ -106,7 +130,7 @@ class DilocoCallback(TrainerCallback):
     ) -> None:
         """Leaves the run if training ends here: before the Trainer loads its best checkpoint."""
         if control.should_training_stop:
-            self._end()
+            self._part.end()
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
@@ -116,7 +140,7 @@ class DilocoCallback(TrainerCallback):
             return
         logs: dict[str, Any] = given["logs"]
         if "train_runtime" in logs:  # The last ones; the best checkpoint is loaded after them.
-            self._end()
+            self._part.end()
         if "loss" in logs:
             self._loss = float(logs["loss"])
         logs |= self._part.measured()
@@ -125,26 +149,38 @@ class DilocoCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
         """Leaves the run; if it is over, the model has the final weights afterwards."""
-        self._end()
-
-    def _end(self) -> None:
-        if self._counter is not None:
-            self._counter.close()
         self._part.end()
 
 
 def synchronize(
-    trainer: Trainer, syncer: str | Sequence[str] | None = None, **options: Any
-) -> DilocoCallback:
-    """Makes a Trainer a learner: adds a `DilocoCallback` before all others.
+    trainer: Trainer,
+    syncer: str | Sequence[str] | SyncerConnection | None = None,
+    *,
+    name: str | None = None,
+    auth_token: str | None = None,
+    tls: TLSConfig | None = None,
+    timeouts: Timeouts | None = None,
+    state_sharing: StateSharing | None = None,
+    observability: Observability | None = None,
+    sync_ranks: int | Literal["hosts", "all"] | None = None,
+) -> DiLoCoCallback:
+    """Make a Trainer a learner: add a `DiLoCoCallback` before all its other callbacks.
 
-    So its numbers are in what the others report (Weights & Biases, TensorBoard).
+    The other callbacks (Weights & Biases, TensorBoard) then report the run's metrics as well. The
+    arguments after ``trainer`` are those of `DiLoCoCallback`.
 
     Args:
-        trainer: Its training has not begun.
-        syncer: See `Learner`.
-        options: See `DilocoCallback`.
+        trainer: The Trainer, before its training starts.
     """
-    callback = DilocoCallback(syncer, **options)
+    callback = DiLoCoCallback(
+        syncer,
+        name=name,
+        auth_token=auth_token,
+        tls=tls,
+        timeouts=timeouts,
+        state_sharing=state_sharing,
+        observability=observability,
+        sync_ranks=sync_ranks,
+    )
     trainer.callback_handler.callbacks.insert(0, callback)
     return callback

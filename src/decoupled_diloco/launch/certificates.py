@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from decoupled_diloco.errors import ConfigError, StorageError
+from decoupled_diloco.errors import ConfigError, DilocoError, StorageError
 from decoupled_diloco.storage.files import write_text
 from decoupled_diloco.transport.tokens import PRINCIPAL, SHARDS
 
@@ -130,7 +130,7 @@ class CertificateFolder:
         """All certificates, the authority's first."""
         if not self._pem(AUTHORITY).exists():
             raise ConfigError(
-                f"{self.path} has no authority.pem: make one with ddiloco certificates new "
+                f"{self.path} has no authority.pem: make one with ddiloco certs create-ca "
                 f"{self.path} --name HOST"
             )
         names = sorted(path.stem for path in self.path.glob("*.pem"))
@@ -149,7 +149,7 @@ class CertificateFolder:
         if ends > authority.not_valid_after_utc:
             raise ConfigError(
                 f"days={days} is longer than the authority lives, to "
-                f"{authority.not_valid_after_utc:%Y-%m-%d}: lower it, or ddiloco certificates "
+                f"{authority.not_valid_after_utc:%Y-%m-%d}: lower it, or ddiloco certs "
                 f"renew {self.path} {AUTHORITY} first"
             )
         key = self._private(name) if self._key(name).exists() else None
@@ -212,6 +212,8 @@ def _told(path: Path) -> Iterator[None]:
     """Makes what the system says of a file one sentence."""
     try:
         yield
+    except DilocoError:
+        raise
     except FileExistsError:
         raise ConfigError(
             f"{path} is there already, and nothing is overwritten: remove it, or give another "

@@ -27,7 +27,7 @@ from decoupled_diloco.launch.processes import EVALUATOR, evaluator_name
 from decoupled_diloco.launch.termination import INTERRUPTED, Termination
 from decoupled_diloco.learner.launched import Launched
 from decoupled_diloco.runtime import now
-from decoupled_diloco.transport.tls import Tls
+from decoupled_diloco.transport.tls import TLSConfig
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ def launched(
     folder: Path,
     token_file: Path | None,
     shared: Path | None,
-    tls: Tls | None,
+    tls: TLSConfig | None,
 ) -> Launched:
     """Values passed to a learner's or the evaluator's program; see `roles.run_learner`.
 
@@ -90,17 +90,16 @@ def launched(
     settings = config.learner
     if index is None:
         name = EVALUATOR
-        own = {"evaluate_seconds": str(config.run.evaluate_every_seconds)}
+        own = {"evaluate_seconds": str(config.run.evaluate_interval_seconds)}
     else:
-        name, every_seconds = f"learner-{index}", settings.checkpoint_every_seconds
+        name, every_seconds = f"learner-{index}", settings.checkpoint_interval_seconds
         own = {
             "index": str(index),
             "checkpoint": _path(folder / "learners") if every_seconds else "",
             "checkpoint_seconds": str(every_seconds or ""),
-            "flush_seconds": str(settings.hand_in_seconds),
-            "listen": settings.listen,
-            "metrics": settings.metrics_of(index) or "",
-            "carriers": str(settings.carriers),
+            "flush_seconds": str(settings.flush_seconds),
+            "metrics_address": settings.metrics_of(index) or "",
+            "sync_ranks": str(settings.sync_ranks),
         }
     return Launched(
         role="learner" if index is not None else "evaluator",
@@ -109,12 +108,12 @@ def launched(
         syncer="" if shared is not None else ",".join(syncer),
         run_folder=_path(shared),
         folder=_path(folder),
-        token_file=_path(token_file),
-        tls_authority=_path(None if tls is None else tls.authority),
-        tls_certificate=_path(None if tls is None else tls.certificate),
+        auth_token_file=_path(token_file),
+        tls_ca_cert=_path(None if tls is None else tls.ca_cert),
+        tls_cert=_path(None if tls is None else tls.cert),
         tls_key=_path(None if tls is None else tls.key),
-        disconnect_seconds=str(settings.give_up_seconds or ""),
-        tape=_path(folder / "tape" / f"{name}.jsonl"),
+        disconnect_seconds=str(settings.disconnect_seconds or ""),
+        event_tape=_path(folder / "tape" / f"{name}.jsonl"),
         **own,
     )
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.errors import ConfigError, Error
+from decoupled_diloco.errors import ConfigError, DilocoError
 from decoupled_diloco.workloads import Batch, Workload
 from decoupled_diloco.workloads.base import Placed
 from decoupled_diloco.workloads.divided import require_divisible
-from decoupled_diloco.workloads.parts import WorkloadParts
+from decoupled_diloco.workloads.parts import WorkloadPartitions
 
 
 def require_data(workload: Workload, config: RunConfig) -> int:
@@ -26,18 +26,18 @@ def require_data(workload: Workload, config: RunConfig) -> int:
     """
     require_divisible(workload, config)
     name, learners = config.required_workload.name, config.run.learners
-    if not config.data.leases:
+    if not config.data.elastic:
         return _first_tokens(workload, name, learners, lambda n: workload.batches(n, learners))
     if isinstance(workload, Placed):
         workload.take_place(0, learners)
     try:
-        data = WorkloadParts(workload, config.data.parts)
-    except Error:
+        data = WorkloadPartitions(workload, config.data.partitions)
+    except DilocoError:
         raise
     except Exception as problem:  # A workload may be anybody's code.
         text = f"workload {name!r} gives no data: {type(problem).__name__}: {problem}"
         raise ConfigError(text) from problem
-    return _first_tokens(workload, name, data.parts, lambda part: data.open(part, 0, 0))
+    return _first_tokens(workload, name, data.partitions, lambda n: data.iter_partition(n, 0, 0))
 
 
 def _first_tokens(
@@ -47,7 +47,7 @@ def _first_tokens(
     for part in sorted({0, parts - 1}):
         try:
             tokens = max(tokens, workload.tokens(next(iter(batches(part)))))
-        except Error:
+        except DilocoError:
             raise
         except StopIteration:
             raise ConfigError(f"{_which(name, part, parts)}: its batches end at once") from None

@@ -1,10 +1,10 @@
 """The run folder: who may use it, and where things are in it.
 
 ```
-RUN/run.toml  lock  token  addresses  host  launcher  coordinator.json  logs/*.log
+RUN/run.toml  lock  token  addresses  host  launcher  coordinator/  logs/*.log
     places/shard-*  places/*.lock  places/meetings/*
     tape/*.jsonl  tape/*.segments/*.jsonl.xz
-    learners/  checkpoints/shard-*.safetensors  weights.safetensors  report.html  report.png
+    learners/  checkpoints/shard-*.safetensors  weights.safetensors  report.html
     export/  durable/shard-*/  payloads/shard-*/  data.ledger
 ```
 """
@@ -23,10 +23,10 @@ from typing import IO
 
 from decoupled_diloco.config import RunConfig, dump_config
 from decoupled_diloco.config.resume import RUN_FILE
-from decoupled_diloco.errors import ConfigError, StorageError
-from decoupled_diloco.observe.records import FOLDER_NAME, MERGED_NAME
+from decoupled_diloco.errors import ConfigError, DilocoError, StorageError
 from decoupled_diloco.storage.files import write_text
 from decoupled_diloco.storage.shared_folder import reason_of
+from decoupled_diloco.tape.records import FOLDER_NAME, MERGED_NAME
 
 TOKEN, HIDDEN_TOKEN = "token", ".token"
 """The file with the run's secret, and what its processes read before they listen."""
@@ -67,6 +67,8 @@ class RunFolder:
         self._lock: IO[str] | None = None
         try:
             self._take()
+        except DilocoError:
+            raise
         except OSError as error:
             raise StorageError(
                 f"the run folder {path} cannot be made: {error.strerror or error}"
@@ -230,7 +232,7 @@ def is_run_folder(path: Path) -> bool:
     has_tape = (path / FOLDER_NAME).is_dir() or (path / MERGED_NAME).is_file()
     with contextlib.suppress(OSError, ValueError, RecursionError):  # TOML and UTF-8 both
         tables = tomllib.loads((path / RUN_FILE).read_text(encoding="utf-8"))
-        optional = {"faults", "tls", "where", "workload"}
+        optional = {"faults", "tls", "launch", "workload"}
         return has_tape and tables.keys() >= set(RunConfig.model_fields) - optional
     return False
 
@@ -292,29 +294,57 @@ class Position:
         self.batches = state_dict["batches"]
 
 
-def launcher_of(run: Path) -> tuple[int, str]:
-    """The process that launched a run which is under way, and its machine.
+def launcher_of(run: Path, command: str) -> int:
+    """Return the process that launched a run that is running on this machine.
+
+    Args:
+        run: Its run folder.
+        command: What needs the process: an error of a run on another machine names it.
 
     Raises:
-        ConfigError: it does not run, or it is no run folder.
+        ConfigError: The run is not running here, or the folder is not a run folder.
     """
     try:
-        text, host = (run / LAUNCHER).read_text().split()
-        number = int(text)
+        number, host = read_launcher(run)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{run} does not say who launched it ({reason_of(error)}): give the run folder of a "
-            "run that ddiloco train, syncer or launch has started"
+            f"{run} does not name the process that launched it ({reason_of(error)}): give the run "
+            "folder of a run that ddiloco train, syncer or launch has started"
         ) from None
-    if host == socket.gethostname() and not _is_locked(run):
-        raise ConfigError(f"{run} does not run: there is nothing to stop")
-    return number, host
+    if host != socket.gethostname():
+        raise ConfigError(f"{run} was launched on {host}: run {command} there")
+    if not is_in_use(run):
+        raise ConfigError(f"{run} is not running")
+    return number
 
 
-def _is_locked(run: Path) -> bool:
+def is_running_here(run: Path) -> bool | None:
+    """Whether the processes of a run still exist; ``None``: they are not of this machine."""
     try:
-        with (run / "lock").open("a+") as file:
+        _, host = read_launcher(run)
+    except (OSError, ValueError):
+        return None
+    return is_in_use(run) if host == socket.gethostname() else None
+
+
+def read_launcher(run: Path) -> tuple[int, str]:
+    """Return the process that launched a run, and its machine, whether or not it still exists.
+
+    Raises:
+        OSError: The run folder does not name it.
+        ValueError: The same.
+    """
+    number, host = (run / LAUNCHER).read_text().split()
+    return int(number), host
+
+
+def is_in_use(run: Path) -> bool:
+    """Whether a process on this machine holds the lock of a run folder."""
+    try:
+        with (run / "lock").open("r+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
     except BlockingIOError:
         return True
     return False

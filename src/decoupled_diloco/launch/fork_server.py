@@ -14,7 +14,6 @@ Linux alone has it: on macOS what PyTorch calls does not survive a fork.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import errno
@@ -199,13 +198,13 @@ class ForkServer:
 def _lives(pid: int) -> bool:
     """Whether a process is there that is no zombie: nobody may care for what a server left."""
     try:
-        return _stat(pid)[0] != "Z"
+        return stat_of(pid)[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
 
 
-def _stat(pid: int | str) -> list[str]:
-    """Fields of proc(5) from the third, ``state``, on."""
+def stat_of(pid: int | str) -> list[str]:
+    """Return the fields of ``/proc/PID/stat`` from the third, ``state``, on (see proc(5))."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
@@ -240,7 +239,6 @@ def serve() -> list[str]:
             _say(refused=error.errno or errno.EAGAIN)
             continue
         if pid == 0:
-            atexit.register(gc.unfreeze)  # else extensions report all of it as leaked
             signal.set_wakeup_fd(-1)
             _close((woken, wakes))
             orders.detach()
@@ -325,6 +323,6 @@ def _retitle(command: list[str]) -> None:
     the place, the old one stays.
     """
     with contextlib.suppress(OSError, ValueError):
-        start, end = map(int, _stat("self")[45:47])  # arg_start, arg_end
+        start, end = map(int, stat_of("self")[45:47])  # arg_start, arg_end
         text = b"\0".join(map(os.fsencode, command))[: end - start - 1]
         ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)

@@ -15,7 +15,7 @@ from decoupled_diloco.config.addresses import everywhere, on_this_machine
 from decoupled_diloco.config.method import plan_of
 from decoupled_diloco.config.resume import RUN_FILE
 from decoupled_diloco.config.run import advertised
-from decoupled_diloco.errors import ConfigError, Error, StorageError
+from decoupled_diloco.errors import ConfigError, DilocoError, StorageError
 from decoupled_diloco.launch.command import require_commands
 from decoupled_diloco.launch.folder import TOKEN, RunFolder, read_token
 from decoupled_diloco.launch.fork_server import ForkServer
@@ -37,12 +37,11 @@ from decoupled_diloco.launch.secrets import (
     served_tls,
 )
 from decoupled_diloco.launch.supervisor import Child, Supervisor
-from decoupled_diloco.observe.following import FollowedRun
-from decoupled_diloco.observe.run_model import RunModel, read_run
-from decoupled_diloco.observe.samples import FaultInjected, Sample, WeightsSaved, WentBack
-from decoupled_diloco.observe.tape import pack_tapes
+from decoupled_diloco.run_model import FollowedRun, RunModel, read_run
 from decoupled_diloco.storage.files import write_text
 from decoupled_diloco.storage.shared_folder import write_addresses
+from decoupled_diloco.tape import pack_tapes
+from decoupled_diloco.tape.samples import FaultInjected, Sample, WeightsSaved, WentBack
 from decoupled_diloco.transport.tls import LiveTls, require_used
 
 # What needs torch is imported where it is needed: it takes seconds, and a syncer's learners wait.
@@ -116,10 +115,10 @@ class LocalRun:
             _require_work(config)
         self._with_learners = learners
         self._devices = self._divide_devices()
-        if config.run.log:
+        if config.run.trackers:
             from decoupled_diloco.monitor.sinks import require_places
 
-            require_places(config.run.log)
+            require_places(config.run.trackers)
         self._require_syncer()  # before there is a folder, or an earlier run is moved aside
         self.folder = RunFolder(
             config.run.folder,
@@ -235,7 +234,7 @@ class LocalRun:
             write_addresses(self.path, self.addresses)
         common = ["--stop-with-parent"]
         if config.syncer.principals_file is None and self._given_secret is not None:
-            common += ["--token-file", str(self._given_secret)]
+            common += ["--auth-token-file", str(self._given_secret)]
         run_file = str(self.path / RUN_FILE)
         joined = ",".join(self._told(self.addresses))
         local = tuple(map(on_this_machine, self.addresses))
@@ -244,11 +243,14 @@ class LocalRun:
             turn, shard = divmod(number, config.syncer.shards)
             arguments = ["syncer", run_file, "--shard", str(shard), "--port", str(port)]
             arguments += ["--addresses", joined, *(["--standby"] if turn else [])]
-            arguments += ["--set", "run.log=[]"]  # not shard 0 starts the logger, but this process
+            arguments += [
+                "--set",
+                "run.trackers=[]",
+            ]  # not shard 0 starts the logger, but this process
             self.supervisor.start(process_of(shard, standby=turn > 0), [*arguments, *common])
-        if config.run.log:
-            places = [part for place in config.run.log for part in ("--to", place)]
-            self.supervisor.start(LOGGER, ["log", str(self.path), *places, "--stop-with-parent"])
+        if config.run.trackers:
+            places = [part for place in config.run.trackers for part in ("--to", place)]
+            self.supervisor.start(LOGGER, ["track", str(self.path), *places, "--stop-with-parent"])
         if not self._with_learners:
             return
         for index, name in enumerate(config.learner_ids):
@@ -382,10 +384,10 @@ class LocalRun:
         """The share of the budget that is spent, 0 to 1."""
         run = self.config.run
         shares = [0.0]
-        if run.budget_steps:
-            shares.append(self.global_step / run.budget_steps)
-        if run.budget_tokens:
-            shares.append(self.followed.run.tokens / run.budget_tokens)
+        if run.max_steps:
+            shares.append(self.global_step / run.max_steps)
+        if run.max_tokens:
+            shares.append(self.followed.run.tokens / run.max_tokens)
         return min(1.0, max(shares))
 
     def _finish(self, on_poll: Callable[[], None]) -> RunOutcome:
@@ -395,7 +397,7 @@ class LocalRun:
             layout = read_layout(self.path)
             plan = plan_of(layout, self.config)
             weights = assemble(self.path, plan, self.config.syncer.shards)
-        except Error as error:
+        except DilocoError as error:
             return RunOutcome(False, f"the result cannot be put together: {error}", None)
         self._tape.sample(time.monotonic(), WeightsSaved(str(weights)))
         self._evaluate_result(on_poll)
@@ -418,7 +420,7 @@ class LocalRun:
         settings = self.config.learner
         # A program of the user's may be in a long step, and keeps itself after the flush.
         self.supervisor.stop(
-            learners, settings.leave_seconds_max if settings.command else settings.hand_in_seconds
+            learners, settings.leave_seconds_max if settings.command else settings.flush_seconds
         )
         self.supervisor.stop()
 
@@ -461,6 +463,6 @@ def _listens(host: str, port: int) -> bool:
 
 def _ports(config: RunConfig) -> list[int]:
     """One port a shard, and then one a standby: those of the settings, or free ones."""
-    first, count = config.syncer.port, config.syncer.shards * (1 + config.syncer.standbys)
+    first, count = config.syncer.port, config.syncer.shards * (1 + config.syncer.standby)
     wanted = [first + shard if first else 0 for shard in range(count)]
     return free_ports(config.syncer.host, wanted)

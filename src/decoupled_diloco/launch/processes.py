@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.storage.claims import CLAIMS, ClaimStore
+from decoupled_diloco.tape import TapeWriter
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ def evaluator_name(config: RunConfig) -> str:
 
     Where ids have secrets or certificates there is one evaluator, by the name that they are for.
     """
-    if config.syncer.principals_file is not None or config.tls.client_authority is not None:
+    if config.syncer.principals_file is not None or config.tls.client_ca_cert is not None:
         return EVALUATOR
     return f"{EVALUATOR}-{runtime().unique_id()[:8]}"
 
@@ -40,7 +40,7 @@ def evaluator_name(config: RunConfig) -> str:
 def reopen_claims(folder: Path, config: RunConfig) -> None:
     """The claims of an earlier launch, whose processes are all gone, do not say it is over."""
     syncer = config.syncer
-    if syncer.standbys:
+    if syncer.standby:
         (folder / CLAIMS).mkdir(exist_ok=True)
         for shard in range(syncer.shards):
             of_shard = folder / CLAIMS / process_of(shard, standby=False)

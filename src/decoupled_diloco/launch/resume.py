@@ -17,7 +17,7 @@ from pathlib import Path
 
 from decoupled_diloco.config import RunConfig, load_config
 from decoupled_diloco.config.resume import RUN_FILE
-from decoupled_diloco.errors import ConfigError, StorageError
+from decoupled_diloco.errors import ConfigError, DilocoError, StorageError
 from decoupled_diloco.launch.processes import process_of
 from decoupled_diloco.learner.checkpoint import (
     CheckpointFolder,
@@ -25,12 +25,11 @@ from decoupled_diloco.learner.checkpoint import (
     beside_of,
     run_checkpoint_of,
 )
-from decoupled_diloco.observe.records import FOLDER_NAME
-from decoupled_diloco.observe.tape import TapeReader
 from decoupled_diloco.protocol.coordinator_state import Phase
-from decoupled_diloco.protocol.data_leases.coordinator import LeaseBook
-from decoupled_diloco.protocol.versions import Version
+from decoupled_diloco.protocol.features.data import LeaseBook
+from decoupled_diloco.protocol.words import Version
 from decoupled_diloco.runtime import runtime
+from decoupled_diloco.storage.coordinator_states import STATES, CoordinatorStates
 from decoupled_diloco.storage.data_ledger import FILE as LEDGER
 from decoupled_diloco.storage.data_ledger import DataLedger
 from decoupled_diloco.storage.files import NOT_JSON, exists, is_folder, names_in, write_text
@@ -41,10 +40,11 @@ from decoupled_diloco.syncer.checkpoints import (
     number_in,
     read_manifest,
 )
-from decoupled_diloco.syncer.coordinator_disk import FILE, newest_state
 from decoupled_diloco.syncer.coordinator_document import document_at_checkpoint, read_state
 from decoupled_diloco.syncer.durable import DURABLE, EXACT, lacking
 from decoupled_diloco.syncer.result import RESULT
+from decoupled_diloco.tape import TapeReader
+from decoupled_diloco.tape.records import FOLDER_NAME
 
 LEARNERS = "learners"
 """The folder of the learners' own checkpoints in the run folder."""
@@ -80,9 +80,9 @@ def standing_of(folder: Path, config: RunConfig) -> RunStanding:
         ConfigError: It is of a run with other settings, or shards keep nothing.
     """
     kept = read_state(folder, config)
-    if kept is not None and not config.syncer.durable:
+    if kept is not None and not config.syncer.persist:
         raise ConfigError(
-            f"the run in {folder} kept nothing, because syncer.durable is false: begin a new one"
+            f"the run in {folder} kept nothing, because syncer.persist is false: begin a new one"
         )
     launcher = folder / "tape" / "launcher.jsonl"
     faults = 0
@@ -103,7 +103,7 @@ def require_whole(folder: Path, config: RunConfig) -> None:
         StorageError: A file is missing or truncated.
         ConfigError: The coordinator's state is of a run with other settings.
     """
-    if not config.syncer.durable:
+    if not config.syncer.persist:
         return
     published = {shard: _published(folder, shard) for shard in range(config.syncer.shards)}
     kept = read_state(folder, config)
@@ -112,7 +112,7 @@ def require_whole(folder: Path, config: RunConfig) -> None:
         return
     if config.syncer.principals_file is None and config.syncer.token_file is None:
         token = folder / "token"
-        if config.tls.client_authority is None and not exists(token):
+        if config.tls.client_ca_cert is None and not exists(token):
             raise StorageError(
                 _refusal(folder, f"{token} does not exist, and its learners present what it held")
             )
@@ -133,7 +133,7 @@ def _require_no_trace(folder: Path, has_published: bool) -> None:
     if traces or has_published:
         trace = traces[0] if traces else f"{folder}/tape"
         raise StorageError(
-            _refusal(folder, f"{folder / FILE} does not exist, though {trace} is of a started run")
+            _refusal(folder, f"{folder / STATES} has no state, though {trace} is of a started run")
         )
 
 
@@ -188,7 +188,7 @@ def require_over(folder: Path) -> None:
         StorageError: The coordinator's state cannot be read.
     """
     config = load_config(folder / RUN_FILE)
-    if not config.syncer.durable:
+    if not config.syncer.persist:
         return  # it has kept nothing to go on from
     standing = standing_of(folder, config)
     if standing.phase is not None and not standing.is_finished:
@@ -209,8 +209,8 @@ def go_back(folder: Path, config: RunConfig, which: str) -> str:
         ConfigError: ``which`` is neither.
         StorageError: There is no such checkpoint, whole; or the folder cannot be changed.
     """
-    if config.syncer.standbys:
-        raise ConfigError("--checkpoint is not built for runs with syncer.standbys: leave it out")
+    if config.syncer.standby:
+        raise ConfigError("--checkpoint is not built for runs with syncer.standby: leave it out")
     manifest, problems = _chosen(folder, which)
     write_text(folder / GOING_BACK, str(manifest.number))
     aside = _free(folder / "set-aside")
@@ -219,6 +219,8 @@ def go_back(folder: Path, config: RunConfig, which: str) -> str:
         _put_coordinator_back(folder, config, manifest)
         runtime().disk.remove(folder / GOING_BACK)
         runtime().disk.sync(folder)
+    except DilocoError:
+        raise
     except OSError as error:
         raise StorageError(
             f"{folder} cannot be put back to checkpoint {manifest.number} ({error}): free space or "
@@ -310,8 +312,9 @@ def _put_coordinator_back(folder: Path, config: RunConfig, manifest: Manifest) -
     if ledger.book.entries or state.data.entries:
         ledger.go_back(state.data)
     ledger.close()
-    for file in {newest_state(folder), folder / FILE}:
-        write_text(file, json.dumps(document))
+    states = CoordinatorStates(folder, runtime().unique_id())
+    states.read()
+    states.write(document)
 
 
 def _move(source: Path, target: Path) -> None:

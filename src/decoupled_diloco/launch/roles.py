@@ -9,7 +9,6 @@ import os
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +18,7 @@ import torch.distributed as dist
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.method import difference_of_work, read_settings
+from decoupled_diloco.data import ElasticLoader
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.export.weights import fill, find_weights
 from decoupled_diloco.launch.devices import device_of_process
@@ -26,18 +26,23 @@ from decoupled_diloco.launch.folder import Position
 from decoupled_diloco.launch.on_device import home_of, moved, placed
 from decoupled_diloco.launch.processes import EVALUATOR, evaluator_name, open_tape
 from decoupled_diloco.launch.termination import SignalledTermination, Termination, interrupt
-from decoupled_diloco.learner.leased import LeasedBatches
-from decoupled_diloco.learner.modules import device_text
-from decoupled_diloco.learner.observer import Observer
+from decoupled_diloco.learner.model import Model, device_text
+from decoupled_diloco.learner.options import (
+    Checkpointing,
+    Observability,
+    StateSharing,
+    SyncerConnection,
+    Timeouts,
+)
 from decoupled_diloco.learner.process import is_death_of_worker
-from decoupled_diloco.observe.samples import CorpusDescribed, SampleGenerated, evaluation_of
-from decoupled_diloco.observe.tape import TapeWriter
+from decoupled_diloco.participants import Learner, Observer
 from decoupled_diloco.ranks.group import ranks_of_this_job
-from decoupled_diloco.ranks.learner import Learner
 from decoupled_diloco.runtime import blocking, now
 from decoupled_diloco.storage.shared_folder import SharedFolder, recorded_end
+from decoupled_diloco.tape import TapeWriter
+from decoupled_diloco.tape.samples import CorpusDescribed, SampleGenerated, evaluation_of
 from decoupled_diloco.transport.http_client import HttpClient
-from decoupled_diloco.transport.tls import Tls
+from decoupled_diloco.transport.tls import TLSConfig
 from decoupled_diloco.workloads import Batch, Workload, workload_of
 from decoupled_diloco.workloads.base import Placed
 from decoupled_diloco.workloads.divided import (
@@ -47,7 +52,7 @@ from decoupled_diloco.workloads.divided import (
     share_of_data,
     step_separately,
 )
-from decoupled_diloco.workloads.parts import WorkloadParts
+from decoupled_diloco.workloads.parts import WorkloadPartitions
 
 logger = logging.getLogger(__name__)
 
@@ -91,16 +96,16 @@ class Seat:
     model: Callable[[Workload], torch.nn.Module] = _built
 
 
-async def _learner(*arguments: Any, **named: Any) -> Learner:
-    return Learner(*arguments, **named)
+async def _learner(model: Model, syncer: tuple[str, ...], **named: Any) -> Learner:
+    return Learner(model, syncer, **named)
 
 
-async def _observer(*arguments: Any, **named: Any) -> Observer:
-    return Observer(*arguments, **named)
+async def _observer(model: torch.nn.Module, syncer: tuple[str, ...], **named: Any) -> Observer:
+    return Observer(model, syncer, **named)
 
 
 def _seat_at(
-    shared: Path | None, folder: Path, name: str, token: str | None, tls: Tls | None
+    shared: Path | None, folder: Path, name: str, token: str | None, tls: TLSConfig | None
 ) -> Seat:
     """This machine; where the shards are is looked up in a run folder that theirs shares."""
 
@@ -113,9 +118,13 @@ def _seat_at(
             ended=lambda: recorded_end(shared or folder),
         )
 
-    return replace(
-        HERE, learner=partial(_learner, client=client), observer=partial(_observer, client=client)
-    )
+    async def learner(model: Model, syncer: tuple[str, ...], **named: Any) -> Learner:
+        return Learner(model, SyncerConnection(syncer, client), **named)
+
+    async def observer(model: torch.nn.Module, syncer: tuple[str, ...], **named: Any) -> Observer:
+        return Observer(model, SyncerConnection(syncer, client), **named)
+
+    return replace(HERE, learner=learner, observer=observer)
 
 
 async def _at_once() -> None:
@@ -144,7 +153,7 @@ def run_learner(
     folder: Path,
     token: str | None,
     shared: Path | None = None,
-    tls: Tls | None = None,
+    tls: TLSConfig | None = None,
     termination: Termination | None = None,
 ) -> None:
     """Trains one learner's part of the workload until the run ends, or until it is told to go.
@@ -198,13 +207,13 @@ async def learn(
     syncer: tuple[str, ...],
     folder: Path,
     token: str | None,
-    tls: Tls | None = None,
+    tls: TLSConfig | None = None,
 ) -> None:
     """What the process of a learner does; see `run_learner`."""
-    if index < 0 or (index >= config.run.learners and not config.data.leases):
+    if index < 0 or (index >= config.run.learners and not config.data.elastic):
         raise ConfigError(
             f"index={index} is no learner of this run: 0 to {config.run.learners - 1}, or raise "
-            "learners, or leave data.leases=true, so that there may be any number"
+            "learners, or leave data.elastic=true, so that there may be any number"
         )
     workload = seat.workload(config)
     cut = seat.cut(config, index, workload, seat.model(workload))
@@ -217,34 +226,38 @@ async def learn(
     if isinstance(workload, Placed):
         workload.take_place(index, config.run.learners)
     position = Position()
-    parts = LeasedBatches(WorkloadParts(workload, config.data.parts))
-    donated = ("optimizer",) if config.data.leases else ("optimizer", "data")
-    every_seconds = config.learner.checkpoint_every_seconds
+    loader = ElasticLoader(WorkloadPartitions(workload, config.data.partitions))
+    shared = ("optimizer",) if config.data.elastic else ("optimizer", "data")
+    every_seconds = config.learner.checkpoint_interval_seconds
     async with await seat.learner(
         model,
         syncer,
-        token=token,
+        name=name,
+        auth_token=token,
         tls=tls,
-        learner_id=name,
         optimizer=optimizer,
-        stateful={"data": parts if config.data.leases else position},
-        checkpoint=folder / "learners" if every_seconds else None,
-        checkpoint_every_seconds=every_seconds,
-        hand_in_seconds=config.learner.hand_in_seconds,
-        donate=donated if ranks == 1 else (),
-        listen=config.learner.listen or None,
-        metrics=config.learner.metrics_of(index),
-        give_up_seconds=config.learner.give_up_seconds,
-        carriers=config.learner.carriers if ranks > 1 else 1,
-        tape=folder / "tape" / f"{name}.jsonl",
+        checkpoint=Checkpointing(
+            folder / "learners" if every_seconds else None,
+            every_seconds,
+            {"data": loader if config.data.elastic else position},
+        ),
+        timeouts=Timeouts(
+            disconnect=config.learner.disconnect_seconds, flush=config.learner.flush_seconds
+        ),
+        state_sharing=StateSharing(shared if ranks == 1 else ()),
+        observability=Observability(
+            metrics_address=config.learner.metrics_of(index),
+            event_tape=folder / "tape" / f"{name}.jsonl",
+        ),
+        sync_ranks=config.learner.sync_ranks if ranks > 1 else 1,
     ) as learner:
-        _require_same_work(read_settings(learner.settings), config)
-        if learner.epoch == 1:
-            position.batches = 0  # only a learner that has lost its position takes a donor's
-        termination.at_boundary(learner.stop_waiting)
+        _require_same_work(read_settings(learner.run_config), config)
+        if learner.incarnation == 1:
+            position.batches = 0  # only a learner that has lost its position takes another's
+        termination.at_boundary(learner.request_stop)
         next_batch: Callable[[], Awaitable[Batch]]
-        if config.data.leases:
-            next_batch = parts.of(learner).__anext__
+        if config.data.elastic:
+            next_batch = loader.bind(learner).__anext__
         else:
             next_batch = in_turn(fixed_batches(config, workload, index, position, cut.share))
         training = Training(
@@ -297,7 +310,8 @@ class Training:
     precision: Literal["fp32", "bf16"] = "fp32"
 
     def __post_init__(self) -> None:
-        step_separately(self.optimizer)
+        if self.ranks > 1:
+            step_separately(self.optimizer)
         self._home = home_of(self.model)
         kind = next(self.model.parameters()).device.type
         self._arithmetic = torch.autocast(
@@ -309,13 +323,13 @@ class Training:
     ) -> None:
         """Trains until the run ends; when told to go, until the next boundary.
 
-        Several ranks have to stop at the same one: `Learner.take_step` tells all of them when.
+        Several ranks have to stop at the same one: `Learner._take_step` tells all of them when.
         """
         try:
             await self._run(next_batch, termination)
         except (RuntimeError, OSError, EOFError) as error:
             # A signal to the process group also ends the workers of a DataLoader, which raises.
-            if not (is_death_of_worker(error) and await self.learner.ends_in_order(error)):
+            if not (is_death_of_worker(error) and await self.learner._ends_in_order(error)):
                 raise
 
     async def _run(
@@ -327,7 +341,7 @@ class Training:
             await self.pace()
             tokens = self.workload.tokens(batch)  # on the CPU: counting makes no GPU wait
             loss = self._train_on(batch)
-            goes_on = await self.learner.take_step(tokens, loss)
+            goes_on = await self.learner._take_step(loss, tokens)
 
     def _train_on(self, batch: Batch) -> torch.Tensor:
         factor = self.workload.schedule(self.learner.global_step)
@@ -350,7 +364,7 @@ def run_evaluator(
     folder: Path,
     token: str | None,
     shared: Path | None = None,
-    tls: Tls | None = None,
+    tls: TLSConfig | None = None,
 ) -> None:
     """Scores the published weights on held-out data until the run is over; see `run_learner`."""
     torch.set_num_threads(1)
@@ -367,7 +381,7 @@ async def evaluate(
     syncer: tuple[str, ...],
     folder: Path,
     token: str | None,
-    tls: Tls | None = None,
+    tls: TLSConfig | None = None,
 ) -> None:
     """What the process of an evaluator does; see `run_evaluator`."""
     workload = seat.workload(config)
@@ -377,18 +391,18 @@ async def evaluate(
             model,
             syncer,
             name=evaluator_name(config),
-            token=token,
+            auth_token=token,
             tls=tls,
-            give_up_seconds=EVALUATOR_GIVES_UP_SECONDS,
+            timeouts=Timeouts(disconnect=EVALUATOR_GIVES_UP_SECONDS),
         ) as observer:
             tape.sample(now(), CorpusDescribed(json.dumps(workload.describe())))
-            complete = False
-            while not complete:
-                complete = observer.complete
-                observer.update()
+            done = False
+            while not done:
+                done = observer.done
+                observer.pull()
                 _evaluate(workload, model, observer.global_step, tape)
-                if not complete:
-                    await observer.stay(config.run.evaluate_every_seconds)
+                if not done:
+                    await observer._stay(config.run.evaluate_interval_seconds)
             _sample_text(workload, model, tape)
 
 

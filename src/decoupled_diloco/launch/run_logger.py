@@ -1,4 +1,4 @@
-"""`[run] log` of a run whose shards no launcher starts: `ddiloco log` beside shard 0's process.
+"""Start `ddiloco track` beside shard 0 for `[run] trackers`, if no launcher starts the shards.
 
 A launcher of all shards starts it itself. Elsewhere, as on Kubernetes, shard 0 does: there is one
 wherever a run is placed, and it knows where the others are. They stay until it has read them to
@@ -19,7 +19,7 @@ from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.placement import COMMAND
 from decoupled_diloco.launch.processes import LOGGER
 from decoupled_diloco.transport.reach import listens
-from decoupled_diloco.transport.tls import Tls
+from decoupled_diloco.transport.tls import TLSConfig
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ async def until_logged(shard_0: str) -> None:
 
 
 class RunLogger:
-    """Starts `ddiloco log`, and again when it fails.
+    """Starts `ddiloco track`, and again when it fails.
 
     Args:
         places: See `monitor.sinks`.
@@ -63,14 +63,14 @@ class RunLogger:
         addresses: Sequence[str],
         folder: Path,
         token: str | None,
-        tls: Tls | None,
+        tls: TLSConfig | None,
     ) -> None:
-        self._arguments = ["log", ",".join(map(on_this_machine, addresses)), "--stop-with-parent"]
+        self._arguments = ["track", ",".join(map(on_this_machine, addresses)), "--stop-with-parent"]
         self._arguments += [part for place in places for part in ("--to", place)]
-        self._arguments += ["--folder", str(folder.absolute())]
+        self._arguments += ["--out", str(folder.absolute())]
         if tls is not None:
-            files = (tls.authority, tls.certificate, tls.key)
-            for option, file in zip(("--authority", "--certificate", "--key"), files, strict=True):
+            files = (tls.ca_cert, tls.cert, tls.key)
+            for option, file in zip(("--ca-cert", "--cert", "--key"), files, strict=True):
                 self._arguments += [] if file is None else [option, str(file)]
         self._token = token
         self._running: asyncio.Task[None] | None = None
@@ -130,6 +130,6 @@ def _readable(secret: str | None) -> Iterator[tuple[list[str], tuple[int, ...]]]
     try:
         os.write(writing, secret.encode())
         os.close(writing)
-        yield ["--token-file", f"/dev/fd/{reading}"], (reading,)
+        yield ["--auth-token-file", f"/dev/fd/{reading}"], (reading,)
     finally:
         os.close(reading)

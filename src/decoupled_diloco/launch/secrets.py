@@ -11,13 +11,13 @@ from decoupled_diloco.config import RunConfig, load_config
 from decoupled_diloco.config.resume import RUN_FILE
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.folder import TOKEN, read_token
-from decoupled_diloco.transport.tls import ServerTls, Tls
+from decoupled_diloco.transport.tls import ServerTLSConfig, TLSConfig
 from decoupled_diloco.transport.tokens import Tokens
 
 
 def accepted_tokens(config: RunConfig, token: str | None) -> Tokens:
     """What a shard accepts: the secret of each id if the settings name them, or the run's one."""
-    path, certificates = config.syncer.principals_file, config.tls.client_authority is not None
+    path, certificates = config.syncer.principals_file, config.tls.client_ca_cert is not None
     if path is None:
         return Tokens(token, certificates=certificates)
     return Tokens(principals=read_principals(path), certificates=certificates)
@@ -25,18 +25,18 @@ def accepted_tokens(config: RunConfig, token: str | None) -> Tokens:
 
 def needs_token(config: RunConfig) -> bool:
     """Whether a run without a token of the user's needs one that is made up."""
-    return config.tls.client_authority is None
+    return config.tls.client_ca_cert is None
 
 
-def served_tls(config: RunConfig) -> ServerTls | None:
+def served_tls(config: RunConfig) -> ServerTLSConfig | None:
     """What the shards show and accept; `None`: plain HTTP."""
     tls = config.tls
-    if tls.certificate is None or tls.key is None:
+    if tls.cert is None or tls.key is None:
         return None
-    return ServerTls(tls.certificate, tls.key, tls.client_authority)
+    return ServerTLSConfig(tls.cert, tls.key, tls.client_ca_cert)
 
 
-def own_tls(config: RunConfig, name: str, given: Tls | None = None) -> Tls | None:
+def own_tls(config: RunConfig, name: str, given: TLSConfig | None = None) -> TLSConfig | None:
     """What the process of this id trusts and shows; files given by hand go before the settings.
 
     A shard shows the certificate that it has as a server.
@@ -45,22 +45,22 @@ def own_tls(config: RunConfig, name: str, given: Tls | None = None) -> Tls | Non
         ConfigError: the folder of certificates has none for this id.
     """
     tls = config.tls
-    authority: str | Path | None = tls.authority
+    authority: str | Path | None = tls.ca_cert
     certificate: str | Path | None = None
     key: str | Path | None = None
     if name.startswith("shard-"):
-        certificate, key = (tls.certificate, tls.key) if tls.client_authority else (None, None)
-    elif tls.clients is not None and (given is None or given.certificate is None):
+        certificate, key = (tls.cert, tls.key) if tls.client_ca_cert else (None, None)
+    elif tls.clients is not None and (given is None or given.cert is None):
         certificate, key = tls.clients / f"{name}.pem", tls.clients / f"{name}.key"
         if not Path(certificate).exists():
             raise ConfigError(
                 f"clients={str(tls.clients)!r} in [tls] has no {name}.pem: make it with ddiloco "
-                f"certificates add FOLDER {name}, or give --certificate and --key"
+                f"certs add FOLDER {name}, or give --cert and --key"
             )
     if given is not None:
-        authority = given.authority or authority
-        certificate, key = given.certificate or certificate, given.key or key
-    return Tls(authority, certificate, key) if authority or certificate else None
+        authority = given.ca_cert or authority
+        certificate, key = given.cert or certificate, given.key or key
+    return TLSConfig(authority, certificate, key) if authority or certificate else None
 
 
 def own_token(config: RunConfig, name: str, token_file: Path | None = None) -> str | None:
@@ -108,8 +108,8 @@ def token_of_a_reader(config: RunConfig, token: str | None) -> str | None:
 
 
 def secrets_in(
-    folder: Path, token_file: Path | None, given: Tls | None
-) -> tuple[str | None, Tls | None]:
+    folder: Path, token_file: Path | None, given: TLSConfig | None
+) -> tuple[str | None, TLSConfig | None]:
     """What a command on the syncer's machine shows, and trusts, by the settings in a run folder.
 
     With certificates it is that of the shards.

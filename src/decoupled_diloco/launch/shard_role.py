@@ -24,15 +24,9 @@ from decoupled_diloco.launch.secrets import (
     token_of_a_reader,
 )
 from decoupled_diloco.monitor.measures import INSTALL, METRICS_PATH
-from decoupled_diloco.observe.open_files import SPARE, open_files_allowed
-from decoupled_diloco.observe.samples import TookOver
-from decoupled_diloco.observe.sources import TAPE_PATH
-from decoupled_diloco.observe.tape import TapeWriter
-from decoupled_diloco.observe.versions import versions
-from decoupled_diloco.page.access import Access
-from decoupled_diloco.page.feed import Feed
-from decoupled_diloco.page.site import Site
 from decoupled_diloco.runtime import now, runtime
+from decoupled_diloco.show.page.feed import Feed
+from decoupled_diloco.show.page.site import Access, Site
 from decoupled_diloco.storage.claims import CLAIMS, ClaimStore
 from decoupled_diloco.storage.shared_folder import shards_that_move
 from decoupled_diloco.syncer import checkpoint_requests
@@ -40,12 +34,17 @@ from decoupled_diloco.syncer.checkpoint_requests import CHECKPOINT_PATH
 from decoupled_diloco.syncer.shard import Shard
 from decoupled_diloco.syncer.shard_lease import NO_STANDBY, NoStandby, ShardLease
 from decoupled_diloco.syncer.tapes import TapeDocuments
+from decoupled_diloco.tape import TapeWriter
+from decoupled_diloco.tape.reader import SPARE, open_files_allowed
+from decoupled_diloco.tape.records import versions
+from decoupled_diloco.tape.samples import TookOver
+from decoupled_diloco.tape.sources import TAPE_PATH
 from decoupled_diloco.transport.base import Client, OnChannel, Server
 from decoupled_diloco.transport.documents import Document, NoSuchDocumentError
 from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.http_server import HttpServer
 from decoupled_diloco.transport.limits import Limits
-from decoupled_diloco.transport.tls import LiveTls, Tls
+from decoupled_diloco.transport.tls import LiveTls, TLSConfig
 from decoupled_diloco.transport.tokens import Tokens, is_loopback
 from decoupled_diloco.units import MIB
 
@@ -112,7 +111,7 @@ def run_shard(
             website=website_of(role, tokens, asking, own),
         )
 
-    wanted = shard == 0 and bool(config.run.log)
+    wanted = shard == 0 and bool(config.run.trackers)
     role = ShardRole(
         config,
         shard,
@@ -123,7 +122,7 @@ def run_shard(
         server=server,
         client=lambda: HttpClient(token=token, tls=own, locator=shards_that_move(folder)),
         open_tape=open_tape,
-        logger=RunLogger(config.run.log, addresses, folder, asking, own) if wanted else None,
+        logger=RunLogger(config.run.trackers, addresses, folder, asking, own) if wanted else None,
     )
     survivors = Survivors()
     survivors.begin()
@@ -176,7 +175,7 @@ class ShardRole:
     async def run(self) -> bool:
         """Serves; returns whether the run is over."""
         try:
-            return await (self._take_turn() if self.config.syncer.standbys else self._serve())
+            return await (self._take_turn() if self.config.syncer.standby else self._serve())
         finally:
             for tape in self._tapes:
                 tape.close()
@@ -228,7 +227,7 @@ class ShardRole:
             coordinator_tape=partial(self._begin_tape, "coordinator") if self.shard == 0 else None,
             shard_lease=shard_lease,
             linger=self.linger,
-            last=self._until_logged if self.config.run.log else None,
+            last=self._until_logged if self.config.run.trackers else None,
         )
         _when_told_to_end(process.stop)
         if self.logger is None:
@@ -279,12 +278,12 @@ def warn_if_readable(config: RunConfig, token: str | None) -> None:
     if has_token and not encrypted and not is_loopback(syncer.host):
         logger.warning(
             "host=%r serves plain HTTP: whoever is on the way can read tokens and what is trained: "
-            "set [tls] (ddiloco certificates), or use a VPN or a tunnel",
+            "set [tls] (ddiloco certs), or use a VPN or a tunnel",
             syncer.host,
         )
 
 
-def website_of(role: ShardRole, tokens: Tokens, token: str | None, own: Tls | None) -> Site:
+def website_of(role: ShardRole, tokens: Tokens, token: str | None, own: TLSConfig | None) -> Site:
     """The page of the run; its process reads the other shards' tapes with ``token``."""
     syncer = role.config.syncer
     told = {

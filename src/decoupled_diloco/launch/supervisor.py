@@ -7,16 +7,16 @@ import signal
 import time
 from dataclasses import dataclass, field
 
-from decoupled_diloco.errors import FINAL_EXIT_CODES, StorageError
+from decoupled_diloco.errors import FINAL_EXIT_CODES
 from decoupled_diloco.launch.placement import PlacedProcess, Placement
-from decoupled_diloco.observe.samples import (
+from decoupled_diloco.runtime import now
+from decoupled_diloco.tape import TapeWriter
+from decoupled_diloco.tape.samples import (
     EndRequested,
     ProcessEnded,
     ProcessStarted,
     RestartScheduled,
 )
-from decoupled_diloco.observe.tape import TapeWriter
-from decoupled_diloco.runtime import now
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class Supervisor:
         child.restart_at, child.started_at, child.problem = None, now(), ""
         try:
             child.process = self.placement.start(child.name, child.arguments)
-        except (OSError, StorageError) as error:
+        except OSError as error:
             # A limit on processes, memory or descriptors, or a full disk: it may pass.
             child.code, child.problem = NOT_STARTED, f"it cannot be started: {error}"
             logger.warning("%s cannot be started: %s", child.name, error)

@@ -12,25 +12,26 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from decoupled_diloco.launch import local, roles, supervisor
-from decoupled_diloco.learner import background, joining, learner, taking_part, trouble
-from decoupled_diloco.observe import writer
-from decoupled_diloco.observe.run_model import RunModel
+from decoupled_diloco.learner import background, connections, ending
+from decoupled_diloco.learner.options import Timeouts
 from decoupled_diloco.protocol import (
-    grace,
-    learner_fragments,
-    membership,
+    clock,
+    copies,
+    fill,
+    members,
     recovery,
+    rounds,
     shard_lease,
     syncer,
-    syncer_fill,
-    syncer_members,
-    syncer_rounds,
+    syncer_state,
 )
-from decoupled_diloco.protocol.data_leases import coordinator as leases
-from decoupled_diloco.protocol.effects import RoundOpened
+from decoupled_diloco.protocol.features import data as leases
+from decoupled_diloco.protocol.features import transfer
 from decoupled_diloco.protocol.options import Options
-from decoupled_diloco.protocol.transfer import learner as transfer
+from decoupled_diloco.protocol.words import RoundOpened
+from decoupled_diloco.run_model import RunModel
 from decoupled_diloco.syncer import coordinator, flushing
+from decoupled_diloco.tape import writer
 from decoupled_diloco.transport import backoff, bodies, http_client, http_server
 from decoupled_diloco.transport.limits import Limits
 from decoupled_diloco.units import format_duration
@@ -39,34 +40,34 @@ TABLE = """
 who is live
 ping | each end of a control connection | {limits.ping_seconds}
 connection lost | silent, although pinged | {limits.lost_seconds}
-learner's lease | any byte renews it | {membership.LEASE_SECONDS}\
+learner's lease | any byte renews it | {syncer_state.LEASE_SECONDS}\
  | silent for longer, a learner has to join again
-reconnect | what a broken connection leaves of it | {membership.RECONNECT_SECONDS}\
+reconnect | what a broken connection leaves of it | {syncer_state.RECONNECT_SECONDS}\
  | a broken connection may come back within it
-lateness correction | of leases, if a tick is over {syncer_members.LATENESS_SECONDS_MIN} late\
- | lateness + {membership.RECONNECT_SECONDS}
+lateness correction | of leases, if a tick is over {members.LATENESS_SECONDS_MIN} late\
+ | lateness + {syncer_state.RECONNECT_SECONDS}
 redial | doubling, with full jitter | {backoff.FLOOR_SECONDS} to {backoff.BRISK_CAP_SECONDS};\
  after {backoff.BRISK_SECONDS} to {backoff.CAP_SECONDS}
-learner gives up | learner.give_up_seconds, without any shard | {give_up}
-first join | of a learner that finds no syncer | {joining.JOIN_TIMEOUT_SECONDS}
+learner gives up | learner.disconnect_seconds, without any shard | {give_up}
+first join | of a learner that finds no syncer | {join}
 coordinator first | before a shard that was lost together with it is dialled\
- | {joining.CONFIRM_SECONDS}
+ | {connections.CONFIRM_SECONDS}
 id in use | a second process: the first is alive if heard, gone after its lease; looked at every\
  | {coordinator.LISTEN_SECONDS}
-trouble is told | by a learner, while it lasts, every | {trouble.AGAIN_SECONDS}
+trouble is told | by a learner, while it lasts, every | {connections.AGAIN_SECONDS}
 a round
 grace window | {grace_rule} | {grace_window} | {grace_words}
-ξ_step, ξ_quorum, … | averages, {grace.SMOOTHING:g} the newest; sync: merge, broadcast | {averages}
+ξ_step, ξ_quorum, … | averages, {clock.SMOOTHING:g} the newest; sync: merge, broadcast | {averages}
 delivery window | {overlap} ξ_step | {delivery_window} | a round merges; what is late joins the next
 after a failed merge | × 2 each time\
- | {syncer_rounds.MERGE_PAUSE_SECONDS[0]} to {syncer_rounds.MERGE_PAUSE_SECONDS[1]}
+ | {rounds.MERGE_PAUSE_SECONDS[0]} to {rounds.MERGE_PAUSE_SECONDS[1]}
 loop that stands still\
- | or {membership.STANDS_STEPS:g} ξ_step, {membership.STANDS_OWN_STEPS:g} of its own\
- | {membership.STANDS_SECONDS}
+ | or {syncer_state.STANDS_STEPS:g} ξ_step, {syncer_state.STANDS_OWN_STEPS:g} of its own\
+ | {syncer_state.STANDS_SECONDS}
 closing round | a learner that has not begun to answer by then is left out\
- | {syncer_rounds.CLOSING_SECONDS}, {syncer_rounds.SWEEP_TRIES_MAX} tries
+ | {rounds.CLOSING_SECONDS}, {rounds.SWEEP_TRIES_MAX} tries
 closing round, copy | a learner may fetch the version that it answers from\
- | {syncer_rounds.COPY_SECONDS}
+ | {rounds.COPY_SECONDS}
 transfers
 given up | no byte for max({limits.stall_seconds}, {http_client.STALL_RTTS} round trips)\
  | {limits.stall_seconds} or more
@@ -74,16 +75,16 @@ one more copy | after {limits.copies_per_principal} of one version by one id | {
 server's patience | × of that for a sender; a reader gets 3 ×\
  | {bodies.SERVER_PATIENCE:g} × {limits.stall_seconds}
 resumed | attempts in a row without progress | {limits.retries}
-copy not had | a learner asks again after | {learner_fragments.RETRY_SECONDS}
+copy not had | a learner asks again after | {copies.RETRY_SECONDS}
 begin, end
-restoring shard | waits {syncer_fill.SETTLE_SECONDS} for more holders; initial weights if none by\
- | {syncer_fill.FROM_THE_START_SECONDS}
+restoring shard | waits {fill.SETTLE_SECONDS} for more holders; initial weights if none by\
+ | {fill.FROM_THE_START_SECONDS}
 finished shard stays | for learners and observers to take the last copies | {syncer.LINGER_SECONDS}
 coordinator stays | for the other shards to hear of the end | {coordinator.FAREWELL_SECONDS}
 leases of data | a learner that is gone for so long loses its parts to others\
- | {data_leases.GRACE_SECONDS}
+ | {data.GRACE_SECONDS}
 learner's farewell | waits for the closing sweep while no shard is there\
- | {taking_part.FAREWELL_SECONDS}
+ | {ending.FAREWELL_SECONDS}
 state on a full disk | the coordinator, and a shard before the run begins, try again after\
  | {coordinator.RETRY_SECONDS}
 a learner comes and goes
@@ -93,7 +94,7 @@ donor's copy | is waited for, and a little longer by the learner that asks\
  | {transfer.OFFER_SECONDS}
 donor's next chunk | or another donor, {transfer.DONORS_MAX} in all, then a fresh optimizer\
  | {transfer.STALL_SECONDS}
-last checkpoint | is waited for when a learner goes | {learner.CHECKPOINT_SECONDS}
+last checkpoint | is waited for when a learner goes | {ending.CHECKPOINT_SECONDS}
 standbys
 claim renewed | {shard_lease.RENEWALS} times in syncer.lease_seconds | {renewed}
 shard steps down | not renewed for a lease less {margin}, for clocks that differ\
@@ -115,30 +116,36 @@ tape to the disk | bytes moved are noted every {background.STATS_SECONDS} by lea
 """Groups; in each, lines of ``name | rule | value``, and a fourth part for the start of a run."""
 
 MODULES = (
-    *(background, backoff, bodies, coordinator, transfer, grace, http_client, http_server, joining),
     *(
-        learner,
-        learner_fragments,
+        background,
+        backoff,
+        bodies,
+        coordinator,
+        transfer,
+        connections,
+        clock,
+        http_client,
+        http_server,
+    ),
+    *(
+        ending,
+        copies,
         shard_lease,
         leases,
         local,
-        membership,
+        syncer_state,
         recovery,
         roles,
         flushing,
-        taking_part,
     ),
-    *(supervisor, syncer, syncer_fill, syncer_members, syncer_rounds, trouble, writer),
+    *(supervisor, syncer, fill, members, rounds, writer),
 )
 """Where the constants of the table are in force; the table calls them as `name_of` does."""
 
-_BESIDE = "decoupled_diloco.protocol."
-
 
 def name_of(module: ModuleType) -> str:
-    """The last part of a module's name; of one in a package of the protocol, the package's."""
-    inner = module.__name__.removeprefix(_BESIDE)
-    return inner.partition(".")[0] if inner != module.__name__ else inner.rpartition(".")[2]
+    """The last part of a module's name."""
+    return module.__name__.rpartition(".")[2]
 
 
 class Interval(NamedTuple):
@@ -168,6 +175,7 @@ def intervals(
     """
     named: dict[str, Any] = {name_of(module): module for module in MODULES}
     named["limits"] = Limits()
+    named["join"] = format_duration(Timeouts().join or 0.0)
     named["give_up"] = "never" if give_up_seconds is None else format_duration(give_up_seconds)
     named |= _of_run(options, _newest_opening(run)) | _of_standbys(lease_seconds)
     rows, group, words = [], "", _Durations()

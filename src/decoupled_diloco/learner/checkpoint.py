@@ -29,8 +29,7 @@ from torch import Tensor
 
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.learner.store import Values
-from decoupled_diloco.protocol.events import KeptFragment
-from decoupled_diloco.protocol.versions import Version
+from decoupled_diloco.protocol.words import KeptFragment, Version
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.storage.files import NOT_JSON, is_folder, names_in
 from decoupled_diloco.storage.ranges import PUBLISHED, RESIDUAL, kept_range, summed

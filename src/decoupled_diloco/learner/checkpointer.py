@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from decoupled_diloco.errors import ConfigError, Error, StorageError
+from decoupled_diloco.errors import ConfigError, DilocoError, StorageError
 from decoupled_diloco.learner.checkpoint import (
     OPTIMIZER,
     CheckpointFolder,
@@ -27,13 +27,12 @@ from decoupled_diloco.learner.checkpoint import (
 from decoupled_diloco.learner.optimizers import InnerOptimizers, Optimizers
 from decoupled_diloco.learner.store import Values
 from decoupled_diloco.merge import values_digest
-from decoupled_diloco.observe.samples import CheckpointWritten, Sample
-from decoupled_diloco.protocol.effects import Recovered
-from decoupled_diloco.protocol.events import KeptFragment
+from decoupled_diloco.protocol.words import KeptFragment, Recovered
 from decoupled_diloco.runtime import now, runtime
 from decoupled_diloco.storage.files import names_in, size_of
 from decoupled_diloco.storage.states import HostMemory, host_memory, on_host, pack
 from decoupled_diloco.storage.weights import seal_of
+from decoupled_diloco.tape.samples import CheckpointWritten, Sample
 
 logger = logging.getLogger(__name__)
 
@@ -206,6 +205,8 @@ class Checkpointer:
             self._model.load_state_dict(dict(checkpoint.model), strict=whole)
             for name, thing in self._stateful.items():
                 thing.load_state_dict(checkpoint.state[name])
+        except DilocoError:
+            raise
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"the checkpoint in {self._place} does not fit this learner ({error}): build the "
@@ -226,10 +227,12 @@ class Checkpointer:
         for name in sorted(state.keys() & self._stateful.keys()):
             try:
                 self._stateful[name].load_state_dict(state[name])
+            except DilocoError:
+                raise
             except (RuntimeError, ValueError, KeyError, TypeError) as error:
                 raise ConfigError(
                     f"the {name} of {donor} does not fit this learner's ({error}): build the same "
-                    "in every learner, or leave it out of donate="
+                    "in every learner, or leave it out of StateSharing(objects=…)"
                 ) from error
 
     @property
@@ -305,7 +308,7 @@ class Checkpointer:
             nbytes, seal = size_of(path), seal_of(path)
             if checkpoint.beside is not None:
                 nbytes += sum(map(size_of, names_in(checkpoint.beside)))
-        except (Error, OSError) as error:
+        except (DilocoError, OSError) as error:
             problem = str(error)
             logger.error("%s: no checkpoint of %s this time", error, self.learner)
         seconds = now() - started
@@ -348,23 +351,24 @@ def held_fragment(
     return HeldFragment(*numbers, published, residual)
 
 
-def all_stateful(
-    optimizer: Optimizers | None, stateful: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    """The inner optimizers and the user's objects, by name.
+def all_stateful(optimizer: Optimizers | None, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the inner optimizers and the program's objects with a state, by name.
 
     Raises:
-        ConfigError: The optimizer has no state, stateful has no names, or one is the optimizer's.
+        ConfigError: The optimizer has no state, the objects have no names, or one has the name of
+            the optimizer.
     """
     optimizers = None if optimizer is None else InnerOptimizers(optimizer)
-    if not isinstance(stateful or {}, Mapping):
+    if not isinstance(state, Mapping):
         raise ConfigError(
-            f"stateful is a {type(stateful).__name__} without names: give a dict, as in "
-            'stateful={"loader": loader}'
+            f"Checkpointing(state=…) is a {type(state).__name__} without names: pass a dict, as in "
+            'state={"loader": loader}'
         )
-    objects = dict(stateful or {})
+    objects = dict(state)
     if OPTIMIZER in objects:
-        raise ConfigError(f"stateful has {OPTIMIZER!r}: give the inner optimizer as optimizer=")
+        raise ConfigError(
+            f"Checkpointing(state=…) has {OPTIMIZER!r}: pass the inner optimizer as optimizer="
+        )
     return objects if optimizers is None else {OPTIMIZER: optimizers, **objects}
 
 

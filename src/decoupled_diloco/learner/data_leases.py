@@ -1,21 +1,33 @@
-"""Where a training loop gets its leases: between `leased.LeasedBatches` and the state machine."""
+"""The partitions of the data that a learner holds: between `ElasticLoader` and the machine."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, Protocol
 
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.learner.background import Background
-from decoupled_diloco.protocol.data_leases.events import DataClosed, DataOpened, PartWanted
-from decoupled_diloco.protocol.data_leases.messages import Lease
-from decoupled_diloco.protocol.data_leases.state import DataView
+from decoupled_diloco.protocol.learner_state import DataView
+from decoupled_diloco.protocol.words import DataClosed, DataOpened, Lease, PartWanted
+
+
+class Leaseholder(Protocol):
+    """A `Learner`, as an `ElasticLoader` needs it."""
+
+    @property
+    def run_config(self) -> dict[str, Any]:
+        """The run's settings that all learners share."""
+
+    @property
+    def _leases(self) -> DataLeases:
+        """Where the loader gets its partitions."""
 
 
 class DataLeases:
-    """One learner's leases, as its training loop sees them; idle until `open`.
+    """One learner's leases of partitions, as its training loop sees them; idle until `open`.
 
     Attributes:
-        taken: Batches taken since it was asked last; for `Learner.step`.
+        taken: Returns the batches taken since its last call; for `Learner.step`.
     """
 
     def __init__(self, background: Background) -> None:
@@ -27,34 +39,39 @@ class DataLeases:
         shared = self._background.shared
         return None if shared is None else shared.machine.state.data
 
-    def open(self, parts: int, ahead: int, taken: Callable[[], int]) -> None:
-        """The loop takes its batches from leased parts; ``taken`` counts those since it was asked.
+    def open(self, partitions: int, prefetch: int, taken: Callable[[], int]) -> None:
+        """Start to take batches from leased partitions.
+
+        Args:
+            partitions: Number of partitions of the data.
+            prefetch: Leases to hold beyond the current one.
+            taken: Returns the batches taken since its last call.
 
         Raises:
-            ConfigError: it does already.
+            ConfigError: The learner has started already.
         """
         if self._view is not None:
             name = self._background.identity.name
-            raise ConfigError(f"{name} has leased data already: one loop has one source")
+            raise ConfigError(f"learner {name!r} has an ElasticLoader already: use one per learner")
         self.taken = taken
-        self._background.tell(DataOpened(parts, ahead))
+        self._background.tell(DataOpened(partitions, prefetch))
 
     @property
-    def part_is_over(self) -> bool:
-        """Whether the loop should ask for a part before its next batch."""
+    def partition_is_over(self) -> bool:
+        """Whether the loop should request a partition before its next batch."""
         view = self._view
         return view is not None and view.leave
 
-    async def next_part(self, ended: int | None, taken: int) -> tuple[Lease, int]:
-        """The lease to train now, and from which batch; waits only if there has been none yet.
+    async def next_partition(self, ended: int | None, taken: int) -> tuple[Lease, int]:
+        """Return the lease to train now, and its first batch; wait only if there is none yet.
 
         Args:
-            ended: How many batches the part before has, if it has ended.
+            ended: Number of batches of the partition before, if it has ended.
             taken: Batches of it since the last step.
 
         Raises:
-            ConfigError: the data are not the run's.
-            TransportError: ``give_up_seconds`` have passed without any shard.
+            ConfigError: The data do not fit the run's.
+            TransportError: ``Timeouts.disconnect`` has passed without any reachable shard.
         """
         background = self._background
         with background.changed:
@@ -73,6 +90,6 @@ class DataLeases:
                     background.tell(PartWanted(None))
 
     def close(self) -> None:
-        """The loop has ended: what is not durable goes to others."""
+        """End the loop's use of the data: what is not durable goes to other learners."""
         if self._view is not None:
             self._background.tell(DataClosed())

@@ -1,11 +1,10 @@
 """The tensors of one learner: published copies, staged copies, snapshots.
 
-Pure arithmetic on the orders of `LearnerMachine`: used by the real learner and by the virtual world
-alike. The trainer calls `snapshot` and `apply` at step boundaries; the background calls the rest.
-No tensor that is kept here is ever written to again: whoever holds a reference may read it while a
-newer one takes its place.
+Pure arithmetic on the orders of `LearnerMachine`. The training thread calls `snapshot` and `apply`
+at step boundaries; the background calls the rest. No tensor that is kept here is ever written to
+again: whatever holds a reference may read it while a newer one takes its place.
 
-Host memory: 4 bytes a parameter for the published copies, with error feedback 4 more for the
+Host memory: 4 bytes per parameter for the published copies, with error feedback 4 more for the
 residuals, and a few fragments in flight.
 
 *Error feedback* (rule 19). What a codec leaves out of a contribution, its *residual*, goes with the
@@ -21,7 +20,7 @@ Shapes: N elements of a fragment; B bytes of a body.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from torch import Tensor
 
@@ -30,8 +29,8 @@ from decoupled_diloco.learner.store import Copied, HostCopy, ParameterStore, Rou
 from decoupled_diloco.merge import Body, body_digest, contribution, receive, values_digest
 from decoupled_diloco.merge.packing import packed, unpacked
 from decoupled_diloco.merge.plan import MergePlan
-from decoupled_diloco.protocol.effects import Apply, ForgetResidual, Settle, Snapshot
-from decoupled_diloco.protocol.versions import Asking
+from decoupled_diloco.protocol.words import Asking, ForgetResidual, SendBody, SendCopy, Settle
+from decoupled_diloco.shell.driver import at_decision
 
 Mode = Literal["overwrite", "carry", "rebase", "blend"]
 
@@ -96,17 +95,21 @@ class LearnerTensors:
         self.under_way: dict[tuple[int, Asking], UnderWay] = {}
         self._sent: list[HostCopy | None] = [None] * count
 
-    def carry_out(self, order: Apply | Snapshot | Settle | ForgetResidual) -> None:
-        """Does what the machine orders; what is sent in between is captured in between."""
-        match order:
-            case Apply(fragment, _, mode):
-                self.apply(fragment, mode)
-            case Snapshot(fragment):
-                self.snapshot(fragment)
-            case Settle(fragment, ask, gone):
-                self.settle(fragment, ask, gone=gone)
-            case ForgetResidual(fragment):
-                self.residuals[fragment] = ()
+    @at_decision(SendBody)
+    def _capture(self, order: SendBody) -> Capture:
+        return self.capture(order.fragment, order.ask)
+
+    @at_decision(SendCopy)
+    def _copy(self, order: SendCopy) -> HostCopy:
+        return self.whole(order.fragment, published=order.version is not None)
+
+    @at_decision(Settle)
+    def _settle(self, order: Settle) -> None:
+        self.settle(order.fragment, order.ask, gone=order.gone)
+
+    @at_decision(ForgetResidual)
+    def _forget(self, order: ForgetResidual) -> None:
+        self.residuals[order.fragment] = ()
 
     def snapshot(self, fragment: int) -> None:
         """Copies a fragment's parameters as they are now."""
@@ -202,7 +205,7 @@ class LearnerTensors:
     def stage(self, fragment: int, values: Values) -> None:
         """Keeps verified values for the next boundary.
 
-        Called together with telling the machine ``Fetched``, under the same lock, so that what is
+        Called together with telling the machine ``Done``, under the same lock, so that what is
         staged here is always the version that the machine thinks it is.
         """
         self.staged[fragment] = values
@@ -221,3 +224,6 @@ def verified(values: Tensor, fragment: int, announced: str) -> Tensor:
             "whole copy is fetched instead"
         )
     return values
+
+
+_T = TypeVar("_T")

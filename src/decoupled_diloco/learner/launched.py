@@ -8,7 +8,6 @@ that torchrun has put into sessions of their own notice that, and end.
 
 from __future__ import annotations
 
-import functools
 import os
 import select
 import signal
@@ -17,21 +16,28 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Literal, TypeVar, cast
 
 from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.learner.options import (
+    Checkpointing,
+    Observability,
+    ParticipantOptions,
+    SyncerConnection,
+    Timeouts,
+)
 from decoupled_diloco.storage.shared_folder import SharedFolder, recorded_end, shared_addresses
 from decoupled_diloco.transport.base import Client
-from decoupled_diloco.transport.tls import Tls
+from decoupled_diloco.transport.tls import TLSConfig
 from decoupled_diloco.transport.tokens import read_secret
 
 PREFIX = "DDILOCO_"
 
 Role = Literal["learner", "evaluator"]
 
-_KIND = {"learner": "Learner", "evaluator": "Observer"}
+T = TypeVar("T")
 
-Init = TypeVar("Init", bound=Callable[..., None])
+_KIND = {"learner": "Learner", "evaluator": "Observer"}
 
 
 @dataclass(frozen=True)
@@ -48,15 +54,16 @@ class Launched:
         syncer: Addresses of the shards, separated by commas.
         run_folder: The run folder that says where the shards are, in the place of ``syncer``.
         folder: The run folder on this machine, which may record the run's end.
-        token_file: File with the secret.
-        tls_authority: Certificate of the authority that the shards' certificates come from.
-        tls_certificate: Certificate of this process, and ``tls_key`` its key.
+        auth_token_file: File with the secret.
+        tls_ca_cert: Certificate of the CA that has signed the shards' certificates.
+        tls_cert: Certificate of this process, and ``tls_key`` its key.
         checkpoint: Folder of all learners' checkpoints.
         checkpoint_seconds: Seconds from one checkpoint to the next.
         flush_seconds: How long `Learner.close` waits for what is not merged yet.
         disconnect_seconds: How long to try to reach the shards; empty: forever.
-        listen: See `Learner`, as ``metrics`` and ``carriers``.
-        tape: File of this process's events.
+        metrics_address: See `Observability`.
+        sync_ranks: See `Learner`.
+        event_tape: File of this process's events.
         evaluate_seconds: Seconds from one evaluation to the next.
         stdin: Number of the pipe that is the program's standard input.
     """
@@ -68,18 +75,17 @@ class Launched:
     syncer: str = ""
     run_folder: str = ""
     folder: str = ""
-    token_file: str = ""
-    tls_authority: str = ""
-    tls_certificate: str = ""
+    auth_token_file: str = ""
+    tls_ca_cert: str = ""
+    tls_cert: str = ""
     tls_key: str = ""
     checkpoint: str = ""
     checkpoint_seconds: str = ""
     flush_seconds: str = ""
     disconnect_seconds: str = ""
-    listen: str = ""
-    metrics: str = ""
-    carriers: str = ""
-    tape: str = ""
+    metrics_address: str = ""
+    sync_ranks: str = ""
+    event_tape: str = ""
     evaluate_seconds: str = ""
     stdin: str = ""
 
@@ -101,38 +107,50 @@ class Launched:
             return shared_addresses(Path(self.run_folder))
         return tuple(self.syncer.split(","))
 
-    def arguments(self) -> dict[str, Any]:
-        """The arguments of `Learner` or `Observer`, without those that have no value.
+    def fill(self, given: ParticipantOptions) -> tuple[SyncerConnection, ParticipantOptions]:
+        """Return where the shards are, and the options: the run's where the program has none.
+
+        Waits until the shards are started, if the run folder has to say where.
 
         Raises:
-            ConfigError: The secret cannot be read, or a variable has no number.
+            ConfigError: The secret cannot be read, or a variable is not a number.
         """
-        token, tls = self._token(), self._tls()
-        if self.role == "learner":
-            own: dict[str, Any] = {
-                "learner_id": self.name,
-                "checkpoint": self.checkpoint or None,
-                "checkpoint_every_seconds": self._number("checkpoint_seconds"),
-                "hand_in_seconds": self._number("flush_seconds"),
-                "listen": self.listen or None,
-                "metrics": self.metrics or None,
-                "carriers": int(self.carriers) if self.carriers.isdigit() else self.carriers,
-                "tape": self.tape or None,
-            }
-        else:
-            own = {"name": self.name}
-        own |= {"token": token, "tls": tls, "give_up_seconds": self._number("disconnect_seconds")}
-        return {name: value for name, value in own.items() if value not in (None, "")}
+        passed = ParticipantOptions(
+            name=self.name or None,
+            auth_token=self._token(),
+            tls=self._tls(),
+            timeouts=Timeouts(
+                disconnect=self._number("disconnect_seconds", None),
+                flush=self._number("flush_seconds", Timeouts.flush),
+            ),
+            observability=Observability(
+                metrics_address=self.metrics_address or None, event_tape=self.event_tape or None
+            ),
+            sync_ranks=self._sync_ranks(),
+            checkpoint=Checkpointing(
+                self.checkpoint or None,
+                self._number("checkpoint_seconds", Checkpointing.interval_seconds),
+            ),
+        )
+        options = given.filled(passed)
+        own_client = self.run_folder or self.folder
+        client = self._client(options.auth_token, options.tls) if own_client else None
+        return SyncerConnection(self.addresses(), client), options
 
-    def client(self, token: str | None, tls: Tls | None) -> Callable[[], Client]:
-        """Makes the transport's client, which finds in the run folder what is recorded there."""
+    def _sync_ranks(self) -> int | Literal["hosts", "all"] | None:
+        if self.sync_ranks.isdigit():
+            return int(self.sync_ranks)
+        return cast('Literal["hosts", "all"]', self.sync_ranks) or None
+
+    def _client(self, auth_token: str | None, tls: TLSConfig | None) -> Callable[[], Client]:
+        """Return what creates the transport's client, which reads the run folder's records."""
 
         def make() -> Client:
             # Imported here: the launcher reads this module, and starts sooner without aiohttp.
             from decoupled_diloco.transport.http_client import HttpClient
 
             return HttpClient(
-                token=read_secret(token),
+                token=read_secret(auth_token),
                 principal=self.name if self.run_folder else "",
                 tls=tls,
                 locator=SharedFolder(Path(self.run_folder)) if self.run_folder else None,
@@ -142,27 +160,27 @@ class Launched:
         return make
 
     def _token(self) -> str | None:
-        if not self.token_file:
+        if not self.auth_token_file:
             return None
         try:
-            return Path(self.token_file).read_text().strip()
+            return Path(self.auth_token_file).read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"{_variable('token_file')}={self.token_file!r} cannot be read "
+                f"{_variable('auth_token_file')}={self.auth_token_file!r} cannot be read "
                 f"({getattr(error, 'strerror', None) or 'it is not text'}): it is the file with "
                 "the run's secret"
             ) from None
 
-    def _tls(self) -> Tls | None:
-        authority, certificate = self.tls_authority or None, self.tls_certificate or None
-        if authority is None and certificate is None:
+    def _tls(self) -> TLSConfig | None:
+        ca_cert, cert = self.tls_ca_cert or None, self.tls_cert or None
+        if ca_cert is None and cert is None:
             return None
-        return Tls(authority, certificate, self.tls_key or None)
+        return TLSConfig(ca_cert, cert, self.tls_key or None)
 
-    def _number(self, name: str) -> float | None:
+    def _number(self, name: str, default: T) -> float | T:
         text = getattr(self, name)
         try:
-            return float(text) if text else None
+            return float(text) if text else default
         except ValueError:
             raise ConfigError(
                 f"{_variable(name)}={text!r} is not a number of seconds: leave it to the launcher, "
@@ -195,31 +213,6 @@ def launched_as(role: Role) -> Launched:
         )
     _end_with_the_launcher(found.stdin)
     return found
-
-
-def finds_its_run(role: Role) -> Callable[[Init], Init]:
-    """Has a constructor without an address take what the launcher has passed.
-
-    Explicit arguments other than `None` win.
-    """
-
-    def decorate(init: Init) -> Init:
-        @functools.wraps(init)
-        def constructor(self: object, *positional: Any, **named: Any) -> None:
-            if positional[1:] == (None,):
-                positional = positional[:1]
-            if len(positional) < 2 and named.get("syncer") is None:
-                launched = launched_as(role)
-                explicit = {name: value for name, value in named.items() if value is not None}
-                named = {**launched.arguments(), **explicit, "syncer": launched.addresses()}
-                if launched.run_folder or launched.folder:
-                    client = launched.client(named.get("token"), named.get("tls"))
-                    named.setdefault("client", client)
-            init(self, *positional, **named)
-
-        return cast("Init", constructor)
-
-    return decorate
 
 
 _watching: set[int] = set()

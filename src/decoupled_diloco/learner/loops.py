@@ -1,20 +1,229 @@
-"""Training loops that do not call `Learner.step` themselves."""
+"""Training loops that do not call `Learner.step` themselves, and the tokens of their steps.
+
+`batches_of` wraps a loader, `attached` hooks ``optimizer.step``. Where the program passes no number
+of tokens, `StepTokens` counts the inputs of the model.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+import math
+import numbers
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from typing import Any, Protocol, TypeVar
+from weakref import WeakSet
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.learner.counting import TokenCounter, whole_tokens
+from decoupled_diloco.errors import ConfigError, DilocoError
 from decoupled_diloco.learner.optimizers import InnerOptimizers
 from decoupled_diloco.runtime import blocking
 
 logger = logging.getLogger(__name__)
+
+DEPTH_MAX = 4
+"""Tensors are found in tuples, lists, mappings and dataclasses nested at most so deep."""
+
+_UNCOUNTED: WeakSet[nn.Module] = WeakSet()
+"""Models for which the warning has been logged: one warning per model, not one per epoch."""
+
+
+def whole_tokens(tokens: Any) -> int:
+    """The tokens of a step as a whole number; a fraction is rounded to the nearest.
+
+    Args:
+        tokens: An int, a float, a NumPy number or a tensor with one element; 0 or more. A tensor on
+            a GPU is waited for.
+
+    Raises:
+        ConfigError: It is negative, NaN, infinite, or not a number.
+
+    >>> import torch
+    >>> whole_tokens(0), whole_tokens(12.0), whole_tokens(torch.tensor(5))
+    (0, 12, 5)
+    """
+    if type(tokens) is int and tokens >= 0:  # the usual case: a step must cost next to nothing
+        return tokens
+    number = tokens
+    if hasattr(tokens, "item") and hasattr(tokens, "shape"):  # a tensor, or a number of NumPy's
+        number = tokens.item() if math.prod(tokens.shape) == 1 else None
+    is_number = isinstance(number, numbers.Real) and not isinstance(number, bool)
+    if not is_number or not math.isfinite(number) or number < 0:
+        raise ConfigError(
+            f"tokens={tokens!r} is not a valid number of tokens: give the step's tokens as one "
+            "number, 0 or more"
+        )
+    rounded: int = round(number)
+    return rounded
+
+
+class TokenCounter:
+    """Counts the tokens without padding, or the samples, with which a model is called in training.
+
+    For each call it counts the ones in ``attention_mask``; without one, the elements of
+    ``input_ids``; without these, the first tensor: its elements if it has rows of integers, as
+    tokens are, otherwise its length. Tensors may be inside a mapping, a tuple, a list or a
+    dataclass. Calls in evaluation mode are not counted. All calls of a step add up, so gradient
+    accumulation works.
+
+    Args:
+        model: The model; it has a hook until `close`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._count: Tensor | int | None = None
+        self._hook = model.register_forward_pre_hook(self, with_kwargs=True)
+
+    def __call__(self, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        # In a graph, the count would be a constant of the graph, and each new one a compilation.
+        if torch.compiler.is_compiling():
+            return
+        found = counted(given, named) if module.training else None
+        if found is not None:
+            self._count = found if self._count is None else self._count + found
+
+    def take(self) -> int:
+        """Return the count since the last `take`; it waits for a count on a GPU.
+
+        If nothing could be counted, it is 1, with one warning for each model.
+        """
+        count, self._count = self._count, None
+        if count is None:
+            warn_uncounted(
+                self._model,
+                "the model was not called through model(...) in training mode with a tensor, or is "
+                "compiled in place, or Learner has the model inside its torch.compile wrapper",
+            )
+            return 1
+        return int(count)
+
+    def drop(self) -> None:
+        """Forget the count since the last `take`."""
+        self._count = None
+
+    def close(self) -> None:
+        """Remove the hook."""
+        self._hook.remove()
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[object, ...]]:
+        """A copied or pickled model counts for no learner."""
+        return _hook_of_copy, ()
+
+
+def _hook_of_copy() -> Callable[..., None]:
+    return _count_nothing
+
+
+def _count_nothing(*_: Any) -> None:
+    """The hook in a copy of a model."""
+
+
+class StepTokens:
+    """The tokens of each step: as the program passes them, or counted from the model's inputs.
+
+    Args:
+        model: As `Learner` has it. A list of pipeline stages is not counted.
+    """
+
+    def __init__(self, model: Any) -> None:
+        countable = isinstance(model, nn.Module) and not isinstance(model, torch.jit.ScriptModule)
+        self._counter = TokenCounter(model) if countable else None
+        self._passed = False
+
+    def read(self, tokens: Any) -> int:
+        """Return the tokens of a step; ``None``: those counted since the last step.
+
+        Raises:
+            ConfigError: They are not a valid number, or were passed in earlier steps only, or
+                cannot be counted.
+        """
+        if tokens is not None:
+            if not self._passed:
+                self.close()
+                self._passed = True
+            return whole_tokens(tokens)
+        if self._passed:
+            raise ConfigError(
+                "step() without tokens=, which earlier steps had: pass tokens= in every step, or "
+                "in none"
+            )
+        if self._counter is None:
+            raise ConfigError(
+                "step() without tokens=: the tokens of pipeline stages and of scripted modules "
+                "cannot be counted: pass tokens="
+            )
+        return self._counter.take()
+
+    def forget(self) -> None:
+        """Drop what was counted since the last step."""
+        if self._counter is not None:
+            self._counter.drop()
+
+    def close(self) -> None:
+        """Remove the hook from the model."""
+        if self._counter is not None:
+            self._counter.close()
+
+
+def warn_uncounted(model: nn.Module, why: str) -> None:
+    """Logs, once for each model, that the tokens of its steps cannot be counted."""
+    if model in _UNCOUNTED:
+        return
+    _UNCOUNTED.add(model)
+    logger.warning(
+        "the tokens of a step cannot be counted (%s), so each such step counts as 1 token: a "
+        "budget in tokens and the weights of unequal learners are wrong; pass tokens= to "
+        "learner.step, learner.wrap or learner.attach",
+        why,
+    )
+
+
+def counted(given: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor | int | None:
+    """The tokens, or samples, of one call; ``None`` if it has no tensor.
+
+    >>> import torch
+    >>> counted((torch.zeros(4, 7),), {})
+    4
+    >>> counted((), {"input_ids": torch.zeros(4, 7)})
+    28
+    >>> counted(((torch.zeros(4, 7, dtype=torch.int64), 3),), {})
+    28
+    """
+    tensors = list(_tensors((*given, named), "", DEPTH_MAX))
+    by_name = {name: each for name, each in reversed(tensors) if name}
+    mask, tokens = by_name.get("attention_mask"), by_name.get("input_ids")
+    if mask is not None and mask.ndim == 2:  # A mask of more dimensions is of pairs.
+        return mask.detach().sum()
+    if tokens is not None:
+        return tokens.numel()
+    first = next((each for _, each in tensors if each.ndim), None)
+    if first is None:
+        return None
+    whole = not (first.dtype.is_floating_point or first.dtype.is_complex)
+    are_tokens = first.ndim == 2 and whole and first.dtype != torch.bool
+    return first.numel() if are_tokens else len(first)
+
+
+def _tensors(value: Any, name: str, depth: int) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in a value with their names, in order."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif depth == 0:
+        return
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _tensors(each, str(key), depth - 1)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each, "", depth - 1)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from _tensors(getattr(value, field.name), field.name, depth - 1)
+
 
 T = TypeVar("T")
 
@@ -23,15 +232,17 @@ class Steps(Protocol):
     """What of a learner a loop needs.
 
     Attributes:
-        untold: Tokens of batches behind the last step, when the loader ended.
+        _untold: Tokens of batches after the last step, when the loader ended.
+        _counter: The tokens of its steps.
     """
 
-    untold: int
+    _untold: int
+    _counter: StepTokens
 
-    def step(self, tokens: int) -> bool:
-        """One inner step is finished; returns whether the run goes on."""
+    def step(self, *, tokens: int | None) -> bool:
+        """Finish one inner step; return whether the run continues."""
 
-    async def ends_in_order(self, error: BaseException) -> bool:
+    async def _ends_in_order(self, error: BaseException) -> bool:
         """Whether an exception of the loader means that the process was asked to stop."""
 
     def close(self) -> None:
@@ -39,51 +250,49 @@ class Steps(Protocol):
 
 
 class LeaveLoop(BaseException):
-    """Leaves the loop in `following` when the run is over."""
+    """Leaves the loop in `attached` when the run has ended."""
 
 
 def batches_of(
     learner: Steps,
-    model: nn.Module,
     optimizers: InnerOptimizers | None,
     batches: Iterable[T],
     tokens: Callable[[T], Any] | None,
 ) -> Iterator[T]:
-    """See `Learner.batches`."""
+    """See `Learner.wrap`."""
     stepped = optimizers is None
-    seen = made = pending = 0
-    trained, learner.untold = learner.untold, 0
+    seen = made = 0
+    trained, learner._untold = learner._untold, 0
 
     def note(*_: Any) -> None:
         nonlocal stepped
         stepped = True
 
-    counter = TokenCounter(model) if tokens is None else None
     end = None if optimizers is None else optimizers.on_step(note)
     try:
         for batch in _until_stopped(learner, batches):
             yield batch
-            seen, pending = seen + 1, pending + 1
+            seen += 1
             trained += 0 if tokens is None else whole_tokens(tokens(batch))
             if not stepped:
                 continue
             made, stepped = made + 1, optimizers is None
-            goes_on = learner.step(trained + (0 if counter is None else counter.take()))
-            trained = pending = 0
+            goes_on = learner.step(tokens=None if tokens is None else trained)
+            trained = 0
             if not goes_on:
                 learner.close()
                 return
-        if pending:
-            learner.untold = trained + (0 if counter is None else counter.take())
+        learner._untold = trained
         if seen and not made:
             logger.warning(
-                "optimizer.step was not called in %d batches, so the run was told of no step: give "
-                "Learner the optimizer that trains the model",
+                "optimizer.step was not called in %d batches, so no step was reported to the run: "
+                "pass the optimizer that trains the model to Learner",
                 seen,
             )
+    except GeneratorExit:
+        learner._counter.forget()
+        raise
     finally:
-        if counter is not None:
-            counter.close()
         if end is not None:
             end()
 
@@ -96,8 +305,10 @@ def _until_stopped(learner: Steps, batches: Iterable[T]) -> Iterator[T]:
             batch = next(iterator)
         except StopIteration:
             return
+        except DilocoError:  # from an ElasticLoader; some are also OSErrors
+            raise
         except (RuntimeError, OSError, EOFError) as error:
-            if not blocking(learner.ends_in_order(error)):
+            if not blocking(learner._ends_in_order(error)):
                 raise
             learner.close()
             return
@@ -105,18 +316,12 @@ def _until_stopped(learner: Steps, batches: Iterable[T]) -> Iterator[T]:
 
 
 @contextmanager
-def following(
-    learner: Steps,
-    model: nn.Module,
-    optimizers: InnerOptimizers | None,
-    tokens: Callable[[], Any] | None,
+def attached(
+    learner: Steps, optimizers: InnerOptimizers | None, tokens: Callable[[], Any] | None
 ) -> Iterator[None]:
-    """See `Learner.following`."""
+    """See `Learner.attach`."""
     if optimizers is None:
-        raise ConfigError("there is no optimizer to follow: give Learner the argument optimizer=")
-    counter = TokenCounter(model) if tokens is None else None
-    count = tokens or (lambda: counter.take() if counter else 1)
-
+        raise ConfigError("attach() needs the optimizer: create the Learner with optimizer=")
     waiting = set(range(len(optimizers.all)))
 
     def made(number: int) -> None:
@@ -124,7 +329,7 @@ def following(
         if waiting:
             return
         waiting.update(range(len(optimizers.all)))
-        if not learner.step(count()):
+        if not learner.step(tokens=None if tokens is None else tokens()):
             raise LeaveLoop
 
     end = optimizers.on_step(made)
@@ -134,5 +339,3 @@ def following(
         learner.close()
     finally:
         end()
-        if counter is not None:
-            counter.close()

@@ -1,22 +1,42 @@
-"""The inner optimizers of a training loop: what they wrap, when they step, what they keep.
+"""The inner optimizers of a training loop: what they wrap, when they step, which weights they keep.
 
 A loop has one optimizer or several (a GAN; Muon beside AdamW). Frameworks put wrappers around them.
 A wrapper that only forwards, as Accelerate's and Fabric's do, is removed. A wrapper that adds
 something of its own, as Lookahead and SAM do, is itself the optimizer, and what it wraps is within.
+
+*Copies of the weights.* Schedule-Free keeps z, Lookahead its slow weights, SAM the weights before
+its first half step. If global weights were applied to the parameters alone, the next steps would
+undo them. So a copy moves with its parameter: an apply that changes the parameter by δ changes the
+copy by δ. What the copy is for, its difference from the parameter, stays (`WeightCopies`).
+`register_weight_copies` says where an optimizer keeps them. Copies that are not registered are
+refused (`model.refuse_own_copies`).
+
+*How copies are found.* A tensor is *suspected* if it has a parameter's shape and values near it.
+Averages of the weights that are only read at the end, the initial weights that Prodigy keeps, and a
+momentum that happens to be near the weights are suspected as well, and harm nothing. So a suspicion
+is tested: two copies of the optimizer, with one of its parameters, take steps with gradients of
+zero. In one of them the parameter is displaced, as by an apply. If the displacement shrinks, the
+optimizer undoes it. Only samples of the largest parameters are compared, so the search takes
+milliseconds.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.merge import local_of, place_of
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +110,7 @@ class InnerOptimizers:
         given: One optimizer, or several in a sequence or a mapping; wrappers are removed.
 
     Attributes:
+        given: They with their wrappers, as the program has given them.
         named: Name to optimizer. A single optimizer has the name ``""``.
 
     Raises:
@@ -97,6 +118,7 @@ class InnerOptimizers:
     """
 
     def __init__(self, given: Optimizers) -> None:
+        self.given = given
         self.named = {name: unwrapped(each) for name, each in several(given).items()}
 
     @property
@@ -371,3 +393,358 @@ def _as_saved(saved: Any, loaded: Any, on_host: bool) -> Any:
         pairs = zip(saved, loaded, strict=False)
         return type(loaded)(_as_saved(*pair, on_host) for pair in pairs)
     return loaded
+
+
+COMPARED_PARAMETERS = 8
+"""Of each group and state key."""
+
+SAMPLED_ELEMENTS = 4096
+"""Of each tensor."""
+
+NEAR = 0.5
+"""A copy is at most so far away, in units of the parameter's own spread around its mean."""
+
+PROBED_ELEMENTS = 1 << 22
+"""Above this number of parameter elements, an optimizer is not copied."""
+
+KEPT = 0.95
+"""An optimizer that leaves less of a displacement undoes it."""
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A tensor that may be weights.
+
+    Attributes:
+        layer: The optimizer that keeps it.
+        key: Its state key, or its attribute.
+        name: The parameter that it is near to.
+        parameter: That parameter itself.
+        in_state: Whether it is in the state of the parameter.
+    """
+
+    layer: Any
+    key: str
+    name: str
+    parameter: Tensor
+    in_state: bool
+
+
+def suspects(names: Mapping[int, str], optimizer: Any) -> Iterator[Suspect]:
+    """What an optimizer keeps near to a parameter, at most one for each of its keys.
+
+    Args:
+        names: The names of the model's parameters, by their ids.
+        optimizer: The optimizer, with all that it wraps.
+    """
+    for layer in layers_of(optimizer):
+        yield from _in_state(names, layer)
+        yield from _in_attributes(names, layer)
+
+
+def _in_state(names: Mapping[int, str], layer: Any) -> Iterator[Suspect]:
+    state: Any = getattr(layer, "state", None)
+    found: set[str] = set()
+    for group in layer.param_groups if isinstance(state, Mapping) else ():
+        kept: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        for parameter in group["params"]:
+            for key, value in _tensors(state.get(parameter)):
+                if value.shape == parameter.shape and id(parameter) in names:
+                    kept[key].append((parameter, value))
+        for key, pairs in kept.items():
+            pairs.sort(key=lambda pair: -pair[0].numel())
+            near = (p for p, value in pairs[:COMPARED_PARAMETERS] if _is_near(value, p))
+            if key not in found and (parameter := next(near, None)) is not None:
+                found.add(key)
+                yield Suspect(layer, key, names[id(parameter)], parameter, in_state=True)
+
+
+def _in_attributes(names: Mapping[int, str], layer: Any) -> Iterator[Suspect]:
+    skipped = ("state", "param_groups", "defaults")
+    own = [p for group in layer.param_groups for p in group["params"] if id(p) in names]
+    by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
+    for parameter in own:
+        by_shape[parameter.shape].append(parameter)
+    for key, value in list(getattr(layer, "__dict__", {}).items()):
+        if key in skipped or is_optimizer(value):
+            continue
+        found = sorted((t for _, t in _tensors(value)), key=lambda t: -t.numel())
+        for tensor in found[:COMPARED_PARAMETERS]:
+            several = by_shape.get(tensor.shape, ())
+            near = next((p for p in several if _is_near(tensor, p)), None)
+            if near is not None:
+                yield Suspect(layer, key, names[id(near)], near, in_state=False)
+                break
+
+
+def _tensors(value: Any, key: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Floating tensors within it, each with the keys that lead to it."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point() and value.ndim:
+            yield key, value
+        return
+    if depth > 3:
+        return
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping):
+        items = list(value.items())
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    for part, each in items:
+        name = part if isinstance(part, str) else "…"
+        yield from _tensors(each, f"{key}.{name}" if key else name, depth + 1)
+
+
+@torch.no_grad()
+def _is_near(value: Tensor, parameter: Tensor) -> bool:
+    own, kept = local_of(parameter), local_of(value)
+    if own.numel() < 2 or own.shape != kept.shape or own.is_meta or kept.is_meta:
+        return False
+    if place_of(own) == place_of(kept):  # a wrapper subclass has no storage to compare
+        return False  # It is the parameter, so it follows.
+    stride = -(-own.numel() // SAMPLED_ELEMENTS)
+    here = own.reshape(-1)[::stride].double()
+    there = kept.reshape(-1)[::stride].to(here.device).double()
+    spread = (here - here.mean()).norm()
+    # Ones and zeros, as biases and norms begin, are near to many things.
+    return bool((spread > 1e-9 * here.norm()) & ((here - there).norm() <= NEAR * spread))
+
+
+def undoes(optimizer: Any, suspect: Suspect) -> bool | None:
+    """Whether the optimizer undoes a displacement of the parameter; `None`: it cannot be tested."""
+    chosen = [suspect.parameter]
+    if not suspect.in_state:  # Attributes may go with the groups' parameters by position.
+        chosen = [p for group in suspect.layer.param_groups for p in group["params"]]
+    size = sum(local_of(each).numel() for each in chosen)
+    if size > PROBED_ELEMENTS and len(chosen) > 1:
+        return None
+    steps = 128 if size <= 1 << 17 else 24
+    for with_closure in (False, True):
+        try:
+            with torch.random.fork_rng(devices=[]):
+                kept = _displacement_left(optimizer, chosen, steps, with_closure)
+        except Exception as error:
+            logger.debug("the copy of %s took no step: %r", type(optimizer).__name__, error)
+            continue
+        return None if kept != kept else kept < KEPT
+    return None
+
+
+def _displacement_left(
+    optimizer: Any, chosen: list[Tensor], steps: int, with_closure: bool
+) -> float:
+    """How much of a displacement is left after some steps: 1 is all."""
+    noise = [torch.randn_like(local_of(each)) * local_of(each).std() / 4 for each in chosen]
+    ends = []
+    for displaced in (False, True):
+        torch.manual_seed(0)
+        twin, parameters = _twin(optimizer, chosen)
+        with torch.no_grad():
+            for parameter, each in zip(parameters, noise, strict=True):
+                if displaced:
+                    parameter.add_(each)
+        starts = [parameter.detach().clone() for parameter in parameters]
+        for _ in range(steps):
+            _step(twin, parameters, with_closure)
+        ends.append((starts, parameters))
+    (start, end), (start_displaced, end_displaced) = ends
+    asked = left = 0.0
+    for number in range(len(chosen)):
+        moved = (start_displaced[number] - start[number]).double()
+        remains = (end_displaced[number].detach() - end[number].detach()).double()
+        asked += float((moved * moved).sum())
+        left += float((moved * remains).sum())
+    return left / asked if asked else float("nan")
+
+
+def _step(twin: Any, parameters: list[Tensor], with_closure: bool) -> None:
+    def closure() -> Tensor:
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        return torch.zeros((), dtype=torch.float32, device="cpu")
+
+    closure()
+    if with_closure:
+        type(twin).step(twin, closure)
+    else:
+        type(twin).step(twin)
+
+
+def _twin(optimizer: Any, chosen: list[Tensor]) -> tuple[Any, list[Tensor]]:
+    """A copy of an optimizer and all that it wraps, with copies of some parameters only."""
+    layers = layers_of(optimizer)
+    memo: dict[int, Any] = {}
+    for layer in layers:
+        for group in layer.param_groups:
+            for parameter in group["params"]:
+                memo[id(parameter)] = None
+    own: list[Tensor] = [torch.nn.Parameter(local_of(each).clone()) for each in chosen]
+    memo |= {id(given): copied for given, copied in zip(chosen, own, strict=True)}
+    twins = [object.__new__(type(layer)) for layer in layers]
+    memo |= {id(layer): twin for layer, twin in zip(layers, twins, strict=True)}
+    for layer in layers:
+        if isinstance(state := getattr(layer, "state", None), Mapping) and id(state) not in memo:
+            kept = {
+                copied: _copied(state[given], memo)
+                for given, copied in zip(chosen, own, strict=True)
+                if given in state
+            }
+            memo[id(state)] = defaultdict(dict, kept)
+        if id(layer.param_groups) not in memo:
+            memo[id(layer.param_groups)] = [_group(each, memo) for each in layer.param_groups]
+    for layer, twin in zip(layers, twins, strict=True):
+        for key, value in vars(layer).items():
+            if key.endswith("_hooks"):
+                vars(twin)[key] = OrderedDict()
+            elif key != "step":  # A schedule's; it would step the optimizer itself.
+                vars(twin)[key] = copy.deepcopy(value, memo)
+    return twins[0], own
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    if isinstance(value, Tensor):
+        return local_of(value).clone()
+    if isinstance(value, dict):
+        return {key: _copied(each, memo) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copied(each, memo) for each in value)
+    return copy.deepcopy(value, memo)
+
+
+def _group(group: Mapping[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
+    """A group's settings without weight decay, which would shrink a displacement as well."""
+    settings = {key: copy.deepcopy(each) for key, each in group.items() if key != "params"}
+    settings |= {key: 0.0 for key in settings if str(key).startswith("weight_decay")}
+    parameters = [memo[id(each)] for each in group["params"]]
+    return {**settings, "params": [each for each in parameters if each is not None]}
+
+
+Copies = Callable[[Any], Iterable[tuple[Tensor, Tensor]]]
+"""Gives an optimizer's pairs of a parameter and its copy."""
+
+KEYS_OF_ANY = frozenset(
+    ("lookahead_slow_buff", "slow_buffer", "slow_buff", "slow_param", "slow_params", "old_p")
+)
+"""State keys under which implementations of Lookahead, Ranger and SAM keep weights."""
+
+_KEYS = {"schedulefree": frozenset(("x", "y", "z"))}
+"""State keys by the class's name with its module, or by a package."""
+
+_COPIES: dict[str, Copies] = {}
+
+
+def register_weight_copies(kind: type | str, *keys: str, copies: Copies | None = None) -> None:
+    """Has the weights that an optimizer keeps follow the global weights.
+
+        dd.register_weight_copies(MyLookahead, "slow")    # optimizer.state[parameter]["slow"]
+
+    Args:
+        kind: The optimizer's class, or its full name, or the name of its package.
+        keys: Keys of its state, of tensors with the parameter's shape.
+        copies: For copies that are elsewhere: given the optimizer, gives pairs of a parameter and
+            its copy. It is called at every apply.
+
+    Raises:
+        ConfigError: There are neither keys nor copies.
+    """
+    if not keys and copies is None:
+        raise ConfigError(
+            f"register_weight_copies({_full_name(kind)}): give the state keys of the copies, or "
+            "copies="
+        )
+    _KEYS[_full_name(kind)] = _KEYS.get(_full_name(kind), frozenset()) | frozenset(keys)
+    if copies is not None:
+        _COPIES[_full_name(kind)] = copies
+
+
+def _full_name(kind: type | str) -> str:
+    return kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _names_of(optimizer: Any) -> Iterator[str]:
+    for kind in type(optimizer).__mro__:
+        name = _full_name(kind)
+        yield name
+        yield from (name[:end] for end, letter in enumerate(name) if letter == ".")
+
+
+class WeightCopies:
+    """The registered copies of some optimizers.
+
+    Args:
+        optimizers: With all that they wrap.
+    """
+
+    def __init__(self, optimizers: Iterable[Any]) -> None:
+        self._states: list[tuple[Any, frozenset[str]]] = []
+        self._others: list[Callable[[], Iterable[tuple[Tensor, Tensor]]]] = []
+        for optimizer in optimizers:
+            layers = layers_of(optimizer)
+            names = {name for layer in layers for name in _names_of(layer)}
+            keys = KEYS_OF_ANY.union(*(_KEYS[name] for name in names if name in _KEYS))
+            # A wrapper may keep its copies in the state of what it wraps.
+            self._states += [(layer, keys) for layer in layers if hasattr(layer, "state")]
+            for layer in layers:
+                found = [_COPIES[name] for name in _names_of(layer) if name in _COPIES]
+                self._others += [partial(give, layer) for give in found[:1]]
+
+    def known(self, layer: Any, key: str) -> bool:
+        """Whether a layer's state keeps a registered copy under this key."""
+        return any(each is layer and key in keys for each, keys in self._states)
+
+    def registered_elsewhere(self) -> bool:
+        """Whether there are registered copies that are not in a state."""
+        return bool(self._others)
+
+    def of(self, parameters: Iterable[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
+        """These parameters' copies, without the parameters that have none."""
+        elsewhere: dict[int, list[Tensor]] = {}
+        for give in self._others:
+            for parameter, kept in give():
+                elsewhere.setdefault(id(parameter), []).append(kept)
+        found, parameters = [], list(parameters)
+        states = [each for each in self._states if _may_keep(*each, parameters)]
+        if not states and not elsewhere:
+            return []
+        for parameter in parameters:
+            copies = list(elsewhere.get(id(parameter), ()))
+            for layer, keys in states:
+                kept = layer.state.get(parameter)
+                if isinstance(kept, Mapping):
+                    copies += [v for k, v in kept.items() if k in keys and _fits(v, parameter)]
+            distinct = {id(copy): copy for copy in copies}
+            if distinct:
+                found.append((parameter, list(distinct.values())))
+        return found
+
+    @contextmanager
+    def following(self, parameters: Iterable[Tensor]) -> Iterator[None]:
+        """Within it these parameters are changed, and after it their copies as much."""
+        before = [(p, p.detach().clone(), copies) for p, copies in self.of(parameters)]
+        yield
+        with torch.no_grad():
+            for parameter, old, copies in before:
+                for copy in copies:
+                    wide = torch.promote_types(copy.dtype, parameter.dtype)
+                    change = parameter.detach().to(wide) - old.to(wide)
+                    copy.copy_((copy.to(wide) + change.to(copy.device)).to(copy.dtype))
+
+    @torch.no_grad()
+    def reset(self, parameters: Iterable[Tensor]) -> None:
+        """Makes the copies equal to these parameters: another learner's state has come."""
+        for parameter, copies in self.of(parameters):
+            for kept in copies:
+                kept.copy_(parameter.detach())
+
+
+def _may_keep(layer: Any, keys: frozenset[str], parameters: list[Tensor]) -> bool:
+    """Whether a layer's state of any of these parameters has one of the keys."""
+    # At each apply, of each of a fragment's parameters: so all of the work is done in C.
+    kept = list(filter(None, map(layer.state.get, parameters)))
+    if not set(map(type, kept)) <= {dict}:
+        return True
+    return not keys.isdisjoint(chain.from_iterable(kept))
+
+
+def _fits(value: Any, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape and value is not parameter

@@ -10,9 +10,9 @@ This module lists the learners of this process that are not closed. Four things 
   thread, wherever that is, so `let_workers_end` removes this handler first.
 - *A fork*. The child inherits locks that the background thread may hold, so its copies of the
   learners refuse to be used. (`runtime` drops the inherited sockets.)
-- *The end of the program without `close`* (`Resident.program_ends`).
+- *The end of the program without `close`* (`Resident._program_ends`).
 
-Learners on virtual machines (`simulate`) are not listed: they share one real process.
+Learners on virtual machines are not listed: they share one real process.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ LOADER = "torch.utils.data.dataloader"
 
 
 class Resident(Protocol):
-    """An open learner.
+    """An open learner."""
 
-    Attributes:
-        name: Its name in the run.
-        addresses: The syncer's addresses that it was given.
-    """
+    @property
+    def name(self) -> str:
+        """Its name in the run."""
 
-    name: str
-    addresses: tuple[str, ...]
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The syncer's addresses that it was given."""
 
-    def stop_waiting(self) -> None:
+    def request_stop(self) -> None:
         """The process is asked to stop; called by the signal's handler."""
 
-    def replaced(self) -> None:
+    def _replaced(self) -> None:
         """Another learner with the same name takes over."""
 
-    def forked(self) -> None:
+    def _forked(self) -> None:
         """This is the copy in a forked child."""
 
-    def program_ends(self) -> None:
+    def _program_ends(self) -> None:
         """The main thread has ended."""
 
 
@@ -105,7 +105,7 @@ def take_over(name: str, addresses: tuple[str, ...]) -> None:
         return
     for each in tuple(_this.open):
         if each.name == name and not set(addresses).isdisjoint(each.addresses):
-            each.replaced()
+            each._replaced()
 
 
 this_thread = threading.get_ident
@@ -166,12 +166,12 @@ def _signalled(number: int, frame: FrameType | None) -> None:
     _this.asked_at = now()
     let_workers_end()
     for each in tuple(_this.open):
-        each.stop_waiting()
+        each.request_stop()
 
 
 def _forked() -> None:
     for each in _this.open:
-        each.forked()
+        each._forked()
     _this.open.clear()
     if signal.getsignal(signal.SIGTERM) is _signalled:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -179,4 +179,4 @@ def _forked() -> None:
 
 def _program_ends() -> None:
     for each in tuple(_this.open):
-        each.program_ends()
+        each._program_ends()

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from decoupled_diloco.errors import ConfigError, StorageError
+from decoupled_diloco.errors import ConfigError, DilocoError, StorageError
 from decoupled_diloco.learner.checkpoint import OPTIMIZER, LearnerCheckpoint
 from decoupled_diloco.learner.optimizers import exact
 from decoupled_diloco.merge.layout import unwrapped
@@ -131,6 +131,8 @@ class ShardedState:
                 )
             for name, thing in self._objects.items():
                 thing.load_state_dict(objects[name])
+        except DilocoError:
+            raise
         except CheckpointException as error:
             raise StorageError(f"{folder} cannot be read ({causes(error)}): {_WAY_OUT}") from error
         except _CAUSES as error:
@@ -168,6 +170,8 @@ def spread_out(
     try:
         for each, state in inner.paired(kept) if inner else []:
             optimizer |= _by_name(each, state, named)
+    except DilocoError:
+        raise
     except (ValueError, KeyError) as error:
         raise ConfigError("it is of another model or optimizer than rank 0 has") from error
     whole = {"model": model, "optimizer": optimizer}

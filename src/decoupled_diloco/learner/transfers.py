@@ -1,12 +1,22 @@
-"""Carries out what is ordered about transfers: copies, serves, relays and fetches a state."""
+"""Gives a learner's state to another learner, or takes one, by a shard that relays it.
+
+A state travels as a head and bytes in chunks (`StateBlob`). The head is JSON: what the tensors are
+and where they lie in the bytes, the rest of the state as `storage.states` packs it, and the digest
+of each chunk. Its own digest travels on the control plane.
+
+The copy is made on the training thread at a step boundary; all else runs on the background's event
+loop and its worker.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar, assert_never
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,60 +29,30 @@ from decoupled_diloco.errors import (
     StorageError,
     TransportError,
 )
-from decoupled_diloco.learner.state_blob import StateBlob
+from decoupled_diloco.learner.shared import Context
 from decoupled_diloco.merge import as_bytes, digest
-from decoupled_diloco.protocol import events as fact
-from decoupled_diloco.protocol.transfer.coordinator import HEAD_BYTES_MAX
-from decoupled_diloco.protocol.transfer.effects import (
+from decoupled_diloco.protocol.features.transfer import HEAD_BYTES_MAX
+from decoupled_diloco.protocol.words import (
+    ChunkArrived,
     CopyState,
+    Done,
     DropState,
+    Failed,
     FetchState,
     ForgetState,
     RelayState,
-)
-from decoupled_diloco.protocol.transfer.events import (
-    ChunkArrived,
-    StateArrived,
     StateCopied,
-    StateFailed,
-    StateNotCopied,
 )
-from decoupled_diloco.runtime import runtime
-from decoupled_diloco.transport.base import Client, Server
+from decoupled_diloco.shell.driver import executes
+from decoupled_diloco.storage.files import NOT_JSON
+from decoupled_diloco.storage.states import pack, unpack
 from decoupled_diloco.transport.bodies import body_url
-from decoupled_diloco.transport.http_client import HttpClient
-from decoupled_diloco.transport.tls import Tls
+from decoupled_diloco.transport.ranges import chunk_sizes
 
 logger = logging.getLogger(__name__)
 
 AGAIN_SECONDS = 0.1
 """A chunk that a relay does not have yet, or has no room for, is tried again after so long."""
-
-DIRECT_TRIES_MAX = 3
-"""A donor that cannot be reached so often in a row is asked for through a relay."""
-
-_T = TypeVar("_T")
-
-TransferOrder = RelayState | ForgetState | FetchState | DropState
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """What transfers need of the learner's background.
-
-    Attributes:
-        tell: Tells the machine a fact; in the event loop.
-        spawn: Runs a coroutine in the event loop.
-        in_worker: Runs a function in the worker.
-        client: The transport's client.
-        relay: The address of the process that relays.
-    """
-
-    tell: Callable[[fact.LearnerEvent], None]
-    spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
-    in_worker: Callable[[Callable[[], Any]], Awaitable[Any]]
-    client: Callable[[], Client]
-    relay: Callable[[], str]
 
 
 class StateTransfers:
@@ -80,42 +60,30 @@ class StateTransfers:
 
     Args:
         stateful: What this learner gives away, and takes, by name.
-        make_server: Makes the server by which others reach this learner, given the key that opens
-            it; `None`: they cannot.
-        tls: Whom this learner trusts: a donor's certificate must name the donor.
 
     Attributes:
         taken: A donor's state, once it is here.
     """
 
-    def __init__(
-        self,
-        stateful: Mapping[str, Any],
-        make_server: Callable[[str], Server] | None = None,
-        tls: Tls | None = None,
-    ) -> None:
-        self._tls = tls
-        self._key = runtime().secret()
+    def __init__(self, stateful: Mapping[str, Any]) -> None:
         self.taken: Mapping[str, Any] | None = None
         self._stateful = dict(stateful)
-        self._make_server = make_server
-        self._server: Server | None = None
         self._blobs: dict[tuple[str, int], tuple[StateBlob, bytes]] = {}
         self._unsealed: dict[tuple[str, int], StateBlob | ConfigError] = {}
         self._fetching: asyncio.Task[None] | None = None
-        self._around: Surroundings | None = None
+        self._around: Context | None = None
 
     @property
     def wanted(self) -> bool:
         """Whether this learner would take anything from a donor."""
         return bool(self._stateful)
 
-    def enter(self, surroundings: Surroundings) -> None:
+    def enter(self, context: Context) -> None:
         """The background is there."""
-        self._around = surroundings
+        self._around = context
 
     @property
-    def _here(self) -> Surroundings:
+    def _here(self) -> Context:
         assert self._around is not None
         return self._around
 
@@ -130,149 +98,88 @@ class StateTransfers:
             self._unsealed[key] = error
 
     async def serve(self, order: CopyState) -> None:
-        """Seals the copy and offers it, or waits for a relay."""
+        """Seals the copy and offers it."""
         key = (order.learner, order.attempt)
         blob = self._unsealed.pop(key)
         if isinstance(blob, ConfigError):
-            self._here.tell(StateNotCopied(order.learner, order.attempt, str(blob)))
+            self._here.told(Failed(order, str(blob)))
             return
         head = await self._here.in_worker(blob.head)
         self._blobs[key] = (blob, head)
-        address = await self._listen()
-        if self._server is not None:
-            for number, body in enumerate(_bodies(blob, head)):
-                self._server.bodies.offer(_path(key, number), body.numpy().data, digest(body))
-        self._here.tell(
-            StateCopied(
-                order.learner,
-                order.attempt,
-                len(head),
-                blob.data.numel(),
-                digest(head),
-                address,
-                self._key if address else "",
-            )
-        )
+        copy = StateCopied(len(head), blob.data.numel(), digest(head))
+        self._here.told(Done(order, copy))
 
-    async def _listen(self) -> str:
-        """The address at which others reach this learner; empty: they cannot."""
-        if self._server is None and self._make_server is not None:
-            server = self._make_server(self._key)
-            try:
-                await server.start()
-            except TransportError as error:
-                logger.warning("%s: a shard relays instead", error)
-                self._make_server = None
-                return ""
-            self._server = server
-        return "" if self._server is None else self._server.address
-
+    @executes(RelayState)
     async def _deliver(self, order: RelayState) -> None:
         key = (order.learner, order.attempt)
         if key not in self._blobs:
             return
-        for number, body in enumerate(_bodies(*self._blobs[key])):
+        blob, head = self._blobs[key]
+        for number, body in enumerate([as_bytes(head), *blob.chunks()]):
             url = body_url(f"{order.path}/in/{number}")
             while key in self._blobs:
                 try:
-                    await self._here.client().put(url, body.numpy().data, base=self._here.relay())
+                    await self._here.client.put(
+                        url, body.numpy().data, base=self._here.address_of(0)
+                    )
                     break
                 except AccessError as error:
-                    refused = StateNotCopied(order.learner, order.attempt, str(error))
-                    self._here.tell(refused)
+                    self._here.told(Failed(order, str(error)))
                     return
                 except (ProtocolError, TransportError):  # no room yet, or out of reach
                     await asyncio.sleep(AGAIN_SECONDS)
 
-    def _forget(self, learner: str, attempt: int) -> None:
-        kept = self._blobs.pop((learner, attempt), None)
-        if kept is not None and self._server is not None:
-            for number in range(len(_bodies(*kept))):
-                self._server.bodies.withdraw(_path((learner, attempt), number))
+    @executes(ForgetState)
+    def _forget(self, order: ForgetState) -> None:
+        self._blobs.pop((order.learner, order.attempt), None)
 
-    async def _fetch(self, order: FetchState, me: str) -> None:
+    async def _fetch(self, order: FetchState) -> None:
         try:
-            self.taken = await self._fetched(order, me)
+            self.taken = await self._fetched(order)
         except (AccessError, TransportError, StorageError, MergeError, ProtocolError) as error:
-            self._here.tell(StateFailed(order.attempt, str(error)))
+            self._here.told(Failed(order, str(error)))
             return
-        self._here.tell(StateArrived(order.attempt))
+        self._here.told(Done(order))
 
-    async def _fetched(self, order: FetchState, me: str) -> Mapping[str, Any]:
+    async def _fetched(self, order: FetchState) -> Mapping[str, Any]:
         if not 0 < order.head_nbytes <= HEAD_BYTES_MAX:
             raise ProtocolError(f"a head of {order.head_nbytes} bytes is none")
-        if order.path:
-            return await self._fetched_by(order, me, self._here.client())
-        # The run's own token is not for another learner to see.
-        if self._tls is not None and not order.address.startswith("https://"):
-            raise TransportError(f"{order.donor} gives its state at {order.address} in plain text")
-        client = HttpClient(
-            token=order.key,
-            trusted=(order.address,),
-            principal=me,
-            tls=self._tls,
-            server_name=order.donor,
-        )
-        try:
-            return await self._fetched_by(order, me, client)
-        finally:
-            await client.close()
-
-    async def _fetched_by(self, order: FetchState, me: str, client: Client) -> Mapping[str, Any]:
         head = torch.empty(order.head_nbytes, dtype=torch.uint8, device="cpu")
-        await self._chunk(client, order, me, 0, head, order.digest)
+        await self._chunk(order, 0, head, order.digest)
         blob, digests = StateBlob.open(head.numpy().tobytes(), order.nbytes)
         for number, (chunk, announced) in enumerate(
             zip(blob.chunks(), digests, strict=True), start=1
         ):
-            await self._chunk(client, order, me, number, chunk, announced)
+            await self._chunk(order, number, chunk, announced)
         state = blob.state()
         if not isinstance(state, dict):
             raise StorageError(f"the state of {order.donor} is a {type(state).__name__}")
         return state
 
-    async def _chunk(
-        self,
-        client: Client,
-        order: FetchState,
-        me: str,
-        number: int,
-        out: Tensor,
-        announced: str,
-    ) -> None:
-        """Fetches one chunk, again and again if it comes by a relay: the machine has patience."""
-        path = f"{order.path}/out/{number}" if order.path else _path((me, order.attempt), number)
-        base = self._here.relay() if order.path else order.address
-        tries = 0
+    async def _chunk(self, order: FetchState, number: int, out: Tensor, announced: str) -> None:
+        """Fetches one chunk, again and again: the machine's patience ends it."""
+        url = body_url(f"{order.path}/out/{number}")
         while True:
             try:
-                await client.get(body_url(path), out.numpy().data, base=base)
+                base = self._here.address_of(0)
+                await self._here.client.get(url, out.numpy().data, base=base)
                 if await self._here.in_worker(lambda: digest(out)) != announced:
                     raise MergeError(f"chunk {number} of {order.donor} has another digest")
                 break
             except AccessError:
                 raise
             except (ProtocolError, TransportError, MergeError):
-                tries += 1
-                if not order.path and tries >= DIRECT_TRIES_MAX:
-                    raise
                 await asyncio.sleep(AGAIN_SECONDS)
-        self._here.tell(ChunkArrived(order.attempt, number, out.numel()))
+        self._here.told(ChunkArrived(order.attempt, number, out.numel()))
 
-    def carry_out(self, order: TransferOrder, me: str) -> None:
-        """Begins what is ordered; in the event loop."""
-        match order:
-            case RelayState():
-                self._here.spawn(self._deliver(order))
-            case ForgetState(learner, attempt):
-                self._forget(learner, attempt)
-            case FetchState():
-                self._stop_fetching()
-                self._fetching = self._here.spawn(self._fetch(order, me))
-            case DropState():
-                self._stop_fetching()
-            case _:
-                assert_never(order)
+    @executes(FetchState)
+    def _begin_fetching(self, order: FetchState) -> None:
+        self._stop_fetching()
+        self._fetching = self._here.spawn(self._fetch(order))
+
+    @executes(DropState)
+    def _drop(self, order: DropState) -> None:
+        self._stop_fetching()
 
     def _stop_fetching(self) -> None:
         if self._fetching is not None:
@@ -282,15 +189,101 @@ class StateTransfers:
     async def close(self) -> None:
         """Nobody is served any more."""
         self._blobs.clear()
-        if self._server is not None:
-            await self._server.stop()
 
 
-def _bodies(blob: StateBlob, head: bytes) -> list[Tensor]:
-    """The head, then the chunks."""
-    return [as_bytes(head), *blob.chunks()]
+ALIGNMENT = 16
 
 
-def _path(key: tuple[str, int], number: int) -> str:
-    learner, attempt = key
-    return f"/state/{learner}/{attempt}/{number}"
+@dataclass
+class StateBlob:
+    """A state that was copied to the host.
+
+    Attributes:
+        text: Everything of it but its tensors.
+        tensors: Name, dtype, shape and offset of each tensor in ``data``.
+        data: Their bytes, uint8 [B]; never written to again.
+    """
+
+    text: str
+    tensors: list[tuple[str, str, list[int], int]]
+    data: Tensor
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> StateBlob:
+        """Copies a state as it is now.
+
+        Raises:
+            ConfigError: It cannot be packed.
+        """
+        tensors, text = pack(dict(state))
+        places: list[tuple[str, str, list[int], int]] = []
+        nbytes = 0
+        for name, tensor in tensors.items():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            places.append((name, dtype, list(tensor.shape), nbytes))
+            size = tensor.numel() * tensor.element_size()
+            nbytes += math.ceil(size / ALIGNMENT) * ALIGNMENT
+        data = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+        for (_, _, _, offset), tensor in zip(places, tensors.values(), strict=True):
+            _view(data, tensor.dtype, list(tensor.shape), offset).copy_(tensor)
+        return cls(text, places, data)
+
+    def chunks(self) -> list[Tensor]:
+        """Views of the bytes, in order."""
+        return list(torch.split(self.data, list(chunk_sizes(self.data.numel()))))
+
+    def head(self) -> bytes:
+        """The head, with the digests of all chunks."""
+        digests = [digest(chunk) for chunk in self.chunks()]
+        return json.dumps([self.text, self.tensors, digests]).encode()
+
+    @classmethod
+    def open(cls, head: bytes, nbytes: int) -> tuple[StateBlob, list[str]]:
+        """An empty blob with this head, to be filled, and the digests of its chunks.
+
+        Raises:
+            StorageError: The head does not fit so many bytes.
+        """
+        try:
+            text, tensors, digests = json.loads(head)
+            blob = cls(
+                str(text),
+                [tuple(place) for place in tensors],
+                torch.empty(0, dtype=torch.float32, device="cpu"),
+            )
+            ends = [
+                offset + math.prod(shape) * getattr(torch, dtype).itemsize
+                for _, dtype, shape, offset in blob.tensors
+            ]
+            least = min((min(offset, *shape, 0) for _, _, shape, offset in blob.tensors), default=0)
+            fits = max(ends, default=0) <= nbytes and least == 0
+            fits = fits and len(digests) == len(chunk_sizes(nbytes))
+        except NOT_JSON as error:
+            raise StorageError(f"a donor's head cannot be read: {error!r}") from error
+        if not fits:
+            raise StorageError(f"a donor's head does not fit the {nbytes} bytes that it announced")
+        try:
+            blob.data = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+        except RuntimeError as error:
+            raise StorageError(f"no memory for a donor's {nbytes} bytes: {error}") from error
+        return blob, digests
+
+    def state(self) -> Any:
+        """The state, its tensors views of the bytes.
+
+        Raises:
+            StorageError: It is not one.
+        """
+        try:
+            tensors = {
+                name: _view(self.data, getattr(torch, dtype), shape, offset)
+                for name, dtype, shape, offset in self.tensors
+            }
+            return unpack(tensors, self.text)
+        except (RuntimeError, *NOT_JSON) as error:
+            raise StorageError(f"a donor's state cannot be read: {error!r}") from error
+
+
+def _view(data: Tensor, dtype: torch.dtype, shape: list[int], offset: int) -> Tensor:
+    size = math.prod(shape) * dtype.itemsize
+    return data[offset : offset + size].view(dtype).view(shape)

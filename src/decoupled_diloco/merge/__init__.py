@@ -1,17 +1,17 @@
 """Merge math: pure functions on tensors, without I/O, clock or threads.
 
-Learners and syncers share it. A model's trainable tensors and its buffers form a `Layout`, which
-`partition` cuts into fragments; `contribution` gives what a learner changed, a `Codec` its bytes;
-an `Accumulator` merges contributions weighted by `token_weight`; an `OuterOptimizer` applies the
-merged outer gradient to the master copy; `publish` and `receive` keep published copies equal bit by
-bit.
+Learners and syncers share this package. A model's trainable tensors and its buffers form a
+`Layout`, which `partition` splits into fragments. `contribution` computes the change that a
+learner's training made, and a `Codec` encodes it. An `Accumulator` merges contributions weighted by
+`token_weight`. An `OuterOptimizer` applies the merged outer gradient to the master copy. `publish`
+and `receive` keep all published copies bit-identical.
 
 Shapes:
     M  learners
     P  fragments
     N  elements of one fragment, flat
     S  segments of one fragment: ranges that are merged as one vector
-    B  bytes of one body
+    B  bytes of one payload
 """
 
 from decoupled_diloco.merge.accumulate import EPSILON, Accumulator, Contribution, merge

@@ -1,24 +1,24 @@
-"""Merging contributions as they arrive, in memory that does not grow with the learners.
+"""Merge contributions as they arrive, in memory that does not grow with the number of learners.
 
 A fragment's flat vector is divided into segments (see `fragments.segments`). For each segment the
-accumulator keeps sums only, so a contribution is folded in at once and then forgotten:
+accumulator keeps only sums, so a contribution can be freed as soon as it is folded in:
 
     mean   sum w,  sum w·v                   result = sum w·v / sum w
     RDA    sum w,  sum w·‖v‖,  sum w·φ(v)    result = r · u / max(‖u‖, ε)
            with φ(v) = v/‖v‖, φ(0) = 0,  r = sum w·‖v‖ / sum w,  u = sum w·φ(v) / sum w
 
-RDA merges length and direction apart. The updates of different learners are nearly orthogonal, so
-the plain mean of M of them is shorter than each by 1/√M; RDA keeps the mean length. The paper has
-φ(u) where we have u/max(‖u‖, ε): when directions cancel, u is small and its direction is noise, and
-a full-length step along noise would do harm.
+RDA merges length and direction separately. The updates of different learners are nearly orthogonal,
+so the plain mean of M updates is shorter than each of them by 1/√M. RDA keeps the mean length. The
+paper uses φ(u) where this module uses u/max(‖u‖, ε). When directions cancel, u is small and its
+direction is noise, and a full-length step along noise would do harm.
 
-Everything kept is a sum over learners, so accumulators can be combined in any tree. (A segment that
-is taken from one learner is that of the largest weight: a maximum combines as well.)
+All state is a sum over learners, so accumulators can be combined in any tree. (A segment that is
+taken from one learner comes from the one with the largest weight: a maximum can be combined, too.)
 
-A buffer's values are merged by their mean, where the mean is of their kind. It is not where all
-contributions are whole numbers (a counter, a mask), or all are unit vectors (a direction), or one
-is not finite. Nor is a mean needed where all are alike, and rounding would change them. In these
-cases the buffer is that of the finite contribution with the largest weight.
+A buffer is merged by the mean of its values, with four exceptions. The mean is invalid if all
+contributions are integers (a counter, a mask), if all are unit vectors (a direction), or if one is
+not finite. The mean is unnecessary if all contributions are equal, and rounding would change them.
+In these cases the result is the buffer of the finite contribution with the largest weight.
 
 Shapes:
     N  elements of one fragment
@@ -44,7 +44,7 @@ EPSILON = 1e-3
 _MERGES: tuple[SegmentMerge, ...] = get_args(SegmentMerge)
 
 _ALIKE, _WHOLE, _UNIT, _FINITE = 1, 2, 4, 8
-"""What all contributions to a buffer have in common."""
+"""Flags for the properties that all contributions to a buffer share."""
 
 _UNIT_TOLERANCE = 1e-3
 
@@ -54,18 +54,18 @@ class Accumulator:
 
     Args:
         numel: N, the elements of the fragment.
-        segments: Cover `0 … N-1` without gaps, in order.
-        epsilon: ε in (0, 1): below this length the merged direction of an RDA segment counts as
-            noise and the result shrinks with it. 1e-3 leaves even 10⁵ orthogonal learners alone.
-        buffer: [N], fp32, any content: memory for the sums, taken over. Memory that was used before
-            saves the page faults of a new one, which cost more than a fold.
+        segments: Segments that cover `0 … N-1` without gaps, in order.
+        epsilon: ε in (0, 1). Below this length the merged direction of an RDA segment counts as
+            noise and the result shrinks with it. 1e-3 does not affect even 10⁵ orthogonal learners.
+        buffer: [N], fp32, any content: memory for the sums, owned by the accumulator from now on.
+            Reused memory saves the page faults of a new allocation, which cost more than a fold.
 
     Attributes:
-        count: Learners folded in (not messages: combining adds the counts).
+        count: Number of learners folded in (not messages: combining adds the counts).
         weight: Sum of their weights.
 
     Source:
-        Decoupled DiLoCo, RDA, in the "mean of norms" reading; ε is ours.
+        Decoupled DiLoCo, RDA, in the "mean of norms" reading; ε is our addition.
     """
 
     def __init__(
@@ -89,22 +89,23 @@ class Accumulator:
         self._norm_sums = [0.0] * len(self.segments)
         self._heaviest = 0.0
         self._kinds = [_ALIKE | _WHOLE | _UNIT | _FINITE] * len(self.segments)
-        self._single_weights = [0.0] * len(self.segments)  # negative: not finite, so any other wins
+        # A negative value marks a contribution that is not finite, so that any finite one wins.
+        self._single_weights = [0.0] * len(self.segments)
         self._buffers_start = next((s.start for s in segments if s.merge == "buffer"), numel)
         self._single: Tensor | None = None
 
     def add(self, vector: Tensor, weight: float, norms: Sequence[float] | None = None) -> None:
-        """Fold one whole contribution in. Nothing has changed if this raises.
+        """Fold one whole contribution in. If this raises, the accumulator is unchanged.
 
         Args:
             vector: [N], fp32.
             weight: w > 0, finite.
-            norms: The S segment norms ‖v‖ where they are known already (what stands for a mean
-                segment is not used); the caller then vouches that the vector is finite.
+            norms: The S segment norms ‖v‖, if they are already known; values for mean segments are
+                ignored. The caller then guarantees that the vector is finite.
 
         Raises:
-            MergeError: Wrong size or dtype, a weight that is not positive and finite, or a value
-                that is not finite.
+            MergeError: The size or dtype is wrong, the weight is not positive and finite, or a
+                value is not finite.
         """
         _check_vector(vector, self.numel)
         if norms is None:
@@ -128,7 +129,7 @@ class Accumulator:
         """Add another accumulator's sums to this one, as in a tree of aggregators.
 
         Raises:
-            MergeError: The other one has other segments or another epsilon.
+            MergeError: The other accumulator has different segments or a different epsilon.
         """
         if (self.segments, self.epsilon) != (other.segments, other.epsilon):
             raise MergeError(
@@ -148,16 +149,16 @@ class Accumulator:
         self.count += other.count
 
     def result(self, out: Tensor | None = None) -> Tensor:
-        """Give the merged vector; the sums stay, more may be added.
+        """Return the merged vector. The sums are kept, so more contributions can be added.
 
         Args:
             out: [N], fp32, to fill; a new one if None.
 
         Raises:
-            MergeError: Nothing was folded in, or the result is not finite.
+            MergeError: No contribution was folded in, or the result is not finite.
         """
         if self._sums is None or self.weight <= 0:
-            raise MergeError("nothing to merge: the weights sum to 0, so no contribution counted")
+            raise MergeError("nothing to merge: the weights sum to 0, so no contribution counts")
         if out is None:
             out = torch.empty_like(self._sums)
         _check_vector(out, self.numel)
@@ -181,7 +182,7 @@ class Accumulator:
         return out
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Give everything as tensors, as safetensors wants it; the sums are shared, not copied."""
+        """Return the state as tensors, for safetensors; the sums are shared, not copied."""
         sums = (
             torch.zeros(self.numel, dtype=torch.float32, device="cpu")
             if self._sums is None
@@ -208,7 +209,7 @@ class Accumulator:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Tensor]) -> Accumulator:
-        """Read what `state_dict` gave, trusting nothing; the sums are shared, not copied.
+        """Restore and validate the output of `state_dict`; the sums are shared, not copied.
 
         Raises:
             MergeError: A tensor is missing, unknown, of the wrong type or shape, not finite, or
@@ -233,7 +234,7 @@ class Accumulator:
         accumulator._single_weights = state["single_weights"].tolist()
         if accumulator.count and accumulator._buffers_start < accumulator.numel:
             if state["single"].numel() != accumulator.numel - accumulator._buffers_start:
-                raise MergeError("accumulator state: 'single' has another size than the buffers")
+                raise MergeError("accumulator state: 'single' and the buffers differ in size")
             accumulator._single = state["single"]
         if not is_finite(state["sums"][: accumulator._trained]):
             raise MergeError("accumulator state: 'sums' holds a value that is not finite")
@@ -247,7 +248,9 @@ class Accumulator:
             raise MergeError(
                 f"weight={weight} is not positive and finite: leave such a contribution out"
             )
-        first = self._sums is None  # a contribution covers every element, so nothing need be zeroed
+        # A contribution covers every element. The first one therefore overwrites the sums, which
+        # hold arbitrary memory until then, instead of paying for a pass that zeroes them.
+        first = self._sums is None
         sums = self._sums_like(parts[0][1])
         for part_start, part in parts:
             for index, start, stop in _overlaps(self.segments, part_start, part.numel()):
@@ -279,7 +282,7 @@ class Accumulator:
 
     @property
     def _trained(self) -> int:
-        """The elements before the buffers, which have to be finite."""
+        """The number of elements before the buffers: these must be finite."""
         buffers = (s.start for s in self.segments if s.merge in ("buffer", "one"))
         return next(buffers, self.numel)
 
@@ -287,7 +290,7 @@ class Accumulator:
         return self._kinds[index] == _FINITE
 
     def _single_of(self, segment: Segment) -> Tensor:
-        """The values of one contribution to a buffer."""
+        """Return memory for the values of the best single contribution to a buffer."""
         if self._single is None:
             assert self._sums is not None
             self._single = torch.empty_like(self._sums[self._buffers_start :])
@@ -306,7 +309,8 @@ class Accumulator:
             _scale(values, weight, sums)
         elif self._kinds[index] & _FINITE:
             _add_scaled(sums, values, weight)
-        if not is_finite(sums):  # as is the sum of large finite ones, such as a mask's
+        if not is_finite(sums):
+            # The sum of large finite values, such as a mask's, can overflow, too.
             self._kinds[index] &= ~_FINITE
             sums.zero_()
         rank = weight if kinds & _FINITE else -1 / weight
@@ -332,7 +336,7 @@ class Accumulator:
             self._single_weights[index] = other._single_weights[index]
 
     def _combine_sums(self, other: Accumulator, *, heavier: bool) -> None:
-        """Adds sums; of what is taken from one learner those of the heavier one stay."""
+        """Add sums; a segment taken from one learner keeps the values of the heavier one."""
         sums = other._sums
         assert self._sums is not None
         assert sums is not None
@@ -346,7 +350,7 @@ class Accumulator:
                 target.copy_(values)
 
     def _sums_like(self, vector: Tensor) -> Tensor:
-        """The sums; new ones hold anything, and are to be written before they are read."""
+        """Return the sums; new ones hold arbitrary values and must be written before a read."""
         if self._sums is None:
             self._sums = self._buffer
         if self._sums is None:
@@ -355,11 +359,11 @@ class Accumulator:
 
 
 class Contribution:
-    """One learner's contribution to one fragment, arriving in slices in any order.
+    """One learner's contribution to one fragment, received in slices in any order.
 
-    A direction is known only when the norm of the whole segment is: the slices' squared norms are
-    summed first, and `Accumulator.add_contribution` folds the slices in afterwards. The slices are
-    kept by reference until then.
+    A direction requires the norm of the whole segment. The squared norms of the slices are
+    therefore summed first, and `Accumulator.add_contribution` folds the slices in afterwards. Until
+    then the slices are kept by reference.
 
     Attributes:
         parts: (start, slice) pairs received, in order of arrival.
@@ -373,14 +377,15 @@ class Contribution:
         self._squares_of_means = 0.0
 
     def add(self, start: int, part: Tensor) -> None:
-        """Take the slice `start … start + len(part) - 1`.
+        """Add the slice `start … start + len(part) - 1`.
 
         Args:
-            start: Its first element's place in the fragment.
-            part: [n], fp32, n >= 1; not to be changed until it is folded in.
+            start: The index of its first element in the fragment.
+            part: [n], fp32, n >= 1; the caller must not change it until it is folded in.
 
         Raises:
-            MergeError: It lies outside, overlaps another slice, or holds a value not finite.
+            MergeError: The slice lies outside the fragment, overlaps another slice, or holds a
+                value that is not finite.
         """
         stop = start + part.numel()
         _check_vector(part, part.numel())
@@ -390,13 +395,13 @@ class Contribution:
             if start < other + earlier.numel() and other < stop:
                 raise MergeError(
                     f"slice {start}:{stop} overlaps slice {other}:{other + earlier.numel()}, "
-                    "which came before: send every element once"
+                    "which arrived before: send every element once"
                 )
         squares, of_means = list(self._squares), self._squares_of_means
         for index, low, high in _overlaps(self.segments, start, part.numel()):
             values = part[low - start : high - start]
             merge = self.segments[index].merge
-            if merge in ("buffer", "one"):  # no change, so no norm; it may be infinite
+            if merge in ("buffer", "one"):  # a value and not a change: no norm, may be infinite
                 continue
             square = squares_of(values)
             finite = math.isfinite(square)
@@ -417,12 +422,12 @@ class Contribution:
 
     @property
     def norms(self) -> tuple[float, ...]:
-        """The S segment norms; 0 for mean segments, which need none."""
+        """The S segment norms; 0 for mean segments, whose merge does not use a norm."""
         self._require_complete()
         return tuple(math.sqrt(square) for square in self._squares)
 
     def whole(self) -> Tensor:
-        """All elements as one vector, fp32 [N].
+        """Return all elements as one vector, fp32 [N].
 
         Raises:
             MergeError: Parts are missing.
@@ -433,7 +438,7 @@ class Contribution:
 
     @property
     def norm(self) -> float:
-        """The norm of all that has arrived, mean segments and all; buffers are no change."""
+        """The norm of all received slices, mean segments included and buffers excluded."""
         return math.sqrt(math.fsum(self._squares) + self._squares_of_means)
 
     def _require_complete(self) -> None:
@@ -444,7 +449,7 @@ class Contribution:
             )
 
     def scale(self, factor: float) -> None:
-        """Multiplies all but buffers; slices that were handed in are left as they are."""
+        """Multiply all elements except buffers, without changing the caller's slices."""
         buffers = [segment for segment in self.segments if segment.merge in ("buffer", "one")]
         parts = []
         for start, part in self.parts:
@@ -463,7 +468,7 @@ def merge(
     segments: Sequence[Segment],
     epsilon: float = EPSILON,
 ) -> Tensor:
-    """Merge vectors that are all at hand.
+    """Merge vectors that are all available at once.
 
     Args:
         vectors: M >= 1 vectors [N], fp32.
@@ -481,7 +486,7 @@ def merge(
 
 
 def _values_of(parts: Sequence[tuple[int, Tensor]], segment: Segment) -> Tensor:
-    """A segment's values from the parts of a contribution."""
+    """Return a segment's values from the parts of a contribution; a view if one part has all."""
     for start, part in parts:
         if start <= segment.start and segment.stop <= start + part.numel():
             return part[segment.start - start : segment.stop - start]
@@ -495,7 +500,7 @@ def _values_of(parts: Sequence[tuple[int, Tensor]], segment: Segment) -> Tensor:
 
 
 def _kinds_of(values: Tensor) -> int:
-    """Which of `_WHOLE`, `_UNIT` and `_FINITE` values are."""
+    """Return those of the flags `_WHOLE`, `_UNIT` and `_FINITE` that apply to the values."""
     if not is_finite(values):
         return 0
     kinds = _FINITE
@@ -511,7 +516,7 @@ def _same_bits(left: Tensor, right: Tensor) -> bool:
 
 
 def _add_scaled(sums: Tensor, values: Tensor, factor: float) -> None:
-    """Add factor·values; in fp64 where the factor leaves fp32's comfortable range."""
+    """Add factor·values; in fp64 if the factor is near the limits of fp32."""
     if 1e-30 < factor < 1e30:
         sums.add_(values, alpha=factor)
         return
@@ -520,7 +525,7 @@ def _add_scaled(sums: Tensor, values: Tensor, factor: float) -> None:
 
 
 def _scale(values: Tensor, factor: float, out: Tensor) -> None:
-    """Write factor·values to `out`; in fp64 where the factor leaves fp32's comfortable range."""
+    """Write factor·values to `out`; in fp64 under the same condition as `_add_scaled`."""
     if 1e-30 < factor < 1e30:
         torch.mul(values, factor, out=out)
         return
@@ -531,7 +536,7 @@ def _scale(values: Tensor, factor: float, out: Tensor) -> None:
 def _overlaps(
     segments: Sequence[Segment], start: int, numel: int
 ) -> Iterator[tuple[int, int, int]]:
-    """The segments that the slice meets: index, first and last element + 1 of the intersection."""
+    """Yield the index of each segment that the slice overlaps, and the overlap's start and stop."""
     stop = start + numel
     for index, segment in enumerate(segments):
         low, high = max(start, segment.start), min(stop, segment.stop)
@@ -558,7 +563,7 @@ def _check_norms(norms: Sequence[float], count: int) -> None:
 
 
 def _segments_problem(numel: int, segments: Sequence[Segment]) -> str | None:
-    """Say what is wrong with the segments of a fragment, or None."""
+    """Return a description of the first fault in a fragment's segments, or None."""
     if not segments or segments[0].start != 0 or segments[-1].stop != numel:
         return f"segments do not cover 0:{numel}"
     if any(segment.start >= segment.stop for segment in segments):
@@ -596,7 +601,7 @@ def _check_state(state: Mapping[str, Tensor]) -> None:
             raise MergeError(f"accumulator state: '{name}' holds a value that is not finite")
     known = (state["segment_merge"] >= 0) & (state["segment_merge"] < len(_MERGES))
     if not bool(known.all()):
-        raise MergeError("accumulator state: 'segment_merge' names a merge that is none")
+        raise MergeError("accumulator state: 'segment_merge' has an unknown merge method")
     weight, contributors = float(state["weight"]), int(state["count"])
     in_range = contributors >= 0 and (weight > 0) == (contributors > 0) and weight >= 0
     if not (in_range and 0 < float(state["epsilon"]) < 1 and bool((state["norm_sums"] >= 0).all())):

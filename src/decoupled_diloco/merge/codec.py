@@ -1,12 +1,12 @@
-"""How vectors become bytes.
+"""Encode vectors as bytes, and identify bytes by digests.
 
-A codec turns an fp32 vector into a body and back. Bodies are raw and little-endian, without a
-header: their size follows from the codec and the number of elements. `register_codec` adds codecs,
-also simpler ones of users (`SimpleCodec`).
+A codec encodes an fp32 vector as a payload, which the code calls a body, and decodes it. Payloads
+are raw and little-endian, without a header: their size follows from the codec and the number of
+elements. `register_codec` adds codecs, including simpler ones of users (`SimpleCodec`).
 
 Shapes:
     N  elements of one fragment
-    B  bytes of its body
+    B  bytes of its payload
 """
 
 from __future__ import annotations
@@ -28,52 +28,53 @@ from decoupled_diloco.errors import ConfigError, MergeError, ProtocolError
 from decoupled_diloco.merge.blocks import is_finite
 
 Body = Tensor | bytes | bytearray | memoryview
-"""Bytes to read: a contiguous tensor of any dtype, or any buffer, writable or not."""
+"""A payload to read: a contiguous tensor of any dtype, or any buffer, writable or not."""
 
 
 class Codec(Protocol):
-    """Turns fp32 vectors into bodies and back, deterministically: same bits in, same bits out."""
+    """Encodes fp32 vectors as payloads and decodes them; the same input gives the same bits."""
 
     @property
     def name(self) -> str:
-        """Its name in configurations and on the wire."""
+        """The codec's name in configurations and on the wire."""
 
     @property
     def group(self) -> int | None:
-        """Elements that are coded together, so that a body can be cut between groups.
+        """The number of elements encoded together; a payload can be split between groups.
 
-        The body of a vector is the bodies of its parts, one after the other, if each part but the
-        last holds whole groups. 1 if every element stands alone; None if bodies cannot be cut.
+        If each part of a vector except the last holds whole groups, the vector's payload is the
+        payloads of its parts, one after the other. 1 if every element is encoded separately; None
+        if payloads cannot be split.
         """
 
     def nbytes(self, numel: int) -> int:
-        """Give B, the bytes of a body of N elements."""
+        """Return B, the size in bytes of a payload of N elements."""
 
     def encode(self, vector: Tensor, out: Tensor | memoryview | None = None) -> Tensor:
         """Encode a vector.
 
         Args:
             vector: [N], fp32, on any device.
-            out: [B], uint8, writable; a new one where the vector is if None.
+            out: [B], uint8, writable; a new tensor on the vector's device if None.
         """
 
     def decode(self, body: Body, numel: int, out: Tensor | None = None) -> Tensor:
-        """Decode a body.
+        """Decode a payload.
 
         Args:
-            body: B bytes, never trusted to be of the right size.
+            body: The payload, B bytes; its size is checked.
             numel: N.
-            out: [N], fp32, to fill; a new one where the body is if None.
+            out: [N], fp32, to fill; a new tensor on the payload's device if None.
 
         Raises:
-            ProtocolError: The body's size is not `nbytes(numel)`, or no vector has such a body.
+            ProtocolError: The payload's size is not `nbytes(numel)`, or its content is invalid.
         """
 
 
 class SimpleCodec(Protocol):
-    """The least that a custom codec needs: sizes, and two deterministic functions of tensors.
+    """The minimal interface of a custom codec: a size and two deterministic functions of tensors.
 
-    ``name`` and ``group`` are optional; see `Codec`. Without ``group`` a body cannot be divided
+    ``name`` and ``group`` are optional; see `Codec`. Without ``group`` a payload cannot be divided
     among the sync ranks of a learner.
     """
 
@@ -81,21 +82,21 @@ class SimpleCodec(Protocol):
         """Return B, the number of bytes for N elements, at least 1."""
 
     def encode(self, vector: Tensor) -> Tensor:
-        """Encode a vector, fp32 [N] on any device, as new bytes, uint8 [B]; it stays as it is."""
+        """Encode a vector, fp32 [N] on any device, as new bytes, uint8 [B]; do not change it."""
 
     def decode(self, body: Tensor, numel: int) -> Tensor:
-        """Decode bytes, uint8 [B] of the right size but any content, as a vector, fp32 [N].
+        """Decode a payload, uint8 [B] of the right size but any content, as a vector, fp32 [N].
 
-        Any exception refuses the body. The same bytes must give the same bits on every machine.
+        Any exception rejects the payload. The same bytes must give the same bits on every machine.
         """
 
 
 class RawCodec:
-    """Every element in one floating-point dtype, rounded to nearest even.
+    """A codec that stores every element in one floating-point dtype, rounded to nearest even.
 
     Args:
-        dtype: fp32 loses nothing; bf16 has a relative error of at most 2⁻⁸ (for normal numbers)
-            and half the bytes.
+        dtype: fp32 is lossless. bf16 has a relative error of at most 2⁻⁸ (for normal numbers) and
+            uses half the bytes.
 
     Source:
         Decoupled DiLoCo: outer gradients in bf16 train as well as in fp32.
@@ -129,16 +130,16 @@ class RawCodec:
 
 
 class BuffersExact:
-    """A codec for a fragment's parameters; the buffers behind them go in fp32.
+    """A codec for a fragment's parameters that stores the buffers behind them in fp32.
 
-    Rounded, a table of frequencies would no longer be what the model was built with, and a
-    variance that falls could come out below zero. They go as values: of an infinite one there is no
-    difference.
+    A rounded table of frequencies would differ from the one that the model was built with, and a
+    rounded change could push a falling variance below zero. Buffers are sent as values, because an
+    infinite value has no difference.
 
     Attributes:
-        parameters_numel: The elements before the buffers.
-        parameters_nbytes: Their bytes.
-        buffer_sizes: The elements of each buffer, at least 1; see `packing`.
+        parameters_numel: The number of elements before the buffers.
+        parameters_nbytes: Their size in bytes.
+        buffer_sizes: The number of elements of each buffer, at least 1; see `packing`.
     """
 
     group = None
@@ -174,10 +175,10 @@ class BuffersExact:
 
 
 class CustomCodec:
-    """A user's codec as a `Codec`: it checks sizes, fills ``out`` and refuses what cannot be read.
+    """Adapter from a `SimpleCodec` to a `Codec`: checks sizes, fills ``out`` and rejects bad input.
 
     Args:
-        name: Its name on the wire.
+        name: The codec's name on the wire.
         own: The user's codec.
     """
 
@@ -201,11 +202,13 @@ class CustomCodec:
     def decode(self, body: Body, numel: int, out: Tensor | None = None) -> Tensor:
         source = as_bytes(body)
         check_size(source, self, numel)
-        source = source.clone()  # aligned, and writable: a body may be read-only memory
+        source = source.clone()  # `source` may be unaligned or read-only memory
         try:
             vector = self._own.decode(source, numel)
         except Exception as error:
-            raise ProtocolError(f"codec {self.name!r} cannot decode a body: {error!r}") from error
+            raise ProtocolError(
+                f"codec {self.name!r} cannot decode a payload: {error!r}"
+            ) from error
         if vector.dtype != torch.float32 or vector.shape != (numel,):
             raise MergeError(
                 f"codec {self.name!r} decoded {vector.dtype} {list(vector.shape)}: it must return "
@@ -219,62 +222,72 @@ _families: dict[str, Callable[[str], Codec | None]] = {}
 
 
 def register_codec(new: Codec | SimpleCodec) -> None:
-    """Register a codec under its ``name``, after trying it out on a few vectors.
+    """Register a codec under its ``name``, after a trial with a few vectors.
 
     Raises:
-        ConfigError: The name is taken, or the codec does not do what `Codec` or `SimpleCodec` says.
+        ConfigError: The name is taken, or the codec violates the contract of `Codec` or
+            `SimpleCodec`.
     """
     name = getattr(new, "name", None)
     if not isinstance(name, str) or not name:
-        raise ConfigError(f"codec {new!r} has no name: give it an attribute name, a text")
+        raise ConfigError(f"codec {new!r} has no name: set its attribute 'name' to a string")
     if name in _codecs:
-        raise ConfigError(f"codec '{name}' is registered already: choose another name")
+        raise ConfigError(f"codec '{name}' is already registered: choose another name")
     _codecs[name] = _tried(name, new)
 
 
 def register_own_codec(name: str, make: Callable[[], Codec | SimpleCodec]) -> None:
-    """Register the codec that a user's function returns; nothing, if that name is registered.
+    """Register the codec that a user's function returns, unless the name is already registered.
 
     Args:
-        name: Its name in configurations and on the wire, as ``"module:function"``.
+        name: The codec's name in configurations and on the wire: ``"module:function"``.
+        make: The user's function.
 
     Raises:
-        ConfigError: The function raises, or what it returns is not a codec.
+        ConfigError: The function raises an exception, or its result is not a valid codec.
     """
     if name in _codecs:
         return
     try:
         own = make()
     except Exception as error:
-        raise ConfigError(f"codec '{name}' cannot be made: {error!r}: correct it") from error
+        raise ConfigError(
+            f"codec '{name}' cannot be created: its function raises {error!r}: correct the function"
+        ) from error
     _codecs[name] = _tried(name, own)
 
 
 def has_codec(name: str) -> bool:
-    """Whether there is a codec of that name."""
+    """Whether a codec of that name exists."""
     return name in _codecs or any(make(name) is not None for make in _families.values())
 
 
 def own_codecs() -> tuple[object, ...]:
-    """The registered codecs that do not come with this package."""
+    """Return the registered codecs that are not part of this package."""
     owns = (each._own if isinstance(each, CustomCodec) else each for each in _codecs.values())
     package = __name__.partition(".")[0]
     return tuple(own for own in owns if type(own).__module__.partition(".")[0] != package)
 
 
 def _tried(name: str, own: Any) -> Codec:
-    """A codec that has shown on a few vectors that it is one."""
+    """Return a codec after a trial with a few vectors.
+
+    Raises:
+        ConfigError: The codec fails the trial.
+    """
     missing = [m for m in ("nbytes", "encode", "decode") if not callable(getattr(own, m, None))]
     if missing:
         raise ConfigError(
             f"codec '{name}' is a {type(own).__name__} without {', '.join(missing)}: return an "
             "object with the methods of decoupled_diloco.merge.SimpleCodec"
         )
+    # Only `Codec.encode` has the parameter `out`; `SimpleCodec.encode` does not.
     is_simple = "out" not in inspect.signature(own.encode).parameters
     tried: Codec = CustomCodec(name, own) if is_simple else own
     group = tried.group
     if group is not None and not (type(group) is int and group >= 1):
-        raise ConfigError(f"codec '{name}' has group={group!r}: give a number from 1 up, or None")
+        raise ConfigError(f"codec '{name}' has group={group!r}: use an integer >= 1, or None")
+    # Sizes with a single element, whole groups, and a partial last group.
     for numel in (1, 7, 2 * (group or 1), 3 * (group or 100) + 1):
         vector = torch.linspace(-1, 2, numel, device="cpu", dtype=torch.float32)
         try:
@@ -282,50 +295,52 @@ def _tried(name: str, own: Any) -> Codec:
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
         if problem:
-            raise ConfigError(f"codec '{name}' fails for {numel} elements: {problem}: correct it")
+            raise ConfigError(
+                f"codec '{name}' fails for {numel} elements: {problem}: correct the codec"
+            )
     return tried
 
 
 def _problem_of(tried: Codec, vector: Tensor) -> str:
-    """What a codec does wrong with a vector [N], in words."""
+    """Return a description of a codec's first fault with a vector [N]; empty if there is none."""
     numel, before = vector.numel(), vector.clone()
     body = tried.encode(vector)
     decoded = tried.decode(body, numel)
     if not torch.equal(vector, before):
         return "encode changed the vector"
     if body.dtype != torch.uint8 or body.shape != (tried.nbytes(numel),):
-        return f"a body is {body.dtype} {list(body.shape)}, not uint8 [{tried.nbytes(numel)}]"
+        return f"a payload is {body.dtype} {list(body.shape)}, not uint8 [{tried.nbytes(numel)}]"
     if decoded.dtype != torch.float32 or decoded.shape != (numel,):
-        return f"decode gave {decoded.dtype} {list(decoded.shape)}, not float32 [{numel}]"
+        return f"decode returned {decoded.dtype} {list(decoded.shape)}, not float32 [{numel}]"
     if not is_finite(decoded):
-        return "decode gave a value that is not finite"
+        return "decode returned a value that is not finite"
     if not torch.equal(tried.encode(vector), body) or not torch.equal(
         tried.decode(body, numel), decoded
     ):
-        return "a second time it gave other bits"
+        return "a second call returned different bits"
     if tried.group is not None and numel > tried.group:
         cut = max(1, numel // tried.group // 2) * tried.group
         parts = [tried.encode(vector[:cut]), tried.encode(vector[cut:])]
         if not torch.equal(torch.cat(parts), body):
-            return f"a body is not those of its parts, one after the other, as group={tried.group}"
+            return f"a payload is not its parts' payloads in order, as group={tried.group} requires"
     return ""
 
 
 def register_family(pattern: str, make: Callable[[str], Codec | None]) -> None:
-    """Make codecs known whose names have a number in them.
+    """Register a family of codecs whose names contain a number.
 
     Args:
-        pattern: The names, for people.
-        make: Gives the codec of a name, or None if it is not of this family.
+        pattern: The form of the names, for messages.
+        make: Returns the codec of a name, or None if the name is not in this family.
     """
     _families[pattern] = make
 
 
 def codec(name: str) -> Codec:
-    """Find a codec by its name: see `codec_names`.
+    """Return the codec of a name: see `codec_names`.
 
     Raises:
-        ConfigError: There is none of that name; the nearest is named.
+        ConfigError: No codec has that name; the message contains the closest match.
     """
     if name in _codecs:
         return _codecs[name]
@@ -336,13 +351,13 @@ def codec(name: str) -> Codec:
     near = get_close_matches(name, _codecs, n=1, cutoff=0.0)[0]
     known = ", ".join([*_codecs, *_families])
     raise ConfigError(
-        f"codec '{name}' is unknown: did you mean '{near}'? Known are {known}. (Name your own as "
-        "'module:function', or have a module in run.imports register it.)"
+        f"codec '{name}' is unknown: did you mean '{near}'? Known codecs: {known}. (For a custom "
+        "codec write 'module:function', or register it in a module of run.imports.)"
     )
 
 
 def codec_names() -> tuple[str, ...]:
-    """The names of all registered codecs, without those that have a number in them.
+    """Return the names of all registered codecs, without families such as ``topk-<k>``.
 
     >>> {"fp32", "bf16"} <= set(codec_names())
     True
@@ -351,8 +366,8 @@ def codec_names() -> tuple[str, ...]:
 
 
 def add_built_in(new: Codec) -> None:
-    """Register a codec of this package, untried: importing it computes nothing."""
-    assert new.name not in _codecs, f"codec '{new.name}' is there already"
+    """Register a codec of this package without a trial, so that an import computes nothing."""
+    assert new.name not in _codecs, f"codec '{new.name}' is already registered"
     _codecs[new.name] = new
 
 
@@ -361,9 +376,10 @@ add_built_in(RawCodec("bf16", torch.bfloat16))
 
 
 def digest(body: Body) -> str:
-    """Give the xxh3-128 of some bytes, as 32 hex digits; nothing is copied.
+    """Return the xxh3-128 of a payload, as 32 hex digits, without a copy.
 
-    It finds accidents, not attacks: whoever may write may also write the matching digest.
+    The digest detects accidents, not attacks: a process that can write the payload can also write
+    the matching digest.
 
     Examples:
         >>> digest(b"decoupled")
@@ -373,12 +389,12 @@ def digest(body: Body) -> str:
 
 
 DIGEST_NUMEL = 1 << 16
-"""Elements of a fragment that have a digest of their own, so that parts of it can be checked."""
+"""Number of elements of a fragment per block digest, so that parts of it can be verified."""
 
 
 @contextmanager
 def digested_by(numel: int) -> Iterator[None]:
-    """In this block of a program so few elements have a digest of their own: for tiny models."""
+    """Set `DIGEST_NUMEL` to a smaller number within a ``with`` block, for tiny models."""
     global DIGEST_NUMEL
     before, DIGEST_NUMEL = DIGEST_NUMEL, numel
     try:
@@ -388,22 +404,22 @@ def digested_by(numel: int) -> Iterator[None]:
 
 
 def is_cuttable(codec: Codec) -> bool:
-    """Whether a body can be cut after every `DIGEST_NUMEL` elements."""
+    """Whether a payload can be split after every `DIGEST_NUMEL` elements."""
     return codec.group is not None and DIGEST_NUMEL % codec.group == 0
 
 
 def block_ranges(numel: int, count: int) -> tuple[tuple[int, int], ...]:
-    """Elements 0 to N in so many ranges that end between blocks; the last ones may be empty."""
+    """Divide elements 0 to N into `count` ranges of whole blocks; the last ones may be empty."""
     blocks = -(-numel // DIGEST_NUMEL)
     cuts = [min(numel, -(-blocks * n // count) * DIGEST_NUMEL) for n in range(count + 1)]
     return tuple(pairwise(cuts))
 
 
 def block_digests(body: Body, codec: Codec) -> bytes:
-    """The xxh3-128 of each `DIGEST_NUMEL` elements of a body; of all, if it cannot be cut.
+    """Return the xxh3-128 of each block of `DIGEST_NUMEL` elements of a payload, concatenated.
 
-    Those of a body's parts, one after the other, are those of the body, if each part but the last
-    ends where a block does.
+    A payload that cannot be split is one block. If each part of a payload except the last ends at
+    the end of a block, the concatenated block digests of the parts are those of the payload.
     """
     octets = as_bytes(body).numpy().data
     step = codec.nbytes(DIGEST_NUMEL) if is_cuttable(codec) else max(1, len(octets))
@@ -412,7 +428,7 @@ def block_digests(body: Body, codec: Codec) -> bytes:
 
 
 def joined_digest(blocks: bytes) -> str:
-    """The digest of a whole body from those of its blocks: the digest of them, if many.
+    """Return the digest of a whole payload: its only block digest, or the digest of all of them.
 
     Examples:
         >>> joined_digest(block_digests(b"decoupled", codec("fp32"))) == digest(b"decoupled")
@@ -422,38 +438,38 @@ def joined_digest(blocks: bytes) -> str:
 
 
 def body_digest(body: Body, codec: Codec) -> str:
-    """What the other side is told of a body."""
+    """Return the digest of a payload that its sender announces to the receiver."""
     return joined_digest(block_digests(body, codec))
 
 
 def values_digest(values: Tensor) -> str:
-    """What both sides call a fragment's values, fp32 [N]."""
+    """Return the digest by which both sides identify a fragment's values, fp32 [N]."""
     return body_digest(values, _codecs["fp32"])
 
 
 def as_bytes(body: Body) -> Tensor:
-    """View bytes as a flat uint8 tensor over the same memory, without a copy.
+    """View a payload as a flat uint8 tensor over the same memory, without a copy.
 
-    The result of a read-only buffer must not be written to.
+    If the buffer is read-only, the caller must not write to the result.
     """
     if isinstance(body, Tensor):
         assert body.is_contiguous(), "bytes are read from contiguous tensors"
         return body.detach().view(-1).view(torch.uint8)
     array = np.frombuffer(body, dtype=np.uint8)
     if not array.flags.writeable:
-        array = np.asarray(_Writable(array))  # torch has no read-only tensors, and would warn
+        array = np.asarray(_Writable(array))  # PyTorch has no read-only tensors and would warn
     return torch.from_numpy(array)
 
 
 def room_for(
     size: int, out: Tensor | memoryview | None, device: torch.device | None = None
 ) -> Tensor:
-    """Give `out`, or new memory on a device, as a uint8 tensor [size]."""
+    """Return `out`, or new memory on a device, as a uint8 tensor [size]."""
     if out is None:
         return torch.empty(size, dtype=torch.uint8, device=device)
     assert isinstance(out, Tensor) or not out.readonly, "out is a read-only buffer"
     body = as_bytes(out)
-    assert body.numel() == size, f"out has {body.numel()} bytes, the body has {size}"
+    assert body.numel() == size, f"out has {body.numel()} bytes, the payload has {size}"
     return body
 
 
@@ -467,24 +483,27 @@ class _Writable:
 
 
 def is_aligned(values: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the bytes of some values can be viewed as elements of that dtype."""
+    """Whether the bytes of a tensor can be viewed as elements of that dtype."""
     size, offset = dtype.itemsize, values.storage_offset() * values.itemsize
     return values.data_ptr() % size == 0 and offset % size == 0
 
 
 def bf16_of(octets: Tensor) -> Tensor:
-    """Bytes [n, 2m], aligned or not, as bf16 numbers in fp32 [n, m]."""
+    """Read bytes [n, 2m], aligned or not, as bf16 numbers and return them as fp32 [n, m]."""
     return octets.clone(memory_format=torch.contiguous_format).view(torch.bfloat16).float()
 
 
 def check_size(source: Tensor, codec: Codec, numel: int) -> None:
-    """Raise ProtocolError unless a body [B] has the codec's size for N elements."""
+    """Raise ProtocolError unless a payload [B] has the codec's size for N elements."""
     if source.numel() != codec.nbytes(numel):
         raise ProtocolError(
-            f"body has {source.numel()} bytes, codec '{codec.name}' needs {codec.nbytes(numel)} "
-            f"for {numel} elements"
+            f"payload has {source.numel()} bytes, codec '{codec.name}' requires "
+            f"{codec.nbytes(numel)} for {numel} elements"
         )
 
 
 if sys.byteorder != "little":
-    raise ConfigError("bodies are little-endian, as is every machine this package was tried on")
+    raise ConfigError(
+        f"byte order '{sys.byteorder}' is not supported: payloads are little-endian, use a "
+        "little-endian machine"
+    )

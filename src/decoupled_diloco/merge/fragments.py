@@ -1,8 +1,8 @@
-"""How a layout is cut into fragments, and fragments as flat vectors.
+"""Split a layout into fragments, and copy fragments between tensors and flat vectors.
 
 `partition` assigns *pieces* (a tensor and an element range) to `P` fragments, every element exactly
-once. A fragment travels and is merged as one flat vector, its pieces one after the other;
-`segments` says which element ranges of that vector are merged how.
+once. A fragment is sent and merged as one flat vector: its pieces, one after the other. `segments`
+returns the element ranges of that vector with their merge methods.
 
 Shapes:
     P  fragments
@@ -52,7 +52,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Fragment:
-    """What is synchronised together: pieces, one after the other, as one flat vector [N]."""
+    """Pieces that are synchronized together, one after the other, as one flat vector [N]."""
 
     index: int
     pieces: tuple[Piece, ...]
@@ -63,17 +63,17 @@ class Fragment:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """The elements of each piece."""
+        """The number of elements of each piece."""
         return [piece.numel for piece in self.pieces]
 
     @cached_property
     def tensors(self) -> list[int]:
-        """The number of each piece's tensor in the layout."""
+        """The index of each piece's tensor in the layout."""
         return [piece.tensor for piece in self.pieces]
 
     @cached_property
     def known(self) -> dict[object, tuple[Layout, Any]]:
-        """What was found out from the fragment and a layout: see `_once`."""
+        """Cache of values derived from the fragment and a layout: see `_once`."""
         return {}
 
 
@@ -81,10 +81,10 @@ class Fragment:
 class Segment:
     """Elements `start <= i < stop` of a flat fragment that are merged as one vector.
 
-    A `"buffer"` segment is merged by mean, of values and not of changes, and has no norm; where a
-    mean makes no sense, `accumulate` says when, it is taken from a single contribution. A `"one"`
-    segment always is: from that of the largest weight. An `"own"` segment is merged by the user's
-    rule (see `rules`).
+    A `"buffer"` segment is merged by the mean of values, not of changes, and has no norm. If a mean
+    is not valid (see `accumulate`), it is taken from a single contribution. A `"one"` segment is
+    always taken from the contribution with the largest weight. An `"own"` segment is merged by the
+    user's rule (see `rules`).
     """
 
     start: int
@@ -93,7 +93,7 @@ class Segment:
 
 
 def merges_elementwise(spec: TensorSpec) -> bool:
-    """Tell whether cutting the tensor leaves its merge unchanged, as a plain mean does."""
+    """Return whether splitting the tensor leaves its merge unchanged, as with a plain mean."""
     return spec.role == "embedding"
 
 
@@ -103,29 +103,31 @@ def partition(
     strategy: Strategy = "balanced",
     splittable: bool | Callable[[TensorSpec], bool] = merges_elementwise,
 ) -> tuple[Fragment, ...]:
-    """Cut a layout into fragments; deterministic, every element in exactly one of them.
+    """Split a layout into fragments deterministically; every element is in exactly one of them.
 
-    - `"balanced"` (default): tensors by size, descending, each into the smallest bin; the buffers
-      of one module stay together, so that one learner's fit each other; a tensor
-      larger than a fair share `total / P` is first cut into parts of that size and a rest, between
-      leading rows if these are small; splittable tensors are then poured over the smallest bins.
-      The largest fragment is at most 4/3 of the optimum.
+    - `"balanced"` (default): each tensor, in descending order of size, goes into the smallest bin.
+      The buffers of one module stay together, so that values taken from one learner are
+      consistent. A tensor larger than a fair share `total / P` is first split into parts of that
+      size and a rest, between leading rows if rows are small. Splittable tensors are then spread
+      over the smallest bins. The largest fragment is at most 4/3 of the optimum.
     - `"tensor"`: whole tensors in turn; uneven.
-    - `"layer-strided"`, `"layer-sequential"`: whole layers, fragment = layer mod P, or consecutive
-      layers together; bursty. A layer is a name up to its first number (`blocks.3`); tensors
-      outside any layer are grouped by the module that owns them.
+    - `"layer-strided"`, `"layer-sequential"`: whole layers, with fragment = layer mod P, or with
+      consecutive layers together; bursty. A layer is a name up to its first number (`blocks.3`).
+      Tensors outside any layer are grouped by the module that owns them.
 
     Args:
-        splittable: For `"balanced"`: which tensors merge element-wise and may be cut anywhere: the
-            embedding by default, True for all (right for a plain mean), or a function of the
-            tensor. False forbids cutting altogether, even of a tensor larger than a fair share.
+        fragments: P.
+        splittable: With `"balanced"`: the tensors that merge element-wise and may be split
+            anywhere. The default is the embedding. True means all tensors, which is right for a
+            plain mean. A function decides per tensor. False forbids any split, even of a tensor
+            larger than a fair share.
 
     Raises:
-        ConfigError: P < 1, or P is more than can be cut.
+        ConfigError: P < 1, or the layout cannot be split into P fragments.
 
     Source:
-        Decoupled DiLoCo, Appendix C. Cutting single tensors is ours: where tensors stay whole, one
-        large embedding bounds the peak.
+        Decoupled DiLoCo, Appendix C. Splitting single tensors is our addition: if tensors stay
+        whole, one large embedding determines the peak.
     """
     if fragments < 1:
         raise ConfigError(f"fragments={fragments} is below 1: use at least one fragment")
@@ -146,18 +148,18 @@ def partition(
 
 
 def mapped(layout: Layout, modules: Sequence[Sequence[str]]) -> tuple[Fragment, ...]:
-    """Cut a layout as it is told: one fragment for each list of modules.
+    """Split a layout by a user's map: one fragment for each list of modules.
 
     Args:
-        modules: A name stands for the tensor or module of that name and all that is below it, as
-            `blocks.0`; `*`, `?` and `[...]` match as in file names. A tensor belongs to the first
-            list that has it.
+        modules: Lists of names. A name, such as `blocks.0`, selects the tensor or module of that
+            name and everything below it. `*`, `?` and `[...]` match as in file names. A tensor
+            belongs to the first list that selects it.
 
     Raises:
-        ConfigError: A tensor is in no list, or a list gets no tensor.
+        ConfigError: A tensor is in no list, or a list selects no tensor.
 
     Source:
-        torchft's DiLoCo takes such a list of modules; the names are ours.
+        torchft's DiLoCo takes a list of modules; the selection by name is our addition.
     """
     bins: list[list[Piece]] = [[] for _ in modules]
     for index, spec in enumerate(layout.tensors):
@@ -167,15 +169,15 @@ def mapped(layout: Layout, modules: Sequence[Sequence[str]]) -> tuple[Fragment, 
                 break
         else:
             raise ConfigError(
-                f"fragment_map has no place for the tensor {spec.name!r}: name it or its module in "
+                f"fragment_map does not select the tensor {spec.name!r}: add it or its module to "
                 "one of the lists, or end the last list with '*'"
             )
     for index, pieces in enumerate(bins):
         if not pieces:
             raise ConfigError(
-                f"fragment_map: no tensor is left for list {index}, {list(modules[index])}: name "
-                f"modules of the model, such as {_layer_name(layout.tensors[0].name)!r}, which no "
-                "list before it has"
+                f"fragment_map: no tensor is left for list {index}, {list(modules[index])}: use "
+                f"modules of the model, such as {_layer_name(layout.tensors[0].name)!r}, that no "
+                "earlier list selects"
             )
     return tuple(Fragment(index, _in_order(pieces)) for index, pieces in enumerate(bins))
 
@@ -187,15 +189,15 @@ def _is_or_is_below(tensor: str, name: str) -> bool:
 def _balanced(
     layout: Layout, fragments: int, splittable: bool | Callable[[TensorSpec], bool]
 ) -> list[list[Piece]]:
-    """Whole and giant tensors first, each part into the smallest bin; then pour the rest."""
+    """Put each tensor, or part of one, into the smallest bin; then spread the splittable ones."""
     if splittable is False:
-        limit, unit, way_out = len(layout.tensors), "tensors", "or let tensors be split"
+        limit, unit, fix = len(layout.tensors), "tensors", "or allow tensors to be split"
     else:
-        limit, unit, way_out = layout.numel, "elements", "or train a larger model"
+        limit, unit, fix = layout.numel, "elements", "or train a larger model"
     if fragments > limit:
         raise ConfigError(
             f"fragments={fragments} exceeds {unit}={limit} of the layout: "
-            f"lower fragments to at most {limit}, {way_out}"
+            f"lower fragments to at most {limit}, {fix}"
         )
     pourable = [
         splittable if isinstance(splittable, bool) else splittable(spec) for spec in layout.tensors
@@ -232,7 +234,7 @@ def _numel(pieces: Sequence[Piece]) -> int:
 
 
 def _buffers_together(layout: Layout, fragments: int) -> list[list[int]]:
-    """The buffers of each module that has several, where all of them fit into a fair share."""
+    """Return the buffers of each module that has several, if together they fit a fair share."""
     owned: dict[str, list[int]] = {}
     for index, spec in enumerate(layout.tensors):
         if spec.is_buffer:
@@ -246,7 +248,7 @@ def _buffers_together(layout: Layout, fragments: int) -> list[list[int]]:
 
 
 def _cut(layout: Layout, index: int, fragments: int) -> list[Piece]:
-    """Give a tensor whole, or in fair shares and a rest if it alone is larger than one."""
+    """Return a tensor as one piece, or as fair shares and a rest if it exceeds a fair share."""
     spec = layout.tensors[index]
     if spec.numel * fragments <= layout.numel:
         return [Piece(index, 0, spec.numel)]
@@ -259,7 +261,7 @@ def _cut(layout: Layout, index: int, fragments: int) -> list[Piece]:
 def _pour(
     layout: Layout, index: int, fragments: int, bins: list[list[Piece]], loads: list[int]
 ) -> None:
-    """Spread a tensor so that the smallest bins fill up first."""
+    """Spread a tensor over the bins so that the smallest bins fill up first."""
     spec = layout.tensors[index]
     unit = _unit(spec, layout.numel, fragments)
     start = 0
@@ -273,15 +275,18 @@ def _pour(
 
 
 def _unit(spec: TensorSpec, total: int, fragments: int) -> int:
-    """Cut between leading rows where a row is small against a fair share, else anywhere."""
+    """Return the unit of a split: a leading row if it is small against a fair share, otherwise 1.
+
+    "Small" means at most 1/16 of a fair share, so that whole rows still balance well.
+    """
     row = math.prod(spec.shape[1:])
     return row if 16 * row * fragments <= total else 1
 
 
 def _water_fill(loads: Sequence[int], count: int, unit: int) -> list[int]:
-    """Distribute `count` units of size `unit`, each into the then smallest bin."""
+    """Distribute `count` units of size `unit`, each into the bin that is smallest at that time."""
     low, high = min(loads), max(loads) + count * unit
-    while low < high:  # the highest level that the units can fill
+    while low < high:  # binary search for the highest level that the units can fill
         level = (low + high + 1) // 2
         if sum(max(0, level - load) // unit for load in loads) <= count:
             low = level
@@ -296,7 +301,7 @@ def _water_fill(loads: Sequence[int], count: int, unit: int) -> list[int]:
 
 
 def _layers(layout: Layout) -> list[list[int]]:
-    """Tensor indices by layer, layers in the order of their first tensor."""
+    """Return tensor indices by layer, with layers in the order of their first tensors."""
     groups: dict[str, list[int]] = {}
     for index, spec in enumerate(layout.tensors):
         groups.setdefault(_layer_name(spec.name), []).append(index)
@@ -304,7 +309,7 @@ def _layers(layout: Layout) -> list[list[int]]:
 
 
 def _layer_name(name: str) -> str:
-    """Cut a name behind its first integer component, or before its last component.
+    """Truncate a name after its first integer component, or before its last component.
 
     >>> _layer_name("blocks.3.attention.query.weight"), _layer_name("norm.weight")
     ('blocks.3', 'norm')
@@ -323,7 +328,7 @@ def _whole_groups(
     if fragments > len(groups):
         raise ConfigError(
             f"fragments={fragments} exceeds {unit}={len(groups)} of the layout: lower fragments to "
-            f"at most {len(groups)}, or use strategy='balanced', which can cut tensors"
+            f"at most {len(groups)}, or use strategy='balanced', which can split tensors"
         )
     bins: list[list[Piece]] = [[] for _ in range(fragments)]
     for position, group in enumerate(groups):
@@ -333,7 +338,7 @@ def _whole_groups(
 
 
 def _in_order(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    """Sort pieces in layout order and join those that touch."""
+    """Sort pieces in layout order and join adjacent ones."""
     joined: list[Piece] = []
     for piece in sorted(pieces, key=lambda piece: (piece.tensor, piece.start)):
         if joined and joined[-1].tensor == piece.tensor and joined[-1].stop == piece.start:
@@ -345,17 +350,17 @@ def _in_order(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
 def segments(
     fragment: Fragment, layout: Layout, method: MergeMethod, buffers: Buffers = "mean"
 ) -> tuple[Segment, ...]:
-    """Say which element ranges of the flat fragment are merged how.
+    """Return the element ranges of the flat fragment with their merge methods.
 
     Args:
-        method: `"rda"`: every piece is a vector of its own, merged by RDA, but embeddings by plain
-            mean. `"mean"`: one mean over everything. `"own"`: every piece by the user's rule. Each
-            buffer, and buffers come last, is a segment of its own in all cases.
-        buffers: Merged by the `"mean"` of their values, but those of a parametrization; or all
-            taken from `"one"` learner.
+        method: With `"rda"` each piece is a separate vector, merged by RDA, except that embeddings
+            are merged by a plain mean. With `"mean"` all parameters are merged by one mean. With
+            `"own"` each piece is merged by the user's rule. The buffers come last; see `buffers`.
+        buffers: With `"mean"` each buffer is a segment, merged by the mean of its values; those of
+            a parametrization are taken from one learner. With `"one"` all are taken from one.
 
     Source:
-        Decoupled DiLoCo: the embedding by plain weighted mean, all else by RDA.
+        Decoupled DiLoCo: a plain weighted mean for the embedding, RDA for all other tensors.
     """
     key = (segments, method, buffers)
     return _once(fragment, layout, key, lambda: _segments(fragment, layout, method, buffers))
@@ -380,7 +385,7 @@ def _merge_of(spec: TensorSpec, method: MergeMethod, buffers: Buffers) -> Segmen
 
 
 def parameters_numel(fragment: Fragment, layout: Layout) -> int:
-    """The elements of a flat fragment that are parameters; those behind them are buffers."""
+    """Return the number of parameter elements of a flat fragment; buffers follow them."""
     specs = layout.tensors
     return _once(
         fragment,
@@ -391,7 +396,7 @@ def parameters_numel(fragment: Fragment, layout: Layout) -> int:
 
 
 def _once(fragment: Fragment, layout: Layout, key: object, make: Callable[[], T]) -> T:
-    """What follows from a fragment and its layout, computed once: every round needs it."""
+    """Return a value derived from a fragment and its layout, computed once for all rounds."""
     known = fragment.known.get(key)
     if known is None or known[0] is not layout:
         known = fragment.known[key] = (layout, make())
@@ -400,15 +405,12 @@ def _once(fragment: Fragment, layout: Layout, key: object, make: Callable[[], T]
 
 
 def buffer_sizes(fragment: Fragment, layout: Layout) -> tuple[int, ...]:
-    """The elements of each buffer, or piece of one, that a flat fragment has behind its parameters.
-
-    Empty ones are left out.
-    """
+    """Return the number of elements of each nonempty buffer, or buffer piece, of a fragment."""
     return tuple(p.numel for p in fragment.pieces if layout.tensors[p.tensor].is_buffer and p.numel)
 
 
 def clipped(fragment: Fragment, start: int, stop: int) -> Fragment:
-    """Elements `start <= i < stop` of the flat fragment, as a fragment."""
+    """Return elements `start <= i < stop` of the flat fragment as a fragment."""
     pieces = []
     for first, end, piece in _spans(fragment):
         low, high = max(first, start), min(end, stop)
@@ -438,7 +440,7 @@ class Views:
         return {device for _, device in self.kinds}
 
     def hold_for(self, fragment: Fragment, owners: Sequence[Tensor]) -> bool:
-        """Whether these are still the fragment's tensors, with the memory that they had."""
+        """Whether these are still the fragment's tensors, with the same memory."""
         return (
             self.fragment is fragment
             and all(map(is_, self.owners, owners))
@@ -454,7 +456,7 @@ def views_of(
 
     Args:
         tensors: The tensors of the layout, in its order.
-        before: What was returned last, which is returned again if it still holds.
+        before: The result of the previous call; it is returned again if it is still valid.
     """
     owners = [tensors[number] for number in fragment.tensors]
     if before is not None and before.hold_for(fragment, owners):
@@ -478,7 +480,7 @@ def gather(
     Args:
         tensors: The tensors of the layout, in its order; any floating dtype, device and strides.
         out: Vector [N] to fill, any floating dtype and device; a new fp32 one on the CPU if None.
-        views: What `views_of` returned for these tensors.
+        views: The result of `views_of` for these tensors.
     """
     if out is None:
         out = torch.empty(fragment.numel, dtype=torch.float32, device="cpu")
@@ -487,7 +489,7 @@ def gather(
         pieces = _pieces(fragment, tensors) if views is None else views.pieces
         devices = set(map(attrgetter("device"), pieces)) if views is None else views.devices
         if devices == {out.device}:
-            torch.cat(pieces, out=out)  # one call, however many small tensors there are
+            torch.cat(pieces, out=out)  # one call for any number of small tensors
         else:
             for (start, stop, _), piece in zip(_spans(fragment), pieces, strict=True):
                 out[start:stop].copy_(piece)
@@ -502,7 +504,7 @@ def scatter(
     Args:
         flat: Vector [N], any floating dtype and device.
         tensors: The tensors of the layout, in its order; may be leaves that require gradients.
-        views: What `views_of` returned for these tensors.
+        views: The result of `views_of` for these tensors.
     """
     assert flat.shape == (fragment.numel,), f"flat has shape {tuple(flat.shape)}"
     views = views_of(fragment, tensors) if views is None else views
@@ -516,40 +518,41 @@ def scatter(
 
 
 def _scatter_one_by_one(fragment: Fragment, flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """For tensors that are wrapped, or have no flat view."""
+    """Copy a flat vector into tensors that are wrapped or have no flat view."""
     for piece, source in zip(fragment.pieces, flat.split_with_sizes(fragment.sizes), strict=True):
         tensor = tensors[piece.tensor].detach()
         if tensor.is_contiguous() and not is_wrapper(tensor):
             _part(tensor.view(-1), piece).copy_(source)
         else:
-            whole = _flat(tensor).clone()  # these elements cannot be viewed as flat
+            # The elements have no flat view, so write to a flat copy and copy it back.
+            whole = _flat(tensor).clone()
             whole[piece.start : piece.stop].copy_(source)
             tensor.copy_(whole.view(tensor.shape))
 
 
 def _pieces(fragment: Fragment, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Each piece as a flat vector: a view where the strides allow it, otherwise a copy."""
+    """Return each piece as a flat vector: a view if the strides allow it, otherwise a copy."""
     owners = [tensors[number] for number in fragment.tensors]
-    # A model may have ten thousand small tensors, and this is on the path of every step: so what is
-    # done for each of them is done by loops in C.
+    # A model may have ten thousand small tensors, and every step runs this code. `map` keeps the
+    # loops over them in C.
     if not _are_plain(owners):
         return [
             _part(_flat(owner.detach()), piece)
             for owner, piece in zip(owners, fragment.pieces, strict=True)
         ]
     flat = list(map(Tensor.ravel, owners))
-    if list(map(Tensor.numel, flat)) != fragment.sizes:  # some pieces are parts of tensors
+    if list(map(Tensor.numel, flat)) != fragment.sizes:  # some pieces cover only part of a tensor
         flat = [_part(each, piece) for each, piece in zip(flat, fragment.pieces, strict=True)]
     return flat
 
 
 def _are_plain(tensors: Sequence[Tensor]) -> bool:
-    """Whether these are ordinary tensors: a subclass may hold its elements elsewhere."""
+    """Whether these are ordinary tensors; a subclass may store its elements elsewhere."""
     return set(map(type, tensors)) <= {Tensor, Parameter}
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """All elements in order: a view where the strides allow it, otherwise a copy."""
+    """Return all elements in order: a view if the strides allow it, otherwise a copy."""
     if is_wrapper(tensor):
         tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     return tensor.reshape(-1)
@@ -563,9 +566,9 @@ def _part(flat: Tensor, piece: Piece) -> Tensor:
 def cast_like(
     fragment: Fragment, layout: Layout, flat: Tensor, out: Tensor | None = None
 ) -> Tensor:
-    """Round every element through the dtype of the tensor it belongs to.
+    """Round every element to the dtype of its tensor.
 
-    This is what `gather` reads after `scatter` wrote `flat`, without touching a model.
+    The result is what `gather` would return after `scatter` of `flat`, without access to a model.
 
     Args:
         flat: Vector [N], fp32.
@@ -581,7 +584,7 @@ def cast_like(
 
 
 def dtype_runs(fragment: Fragment, layout: Layout) -> list[tuple[int, int, torch.dtype]]:
-    """Give the element ranges of the flat fragment that share a dtype, in order."""
+    """Return the element ranges of the flat fragment that share a dtype, in order."""
     return _once(fragment, layout, dtype_runs, lambda: _dtype_runs(fragment, layout))
 
 
@@ -596,7 +599,7 @@ def _dtype_runs(fragment: Fragment, layout: Layout) -> list[tuple[int, int, torc
 
 
 def _spans(fragment: Fragment) -> Iterator[tuple[int, int, Piece]]:
-    """Where each piece lies in the flat fragment."""
+    """Yield the start and stop of each piece in the flat fragment, with the piece."""
     start = 0
     for piece in fragment.pieces:
         yield start, start + piece.numel, piece

@@ -1,4 +1,4 @@
-"""What all codecs have in common that code elements in groups, each group in a record of its own.
+"""Base class of codecs that encode elements in groups, each group as a separate record.
 
 Shapes:
     N  elements of a vector
@@ -14,19 +14,19 @@ from torch import Tensor
 from decoupled_diloco.merge.codec import Body, as_bytes, check_size, room_for
 
 STEP = 2**19
-"""Elements worked on at a time: 2 MiB of fp32, which stay in a cache."""
+"""Number of elements per step: 2 MiB of fp32, which stay in a CPU cache."""
 
 
 class GroupedCodec:
-    """A codec by groups: see `Codec`. What is in a record is the subclass's.
+    """A `Codec` that encodes groups of elements. The subclass defines the format of a record.
 
-    A vector's body is its groups' records, one after the other. A last group that is not full has a
-    whole record, with zeros behind its elements.
+    A vector's payload is the records of its groups, one after the other. A partial last group has a
+    full record, padded with zeros after its elements.
 
     Args:
         name: See `Codec.name`.
-        group: Elements of a group; `STEP` is a multiple.
-        record: R, the bytes of a group.
+        group: Number of elements per group; must divide `STEP`.
+        record: R, the bytes per group.
     """
 
     def __init__(self, name: str, group: int, record: int) -> None:
@@ -67,13 +67,13 @@ class GroupedCodec:
         return out
 
     def _write(self, groups: Tensor, records: Tensor) -> None:
-        """Writes the records, uint8 [G, R], of groups, fp32 [G, group]."""
+        """Encode groups, fp32 [G, group], into records, uint8 [G, R]."""
         raise NotImplementedError
 
     def _read(self, records: Tensor, groups: Tensor) -> None:
-        """Writes the groups, fp32 [G, group], of records, uint8 [G, R].
+        """Decode records, uint8 [G, R], into groups, fp32 [G, group].
 
         Raises:
-            ProtocolError: No group has such a record.
+            ProtocolError: A record is invalid.
         """
         raise NotImplementedError

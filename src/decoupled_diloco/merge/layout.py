@@ -1,7 +1,7 @@
-"""What a model synchronises, as learners and syncers agree on it.
+"""The layout: the tensors of a model that learners and syncers synchronize.
 
 A `Layout` lists the trainable tensors in module order, then the buffers. Fragments are a function
-of the layout alone, so who agrees on its fingerprint agrees on every fragment.
+of the layout alone, so two processes with the same fingerprint agree on every fragment.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DTYPES: dict[str, torch.dtype] = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
-"""Parameter dtypes that can be synchronised, by the name used in a layout."""
+"""Parameter dtypes that can be synchronized, by the name used in a layout."""
 
 WHOLE_DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
@@ -45,18 +45,18 @@ WHOLE_DTYPES: dict[str, torch.dtype] = {
 """Dtypes of constants, by the name used in a layout."""
 
 WRAPPED = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""What is in the names of a part that is compiled, or recomputes its activations."""
+"""Name components that torch.compile and activation checkpointing add to a module's tensors."""
 
 CONSTANT_NUMEL_MAX = 64
-"""A constant travels within the layout, so it has to be small."""
+"""Largest number of elements of a constant, which is sent within the layout."""
 
 TENSORS_MAX = 1_000_000
-"""Bound on tensors (and on excluded names) in a layout that a peer sends."""
+"""Limit on tensors (and on excluded names) in a layout that a peer sends."""
 LAYOUT_BYTES_MAX = 1 << 26
-"""Bound on the JSON of a layout that a peer sends compressed."""
+"""Limit on the JSON of a layout that a peer sends compressed."""
 PLAIN_CHARACTERS_MAX = 100_000
 COMPRESSED = "zlib:"
-"""What compressed text begins with: base64 of zlib's format."""
+"""Prefix of compressed text, which is base64 of zlib's format."""
 NAME_LENGTH_MAX = 1024
 DIMENSIONS_MAX = 16
 NUMEL_MAX = 2**48
@@ -73,15 +73,15 @@ def _one_of(names: Iterable[str]) -> Any:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One synchronised tensor.
+    """One synchronized tensor.
 
     Args:
-        name: Its name in the module; for tied weights the first of them.
+        name: Its name in the module; the first name of tied weights.
         shape: Its shape; every dimension >= 1.
         dtype: A key of `DTYPES`: the dtype in which the learner trains it.
-        role: `"embedding"` is merged by plain weighted mean, `"matrix"` by the method of the run.
-            A `"buffer"` is replaced by the weighted mean of the learners' values, a `"single"` one
-            by the values of a single learner.
+        role: An `"embedding"` is merged by plain weighted mean, a `"matrix"` by the method of the
+            run. A `"buffer"` is replaced by the weighted mean of the learners' values, a `"single"`
+            buffer by the values of one learner.
         aliases: The other names of a tied weight.
     """
 
@@ -99,16 +99,16 @@ class TensorSpec:
 
     @property
     def is_buffer(self) -> bool:
-        """Whether it is a buffer, whose values are merged and not their changes."""
+        """Whether it is a buffer: its values are merged, not its changes."""
         return self.role in ("buffer", "single")
 
 
 @dataclass(frozen=True)
 class Constant:
-    """A small buffer of whole numbers, as a `num_batches_tracked`, and its values when it joined.
+    """A small integer buffer, such as `num_batches_tracked`, with the first learner's values.
 
-    It is never merged: a count of whole numbers has no mean. It is kept so that the weights of a
-    run are all that the model wants to load.
+    It is never merged, because integers have no meaningful mean. It is kept so that a run's weights
+    include every tensor that the model loads.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -126,13 +126,13 @@ class Constant:
 
 @dataclass(frozen=True)
 class Layout:
-    """The synchronised tensors of a model: parameters in module order, then buffers.
+    """The synchronized tensors of a model: parameters in module order, then buffers.
 
     Args:
-        tensors: What is synchronised; at least one.
-        excluded: Names of frozen parameters and other buffers: listed for people, never
-            synchronised.
-        constants: Small buffers of whole numbers, as the first learner had them.
+        tensors: The synchronized tensors; at least one.
+        excluded: Names of frozen parameters and other buffers. They are never synchronized; people
+            can read them here.
+        constants: Small integer buffers with the first learner's values.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -143,10 +143,10 @@ class Layout:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex SHA-256 of `tensors`: the same in every process, different if anything differs.
+        """The SHA-256 of `tensors` in hex: equal in all processes exactly if `tensors` is equal.
 
-        Names, order, shapes, dtypes, roles and aliases count. `excluded` and `constants` do not:
-        what stays local to a learner may differ between learners.
+        It covers names, order, shapes, dtypes, roles and aliases. It omits `excluded` and
+        `constants`, because local tensors may differ between learners.
         """
         text = json.dumps(self.to_json()["tensors"], sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
@@ -156,41 +156,41 @@ class Layout:
         return sum(spec.numel for spec in self.tensors)
 
     def without_buffers(self) -> Layout:
-        """The parameters alone, for a run whose buffers stay local."""
+        """Return the layout of the parameters alone, for a run whose buffers stay local."""
         kept = tuple(spec for spec in self.tensors if not spec.is_buffer)
         local = [spec.name for spec in self.tensors if spec.is_buffer]
         local += [constant.name for constant in self.constants]
         return Layout(kept, (*self.excluded, *local))
 
     def describe_difference(self, other: Layout) -> str | None:
-        """Say in words what differs first, or None if the fingerprints are equal.
+        """Describe the first difference as text, or return None if the fingerprints are equal.
 
-        `self` is "ours" in the answer, the other one "theirs".
+        The text calls `self` "ours" and the other layout "theirs".
         """
         for index, (ours, theirs) in enumerate(zip(self.tensors, other.tensors, strict=False)):
             for field in ("name", "shape", "dtype", "role", "aliases"):
-                mine, his = getattr(ours, field), getattr(theirs, field)
-                if mine != his:
+                left, right = getattr(ours, field), getattr(theirs, field)
+                if left != right:
                     subject = f"tensor {index}" + ("" if field == "name" else f" '{ours.name}'")
-                    return f"{subject} differs in {field}: ours {mine!r}, theirs {his!r}"
-        mine, his = len(self.tensors), len(other.tensors)
-        if mine == his:
+                    return f"{subject} differs in {field}: ours {left!r}, theirs {right!r}"
+        own_count, other_count = len(self.tensors), len(other.tensors)
+        if own_count == other_count:
             return None
-        common = min(mine, his)
-        whose, longer = ("ours", self) if mine > his else ("theirs", other)
+        common = min(own_count, other_count)
+        whose, longer = ("ours", self) if own_count > other_count else ("theirs", other)
         return (
             f"tensor {common} '{longer.tensors[common].name}' is only in {whose}: "
-            f"ours has {mine} tensors, theirs {his}"
+            f"ours has {own_count} tensors, theirs {other_count}"
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Give a plain dictionary that `json.dumps` takes; `from_json` is the way back."""
+        """Return a plain dictionary for `json.dumps`; `from_json` is the inverse."""
         return cast("dict[str, Any]", _LAYOUT.dump_python(self, mode="json"))
 
     def to_text(self) -> str:
-        """Give text for a message: JSON, compressed where it is long; `from_text` is the way back.
+        """Return text for a message: JSON, compressed if it is long; `from_text` is the inverse.
 
-        The names of ten thousand tensors are alike, and take a fiftieth of their characters.
+        The names of ten thousand tensors are similar and compress to a fiftieth of their size.
         """
         text = json.dumps(self.to_json())
         if len(text) <= PLAIN_CHARACTERS_MAX:
@@ -199,11 +199,11 @@ class Layout:
 
     @classmethod
     def from_text(cls, text: str | bytes) -> Layout:
-        """Read JSON text, compressed or not, trusting nothing.
+        """Parse and validate JSON text, compressed or not.
 
         Raises:
-            ProtocolError: It is not JSON, it is longer than a layout can be, or `from_json` refuses
-                what is in it.
+            ProtocolError: The text is not JSON, exceeds the size limit of a layout, or contains
+                data that `from_json` rejects.
         """
         if isinstance(text, str) and text.startswith(COMPRESSED):
             text = _decompressed(text.removeprefix(COMPRESSED))
@@ -215,30 +215,30 @@ class Layout:
 
     @classmethod
     def from_json(cls, data: object) -> Layout:
-        """Read what `to_json` wrote, trusting nothing.
+        """Parse and validate the output of `to_json`.
 
         Raises:
-            ProtocolError: A key is missing or unknown, a value has the wrong type or lies beyond
-                the bounds of this module, or a name occurs twice.
+            ProtocolError: A key is missing or unknown, a value has the wrong type or exceeds the
+                limits of this module, or a name occurs twice.
         """
         try:
             layout = _LAYOUT.validate_python(data)
             for constant in layout.constants:
-                constant.tensor()
+                constant.tensor()  # raises if the values do not match shape and dtype
         except ValidationError as error:
             raise ProtocolError(_explained(error)) from None
         except (RuntimeError, OverflowError, ValueError) as error:
-            raise ProtocolError(f"a constant of the layout is none: {error!s:.100}") from None
+            raise ProtocolError(f"a constant of the layout is invalid: {error!s:.100}") from None
         problem = layout._contradiction()
         if problem:
             raise ProtocolError(problem)
         return layout
 
     def _contradiction(self) -> str:
-        """What in it cannot be beside the rest; empty if all can."""
+        """Return a description of the first contradiction in the layout; empty if there is none."""
         roles = [spec.is_buffer for spec in self.tensors]
         if roles != sorted(roles):
-            return "layout.tensors has a parameter behind a buffer"
+            return "layout.tensors has a parameter after a buffer"
         if self.numel > NUMEL_MAX:
             return f"layout has {self.numel} elements, more than the limit of {NUMEL_MAX}"
         names = Counter(name for spec in self.tensors for name in (spec.name, *spec.aliases))
@@ -254,37 +254,40 @@ def _decompressed(text: str) -> bytes:
     try:
         packed = base64.b64decode(text, validate=True)
         unpacker = zlib.decompressobj()
+        # The limit bounds the memory: a few kilobytes from a peer could expand to gigabytes.
         plain = unpacker.decompress(packed, LAYOUT_BYTES_MAX)
     except (ValueError, zlib.error) as error:
         raise ProtocolError(f"the layout cannot be decompressed: {error!s:.100}") from None
     if not unpacker.eof:
         raise ProtocolError(
-            f"the layout is torn, or has more than {LAYOUT_BYTES_MAX} bytes decompressed"
+            f"the layout is truncated, or has more than {LAYOUT_BYTES_MAX} bytes decompressed"
         )
     return plain
 
 
 def _explained(error: ValidationError) -> str:
-    """The first thing that is wrong with a layout, and where."""
+    """Return the position and description of the first fault in a layout."""
     first = error.errors(include_url=False)[0]
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
     return f"layout{where} is {first['input']!r:.40}: {first['msg']}"
 
 
 def layout_of(module: nn.Module) -> Layout:
-    """List what a module would synchronise.
+    """Return the layout of a module.
 
-    Trainable parameters in module order, under the names that they have without wrappers; tied
-    weights are one tensor by storage: the first name wins, the others are its aliases, and if any
-    of them belongs to an `nn.Embedding` the tensor's role is `"embedding"`. Behind them come the
-    buffers that a state dict has, if they are of a floating dtype; those of a parametrization are
-    taken from a single learner. Small ones of whole numbers are constants. Frozen parameters, other
-    buffers and what has no elements are excluded. Values never count: learners whose buffers have
-    different values have the same layout.
+    - Trainable parameters come first, in module order, under their names without wrappers. Tied
+      weights, found by storage, are one tensor: the first name is its name, the others are aliases.
+      If any of the names belongs to an `nn.Embedding`, the tensor's role is `"embedding"`.
+    - Buffers of the state dict with a floating-point dtype follow. Those of a parametrization are
+      taken from a single learner.
+    - Small integer buffers are constants.
+    - Frozen parameters, other buffers and empty tensors are excluded.
+
+    The tensors' values do not matter: learners with different buffer values have the same layout.
 
     Raises:
-        ConfigError: Nothing is trainable, a trainable parameter has a dtype that is not supported,
-            or two parameters share only a part of their storage.
+        ConfigError: No parameter is trainable, a trainable parameter has an unsupported dtype, or
+            two parameters share only a part of their storage.
     """
     tied = _tied(unwrapped(module.named_parameters(remove_duplicate=False)))
     _refuse_overlap(tied)
@@ -301,14 +304,14 @@ def layout_of(module: nn.Module) -> Layout:
     if not tensors:
         raise ConfigError(
             f"{type(module).__name__} has no trainable parameter among {len(tied)}: "
-            "set requires_grad=True on what should be trained"
+            "set requires_grad=True on the parameters to train"
         )
     buffers, constants, local = _buffers_of(module)
     return Layout((*tensors, *buffers), (*excluded, *local), constants)
 
 
 def _buffers_of(module: nn.Module) -> tuple[list[TensorSpec], tuple[Constant, ...], list[str]]:
-    """Buffers to be merged, those that are kept as they are, and those that stay local."""
+    """Return the buffers to merge, the constants, and the names of the buffers that stay local."""
     saved = dict(unwrapped(module.state_dict(keep_vars=True).items())).keys()
     single = _reparametrizing(module)
     merged: list[TensorSpec] = []
@@ -334,10 +337,10 @@ def _is_merged(buffer: Tensor) -> bool:
 
 
 def _reparametrizing(module: nn.Module) -> set[str]:
-    """Names of the buffers from which a parameter is computed: no mean of them would fit it.
+    """Return the names of buffers from which a parameter is computed, which a mean would break.
 
-    They belong to a parametrization, or to a hook that has renamed a parameter to `…_orig`, as
-    `torch.nn.utils.spectral_norm` and pruning do.
+    They belong to a parametrization, or to a hook that has renamed a parameter to `…_orig`, such as
+    `torch.nn.utils.spectral_norm` or pruning.
     """
     found: dict[str, None] = {}
     for prefix, child in module.named_modules(remove_duplicate=False):
@@ -354,10 +357,10 @@ def _is_small(buffer: Tensor) -> bool:
 
 
 def tensors_of(module: nn.Module, layout: Layout) -> list[Tensor]:
-    """Give the module's tensors in the order of `layout.tensors`, for `gather` and `scatter`.
+    """Return the module's tensors in the order of `layout.tensors`, for `gather` and `scatter`.
 
     Raises:
-        ConfigError: The module has another layout; the message names the first difference.
+        ConfigError: The module's layout differs; the message describes the first difference.
     """
     own = layout_of(module)
     if not any(spec.is_buffer for spec in layout.tensors):
@@ -365,26 +368,26 @@ def tensors_of(module: nn.Module, layout: Layout) -> list[Tensor]:
     difference = layout.describe_difference(own)
     if difference is not None:
         raise ConfigError(
-            f"the model does not fit the layout (ours; theirs is the model): {difference}"
+            f"the model does not match the layout (ours: layout, theirs: model): {difference}"
         )
     by_name = named_tensors(module)
     return [by_name[spec.name] for spec in layout.tensors]
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by a layout's names."""
+    """Return the parameters and buffers of a module by the names that a layout uses."""
     named: dict[str, Tensor] = dict(unwrapped(module.named_parameters(remove_duplicate=False)))
     return named | dict(unwrapped(module.named_buffers(remove_duplicate=False)))
 
 
 def unwrapped(named: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
-    """The same by the names that the model has without wrappers of its parts."""
+    """Yield each pair with its name stripped of the wrappers of the model's parts."""
     for name, thing in named:
         yield unwrapped_name(name), thing
 
 
 def unwrapped_name(name: str) -> str:
-    """Give the name that a tensor has without wrappers of the model's parts.
+    """Return a tensor's name without the wrappers of the model's parts.
 
     >>> unwrapped_name("blocks.0._orig_mod.weight")
     'blocks.0.weight'
@@ -405,7 +408,7 @@ def _tied(named: Iterable[tuple[str, Tensor]]) -> list[tuple[list[str], Tensor]]
 
 
 def _refuse_overlap(groups: Collection[tuple[list[str], Tensor]]) -> None:
-    """Refuse parameters that share some memory without being the same tensor."""
+    """Raise ConfigError if two parameters share some memory but are not the same tensor."""
     held = [(names[0], local_of(parameter)) for names, parameter in groups]
     extents = sorted(
         (str(local.device), local.data_ptr(), local.data_ptr() + _extent_bytes(local), name)
@@ -426,7 +429,7 @@ def _extent_bytes(tensor: Tensor) -> int:
 
 
 def _embedding_names(module: nn.Module) -> set[str]:
-    """Names of the parameters that an embedding module owns."""
+    """Return the names of the parameters that an embedding module owns."""
     found = {
         f"{prefix}.{name}" if prefix else name: parameter
         for prefix, child in module.named_modules(remove_duplicate=False)
@@ -441,6 +444,6 @@ def _dtype_name(name: str, dtype: torch.dtype) -> str:
         if candidate == dtype:
             return known
     raise ConfigError(
-        f"parameter '{name}' has dtype {str(dtype).removeprefix('torch.')}, supported are "
+        f"parameter '{name}' has dtype {str(dtype).removeprefix('torch.')}, supported dtypes are "
         f"{', '.join(DTYPES)}: convert or freeze it"
     )

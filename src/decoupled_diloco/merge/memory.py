@@ -1,7 +1,7 @@
-"""Which memory a tensor's elements have: what tells tied tensors and writable ones from others.
+"""Inspect the memory of a tensor's elements, to recognize tied and writable tensors.
 
-Most tensors are a window (data pointer, shape, strides) onto memory of their own. Three kinds are
-not. A DTensor has a local part. A *wrapper subclass* (quantized weights, 8-bit optimizer states)
+Most tensors are a window (data pointer, shape, strides) onto their own memory. Three kinds are not.
+A DTensor has a local part. A *wrapper subclass* (quantized weights, 8-bit optimizer states)
 computes with the tensors inside it and has data pointer 0. A sparse or meta tensor has no window.
 """
 
@@ -14,12 +14,12 @@ from torch import Tensor
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Give what this process holds of a tensor: the local part of a DTensor, otherwise all."""
-    # Looked up by name because importing DTensor takes a second, which a plain model need not pay.
+    """Return the part of a tensor on this process: the local part of a DTensor, otherwise all."""
+    # A lookup by name, because an import of DTensor takes a second that a plain model need not pay.
     to_local = getattr(tensor, "to_local", None)
     if to_local is not None:
-        # Without gradients to_local() returns the tensor that it holds; with them, and in detach()
-        # of a DTensor, an operation is dispatched, which takes 0.1 ms.
+        # Without gradients, to_local() returns its inner tensor. With gradients, and in detach() of
+        # a DTensor, PyTorch dispatches an operation, which takes 0.1 ms.
         with torch.no_grad():
             tensor = to_local()
     return tensor.detach()
@@ -36,22 +36,22 @@ def has_window(tensor: Tensor) -> bool:
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Return whether the elements are those of tensors inside this one, as `DTensor`'s are not."""
+    """Return whether the elements belong to tensors inside this one; False for a `DTensor`."""
     return hasattr(tensor, "__tensor_flatten__") and not (
         hasattr(tensor, "to_local") or has_window(tensor)
     )
 
 
 def inside_of(wrapper: Tensor) -> tuple[dict[str, Tensor], Any]:
-    """Give the tensors inside a wrapper by attribute, and the context that completes them."""
+    """Return the tensors inside a wrapper by attribute, and the context needed to rebuild it."""
     names, context = cast("Any", wrapper).__tensor_flatten__()
     return {name: getattr(wrapper, name) for name in names}, context
 
 
 def place_of(tensor: Tensor) -> object:
-    """Give a key that two tensors share exactly if they stand for the same elements.
+    """Return a key that is equal for two tensors exactly if they have the same elements.
 
-    The key is valid as long as both tensors are referenced.
+    The key is valid only while both tensors are referenced.
     """
     local = local_of(tensor)
     if local.numel() and has_window(local):
@@ -59,11 +59,11 @@ def place_of(tensor: Tensor) -> object:
     if local.numel() and is_wrapper(local):
         tensors, _ = inside_of(local)
         return (type(local), tuple(map(place_of, tensors.values())))
-    return id(tensor)  # Of a sharded model this rank may hold nothing.
+    return id(tensor)  # no memory to compare: a meta tensor, or an empty part of a sharded one
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
-    """Return whether two elements may lie in one place, as in an expanded tensor.
+    """Return whether two elements may share memory, as in an expanded tensor.
 
     >>> overlaps_itself(torch.zeros(3, 1).expand(3, 2)), overlaps_itself(torch.zeros(3, 2).t())
     (True, False)
@@ -77,9 +77,10 @@ def overlaps_itself(tensor: Tensor) -> bool:
 
 
 def keeps_values(tensor: Tensor) -> bool:
-    """Return whether a tensor has exactly the values of its dtype that are written into it.
+    """Return whether a wrapper stores exactly the values of its dtype that are written to it.
 
-    A quantized tensor rounds them, and some wrappers cannot be written to at all. A copy is tried.
+    A quantized tensor rounds them, and some wrappers are not writable at all. The function writes
+    to a copy and compares.
     """
     try:
         copy = local_of(tensor).clone()
@@ -87,5 +88,5 @@ def keeps_values(tensor: Tensor) -> bool:
         values = values.view(copy.shape).to(copy.device, copy.dtype)
         copy.copy_(values)
         return is_wrapper(copy) and torch.equal(torch.empty_like(values).copy_(copy), values)
-    except Exception:  # whatever a subclass of the user's raises, it cannot be written to
+    except Exception:  # a user's subclass may raise anything; it then counts as not writable
         return False

@@ -1,7 +1,7 @@
-"""Outer optimizers: what the syncer does with a merged outer gradient.
+"""Outer optimizers: apply a merged outer gradient to the syncer's master copy.
 
-One instance serves one fragment and owns that fragment's state. The outer gradient points from
-where the learners ended to where they started (`Δ = -d`), so that an optimizer descends along it.
+One instance serves one fragment and owns that fragment's state. The outer gradient points from the
+learners' final parameters to their initial ones (`Δ = -d`), so an optimizer descends along it.
 
 Shapes:
     N  elements of one fragment
@@ -27,7 +27,7 @@ MOMENTUM = 0.5
 
 
 class OuterOptimizer(Protocol):
-    """Changes a fragment's master copy by a merged outer gradient."""
+    """Applies merged outer gradients to a fragment's master copy."""
 
     def step(self, master: Tensor, gradient: Tensor) -> None:
         """Update `master` in place.
@@ -38,14 +38,14 @@ class OuterOptimizer(Protocol):
         """
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Give the state as tensors, as safetensors wants it; empty before the first step."""
+        """Return the state as tensors, for safetensors; empty before the first step."""
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state_dict` gave."""
+        """Load the output of `state_dict`."""
 
 
 OuterFactory = Callable[[int], OuterOptimizer]
-"""Makes the optimizer of one fragment of N elements."""
+"""Creates the optimizer of one fragment of N elements."""
 
 
 class NesterovSGD:
@@ -57,8 +57,9 @@ class NesterovSGD:
         nesterov: False gives heavy-ball momentum, `Θ ← Θ - η·b`.
 
     Source:
-        Decoupled DiLoCo, SGD with Nesterov momentum. It does not publish η and μ; our 0.7 and 0.5
-        are gentler than DiLoCo's 0.7 and 0.9: merged gradients that are alike add up to η/(1-μ).
+        Decoupled DiLoCo, SGD with Nesterov momentum. The paper does not publish η and μ. The
+        defaults 0.7 and 0.5 are gentler than DiLoCo's 0.7 and 0.9: equal merged gradients add up to
+        a step of η/(1-μ).
     """
 
     def __init__(self, lr: float = LR, momentum: float = MOMENTUM, nesterov: bool = True) -> None:
@@ -91,14 +92,14 @@ class NesterovSGD:
                 theta.add_(b, alpha=-self.lr)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Give `{"momentum": b}`, or nothing before the first step or without momentum."""
+        """Return `{"momentum": b}`; empty before the first step or without momentum."""
         return {} if self._momentum_buffer is None else {"momentum": self._momentum_buffer}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over a copy of what `state_dict` gave.
+        """Load a copy of the output of `state_dict`.
 
         Raises:
-            MergeError: The state is another optimizer's.
+            MergeError: The state belongs to another optimizer.
         """
         if not state.keys() <= ({"momentum"} if self.momentum else set()):
             raise MergeError(
@@ -110,16 +111,17 @@ class NesterovSGD:
 
 
 class DelayedNesterov:
-    """Nesterov momentum that every N-th merge refreshes; gradients in between apply at once.
+    """Nesterov momentum that every N-th merge updates; each gradient is applied at once.
 
-    `s ← s + Δ`; at every N-th step `b ← μ·b + s/N; s ← 0; Θ ← Θ - η·(Δ/N + μ·b)`, at the others
-    `Θ ← Θ - η·Δ/N`. With N = 1 it is `NesterovSGD`. Where merges come one after the other, each of
-    one learner or few, they would each push the momentum further.
+    Every step computes `s ← s + Δ`. Every N-th step then computes `b ← μ·b + s/N; s ← 0;
+    Θ ← Θ - η·(Δ/N + μ·b)`. The other steps compute `Θ ← Θ - η·Δ/N`. With N = 1 it equals
+    `NesterovSGD`. It suits frequent merges of one or a few learners each, which would otherwise all
+    increase the momentum.
 
     Args:
         lr: η > 0.
         momentum: μ in [0, 1).
-        every: N, at least 1: as many as there are learners, if each merge is of one.
+        every: N, at least 1: the number of learners, if each merge contains one learner.
 
     Source:
         Async Local-SGD (arXiv 2401.09135), Algorithm 3, with c = 0.
@@ -130,7 +132,7 @@ class DelayedNesterov:
         _check_momentum(momentum)
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ConfigError(
-                f"outer option every={every!r} is no number of merges: take a whole one, 1 or more"
+                f"outer option every={every!r} is not a valid number of merges: use an integer >= 1"
             )
         self.lr = lr
         self.momentum = momentum
@@ -159,17 +161,20 @@ class DelayedNesterov:
                 total.zero_()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Give `{"momentum": b, "sum": s, "count": merges since}`, or nothing at first."""
+        """Return momentum b, sum s and the count of merges since the last momentum update.
+
+        The result is empty before the first step.
+        """
         return self._state and {
             **self._state,
             "count": torch.tensor(self._count, dtype=torch.int64, device="cpu"),
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over a copy of what `state_dict` gave.
+        """Load a copy of the output of `state_dict`.
 
         Raises:
-            MergeError: The state is another optimizer's.
+            MergeError: The state belongs to another optimizer.
         """
         if state and state.keys() != {"momentum", "sum", "count"}:
             raise MergeError(
@@ -183,11 +188,11 @@ class DelayedNesterov:
 
 
 class BuffersBehind:
-    """An outer optimizer for a fragment's parameters; the buffers behind them take the mean.
+    """An outer optimizer for a fragment's parameters that sets the buffers to the merged mean.
 
-    A buffer's contribution is its value, so `Δ` is minus the mean: `Θ ← -Δ`. It follows the
-    learners at once, without momentum, and stays between the least and the greatest of them, as a
-    variance has to.
+    A buffer's contribution is its value, so `Δ` is minus the mean: `Θ ← -Δ`. A buffer follows the
+    learners at once, without momentum. It stays between the smallest and the largest of their
+    values, as a variance must.
     """
 
     def __init__(self, parameters: OuterOptimizer | None, numel: int) -> None:
@@ -197,12 +202,12 @@ class BuffersBehind:
     def step(self, master: Tensor, gradient: Tensor) -> None:
         """Update `master` in place; see `OuterOptimizer.step`."""
         _check_sizes(master, gradient, None)
-        if self._parameters is not None:
+        if self._parameters is not None:  # None: the fragment has only buffers
             self._parameters.step(master[: self._numel], gradient[: self._numel])
         torch.neg(gradient[self._numel :], out=master[self._numel :])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Give the state of the parameters' optimizer: buffers need none."""
+        """Return the state of the parameters' optimizer; buffers have no state."""
         return {} if self._parameters is None else self._parameters.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -217,12 +222,12 @@ class TorchOuter:
     """Any optimizer with the interface of `torch.optim`, on a flat fp32 parameter [N].
 
     Args:
-        name: A class of `torch.optim`, as `"AdamW"`, or the user's function, `"module:function"`.
+        name: A class of `torch.optim`, such as `"AdamW"`, or a user's function `"module:function"`.
         numel: N.
-        options: Arguments of the class or the function beside the parameters.
+        options: Arguments of the class or the function, in addition to the parameters.
 
     Raises:
-        ConfigError: There is no such optimizer, or it does not take these options.
+        ConfigError: The optimizer is unknown or does not accept these options.
     """
 
     def __init__(self, name: str, numel: int, **options: Any) -> None:
@@ -239,14 +244,15 @@ class TorchOuter:
             MergeError: The sizes of master, gradient and state differ.
         """
         _check_sizes(master, gradient, self._parameter)
-        self._parameter.data = master  # the same memory: the optimizer works on the master itself
+        # No copy: the parameter aliases the master, so the optimizer updates the master in place.
+        self._parameter.data = master
         self._parameter.grad = gradient
         with _as_in_a_new_process(master.device):
             self.optimizer.step()
         self._parameter.grad = None
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Give the optimizer's state; plain numbers become tensors under `number.<name>`."""
+        """Return the optimizer's state; plain numbers become tensors under `number.<name>`."""
         state: dict[str, Tensor] = {}
         for key, value in self.optimizer.state.get(self._parameter, {}).items():
             if isinstance(value, Tensor):
@@ -258,10 +264,10 @@ class TorchOuter:
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over a copy of what `state_dict` gave.
+        """Load a copy of the output of `state_dict`.
 
         Raises:
-            MergeError: The state is another optimizer's, or of another number of elements.
+            MergeError: The state belongs to another optimizer or has another number of elements.
         """
         expected = self._state_after_a_step()
         if state and state.keys() != expected.keys():
@@ -281,6 +287,7 @@ class TorchOuter:
         self.optimizer.state[self._parameter] = own
 
     def _state_after_a_step(self) -> dict[str, Tensor]:
+        # PyTorch's optimizers create their state in the first step, so only a step shows its keys.
         sample = TorchOuter(self._name, 2, **self._options)
         vectors = torch.zeros(2, 2, dtype=torch.float32, device="cpu")
         sample.step(vectors[0], vectors[1] + 1)
@@ -293,20 +300,20 @@ def make_outer(
     momentum: float | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> OuterFactory:
-    """Check an outer optimizer's settings once and give a factory of one per fragment.
+    """Check an outer optimizer's settings once and return a factory of one optimizer per fragment.
 
     Args:
-        name: `"nesterov"`, `"delayed-nesterov"`, `"sgd"` (heavy-ball, plain without momentum), or
-            a class name of `torch.optim`, as `"AdamW"`, or `"module:function"`, which
-            `register_own_outer` knows.
+        name: `"nesterov"`, `"delayed-nesterov"`, `"sgd"` (heavy-ball momentum, or plain SGD without
+            momentum), a class name of `torch.optim` such as `"AdamW"`, or a function registered
+            with `register_own_outer` as `"module:function"`.
         lr: η > 0.
-        momentum: μ in [0, 1). None means 0.5 for both of Nesterov's, 0 for `"sgd"`, and the class's
-            own default otherwise.
-        options: Further arguments of a `torch.optim` class; `every` of `"delayed-nesterov"`.
+        momentum: μ in [0, 1). None means 0.5 for the two Nesterov variants, 0 for `"sgd"`, and the
+            class's default otherwise.
+        options: Further arguments of a `torch.optim` class, or `every` of `"delayed-nesterov"`.
 
     Raises:
-        ConfigError: The name is unknown (the nearest is named), a value is out of range, or the
-            optimizer does not take an option or cannot work on a flat vector.
+        ConfigError: The name is unknown (the message contains the closest match), a value is out of
+            range, or the optimizer does not accept an option or cannot work on a flat vector.
 
     Examples:
         >>> optimizer = make_outer("nesterov", lr=1.0, momentum=0.0)(2)
@@ -322,7 +329,7 @@ def make_outer(
         if options:
             raise ConfigError(
                 f"outer optimizer '{name}' takes lr and momentum, not {sorted(options)}: remove "
-                "them, or name a class of torch.optim, as 'SGD'"
+                "them, or use a class of torch.optim, such as 'SGD'"
             )
         mu = momentum if momentum is not None else (MOMENTUM if name == "nesterov" else 0.0)
         NesterovSGD(lr, mu)
@@ -330,8 +337,8 @@ def make_outer(
     if name == "delayed-nesterov":
         if options.keys() != {"every"}:
             raise ConfigError(
-                f"outer optimizer '{name}' takes the option every, the merges from one refreshing "
-                f"of its momentum to the next, and {sorted(options)} were given: set every alone"
+                f"outer optimizer '{name}' has options {sorted(options)}: set only 'every', the "
+                "number of merges per momentum update"
             )
         mu, every = MOMENTUM if momentum is None else momentum, options["every"]
         DelayedNesterov(lr, mu, every=every)
@@ -339,7 +346,9 @@ def make_outer(
     _check_lr(lr)
     beside = {"lr"} if momentum is None else {"lr", "momentum"}
     if twice := sorted(options.keys() & beside):
-        raise ConfigError(f"outer options hold {twice}: set lr and momentum beside the options")
+        raise ConfigError(
+            f"outer options contain {twice}: set lr and momentum outside of the options"
+        )
     arguments = {"lr": lr, **({} if momentum is None else {"momentum": momentum}), **options}
     _try_out(name, arguments)
     return lambda numel: _outer(name, numel, arguments)
@@ -353,23 +362,26 @@ def register_own_outer(name: str, make: Callable[..., Any]) -> None:
 
     Args:
         name: Its name in configurations.
-        make: Called with a list of one parameter, fp32 [N], `lr` and the options, as a class of
-            `torch.optim` is. Returns a `torch.optim.Optimizer` or an `OuterOptimizer`.
+        make: Called like a class of `torch.optim`, with a list of one parameter, fp32 [N], `lr` and
+            the options. Returns a `torch.optim.Optimizer` or an `OuterOptimizer`.
     """
     _own[name] = make
 
 
 def has_own_outer(name: str) -> bool:
-    """Whether this process has loaded the outer optimizer."""
+    """Whether this process has loaded the user's outer optimizer of that name."""
     return name in _own
 
 
 def _absent(name: str) -> OuterFactory:
-    """Learners have the settings of an outer optimizer, and not its code, which they never need."""
+    """Return a factory for a process without the optimizer's code; it fails when it is called.
+
+    Learners have the settings of an outer optimizer but not its code, which they never use.
+    """
 
     def make(numel: int) -> OuterOptimizer:
         raise ConfigError(
-            f"outer optimizer {name!r} is not loaded in this process: load the run's file by "
+            f"outer optimizer {name!r} is not loaded in this process: load the run's file with "
             "decoupled_diloco.config.load_config"
         )
 
@@ -377,7 +389,7 @@ def _absent(name: str) -> OuterFactory:
 
 
 def _outer(name: str, numel: int, arguments: Mapping[str, Any]) -> OuterOptimizer:
-    """An outer optimizer with the interface of `torch.optim`, or the user's own object."""
+    """Create an outer optimizer by `torch.optim`'s interface, or return the user's own object."""
     outer = TorchOuter(name, numel, **arguments)
     own = outer.optimizer
     if isinstance(own, torch.optim.Optimizer):
@@ -394,7 +406,7 @@ def _outer(name: str, numel: int, arguments: Mapping[str, Any]) -> OuterOptimize
 
 
 def _try_out(name: str, arguments: Mapping[str, Any]) -> OuterOptimizer:
-    """Take one step on two elements, so that what cannot work is refused before the run."""
+    """Take one step on two elements, to reject an unusable optimizer before the run."""
     optimizer = _outer(name, 2, arguments)
     master, gradient, ones = torch.tensor(
         [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0]], dtype=torch.float32, device="cpu"
@@ -402,7 +414,9 @@ def _try_out(name: str, arguments: Mapping[str, Any]) -> OuterOptimizer:
     try:
         optimizer.step(master, gradient)
         if not torch.equal(gradient, ones):
-            raise ConfigError(f"outer optimizer '{name}' changes the gradient: leave it as it is")
+            raise ConfigError(
+                f"outer optimizer '{name}' changes the gradient: step() must not modify it"
+            )
         if name in _own:
             _require_complete_state(name, arguments, optimizer, master)
     except ConfigError:
@@ -411,16 +425,18 @@ def _try_out(name: str, arguments: Mapping[str, Any]) -> OuterOptimizer:
         if name not in _own and not isinstance(error, TypeError | ValueError | RuntimeError):
             raise
         raise ConfigError(
-            f"outer optimizer '{name}' cannot step on a flat vector: {error!r}: use another one"
+            f"outer optimizer '{name}' cannot step on a flat vector: {error!r}: use another "
+            "optimizer"
         ) from error
     return optimizer
 
 
 @contextmanager
 def _as_in_a_new_process(device: torch.device) -> Iterator[None]:
-    """PyTorch's optimizers make some of their numbers in the default dtype, on the default device.
+    """Set the default dtype to float32 and the default device to the master's for one step.
 
-    The dtype is one for all threads; no other code of this package depends on it.
+    PyTorch's optimizers create some of their numbers with these defaults, which a user may have
+    changed. The default dtype is shared by all threads; no other code of this package uses it.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
@@ -434,10 +450,10 @@ def _as_in_a_new_process(device: torch.device) -> Iterator[None]:
 def _require_complete_state(
     name: str, arguments: Mapping[str, Any], optimizer: OuterOptimizer, master: Tensor
 ) -> None:
-    """Check that a step is the same after the state was saved and loaded.
+    """Check that a step gives the same result after the state is saved and loaded.
 
-    Each merge makes a new optimizer from the state of the last one, so that a merge that fails
-    changes nothing. What is not in the state is lost.
+    Each merge creates a new optimizer from the state of the last one, so that a failed merge
+    changes nothing. Anything outside the state is lost.
     """
     restored, again = master.clone(), _outer(name, 2, arguments)
     again.load_state_dict({key: value.clone() for key, value in optimizer.state_dict().items()})
@@ -447,8 +463,8 @@ def _require_complete_state(
     if not torch.equal(master, restored):
         raise ConfigError(
             f"outer optimizer '{name}' steps differently after its state was saved and loaded: "
-            "keep all that a step needs in state_dict() (in a torch.optim.Optimizer: as tensors "
-            "and numbers in self.state[parameter])"
+            "keep everything that a step uses in state_dict() (in a torch.optim.Optimizer: as "
+            "tensors and numbers in self.state[parameter])"
         )
 
 
@@ -458,7 +474,7 @@ def _made(name: str, parameter: torch.nn.Parameter, options: Mapping[str, Any]) 
     try:
         return make([parameter], **options)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"outer optimizer '{name}' refuses {options}: {error}") from error
+        raise ConfigError(f"outer optimizer '{name}' rejects {options}: {error}") from error
 
 
 def _torch_optimizer(name: str) -> Callable[..., torch.optim.Optimizer]:
@@ -476,7 +492,7 @@ def _torch_optimizer(name: str) -> Callable[..., torch.optim.Optimizer]:
     near = get_close_matches(name.lower(), by_lower, n=1, cutoff=0.0)
     raise ConfigError(
         f"outer optimizer '{name}' is unknown: did you mean '{by_lower[near[0]]}'? "
-        f"Known are {', '.join(known)}"
+        f"Known outer optimizers: {', '.join(known)}"
     )
 
 
@@ -495,12 +511,14 @@ def _check_options(name: str, make: Callable[..., Any], options: Mapping[str, An
 
 def _check_lr(lr: float) -> None:
     if not (math.isfinite(lr) and lr > 0):
-        raise ConfigError(f"outer lr={lr} is not positive and finite: choose one above 0")
+        raise ConfigError(f"outer lr={lr} must be positive and finite: choose a value above 0")
 
 
 def _check_momentum(momentum: float) -> None:
     if not 0 <= momentum < 1:
-        raise ConfigError(f"outer momentum={momentum} is not in [0, 1): choose one below 1")
+        raise ConfigError(
+            f"outer momentum={momentum} is not in [0, 1): choose a value from 0 to below 1"
+        )
 
 
 def _check_sizes(master: Tensor, gradient: Tensor, state: Tensor | None) -> None:
@@ -508,5 +526,5 @@ def _check_sizes(master: Tensor, gradient: Tensor, state: Tensor | None) -> None
         kept = "" if state is None else f", the optimizer's state {tuple(state.shape)}"
         raise MergeError(
             f"master has shape {tuple(master.shape)}, outer gradient {tuple(gradient.shape)}{kept}"
-            ": they must agree"
+            ": the shapes must be equal"
         )

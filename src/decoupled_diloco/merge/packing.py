@@ -1,14 +1,14 @@
-"""Bodies without the buffers that have not changed.
+"""Pack payloads: leave out the buffers that have not changed.
 
-A fragment's body is its parameters in their codec, then its buffers in fp32. Masks and tables never
-change, and both sides hold a published version with the same bits. A packed body leaves out each
-buffer that has the bits of that version, the *base*:
+A fragment's payload is its parameters in their codec, followed by its buffers in fp32. Masks and
+tables never change, and both sides hold a published version with the same bits. A packed payload
+omits each buffer that has the bits of that version, the *base*:
 
-    parameters | one bit per buffer, set: it is carried | the carried buffers, fp32
+    parameters | one bit per buffer, set if it is included | the included buffers, fp32
 
-The bits begin with the lowest of the first byte; unused ones are 0. A body that would not become
-shorter is sent as it is, so that the size shows which of the two it is. Unpacked, a body has
-exactly the bits that it had before, so digests and merges do not depend on packing.
+The first buffer's bit is the lowest bit of the first byte. Unused bits are 0. A payload that would
+not become shorter is not packed, so the size shows whether a payload is packed. An unpacked payload
+has exactly its original bits, so digests and merges do not depend on packing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _Array = np.ndarray[Any, Any]
 
 
 def packed_sizes(wire: Codec, numel: int) -> range:
-    """The sizes in bytes that a body of N elements can have, packed or not."""
+    """Return the sizes in bytes that a payload of N elements can have, packed or not."""
     most = wire.nbytes(numel)
     if not isinstance(wire, BuffersExact):
         return range(most, most + 1)
@@ -38,12 +38,12 @@ def packed(body: Tensor, base: Tensor, codec: Codec) -> Tensor:
     """Leave out the buffers that have the bits of the base.
 
     Args:
-        body: uint8 [B], on the CPU, in the codec; not changed.
+        body: The payload, uint8 [B], on the CPU; not changed.
         base: The buffers of the version that the receiver holds, fp32, flat, contiguous.
-        codec: The fragment's.
+        codec: The codec of the fragment.
 
     Returns:
-        A shorter body, or the same one.
+        A shorter payload, or `body` itself.
     """
     if not isinstance(codec, BuffersExact) or not codec.buffer_sizes:
         return body
@@ -60,15 +60,15 @@ def packed(body: Tensor, base: Tensor, codec: Codec) -> Tensor:
 
 
 def unpacked(body: Body, base: Tensor | None, codec: Codec) -> Body:
-    """Put the buffers back that a body leaves out.
+    """Restore the buffers that a packed payload omits.
 
     Args:
-        body: Bytes, packed or not, never trusted.
-        base: As for `packed`; None: not known.
-        codec: The fragment's.
+        body: The payload, packed or not, not validated yet.
+        base: As for `packed`; None if it is not known.
+        codec: The codec of the fragment.
 
     Raises:
-        ProtocolError: It is not a packed body of this fragment, or the base is not known.
+        ProtocolError: `body` is not a valid payload of this fragment, or the base is not known.
     """
     if not isinstance(codec, BuffersExact) or not codec.buffer_sizes:
         return body
@@ -78,22 +78,22 @@ def unpacked(body: Body, base: Tensor | None, codec: Codec) -> Body:
         return body
     if not _carried_at(codec) <= octets.size < most:
         raise ProtocolError(
-            f"packed body has {octets.size} bytes, the fragment needs {_carried_at(codec)} to "
-            f"{most}"
+            f"packed payload has {octets.size} bytes, the fragment requires {_carried_at(codec)} "
+            f"to {most}"
         )
     flags = np.unpackbits(octets[start : _carried_at(codec)], bitorder="little").astype(bool)
     is_carried, unused = flags[: sizes.size], flags[sizes.size :]
-    wanted = _carried_at(codec) + 4 * int(sizes[is_carried].sum())
+    expected = _carried_at(codec) + 4 * int(sizes[is_carried].sum())
     if unused.any():
-        raise ProtocolError(f"packed body names more buffers than the fragment has ({sizes.size})")
-    if octets.size != wanted:
         raise ProtocolError(
-            f"packed body has {octets.size} bytes, the buffers that it names need {wanted}"
+            f"packed payload includes more buffers than the fragment has ({sizes.size})"
+        )
+    if octets.size != expected:
+        raise ProtocolError(
+            f"packed payload has {octets.size} bytes, its parameters and buffers require {expected}"
         )
     if base is None:
-        raise ProtocolError(
-            "packed body leaves buffers out, but the version that it was made from is not known"
-        )
+        raise ProtocolError("packed payload omits buffers, but its base version is not known")
     whole = np.empty(most, dtype=np.uint8)
     whole[:start] = octets[:start]
     values = whole[start:].view(np.uint32)
@@ -105,38 +105,41 @@ def unpacked(body: Body, base: Tensor | None, codec: Codec) -> Body:
 class BufferHistory:
     """The buffers of a fragment's newest version and of earlier ones.
 
-    Of each earlier version it holds only what the next one has changed, so that masks and tables
-    cost nothing.
+    For each earlier version it stores only the buffers that the next version changed, so masks and
+    tables use no extra memory.
 
     Args:
-        sizes: The elements of each buffer.
-        earlier: How many earlier versions to keep.
+        sizes: The number of elements of each buffer.
+        earlier: The number of earlier versions to keep.
     """
 
     def __init__(self, sizes: tuple[int, ...], earlier: int) -> None:
         self._codec = BuffersExact(codec("fp32"), 0, sizes)
         self._earlier = earlier
-        self._before: dict[Hashable, Tensor] = {}  # oldest first: packed, the base is the next one
+        # Oldest first; each version is packed, and its base is the version after it.
+        self._before: dict[Hashable, Tensor] = {}
         self._newest: tuple[Hashable, Tensor] | None = None
 
     def add(self, version: Hashable, buffers: Tensor) -> Tensor | None:
-        """Add the newest version; its buffers are not written to again.
+        """Add the newest version. The caller must not change its buffers afterwards.
 
         Returns:
-            The buffers of the version before it, if there is one.
+            The buffers of the previous version, if any.
         """
         before, self._newest = self._newest, (version, buffers)
         if before is None:
             return None
         octets = as_bytes(before[1])
         left = packed(octets, buffers, self._codec)
+        # If packing saves nothing, `packed` returns its input: a clone keeps the history
+        # independent of the tensor that is returned to the caller.
         self._before[before[0]] = left.clone() if left is octets else left
         while len(self._before) > self._earlier:
             del self._before[next(iter(self._before))]
         return before[1]
 
     def of(self, version: Hashable) -> Tensor | None:
-        """The buffers of a version, fp32, flat; None if it is not known."""
+        """Return the buffers of a version, fp32, flat; None if it is not known."""
         if self._newest is None:
             return None
         later, buffers = self._newest
@@ -151,11 +154,11 @@ class BufferHistory:
 
 
 def _carried_at(codec: BuffersExact) -> int:
-    """Where the carried buffers begin in a packed body."""
+    """Return the offset in bytes of the included buffers in a packed payload."""
     return codec.parameters_nbytes - (-len(codec.buffer_sizes) // 8)
 
 
 def _bits(values: Tensor) -> _Array:
-    """Values as integers, so that NaN equals itself and 0 differs from -0."""
+    """View values as integers, so that NaN equals itself and 0 differs from -0."""
     bits: _Array = as_bytes(values).numpy().view(np.uint32)
     return bits

@@ -1,7 +1,7 @@
-"""A run's tensors as both sides cut and encode them: one object made from the layout and settings.
+"""The merge plan: how a run's tensors are partitioned, encoded and merged.
 
-Learners and shards build it from the same layout and the same settings, so they agree on which
-element belongs to which fragment, and on the size of every body, without exchanging either.
+Learners and shards build it from the same layout and the same settings. They therefore agree on the
+fragment of each element and on the size of every payload without exchanging either.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from decoupled_diloco.merge.rules import FragmentMerge, RuleAccumulator
 
 
 def token_weight(tokens: float, steps: float) -> float:
-    """Weight a contribution by quantity times quality of its training.
+    """Return the weight of a contribution: quantity times quality of its training.
 
-    `w = tokens · (tokens / steps)`: `tokens` is how much was learnt from (quantity), and
-    `tokens / steps`, the batch size, is how little noise each step had (quality).
+    `w = tokens · (tokens / steps)`. `tokens` measures the quantity of training. `tokens / steps`,
+    the batch size, measures its quality: a larger batch has less gradient noise.
 
     Examples:
         >>> token_weight(tokens=800, steps=4)
@@ -58,22 +58,23 @@ def token_weight(tokens: float, steps: float) -> float:
 
 @dataclass(frozen=True)
 class MergePlan:
-    """What to merge, how, and in which wire formats."""
+    """The fragments of a run, their merge method and their wire formats."""
 
     layout: Layout
-    # P fragments; every synchronised element is in exactly one of them
+    # P fragments; every synchronized element is in exactly one of them
     fragments: tuple[Fragment, ...]
     uplink: Codec
     downlink: Codec
     method: str  # `"rda"`, `"mean"`, or the user's rule as `"module:function"`
-    weighting: str  # `"tokens"`: quantity times quality; `"uniform"`: all the same
-    outer: Callable[[int], OuterOptimizer]  # makes the outer optimizer of N parameters
-    buffers: Buffers = "mean"  # by the `"mean"`, or from `"one"` learner
-    # β: so much of what a codec left out goes with the next contribution; None: it is lost
+    weighting: str  # `"tokens"`: quantity times quality; `"uniform"`: equal weights
+    outer: Callable[[int], OuterOptimizer]  # creates the outer optimizer of N parameters
+    buffers: Buffers = "mean"  # merged by the `"mean"`, or taken from `"one"` learner
+    # β of error feedback: the share of the residual sent with the next contribution; None: no
+    # error feedback
     feedback: float | None = None
-    # fragments whose outer optimizer is another one
+    # outer optimizers of the fragments that do not use `outer`
     other_outers: Mapping[int, Callable[[int], OuterOptimizer]] = field(default_factory=dict)
-    coarser: tuple[Codec, ...] = ()  # that a learner may be told to send in, in uplink's place
+    coarser: tuple[Codec, ...] = ()  # codecs that a shard may select instead of `uplink`
 
     @classmethod
     def make(
@@ -93,14 +94,14 @@ class MergePlan:
         feedback: float | None = None,
         coarser: Sequence[str] = (),
     ) -> MergePlan:
-        """Cuts the layout and looks the codecs up.
+        """Create a plan from a layout and settings.
 
         Args:
-            modules: If there are any, they say what is in which fragment: see `mapped`.
+            modules: If not empty, the modules of each fragment: see `mapped`.
 
         Raises:
-            ConfigError: more fragments than can be cut, modules that do not fit the model, or an
-                unknown codec.
+            ConfigError: The layout cannot be split into so many fragments, the modules do not match
+                the model, or a codec is unknown.
         """
         return cls(
             layout=layout,
@@ -119,14 +120,17 @@ class MergePlan:
         )
 
     def weight(self, tokens: float, steps: float) -> float:
-        """The weight of a contribution with these counters."""
+        """Return the weight of a contribution with these counters."""
         return token_weight(tokens, steps) if self.weighting == "tokens" else 1.0
 
     def accumulator(self, fragment: int, buffer: Tensor | None = None) -> FragmentMerge:
-        """An empty accumulator for one round of a fragment; ``buffer``: memory to use, fp32 [N].
+        """Return an empty accumulator for one merge of a fragment.
+
+        Args:
+            buffer: Memory that the accumulator may use, fp32 [N].
 
         Raises:
-            ConfigError: the run has a custom merge rule that this process has not loaded.
+            ConfigError: The run has a custom merge rule that this process has not loaded.
         """
         numel, cut = self.fragments[fragment].numel, self.segments(fragment)
         if self._merge_method == "own":
@@ -138,11 +142,11 @@ class MergePlan:
         return "mean" if self.method == "mean" else "rda" if self.method == "rda" else "own"
 
     def segments(self, fragment: int) -> tuple[Segment, ...]:
-        """What of a fragment is merged as one vector, and how."""
+        """Return the ranges of a fragment that are merged as one vector, with their methods."""
         return segments(self.fragments[fragment], self.layout, self._merge_method, self.buffers)
 
     def codec_of(self, fragment: int, parameters: Codec) -> Codec:
-        """The codec of a fragment: that of its parameters, and its buffers as they are."""
+        """Return the codec of a fragment: `parameters` for its parameters, fp32 for its buffers."""
         part = self.fragments[fragment]
         numel = parameters_numel(part, self.layout)
         if numel == part.numel:
@@ -152,18 +156,19 @@ class MergePlan:
     def encode(
         self, d: Tensor, residuals: Sequence[Tensor], uplink: Codec
     ) -> tuple[Tensor, Tensor | None]:
-        """A contribution, fp32 [N], as its body, and with error feedback its residual [N].
+        """Encode a contribution; return its payload and, with error feedback, its residual [N].
 
         Args:
-            d: Changed in place with error feedback.
-            residuals: Of earlier ones, to be added up.
+            d: The contribution, fp32 [N]; changed in place with error feedback.
+            residuals: The residuals of earlier contributions; their sum is used.
+            uplink: The codec of the contribution.
         """
         if self.feedback is None:
             return uplink.encode(d), None
         return encode_with_feedback(d, residuals, self.feedback, uplink)
 
     def outer_of(self, fragment: int) -> OuterOptimizer:
-        """A new outer optimizer of a fragment."""
+        """Create an outer optimizer for a fragment."""
         part = self.fragments[fragment]
         numel = parameters_numel(part, self.layout)
         make = self.other_outers.get(fragment, self.outer)
@@ -172,43 +177,50 @@ class MergePlan:
         return BuffersBehind(make(numel) if numel else None, numel)
 
     def uplink_of(self, fragment: int, name: str = "") -> Codec:
-        """The codec of a contribution: that of a name, or the run's.
+        """Return the codec of a contribution.
+
+        Args:
+            name: The name of the codec; the run's uplink codec if empty.
 
         Raises:
-            ConfigError: there is none of that name.
+            ConfigError: No codec has that name.
         """
         return self.codec_of(fragment, codec(name) if name else self.uplink)
 
     def downlink_of(self, fragment: int) -> Codec:
-        """The codec of a published difference."""
+        """Return the codec of a published difference."""
         return self.codec_of(fragment, self.downlink)
 
     def uplink_nbytes(self, fragment: int) -> int:
-        """Size of a contribution's body, not packed."""
+        """Return the size in bytes of a contribution's payload, not packed."""
         return self.uplink_of(fragment).nbytes(self.fragments[fragment].numel)
 
     def uplink_sizes(self, fragment: int, name: str = "") -> range:
-        """The sizes that a contribution's body can have, packed or not."""
+        """Return the sizes in bytes that a contribution's payload can have, packed or not."""
         return packed_sizes(self.uplink_of(fragment, name), self.fragments[fragment].numel)
 
     def downlink_sizes(self, fragment: int) -> range:
-        """The sizes that a published difference's body can have, packed or not."""
+        """Return the sizes in bytes that a published difference can have, packed or not."""
         return packed_sizes(self.downlink_of(fragment), self.fragments[fragment].numel)
 
     def buffers_of(self, fragment: int, values: Tensor) -> Tensor:
-        """The buffers behind the parameters, a view of a fragment's values [N]."""
+        """Return the buffers after the parameters, as a view of a fragment's values [N]."""
         return values[parameters_numel(self.fragments[fragment], self.layout) :]
 
     def whole_nbytes(self, fragment: int) -> int:
-        """Size of a whole published copy's body: fp32."""
+        """Return the size in bytes of a whole published copy, which is sent in fp32."""
         return 4 * self.fragments[fragment].numel
 
 
 def values_of(body: Body, numel: int) -> Tensor:
-    """A whole fragment's body as fp32 [N] in memory of its own."""
+    """Copy the payload of a whole fragment into a new tensor, fp32 [N].
+
+    Raises:
+        ProtocolError: The payload has the wrong size.
+    """
     octets = as_bytes(body)
     if octets.numel() != 4 * numel:
-        raise ProtocolError(f"the body has {octets.numel()} bytes, {4 * numel} are needed")
+        raise ProtocolError(f"the payload has {octets.numel()} bytes, {4 * numel} are needed")
     values = torch.empty(numel, dtype=torch.float32, device="cpu")
     as_bytes(values).copy_(octets)
     return values

@@ -1,13 +1,13 @@
-"""The published copy, which the syncer and all learners hold bit by bit alike.
+"""The published copy of a fragment, bit-identical on the syncer and all learners.
 
-The syncer keeps a master copy Θ and a published copy Θ̂. What it sends is the encoded difference;
-sender and receivers add the *decoded* difference to their Θ̂, so all hold the same bits. What
-rounding took is still in Θ - Θ̂ and goes out with the next difference: nothing is lost for good.
-A learner's contribution is what its training changed, counted from the published copy.
+The syncer keeps a master copy Θ and a published copy Θ̂, and sends the encoded difference. Sender
+and receivers add the *decoded* difference to their Θ̂, so all copies have the same bits. The
+rounding error remains in Θ - Θ̂ and is sent with the next difference, so it is never lost. A
+learner's contribution is its change relative to the published copy.
 
 Shapes:
     N  elements of one fragment
-    B  bytes of its body
+    B  bytes of its payload
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ from decoupled_diloco.merge.layout import Layout
 def contribution(
     fragment: Fragment, layout: Layout, theta: Tensor, published: Tensor, out: Tensor | None = None
 ) -> Tensor:
-    """Give what a learner's training changed: `d = θ - cast(Θ̂, dtype of θ)`, in fp32.
+    """Return a learner's contribution: `d = θ - cast(Θ̂, dtype of θ)`, in fp32.
 
-    The published copy is rounded through each tensor's own dtype first, as it was when the learner
-    took it over: no training gives exactly 0. The outer gradient is `Δ = -d`. Of buffers it is the
-    values themselves: changes that are counted from different versions do not add up to a mean.
+    The published copy is first rounded to each tensor's dtype, as it was when the learner loaded
+    it, so a learner that did not train contributes exactly 0. The outer gradient is `Δ = -d`. For
+    buffers the contribution is the values themselves, because changes relative to different
+    versions do not average to a mean.
 
     Args:
-        theta: θ [N], fp32, as `gather` gives it.
+        theta: θ [N], fp32, as `gather` returns it.
         published: Θ̂ [N], fp32: the version that the learner started from.
-        out: [N], fp32, to fill; may be `theta` itself; a new one if None.
+        out: [N], fp32, to fill; may be `theta` itself; a new tensor if None.
 
     Source:
-        Decoupled DiLoCo, Appendix D.2, takes the difference on the syncer from parameters that were
-        sent; in bf16 their rounding is larger than the change, so here the learner takes it.
+        Decoupled DiLoCo, Appendix D.2, computes the difference on the syncer from the parameters
+        sent. In bf16 their rounding error exceeds the change, so here the learner computes it.
     """
     assert theta.shape == published.shape == (fragment.numel,), (
         f"theta {tuple(theta.shape)}, published {tuple(published.shape)}, N={fragment.numel}"
@@ -61,19 +62,20 @@ def contribution(
 def encode_with_feedback(
     d: Tensor, residuals: Sequence[Tensor], decay: float, codec: Codec
 ) -> tuple[Tensor, Tensor]:
-    """Encode `u = d + β·e`, and give what the body lacks of it: `u - dec(enc(u))`.
+    """Encode `u = d + β·e`, and return the new residual `u - dec(enc(u))`.
 
     Args:
-        d: A contribution [N], fp32; changed in place, it becomes what the body lacks.
-        residuals: What was left of earlier ones, fp32 [N] each; e is their sum.
+        d: A contribution [N], fp32; changed in place into the residual.
+        residuals: Residuals of earlier contributions, fp32 [N] each; e is their sum.
         decay: β, 0 to 1.
+        codec: The uplink codec of the fragment.
 
     Returns:
-        The body, uint8 [B], and the residual, fp32 [N]: not finite if `u` was not.
+        The payload, uint8 [B], and the residual, fp32 [N]; not finite if `u` is not finite.
 
     Source:
-        Error feedback (Seide et al. 2014; Karimireddy et al. 2019), for two bits and sparse codecs
-        MuLoCo (arXiv 2505.23725) and SparseLoCo.
+        Error feedback (Seide et al. 2014; Karimireddy et al. 2019). MuLoCo (arXiv 2505.23725) and
+        SparseLoCo use it with two bits and with sparse codecs.
     """
     body = room_for(codec.nbytes(d.numel()), None, d.device)
     for elements, octets, scratch in _cuts(codec, d.numel(), d.device):
@@ -82,26 +84,28 @@ def encode_with_feedback(
             u.add_(residual[elements], alpha=decay)  # break: residual-without-decay
         codec.encode(u, body[octets])
         u.sub_(codec.decode(body[octets], u.numel(), scratch))  # break: residual-is-everything
-        u[_changes(codec, u.numel()) :] = 0  # what is sent as it is leaves nothing, NaN neither
+        # Buffers are sent exactly, so they have no residual. NaN - NaN would leave one.
+        u[_changes(codec, u.numel()) :] = 0
     return body, d
 
 
 def publish(
     master: Tensor, published: Tensor, codec: Codec, out: Tensor | memoryview | None = None
 ) -> Tensor:
-    """Encode `Θ - Θ̂`, of buffers Θ itself, and add what all will decode to the published copy.
+    """Encode `Θ - Θ̂` (for buffers, Θ itself) and add the decoded result to the published copy.
 
-    Afterwards `published` has exactly the bits that `receive` gives every receiver; what rounding
-    took stays in `master - published` and goes out next time.
+    Afterwards `published` has exactly the bits that `receive` produces on every receiver. The
+    rounding error remains in `master - published` and is sent with the next difference.
 
     Args:
         master: Θ [N], fp32; not changed.
         published: Θ̂ [N], fp32; changed in place.
-        out: [B], uint8, for the body; a new one if None.
+        codec: The downlink codec of the fragment.
+        out: [B], uint8, for the payload; a new tensor if None.
 
     Raises:
-        MergeError: The difference is not finite, or leaves the codec's range; the published copy
-            has not changed.
+        MergeError: The difference is not finite, or exceeds the codec's range; the published copy
+            is unchanged.
     """
     assert master.shape == published.shape, f"{tuple(master.shape)}, {tuple(published.shape)}"
     numel = published.numel()
@@ -116,19 +120,22 @@ def publish(
                 f"the master differs from its published copy by NaN, or by more than codec "
                 f"'{codec.name}' can hold: the outer step diverged, lower the outer lr"
             )
+    # A second pass on purpose: the copy must not change before the whole payload is verified.
     receive(published, body, codec)
     return body
 
 
 def receive(published: Tensor, body: Body, codec: Codec) -> None:
-    """Add a published difference to a copy of the version before it, in place.
+    """Add a published difference to a copy of the previous version, in place.
 
     Args:
-        published: Θ̂ [N], fp32, of the version that the body was encoded against.
+        published: Θ̂ [N], fp32: the version that the payload was encoded against.
+        body: The payload, B bytes.
+        codec: The downlink codec of the fragment.
 
     Raises:
-        ProtocolError: The body's size does not fit, and nothing has changed; or the codec refuses a
-            part of it, and the parts before have been added.
+        ProtocolError: The payload has the wrong size, and `published` is unchanged. Or the codec
+            rejects a part of the payload, and the parts before it have been added.
     """
     source, numel = as_bytes(body), published.numel()
     check_size(source, codec, numel)
@@ -140,12 +147,15 @@ def receive(published: Tensor, body: Body, codec: Codec) -> None:
 
 
 def _changes(codec: Codec, numel: int) -> int:
-    """How many elements are sent as changes; the buffers behind them are sent as values."""
+    """Return the number of elements sent as changes; the buffers after them are sent as values."""
     return codec.parameters_numel if isinstance(codec, BuffersExact) else numel
 
 
 def _cuts(codec: Codec, numel: int, device: torch.device) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Cut a fragment into cache-sized parts: their elements, their bytes, and an fp32 scratch."""
+    """Yield the element slice, byte slice and fp32 scratch of each cache-sized part of a fragment.
+
+    All parts share one scratch tensor: a caller must be done with it before it continues.
+    """
     step = numel if codec.group is None else codec.group * max(1, BLOCK // codec.group)
     scratch = torch.empty(min(step, numel), dtype=torch.float32, device=device)
     position = 0

@@ -1,10 +1,11 @@
 """Codecs that round elements to a few levels, in groups that share a scale.
 
-A group is 128 elements. Its record holds the scale s, in bf16, and then a code of b bits an
-element, the first element of each byte in its lowest bits: b + 1/8 bits an element in all. A
-vector's body is its groups' records, one after the other; a last group that is not full has a whole
-record, with zeros behind its elements. An element decodes to its code's level times s. Levels have
-so few bits that the product is exact in fp32, so every machine and device decodes the same bits.
+A group has 128 elements. Its record holds the scale s in bf16, followed by one code of b bits per
+element: b + 1/8 bits per element in total. The first element of each byte is in its lowest bits. A
+vector's payload is the records of its groups, one after the other. A partial last group has a full
+record, padded with zeros after its elements. An element decodes to the level of its code times s.
+Levels have few enough bits that the product is exact in fp32, so every machine and device decodes
+the same bits.
 
 | name | b | code c | level | s | largest error of an element |
 |---|---|---|---|---|---|
@@ -12,26 +13,27 @@ so few bits that the product is exact in fp32, so every machine and device decod
 | int4 | 4 | 0 … 14 | c - 7 | max abs(x) / 7 | s/2 |
 | fp4-e3m0 | 4 | 0 … 7 | 0, 2⁻⁶, 2⁻⁵ … 1 | max abs(x) | the larger of 0.336 · abs(x) and s/85 |
 | | | 8 … 15 | the same, negative | | |
-| int2 | 2 | 0 … 3 | c - 3/2 | 1.25 · mean abs(x) | none: a group loses less than it has |
+| int2 | 2 | 0 … 3 | c - 3/2 | 1.25 · mean abs(x) | unbounded; see *Error feedback* |
 
-*The scale* is computed in fp32. It is rounded up to a bf16, so that no element is above the highest
-level, for int2 to the nearest. One below 2⁻¹²⁰ is 0, and the group decodes to zeros: no product is
-a denormal number, which some machines take for 0.
+*The scale* is computed in fp32. It is rounded up to a bf16, so that no element exceeds the highest
+level; for int2 it is rounded to the nearest bf16. A scale below 2⁻¹²⁰ becomes 0, and the group
+decodes to zeros. So no product is a denormal number, which some machines flush to 0.
 
-*A code* is that of the nearest level; for fp4-e3m0, 2ⁿ is taken from 3/4 · 2ⁿ on, and 0 below all
-of these. So near a border that arithmetic with few bits does not tell the sides apart, an element
-may get either level: nearer than 2⁻¹² of the levels' distance, for fp4-e3m0 2⁻⁸. Codes that are
-never written, -128 and 15, are read as the table goes on, as -128 and 8.
+*A code* selects the nearest level. For fp4-e3m0, level 2ⁿ starts at 3/4 · 2ⁿ, and smaller values
+become 0. An element very close to a boundary may get either level, because rounding in the
+arithmetic can move it across. "Very close" means within 2⁻¹² of the distance between levels, or
+2⁻⁸ for fp4-e3m0. The codes that are never written, -128 and 15, decode as if the table continued:
+to levels -128 and 8.
 
-*Error feedback* needs a group to be nearer to what it stands for than nothing is. An int2 group
-keeps ``‖x - dec‖² ≤ ‖x‖² - 128 · (mean abs(x))² / 2``, zeros behind the elements counted.
+*Error feedback* requires that a decoded group is closer to the original than zeros are. An int2
+group satisfies ``‖x - dec‖² ≤ ‖x‖² - 128 · (mean abs(x))² / 2``, padding zeros included.
 
-*Not finite.* A group with NaN or an infinity in it decodes to values of which none is finite, and
-is refused. So may be one that comes near the end of fp32's range: with an element above 3.37e38,
-for int2 with a mean abs(x) above 2.6e36.
+*Non-finite values.* A group with a NaN or an infinity decodes to values of which none is finite,
+and is rejected. The same may happen near the end of fp32's range: for an element above 3.37e38, or
+for int2 a mean abs(x) above 2.6e36.
 
-Sources: groups with a scale of their own are what all low-bit formats do; E3M0 is Streaming
-DiLoCo's (arXiv 2501.18512); two bits with error feedback MuLoCo's (2505.23725).
+Sources: a scale per group is common to all low-bit formats. E3M0 is from Streaming DiLoCo (arXiv
+2501.18512). Two bits with error feedback are from MuLoCo (arXiv 2505.23725).
 
 Shapes:
     N  elements of a vector
@@ -49,20 +51,20 @@ from decoupled_diloco.merge.codec import add_built_in, bf16_of, is_aligned
 from decoupled_diloco.merge.grouped import GroupedCodec
 
 GROUP = 128
-"""Elements that share a scale."""
+"""Number of elements that share a scale."""
 
 SCALE_BYTES = 2
 
 _SMALLEST = 2.0**-120
-"""The smallest scale but 0: all that it is multiplied by gives normal numbers."""
+"""The smallest scale above 0: its product with any level is a normal number."""
 
 
 class QuantizedCodec(GroupedCodec):
-    """A codec of groups of `GROUP` elements with a scale; what a code means is the subclass's.
+    """A codec with one scale per `GROUP` elements. The subclass defines the levels of the codes.
 
     Args:
         name: See `Codec.name`.
-        bits: Of a code: 2, 4 or 8.
+        bits: Number of bits per code: 2, 4 or 8.
     """
 
     def __init__(self, name: str, bits: int) -> None:
@@ -82,23 +84,23 @@ class QuantizedCodec(GroupedCodec):
         groups.mul_(scale)
 
     def _scales(self, groups: Tensor) -> Tensor:
-        """The scales, bf16 [G], of groups fp32 [G, 128]."""
+        """Return the scales, bf16 [G], of groups, fp32 [G, 128]."""
         raise NotImplementedError
 
     def _codes(self, scaled: Tensor) -> Tensor:
-        """The codes, int8 [G, 128], each below 2ᵇ as unsigned, of elements over their scale.
+        """Return the codes, int8 [G, 128], each below 2ᵇ as unsigned, of elements over their scale.
 
-        The elements may be changed.
+        The method may change `scaled`.
         """
         raise NotImplementedError
 
     def _levels(self, codes: Tensor, out: Tensor) -> None:
-        """Writes the levels, fp32 [G, 128], of packed codes, uint8 [G, bytes]."""
+        """Write the levels, fp32 [G, 128], of packed codes, uint8 [G, bytes], to `out`."""
         raise NotImplementedError
 
 
 class _Int(QuantizedCodec):
-    """Whole numbers from -top to top."""
+    """Integer levels from -top to top."""
 
     def __init__(self, name: str, bits: int) -> None:
         super().__init__(name, bits)
@@ -109,14 +111,15 @@ class _Int(QuantizedCodec):
         return rounded_up(_largest(groups).mul_(1 / self._top))
 
     def _codes(self, scaled: Tensor) -> Tensor:
-        return scaled.add_(self._top + 0.5).to(torch.int8)  # truncates: the nearest
+        # The conversion truncates, so adding 0.5 rounds to the nearest code.
+        return scaled.add_(self._top + 0.5).to(torch.int8)
 
     def _levels(self, codes: Tensor, out: Tensor) -> None:
         _look_up(self._table, codes, out)
 
 
 class _Int8(_Int):
-    """As int4, without a table: the codes are the numbers themselves, in two's complement."""
+    """Eight-bit levels without a table: the codes are the levels in two's complement."""
 
     def _codes(self, scaled: Tensor) -> Tensor:
         return scaled.round_().to(torch.int8)
@@ -126,7 +129,7 @@ class _Int8(_Int):
 
 
 class _E3M0(QuantizedCodec):
-    """A sign and three bits of exponent: codes 1 to 7 are 2⁻⁶ to 1, and 8 more their negatives."""
+    """A sign bit and three exponent bits: codes 1 to 7 are 2⁻⁶ to 1, and 9 to 15 the negatives."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, 4)
@@ -137,7 +140,8 @@ class _E3M0(QuantizedCodec):
         return rounded_up(_largest(groups))
 
     def _codes(self, scaled: Tensor) -> Tensor:
-        # Of 4/3 of a number the exponent is that of the nearest power of two. 127 is that of 1.
+        # x is nearest to 2ⁿ from 3/4 · 2ⁿ on, so the exponent of 4/3 · x is n. It is biased by 127:
+        # 120 … 127 are the codes 0 … 7. The cast to bf16 keeps the exponent in bits 7 to 14.
         bits = scaled.mul_(4 / 3).bfloat16().view(torch.int16)
         codes = (bits & 0x7FFF).bitwise_right_shift_(7).clamp_(120, 127).sub_(120)
         codes.bitwise_or_(bits.bitwise_right_shift_(12).bitwise_and_(8))
@@ -148,7 +152,7 @@ class _E3M0(QuantizedCodec):
 
 
 class _Int2(QuantizedCodec):
-    """Two levels of each sign, scaled by the mean: the least error for a normal distribution."""
+    """Two levels per sign, scaled by the mean: the smallest error for a normal distribution."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, 2)
@@ -165,18 +169,18 @@ class _Int2(QuantizedCodec):
 
 
 def rounded_up(scale: Tensor) -> Tensor:
-    """The smallest bf16 that is not below a number, fp32, not negative; NaN of NaN."""
+    """Return the smallest bf16 that is not below a nonnegative fp32 number; NaN for NaN."""
     near = scale.bfloat16()
     return (near.view(torch.int16) + (near.float() < scale)).view(torch.bfloat16)
 
 
 def _largest(groups: Tensor) -> Tensor:
-    """The largest absolute value of each group: NaN if one is."""
+    """Return the largest absolute value of each group: NaN if any element is NaN."""
     return torch.maximum(groups.amax(1), groups.amin(1).neg_())
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
-    """Codes, int8 [G, 128], as [G, 128·b/8] integers whose lowest byte has them packed."""
+    """Pack codes, int8 [G, 128], into the lowest bytes of integers [G, 128·b/8]."""
     if bits == 8:
         return codes.view(torch.uint8)
     if bits == 4:
@@ -188,7 +192,10 @@ def _packed(codes: Tensor, bits: int) -> Tensor:
 
 
 def _table(levels: Sequence[float], bits: int) -> Tensor:
-    """The levels of all codes of each byte, fp32 [256, 8/b], as one wide element for each byte."""
+    """Return the levels of the codes in each byte, fp32 [256, 8/b], as one wide element per byte.
+
+    One lookup of a wide element then decodes all codes of a byte.
+    """
     shifts = range(0, 8, bits)
     rows = [[levels[byte >> shift & 2**bits - 1] for shift in shifts] for byte in range(256)]
     wide = {2: torch.float64, 4: torch.complex128}.get(8 // bits, torch.float32)
@@ -196,7 +203,7 @@ def _table(levels: Sequence[float], bits: int) -> Tensor:
 
 
 def _look_up(table: Tensor, codes: Tensor, out: Tensor) -> None:
-    """Writes the levels, fp32 [G, 128], of packed codes, uint8 [G, bytes]."""
+    """Write the levels, fp32 [G, 128], of packed codes, uint8 [G, bytes], to `out`."""
     table, places = table.to(out.device), codes.to(torch.int32).view(-1)
     if is_aligned(out, table.dtype):
         torch.index_select(table, 0, places, out=out.view(-1).view(table.dtype))

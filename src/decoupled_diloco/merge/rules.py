@@ -1,9 +1,9 @@
-"""Merge rules of users: what the learners' contributions to one piece of a tensor become.
+"""Custom merge rules: merge the learners' contributions to one piece of a tensor.
 
-A fragment's parameters are merged piece by piece (see `fragments.segments`), its buffers as with
-the built-in rules. A user's function of two arguments is the rule itself. It needs all
+A fragment's parameters are merged piece by piece (see `fragments.segments`). Its buffers are merged
+as with the built-in rules. A user's function with two arguments is the rule itself. It requires all
 contributions at once, so the shard keeps them until the merge: 4 bytes per element and learner. A
-function of one argument, or a class, makes an `OwnAccumulator`, which can keep less.
+function with one argument, or a class, creates an `OwnAccumulator`, which can keep less.
 
 Shapes:
     M  contributions, at least 1
@@ -36,21 +36,21 @@ class OwnAccumulator(Protocol):
         """Add a contribution.
 
         Args:
-            vector: What the learner changed: its values minus those that it started from, fp32 [N].
-                It may be kept, and must not be changed.
-            weight: w > 0, as `sync.weighting` says: tokens · tokens / steps, or 1.
+            vector: The learner's change: its values minus those that it started from, fp32 [N]. It
+                may be kept but must not be modified.
+            weight: w > 0, set by `sync.merge.weighting`: tokens · tokens / steps, or 1.
         """
 
     def result(self) -> Tensor:
-        """Return the merged contribution, fp32 [N]. Called once, after at least one `add`."""
+        """Return the merged contribution, fp32 [N]; called once, after at least one `add`."""
 
 
 MakeAccumulator = Callable[[int], OwnAccumulator]
-"""Makes the accumulator of a piece of N elements; a new one for each merge."""
+"""Creates a new accumulator, for one merge of a piece of N elements."""
 
 
 class FragmentMerge(Protocol):
-    """One merge of a fragment: `Accumulator`, or `RuleAccumulator`."""
+    """Interface of `Accumulator` and `RuleAccumulator`: one merge of a fragment."""
 
     def add_contribution(self, contribution: Contribution, weight: float) -> None:
         """See `Accumulator.add_contribution`."""
@@ -63,10 +63,11 @@ _rules: dict[str, MakeAccumulator] = {}
 
 
 def register_rule(name: str, function: Callable[..., Any]) -> None:
-    """Register a user's function, ``"module:function"``, after trying it out.
+    """Register a user's function, ``"module:function"``, after a trial with a few vectors.
 
     Raises:
-        ConfigError: It has another number of arguments, raises, or returns what is not fp32 [N].
+        ConfigError: The function has the wrong number of arguments, raises an exception, or returns
+            something other than fp32 [N].
     """
     make = _maker(name, function)
     for numel, count in ((1, 1), (5, 1), (5, 3)):
@@ -80,32 +81,32 @@ def register_rule(name: str, function: Callable[..., Any]) -> None:
             problem = str(error) if isinstance(error, MergeError) else f"it raises {error!r}"
             raise ConfigError(
                 f"merge rule '{name}' fails for {count} contributions of {numel} elements: "
-                f"{problem}: correct it (any number of contributions from 1 up can arrive)"
+                f"{problem}: correct the rule (a merge can have 1 or more contributions)"
             ) from error
     _rules[name] = make
 
 
 def rule_named(name: str) -> MakeAccumulator:
-    """Find a registered merge rule.
+    """Return a registered merge rule.
 
     Raises:
-        ConfigError: This process has not loaded it.
+        ConfigError: This process has not loaded the rule.
     """
     if name not in _rules:
         raise ConfigError(
-            f"merge rule {name!r} is not loaded in this process: load the run's file by "
+            f"merge rule {name!r} is not loaded in this process: load the run's file with "
             "decoupled_diloco.config.load_config"
         )
     return _rules[name]
 
 
 class RuleAccumulator:
-    """The merge of one fragment by a user's rule, and of its buffers by ours.
+    """Merges one fragment by a user's rule, and the fragment's buffers by the built-in rule.
 
     Args:
-        name: The rule's name, for messages.
-        numel: The elements of the fragment.
-        segments: Its pieces and, behind them, its buffers.
+        name: The rule's name.
+        numel: The number of elements of the fragment.
+        segments: The segments of its pieces, followed by those of its buffers.
     """
 
     def __init__(self, name: str, numel: int, segments: Sequence[Segment]) -> None:
@@ -120,7 +121,7 @@ class RuleAccumulator:
         self._buffers = Accumulator(numel - first, buffers) if buffers else None
 
     def add_contribution(self, contribution: Contribution, weight: float) -> None:
-        """Give each piece of a complete contribution to the rule.
+        """Pass each piece of a complete contribution to the rule.
 
         Raises:
             MergeError: Parts are missing, the weight is not positive and finite, or the rule
@@ -144,7 +145,8 @@ class RuleAccumulator:
         """Return the merged vector, fp32 [N].
 
         Raises:
-            MergeError: Nothing was added, the rule raises, or its result is not finite.
+            MergeError: No contribution was added, the rule raises an exception, or its result is
+                not finite.
         """
         parts = []
         for segment, accumulator in self._pieces:
@@ -159,7 +161,7 @@ class RuleAccumulator:
 
 
 class _Gathering:
-    """Keeps all contributions, and gives them to a rule at once."""
+    """Keeps all contributions and passes them to a rule at once."""
 
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
@@ -172,7 +174,8 @@ class _Gathering:
 
     def result(self) -> Tensor:
         if not self._vectors:
-            raise MergeError("nothing to merge: no contribution counted")
+            raise MergeError("nothing to merge: no contribution counts")
+        # Normalize in fp64: large weights would overflow or lose precision in fp32.
         total = math.fsum(self._weights)
         weights = [weight / total for weight in self._weights]
         vectors = torch.stack(self._vectors)
@@ -187,9 +190,9 @@ def _maker(name: str, function: Callable[..., Any]) -> MakeAccumulator:
     if len(needed) == 1:
         return cast("MakeAccumulator", function)
     raise ConfigError(
-        f"merge rule '{name}' needs {len(needed)} arguments: write a function of two "
-        "(contributions, weights), or a class or a function of one (numel) that makes an object "
-        "with add and result"
+        f"merge rule '{name}' requires {len(needed)} arguments: write a function with two "
+        "(contributions, weights), or a class or a function with one (numel) that creates an "
+        "object with add and result"
     )
 
 

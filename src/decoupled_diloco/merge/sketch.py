@@ -1,9 +1,9 @@
-"""Short sketches of contributions, to notice learners that train on the same data.
+"""Short sketches of contributions, to detect learners that train on the same data.
 
-Two learners that see the same batches make contributions that are nearly parallel; those of
-different data are far from it after the first steps. A sketch is a random projection of evenly
-spaced rows of the vector, so its cost does not grow with the model: at most a million elements are
-read, and 16 KiB are kept.
+Two learners that train on the same batches make nearly parallel contributions. Contributions from
+different data are far from parallel after the first steps. A sketch is a random projection of
+evenly spaced rows of the vector. Its cost does not grow with the model: it reads at most a million
+elements and stores 16 KiB.
 
 Shapes: N elements of a contribution; W = `WIDTH`; R rows of W elements.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 WIDTH = 4096
-"""W: numbers in a sketch. The cosine of unrelated vectors comes out as 0 ± 1/√W = 0.016."""
+"""W: the numbers in a sketch. The cosine of unrelated vectors is estimated as 0 ± 1/√W = 0.016."""
 
 ROWS_MAX = 256
 
@@ -24,11 +24,11 @@ NEARLY_PARALLEL = 0.99
 """Contributions with at least this cosine count as nearly parallel."""
 
 ROUNDING = 1e-4
-"""More than rounding, in codecs as well, can change a cosine near 1 of vectors that are equal."""
+"""A bound on the effect of rounding, codecs included, on the cosine of two equal vectors."""
 
 
 def sketch(vector: Tensor) -> Tensor:
-    """A short vector whose cosine with another sketch is about that of the two vectors.
+    """Return a short vector; the cosine of two sketches estimates that of the original vectors.
 
     ``sketch[j] = Σ_r sign_r · v[r · W + j]`` over at most `ROWS_MAX` evenly spaced rows r, with
     fixed random signs. The difference of two sketches is the sketch of the difference, so
@@ -50,21 +50,22 @@ def sketch(vector: Tensor) -> Tensor:
 
 
 def cosine(one: Tensor, other: Tensor) -> float:
-    """The cosine of the angle between two vectors of one size; 0 if one of them is zero."""
+    """Return the cosine of the angle between two vectors of equal size; 0 if one is zero."""
     norms = float(one.norm()) * float(other.norm())
     return float(one @ other) / norms if norms > 0.0 else 0.0
 
 
 def are_alike(own: Tensor, other: Tensor, before: Tensor) -> bool:
-    """Whether two learners' contributions are nearly parallel, and not for another reason.
+    """Return whether two learners' contributions are nearly parallel because of equal data.
 
-    Where all contributions point one way, as in the first steps of a training or in a very simple
-    model, those of different data are nearly parallel, too. But so is a learner's own one before.
+    In the first steps of training, or with a very simple model, contributions from different data
+    are nearly parallel, too. Then a learner's contribution is also nearly parallel to its own
+    earlier one, which is how this function recognizes that case.
 
     Args:
         own: Sketch of a learner's contribution.
-        other: Of another learner's.
-        before: Of the first learner's contribution to an earlier round.
+        other: Sketch of another learner's contribution.
+        before: Sketch of the first learner's contribution to an earlier round.
     """
     turned, usual = 1.0 - cosine(own, other), 1.0 - abs(cosine(own, before))
     return turned <= 1.0 - NEARLY_PARALLEL and 2 * turned + ROUNDING < usual

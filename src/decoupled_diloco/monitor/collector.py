@@ -1,7 +1,7 @@
-"""Where traces go: a collector that understands OTLP over HTTP, by OpenTelemetry's own library.
+"""Export of traces to a collector for OTLP over HTTP, with OpenTelemetry's library.
 
-The library reads keys and certificates from its standard environment variables, of which nothing
-is ever printed: ``OTEL_EXPORTER_OTLP_HEADERS``, ``OTEL_EXPORTER_OTLP_CERTIFICATE``, ….
+The library reads keys and certificates from its standard environment variables:
+``OTEL_EXPORTER_OTLP_HEADERS``, ``OTEL_EXPORTER_OTLP_CERTIFICATE``, …. They are never printed.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from opentelemetry.trace import SpanContext
 
 TRACES_PATH = "/v1/traces"
-"""Where a collector takes traces, below its address."""
+"""Path of the traces, relative to the collector's address."""
 
 BATCH_SPANS = 512
-"""So many spans are sent at once."""
+"""Spans per request."""
 
 GIVE_UP_SECONDS = 60.0
-"""A collector that takes nothing for so long is given up."""
+"""Time after which a collector that accepts nothing is an error."""
 
 PAUSE_SECONDS = 3.0
-"""Between two tries; each is several already, within the library's timeout of 10 s."""
+"""Pause between two attempts. Each attempt includes the library's own retries, up to 10 s."""
 
 TEXT_MAX = 1000
-"""Characters of an attribute."""
+"""Maximum number of characters in an attribute."""
 
 _INT_MAX = 2**63 - 1
 
@@ -43,18 +43,19 @@ INSTALL = "pip install 'decoupled-diloco[traces]' (in a clone: pip install -e '.
 
 
 class Collector:
-    """Sends spans, a batch at a time, and tries again for a while.
+    """Sends spans in batches, with retries.
 
     Args:
-        url: The collector's address, or that of its traces: ``http://127.0.0.1:4318``.
-        give_up_seconds: So long it may take nothing.
+        url: Address of the collector or of its traces: ``http://127.0.0.1:4318``.
+        give_up_seconds: Time during which the collector may reject everything.
 
     Attributes:
-        url: Where it sends.
-        sent: How many spans it has sent.
+        url: The URL to which it sends.
+        sent: Number of spans sent.
 
     Raises:
-        ConfigError: The address is none, the library is not installed, or its settings are wrong.
+        ConfigError: The address or the library's settings are not valid, or the library is not
+            installed.
     """
 
     def __init__(self, url: str, give_up_seconds: float = GIVE_UP_SECONDS) -> None:
@@ -62,7 +63,7 @@ class Collector:
         self.sent = 0
         self._give_up_seconds = give_up_seconds
         self._batch: list[Span] = []
-        self._said = _Said()
+        self._log = _LibraryLog()
         self._answers = _LastAnswer()
         self._exporter = self._open()
 
@@ -71,21 +72,21 @@ class Collector:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         except ImportError as error:
             raise ConfigError(f"OpenTelemetry's exporter is not installed: {INSTALL}") from error
-        self._said.listen()
+        self._log.listen()
         exporter = OTLPSpanExporter(endpoint=self.url, session=self._answers.session())
-        if self._said.names:
-            self._said.stop()
+        if self._log.names:
+            self._log.stop()
             raise ConfigError(
                 "OTEL_EXPORTER_OTLP_HEADERS, or another variable of OTEL_EXPORTER_OTLP_…, cannot "
-                "be read: headers are written as name=value,name=value, with %20 for a blank"
+                "be read: write headers as name=value,name=value, with %20 for a space"
             )
         return exporter
 
     def send(self, spans: Iterable[Span]) -> None:
-        """Takes spans, and sends them once they are a batch.
+        """Add spans, and send each full batch.
 
         Raises:
-            TransportError: The collector refuses them, or took nothing for too long.
+            TransportError: The collector rejects them, or accepted nothing for too long.
         """
         for span in spans:
             self._batch.append(span)
@@ -93,37 +94,37 @@ class Collector:
                 self.flush()
 
     def flush(self) -> None:
-        """Sends what it has; see `send`."""
+        """Send the spans that are still buffered; see `send`."""
         if not self._batch:
             return
         from opentelemetry.sdk.trace.export import SpanExportResult
 
-        told, since = [_told(span) for span in self._batch], time.monotonic()
-        while self._exporter.export(told) is not SpanExportResult.SUCCESS:
+        batch, since = [_readable(span) for span in self._batch], time.monotonic()
+        while self._exporter.export(batch) is not SpanExportResult.SUCCESS:
             again = time.monotonic() - since < self._give_up_seconds
             if self._answers.is_final or not again:
                 raise TransportError(self._problem())
             time.sleep(PAUSE_SECONDS)
-        self.sent += len(told)
+        self.sent += len(batch)
         self._batch.clear()
 
     def close(self) -> None:
-        """Sends nothing more."""
+        """Shut the exporter down; buffered spans are not sent."""
         self._exporter.shutdown()
-        self._said.stop()
+        self._log.stop()
 
     def _problem(self) -> str:
-        way_out = "start the collector, or mend its address"
+        fix = "start the collector, or correct its address"
         if self._answers.wants_key:
-            way_out = "write its key into OTEL_EXPORTER_OTLP_HEADERS"
+            fix = "write its key into OTEL_EXPORTER_OTLP_HEADERS"
         return (
-            f"{self.url} takes no traces: {self._answers.problem} ({self.sent} spans were sent): "
-            f"{way_out}, and give the command again, for spans have the same ids each time"
+            f"{self.url} accepts no traces: {self._answers.problem} ({self.sent} spans were sent): "
+            f"{fix}, then repeat the command: spans have the same ids each time"
         )
 
 
 def traces_url(text: str) -> str:
-    """Where a collector at this address takes traces.
+    """Return the URL for traces of the collector at an address.
 
     >>> traces_url("http://127.0.0.1:4318")
     'http://127.0.0.1:4318/v1/traces'
@@ -131,7 +132,7 @@ def traces_url(text: str) -> str:
     'https://otlp.example.org/otlp/v1/traces'
 
     Raises:
-        ConfigError: It is no address, or has a secret in it.
+        ConfigError: The address is not valid, or contains a secret.
     """
     try:
         parts = urlsplit(text)
@@ -141,20 +142,20 @@ def traces_url(text: str) -> str:
         parts, is_address, port = SplitResult("", "", "", "", ""), False, None
     if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
         raise ConfigError(
-            "--to takes an address without user, password, query or fragment: write keys into "
+            "--to must be an address without user, password, query or fragment: write keys into "
             "OTEL_EXPORTER_OTLP_HEADERS, as in 'Authorization=Bearer%20KEY'"
         )
     if not is_address or port == 0:
         raise ConfigError(
-            f"--to {text!r} is no address of a collector: write http://HOST:4318 or "
-            "https://HOST, where it takes OTLP over HTTP"
+            f"--to {text!r} is not a valid collector address: write http://HOST:4318 or "
+            "https://HOST, where it accepts OTLP over HTTP"
         )
     base = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
     return base if base.endswith(TRACES_PATH) else base + TRACES_PATH
 
 
 class _LastAnswer:
-    """What the collector answered last, which the library does not tell."""
+    """The collector's last answer, which the library does not expose."""
 
     def __init__(self) -> None:
         self._status: int | None = None
@@ -162,7 +163,7 @@ class _LastAnswer:
         self._error: OSError | None = None
 
     def session(self) -> Any:
-        """A session of ``requests`` that notes them."""
+        """Return a ``requests`` session that records answers and errors."""
         import requests
 
         answers = self
@@ -182,7 +183,7 @@ class _LastAnswer:
 
     @property
     def is_final(self) -> bool:
-        """Whether trying again cannot help."""
+        """Whether another attempt cannot help."""
         import requests
 
         if self._error is not None:
@@ -200,12 +201,12 @@ class _LastAnswer:
         if self._error is not None:
             return _innermost(self._error)
         if self._status is None:
-            return "its request cannot be made, see OTEL_EXPORTER_OTLP_HEADERS"
-        return f"it answers {self._status} {self._reason}".rstrip()
+            return "the request cannot be created, see OTEL_EXPORTER_OTLP_HEADERS"
+        return f"it answered {self._status} {self._reason}".rstrip()
 
 
 def _innermost(error: BaseException) -> str:
-    """What the lowest layer says: the layers above repeat it at length."""
+    """Return the text of the innermost error; the outer layers repeat it at length."""
     found: BaseException = error
     while True:
         deeper = getattr(found, "reason", None) or (found.args[0] if found.args else None)
@@ -216,8 +217,8 @@ def _innermost(error: BaseException) -> str:
     return str(found).rpartition(": ")[2] if isinstance(found, OSError) else str(found)
 
 
-class _Said(logging.Handler):
-    """Keeps what the library says off the terminal, for there may be keys in it."""
+class _LibraryLog(logging.Handler):
+    """Keeps the library's log off the terminal, because it may contain keys."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,8 +238,8 @@ class _Said(logging.Handler):
         self.names.append(record.name)
 
 
-def _told(span: Span) -> ReadableSpan:
-    """The span as the library has it."""
+def _readable(span: Span) -> ReadableSpan:
+    """Convert a span to the library's class."""
     from opentelemetry.sdk.trace import Event, ReadableSpan
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope
     from opentelemetry.trace import Link, SpanKind, Status, StatusCode
@@ -270,18 +271,18 @@ def _context(trace: int, span: int) -> SpanContext:
 def _resource(process: Process) -> Resource:
     from opentelemetry.sdk.resources import Resource
 
-    told: Attributes = {
+    attributes: Attributes = {
         "service.name": process.name,
         "service.instance.id": process.instance,
         "service.namespace": process.run or "decoupled-diloco",
         "service.version": process.release,
         "ddiloco.run": process.run,
     }
-    return Resource.create(_plain(told))
+    return Resource.create(_plain(attributes))
 
 
 def _plain(attributes: Attributes) -> dict[str, Attribute]:
-    """What the wire format can hold: a tape may be spoilt."""
+    """Limit values to what the wire format can represent; a tape may be corrupted."""
     return {key: _value(value) for key, value in attributes.items()}
 
 

@@ -1,4 +1,4 @@
-"""Where a learner can be scraped: a server in an event loop beside the training loop."""
+"""HTTP endpoint for a learner's metrics, with its own event loop beside the training loop."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 from concurrent.futures import Future
 
 from decoupled_diloco.config.run import host_and_port
-from decoupled_diloco.errors import Error
+from decoupled_diloco.errors import DilocoError
 from decoupled_diloco.monitor.measures import METRICS_PATH
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.transport.base import Channel
@@ -18,27 +18,27 @@ from decoupled_diloco.transport.tokens import Tokens
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 2.0
-"""How long `close` waits for a scrape that is under way."""
+"""Time that `close` waits for a scrape in progress."""
 
 
 class MetricsEndpoint:
     """Serves `/metrics` until it is closed, or the program has ended.
 
     Args:
-        address: ``"host:port"``; port 0: any free one.
-        who: Whose metrics these are.
-        token: What a scraper has to show, if anything.
+        address: ``"host:port"``; port 0 picks a free port.
+        who: Name of the learner, for the log.
+        token: Bearer token that a scraper must send, if any.
         answer: Answers a scrape.
 
     Raises:
-        ConfigError: The address is none, or others reach it and there is no token.
+        ConfigError: The address is not valid, or other machines can reach it without a token.
     """
 
     def __init__(self, address: str, who: str, token: str | None, answer: Query) -> None:
-        host, port = host_and_port("metrics", address)
+        host, port = host_and_port("metrics_address", address)
 
         async def refuse(channel: Channel) -> None:
-            await channel.close("only metrics are here: dial the syncer")
+            await channel.close("this address serves only metrics: dial the syncer")
 
         self._who = who
         self._server = HttpServer(
@@ -53,10 +53,10 @@ class MetricsEndpoint:
         self._stop: asyncio.Event | None = None
 
     def start(self) -> None:
-        """Begins to listen, and says where.
+        """Begin to listen, and log the address.
 
         Raises:
-            TransportError: The port is taken, or the host is not of this machine.
+            TransportError: The port is in use, or the host is not an address of this machine.
         """
         started: Future[None] = Future()
         self._beside = runtime().beside(lambda: self._serve(started), "ddiloco-metrics")
@@ -65,12 +65,13 @@ class MetricsEndpoint:
 
     @property
     def address(self) -> str:
-        """Where it listens, as a URL."""
+        """The URL at which it listens."""
         return self._server.address
 
     def close(self) -> None:
-        """Ends it; nothing if it was not started."""
+        """Stop; does nothing if it was not started."""
         loop, stop = self._loop, self._stop
+        # The loop runs in another thread, and ends by itself with the program.
         if loop is not None and stop is not None and not loop.is_closed():
             loop.call_soon_threadsafe(stop.set)
             self._beside.join(CLOSE_SECONDS)
@@ -78,7 +79,7 @@ class MetricsEndpoint:
     async def _serve(self, started: Future[None]) -> None:
         try:
             await self._server.start()
-        except Error as error:
+        except DilocoError as error:
             started.set_exception(error)
             return
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()

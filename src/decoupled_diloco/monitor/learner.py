@@ -1,4 +1,4 @@
-"""What a learner tells who scrapes it."""
+"""Metrics of a learner at its own address."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from functools import partial
 from decoupled_diloco.monitor.exposition import Values, info, page, planes
 from decoupled_diloco.monitor.measures import LEARNER
 from decoupled_diloco.monitor.watched import WatchedLearner
-from decoupled_diloco.observe.samples import BytesMoved
 from decoupled_diloco.runtime import now, runtime
+from decoupled_diloco.tape.samples import BytesMoved
 from decoupled_diloco.transport.documents import Document
 
-Asked = dict[str, Callable[[], Values]]
-"""What gives the value of each metric."""
+Readers = dict[str, Callable[[], Values]]
+"""A function per metric that returns its value."""
 
 
 async def learner_metrics(
-    look: Callable[[Callable[[WatchedLearner], Asked]], Asked],
+    look: Callable[[Callable[[WatchedLearner], Readers]], Readers],
     query: Mapping[str, str],
 ) -> Document:
-    """Answers a scrape.
+    """Answer a scrape.
 
     Args:
-        look: Calls a function with the learner as it is now, its lock held.
+        look: Calls a function with the current learner, while its lock is held.
         query: See `transport.documents`; there are no parameters.
     """
-    return await page(LEARNER, look(_asked))
+    return await page(LEARNER, look(_readers))
 
 
-def _asked(learner: WatchedLearner) -> Asked:
-    """The values as they are now, and what needs no lock, and may look at files."""
+def _readers(learner: WatchedLearner) -> Readers:
+    """Return the current values, and functions that need no lock and may read files."""
     client = learner.client
     return {
         **{name: partial(_as_is, value) for name, value in _values(learner).items()},

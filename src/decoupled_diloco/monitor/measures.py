@@ -1,9 +1,9 @@
-"""Every metric that a shard or a learner tells: name, kind, meaning and labels, in one table.
+"""Table of all metrics that a shard or a learner exports: name, kind, meaning and labels.
 
-Names and units follow Prometheus' conventions: base units, ``_total`` for what only grows, instants
-as Unix times. A shard's are ``ddiloco_shard_…``, among them what it knows of each learner
-(``ddiloco_shard_learner_…``); ``ddiloco_learner_…`` is what a learner tells of itself. Which run,
-shard or learner is asked is a label of the target: `ddiloco metrics config` writes them.
+Names and units follow the conventions of Prometheus: base units, ``_total`` for counters, instants
+as Unix times. A shard exports ``ddiloco_shard_…``, including its view of each learner
+(``ddiloco_shard_learner_…``). A learner exports ``ddiloco_learner_…``. The run, shard or learner is
+a label of the scrape target, which `ddiloco metrics config` writes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 METRICS_PATH = "/metrics"
 
 INSTALL = "pip install 'decoupled-diloco[metrics]' (in a clone: pip install -e '.[metrics]')"
-"""How to have the library that writes metrics as Prometheus reads them."""
+"""Command that installs the library for Prometheus' text format."""
 
 Kind = Literal["gauge", "counter", "histogram", "summary"]
 
@@ -24,8 +24,8 @@ class Measure:
     """One metric.
 
     Attributes:
-        help: What it means, in a sentence without a full stop.
-        labels: What tells its series apart; every one has few values, or is a learner's id.
+        help: Its meaning, in a sentence without a period.
+        labels: Labels of its series; each has few values, or is a learner's id.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Measure:
 
     @property
     def series(self) -> tuple[str, ...]:
-        """The names by which it can be asked for."""
+        """The names of its series in a query."""
         match self.kind:
             case "gauge" | "counter":
                 return (self.name,)
@@ -53,105 +53,112 @@ def _counter(name: str, help: str, *labels: str) -> Measure:
     return Measure(name, "counter", help, labels)
 
 
-INFO = _gauge("ddiloco_info", "Always 1: which process this is", "process", "run_name", "version")
+INFO = _gauge(
+    "ddiloco_info", "Always 1; the labels identify the process", "process", "run_name", "version"
+)
 
 EVERY = (
     INFO,
     _gauge(
         "ddiloco_certificate_expiry_timestamp_seconds",
-        "When the certificate that the process shows ends; of encrypted connections",
+        "Expiry of the process's certificate; only with TLS",
     ),
 )
-"""What every process tells."""
+"""Metrics of every process."""
 
 SHARD = (
     *EVERY,
-    _gauge("ddiloco_shard_clock_steps", "The shard's clock, the run's global step"),
-    _gauge("ddiloco_shard_phase", "Always 1: what the shard does now", "phase"),
-    _gauge("ddiloco_shard_term", "The shard's term, which grows when it begins again"),
-    _counter(
-        "ddiloco_shard_rounds_total", "Rounds that are over: merged, abandoned or idle", "verdict"
-    ),
+    _gauge("ddiloco_shard_clock_steps", "The shard's clock, which is the run's global step"),
+    _gauge("ddiloco_shard_phase", "Always 1; the label is the current phase of the shard", "phase"),
+    _gauge("ddiloco_shard_term", "The shard's term, which grows with each restart of the shard"),
+    _counter("ddiloco_shard_rounds_total", "Finished rounds: merged, abandoned or idle", "verdict"),
     _counter(
         "ddiloco_shard_contributions_total",
-        "What became of contributions that rounds have asked for",
+        "Contributions that rounds have requested, by their final state",
         "state",
     ),
     Measure(
-        "ddiloco_shard_round_seconds", "histogram", "From the opening of a round to its new version"
+        "ddiloco_shard_round_seconds",
+        "histogram",
+        "Time from the start of a round to its new version",
     ),
     Measure(
         "ddiloco_shard_merge_seconds",
         "histogram",
-        "From the last contribution of a round to its new version",
+        "Time from the last contribution of a round to its new version",
     ),
-    _gauge("ddiloco_shard_open_rounds", "Rounds that are not over"),
-    _gauge("ddiloco_shard_open_round_seconds", "Age of the oldest open round; 0 if none is open"),
+    _gauge("ddiloco_shard_open_rounds", "Open rounds"),
+    _gauge("ddiloco_shard_open_round_seconds", "Age of the oldest open round; 0 without one"),
     _gauge("ddiloco_shard_quorum_learners", "K, the minimum quorum of a round"),
     _gauge(
         "ddiloco_shard_quorum_wait_seconds",
-        "Age of the oldest open round that lacks its quorum; 0 if none does",
+        "Age of the oldest open round without a quorum; 0 without one",
     ),
     _gauge("ddiloco_shard_learners", "Live learners"),
     _gauge("ddiloco_shard_stepping_learners", "Live learners that have reported a step"),
-    _gauge("ddiloco_shard_observers", "Observers that are connected"),
-    _counter("ddiloco_shard_tokens_total", "Tokens that all learners were trained on"),
+    _gauge("ddiloco_shard_observers", "Connected observers"),
+    _counter("ddiloco_shard_tokens_total", "Tokens that all learners have trained on"),
     _counter(
         "ddiloco_shard_discarded_tokens_total",
-        "Tokens whose training was overwritten, as learners report; counted by each shard",
+        "Tokens whose training was overwritten, as reported by learners; counted at each shard",
     ),
     _counter("ddiloco_shard_sent_bytes_total", "Bytes that the shard has sent", "plane"),
     _counter("ddiloco_shard_received_bytes_total", "Bytes that the shard has received", "plane"),
-    _gauge("ddiloco_shard_disk_free_bytes", "Free space where the run folder is"),
-    _gauge("ddiloco_shard_disk_size_bytes", "Size of the disk where the run folder is"),
-    _gauge("ddiloco_shard_durable_bytes", "The shard's checkpoint and journal on its disk"),
-    _gauge("ddiloco_shard_learner_connected", "Whether the learner has a connection", "learner"),
+    _gauge("ddiloco_shard_disk_free_bytes", "Free space on the disk of the run folder"),
+    _gauge("ddiloco_shard_disk_size_bytes", "Size of the disk of the run folder"),
+    _gauge("ddiloco_shard_durable_bytes", "Size of the shard's checkpoint and journal on disk"),
+    _gauge("ddiloco_shard_learner_connected", "Whether the learner is connected", "learner"),
     _gauge(
         "ddiloco_shard_learner_heard_timestamp_seconds",
-        "When the shard last heard of the learner; gone once it leaves by itself",
+        "Time of the last message from the learner; absent after the learner has left",
         "learner",
     ),
     _gauge("ddiloco_shard_learner_run_step", "The learner's run step", "learner"),
     _counter(
-        "ddiloco_shard_learner_tokens_total", "Tokens that the learner was trained on", "learner"
+        "ddiloco_shard_learner_tokens_total", "Tokens that the learner has trained on", "learner"
     ),
     _counter(
         "ddiloco_shard_learner_discarded_tokens_total",
-        "Tokens of the learner's present life whose training was overwritten",
+        "Tokens of the learner's current incarnation whose training was overwritten",
         "learner",
     ),
-    _gauge("ddiloco_shard_learner_step_seconds", "Mean seconds of an inner step", "learner"),
-    _gauge("ddiloco_shard_learner_loss", "Last training loss; +Inf if it was no number", "learner"),
+    _gauge("ddiloco_shard_learner_step_seconds", "Mean duration of an inner step", "learner"),
+    _gauge(
+        "ddiloco_shard_learner_loss", "Last training loss; +Inf if it is not a number", "learner"
+    ),
 )
-"""What `/metrics` of a shard tells."""
+"""Metrics at a shard's `/metrics`."""
 
 LEARNER = (
     *EVERY,
-    _counter("ddiloco_learner_steps_total", "Inner steps, those of earlier lives included"),
-    _counter("ddiloco_learner_tokens_total", "Tokens trained on, in earlier lives too"),
+    _counter("ddiloco_learner_steps_total", "Inner steps, earlier incarnations included"),
+    _counter("ddiloco_learner_tokens_total", "Tokens trained on, earlier incarnations included"),
     _counter("ddiloco_learner_discarded_tokens_total", "Tokens whose training was overwritten"),
     _gauge("ddiloco_learner_run_step", "The learner's run step"),
-    _gauge("ddiloco_learner_loss", "The last training loss that the loop has told"),
-    _gauge("ddiloco_learner_step_seconds", "Mean seconds of an inner step"),
+    _gauge("ddiloco_learner_loss", "Last training loss that the training loop reported"),
+    _gauge("ddiloco_learner_step_seconds", "Mean duration of an inner step"),
     Measure(
         "ddiloco_learner_step_overhead_seconds",
         "summary",
-        "How long the training loop waited in Learner.step",
+        "Time that the training loop spent in Learner.step",
     ),
-    _gauge("ddiloco_learner_epoch", "Which life of the learner this is"),
+    _gauge("ddiloco_learner_epoch", "Number of the learner's incarnation"),
     _gauge("ddiloco_learner_shards", "Shards of the run"),
     _gauge("ddiloco_learner_connected_shards", "Shards that the learner is connected to"),
-    _counter("ddiloco_learner_versions_applied_total", "Global versions of fragments taken"),
-    _gauge("ddiloco_learner_applied_timestamp_seconds", "When the last version was taken"),
+    _counter("ddiloco_learner_versions_applied_total", "Global fragment versions applied"),
     _gauge(
-        "ddiloco_learner_fragments_behind", "Fragments of which a newer version is known than held"
+        "ddiloco_learner_applied_timestamp_seconds", "Time at which the last version was applied"
+    ),
+    _gauge(
+        "ddiloco_learner_fragments_behind",
+        "Fragments of which the learner lacks the newest version",
     ),
     _counter("ddiloco_learner_sent_bytes_total", "Bytes that the learner has sent", "plane"),
     _counter(
         "ddiloco_learner_received_bytes_total", "Bytes that the learner has received", "plane"
     ),
 )
-"""What a learner tells at the address of its ``metrics``."""
+"""Metrics at a learner's ``metrics`` address."""
 
 PROCESS = (
     "process_cpu_seconds_total",
@@ -161,4 +168,4 @@ PROCESS = (
     "process_open_fds",
     "process_max_fds",
 )
-"""What every process tells of itself, as the client libraries of Prometheus do; on Linux."""
+"""Standard metrics of Prometheus' client libraries, exported by every process; Linux only."""

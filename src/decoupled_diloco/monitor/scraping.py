@@ -1,4 +1,4 @@
-"""The files that Prometheus and Grafana are given: alert rules, dashboard, scrape configuration."""
+"""Files for Prometheus and Grafana: alert rules, dashboard, scrape configuration."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.addresses import alternatives, on_this_machine, url_of
 from decoupled_diloco.config.run import host_and_port
 from decoupled_diloco.monitor.measures import METRICS_PATH
-from decoupled_diloco.transport.tls import Tls
+from decoupled_diloco.transport.tls import TLSConfig
 
 JOB = "ddiloco"
-"""The job's name, by which the alert rules know its targets."""
+"""Name of the scrape job; the alert rules select targets by it."""
 
 RULES_FILE = "ddiloco-rules.yml"
-"""The rule file that the scrape configuration names."""
+"""Rule file that the scrape configuration refers to."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A process that can be scraped: where, and the labels that say which it is."""
+    """A process that can be scraped: its URL, and the labels that identify it."""
 
     url: str
     labels: dict[str, str]
 
 
 def shipped_file(name: str) -> str:
-    """The text of a file beside this one."""
+    """Return the text of a file in this folder."""
     return (Path(__file__).parent / name).read_text(encoding="utf-8")
 
 
 def targets_of(config: RunConfig, addresses: Iterable[str]) -> list[Target]:
-    """The processes of a run, as far as it is known where they are.
+    """Return the processes of a run whose addresses are known.
 
     Args:
-        config: The run's.
-        addresses: Of the shards, in order, each with its standby's.
+        config: The run's configuration.
+        addresses: Addresses of the shards, in order, each with that of its standby.
     """
     found = [
         Target(url, {"run": config.run.name, "shard": str(shard)})
@@ -49,36 +49,36 @@ def targets_of(config: RunConfig, addresses: Iterable[str]) -> list[Target]:
     for index, name in enumerate(config.learner_ids):
         address = config.learner.metrics_of(index)
         if address is not None and not address.endswith(":0"):
-            url = on_this_machine(url_of(*host_and_port("metrics", address)))
+            url = on_this_machine(url_of(*host_and_port("metrics_address", address)))
             found.append(Target(url, {"run": config.run.name, "learner": name}))
     return found
 
 
 def scrape_config(
-    targets: Iterable[Target], token_file: Path | None, note: str = "", tls: Tls | None = None
+    targets: Iterable[Target], token_file: Path | None, note: str = "", tls: TLSConfig | None = None
 ) -> str:
-    """A configuration of Prometheus, in YAML; quoted texts are as in JSON.
+    """Return a configuration for Prometheus in YAML; strings are quoted as in JSON.
 
     Args:
-        targets: What is scraped.
-        token_file: The file with what is shown to them.
+        targets: The processes to scrape.
+        token_file: File with the bearer token for the targets.
         note: A comment for its head.
-        tls: What is trusted and shown where connections are encrypted.
+        tls: CA and client certificate for encrypted connections.
     """
-    told = list(targets)
-    schemes = sorted({urlsplit(target.url).scheme for target in told})
+    scraped = list(targets)
+    schemes = sorted({urlsplit(target.url).scheme for target in scraped})
     lines = [f"# {line}" for line in note.splitlines()]
     lines += ["global:", "  scrape_interval: 15s", "  evaluation_interval: 15s", ""]
     lines += [f"rule_files: [{RULES_FILE}]  # ddiloco metrics rules > {RULES_FILE}", ""]
     lines += ["scrape_configs:"]
     for scheme in schemes:
-        own = [target for target in told if urlsplit(target.url).scheme == scheme]
+        own = [target for target in scraped if urlsplit(target.url).scheme == scheme]
         lines += _job(scheme, own, token_file, tls if scheme == "https" else None)
     return "\n".join(lines) + "\n"
 
 
 def _job(
-    scheme: str, targets: list[Target], token_file: Path | None, tls: Tls | None
+    scheme: str, targets: list[Target], token_file: Path | None, tls: TLSConfig | None
 ) -> Iterator[str]:
     name = JOB if scheme == "http" else f"{JOB}-{scheme}"
     yield f"  - job_name: {name}"
@@ -87,10 +87,10 @@ def _job(
     if token_file is not None:
         yield f"    authorization: {{credentials_file: {json.dumps(str(token_file))}}}"
     if tls is not None:
-        given = {"ca_file": tls.authority, "cert_file": tls.certificate, "key_file": tls.key}
+        given = {"ca_file": tls.ca_cert, "cert_file": tls.cert, "key_file": tls.key}
         files = {key: str(Path(file).absolute()) for key, file in given.items() if file is not None}
-        told = ", ".join(f"{key}: {json.dumps(file)}" for key, file in files.items())
-        yield f"    tls_config: {{{told}}}"
+        entries = ", ".join(f"{key}: {json.dumps(file)}" for key, file in files.items())
+        yield f"    tls_config: {{{entries}}}"
     if name != JOB:
         yield f"    relabel_configs: [{{target_label: job, replacement: {JOB}}}]"
     yield "    static_configs:"
@@ -100,5 +100,5 @@ def _job(
         if parts.path.strip("/"):
             labels["__metrics_path__"] = parts.path.rstrip("/") + METRICS_PATH
         yield f"      - targets: [{json.dumps(parts.netloc)}]"
-        told = ", ".join(f"{key}: {json.dumps(value)}" for key, value in labels.items())
-        yield f"        labels: {{{told}}}"
+        entries = ", ".join(f"{key}: {json.dumps(value)}" for key, value in labels.items())
+        yield f"        labels: {{{entries}}}"

@@ -1,4 +1,4 @@
-"""What `/metrics` of a shard tells: read from its state when it is asked, and from its tally."""
+"""Metrics of a shard, read from its state and its counters at each scrape."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pathlib import Path
 from decoupled_diloco.monitor.exposition import Labelled, Values, info, page, planes
 from decoupled_diloco.monitor.measures import SHARD
 from decoupled_diloco.monitor.watched import WatchedShard
-from decoupled_diloco.observe.samples import BytesMoved
-from decoupled_diloco.protocol.messages import LOSS_MAX
+from decoupled_diloco.protocol.words import LOSS_MAX
 from decoupled_diloco.runtime import now, runtime
+from decoupled_diloco.tape.samples import BytesMoved
 from decoupled_diloco.transport.documents import Document
 
 FORGET_SECONDS = 86_400.0
-"""A learner that is gone without a word is told of for a day, so that there are not ever more."""
+"""A learner that disappeared is exported for a day, so that the number of series is bounded."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class _Space:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One learner as of this scrape; ``None``: not known."""
+    """One learner at this scrape; ``None`` for unknown values."""
 
     learner: str
     connected: bool
@@ -53,8 +53,9 @@ class ShardMetrics:
 
     async def __call__(self, query: Mapping[str, str]) -> Document:
         """See `transport.documents`."""
+        # One scrape at a time bounds the load on the event loop.
         async with self._one_at_a_time:
-            space = await asyncio.to_thread(self._look_at_disk)
+            space = await asyncio.to_thread(self._read_disk)
             return await page(SHARD, self._values(space))
 
     def _values(self, space: _Space | None) -> Mapping[str, Callable[[], Values]]:
@@ -117,12 +118,13 @@ class ShardMetrics:
         }
 
     def _rows(self) -> Iterator[_Row]:
-        """The live learners, and those that went without a word."""
+        """The live learners, and those that disappeared without leaving."""
         state, reports = self._shard.machine.state, self._shard.tally.reports
         connected = self._shard.heard()
         since_epoch = runtime().wall() - now()
         for learner in state.members:
             heard = connected.get(learner)
+            # A disconnected member keeps the time of its last byte.
             if heard is not None or learner not in self._heard:
                 self._heard[learner] = now() if heard is None else heard
         gone = [
@@ -150,8 +152,8 @@ class ShardMetrics:
     def _discarded(self, fragment_tokens: int) -> float:
         return fragment_tokens / self._shard.config.sync.fragments
 
-    def _look_at_disk(self) -> _Space | None:
-        """``None``: it cannot be looked at."""
+    def _read_disk(self) -> _Space | None:
+        """Return the disk usage; ``None`` if it cannot be read."""
         with contextlib.suppress(OSError):
             usage = shutil.disk_usage(self._shard.folder)
             return _Space(usage.free, usage.total, _bytes_in(self._shard.durable))
@@ -159,7 +161,7 @@ class ShardMetrics:
 
 
 def _bytes_in(folder: Path) -> int:
-    """What a folder's files hold; one may go while it is looked at."""
+    """Return the size of a folder's files; a file may disappear during the walk."""
     total = 0
     for path in folder.rglob("*"):
         with contextlib.suppress(OSError):
@@ -167,6 +169,6 @@ def _bytes_in(folder: Path) -> int:
     return total
 
 
-def _loss(told: float | None) -> float | None:
-    """A loss as it is reported: one that was no number came as the limit."""
-    return math.inf if told is not None and told >= LOSS_MAX else told
+def _loss(reported: float | None) -> float | None:
+    """Convert a reported loss: a loss that is not a number is reported as `LOSS_MAX`."""
+    return math.inf if reported is not None and reported >= LOSS_MAX else reported

@@ -1,8 +1,8 @@
-"""Where numbers of an experiment go: TensorBoard, Weights & Biases, MLflow, behind one small sink.
+"""Experiment trackers behind one small interface: TensorBoard, Weights & Biases, MLflow.
 
-A place is written as ``"tensorboard"``, ``"wandb"`` or ``"mlflow"``, or with what it is called
-there: ``"tensorboard:FOLDER"``, ``"wandb:PROJECT"``, ``"mlflow:TRACKING_URI"``. What else these
-libraries want to know (keys, entities, offline or not) they read from their own settings.
+A place is ``"tensorboard"``, ``"wandb"`` or ``"mlflow"``, optionally with a name or address:
+``"tensorboard:FOLDER"``, ``"wandb:PROJECT"``, ``"mlflow:TRACKING_URI"``. The libraries read all
+other settings (keys, entities, offline mode) from their own configuration.
 """
 
 from __future__ import annotations
@@ -21,51 +21,52 @@ from decoupled_diloco.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 PROJECT = "decoupled-diloco"
-"""The project of Weights & Biases, and the experiment of MLflow."""
+"""Project in Weights & Biases, and experiment in MLflow."""
 
 
 class Sink(Protocol):
-    """A place for numbers by step."""
+    """A destination for numbers by step."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Keeps these numbers of a step; steps never go back."""
+        """Log the numbers of a step; steps never decrease."""
 
     def close(self) -> None:
-        """Nothing more will come; waits until all is kept."""
+        """Finish, and wait until everything is written."""
 
 
 def open_sink(place: str, name: str, folder: Path, settings: Mapping[str, Any]) -> Sink:
-    """A place for numbers.
+    """Open a sink.
 
     Args:
-        place: See the head of this file.
-        name: What is logged: of a run, or of a learner.
-        folder: Where files go if ``place`` does not say.
-        settings: What is shown as the configuration of the experiment.
+        place: Destination, see the module's docstring.
+        name: Name of the run or learner.
+        folder: Folder for files if ``place`` does not name one.
+        settings: Shown as the configuration of the experiment.
 
     Raises:
-        ConfigError: There is no such place, its library is not installed, or it refuses.
+        ConfigError: The place is unknown, its library is not installed, or opening it fails.
     """
     kind, _, where = place.partition(":")
     require_places([place])
     try:
         return _KINDS[kind](where, name, folder, settings)
     except Exception as error:
-        raise ConfigError(f"log={place!r}: {kind} refuses: {error}") from error
+        raise ConfigError(f"tracker={place!r}: {kind} refuses: {error}") from error
 
 
 def require_places(places: Iterable[str]) -> None:
-    """Checks that these are places, and that their libraries are installed.
+    """Check that these places exist and that their libraries are installed.
 
     Raises:
-        ConfigError: One is not.
+        ConfigError: A place is unknown, or its library is missing.
     """
     for place in places:
         kind = place.partition(":")[0]
         if kind not in _KINDS:
             raise ConfigError(
-                f"log={place!r} is no place: write {', '.join(map(repr, _KINDS))}, or one of them "
-                "with what it is called there, as 'tensorboard:runs/x'"
+                f"tracker={place!r} is not a valid tracker: write "
+                f"{', '.join(map(repr, _KINDS))}, or one of them with a destination, as "
+                "'tensorboard:runs/x'"
             )
         _library(kind)
 
@@ -99,7 +100,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A run of Weights & Biases; ``WANDB_MODE=offline`` keeps it in the folder."""
+    """A run in Weights & Biases; ``WANDB_MODE=offline`` keeps it in the folder."""
 
     def __init__(self, where: str, name: str, folder: Path, settings: Mapping[str, Any]) -> None:
         self._run: Any = _library("wandb").init(
@@ -120,7 +121,7 @@ class WandbSink:
 
 
 class MlflowSink:
-    """A run of MLflow, at its tracking server."""
+    """A run in MLflow, on its tracking server."""
 
     def __init__(self, where: str, name: str, folder: Path, settings: Mapping[str, Any]) -> None:
         mlflow: Any = _library("mlflow")
@@ -135,8 +136,8 @@ class MlflowSink:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """See `Sink`."""
         instant = int(time.time() * 1000)
-        told = [self._metric(key, value, instant, step) for key, value in values.items()]
-        self._client.log_batch(self._run, metrics=told)
+        metrics = [self._metric(key, value, instant, step) for key, value in values.items()]
+        self._client.log_batch(self._run, metrics=metrics)
 
     def close(self) -> None:
         """See `Sink`."""
@@ -144,9 +145,9 @@ class MlflowSink:
 
 
 class Carefully:
-    """A sink whose failures are told once and end it, and nothing else: it is another's code.
+    """A sink that is disabled at the first failure of a library; the failure is logged once.
 
-    Numbers that are not finite are left out: not every place can keep them.
+    Numbers that are not finite are left out, because not every tracker can store them.
     """
 
     def __init__(self, sink: Sink, place: str) -> None:
@@ -170,11 +171,11 @@ class Carefully:
             work(self._sink)
         except Exception as error:
             self._sink = None
-            logger.error("nothing more is logged to %s, training goes on: %s", self._place, error)
+            logger.error("logging to %s has stopped; training continues: %s", self._place, error)
 
 
 def _flat(settings: Mapping[str, Any], before: str = "") -> dict[str, str]:
-    """Tables in tables as dotted keys."""
+    """Flatten nested tables to dotted keys."""
     found: dict[str, str] = {}
     for key, value in settings.items():
         if isinstance(value, Mapping):
@@ -185,7 +186,7 @@ def _flat(settings: Mapping[str, Any], before: str = "") -> dict[str, str]:
 
 
 def _as_table(settings: Mapping[str, Any]) -> str:
-    """The settings as TensorBoard shows a text: Markdown."""
+    """Return the settings as a Markdown table, which TensorBoard renders."""
     rows = [f"| {key} | {value} |" for key, value in _flat(settings).items()]
     return "\n".join(["| setting | value |", "|---|---|", *rows])
 

@@ -1,8 +1,8 @@
-"""What a trace is made of: spans of the processes of a run, with names that never change.
+"""Spans of a run's processes, the elements of a trace, with stable ids.
 
-The same tape gives the same ids, however often and from wherever it is read: a trace's comes from
-the life of the shard that held the round, a span's from its trace and what it is about. So a
-collector that is sent a run twice has every span once.
+The same tape always gives the same ids, wherever it is read. A trace id depends on the incarnation
+of the shard that ran the round. A span id depends on its trace and its subject. A collector that
+receives a run twice therefore has every span once.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal, TypeVar
 
-from decoupled_diloco.observe.records import Record
+from decoupled_diloco.tape.records import Record
 
 KEPT_MAX = 20_000
-"""Entries of each table of what waits for another process's tape; the oldest are forgotten."""
+"""Entries of each table of items that wait for another process's tape; the oldest are dropped."""
 
 NS_MAX = 2**63 - 1
-"""Later than that no clock shows: such a record is spoilt."""
+"""Largest instant of a clock; a record with a later one is corrupted."""
 
 NANOSECONDS = 1_000_000_000
 
@@ -34,10 +34,10 @@ _V = TypeVar("_V")
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One life of a process: ``shard-0``, ``learner-3`` and so on.
+    """One incarnation of a process: ``shard-0``, ``learner-3`` and so on.
 
-    ``run``: the run's name; ``started``: seconds since 1970 at which it began; ``release``: of the
-    program.
+    ``run``: the run's name; ``started``: seconds since 1970 at which it began; ``release``: the
+    program's version.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Process:
 
     @property
     def instance(self) -> str:
-        """A name that no other life has.
+        """A name that no other incarnation has.
 
         >>> Process("shard-0", "quickstart", 1.5).instance
         'shard-0@1970-01-01T00:00:01.500000Z'
@@ -57,7 +57,7 @@ class Process:
 
     @classmethod
     def of(cls, record: Record) -> Process:
-        """The life that begins with a start record."""
+        """Return the incarnation that begins with a start record."""
         header = record.data.get("header")
         settings = header.get("settings") if isinstance(header, dict) else None
         run = settings.get("run") if isinstance(settings, dict) else None
@@ -67,7 +67,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class SpanEvent:
-    """Something that happened in a span, at nanoseconds since 1970."""
+    """An event in a span, at nanoseconds since 1970."""
 
     name: str
     at: int
@@ -76,7 +76,7 @@ class SpanEvent:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Another span that has to do with this one."""
+    """A related span."""
 
     trace: int
     span: int
@@ -84,10 +84,10 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One piece of work of one process. Instants are nanoseconds since 1970.
+    """One operation of one process. Instants are nanoseconds since 1970.
 
     ``trace``: 128 bits; ``id`` and ``parent``: 64 bits, no parent for a trace's root. ``error``:
-    why it failed; empty: it did not.
+    why it failed; empty if it did not.
     """
 
     trace: int
@@ -105,28 +105,29 @@ class Span:
 
 
 def trace_id(shard: Process, fragment: int, round: int) -> int:
-    """Of a round of one fragment: 128 bits, never 0."""
+    """Return the id of the trace of one fragment's round: 128 bits, never 0."""
     return _hash(16, shard.run, shard.instance, fragment, round)
 
 
 def span_id(trace: int, *about: object) -> int:
-    """Of what a span is about, in its trace: 64 bits, never 0."""
+    """Return the id of a span about a subject in its trace: 64 bits, never 0."""
     return _hash(8, trace, *about)
 
 
 def _hash(nbytes: int, *parts: Any) -> int:
+    # Unlike hash(), this is the same in every process. OpenTelemetry reserves the id 0.
     text = "\0".join(map(str, parts)).encode(errors="backslashreplace")
     return int.from_bytes(hashlib.blake2b(text, digest_size=nbytes).digest()) or 1
 
 
 def ns_of(wall: float) -> int:
-    """Nanoseconds of seconds since 1970, to the microsecond, which is what a wall clock holds.
+    """Convert seconds since 1970 to nanoseconds, rounded to the microsecond of wall clocks.
 
     Raises:
-        ValueError: No clock shows this.
+        ValueError: The value is outside the range of a clock.
     """
     if not 0.0 <= wall < NS_MAX / NANOSECONDS:
-        raise ValueError(f"no clock shows {wall} s since 1970")
+        raise ValueError(f"{wall} s since 1970 is not a valid time")
     return round(wall * 1e6) * 1000
 
 

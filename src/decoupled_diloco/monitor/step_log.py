@@ -1,4 +1,4 @@
-"""A learner's own log of its experiment: the training loop hands numbers over and never waits."""
+"""A learner's own experiment log; the training loop passes numbers to a thread and never waits."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from decoupled_diloco.monitor.watched import WatchedLearner
 from decoupled_diloco.runtime import runtime
 
 LOG_SECONDS = 1.0
-"""No more often: curves need no more, and a slow place falls behind otherwise."""
+"""Minimum interval between two entries; more would be useless, and a slow tracker would lag."""
 
 
 Look = Callable[[Callable[[WatchedLearner], dict[str, float]]], dict[str, float]]
 
 
 class StepLog:
-    """Logs a learner's numbers in a thread of its own.
+    """Logs a learner's numbers in a separate thread.
 
     Args:
-        place: See `sinks`.
-        name: The learner's.
-        folder: Where files go if ``place`` does not say.
+        place: Destination, see `sinks`.
+        name: Name of the learner.
+        folder: Folder for files if ``place`` does not name one.
 
     Raises:
         ConfigError: See `require_places`.
@@ -36,7 +36,7 @@ class StepLog:
         self._step = -1
 
     def start(self) -> None:
-        """Opens it.
+        """Open the sink.
 
         Raises:
             ConfigError: See `open_sink`.
@@ -46,13 +46,13 @@ class StepLog:
         self._worker = runtime().worker("ddiloco-log")
 
     def stepped(self, instant: float, step: int, look: Look) -> None:
-        """The loop has made a step, which is logged if it is time."""
+        """Log a step if the interval has passed."""
         if self._sink is not None and instant >= self._due_at and step > self._step:
             self._due_at, self._step = instant + LOG_SECONDS, step
             self._worker.submit(self._sink.log, step, look(_values))
 
     def close(self) -> None:
-        """Waits until all is kept; nothing if it was not opened."""
+        """Wait until everything is written; does nothing if it was not opened."""
         if self._sink is not None:
             self._worker.submit(self._sink.close)
             self._worker.shutdown(wait=True)
@@ -60,7 +60,7 @@ class StepLog:
 
 
 def _values(learner: WatchedLearner) -> dict[str, float]:
-    """The numbers that frameworks' callbacks log, by the same names."""
+    """Return the numbers under the names that the frameworks' callbacks use."""
     loss = {} if learner.tally.loss is None else {"loss": learner.tally.loss}
     return loss | {
         "diloco/run_step": learner.run_step,

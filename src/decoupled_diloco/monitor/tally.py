@@ -1,6 +1,6 @@
-"""What a process counts as it happens, because no state remembers it: plain numbers, a few each.
+"""Counters of a process: a few plain numbers that no state holds.
 
-Everything else that is told of a process is read from its state when somebody asks.
+All other metrics are read from the process's state at each scrape.
 """
 
 from __future__ import annotations
@@ -9,35 +9,35 @@ from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
 
-from decoupled_diloco.protocol.effects import RoundFinished
-from decoupled_diloco.protocol.messages import FromLearner, Leave, StepReport
+from decoupled_diloco.protocol.words import FromLearner, Leave, RoundFinished, StepReport
 
 SECONDS_BOUNDS = (0.005, 0.02, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
-"""Upper bounds of the histograms: from a merge of a small fragment to a round over a bad link."""
+"""Upper bounds of the histograms: from a merge of a small fragment to a round on a slow link."""
 
 
 @dataclass
 class Durations:
-    """How often something took how long; the last count is of what is above all bounds."""
+    """A histogram of durations; the last count is for values above all bounds."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(SECONDS_BOUNDS) + 1))
     seconds: float = 0.0
 
     def add(self, seconds: float) -> None:
-        """It took so long once more."""
+        """Count one duration."""
         self.counts[bisect_left(SECONDS_BOUNDS, seconds)] += 1
         self.seconds += seconds
 
 
 @dataclass
 class ShardTally:
-    """What a shard counts.
+    """Counters of a shard.
 
     Attributes:
-        rounds: How many are over: ``merged``, ``abandoned``, ``idle`` (nobody had anything new).
-        contributions: What became of them, by the states of `Participant`.
+        rounds: Number of finished rounds: ``merged``, ``abandoned``, ``idle`` (no learner had
+            anything new).
+        contributions: Number of contributions by the states of `Participant`.
         reports: The last report of each learner that has not left.
-        discarded_fragment_tokens: What all have reported as overwritten, once for each fragment.
+        discarded_fragment_tokens: Overwritten tokens of all learners, counted once per fragment.
     """
 
     rounds: Counter[str] = field(default_factory=Counter)
@@ -48,7 +48,7 @@ class ShardTally:
     discarded_fragment_tokens: int = 0
 
     def finished(self, round: RoundFinished) -> None:
-        """A round is over."""
+        """Count a finished round."""
         merged = round.verdict == "merged"
         self.rounds["merged" if merged else "abandoned" if round.given_up else "idle"] += 1
         self.contributions.update(part.state for part in round.participants)
@@ -58,10 +58,11 @@ class ShardTally:
                 self.merge_durations.add(round.finished_seconds - round.uploaded_seconds)
 
     def said(self, learner: str, message: FromLearner) -> None:
-        """A learner has said something."""
+        """Count a message from a learner."""
         if isinstance(message, StepReport):
             before = self.reports.get(learner)
             known = 0 if before is None else before.discarded_tokens
+            # A restarted learner counts from 0 again; its total must not decrease.
             self.discarded_fragment_tokens += max(0, message.discarded_tokens - known)
             self.reports[learner] = message
         elif isinstance(message, Leave):
@@ -70,12 +71,12 @@ class ShardTally:
 
 @dataclass
 class LearnerTally:
-    """What a learner counts.
+    """Counters of a learner.
 
     Attributes:
-        calls: Steps that were told of in this life; ``seconds``: what their loop waited for that.
-        applied: Global versions of fragments that were taken; ``applied_at``: when the last was.
-        loss: The last that the loop has told.
+        calls: Steps of this incarnation; ``seconds``: total time of these calls.
+        applied: Global fragment versions applied; ``applied_at``: time of the last one.
+        loss: The last loss that the training loop reported.
     """
 
     calls: int = 0
@@ -85,7 +86,7 @@ class LearnerTally:
     loss: float | None = None
 
     def stepped(self, began: float, ended: float, applied: int, loss: float | None) -> None:
-        """A step was told of, from the one instant to the other."""
+        """Count a call of `Learner.step` that began and ended at these instants."""
         self.calls += 1
         self.seconds += ended - began
         if applied:

@@ -1,12 +1,12 @@
-"""A run's numbers by name, for a log of experiments: the words of the frameworks' callbacks."""
+"""A run's numbers by name for an experiment tracker, named as in the frameworks' callbacks."""
 
 from __future__ import annotations
 
-from decoupled_diloco.observe.status import LearnerStatus, RunStatus
+from decoupled_diloco.show.status import LearnerStatus, RunStatus
 
 
 def run_values(status: RunStatus) -> dict[str, float]:
-    """What is logged of a run; what is not known is left out.
+    """Return the numbers of a run to log, without unknown ones.
 
     ``diloco/kept_share`` is the share of the tokens whose training is not overwritten.
     """

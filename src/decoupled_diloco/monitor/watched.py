@@ -1,4 +1,4 @@
-"""What of a process is looked at when somebody asks for its metrics."""
+"""The parts of a process that its metrics read."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from decoupled_diloco.transport.base import Client, Server
 
 @dataclass(frozen=True)
 class WatchedShard:
-    """A shard.
+    """The parts of a shard.
 
     Attributes:
-        heard: When a byte of each connected learner or observer was last received.
-        durable: Where the shard keeps its fragments.
+        heard: Returns the time of the last byte from each connected learner or observer.
+        durable: Folder in which the shard stores its fragments.
     """
 
     config: RunConfig
@@ -33,10 +33,10 @@ class WatchedShard:
 
 @dataclass(frozen=True)
 class WatchedLearner:
-    """A learner at one instant; its machine's lock is held while this is looked through.
+    """A learner at one instant; its machine's lock is held while this is read.
 
     Attributes:
-        steps: Those of earlier lives included, as are ``tokens`` and ``discarded_tokens``.
+        steps: Steps of all incarnations; so are ``tokens`` and ``discarded_tokens``.
     """
 
     name: str

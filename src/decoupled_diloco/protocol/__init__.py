@@ -1,7 +1,14 @@
-"""The protocol: pure state machines that decide, and the words they are told in and answer with.
+"""The protocol: pure state machines that make all decisions.
 
-Nothing here does I/O, reads a clock, draws a random number or touches a tensor. Real processes, the
-virtual world and the checkers all drive these same classes.
+The package contains one machine per role (`learner`, `syncer`, `coordinator`, `shard_lease`) and
+the rules that they follow (`copies`, `rounds`, `members`, `fill`, `leaving`, …). Three features
+that are not part of the method are in `features`. All names, messages, events and effects are in
+`words`.
+
+The entry point is ``machine.handle(now, event) -> effects``. ``machine.deadline()`` returns the
+instant at which a ``Tick`` is due. A machine has no lock: its shell makes one call at a time, from
+any thread. A machine changes only its own state and uses no I/O, clock, random number or tensor.
+Real processes, the virtual world and the checkers all drive these same classes.
 """
 
 from decoupled_diloco.protocol.coordinator import CoordinatorMachine
@@ -11,7 +18,7 @@ from decoupled_diloco.protocol.learner_state import LearnerState
 from decoupled_diloco.protocol.options import Options
 from decoupled_diloco.protocol.syncer import SyncerMachine
 from decoupled_diloco.protocol.syncer_state import SyncerState
-from decoupled_diloco.protocol.versions import Version
+from decoupled_diloco.protocol.words import Version
 
 __all__ = [
     "CoordinatorMachine",

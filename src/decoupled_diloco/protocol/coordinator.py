@@ -1,14 +1,15 @@
 """The state machine of the coordinator: the run-wide decisions (rules 10 to 12).
 
-Theory of operation. It lets learners and shards in and gives out epochs and terms, each durable
-before anybody hears of it. The first learner's layout becomes the run's; the initial weights come
-from the run's file or from one learner; when every shard holds its whole share the run begins. When
-the budget is spent it orders the closing sweep, and when all shards are swept, the end. Its absence
-stops joins and the end; rounds go on without it.
+Theory of operation. The coordinator admits learners and shards, and assigns incarnations and terms.
+Each is durable before any process receives it. The first learner's layout becomes the run's. The
+initial weights come from the run's file or from one learner. The run begins when every shard holds
+its whole share of them. When the budget is reached, the coordinator orders the closing sweep, and
+when all shards have finished the sweep, the end. Its absence stops only joins and the end; rounds
+continue.
 
-A shard may have several processes in its life, and by a fault two at once. Who greeted last, or
-bears the newest claim (see `protocol.lease`), has the term; an earlier one that comes back is
-turned away, and what it goes on publishing is of an older term.
+A shard may have several processes over time, and through a fault two at once. The term belongs to
+the process that greeted last or has the newest claim (see `protocol.shard_lease`). An earlier
+process that comes back is rejected, and anything that it still publishes carries an older term.
 """
 
 from __future__ import annotations
@@ -17,55 +18,56 @@ from dataclasses import replace
 from typing import assert_never
 
 from decoupled_diloco.protocol import same_data
-from decoupled_diloco.protocol.checkpoints import coordinator as checkpoints
-from decoupled_diloco.protocol.checkpoints.coordinator import Checkpoints
-from decoupled_diloco.protocol.checkpoints.events import CheckpointWanted
-from decoupled_diloco.protocol.checkpoints.messages import PartSaved
+from decoupled_diloco.protocol.adapt import Reviser
 from decoupled_diloco.protocol.coordinator_state import CoordinatorState, Enrolled, copied
-from decoupled_diloco.protocol.data_leases import coordinator as leases
-from decoupled_diloco.protocol.data_leases.coordinator import Absences
-from decoupled_diloco.protocol.data_leases.messages import DataReport
-from decoupled_diloco.protocol.effects import (
+from decoupled_diloco.protocol.features import checkpoint as checkpoints
+from decoupled_diloco.protocol.features import data as leases
+from decoupled_diloco.protocol.features.checkpoint import Checkpoints
+from decoupled_diloco.protocol.features.data import Absences
+from decoupled_diloco.protocol.features.transfer import Transfers
+from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.protocol.words import (
     Admit,
     AdmitShard,
     AdoptLayout,
+    Begin,
+    CheckpointWanted,
+    Connected,
     CoordinatorEffect,
+    CoordinatorEvent,
+    DataReport,
+    Demand,
     Deny,
     DenyShard,
-    Note,
-    Persist,
-    Send,
-)
-from decoupled_diloco.protocol.events import (
-    Connected,
-    CoordinatorEvent,
-    Joining,
-    Lost,
-    Received,
-    Tick,
-)
-from decoupled_diloco.protocol.messages import (
-    Begin,
     EndOrdered,
     FinishOrdered,
+    Joining,
+    Lost,
     Message,
+    Note,
+    PartSaved,
+    Persist,
     Progress,
     RandomNumbers,
+    Received,
+    Revision,
     SeedFailed,
     SeedNamed,
+    Send,
     ShardHello,
     ShardReady,
     Swept,
+    Tick,
+    is_shard_peer,
+    name_problem,
+    shard_of,
+    shard_peer,
 )
-from decoupled_diloco.protocol.options import Options
-from decoupled_diloco.protocol.peers import is_shard_peer, name_problem, shard_of, shard_peer
-from decoupled_diloco.protocol.revisions import Demand, Reviser, Revision
-from decoupled_diloco.protocol.transfer.coordinator import Transfers
 
 TRANSITIONS: tuple[tuple[str, str, str], ...] = (
     # phase, event, next phase
     ("gathering", "Connected (a learner, the first layout)", "seeding"),
-    ("seeding", "Lost (the seed)", "seeding with the next learner, else gathering"),
+    ("seeding", "Lost (the seed)", "seeding with the next learner, if any; otherwise gathering"),
     ("seeding", "SeedFailed", "seeding with the next learner, or the same again"),
     ("seeding", "every shard ready", "running"),
     ("running", "budget reached", "ending"),
@@ -73,11 +75,11 @@ TRANSITIONS: tuple[tuple[str, str, str], ...] = (
 )
 
 FORMER_KEPT = 16
-"""Processes that have acted for a shard and are known by their nonce, should they come back."""
+"""Number of former processes per shard whose nonces are remembered, in case they come back."""
 
 
 class CoordinatorMachine:
-    """One run's coordinator."""
+    """The coordinator of one run."""
 
     def __init__(self, options: Options, *, weights_from_file: bool = False) -> None:
         self.options = options
@@ -92,11 +94,11 @@ class CoordinatorMachine:
         self._drawn: dict[str, str] = {}
 
     def handle(self, now: float, event: CoordinatorEvent) -> list[CoordinatorEffect]:
-        """Takes one fact in; see `SyncerMachine.handle`."""
+        """Process one event; see `SyncerMachine.handle`."""
         self._absences.noticed(now, self.state.data)
         effects, options = self._dispatch(now, event), self.options
         every = options.checkpoint_every_seconds
-        return effects + self._checkpoints.look(
+        return effects + self._checkpoints.begin_if_due(
             self.state, now, every, self._present_shards, options.shards
         )
 
@@ -105,17 +107,17 @@ class CoordinatorMachine:
             case Tick():
                 return self._absences.over(now, self.state.data)
             case Connected(learner, Joining() as joining, connection):
-                return self._join_asked(connection, learner, joining)
+                return self._join_requested(connection, learner, joining)
             case Connected(_, hello):
                 assert isinstance(hello, ShardHello)
                 return self._shard_greeted(hello)
             case Received(peer, message) if is_shard_peer(peer):
-                return self._shard_said(shard_of(peer), message)
+                return self._receive_from_shard(shard_of(peer), message)
             case Received(learner, message, nonce):
-                return self._member_said(learner, nonce, message)
+                return self._receive_from_member(learner, nonce, message)
             case Lost(peer) if is_shard_peer(peer):
                 self._present_shards.discard(shard_of(peer))
-                return self._checkpoints.give_up(f"{peer} is gone")
+                return self._checkpoints.abandon(f"{peer} has disconnected")
             case Lost(learner, nonce):
                 return self._learner_gone(now, learner, nonce)
             case CheckpointWanted():
@@ -126,34 +128,35 @@ class CoordinatorMachine:
                 assert_never(event)
 
     def deadline(self) -> float | None:
-        """When the leases of a learner that is gone are over, or the next checkpoint is due."""
+        """Return when a departed learner's leases end, or the next checkpoint is due."""
         instants = (self._absences.deadline, self._checkpoints.due_at)
         return min((instant for instant in instants if instant is not None), default=None)
 
     @property
     def checkpoints(self) -> Checkpoints:
-        """The checkpoint under way, and the last one that was given up; to be looked at only."""
+        """The checkpoint in progress and the last one that was abandoned; read-only."""
         return self._checkpoints
 
     @property
     def why_no_checkpoint(self) -> str:
-        """Why no checkpoint can begin now; empty: one can."""
-        return checkpoints.why_none(self.state, self._present_shards, self.options.shards)
+        """Why no checkpoint can begin now, or an empty text if one can."""
+        return checkpoints.why_not_now(self.state, self._present_shards, self.options.shards)
 
     def snapshot(self) -> CoordinatorState:
-        """A copy of the whole state; what ``Persist`` writes."""
+        """Return a copy of the whole state, which ``Persist`` writes."""
         return copied(self.state)
 
     def restore(self, state: CoordinatorState) -> None:
-        """Goes on from a snapshot in a new process: nobody is connected yet.
+        """Continue from a snapshot in a new process, without connections.
 
-        A seed that was named may never come back, and nobody would say so: name one anew.
+        A seed that was named may never come back, and no message would report that. Another one is
+        therefore named.
         """
         self.state = copied(state)
         if self.state.phase == "seeding":
             self.state.phase = "gathering"
         if self.state.phase in ("ending", "finished") and not self._spent():
-            self.state.phase = "running"  # the budget was raised: the run goes on
+            self.state.phase = "running"  # the budget was raised, so the run continues
             self.state.swept.clear()
         self._restore_learners()
         self._present_shards.clear()
@@ -169,7 +172,7 @@ class CoordinatorMachine:
             learners[name] = replace(known, present=False)
 
     def check(self) -> None:
-        """Asserts every invariant that can be seen in one state."""
+        """Assert every invariant that is visible in one state."""
         state = self.state
         assert state.phase == "gathering" or state.fingerprint or self.weights_from_file
         assert all(enrolled.epoch >= 1 for enrolled in state.learners.values())
@@ -180,7 +183,7 @@ class CoordinatorMachine:
         assert state.phase != "finished" or len(state.swept) == self.options.shards
         leases.check(state.data)
 
-    def _join_asked(
+    def _join_requested(
         self, connection: int, learner: str, joining: Joining
     ) -> list[CoordinatorEffect]:
         state = self.state
@@ -192,8 +195,8 @@ class CoordinatorMachine:
         known = state.learners.get(learner)
         if known is not None and known.present and known.nonce != joining.nonce:
             reason = (
-                f"{learner} is already in the run (epoch {known.epoch}) and connected: give "
-                "this process another learner id, or stop the other one first"
+                f"name={learner} is already connected (incarnation {known.epoch}): choose another "
+                "learner name, or stop the other process first"
             )
             return [Deny(connection, reason, True, reason)]
         if joining.difference:
@@ -209,17 +212,18 @@ class CoordinatorMachine:
             # break: epoch-used-again
             known = Enrolled((known.epoch if known else 0) + 1, joining.nonce, True, index)
         state.learners[learner] = replace(known, present=True)
-        why = f"epoch {known.epoch}"
+        why = f"incarnation {known.epoch}"
+        # Durable before the answer: an incarnation must never be issued twice.
         effects.append(Persist(why, only))
         self._absences.ended(learner)
-        newer = f"a newer process is {learner}"
+        newer = f"a newer process has joined as {learner}"
         effects += leases.take_back(state.data, learner, newer, before_epoch=known.epoch)
         count = max(self._indexes) + 1
         effects.append(Admit(connection, learner, known.epoch, why, known.index, count))
         return effects + self._name_seed()
 
     def _free_index(self) -> int:
-        """Takes the lowest number that no name has; a name keeps its number while it is away."""
+        """Take the lowest unused number. A name keeps its number while it is away."""
         index = len(self._indexes)
         if max(self._indexes, default=-1) >= index:  # a lost record has left a gap
             index = next(number for number in range(index) if number not in self._indexes)
@@ -232,12 +236,14 @@ class CoordinatorMachine:
         if not self.state.fingerprint:
             reason = "no learner has joined yet, so the run has no layout"
             return [Deny(connection, reason, True, reason)]
-        return [Admit(connection, learner, 0, "an observer needs no epoch")]
+        return [Admit(connection, learner, 0, "an observer has no incarnation")]
 
-    def _member_said(self, learner: str, nonce: str, message: Message) -> list[CoordinatorEffect]:
+    def _receive_from_member(
+        self, learner: str, nonce: str, message: Message
+    ) -> list[CoordinatorEffect]:
         known = self.state.learners.get(learner)
         if known is None or known.nonce != nonce:  # break: older-process-heard
-            return []  # another process bears this id by now
+            return []  # another process has this name by now
         match message:
             case PartSaved():
                 return self._checkpoints.learner_kept(self.state, learner, message)
@@ -249,7 +255,7 @@ class CoordinatorMachine:
             case _:
                 present = {name: each.present for name, each in self.state.learners.items()}
                 clock = max(self.state.clocks.values(), default=0)
-                return self.transfers.told(learner, message, present, clock)
+                return self.transfers.receive(learner, message, present, clock)
 
     def _learner_gone(self, now: float, learner: str, nonce: str) -> list[CoordinatorEffect]:
         state = self.state
@@ -262,11 +268,11 @@ class CoordinatorMachine:
         if state.phase != "seeding" or state.seed != learner:
             return [*effects, *self._checkpoints.learner_gone(state, learner)]
         state.phase, state.seed = "gathering", ""
-        note = Note(f"{learner}, the seed of the initial weights, is gone", "its connection broke")
+        note = Note(f"{learner}, the seed of the initial weights, left", "its connection broke")
         return [*effects, note, *self._name_seed()]
 
     def _name_seed(self, after: str = "") -> list[CoordinatorEffect]:
-        """Names the first learner in the order of their names, or the next one ``after``."""
+        """Name the first learner, in the order of names, or the next one ``after``."""
         state = self.state
         if state.phase != "gathering" or not state.fingerprint:
             return []
@@ -292,39 +298,39 @@ class CoordinatorMachine:
         state, shard = self.state, hello.shard
         superseded = self._superseded(hello)
         if superseded:  # break: replaced-process-admitted
-            return [DenyShard(shard, hello.nonce, superseded, "it is too late")]
+            return [DenyShard(shard, hello.nonce, superseded, "a newer process acts for it")]
         self._present_shards.add(shard)
         effects: list[CoordinatorEffect] = []
         if state.nonces.get(shard) != hello.nonce:
-            effects += self._checkpoints.give_up(f"shard-{shard} has started again")
+            effects += self._checkpoints.abandon(f"shard-{shard} has restarted")
             self._new_process(hello)
             effects.append(Persist(f"shard {shard} has term {state.terms[shard]}"))
         begun = state.phase in ("running", "ending", "finished")
         if begun:
             state.ready.add(shard)
-        why = "the run is under way" if begun else "the run has not begun"
+        why = "the run is in progress" if begun else "the run has not begun"
         effects.append(AdmitShard(shard, state.terms[shard], begun, why))
         if state.phase == "seeding" and shard not in state.ready:
             effects.append(Send(shard_peer(shard), self._seed_message(), "a seed is named"))
         if begun:
-            effects.append(Send(shard_peer(shard), self._seed_message(), "where the run began"))
+            effects.append(Send(shard_peer(shard), self._seed_message(), "the run's first seed"))
             effects.append(Send(shard_peer(shard), Begin(state.attempt), why))
         if state.revision is not None:  # break: restarted-shard-lacks-revision
             effects.append(Send(shard_peer(shard), state.revision, "H and τ follow the links"))
         if state.phase in ("ending", "finished"):
-            effects.append(Send(shard_peer(shard), EndOrdered(), "the budget is spent"))
+            effects.append(Send(shard_peer(shard), EndOrdered(), "the budget is reached"))
         if state.phase == "finished":
-            effects.append(Send(shard_peer(shard), FinishOrdered(), "every shard is swept"))
+            effects.append(Send(shard_peer(shard), FinishOrdered(), "every shard has been swept"))
         return effects
 
     def _superseded(self, hello: ShardHello) -> str:
-        """Why a process may no longer act for its shard, in words; empty: it may."""
+        """Return why a process may no longer act for its shard; empty: it may."""
         state, shard = self.state, hello.shard
         newest = state.claims.get(shard, 0)
-        if 0 < hello.claim < newest:  # 0: the run goes on without standbys
-            return f"shard {shard}: claim {newest} is newer than this process's, {hello.claim}"
+        if 0 < hello.claim < newest:  # 0: the run continues without standbys
+            return f"shard {shard}: claim {hello.claim} is older than claim {newest}"
         if hello.nonce in state.former.get(shard, ()):
-            return f"shard {shard}: another process has taken its place since"
+            return f"shard {shard}: another process has replaced this one"
         return ""
 
     def _new_process(self, hello: ShardHello) -> None:
@@ -335,11 +341,11 @@ class CoordinatorMachine:
         state.nonces[shard] = hello.nonce
         state.claims[shard] = max(hello.claim, state.claims.get(shard, 0))
         state.terms[shard] = state.terms.get(shard, 0) + 1  # break: term-used-again
-        state.ready.discard(shard)
+        state.ready.discard(shard)  # the new process holds no weights yet
         if state.phase != "finished":
             state.swept.discard(shard)
 
-    def _shard_said(self, shard: int, message: Message) -> list[CoordinatorEffect]:
+    def _receive_from_shard(self, shard: int, message: Message) -> list[CoordinatorEffect]:
         match message:
             case ShardReady(attempt):
                 return self._shard_ready(shard, attempt)
@@ -348,23 +354,24 @@ class CoordinatorMachine:
             case Progress(clock, tokens):
                 return self._progressed(shard, clock, tokens)
             case Demand():
-                self._reviser.told(shard, message)
+                self._reviser.record(shard, message)
                 return []
             case Swept():
                 return self._shard_swept(shard)
             case PartSaved():
                 return self._checkpoints.shard_kept(self.state, shard, message)
             case _:
-                raise AssertionError(f"a shard does not say this to the coordinator: {message}")
+                raise AssertionError(f"unexpected message from a shard: {message}")
 
     def _seed_failed(self, attempt: int, reason: str) -> list[CoordinatorEffect]:
-        """The seed's parameters are no good, or do not come: the next learner's turn."""
+        """Name the next learner, because the seed's parameters are invalid or do not arrive."""
         state = self.state
         if state.phase != "seeding" or attempt != state.attempt or self.weights_from_file:
             return []
         failed, state.phase = state.seed, "gathering"
         named = self._name_seed(after=failed)
-        text = f"{failed} cannot be the seed of the initial weights, {state.seed or 'nobody'} is"
+        named_now = f"trying {state.seed}" if state.seed else "no other learner is present"
+        text = f"{failed} cannot provide the initial weights; {named_now}"
         return [Note(text, reason), *named]
 
     def _shard_ready(self, shard: int, attempt: int) -> list[CoordinatorEffect]:
@@ -387,12 +394,13 @@ class CoordinatorMachine:
 
     def _spent(self) -> bool:
         state, options = self.state, self.options
-        by_steps = options.budget_steps is not None and self._slowest >= options.budget_steps
-        by_tokens = options.budget_tokens is not None and state.tokens >= options.budget_tokens
+        by_steps = options.max_steps is not None and self._slowest >= options.max_steps
+        by_tokens = options.max_tokens is not None and state.tokens >= options.max_tokens
         return by_steps or by_tokens
 
     def _progressed(self, shard: int, clock: int, tokens: int) -> list[CoordinatorEffect]:
         state = self.state
+        # A restarted shard may report less than before: neither value goes back.
         state.clocks[shard] = max(clock, state.clocks.get(shard, 0))
         state.tokens = max(state.tokens, tokens)
         if state.phase != "running":
@@ -400,28 +408,28 @@ class CoordinatorMachine:
         if not self._spent():
             return self._revise()
         state.phase = "ending"
-        why = f"the budget is spent: step {self._slowest}, {state.tokens} tokens"
+        why = f"the budget is reached: step {self._slowest}, {state.tokens} tokens"
         return [
             Persist(why),
             *(Send(shard_peer(s), EndOrdered(), why) for s in sorted(self._present_shards)),
         ]
 
     def _revise(self) -> list[CoordinatorEffect]:
-        """Perhaps another H and τ hold from soon on (rule 20)."""
+        """Revise H and τ, if the links require it or permit it (rule 20)."""
         state, options = self.state, self.options
         if options.adapt is None:
             return []
         clock = max(state.clocks.values())
         present = state.revision or Revision(0, 0, options.period, options.overlap)
-        found = self._reviser.look(clock, options.adapt, present, options.fragments)
+        found = self._reviser.review(clock, options.adapt, present, options.fragments)
         if found is None:
             return []
         state.revision, why = found
-        told = f"revision {state.revision.number}: from step {state.revision.tick} on "
-        told += f"{state.revision}; it was {present}"
+        text = f"revision {state.revision.number}: {state.revision} from step "
+        text += f"{state.revision.tick} on (before: {present})"
         return [
             Persist(why),  # break: revision-before-disk
-            Note(told, why),
+            Note(text, why),
             *(Send(shard_peer(s), state.revision, why) for s in sorted(self._present_shards)),
         ]
 
@@ -433,7 +441,7 @@ class CoordinatorMachine:
         if len(state.swept) < self.options.shards:
             return []
         state.phase = "finished"
-        why = "every shard is swept"
+        why = "every shard has been swept"
         return [
             Persist(why),
             *(Send(shard_peer(s), FinishOrdered(), why) for s in sorted(self._present_shards)),

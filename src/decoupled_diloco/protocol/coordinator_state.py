@@ -1,22 +1,22 @@
-"""What the coordinator knows of a run, as plain data: its machine's and its checkpoints'."""
+"""The coordinator's knowledge of a run, as plain data, for its machine and its checkpoints."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from decoupled_diloco.protocol.data_leases import coordinator as leases
-from decoupled_diloco.protocol.data_leases.coordinator import LeaseBook
-from decoupled_diloco.protocol.revisions import Revision
+from decoupled_diloco.protocol.features import data as leases
+from decoupled_diloco.protocol.features.data import LeaseBook
+from decoupled_diloco.protocol.words import Revision
 
 Phase = Literal["gathering", "seeding", "running", "ending", "finished"]
 
 
 @dataclass(frozen=True, slots=True)
 class Enrolled:
-    """One learner id: its newest epoch, the process that bears it, and the name's number.
+    """One learner name: its newest incarnation, the process that has it, and the name's number.
 
-    ``index``: 0 and up, different for every name, never changed.
+    ``index`` is 0 or more, unique to the name and never changed.
     """
 
     epoch: int
@@ -27,7 +27,13 @@ class Enrolled:
 
 @dataclass(slots=True)
 class CoordinatorState:
-    """What must survive a crash of the coordinator, all of it plain data."""
+    """The state that must survive a crash of the coordinator, as plain data.
+
+    ``learners`` has every name that ever joined. ``former`` lists, per shard, the nonces of
+    replaced processes. ``seed`` is the learner that provides the initial weights, in ``attempt``.
+    ``ready`` and ``swept`` list the shards that hold the initial weights, or have finished the
+    closing sweep.
+    """
 
     phase: Phase = "gathering"
     fingerprint: str = ""
@@ -49,7 +55,7 @@ class CoordinatorState:
 
 
 def copied(state: CoordinatorState) -> CoordinatorState:
-    """A copy that shares only what never changes; one is made for every learner that joins."""
+    """Return a copy that shares only immutable values. One is made for every learner that joins."""
     return replace(
         state,
         learners=dict(state.learners),

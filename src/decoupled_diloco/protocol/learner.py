@@ -1,13 +1,14 @@
-"""The state machine of one learner (or observer): no I/O, no clock, no randomness, no tensors.
+"""The state machine of one learner or observer: no I/O, clock, randomness or tensors.
 
-Theory of operation. Between two step boundaries the background may hear of new published copies
-and fetch them; they are *staged*. At a boundary the learner first applies what is staged (rule 7),
-then takes the snapshots that pulls wait for or that will be due before the next boundary (rule 4),
-then reports the step. A pull is answered from a snapshot at once if there is one for its tick, else
-at the next fragments. Nothing here ever waits, except ``Hold`` for the synchronous baselines.
+Theory of operation. Between two step boundaries, the background thread may receive announcements of
+published copies and fetch them; these copies are *staged*. At a boundary, the learner first applies
+what is staged (rule 7). It then takes the snapshots that requests wait for or that will be due
+before the next boundary (rule 4), and reports the step. A request is answered at once if a snapshot
+for its tick exists, and otherwise at the next boundary. Nothing here ever waits, except ``Hold``
+for the synchronous baselines.
 
-One fragment's life at the learner (``TRANSITIONS``); ``held`` is the version that the parameters
-were last aligned with, ``steps`` counts the inner steps since.
+``TRANSITIONS`` lists the states of one fragment at the learner. ``held`` is the version with which
+the parameters were last aligned; ``steps`` counts the inner steps since.
 """
 
 from __future__ import annotations
@@ -15,111 +16,111 @@ from __future__ import annotations
 import copy
 from typing import assert_never
 
-from decoupled_diloco.protocol import draining, following, recovery
-from decoupled_diloco.protocol import learner_fragments as fragments
-from decoupled_diloco.protocol.checkpoints import learner as checkpoints
-from decoupled_diloco.protocol.checkpoints.events import CheckpointHeard, PartWritten
-from decoupled_diloco.protocol.checkpoints.messages import CheckpointOrdered
-from decoupled_diloco.protocol.data_leases import learner as leases
-from decoupled_diloco.protocol.data_leases.events import DataEvent
-from decoupled_diloco.protocol.data_leases.messages import DataRefused, LeasesGiven
-from decoupled_diloco.protocol.effects import (
+from decoupled_diloco.protocol import copies as fragments
+from decoupled_diloco.protocol import following, leaving, recovery
+from decoupled_diloco.protocol.copies import due_ahead
+from decoupled_diloco.protocol.features import checkpoint as checkpoints
+from decoupled_diloco.protocol.features import data as leases
+from decoupled_diloco.protocol.features import transfer
+from decoupled_diloco.protocol.learner_state import FragmentView, LearnerState, Sent, ShardView
+from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.protocol.same_data import same_data
+from decoupled_diloco.protocol.words import (
+    COORDINATOR,
     NOTHING_NEW,
-    EndTraining,
-    Expelled,
-    Hold,
-    LearnerEffect,
-    Note,
-    Release,
-    RunOver,
-    Send,
-)
-from decoupled_diloco.protocol.events import (
+    Ahead,
+    Asking,
     Began,
     BodyEncoded,
+    CheckpointHeard,
+    CheckpointOrdered,
+    ChunkArrived,
     Connected,
-    CopyFailed,
-    DrainAsked,
-    Fetched,
-    FetchFailed,
-    LearnerEvent,
-    Lost,
-    Paused,
-    RandomDrawn,
-    Received,
-    StepFinished,
-    Tick,
-    UploadFailed,
-)
-from decoupled_diloco.protocol.foresight import due_ahead
-from decoupled_diloco.protocol.learner_state import (
-    FragmentView,
-    LearnerState,
-    Sent,
-    ShardView,
-)
-from decoupled_diloco.protocol.messages import (
-    Ahead,
     CopyDeclined,
+    CopyState,
     CopyWanted,
+    DataRefused,
     Decline,
+    Done,
+    DrainAsked,
     DrainRefused,
     Ending,
+    EndTraining,
+    Expelled,
+    Failed,
+    Fetch,
+    FetchState,
     Finished,
     GivenUp,
     Hello,
+    Hold,
+    LearnerEffect,
+    LearnerEvent,
+    LeasesGiven,
+    Lost,
+    Made,
     Message,
+    Note,
     Outcome,
+    Paused,
     Published,
     Pull,
+    RandomDrawn,
     RandomNumbers,
+    Received,
     Refusal,
+    RelayState,
+    Release,
+    Revision,
     Role,
+    RunOver,
     SameData,
+    Send,
+    SendBody,
+    SendCopy,
     Shifted,
+    StateCopied,
+    StepFinished,
     StepReport,
+    TakeCheckpoint,
+    Tick,
     Upload,
     Welcome,
+    shard_of,
+    shard_peer,
 )
-from decoupled_diloco.protocol.options import Options
-from decoupled_diloco.protocol.peers import COORDINATOR, shard_of, shard_peer
-from decoupled_diloco.protocol.revisions import Revision
-from decoupled_diloco.protocol.same_data import same_data
-from decoupled_diloco.protocol.transfer import learner as transfer
-from decoupled_diloco.protocol.transfer.events import TransferEvent
-from decoupled_diloco.protocol.versions import Asking
 
 TRANSITIONS: tuple[tuple[str, str, str], ...] = (
-    # what is known of the newest version, event, what follows
+    # state of the newest known version, event, consequence
     ("nothing held", "Published", "fetch the whole"),
     ("held = base", "Published", "fetch the difference"),
     ("held = base", "Published (renamed)", "relabel"),
-    ("held ≠ base", "Published", "fetch the whole; rebase when it is applied, or drop if apart"),
-    ("fetching", "Published (newer)", "remember it; decide when the fetch is over"),
-    ("fetching", "Fetched", "staged"),
-    ("fetching", "FetchFailed", "fetch the whole, later"),
-    ("staged", "step boundary", "apply: held, counters as rule 7 says"),
-    ("staged, pulled", "step boundary", "not too late: send the body first, then apply"),
-    ("snapshot for the tick", "Pull of held", "send the body"),
+    ("held ≠ base", "Published", "fetch the whole; rebase when applied, or drop if diverged"),
+    ("fetching", "Published (newer)", "remember it; decide after the fetch"),
+    ("fetching", "Done(Fetch)", "staged"),
+    ("fetching", "Failed(Fetch)", "fetch the whole, later"),
+    ("staged", "step boundary", "apply: held, counters by rule 7"),
+    ("staged, pulled", "step boundary", "if not too late: send the payload first, then apply"),
+    ("snapshot for the tick", "Pull of held", "send the payload"),
     ("no snapshot", "Pull of held", "snapshot and send at the next boundary with a step"),
     ("held < base", "Pull", "keep it until the copy is applied"),
     ("held > base", "Pull", "decline: behind"),
-    ("held = base, apart", "Pull", "decline: what it has will be dropped"),
+    ("held = base, diverged", "Pull", "decline: its training will be dropped"),
 )
 
-_MAY_BE_IN = "its outcome went with the connection: it may be merged"
+_MAY_BE_MERGED = "its outcome was lost with the connection: it may be merged"
 
 
 UNFIT = (
-    "until its weights are finite and of the usual size, nothing of it is merged: look for NaN in "
-    "its loss and in the optimizer's state, lower the learning rate or clip gradients, and start "
-    "it again"
+    "nothing is merged from this learner until its weights are finite and of the usual size: look "
+    "for NaN in its loss and optimizer state, lower the learning rate or clip gradients, and "
+    "restart it"
 )
-REFUSED = "if this goes on, 'ddiloco explain' shows what became of each of its contributions"
+REFUSED = "if this continues, 'ddiloco explain' shows the outcome of each contribution"
 
 
 def is_worth_a_word(count: int, first: int) -> bool:
-    """Whether people hear of something that has happened so often: soon, then ever more rarely.
+    """Return whether to log the count-th occurrence of an event, ever more rarely.
 
     >>> [count for count in range(1, 1000) if is_worth_a_word(count, 3)]
     [3, 30, 300]
@@ -130,7 +131,7 @@ def is_worth_a_word(count: int, first: int) -> bool:
 
 
 class LearnerMachine:
-    """One learner's protocol; ``role="observer"`` follows the published copies and no more."""
+    """The protocol of one learner; with ``role="observer"``, it only follows published copies."""
 
     def __init__(
         self, options: Options, learner: str, epoch: int, nonce: str, role: Role = "learner"
@@ -146,7 +147,7 @@ class LearnerMachine:
         )
 
     def handle(self, now: float, event: LearnerEvent) -> list[LearnerEffect]:
-        """Takes one fact in; see `SyncerMachine.handle`."""
+        """Process one event; see `SyncerMachine.handle`."""
         effects = self._dispatch(now, event)
         if self.options.adapt is not None:
             following.fetches_begin(self.state, now, effects)
@@ -166,58 +167,77 @@ class LearnerMachine:
             case Paused():
                 return self._boundary(now) + self._hold_or_release()
             case DrainAsked(why):
-                return draining.told_to_go(self.state, self.options, why)
+                return leaving.stop_requested(self.state, self.options, why)
             case RandomDrawn(states):
-                return [Send(COORDINATOR, RandomNumbers(states), "to find equal seeds")]
+                return [Send(COORDINATOR, RandomNumbers(states), "to detect equal seeds")]
             case Connected(peer) | Received(peer) | Lost(peer) if peer == COORDINATOR:
                 return self._of_coordinator(now, event)
             case Connected(peer):
                 return self._linked(shard_of(peer))
             case Received(peer, message):
-                return self._told(now, shard_of(peer), message)
+                return self._receive(now, shard_of(peer), message)
             case Lost(peer):
                 return self._unlinked(shard_of(peer))
-            case Fetched(fragment, version):
-                took = following.copy_is_here(self.state, self.options, now, fragment, version)
+            case BodyEncoded(fragment, ask, digest):
+                return self._encoded(fragment, ask, digest)
+            case Done():
+                return self._done(now, event)
+            case Failed():
+                return self._failed(now, event)
+            case ChunkArrived():
+                return transfer.chunk_arrived(self.state, now, event)
+            case CheckpointHeard(number):
+                return checkpoints.heard(self.state, number)
+            case _:
+                return leases.handle(self.state, event)
+
+    def _done(self, now: float, event: Done) -> list[LearnerEffect]:
+        match event:
+            case Done(Fetch(fragment=fragment, version=version)):
+                took = following.copy_arrived(self.state, self.options, now, fragment, version)
                 return took + fragments.fetched(self.state, self.options, fragment, version)
-            case FetchFailed(fragment, version, reason):
+            case Done(TakeCheckpoint(number), Made(digest, nbytes)):
+                return checkpoints.saved(number, digest, nbytes)
+            case Done(CopyState(learner, attempt), StateCopied() as copy):
+                return transfer.copied(self.state, learner, attempt, copy)
+            case Done(FetchState(attempt=attempt)):
+                return transfer.state_arrived(self.state, attempt)
+            case _:
+                raise AssertionError(f"unexpected answer at a learner: {event}")
+
+    def _failed(self, now: float, event: Failed) -> list[LearnerEffect]:
+        reason = event.reason
+        match event.order:
+            case Fetch(fragment=fragment, version=version):
                 return fragments.fetch_failed(
                     self.state, self.options, now, fragment, version, reason
                 )
-            case BodyEncoded(fragment, ask, digest):
-                return self._encoded(fragment, ask, digest)
-            case UploadFailed(fragment, ask, reason):
+            case SendBody(fragment=fragment, ask=ask):
                 return self._upload_failed(fragment, ask, f"upload failed: {reason}")
-            case CopyFailed(shard, fragment, attempt, reason):
+            case SendCopy(shard, fragment, attempt):
                 return [Send(shard_peer(shard), CopyDeclined(fragment, attempt, reason), reason)]
+            case TakeCheckpoint(number):
+                return checkpoints.not_saved(number, reason)
+            case CopyState(learner, attempt) | RelayState(learner, attempt):
+                return transfer.not_copied(self.state, learner, attempt, reason)
+            case FetchState(attempt=attempt):
+                return transfer.state_failed(self.state, now, attempt, reason)
             case _:
-                return self._beside(now, event)
-
-    def _beside(
-        self,
-        now: float,
-        event: TransferEvent | DataEvent | CheckpointHeard | PartWritten,
-    ) -> list[LearnerEffect]:
-        """What is of no rule of the method."""
-        if isinstance(event, TransferEvent):
-            return transfer.handle(self.state, now, event)
-        if isinstance(event, DataEvent):
-            return leases.handle(self.state, event)
-        return checkpoints.handle(self.state, event)
+                raise AssertionError(f"unexpected answer at a learner: {event}")
 
     def deadline(self) -> float | None:
-        """When to be woken by a ``Tick``."""
+        """Return when the next ``Tick`` is due, or ``None`` if none is needed."""
         instants = [self.state.fragments[index].retry_at for index in self.state.retrying]
         if not self.state.ready:
             instants.append(recovery.deadline(self.state))
         return min((instant for instant in instants if instant is not None), default=None)
 
     def snapshot(self) -> LearnerState:
-        """A deep copy of the whole state."""
+        """Return a deep copy of the whole state."""
         return copy.deepcopy(self.state)
 
     def restore(self, state: LearnerState) -> None:
-        """Goes on from a snapshot."""
+        """Continue from a snapshot."""
         self.state = copy.deepcopy(state)
         self.options = self._settings.revised(self.state.revision)
 
@@ -229,7 +249,7 @@ class LearnerMachine:
         return max(steps)
 
     def check(self) -> None:
-        """Asserts every invariant that can be seen in one state."""
+        """Assert every invariant that is visible in one state."""
         self.state.check_fragments()
         assert not self.state.holding or self.options.wait == "at_overlap"
 
@@ -241,6 +261,7 @@ class LearnerMachine:
         state.step += 1
         state.tokens += tokens
         self._owe()
+        # The boundary comes first: it may discard tokens, which the report then includes.
         effects = self._boundary(now)
         report = StepReport(
             state.step, state.tokens, state.step_seconds.value or 0.0, state.discarded_tokens
@@ -248,24 +269,25 @@ class LearnerMachine:
         for shard, link in enumerate(state.shards):
             if link.linked and link.offset is not None and self.role == "learner":
                 effects.append(Send(shard_peer(shard), report, "a step is finished"))
-        if state.givings:
+        if state.state_requests:
             effects += transfer.at_boundary(state, now)
         return effects + self._hold_or_release()
 
     def _boundary(self, now: float) -> list[LearnerEffect]:
-        """What a boundary allows: its part of a checkpoint, or else applying, then snapshots."""
+        """Return the orders of a boundary: a checkpoint part, or applying copies and snapshots."""
         while following.is_due(self.state, self.global_step):
             self.options = following.follow(self.state, self.options)
         state, options = self.state, self.options
         effects = checkpoints.at_boundary(state, self.role)
         if state.checkpoint_just_taken:
-            return effects
+            return effects  # the shell sends `Paused` once the part is saved
         if state.ending and not state.ended:
             state.ended = True
-            effects.append(EndTraining("the run's budget is spent"))
+            effects.append(EndTraining("the run's budget is reached"))
         for index in sorted(state.attention) if state.attention else ():
             view = state.fragments[index]
             if view.staged is not None and fragments.may_apply(state, options, view):
+                # Once the copy is applied, a request against the old base cannot be answered.
                 if fragments.answers_first(state, options, view):
                     effects += fragments.snapshot_if_due(state, options, index, view, None)
                 effects += fragments.apply_staged(state, options, index, view)
@@ -277,18 +299,18 @@ class LearnerMachine:
                     effects += fragments.snapshot_if_due(
                         state, options, index, view, ahead.get(index)
                     )
-            state.look_away()
+            state.trim_attention()
         if self.role == "learner" and self._has_last_copies():
-            effects += fragments.leave_no_rest(state, options)
+            effects += fragments.drop_unmerged(state, options)
         return effects + self._over_if_done()
 
     def _over_if_done(self) -> list[LearnerEffect]:
-        """The run is over when every shard has finished and its last copies are held."""
+        """Report the end once every shard has finished and its last copies are held."""
         state = self.state
         if state.over or not self._has_last_copies():
             return []
-        if self.role == "learner" and any(map(state.has_rest, state.fragments)):
-            return []  # until the next boundary
+        if self.role == "learner" and any(map(state.has_unmerged, state.fragments)):
+            return []  # the next boundary drops the rest (`drop_unmerged`)
         state.over = True
         return [RunOver("every shard has finished")]
 
@@ -317,10 +339,10 @@ class LearnerMachine:
     def _announce(self, fragment: int, sent: Sent) -> LearnerEffect:
         taken = sent.taken
         upload = Upload(fragment, sent.ask, taken.base, taken.steps, taken.tokens, sent.digest)
-        return Send(shard_peer(self.options.owner(fragment)), upload, "its body is on its way")
+        return Send(shard_peer(self.options.owner(fragment)), upload, "its upload has started")
 
     def _upload_failed(self, fragment: int, ask: Asking, why: str) -> list[LearnerEffect]:
-        """It may have arrived all the same: the outcome will tell."""
+        """Decline the request. The payload may have arrived anyway; the outcome decides."""
         sent = self._sent(fragment, ask)
         if sent is not None:
             sent.failed = True
@@ -333,15 +355,15 @@ class LearnerMachine:
     ) -> list[LearnerEffect]:
         match event:
             case Connected():
-                return transfer.asked_again(self.state, now) + self._coordinated(linked=True)
+                return transfer.reconnected(self.state, now) + self._coordinated(linked=True)
             case Received(_, message):
-                return self._coordinator_told(now, message)
+                return self._receive_from_coordinator(now, message)
             case Lost():
                 return self._coordinated(linked=False)
             case _:
                 assert_never(event)
 
-    def _coordinator_told(self, now: float, message: Message) -> list[LearnerEffect]:
+    def _receive_from_coordinator(self, now: float, message: Message) -> list[LearnerEffect]:
         state = self.state
         match message:
             case CheckpointOrdered():
@@ -349,9 +371,9 @@ class LearnerMachine:
             case SameData():
                 return self._same_data(message)
             case LeasesGiven() | DataRefused():
-                return [] if state.data is None else leases.told(state.data, message)
+                return [] if state.data is None else leases.answered(state.data, message)
             case _:
-                return transfer.told(state, now, message)
+                return transfer.receive(state, now, message)
 
     def _coordinated(self, *, linked: bool) -> list[LearnerEffect]:
         state = self.state
@@ -373,7 +395,7 @@ class LearnerMachine:
         )
 
     def _owe(self) -> None:
-        """With ``wait``, what is due at this very step must be back before step + τ ends."""
+        """With ``wait``, mark what is due at this step: it must be back before step + τ ends."""
         if self.options.wait != "at_overlap":
             return
         for shard, link in enumerate(self.state.shards):
@@ -390,15 +412,16 @@ class LearnerMachine:
         owed = self._owed()
         if owed and not self.state.holding:
             self.state.holding = True
-            return [Hold(f"fragments {owed} are not back yet")]
-        return self._release_if_free("everything is back")
+            return [Hold(f"fragments {owed} have not arrived yet")]
+        return self._release_if_free("all fragments have arrived")
 
-    def _count_alike(self, besides: int | None = None) -> list[LearnerEffect]:
-        """Where learners wait for one another, each is as far at all shards as at the furthest.
+    def _align_run_steps(self, besides: int | None = None) -> list[LearnerEffect]:
+        """If learners wait for one another, use the largest run step for all shards.
 
-        A shard that was away tells another step than the rest: two learners of which each is ahead
-        of the other, each at another shard, would wait for each other for ever. A shard that has
-        shifted its learners is told besides: it may have done so before it heard of this.
+        A shard that was away counts from another step than the rest. Two learners, each ahead of
+        the other at a different shard, would then wait for each other forever. A shard that has
+        just shifted its learners (``besides``) also receives `Ahead`, because it may have shifted
+        before it received the last one.
         """
         if not self.options.in_step or self.role != "learner":  # break: steps-counted-per-shard
             return []
@@ -415,10 +438,10 @@ class LearnerMachine:
         if link.offset != offset:
             link.offset = offset
             for view in self._fragments_of(shard):
-                view.owed_at = None  # steps are counted anew: what was due then is not now
+                view.owed_at = None  # the run step has changed: what was due before is not now
         ahead = Ahead(offset + self.state.step)
-        told = Send(shard_peer(shard), ahead, "it is further at another shard")
-        return [told] if link.linked else []
+        notice = Send(shard_peer(shard), ahead, "it is further ahead at another shard")
+        return [notice] if link.linked else []
 
     def _owed(self) -> list[int]:
         if self.options.wait != "at_overlap" or self.state.ended:
@@ -430,6 +453,7 @@ class LearnerMachine:
         ]
 
     def _release_if_free(self, why: str) -> list[LearnerEffect]:
+        # At the end, stay held until the boundary has reported it: no step may follow.
         ends = self.state.ending and not self.state.ended
         if self.state.holding and not self._owed() and not ends:
             self.state.holding = False
@@ -453,6 +477,7 @@ class LearnerMachine:
             clock=link.clock,
             run_step=None if link.offset is None else max(0, link.offset + self.state.step),
             held=held,
+            # A failed upload is not listed, so that the shard closes its request.
             asks=tuple(sent.ask for _, sent in self._unresolved(shard) if not sent.failed),
         )
         return [Send(shard_peer(shard), hello, "a connection is open")]
@@ -461,11 +486,11 @@ class LearnerMachine:
         self.state.shards[shard].linked = False
         for fragment in self._fragments_of(shard):
             fragment.pull = fragment.owed_at = None
-        effects = self._release_if_free("the link to the shard is gone")
+        effects = self._release_if_free("the link to the shard is lost")
         return effects + self._over_if_done()
 
     def _unresolved(self, shard: int) -> list[tuple[int, Sent]]:
-        """What was sent to a shard and has no outcome yet, with its fragment."""
+        """Return each contribution sent to a shard that has no outcome yet, with its fragment."""
         found = []
         for index in self.options.owned(shard):
             view = self.state.fragments[index]
@@ -473,21 +498,24 @@ class LearnerMachine:
             found += [(index, sent) for sent in (*view.late.values(), *own)]
         return found
 
-    def _told(self, now: float, shard: int, message: Message) -> list[LearnerEffect]:
+    def _receive(self, now: float, shard: int, message: Message) -> list[LearnerEffect]:
         link = self.state.shards[shard]
-        unheard, link.heard_step = self.state.step - link.heard_step, self.state.step
+        unheard_steps, link.last_message_step = (
+            self.state.step - link.last_message_step,
+            self.state.step,
+        )
         match message:
             case Welcome():
-                return self._welcomed(now, shard, message, unheard)
+                return self._welcomed(now, shard, message, unheard_steps)
             case DrainRefused():
                 link.dismissed = True
                 return []
             case Refusal(reason, final):
                 if not final:
-                    return [Note(f"shard {shard} refuses for now: {reason}", "refused")]
-                return [Expelled(reason, f"shard {shard} says so")]
+                    return [Note(f"shard {shard} refuses for now: {reason}", "retrying")]
+                return [Expelled(reason, f"shard {shard} refuses for good")]
             case Pull():
-                self._hear_clock(now, link, message.tick)
+                self._observe_clock(now, link, message.tick)
                 return self._pulled(message)
             case Outcome():
                 return self._outcome(message)
@@ -495,16 +523,18 @@ class LearnerMachine:
                 self.state.fragments[fragment].owed_at = None  # break: abandoned-round-ignored
                 return self._release_if_free(f"the round of fragment {fragment}: {reason}")
             case Published():
-                self._hear_clock(now, link, message.clock)
+                self._observe_clock(now, link, message.clock)
                 effects = fragments.published(self.state, self.options, message)
-                return effects if self.state.ready else effects + transfer.look(self.state, now)
+                if self.state.ready:
+                    return effects
+                return effects + transfer.request_if_known(self.state, now)
             case Shifted(by):
                 if link.offset is None:
                     return []
                 link.offset += by
-                return [*self._count_alike(shard), *self._release_if_free("the clock shifts")]
+                return [*self._align_run_steps(shard), *self._release_if_free("the clock shifts")]
             case Revision():
-                following.hear(self.state, message)
+                following.record(self.state, message)
                 return []
             case CopyWanted():
                 return fragments.copy_wanted(self.state, shard, message)
@@ -512,21 +542,21 @@ class LearnerMachine:
                 return self._same_data(message)
             case Ending():
                 self.state.ending = True
-                return []  # who holds ends at the boundary at which it stands: no step more
+                return []  # a learner that holds ends at its present boundary, without a step
             case Finished():
                 link.finished = True
                 return self._over_if_done()
             case _:
-                raise AssertionError(f"a shard does not say this to a learner: {message}")
+                raise AssertionError(f"unexpected message from a shard: {message}")
 
     def _same_data(self, message: SameData) -> list[LearnerEffect]:
-        """Every shard may notice it; this process logs it once."""
+        """Log the warning once per learner, although every shard may send it."""
         if message.other in self.state.twins:
             return []
         self.state.twins.add(message.other)
         return [same_data(self.learner, message.other, message.why)]
 
-    def _hear_clock(self, now: float, link: ShardView, clock: int) -> None:
+    def _observe_clock(self, now: float, link: ShardView, clock: int) -> None:
         if clock > link.clock:
             if link.clock_at is not None and link.clock > 0:
                 link.tick_seconds.update((now - link.clock_at) / (clock - link.clock))
@@ -535,33 +565,33 @@ class LearnerMachine:
             link.clock_at = now
 
     def _welcomed(
-        self, now: float, shard: int, message: Welcome, unheard: int
+        self, now: float, shard: int, message: Welcome, unheard_steps: int
     ) -> list[LearnerEffect]:
-        """``unheard``: steps since the shard has said something last."""
+        """Process a welcome. ``unheard_steps``: steps taken since the shard's last message."""
         link = self.state.shards[shard]
         link.offset, link.news = message.run_step - message.step, message.news
-        self._hear_clock(now, link, message.clock)
+        self._observe_clock(now, link, message.clock)
         effects: list[LearnerEffect] = []
         for index, sent in self._unresolved(shard):
             view = self.state.fragments[index]
             if sent.ask in message.asks:
                 effects += [self._announce(index, sent)] if sent.digest else []
             elif sent is view.sent:
-                sent.lost = True
+                sent.lost = True  # merged or not: it must never be sent again
             else:
                 # break: lost-outcome-sent-again
-                effects += fragments.settle(self.options, index, sent, _MAY_BE_IN, gone=True)
+                effects += fragments.settle(self.options, index, sent, _MAY_BE_MERGED, gone=True)
                 self._late_is_lost(view, sent)
         for view in self._fragments_of(shard):
-            view.owed_at = None  # steps are counted anew: what was due then is not now
+            view.owed_at = None  # the run step has changed: what was due before is not now
             # break: apart-not-noticed, short-cut-drops-steps
-            view.alone += min(unheard, self.state.steps_of(view))
-        effects += self._count_alike()
-        effects += draining.welcomed(self.state, self.options, shard)
-        return effects + self._release_if_free("the shard counts from here")
+            view.alone += min(unheard_steps, self.state.steps_of(view))
+        effects += self._align_run_steps()
+        effects += leaving.welcomed(self.state, self.options, shard)
+        return effects + self._release_if_free("the shard counts from this step")
 
     def _late_is_lost(self, view: FragmentView, sent: Sent) -> None:
-        """What came too late is merged nowhere, as far as is known; nor is it kept here."""
+        """Drop a late contribution that, as far as is known, is merged nowhere."""
         del view.late[sent.ask]
         self.state.discarded_tokens += sent.taken.tokens
 
@@ -570,32 +600,31 @@ class LearnerMachine:
         view = self.state.fragments[index]
         view.pull = pull
         self.state.attention.add(index)
-        self.state.shards[self.options.owner(index)].coming = pull.coming
+        self.state.shards[self.options.owner(index)].upcoming = pull.coming
         if pull.final and view.held is None and self.state.ending and not self.state.ready:
-            # The run ends before it begins: it will not train.
+            # The run ends before this learner starts to train.
             return fragments.decline(self.options, index, view, NOTHING_NEW, nothing_new=True)
         if view.held is not None and pull.base < view.held:  # break: old-base-not-declined
-            return fragments.decline(self.options, index, view, f"behind: I hold {view.held}")
+            return fragments.decline(self.options, index, view, f"behind: it holds {view.held}")
         effects: list[LearnerEffect] = []
         if pull.base == view.held:
-            if declined := fragments.decline_if_apart(self.options, index, view):
+            if declined := fragments.decline_if_diverged(self.options, index, view):
                 return declined
             if view.latest is None or view.latest.version == view.held:
-                why = (
-                    "its shard asks again: nothing that was made from the newest version is in any"
-                )
+                # A shard repeats a request for one base only if the earlier payload is lost.
+                why = "its shard asks again: no version contains the earlier contribution"
                 # break: repeated-request-drops-residual
                 effects += fragments.settle(self.options, index, view.sent, why, gone=False)
                 view.sent = None
             elif view.sent is not None or view.restored:
                 return fragments.decline(
-                    self.options, index, view, f"what I made from {view.held} is sent already"
+                    self.options, index, view, f"my contribution from {view.held} is already sent"
                 )
         taken = view.snapshot
         fits = (
             taken is not None
             and taken.base == pull.base
-            and not pull.final
+            and not pull.final  # the closing sweep also needs the steps after the snapshot
             and (taken.first_tick <= pull.tick <= taken.last_tick or taken.step == self.state.step)
         )
         if fits:
@@ -634,12 +663,12 @@ class LearnerMachine:
         return effects if sent is None else effects + self._refused(message)
 
     def _refused(self, message: Outcome) -> list[LearnerEffect]:
-        """People hear of what this learner trained in vain: soon, and then ever more rarely."""
+        """Log a contribution that was not merged, ever more rarely."""
         counts, unfit = self.state.refusals, message.verdict == "unfit"
         counts[message.verdict] = count = counts.get(message.verdict, 0) + 1
         if not is_worth_a_word(count, first=1 if unfit else 3):
             return []
-        text = f"it made a contribution to fragment {message.fragment} that is not merged"
+        text = f"it sent a contribution to fragment {message.fragment} that is not merged"
         text += f" ({count} so far)"
         return [Note(text, f"{message.reason}: {UNFIT if unfit else REFUSED}", warns=True)]
 

@@ -1,23 +1,133 @@
-"""All that a learner's state machine remembers, as plain data."""
+"""The whole state of a learner's machine, as plain data."""
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
+from typing import Literal
 
-from decoupled_diloco.protocol.data_leases.state import DataView
-from decoupled_diloco.protocol.grace import MovingAverage
-from decoupled_diloco.protocol.messages import Published, Pull
-from decoupled_diloco.protocol.options import Alignment
-from decoupled_diloco.protocol.revisions import Revision
-from decoupled_diloco.protocol.transfer.state import Giving, Search
-from decoupled_diloco.protocol.versions import Asking, Holding, Version
+from decoupled_diloco.protocol.clock import MovingAverage
+from decoupled_diloco.protocol.words import (
+    Alignment,
+    Asking,
+    Holding,
+    Lease,
+    Published,
+    Pull,
+    Revision,
+    TransferReady,
+    Version,
+)
+
+
+@dataclass(slots=True)
+class TrainedRun:
+    """Consecutive steps from ``step`` on that trained ``stride`` batches each of one lease."""
+
+    step: int
+    steps: int
+    trained: int
+    stride: int
+
+    def trained_by(self, step: int) -> int:
+        """Return how many batches of the lease were trained by the end of a step."""
+        return self.trained + self.stride * min(self.steps, step - self.step + 1)
+
+
+@dataclass(slots=True)
+class LeasedPart:
+    """One lease at its learner. ``runs`` records which steps trained the non-durable batches."""
+
+    lease: Lease
+    trained: int
+    durable: int
+    length: int | None = None
+    repeated: int = 0
+    runs: deque[TrainedRun] = field(default_factory=deque)
+
+    @property
+    def settled(self) -> bool:
+        """Whether the whole partition is durable."""
+        return self.length is not None and self.durable >= self.length
+
+
+@dataclass(slots=True)
+class DataView:
+    """The leased data at this learner.
+
+    Attributes:
+        parts: Number of partitions of the data.
+        want: Number of unfinished leases that the learner keeps.
+        linked: Whether the coordinator is connected.
+        current: Number of the lease that the loop trains; 0: none.
+        repeating: Whether the loop repeats a partition that it had finished.
+        leave: Whether the loop should request a partition before its next batch.
+        leases: In training order.
+        pending: Batches taken before their step is finished, as (lease, batches, repeated).
+        durable_step: Every fragment has an accepted contribution of this step or a later one.
+        reported_step: Own step at the last report.
+        stale: Whether batches have become durable since the last report.
+        refused: Why no leases are available, if the coordinator refused.
+    """
+
+    parts: int
+    want: int
+    linked: bool
+    current: int = 0
+    repeating: bool = False
+    leave: bool = False
+    leases: dict[int, LeasedPart] = field(default_factory=dict)
+    pending: list[tuple[int, int, bool]] = field(default_factory=list)
+    durable_step: int = 0
+    reported_step: int = 0
+    stale: bool = False
+    refused: str = ""
+
+    def next_batch(self) -> tuple[Lease, int]:
+        """Return the loop's present lease and the number of its next batch."""
+        part = self.leases[self.current]
+        waiting = sum(n for lease, n, again in self.pending if lease == self.current and not again)
+        return part.lease, _again_from(part) if self.repeating else part.trained + waiting
+
+
+def _again_from(part: LeasedPart) -> int:
+    """Return the first batch of a repeat: the lease's start, or 0 if the lease had no batches."""
+    start = part.lease.start
+    return start if part.length is None or start < part.length else 0
+
+
+@dataclass(slots=True)
+class Search:
+    """The search for a state provider; over when ``phase`` is ``found`` or ``given up``.
+
+    ``until`` is the end of the present phase.
+    """
+
+    phase: Literal["waiting", "asking", "copying", "found", "given up"] = "waiting"
+    attempt: int = 0
+    until: float | None = None
+    named: TransferReady | None = None
+    refused: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class StateRequest:
+    """A learner that waits for this one's state until ``until``; ``seen`` must be applied first."""
+
+    attempt: int
+    seen: tuple[Holding, ...]
+    until: float
+    copied: bool = False
+
+
+# Fragments, shards, and the whole
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A snapshot: at which own step, against which version, which counters, for which ticks.
+    """A snapshot: its step, base, counters, and the ticks for which it is valid.
 
-    ``alignment``: as the pull asked that was answered with it.
+    ``alignment`` is that of the request that the snapshot answered.
     """
 
     step: int
@@ -31,11 +141,11 @@ class Taken:
 
 @dataclass(slots=True)
 class Sent:
-    """A contribution that went out, or is going out.
+    """A contribution that is in progress or delivered.
 
-    ``digest``: of its body, once that is encoded; ``failed``: its upload did not get through, and
-    the shard will say so; ``lost``: its outcome went with a connection, and nobody will say what
-    became of it; ``version``: what it was accepted into.
+    ``digest`` is that of its encoded payload. ``failed``: the upload failed, and the shard will
+    send an outcome. ``lost``: the outcome was lost with a connection and will not be repeated.
+    ``version`` is the version that accepted it.
     """
 
     ask: Asking
@@ -50,27 +160,29 @@ class Sent:
 class FragmentView:
     """One fragment at this learner.
 
-    ``steps_before`` and ``tokens_before``: the learner's own counters up to which its training is
-    in ``held`` or discarded, so that c_steps[p] and c_tokens[p] are what it counts beyond
-    (`LearnerState.steps_of`, `LearnerState.tokens_of`) and a step does not touch every fragment.
+    ``steps_before`` and ``tokens_before`` are the values of the learner's counters up to which its
+    training is in ``held`` or discarded. c_steps[p] and c_tokens[p] are the differences to the
+    present counters (`LearnerState.steps_of`, `LearnerState.tokens_of`), so that a step need not
+    update every fragment.
 
-    ``restored``: its parameters come from an earlier life's checkpoint. What that life sent after
-    it may be in any newer version, so that only an overwrite is safe.
+    ``restored``: the parameters come from a checkpoint of an earlier incarnation. What that
+    incarnation sent after the checkpoint may be in any newer version, so only an overwrite is safe.
 
-    ``unfit``: what was made from ``held``, or before, was refused for its values.
+    ``unfit``: a contribution made from ``held`` or before was refused for its values.
 
-    ``alone``: of the steps since ``held`` was applied, those taken while nothing was heard of its
-    shard, until its link was here again; see `learner_fragments.is_apart`.
+    ``alone`` counts the steps since ``held`` was applied that were taken without any message from
+    the shard, up to its last welcome; see `copies.has_diverged`.
 
-    ``merged_step``: the newest own step that is in an accepted contribution. ``seals``: digest and
-    seal of the versions that are here or on their way.
+    ``merged_step`` is the newest own step in an accepted contribution. ``seals`` holds the digest
+    and seal of each version that is local or being fetched.
 
-    ``fetched_from``: when its newest fetch began. ``following``: the newest announcements, each of
-    a difference to the one before it.
+    ``fetched_from`` is when its newest fetch started. ``following`` holds the newest announcements,
+    each of a difference to the one before it.
 
-    ``sent``: what was made from ``held``. There is one at a time: from sending it until a newer
-    copy is applied no other is, so that carrying subtracts exactly what was sent. ``late``: what
-    was made from older copies, and has no outcome yet; it is no longer in the parameters.
+    ``sent`` is the contribution made from ``held``. There is at most one: no other is sent until a
+    newer copy is applied, so that `carry` subtracts exactly what was sent. ``late`` holds
+    contributions made from older copies that have no outcome yet; they are no longer in the
+    parameters.
     """
 
     held: Version | None = None
@@ -97,13 +209,14 @@ class FragmentView:
 
     @property
     def newest(self) -> Version | None:
-        """The newest version that is here, applied or staged."""
+        """The newest local version, applied or staged."""
         return self.staged or self.held
 
-    def told(self, message: Published, chain: int) -> None:
-        """A copy is announced; of those that are no longer here nothing is kept."""
+    def announce(self, message: Published, chain: int) -> None:
+        """Record an announcement, and drop the seals of versions that are no longer local."""
         newest = self.newest
         later = [each for each in self.following if newest is None or each.version > newest]
+        # Only an unbroken chain of differences is useful; a gap starts a new one.
         joins = bool(later) and message.difference and later[-1].version == message.base
         self.following = (*later, message)[-chain:] if joins else (message,)
         here = (self.held, self.staged, self.fetching)
@@ -112,13 +225,13 @@ class FragmentView:
         self.latest = message
 
     def next_difference(self) -> Published | None:
-        """The announcement that follows what is here."""
+        """Return the announcement of the difference to the newest local version, if any."""
         newest = self.newest
         follows = (each for each in self.following if each.difference and each.base == newest)
         return None if newest is None else next(follows, None)
 
     def holding(self, fragment: int) -> Holding:
-        """What a shard is told of the version that is held."""
+        """Return the message that reports the held version to its shard."""
         assert self.held is not None
         return Holding(fragment, self.held, *self.seals.get(self.held, ("", "")))
 
@@ -127,12 +240,13 @@ class FragmentView:
 class ShardView:
     """One shard, as the learner sees it.
 
-    ``news``: announcements that its welcome has promised and that have not come; ``None``: no
-    welcome yet. ``dismissed``: it can take nothing from who is about to go. ``coming``: what it
-    will probably ask for next. ``copy_at``: when a copy of it has come last. ``wanted``: fragments
-    whose newest copy waits for its turn, in order. ``crowded``: a difference could not be had, as a
-    rule because it was superseded, and ever since copies have been waiting. ``heard_step``: the own
-    step at which it has said something last.
+    ``news`` counts the announcements that the welcome promised and that have not arrived; ``None``:
+    no welcome yet. ``dismissed``: the shard can merge nothing more from this leaving learner.
+    ``upcoming`` lists the fragments that the shard will probably request next. ``copy_at`` is when
+    a copy last arrived from it. ``fetch_queue`` lists, in order, fragments whose newest copy waits
+    for a slot. ``crowded``: a fetch of a difference failed, usually because the difference was
+    superseded, and copies have been waiting ever since. ``last_message_step`` is the own step at
+    the shard's last message.
     """
 
     linked: bool = False
@@ -143,18 +257,18 @@ class ShardView:
     finished: bool = False
     news: int | None = None
     dismissed: bool = False
-    coming: tuple[int, ...] = ()
-    wanted: dict[int, None] = field(default_factory=dict)
+    upcoming: tuple[int, ...] = ()
+    fetch_queue: dict[int, None] = field(default_factory=dict)
     crowded: bool = False
-    heard_step: int = 0
+    last_message_step: int = 0
     copy_at: float = float("-inf")
 
 
 @dataclass(slots=True)
 class Recovery:
-    """How this process comes by its state; see `recovery`.
+    """How this process obtains its state; see `recovery`.
 
-    ``patient_until``: a shard that is out of reach is waited for until then.
+    ``patient_until`` is how long it waits for a shard that is unreachable.
     """
 
     began_at: float
@@ -169,17 +283,19 @@ class Recovery:
 class LearnerState:
     """The state of one learner.
 
-    ``attention``: fragments for which a boundary may bring something: a staged copy, a pull.
-    ``retrying``: fragments of which a copy may have to be asked for again. ``leaving``: why this
-    learner is about to go. ``givings``: to whom this learner gives its optimizer's state.
-    ``coordinated``: the coordinator can be told things. ``data``: the leased parts of the data;
-    ``None``: the loop does not use them.
-    ``checkpoint``: the checkpoint of the run that its part was taken of last; ``checkpoint_heard``:
-    the newest that it has heard of, whose part is due at the next boundary;
-    ``checkpoint_just_taken``: the last boundary was one for a part.
-    ``revision``: of H and τ, that holds, and the next ones that are heard of. ``twins``: learners
-    that seem to train on the same data as this one. ``refusals``: how many contributions were not
-    merged, by verdict.
+    ``attention`` lists the fragments for which a boundary may have work: a staged copy or a
+    request. ``retrying`` lists the fragments whose copy may have to be requested again. ``leaving``
+    is the reason why this learner is about to leave. ``state_requests`` lists the learners that
+    wait for its state. ``coordinated``: the coordinator is connected. ``data`` is its leased data,
+    or ``None`` if the loop uses none.
+
+    ``checkpoint`` is the last checkpoint of the run for which it saved a part, ``checkpoint_heard``
+    the newest one that it received: its part is due at the next boundary.
+    ``checkpoint_just_taken``: the last boundary saved a part.
+
+    ``revision`` is the schedule revision that applies, ``next_revisions`` those that follow.
+    ``twins`` lists learners that seem to train on the same data. ``refusals`` counts the
+    contributions that were not merged, by verdict.
     """
 
     fragments: list[FragmentView]
@@ -198,7 +314,7 @@ class LearnerState:
     retrying: set[int] = field(default_factory=set)
     recovery: Recovery | None = None
     leaving: str = ""
-    givings: dict[str, Giving] = field(default_factory=dict)
+    state_requests: dict[str, StateRequest] = field(default_factory=dict)
     coordinated: bool = False
     data: DataView | None = None
     checkpoint: int = 0
@@ -210,26 +326,26 @@ class LearnerState:
     refusals: dict[str, int] = field(default_factory=dict)
 
     def steps_of(self, view: FragmentView) -> int:
-        """c_steps[p]: inner steps that are in the parameters and in no version that is held."""
+        """c_steps[p]: inner steps that are in the parameters but not in the held version."""
         return self.step - view.steps_before
 
     def tokens_of(self, view: FragmentView) -> int:
-        """c_tokens[p]: tokens of those steps."""
+        """c_tokens[p]: the tokens of those steps."""
         return self.tokens - view.tokens_before
 
-    def has_rest(self, view: FragmentView) -> bool:
-        """Whether its parameters are not those of the version that is held."""
+    def has_unmerged(self, view: FragmentView) -> bool:
+        """Whether the parameters differ from the held version."""
         return view.held is not None and view.staged is None and self.steps_of(view) > 0
 
-    def look_away(self) -> None:
-        """Fragments that nothing is left to be done for need no attention."""
+    def trim_attention(self) -> None:
+        """Drop the fragments from ``attention`` that need no more work."""
         for index in list(self.attention):
             view = self.fragments[index]
             if view.staged is None and view.pull is None:
                 self.attention.discard(index)
 
     def check_fragments(self) -> None:
-        """Asserts what must hold of each fragment."""
+        """Assert the invariants of each fragment."""
         for index, view in enumerate(self.fragments):
             assert view.staged is None or view.held is None or view.staged > view.held
             assert view.snapshot is None or view.snapshot.base == view.held

@@ -1,4 +1,4 @@
-"""What the state machines need to know of the configuration: plain numbers and choices, no I/O."""
+"""The configuration that the state machines need: plain numbers and choices, no I/O."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from functools import cache
 from math import ceil
 from typing import Literal
 
-from decoupled_diloco.protocol.adapt import Ladder
-from decoupled_diloco.protocol.revisions import AdaptLimits, Revision
+from decoupled_diloco.protocol.adapt import AdaptLimits, Ladder
+from decoupled_diloco.protocol.words import Alignment, Revision
 
 Participants = Literal["reported", "all", "own"]
-Alignment = Literal["overwrite", "carry", "blend"]
 Missed = Literal["overwrite", "rebase"]
 ApplyAt = Literal["on_arrival", "at_tau"]
 Wait = Literal["never", "at_overlap"]
@@ -24,41 +23,41 @@ class Options:
     """The settings of the method, one field per symbol (see ``docs/notation.md``).
 
     Attributes:
-        fragments: P, disjoint parts of the parameters, synchronised one at a time.
+        fragments: P, disjoint parts of the parameters, synchronized one at a time.
         period: H, steps between two syncs of the same fragment.
         overlap: τ, steps between sending a fragment and applying the merged one.
         quorum: K, learners that must take part before a round may merge.
         shards: S, syncer processes; fragment p belongs to shard p mod S.
         grace_margin: γ in [0, 1), the share of the slack of the overlap that a round may use to
-            wait for stragglers; 0: it does not wait.
+            wait for stragglers. 0: it does not wait.
         phases: t_p of each fragment, 0 to H - 1: it is due when the step mod H equals it. Empty:
             ⌊p·H/P⌋, evenly spread.
-        participants: who qualifies for a round: ``"reported"`` (paper) or ``"all"``; ``"own"``:
-            each learner opens rounds of its own, which merge what it sends as soon as it is here.
-        alignment: how a contributor takes the merged fragment.
-        missed: how a live learner that did not take part takes it; with ``"overwrite"`` one whose
-            link was down for more steps than count drops what it trained alone.
-        apply: as soon as it has arrived, or exactly τ steps after the snapshot.
-        wait: ``"at_overlap"`` blocks the step until the merged fragment is there (synchronous
+        participants: Which learners qualify for a round: ``"reported"`` (paper) or ``"all"``. With
+            ``"own"``, each learner opens its own rounds, which merge its payloads on arrival.
+        alignment: How a contributor applies the merged fragment.
+        missed: How a live learner that did not take part applies it. With ``"overwrite"``, a
+            learner whose link was down for more steps than may count drops what it trained alone.
+        apply: As soon as it has arrived, or exactly τ steps after the snapshot.
+        wait: ``"at_overlap"`` blocks the step until the merged fragment has arrived (synchronous
             baselines only).
-        late: what becomes of a contribution that was under way when its round merged: it is folded
+        late: What happens to an upload that was in progress when its round merged: it is folded
             into the fragment's ``"next"`` round, or ``"drop"``.
-        late_rounds_max: one that is late by more versions is refused.
-        late_discount: the weight of a late one is multiplied by this once for each version.
-        counter_cap_periods: counters are capped at this many H, so that one long-lost learner
+        late_rounds_max: A contribution that is late by more versions is refused.
+        late_discount: The weight of a late contribution is multiplied by this once per version.
+        counter_cap_periods: Counters are capped at this many H, so that one long-absent learner
             cannot dominate a merge.
-        norm_gate: k of the norm gate; 0: there is none.
-        oversized: what happens to a contribution above its limit: ``"refuse"`` or ``"clip"``.
-        uplink_codec: name of the wire format of contributions.
-        ladder: codecs and their bits an element, the most exact first, from which each learner's is
-            chosen by its link (rule 20); none: always uplink_codec.
-        chain: so many differences one after the other a learner takes in the place of a whole copy:
-            together they have fewer bits.
-        adapt: within what H and τ follow the links (rule 20); ``None``: they stay.
-        error_feedback: what a codec leaves out goes with the next contribution (rule 19).
-        budget_steps: the run ends when the slowest shard's clock reaches it; ``None``: no limit.
-        budget_tokens: the run ends when this many tokens were trained; ``None``: no limit.
-        checkpoint_every_seconds: how often a checkpoint of the run begins; 0: only on demand.
+        norm_gate: k of the norm gate; 0: no gate.
+        oversized: What happens to a contribution above its limit: ``"refuse"`` or ``"clip"``.
+        uplink_codec: Name of the wire format of contributions.
+        ladder: Codecs and their bits per element, the most exact first. Each learner's codec is
+            chosen from it by its link (rule 20). Empty: always uplink_codec.
+        chain: Number of differences that a learner fetches one after the other instead of a whole
+            copy. Together they have fewer bits.
+        adapt: The limits within which H and τ follow the links (rule 20); ``None``: they are fixed.
+        error_feedback: Add what a codec leaves out to the next contribution (rule 19).
+        max_steps: The run ends when the slowest shard's clock reaches it; ``None``: no limit.
+        max_tokens: The run ends when this many tokens were trained; ``None``: no limit.
+        checkpoint_every_seconds: Interval of the run's checkpoints; 0: only on demand.
     """
 
     fragments: int = 24
@@ -84,16 +83,16 @@ class Options:
     ladder: Ladder = ()
     chain: int = 1
     adapt: AdaptLimits | None = None
-    budget_steps: int | None = None
-    budget_tokens: int | None = None
+    max_steps: int | None = None
+    max_tokens: int | None = None
     checkpoint_every_seconds: float = 0.0
 
     def owned(self, shard: int) -> tuple[int, ...]:
-        """The fragments of one shard."""
+        """Return the fragments of one shard."""
         return tuple(p for p in range(self.fragments) if p % self.shards == shard)
 
     def owner(self, fragment: int) -> int:
-        """The shard of one fragment."""
+        """Return the shard of one fragment."""
         return fragment % self.shards
 
     @property
@@ -108,8 +107,8 @@ class Options:
     def open_rounds_max(self) -> int:
         """The most fragments that are due within τ steps, ⌈τ·P/H⌉ if evenly spread; at least 1.
 
-        So many slots for rounds a shard has (rule 2). And so many contributions a learner has under
-        way at most, at each shard (rule 4).
+        It is a shard's number of slots for rounds (rule 2), and the most contributions that a
+        learner may have in progress at each shard (rule 4).
         """
         if not self.phases:
             return max(1, ceil(self.overlap * self.fragments / self.period))
@@ -123,24 +122,24 @@ class Options:
         return self.counter_cap_periods * self.period
 
     def revised(self, revision: Revision | None) -> Options:
-        """From the tick on from which a revision holds; ``None``: as they are set."""
+        """Return the settings under a schedule revision; ``None``: unchanged."""
         if revision is None:
             return self
         return replace(self, period=revision.period, overlap=revision.overlap)
 
     @property
     def rungs(self) -> Ladder:
-        """What learners send in, and bits; with one codec for all its bits tell nothing."""
+        """The learners' codecs and their bits. With a single codec, its bits have no meaning."""
         return self.ladder or ((self.uplink_codec, 1.0),)
 
     @property
     def periods(self) -> tuple[int, int]:
-        """The least and the greatest H that the run may have."""
+        """The least and the greatest H of the run."""
         return (self.period, self.period) if self.adapt is None else self.adapt.period
 
     @property
     def overlaps(self) -> tuple[int, int]:
-        """The least and the greatest τ that the run may have."""
+        """The least and the greatest τ of the run."""
         return (self.overlap, self.overlap) if self.adapt is None else self.adapt.overlap
 
     @property
@@ -155,11 +154,11 @@ class Options:
         return self.wait == "at_overlap" and self.quorum > 1
 
     def phase(self, fragment: int) -> int:
-        """t_p: the fragment is due when t mod H equals it."""
+        """Return t_p: the fragment is due when t mod H equals it."""
         return self.phases[fragment] if self.phases else fragment * self.period // self.fragments
 
     def due(self, step: int) -> tuple[int, ...]:
-        """The fragments that are due at a global step."""
+        """Return the fragments that are due at a global step."""
         return self.due_by_phase[step % self.period]
 
     @property
@@ -170,7 +169,6 @@ class Options:
 
 @cache
 def _due(fragments: int, period: int, phases: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """The fragments that are due at each phase of the period."""
     spread = phases or [p * period // fragments for p in range(fragments)]
     due: list[list[int]] = [[] for _ in range(period)]
     for fragment, phase in enumerate(spread):

@@ -1,33 +1,41 @@
-"""How a learner comes by its state when it joins: which way, in which order (rule 16).
+"""How a joining learner obtains its state: from which source, in which order (rule 16).
 
-A learner that has its own checkpoint goes on from it: model, optimizer, data position. It claims
-the versions that the checkpoint was aligned with. A fragment whose published copy is still that one
-keeps its local progress; every other is overwritten by the newer copy, never rebased, whatever
-``missed`` and ``alignment`` say. For what the earlier life sent, before the checkpoint or after it,
-may be merged in a newer version, or lie folded for the next one: a difference to the old copy would
-be merged twice. Within a version it cannot be: what was made from it is in none yet, and while a
-shard has something of a learner id that was made from the newest version it asks for nothing else.
+A learner with its own checkpoint continues from it: model, optimizer and data position. It claims
+the versions with which the checkpoint was aligned. A fragment whose published copy is still that
+version keeps its local progress. Every other fragment is overwritten by the newer copy, never
+rebased, whatever ``missed`` and ``alignment`` are. The reason: what the earlier incarnation sent,
+before or after the checkpoint, may be merged in a newer version or folded for the next one. A
+difference to the old copy would then be merged twice. Within a version this cannot happen: no
+version contains yet what was made from it, and while a shard has a learner's contribution from the
+newest version, it requests no other.
 
 Functions of the learner's state.
 """
 
 from __future__ import annotations
 
-from decoupled_diloco.protocol.effects import LearnerEffect, Ready, Recovered, Send
-from decoupled_diloco.protocol.events import Began, KeptFragment
-from decoupled_diloco.protocol.learner_state import LearnerState, Recovery
+from decoupled_diloco.protocol.learner_state import LearnerState, Recovery, Search
 from decoupled_diloco.protocol.options import Options
-from decoupled_diloco.protocol.peers import COORDINATOR
-from decoupled_diloco.protocol.transfer.messages import Trains
-from decoupled_diloco.protocol.transfer.state import Search
+from decoupled_diloco.protocol.words import (
+    COORDINATOR,
+    Began,
+    KeptFragment,
+    LearnerEffect,
+    Ready,
+    Recovered,
+    Send,
+    Trains,
+)
 
 SHARD_PATIENCE_SECONDS = 10.0
-"""A learner with its own checkpoint waits so long for the word of a shard that is out of reach;
-then it trains on from what it has, as one would that loses a shard on the way."""
+"""How long a learner with its own checkpoint waits for an unreachable shard.
+
+It then trains on from what it has, like a learner that loses a shard during the run.
+"""
 
 
 def began(state: LearnerState, now: float, event: Began) -> list[LearnerEffect]:
-    """This process was let in; perhaps its own checkpoint is there."""
+    """Start the recovery after admission, from the learner's own checkpoint if it has one."""
     state.recovery = Recovery(now, event.why, bool(event.kept))
     state.recovery.gives = event.gives
     if event.seeks_donor and not event.kept:
@@ -38,12 +46,13 @@ def began(state: LearnerState, now: float, event: Began) -> list[LearnerEffect]:
         view = state.fragments[own.fragment]
         view.held, view.restored = own.version, True
         view.seals = {own.version: (own.digest, own.seal)}
+        # Negative, because this incarnation counts from 0 and the kept steps still count.
         view.steps_before, view.tokens_before = -own.steps, -own.tokens
     return []
 
 
 def deadline(state: LearnerState) -> float | None:
-    """When to look again, though nothing has happened."""
+    """Return when the recovery needs a ``Tick``, if no other event occurs."""
     recovery = state.recovery
     if recovery is None:
         return None
@@ -53,7 +62,7 @@ def deadline(state: LearnerState) -> float | None:
 
 
 def ready_if_complete(state: LearnerState, options: Options, now: float) -> list[LearnerEffect]:
-    """Training may begin when every fragment is here, as new as the shards in reach have it."""
+    """Let training start when every fragment is as new as the reachable shards have it."""
     recovery = state.recovery
     until = None if recovery is None else recovery.patient_until
     if recovery is not None and until is not None and now >= until:
@@ -66,17 +75,17 @@ def ready_if_complete(state: LearnerState, options: Options, now: float) -> list
     if search is not None and search.phase not in ("found", "given up"):
         return []
     state.ready = True
-    ready = Ready("every fragment is here")
+    ready = Ready("every fragment has arrived")
     if recovery is None:
         return [ready]
     effects: list[LearnerEffect] = [_recovered(state, recovery, now), ready]
     if recovery.gives or recovery.search is not None:
-        effects.append(Send(COORDINATOR, Trains(recovery.gives), "it has begun to train"))
+        effects.append(Send(COORDINATOR, Trains(recovery.gives), "it has started to train"))
     return effects
 
 
 def kept(state: LearnerState) -> tuple[KeptFragment, ...]:
-    """What a checkpoint of this boundary has of the fragments; nothing before all are held."""
+    """Return what a checkpoint of this boundary stores per fragment, once all are held."""
     fragments = tuple(
         KeptFragment(
             index,
@@ -97,7 +106,7 @@ def _is_current(state: LearnerState, options: Options) -> bool:
     for shard, link in enumerate(state.shards):
         if not link.linked and not patient:
             continue
-        if link.news != 0:
+        if link.news != 0:  # None: no welcome yet
             return False
         views = [state.fragments[index] for index in options.owned(shard)]
         if any(view.latest and view.newest and view.latest.version > view.newest for view in views):
@@ -115,6 +124,7 @@ def _recovered(state: LearnerState, recovery: Recovery, now: float) -> Recovered
     if search is not None and search.phase == "found":
         named = search.named
         assert named is not None
-        how = "by a relay" if search.relayed else "from itself"
-        return Recovered("donor", seconds, 0, len(state.fragments), how, named.donor, named.nbytes)
+        return Recovered(
+            "donor", seconds, 0, len(state.fragments), "by a relay", named.donor, named.nbytes
+        )
     return Recovered("published", seconds, 0, len(state.fragments), recovery.why)

@@ -1,55 +1,36 @@
-"""Notices learners that train on the same data (no rule of the method: a warning for people).
+"""Detect learners that train on the same data (not a rule of the method: a warning for people).
 
 Nearly every program fixes its seed. Two learners of such a program see the same batches, and the
-second is worth less than half. Two signs give it away:
+second one adds less than half of its worth. Two signs reveal it:
 
-* Their generators of random numbers are in one state after equally many steps of their own. This
-  sign does not depend on when they have started. The coordinator compares.
+* Their random generators have equal states after equally many steps of their own. This sign does
+  not depend on when they started. The coordinator compares the states.
 * Their contributions to one round are nearly parallel (`merge.sketch`). In the first steps of a
-  training, and for very simple models, this can be so for different data too. So a warning needs
-  several rounds in a row, over several periods H. Each shard compares.
+  training, and for very simple models, this can happen with different data too. A warning therefore
+  needs several rounds in a row, over several periods H. Each shard compares the contributions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
-from decoupled_diloco.protocol.effects import CoordinatorEffect, Note, Send, SyncerEffect
-from decoupled_diloco.protocol.messages import SameData
-from decoupled_diloco.protocol.rounds import Ask
+from decoupled_diloco.protocol.syncer_state import Ask, Twin
+from decoupled_diloco.protocol.words import CoordinatorEffect, Note, SameData, Send, SyncerEffect
 
 ROUNDS_MIN = 5
-"""So many rounds in a row with another contribution, all nearly parallel to one, are no chance."""
+"""Number of rounds in a row with a nearly parallel contribution that cannot be chance."""
 
 PERIODS_MIN = 4
-"""And they must be so many periods H apart."""
+"""Number of periods H over which these rounds must extend."""
 
 FIX = (
-    "a learner that repeats another one's data adds little: give each learner its own, for example "
+    "a learner with the same data adds little: give each learner different data, for example by "
     "seed = 1337 + learner.index"
 )
 
 
-@dataclass(slots=True)
-class Twin:
-    """A learner whose contributions are nearly parallel to another one's.
-
-    Attributes:
-        other: The other learner.
-        rounds: How many rounds in a row.
-        since: The tick of the first of them.
-        is_told: Whether people were warned.
-    """
-
-    other: str
-    rounds: int
-    since: int
-    is_told: bool = False
-
-
 def same_data(one: str, other: str, why: str) -> Note:
-    """The warning; it is in the same words wherever it is logged."""
+    """Return the warning, with the same text wherever it is logged."""
     first, second = sorted((one, other))
     text = f"{first} and {second} seem to train on the same data"
     return Note(text, f"{why}: {FIX}", warns=True)
@@ -58,20 +39,20 @@ def same_data(one: str, other: str, why: str) -> Note:
 def drawn(
     known: dict[str, str], present: Collection[str], learner: str, states: Sequence[str]
 ) -> list[CoordinatorEffect]:
-    """Compares the states of a learner's generators with those of all others.
+    """Compare the states of a learner's generators with those of all others.
 
     Args:
-        known: The learner that has told a state last, by state; changed.
-        present: The learners that are connected. Others may have been this one, by another name.
-        learner: Which learner tells them.
-        states: Of the generators that it draws from in every step.
+        known: For each state, the learner that last sent it; changed.
+        present: The connected learners. Others may have been this one, under another name.
+        learner: The learner that sent the states.
+        states: Those of the generators that it uses in every step.
     """
     others = dict.fromkeys(known[state] for state in states if state in known)
     known |= dict.fromkeys(states, learner)
     other = next((each for each in others if each != learner and each in present), None)
     if other is None:
         return []
-    why = "they draw the same random numbers in every step"
+    why = "their random generators have the same state"
     return [
         same_data(other, learner, why),
         Send(learner, SameData(other, why), why),
@@ -82,10 +63,10 @@ def drawn(
 def noticed(
     twins: dict[str, Twin], folded: Sequence[Ask], tick: int, period: int
 ) -> list[SyncerEffect]:
-    """Counts a round that is about to be merged; warns once of each pair.
+    """Count a round that is about to be merged, and warn once per pair.
 
     Args:
-        twins: What is known so far, by learner; changed.
+        twins: The known pairs, by learner; changed.
         folded: The contributions of the round.
         tick: The round's.
         period: H.
@@ -101,21 +82,21 @@ def noticed(
     effects: list[SyncerEffect] = []
     for name in learners:
         if name not in partner:
-            twins.pop(name, None)
+            twins.pop(name, None)  # only consecutive rounds count
             continue
         twin = twins.setdefault(name, Twin(partner[name], 0, tick))
         twin.other, twin.rounds = partner[name], twin.rounds + 1
         is_long = twin.rounds >= ROUNDS_MIN and tick - twin.since >= PERIODS_MIN * period
-        if is_long and not twin.is_told:
-            twin.is_told = True
+        if is_long and not twin.is_reported:
+            twin.is_reported = True
             effects += _warn(twins, name, twin)
     return effects
 
 
 def _warn(twins: Mapping[str, Twin], name: str, twin: Twin) -> list[SyncerEffect]:
     why = f"their contributions to {twin.rounds} rounds in a row are nearly equal"
-    told: list[SyncerEffect] = [Send(name, SameData(twin.other, why), why)]
+    effects: list[SyncerEffect] = [Send(name, SameData(twin.other, why), why)]
     other = twins.get(twin.other)
-    if other is None or other.other != name or not other.is_told:
-        told.append(same_data(name, twin.other, why))
-    return told
+    if other is None or other.other != name or not other.is_reported:
+        effects.append(same_data(name, twin.other, why))
+    return effects

@@ -1,8 +1,8 @@
 """Messages, events and effects as JSON and back, checked field by field.
 
-One JSON object a value: ``{"type": "StepReport", "step": 3, …}``. Decoding trusts nothing: unknown
-types and fields, missing fields, wrong kinds, numbers out of range and overlong texts or lists are
-`ProtocolError`s that name the field.
+Each value is one JSON object: ``{"type": "StepReport", "step": 3, …}``. Decoding does not trust its
+input. Unknown types and fields, missing fields, wrong types, numbers out of range, and texts or
+lists that are too long raise a `ProtocolError` that names the field.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _Decoder = Callable[[Any, str], Any]
 
 
 def encode(value: object) -> Json:
-    """A dataclass of this package as a JSON object.
+    """Encode a dataclass of this package as a JSON object.
 
-    >>> from decoupled_diloco.protocol.messages import Progress
+    >>> from decoupled_diloco.protocol.words import Progress
     >>> encode(Progress(3, 96))
     {'type': 'Progress', 'clock': 3, 'tokens': 96}
     """
@@ -40,9 +40,9 @@ def encode(value: object) -> Json:
 
 
 def numbered(message: object, checkpoint: int) -> Json:
-    """A message as JSON, with its sender's checkpoint number.
+    """Encode a message as JSON with its sender's checkpoint number.
 
-    >>> from decoupled_diloco.protocol.messages import Ending
+    >>> from decoupled_diloco.protocol.words import Ending
     >>> numbered(Ending(), 3), numbered(Ending(), 0)
     ({'type': 'Ending', 'checkpoint': 3}, {'type': 'Ending'})
     """
@@ -53,10 +53,10 @@ def numbered(message: object, checkpoint: int) -> Json:
 
 
 def number_of(data: Json) -> int:
-    """The checkpoint number of a message, which is taken out of it.
+    """Remove the checkpoint number from a message and return it.
 
     Raises:
-        ProtocolError: It is no number.
+        ProtocolError: It is not an integer from 0 to 2^53.
     """
     return _integer(data.pop("checkpoint", 0), "checkpoint")
 
@@ -75,17 +75,18 @@ def _names(cls: type[Any]) -> tuple[str, ...]:
 
 
 def decode(data: object, classes: Iterable[type[_T]]) -> _T:
-    """One of these dataclasses from a JSON object.
+    """Decode a JSON object as one of these dataclasses.
 
     Args:
-        data: what ``json.loads`` gave.
-        classes: what is allowed here.
+        data: The result of ``json.loads``.
+        classes: The allowed classes.
 
     Returns:
         The value.
 
     Raises:
-        ProtocolError: it is none of them, or a field is wrong; the message names the field.
+        ProtocolError: The object is none of them, or a field is invalid; the message names the
+            field.
     """
     return cast("_T", _union(tuple(classes))(data, "message"))
 
@@ -96,7 +97,7 @@ def _union(classes: tuple[type, ...]) -> _Decoder:
 
     def decoder(data: Any, where: str) -> Any:
         if not isinstance(data, dict):
-            raise ProtocolError(f"{where} is {type(data).__name__}, not an object")
+            raise ProtocolError(f"{where} is {type(data).__name__}, expected an object")
         name = data.get("type")
         if not isinstance(name, str) or name not in by_name:
             raise ProtocolError(f"{where} has type {_shown(name)}, expected {sorted(by_name)}")
@@ -115,6 +116,7 @@ def _object(cls: type) -> _Decoder:
         unknown = data.keys() - fields.keys() - {"type"}
         missing = fields.keys() - data.keys() - optional
         if unknown or missing:
+            # Truncated, so that a peer cannot fill the log.
             raise ProtocolError(
                 f"{where}: unknown fields {sorted(map(str, unknown))[:5]}, "
                 f"missing {sorted(missing)[:5]}"
@@ -158,7 +160,7 @@ def _tuple(arguments: tuple[Any, ...]) -> _Decoder:
 
     def decoder(value: Any, where: str) -> Any:
         if not isinstance(value, list) or len(value) > ITEMS_MAX:
-            raise ProtocolError(f"{where} is not a list of at most {ITEMS_MAX} items")
+            raise ProtocolError(f"{where} must be a list of at most {ITEMS_MAX} items")
         if not variadic and len(value) != len(items):
             raise ProtocolError(f"{where} has {len(value)} items, expected {len(items)}")
         decoders = items * len(value) if variadic else items
@@ -170,38 +172,38 @@ def _tuple(arguments: tuple[Any, ...]) -> _Decoder:
 
 
 def _integer(value: Any, where: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ProtocolError(f"{where} is {type(value).__name__}, not an integer")
+    if isinstance(value, bool) or not isinstance(value, int):  # bool is a subclass of int
+        raise ProtocolError(f"{where} is {type(value).__name__}, expected an integer")
     if not 0 <= value <= INTEGER_MAX:
-        raise ProtocolError(f"{where} is {str(value)[:40]}, outside 0 to 2^53")
+        raise ProtocolError(f"{where}={str(value)[:40]} must be 0 to 2^53")
     return value
 
 
 def _number(value: Any, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ProtocolError(f"{where} is {type(value).__name__}, not a number")
+        raise ProtocolError(f"{where} is {type(value).__name__}, expected a number")
     try:
         number = float(value)
     except OverflowError:  # an integer of hundreds of digits
         number = math.inf
     if not math.isfinite(number):
-        raise ProtocolError(f"{where} is {str(value)[:40]}, not finite")
+        raise ProtocolError(f"{where}={str(value)[:40]} must be finite")
     return number
 
 
 def _text(value: Any, where: str) -> str:
     if not isinstance(value, str) or len(value) > TEXT_CHARACTERS_MAX:
-        raise ProtocolError(f"{where} is not a text of at most {TEXT_CHARACTERS_MAX} characters")
+        raise ProtocolError(f"{where} must be a text of at most {TEXT_CHARACTERS_MAX} characters")
     return value
 
 
 def _boolean(value: Any, where: str) -> bool:
     if not isinstance(value, bool):
-        raise ProtocolError(f"{where} is {type(value).__name__}, not true or false")
+        raise ProtocolError(f"{where} is {type(value).__name__}, expected true or false")
     return value
 
 
 def _shown(value: Any) -> str:
-    """The beginning of a plain value; the kind of one that may be nested without end."""
+    """Return the start of a plain value, or the type of one that may be deeply nested."""
     plain = isinstance(value, (str, int, float)) or value is None
     return repr(str(value)[:40]) if plain else type(value).__name__

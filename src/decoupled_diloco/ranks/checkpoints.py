@@ -14,16 +14,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from decoupled_diloco.errors import Error, StorageError
+from decoupled_diloco.errors import DilocoError, StorageError
 from decoupled_diloco.learner.checkpoint import HeldFragment, LearnerCheckpoint
 from decoupled_diloco.learner.checkpointer import Checkpointer, Written
 from decoupled_diloco.learner.sharded_state import causes, spread_out
 from decoupled_diloco.merge import joined_digest
-from decoupled_diloco.observe.samples import CheckpointWritten, Sample
-from decoupled_diloco.ranks.carrier import Document
 from decoupled_diloco.ranks.store import RankedStore
+from decoupled_diloco.ranks.sync_ranks import CarriedExchange, Document
 from decoupled_diloco.runtime import now, runtime
 from decoupled_diloco.storage.ranges import RESIDUAL, keep_ranges, summed
+from decoupled_diloco.tape.samples import CheckpointWritten, Sample
 
 logger = logging.getLogger(__name__)
 
@@ -44,21 +44,24 @@ class LeaderCheckpointer(Checkpointer):
     Args:
         store: By which the ranks are told.
         ranks: How many there are.
-        ask: Asks every carrier: see `CarriedExchange.ask_all`.
         arguments: As `Checkpointer` has them.
+
+    Attributes:
+        exchange: Asks the carriers.
     """
+
+    exchange: CarriedExchange
 
     def __init__(
         self,
         store: RankedStore,
         ranks: int,
-        ask: Callable[..., Future[list[Document]]],
         *arguments: Any,
     ) -> None:
         super().__init__(*arguments)
         self._store = store
         self._ranks = ranks
-        self._ask = ask
+        self._wanted: Future[Written] | None = None
         self._ordered: dict[str, _Ordered] = {}
         self._for_all: Path | None = None
         self._adopting: Future[list[Document]] = Future()
@@ -81,7 +84,7 @@ class LeaderCheckpointer(Checkpointer):
             keep_ranges(self._for_all, 0, {(p, 0): each.published for p, each in enumerate(held)})
             left = {(p, 0): summed(held[p].residual) for p in checkpoint.with_residual}
             keep_ranges(self._for_all, 0, left, RESIDUAL)
-        except Error as error:
+        except DilocoError as error:
             return f"its checkpoint is of a learner of one process: {error}"
         self.loaded = replace(checkpoint, beside=self._for_all, ranks=1, model={}, state={})
         return ""
@@ -99,7 +102,9 @@ class LeaderCheckpointer(Checkpointer):
         if not isinstance(found, str):
             folder, numbers = str(found.beside), _numbers(found)
             left = [(p, found.fragments[p].residual[0].number) for p in found.with_residual]
-            self._adopting = self._ask(do="adopt", folder=folder, numbers=numbers, residuals=left)
+            self._adopting = self.exchange.ask_all(
+                do="adopt", folder=folder, numbers=numbers, residuals=left
+            )
             self._read = found.run_checkpoint
         return found
 
@@ -134,6 +139,16 @@ class LeaderCheckpointer(Checkpointer):
             self._store.adopt(fragment, held.published)
         self._restored(checkpoint)
 
+    def want(self) -> Future[Written]:
+        """Orders a checkpoint for the end of the next step that is planned."""
+        self._wanted = self._wanted or Future()
+        return self._wanted
+
+    @property
+    def due(self) -> bool:
+        """See `Checkpointer.due`."""
+        return self._wanted is not None or super().due
+
     def take(
         self, outline: LearnerCheckpoint, tell: Callable[[Sample], None]
     ) -> Future[Written] | None:
@@ -150,9 +165,14 @@ class LeaderCheckpointer(Checkpointer):
         whole = replace(outline, ranks=self._ranks, beside=beside, fragments=_named(outline))
         folder = str(beside)
         left = [[each.number for each in held.residual] for held in whole.fragments]
-        published = self._ask(do="keep", folder=folder, numbers=_numbers(whole), residuals=left)
+        published = self.exchange.ask_all(
+            do="keep", folder=folder, numbers=_numbers(whole), residuals=left
+        )
         self._ordered[folder] = _Ordered(whole, tell, self.writing, published)
         self._store.order("save", folder)
+        wanted, self._wanted = self._wanted, None
+        if wanted is not None:
+            self.writing.add_done_callback(lambda done: wanted.set_result(done.result()))
         return self.writing
 
     def saving(self, folder: str, writing: Future[Any], copy_seconds: float) -> None:
@@ -169,7 +189,7 @@ class LeaderCheckpointer(Checkpointer):
         checkpoint = ordered.outline
         try:
             ordered.published.result()
-        except (Error, CancelledError) as lost:
+        except (DilocoError, CancelledError) as lost:
             error = error or lost
         if error is None:
             ordered.future.set_result(self._write(checkpoint, copy_seconds, ordered.tell))

@@ -1,9 +1,14 @@
-"""What the ranks of one learner tell one another: small documents at boundaries, tensors behind.
+"""The ranks of one learner: small documents at boundaries, tensors behind, and a watch over them.
 
 Three process groups of gloo's, all in host memory: *boundary* for one document of every rank each
 step, which travels while the step is trained; *bodies* for redistribution and *checkpoints* for
 those, each used by one thread of each rank. None is the framework's own, so nothing here waits for
 its collectives, nor they for this.
+
+A rank that waits in a collective cannot say which rank hangs, so `Watch` does: in a thread of its
+own each rank tells the job's store every few seconds that it lives, and at which place of its
+program it is. Rank 0 looks at all others, they look at rank 0. Nothing is ended here: collectives
+have timeouts of their own (`SILENCE_SECONDS`, and the training program's).
 """
 
 from __future__ import annotations
@@ -12,8 +17,10 @@ import itertools
 import json
 import logging
 import os
+import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -21,10 +28,104 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from decoupled_diloco.errors import ConfigError, TransportError
-from decoupled_diloco.ranks.watch import Watch
+from decoupled_diloco.errors import ConfigError, DilocoError, TransportError
+from decoupled_diloco.runtime import now
 
 logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 5.0
+LONG_SECONDS = 20.0
+"""Ranks that are at different places for so long, or say nothing, are named."""
+
+
+@dataclass
+class _Seen:
+    """What was last heard of a rank, and since when it is so (seconds of the runtime)."""
+
+    said: Any = None
+    heard: float = 0.0
+    place: str = ""
+    since: float = 0.0
+    told: str = ""
+
+
+class Watch:
+    """One rank's look at the others, in a thread of its own.
+
+    Args:
+        store: The job's; copied, since a store serves one thread at a time.
+        meeting: Begins the keys; the same on every rank, and used once.
+        rank: This one.
+        size: How many there are.
+
+    Attributes:
+        place: Where in its program this rank is.
+    """
+
+    def __init__(self, store: Any, meeting: str, rank: int, size: int) -> None:
+        self.place = ""
+        self._meeting = meeting
+        self._rank = rank
+        self._others = range(1, size) if rank == 0 else (0,)
+        self._seen = {other: _Seen(heard=now()) for other in self._others}
+        self._since, self._place = now(), ""
+        self._end = threading.Event()
+        if hasattr(store, "clone"):  # PyTorch before 2.8 has none
+            self._store = store.clone()
+            threading.Thread(target=self._run, name="ddiloco-watch", daemon=True).start()
+
+    def close(self) -> None:
+        """Ends the thread soon; does not wait for it."""
+        self._end.set()
+
+    def _run(self) -> None:
+        lives = 0
+        try:
+            while not self._end.wait(LOOK_SECONDS):
+                lives += 1
+                self._store.set(self._key(self._rank), json.dumps([lives, self.place]))
+                self._look(now())
+        except RuntimeError as error:  # the store ends with the rank that serves it
+            if not self._end.is_set():
+                logger.warning("other ranks can't be watched any more: %s", str(error)[:200])
+
+    def _key(self, rank: int) -> str:
+        return f"{self._meeting}/at/{rank}"
+
+    def _look(self, at: float) -> None:
+        if self.place != self._place:
+            self._place, self._since = self.place, at
+        for rank, seen in self._seen.items():
+            said = self._store.get(self._key(rank)) if self._has(rank) else None
+            if said != seen.said:
+                seen.said, seen.heard = said, at
+                place = json.loads(said)[1] if said else ""
+                if place != seen.place:
+                    seen.place, seen.since = place, at
+            trouble = self._trouble(rank, seen, at)
+            if trouble and trouble != seen.told:
+                logger.warning("%s", trouble)
+            if seen.told and not trouble:
+                logger.warning("rank %d of this learner goes on", rank)
+            seen.told = trouble
+
+    def _has(self, rank: int) -> bool:
+        return bool(self._store.check([self._key(rank)]))
+
+    def _trouble(self, rank: int, seen: _Seen, at: float) -> str:
+        if at - seen.heard > LONG_SECONDS:
+            return (
+                f"rank {rank} of this learner says nothing: its process is stopped, or its "
+                "machine or network is gone"
+            )
+        if seen.place != self._place and at - max(seen.since, self._since) > LONG_SECONDS:
+            return (
+                f"rank {rank} of this learner is at {seen.place!r} and rank {self._rank} at "
+                f"{self._place!r}, for more than {LONG_SECONDS:.0f} s: every rank has to make the "
+                "same calls, step by step"
+            )
+        return ""
+
 
 SLOT_BYTES = 1024
 """What each rank says at a boundary is sent in one piece if it is no longer than this."""
@@ -59,11 +160,11 @@ def ranks_of_this_job() -> int:
     return 1
 
 
-def chosen_carriers(carriers: object, hosts: Sequence[str]) -> tuple[int, ...]:
+def chosen_sync_ranks(carriers: object, hosts: Sequence[str]) -> tuple[int, ...]:
     """The ranks that talk to the syncer; rank 0 is one of them.
 
-    >>> chosen_carriers(2, "aaaa"), chosen_carriers("hosts", "aabb"), chosen_carriers("all", "ab")
-    ((0, 2), (0, 2), (0, 1))
+    >>> chosen_sync_ranks(2, "aaaa"), chosen_sync_ranks("hosts", "aabb")
+    ((0, 2), (0, 2))
 
     Args:
         carriers: How many, evenly spread; ``"hosts"``: one on each; ``"all"``.
@@ -79,8 +180,8 @@ def chosen_carriers(carriers: object, hosts: Sequence[str]) -> tuple[int, ...]:
         return tuple(sorted({host: rank for rank, host in reversed([*enumerate(hosts)])}.values()))
     if type(carriers) is not int or not 1 <= carriers <= ranks:
         raise ConfigError(
-            f"carriers={carriers!r}: give 1 to {ranks}, as this learner has {ranks} "
-            f"rank{'s' * (ranks > 1)}, or 'hosts' (one on each) or 'all'"
+            f"sync_ranks={carriers!r} is out of range: pass 1 to {ranks}, because this learner has "
+            f"{ranks} rank{'s' * (ranks > 1)}, or 'hosts' (one per host) or 'all'"
         )
     return tuple(ranks * n // carriers for n in range(carriers))
 
@@ -185,7 +286,7 @@ class _told:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, RuntimeError | ValueError):
+        if isinstance(error, RuntimeError | ValueError) and not isinstance(error, DilocoError):
             raise TransportError(
                 f"could not {self._what} of this learner: one is gone or hangs ({error!s:.300}). "
                 "Have its launcher restart all of them, as torchrun does"

@@ -21,11 +21,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.learner.modules import Model, parts_of
+from decoupled_diloco.learner.model import Model, parts_of
 from decoupled_diloco.merge import Layout, layout_of
 from decoupled_diloco.merge.layout import Constant, TensorSpec, named_tensors
-from decoupled_diloco.ranks.boxes import Box
-from decoupled_diloco.ranks.redistribute import Sharding
+from decoupled_diloco.ranks.redistribute import Box, Sharding
 
 
 @dataclass(frozen=True)

@@ -8,32 +8,38 @@ is waited for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from decoupled_diloco.errors import ConfigError, Error, TransportError
+from decoupled_diloco.errors import ConfigError, DilocoError, TransportError
+from decoupled_diloco.learner.boundary import LearnerProgress
 from decoupled_diloco.learner.checkpoint import OPTIMIZER
-from decoupled_diloco.learner.checkpointer import all_stateful, require_stateful
-from decoupled_diloco.learner.checks import (
-    refuse_own_copies,
+from decoupled_diloco.learner.checkpointer import require_stateful
+from decoupled_diloco.learner.model import (
+    Model,
+    TrainedModel,
+    give_buffers_memory,
+    plain,
     refuse_what_cannot_be_written,
     refuse_what_is_not_finite,
 )
-from decoupled_diloco.learner.modules import Model, give_buffers_memory, plain
+from decoupled_diloco.learner.optimizers import InnerOptimizers
+from decoupled_diloco.learner.options import ParticipantOptions, StateSharing, Timeouts
+from decoupled_diloco.learner.shared import Context
 from decoupled_diloco.merge.plan import MergePlan
-from decoupled_diloco.ranks.carrier import CarriedValues
-from decoupled_diloco.ranks.carriers import cut_for
-from decoupled_diloco.ranks.group import Exchange, chosen_carriers
-from decoupled_diloco.ranks.link import CarrierLink
+from decoupled_diloco.ranks.checkpoints import LeaderCheckpointer
+from decoupled_diloco.ranks.group import Exchange, chosen_sync_ranks
 from decoupled_diloco.ranks.model import RankModel, described, joined, reshard, sharded_modules
+from decoupled_diloco.ranks.store import CarriedValues, RankedStore
 from decoupled_diloco.ranks.surroundings import RankState, RankSurroundings
+from decoupled_diloco.ranks.sync_ranks import CarriedExchange, CarrierLink, cut_for
 from decoupled_diloco.ranks.tensors import RankTensors
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.transport.base import Client
-from decoupled_diloco.transport.tls import Tls
 from decoupled_diloco.transport.tokens import read_secret
 
 Document = dict[str, Any]
@@ -41,7 +47,9 @@ Document = dict[str, Any]
 MARK = ".ranks"
 """A file by which all ranks see that they have one folder."""
 
-_ERRORS: dict[str, type[Error]] = {kind.__name__: kind for kind in (ConfigError, TransportError)}
+_ERRORS: dict[str, type[DilocoError]] = {
+    kind.__name__: kind for kind in (ConfigError, TransportError)
+}
 
 
 class RankSeat:
@@ -54,10 +62,15 @@ class RankSeat:
     Attributes:
         model: This rank's part of the learner's model, once it has met the others.
         key: By which carriers open the leader's server.
+        trained: That part with its optimizers, from `train` on.
+        store: By which rank 0 tells the ranks what is ordered of the parameters.
         hosts: Of each rank.
+        progress: As of the last plan that was carried out.
     """
 
     model: RankModel
+    trained: TrainedModel
+    store: RankedStore
     key: str
     hosts: tuple[str, ...]
 
@@ -72,7 +85,9 @@ class RankSeat:
         self.link: CarrierLink | None = None
         self.failure: BaseException | None = None
         self.under_way: Exchange | None = None
-        self.on_end: Callable[[BaseException], None] = lambda error: None
+        self.progress = LearnerProgress()
+        self._held: dict[int, str] = {}
+        self._calls = 0
         self._state: RankState | None = None
 
     async def take(
@@ -114,8 +129,9 @@ class RankSeat:
             _refuse_difference(documents[0]["arguments"], document["arguments"], rank)
         self.key = str(documents[0]["key"])
         self.hosts = tuple(str(document["host"]) for document in documents)
-        carriers = chosen_carriers(arguments.get("carriers", 1), self.hosts)
+        carriers = chosen_sync_ranks(arguments["sync_ranks"] or 1, self.hosts)
         self.model = joined(self._module, documents, carriers)
+        self.store = RankedStore(self.model.layout)
         if folder is not None:
             await self._require_shared(folder, documents[0]["mark"])
         return self
@@ -133,6 +149,76 @@ class RankSeat:
                     f"rank {rank} does not see what rank 0 has written in {folder}: give "
                     "checkpoint= a folder on a disk that all ranks share"
                 )
+
+    def train(self, optimizers: InnerOptimizers | None) -> TrainedModel:
+        """This rank's part of the model with its optimizers."""
+        self.trained = TrainedModel(
+            self._given,
+            optimizers,
+            self.model.layout,
+            buffers_in_place=True,
+            settle=self.reshard,
+        )
+        return self.trained
+
+    @contextmanager
+    def tells_errors(self) -> Iterator[None]:
+        """Raises what is wrong in the block on the other ranks, too."""
+        try:
+            yield
+        except DilocoError as error:
+            self.leave(error)
+            raise
+
+    def exchange(self, context: Context) -> CarriedExchange:
+        """Rank 0's payloads, which the carriers have."""
+        return CarriedExchange(
+            context,
+            sharding=self.model.sharding,
+            values=self.carried,
+            store=self.store,
+            key=self.key,
+            hosts=self.hosts,
+            around=self.around,
+        )
+
+    def checkpointer(self, *arguments: Any) -> LeaderCheckpointer:
+        """Rank 0's checkpoints, which all ranks write; see `Checkpointer`."""
+        return LeaderCheckpointer(self.store, self.group.size, *arguments)
+
+    @property
+    def versions(self) -> tuple[str, ...]:
+        """The version of each fragment that was taken last, by the plans carried out."""
+        return tuple(self._held[fragment] for fragment in sorted(self._held))
+
+    def check_model(self) -> None:
+        """Reports a change of the model to all ranks."""
+        try:
+            self.trained.guard.check()
+        except ConfigError as error:
+            self.leave(error)
+            raise
+
+    def next_step(self) -> str:
+        """The name of the step that begins, by which ranks see that they make the same calls."""
+        self._calls += 1
+        return f"step {self._calls}"
+
+    async def carry_out(self, plan: Document) -> tuple[int, ...]:
+        """Does what a plan says; returns the fragments whose global weights are taken."""
+        writes = any(order[0] == "write" for order in plan["orders"])
+        try:
+            if self.tensors is not None:
+                with self.trained.following() if writes else nullcontext():
+                    await self.tensors.carry_out(plan["orders"])
+        except DilocoError as error:
+            self.leave(error)
+            raise
+        if plan.get("facts"):
+            self.progress = LearnerProgress(**plan["facts"])
+        applied = {int(fragment): version for fragment, version in plan["applied"].items()}
+        self._held |= applied
+        return tuple(applied)
 
     def admit(self, plan: MergePlan) -> RankTensors:
         """The run's cut is known: from here on plans can be carried out."""
@@ -154,9 +240,8 @@ class RankSeat:
         plan: MergePlan,
         learner: str,
         addresses: Sequence[str],
-        token: Any,
-        tls: Tls | None = None,
-        client: Callable[[], Client] | None = None,
+        options: ParticipantOptions,
+        client: Callable[[], Client] | None,
     ) -> None:
         """Does its part as a carrier, if it is one beside the leader.
 
@@ -164,8 +249,7 @@ class RankSeat:
             plan: The run's.
             learner: This learner's id.
             addresses: Where rank 0 may be found.
-            token: The run's secret, or the learner's.
-            tls: What it trusts and shows to the syncer.
+            options: Among them the auth token and the certificates.
             client: Makes what dials the syncer; default: by the token and tls.
         """
         if not self.leads and self.group.rank in self.model.sharding.carriers:
@@ -173,7 +257,10 @@ class RankSeat:
                 self.group.rank,
                 addresses,
                 partial(self.around.client, "carrier", self.key, addresses, within=True),
-                client or partial(self.around.client, learner, read_secret(token), tls=tls),
+                client
+                or partial(
+                    self.around.client, learner, read_secret(options.auth_token), tls=options.tls
+                ),
                 plan,
                 self.model.sharding,
                 self.carried,
@@ -199,7 +286,7 @@ class RankSeat:
 
         Raises:
             ConfigError: The ranks are not at the same place of their programs.
-            Error: What a rank has failed of, on every rank.
+            DilocoError: What a rank has failed of, on every rank.
         """
         exchange, self.under_way = self.under_way, None
         assert exchange is not None
@@ -238,70 +325,59 @@ class RankSeat:
 
     def _end(self, error: BaseException) -> None:
         self.carried.fail(error)
-        self.on_end(error)
+        self.store.failed(error)
 
     def reshard(self) -> None:
         """See `model.reshard`."""
         reshard(self._sharded)
 
 
-OWN_ON_EACH = (
-    "optimizer",
-    "after_apply",
-    "stateful",
-    "token",
-    "tls",
-    "tape",
-    "client",
-    "store",
-    "seat",
-)
-"""Arguments that need not be the same on every rank."""
-
-
 async def seated(
-    model: Model, arguments: Mapping[str, Any], around: RankSurroundings | None = None
+    model: Model,
+    options: ParticipantOptions,
+    sharing: StateSharing,
+    objects: Mapping[str, Any],
+    around: RankSurroundings | None = None,
 ) -> RankSeat:
-    """This rank's place, once all ranks have come and fit together.
+    """Return this rank's place, once all ranks have arrived and their arguments agree.
 
     Raises:
-        ConfigError: On every rank, if something is wrong on one.
+        ConfigError: On every rank, if one rank finds an error.
     """
     reshard(sharded_modules(model))
-    optimizer = arguments.get("optimizer")
-    objects = all_stateful(optimizer, arguments.get("stateful"))
-    folder = _folder_of(arguments)
+    folder = _folder_of(options)
 
     def check() -> None:
-        if arguments.get("listen") is not None or arguments.get("donate") not in NO_DONOR:
+        if tuple(sharing.objects) not in NOT_SHARED:
             raise ConfigError(
-                "a learner of several ranks gives its state to nobody and takes none: leave out "
-                "listen= and donate="
+                f"StateSharing(objects={tuple(sharing.objects)!r}): a multi-rank learner shares no "
+                "state: leave state_sharing= out"
             )
         for name, thing in objects.items():
             if folder is not None:
                 require_stateful(name, thing)
-        if optimizer is not None and arguments.get("after_apply") is None:
-            refuse_own_copies(plain(model), optimizer)
 
-    told = {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, value in arguments.items()
-        if name not in OWN_ON_EACH and isinstance(value, str | int | float | tuple | list | None)
+    # What must be the same on every rank.
+    alike: dict[str, Any] = {
+        "name": options.name,
+        "checkpoint": str(folder),
+        "checkpoint interval_seconds": options.checkpoint.interval_seconds,
+        "checkpoint state": sorted(objects),
+        "sync_ranks": options.sync_ranks,
+        "tracker": options.observability.tracker,
+        "metrics_address": options.observability.metrics_address,
     }
-    told |= {"checkpoint": str(folder), "stateful": sorted(objects)}
-    return await RankSeat(model, around or RankSurroundings()).take(told, objects, folder, check)
+    alike |= {f"timeouts.{f.name}": getattr(options.timeouts, f.name) for f in fields(Timeouts)}
+    return await RankSeat(model, around or RankSurroundings()).take(alike, objects, folder, check)
 
 
-NO_DONOR: tuple[object, ...] = (None, (), [], (OPTIMIZER,), [OPTIMIZER])
-"""What ``donate=`` may be: the default, or nothing."""
+NOT_SHARED: tuple[object, ...] = ((), (OPTIMIZER,))
+"""What ``StateSharing.objects`` of a multi-rank learner may be: nothing, or the default."""
 
 
-def _folder_of(arguments: Mapping[str, Any]) -> Path | None:
-    checkpoint, learner_id = arguments.get("checkpoint"), arguments.get("learner_id")
-    if checkpoint is None or learner_id is None:
-        return None
-    return Path(checkpoint) / str(learner_id)
+def _folder_of(options: ParticipantOptions) -> Path | None:
+    folder, name = options.checkpoint.folder, options.name
+    return None if folder is None or name is None else Path(folder) / name
 
 
 def _marked(folder: Path) -> str:

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from decoupled_diloco.learner.store import HostCopy
 from decoupled_diloco.merge import Fragment, Layout
-from decoupled_diloco.ranks.tensors import HELD
+
+HELD = 0
+"""In the place of a number: the values that were written last."""
 
 
 class Handle:
@@ -40,6 +42,42 @@ class Handle:
     def values(self) -> Tensor:
         """See `HostCopy.values`: nobody has them whole."""
         raise AssertionError("the values are with the carriers")
+
+
+class CarriedValues:
+    """A carrier's ranges of fragments, fp32, by number; safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: dict[int, Future[Tensor]] = {}
+        self._error: BaseException | None = None
+
+    def put(self, number: int, values: Tensor) -> None:
+        """They are here."""
+        future = self.future(number)
+        if not future.done():
+            future.set_result(values)
+
+    def future(self, number: int) -> Future[Tensor]:
+        """Done when they are here."""
+        with self._lock:
+            future = self._values.setdefault(number, Future())
+            if self._error is not None and not future.done():
+                future.set_exception(self._error)
+            return future
+
+    def forget(self, number: int) -> None:
+        """Nobody needs them any more."""
+        with self._lock:
+            self._values.pop(number, None)
+
+    def fail(self, error: BaseException) -> None:
+        """What is not here will never be: who waits for it, or will, gets this error."""
+        with self._lock:
+            self._error = error
+            for future in self._values.values():
+                if not future.done():
+                    future.set_exception(error)
 
 
 class RankedStore:

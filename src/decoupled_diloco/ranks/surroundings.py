@@ -19,7 +19,7 @@ from decoupled_diloco.ranks.group import Collectives, RankGroup
 from decoupled_diloco.transport.base import Client, OnChannel, Server
 from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.http_server import HttpServer
-from decoupled_diloco.transport.tls import Tls
+from decoupled_diloco.transport.tls import TLSConfig
 from decoupled_diloco.transport.tokens import Tokens, is_loopback
 
 
@@ -66,7 +66,7 @@ class RankSurroundings:
         principal: str,
         token: str | None,
         trusted: Sequence[str] = (),
-        tls: Tls | None = None,
+        tls: TLSConfig | None = None,
         *,
         within: bool = False,
     ) -> Client:

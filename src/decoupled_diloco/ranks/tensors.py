@@ -23,17 +23,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decoupled_diloco.learner.side_stream import SideStream
+from decoupled_diloco.learner.store import SideStream
 from decoupled_diloco.merge import Fragment, local_of
-from decoupled_diloco.ranks.boxes import Box, boxes_of_range
-from decoupled_diloco.ranks.carrier import CarriedValues
 from decoupled_diloco.ranks.model import RankModel
-from decoupled_diloco.ranks.redistribute import AllToAll, HeldRows, Parts, Redistribution
+from decoupled_diloco.ranks.redistribute import (
+    AllToAll,
+    Box,
+    HeldRows,
+    Parts,
+    Redistribution,
+    boxes_of_range,
+)
+from decoupled_diloco.ranks.store import HELD, CarriedValues
 from decoupled_diloco.ranks.surroundings import RankState
 from decoupled_diloco.runtime import now, runtime
-
-HELD = 0
-"""In the place of a number: the values that were written last."""
 
 Orders = Sequence[Sequence[object]]
 """``("copy", fragment, handle)``, ``("spread", fragment, handle)``,
@@ -98,7 +101,6 @@ class RankTensors:
 
     Attributes:
         saving: Told of a checkpoint that this rank writes.
-        restored: Whether this rank has gone on from a checkpoint.
     """
 
     def __init__(
@@ -132,7 +134,6 @@ class RankTensors:
         self._strand = runtime().strand("ddiloco-ranks")
         self._last: Future[None] | None = None
         self.saving: Callable[[str, Future[object], float], None] = lambda *arguments: None
-        self.restored = False
 
     def _rows_of(self, fragment: Fragment) -> list[_Row | None]:
         rows: list[_Row | None] = []
@@ -169,7 +170,6 @@ class RankTensors:
                 case ["restore", str(folder), int(ranks)]:
                     assert self._state is not None
                     self._state.load(Path(folder), ranks)
-                    self.restored = True
                 case ["forget", int(handle)]:
                     self._copies.pop(handle, None)
                     self._strand.submit(partial(self._forget, handle))

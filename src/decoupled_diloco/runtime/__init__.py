@@ -1,9 +1,9 @@
-"""What a process asks of its surroundings: the time, ids, chance, threads and the disk.
+"""The runtime: a process's access to time, ids, randomness, threads and the disk.
 
-Every shell goes through here, and tasks through asyncio's event loop, so that the same code runs on
-the machine's own `Runtime` and on a virtual one, where a whole run with all its failures repeats
-exactly from a seed. The runtime belongs to the context, as a running event loop does: a virtual
-process's tasks find their own, everybody else finds the real one.
+All shells use this module, and asyncio's event loop for tasks. So the same code runs on the real
+`Runtime` and on a virtual one, where a whole run with all its failures repeats exactly from a seed.
+The runtime is a context variable, similar to the running event loop: the tasks of a virtual process
+get their own runtime, and all other code gets the real one.
 """
 
 from __future__ import annotations
@@ -27,121 +27,121 @@ from decoupled_diloco.runtime.disk import Disk
 _T = TypeVar("_T")
 
 PROGRAM_ENDED_SECONDS = 0.2
-"""How often it is looked whether the program has ended."""
+"""Interval at which the runtime checks whether the program has ended."""
 
 
 IN_PLACE_NUMEL = 1 << 16
-"""Elements that are encoded or decoded in 0.02 to 0.7 ms, depending on the codec. To hand them to
-another thread and back takes two thread switches. Each costs 0.07 ms of CPU time, and a switch
-waits for the interpreter lock, which the training thread needs as well."""
+"""Number of elements up to which the event loop processes a tensor itself. Encoding or decoding so
+many takes 0.02 to 0.7 ms, depending on the codec. A worker thread would need two thread switches.
+Each costs 0.07 ms of CPU time and waits for the interpreter lock, which the training thread also
+needs."""
 
 
 class Monitor(Protocol):
-    """A lock, and word of changes to what it guards."""
+    """A reentrant lock with notifications of changes to the state that it guards."""
 
     def __enter__(self) -> object:
-        """Takes the lock; whoever has it may take it again."""
+        """Acquire the lock; the thread that holds it may acquire it again."""
         ...
 
     def __exit__(self, *error: object) -> None:
-        """Gives it back."""
+        """Release the lock."""
         ...
 
     def notify(self) -> None:
-        """Something has changed; called with the lock held."""
+        """Notify waiters of a change; the caller must hold the lock."""
         ...
 
     async def wait(self, seconds: float) -> None:
-        """Waits for a change, at most so long; the lock is free meanwhile."""
+        """Wait for a change, at most ``seconds``; the lock is released during the wait."""
         ...
 
 
 class Beside(Protocol):
-    """An event loop that runs beside the caller."""
+    """An event loop that runs in the background of the caller."""
 
     def join(self, seconds: float) -> None:
-        """Waits until it has ended, at most so long."""
+        """Wait until it has ended, at most ``seconds``."""
         ...
 
 
 class Strand(Protocol):
-    """Coroutines, one after the other, beside the caller."""
+    """A background thread that runs coroutines one after the other."""
 
     def submit(self, work: Callable[[], Coroutine[Any, Any, _T]]) -> Future[_T]:
-        """Runs a coroutine to its end, after those that were given before."""
+        """Run a coroutine to its end, after those submitted before."""
         ...
 
     def close(self) -> None:
-        """What has not begun never will."""
+        """Cancel the coroutines that have not started."""
         ...
 
 
 class Runtime:
-    """The machine's own surroundings; virtual ones override what they replace.
+    """The runtime of the real machine; virtual runtimes override its methods.
 
     Attributes:
-        disk: How files are changed.
+        disk: The operations on files.
     """
 
     def __init__(self, disk: Disk | None = None) -> None:
         self.disk = disk or Disk()
 
     def now(self) -> float:
-        """Seconds of a clock that never goes back."""
+        """Return the seconds of a monotonic clock."""
         return time.monotonic()
 
     def wall(self) -> float:
-        """Seconds since the Unix epoch."""
+        """Return the seconds since the Unix epoch."""
         return time.time()
 
     def process_id(self) -> int:
-        """The number of this process."""
         return os.getpid()
 
     def unique_id(self) -> str:
-        """32 hexadecimal digits that nobody else has."""
+        """Return a globally unique id of 32 hexadecimal digits."""
         return uuid.uuid4().hex
 
     def secret(self) -> str:
-        """32 hexadecimal digits that nobody can guess."""
+        """Return an unpredictable secret of 32 hexadecimal digits."""
         return secrets.token_hex(16)
 
     def rng(self) -> random.Random:
-        """A new source of chance, for jitter."""
+        """Return a new random number generator, for jitter."""
         return random.Random()
 
     def worker(self, name: str) -> Executor:
-        """One thread that does what it is given, in order."""
+        """Return an executor with one thread, which runs tasks in order."""
         return ThreadPoolExecutor(1, thread_name_prefix=name)
 
     def works_in_place(self, numel: int) -> bool:
-        """Whether tensors of this size are processed in the event loop, not in a worker."""
+        """Return whether the event loop processes tensors of this size itself."""
         return numel <= IN_PLACE_NUMEL
 
     def strand(self, name: str) -> Strand:
-        """One thread that runs coroutines as `blocking` does, in order."""
+        """Return a thread that runs coroutines in order, as `blocking` does."""
         return _ThreadStrand(name)
 
     async def outcome(self, future: Future[_T]) -> _T:
-        """What a worker's task comes to; the thread that asks waits for it."""
+        """Return the result of a worker's task; blocks the calling thread."""
         return future.result()
 
     def monitor(self) -> Monitor:
-        """A lock for the thread that trains and an event loop beside it."""
+        """Return a monitor for the training thread and its background event loop."""
         return _ThreadMonitor()
 
     def beside(self, main: Callable[[], Coroutine[Any, Any, None]], name: str) -> Beside:
-        """Runs an event loop beside the caller, until ``main`` returns."""
+        """Run an event loop in the background until ``main`` returns."""
         return _LoopThread(main, name)
 
     async def program_ended(self) -> None:
-        """Waits until the program's main thread is gone."""
+        """Wait until the program's main thread has ended."""
         while threading.main_thread().is_alive():  # noqa: ASYNC110  # it sets no event
             await asyncio.sleep(PROGRAM_ENDED_SECONDS)
 
 
 REAL = Runtime()
-"""This machine's."""
+"""The runtime of this machine."""
 
 _RuntimeT = TypeVar("_RuntimeT", bound=Runtime)
 
@@ -149,34 +149,40 @@ CURRENT: ContextVar[Runtime] = ContextVar("runtime", default=REAL)
 
 
 @contextmanager
-def within(surroundings: _RuntimeT) -> Iterator[_RuntimeT]:
-    """What runs in this block has these surroundings."""
-    token = CURRENT.set(surroundings)
+def within(active: _RuntimeT) -> Iterator[_RuntimeT]:
+    """Use a runtime for the code that runs in a ``with`` block."""
+    token = CURRENT.set(active)
     try:
-        yield surroundings
+        yield active
     finally:
         CURRENT.reset(token)
 
 
 def runtime() -> Runtime:
-    """The surroundings of the process whose code is running."""
+    """Return the runtime of the process whose code is running."""
     return CURRENT.get()
 
 
 def now() -> float:
-    """Seconds of this process's clock, which never goes back."""
+    """Return the seconds of this process's monotonic clock."""
     return CURRENT.get().now()
 
 
 def blocking(work: Coroutine[Any, Any, _T]) -> _T:
-    """Runs a coroutine to its end in this thread; what it waits for blocks the thread."""
+    """Run a coroutine to its end in this thread, without an event loop.
+
+    Each wait in the coroutine must block the thread itself, as `_ThreadMonitor.wait` does.
+
+    Raises:
+        AssertionError: The coroutine waits for an event loop.
+    """
     try:
         work.send(None)
     except StopIteration as end:
         result: _T = end.value
         return result
     work.close()
-    raise AssertionError("it waits for an event loop, and this thread has none")
+    raise AssertionError("the coroutine waits for an event loop, but this thread has none")
 
 
 class _ThreadStrand:
@@ -209,8 +215,8 @@ class _ThreadMonitor:
 
 
 class _LoopThread:
-    # No daemon: one that is still at work while the interpreter is taken down would be torn out of
-    # the middle of tensor code, which aborts the process.
+    # Not a daemon thread: the interpreter would kill one at shutdown in the middle of tensor code,
+    # which aborts the process.
     def __init__(self, main: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         _loop_threads.add(self)
@@ -229,16 +235,16 @@ class _LoopThread:
         self._thread.join(seconds)
 
     def drop_sockets(self) -> None:
-        """In a forked child: replaces the sockets of the parent's event loop by `/dev/null`.
+        """In a forked child, replace the sockets of the parent's event loop by `/dev/null`.
 
-        Otherwise the other ends would not notice that the parent died while the child lives. The
-        numbers stay in use, so that a socket object that the child collects closes nothing else.
-        The selector is not changed, because its kernel object is shared with the parent.
+        Otherwise the peers would not notice the parent's death while the child lives. The file
+        descriptors stay in use, so that a socket object that the child collects closes no other
+        file. The selector is unchanged, because its kernel object is shared with the parent.
         """
         if self._loop is None or self._loop.is_closed():
-            return  # its numbers may be those of other files by now
+            return  # other files may have reused its descriptors
         inner: Any = self._loop  # asyncio has no public list of a loop's sockets
-        open_ones = dict(getattr(inner, "_transports", ()))  # also those that do not read just now
+        open_ones = dict(getattr(inner, "_transports", ()))  # includes those that do not read now
         numbers = {number for number, each in open_ones.items() if each._sock is not None}
         numbers |= set(inner._selector.get_map() or ()) if hasattr(inner, "_selector") else set()
         null = os.open(os.devnull, os.O_RDWR)
@@ -261,10 +267,10 @@ if hasattr(os, "register_at_fork"):
 
 
 def _let_others_finish() -> None:
-    """This thread and those that it starts take no core from others when they wake up.
+    """Prevent this thread and those that it starts from preempting others when they wake up.
 
-    Else, on a busy machine, each message that comes or goes stops the thread that trains.
+    Otherwise, on a busy machine, each message interrupts the training thread.
     """
     if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
-        with suppress(OSError):  # a sandbox may refuse
+        with suppress(OSError):  # a sandbox may forbid it
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

@@ -1,8 +1,8 @@
-"""How this package reads and changes a disk: a handful of operations, one place for all of them.
+"""All disk operations of this package, in one class.
 
-A crash can come between any two of them, and inside a write. What is written, renamed or deleted is
-sure to be there after a crash only once its file, or its folder for names, has been forced to the
-disk. `simulate.disk` stands in for this class and loses what may be lost.
+A crash can occur between any two operations and inside a write. A write is durable only once its
+file has been synced. A rename or deletion is durable only once its folder has been synced. The
+lab's virtual disk replaces this class and loses all changes that are not durable.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import BinaryIO
 
 
 class Disk:
-    """The operations, carried out; each raises `OSError` when it cannot be."""
+    """The operations on a real disk; each raises `OSError` on failure."""
 
     def make_folder(self, path: Path) -> None:
-        """Makes a folder with those above it, and waits until the disk has their names."""
+        """Create a folder and its parents durably."""
         if self.is_folder(path):
             return
         self.make_folder(path.parent)
@@ -27,38 +27,39 @@ class Disk:
         try:
             self.sync(path.parent)
         except OSError:
-            path.rmdir()  # so that whoever tries again waits for its name
+            # An existing folder counts as durable, so a later attempt would skip the sync.
+            path.rmdir()
             raise
 
     def make_one_folder(self, path: Path) -> None:
-        """Makes a folder whose parent is there."""
+        """Create a folder whose parent exists."""
         path.mkdir(exist_ok=True)
 
     def open(self, path: Path) -> BinaryIO:
-        """Opens a file for reading and writing, unbuffered; makes it if it is not there."""
+        """Open a file for reading and writing, unbuffered; create it if it does not exist."""
         return path.open("r+b" if path.exists() else "x+b", buffering=0)
 
     def write(self, file: BinaryIO, content: bytes | memoryview) -> None:
-        """Writes at the file's place, all of it."""
+        """Write all of the content at the file's current position."""
         view = memoryview(content)
-        while view:
+        while view:  # an unbuffered write may accept only a part
             view = view[file.write(view) :]
 
     def truncate(self, file: BinaryIO, nbytes: int) -> None:
-        """Cuts a file off, and goes to its end."""
+        """Truncate a file and seek to its end."""
         file.truncate(nbytes)
         file.seek(nbytes)
 
     def fill(self, path: Path, fill: Callable[[Path], None]) -> None:
-        """Makes a new file, which ``fill`` gives its content by path."""
+        """Create a file by calling ``fill`` with its path."""
         fill(path)
 
     def sync_file(self, file: BinaryIO) -> None:
-        """Waits until the disk has an open file's bytes."""
+        """Make the content of an open file durable."""
         os.fsync(file.fileno())
 
     def sync(self, path: Path) -> None:
-        """Waits until the disk has a file's bytes, or a folder's names."""
+        """Make a file's content, or a folder's entries, durable."""
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -66,49 +67,49 @@ class Disk:
             os.close(descriptor)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Gives a file another name in its folder, at once, in place of who had it before."""
+        """Rename a file within its folder atomically, replacing any file of that name."""
         source.replace(target)
 
     def link(self, source: Path, target: Path) -> None:
-        """Gives a file a second name, at once; raises `FileExistsError` if that is taken."""
+        """Create a hard link atomically; raise `FileExistsError` if the target exists."""
         os.link(source, target)
 
     def remove(self, path: Path) -> None:
-        """Deletes a file."""
+        """Delete a file."""
         path.unlink()
 
     def remove_folder(self, path: Path) -> None:
-        """Deletes a folder and what is in it, as far as that can be done."""
+        """Delete a folder and its content, ignoring errors."""
         shutil.rmtree(path, ignore_errors=True)
 
     def put(self, path: Path, content: bytes | memoryview) -> None:
-        """Makes a whole file, with the folders above it; nobody waits for the disk to have it."""
+        """Write a whole file and create its parent folders, without a sync."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
 
     def read(self, path: Path) -> bytes:
-        """All that is in a file."""
+        """Return the content of a file."""
         return path.read_bytes()
 
     def reading(self, path: Path) -> BinaryIO:
-        """Opens a file for reading."""
+        """Open a file for reading."""
         return path.open("rb")
 
     def exists(self, path: Path) -> bool:
-        """Whether something has this name; unlike `Path.exists`, never a guess."""
+        """Return whether a path exists. Unlike `Path.exists`, it raises if the disk fails."""
         return self._stat(path) is not None
 
     def is_folder(self, path: Path) -> bool:
-        """Whether it is a folder."""
+        """Return whether a path is a folder."""
         found = self._stat(path)
         return found is not None and stat.S_ISDIR(found.st_mode)
 
     def size(self, path: Path) -> int:
-        """Bytes of a file."""
+        """Return the size of a file in bytes."""
         return path.stat().st_size
 
     def names(self, folder: Path) -> list[Path]:
-        """What is in a folder, in no order."""
+        """Return the paths in a folder, in any order."""
         return list(folder.iterdir())
 
     @staticmethod
@@ -119,5 +120,5 @@ class Disk:
             return None
 
     def free_bytes(self, path: Path) -> int:
-        """How much can still be written where a path is."""
+        """Return the free space of the disk that contains a path."""
         return shutil.disk_usage(path).free

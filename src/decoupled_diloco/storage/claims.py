@@ -1,14 +1,14 @@
-"""Claims in a shared storage: each can be made once, by one process; the newest one counts.
+"""Leadership claims in shared storage: one process can create each claim, and the newest one holds.
 
 Files of one folder, for claim number 7::
 
-    00000007.json       who made it: created whole, or not at all, and never touched again
-    00000007.renewals   what its holder counts to, replaced whole each time
+    00000007.json       the process that made it: created atomically and never changed
+    00000007.renewals   the holder's renewal counter, replaced atomically each time
 
-Nothing is compared here and no clock is read: see `decoupled_diloco.protocol.lease`. The storage
-must show a file to everybody once its creation is confirmed, and must refuse to create it twice,
-as local disks do, and NFS of version 3 or later; ``ddiloco`` uses hard links for it (`os.link`),
-which are atomic on both.
+This module compares no claims and reads no clock: see `decoupled_diloco.protocol.shard_lease`. The
+storage must meet two conditions. Every process sees a file once its creation is confirmed, and a
+file cannot be created twice. Local disks and NFS version 3 or later meet both. ``ddiloco`` uses
+hard links (`os.link`), which are atomic on both.
 """
 
 from __future__ import annotations
@@ -20,27 +20,30 @@ from pathlib import Path
 from typing import get_args
 
 from decoupled_diloco.errors import StorageError
-from decoupled_diloco.protocol.shard_lease import Condition, NewestLease
+from decoupled_diloco.protocol.words import Condition, NewestLease
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.storage.files import NOT_JSON, is_folder, names_in
 
 CLAIMS = "claims"
-"""The folder in the run folder; each shard has its own in it."""
+"""Subfolder of the run folder that contains one folder per shard."""
 
 NUMBER_DIGITS = 8
 
 
 def create_once(path: Path, text: str, nonce: str) -> bool:
-    """Creates a file whole, and durably, unless it exists; returns whether it was this call.
+    """Create a file atomically and durably unless it exists; return whether this call created it.
 
-    ``nonce``: of the process, for the name of the file in the making.
+    Args:
+        nonce: The nonce of the process, for the name of the temporary file.
 
     Raises:
-        StorageError: It cannot be written.
+        StorageError: The file cannot be written.
     """
     part, disk = path.with_name(f".{path.name}.{nonce}.part"), runtime().disk
     try:
         disk.make_folder(path.parent)
+        # The content must be durable before the name exists, and the name must be durable before
+        # the caller acts on the claim. A link fails if the name exists; a rename would replace it.
         with disk.open(part) as file:
             disk.truncate(file, 0)
             disk.write(file, text.encode())
@@ -54,24 +57,29 @@ def create_once(path: Path, text: str, nonce: str) -> bool:
     except OSError as error:
         raise StorageError(f"{path} cannot be created: {error.strerror or error}") from error
     finally:
-        with contextlib.suppress(OSError):  # a name that nobody looks at
+        with contextlib.suppress(OSError):  # a leftover temporary file is harmless
             disk.remove(part)
 
 
 def newest_number(folder: Path) -> int:
-    """The highest number among the files that `create_once` has made; 0: there is none.
+    """Return the highest number of a file that `create_once` created; 0 if there is none.
 
     Raises:
-        StorageError: The folder cannot be read; one that is not there yet is empty.
+        StorageError: The folder cannot be read. A folder that does not exist counts as empty.
     """
-    return max(_numbers(folder), default=0)
+    return max(numbers(folder), default=0)
 
 
 def numbered(folder: Path, number: int) -> Path:
     return folder / f"{number:0{NUMBER_DIGITS}d}.json"
 
 
-def _numbers(folder: Path) -> Iterator[int]:
+def numbers(folder: Path) -> Iterator[int]:
+    """Yield the numbers of the files that `create_once` created, in any order.
+
+    Raises:
+        StorageError: The folder cannot be read. A folder that does not exist counts as empty.
+    """
     for path in names_in(folder):
         if path.suffix == ".json" and path.stem.isdigit():
             yield int(path.stem)
@@ -81,8 +89,11 @@ class ClaimStore:
     """The claims of one shard.
 
     Args:
-        folder: Where they are, in the storage that all contenders share. Its parent must exist:
-            whoever begins a run makes it, once.
+        folder: The folder of the claims, in the storage that all contenders share. Its parent must
+            exist: the process that starts a run creates it, once.
+        nonce: A text that is unique to this process.
+        lease_seconds: The length of the lease that this process claims.
+        holder: A description of this process, for people.
     """
 
     def __init__(self, folder: Path, nonce: str, lease_seconds: float, holder: str) -> None:
@@ -92,19 +103,19 @@ class ClaimStore:
         self.holder = holder
 
     def newest(self) -> int:
-        """The number of the newest claim; 0: there is none.
+        """Return the number of the newest claim; 0 if there is none.
 
         Raises:
-            StorageError: The storage cannot be read, or is not there.
+            StorageError: The storage cannot be read or is not mounted.
         """
         self._require_storage()
         return newest_number(self.folder)
 
     def look(self) -> NewestLease:
-        """What the newest claim is.
+        """Return the newest claim.
 
         Raises:
-            StorageError: The storage cannot be read, or a claim in it is torn.
+            StorageError: The storage cannot be read, or the claim is torn.
         """
         number = self.newest()
         if not number:
@@ -115,44 +126,48 @@ class ClaimStore:
             nonce, lease_seconds = str(claim["nonce"]), float(claim["lease_seconds"])
         except (OSError, *NOT_JSON) as error:
             raise StorageError(
-                f"{path} cannot be read ({error}): if it stays so, remove it once no process of "
-                "this shard runs"
+                f"{path} cannot be read ({error}): if the error persists, stop all processes of "
+                "this shard and remove the file"
             ) from error
         renewals, condition = self._renewals(number)
         return NewestLease(number, nonce, renewals, lease_seconds, condition)
 
     def claim(self, number: int) -> bool:
-        """Makes a claim, unless it exists; returns whether it is ours."""
+        """Create a claim unless it exists; return whether this process holds it."""
         self._require_storage()
         facts = {"nonce": self.nonce, "lease_seconds": self.lease_seconds, "holder": self.holder}
         return create_once(numbered(self.folder, number), json.dumps(facts), self.nonce)
 
     def renew(self, number: int, renewals: int, condition: Condition = "held") -> None:
-        """Replaces what the holder of a claim says beside it.
+        """Replace the renewal counter and the condition of a claim.
 
-        It need not survive a power cut, after which nobody holds anything: the disk is not waited
-        for.
+        The write is not synced to disk: after a power failure no process holds a claim, so the
+        renewals may be lost.
 
         Raises:
-            StorageError: It cannot be written, or the claim is no longer there.
+            StorageError: The file cannot be written, or the claim no longer exists.
         """
         claim, path = numbered(self.folder, number), self._renewals_file(number)
         part, disk = path.with_name(f".{path.name}.part"), runtime().disk
         try:
-            disk.size(claim)  # it must still be there
+            disk.size(claim)  # raises if the claim no longer exists
             disk.put(part, json.dumps({"renewals": renewals, "condition": condition}).encode())
             disk.rename(part, path)
         except OSError as error:
             raise StorageError(f"{path} cannot be written: {error.strerror or error}") from error
 
     def reopen(self) -> None:
-        """Takes back that the run is over; for when nobody acts, and it is to go on."""
-        standing = self.look()
-        if standing.condition == "finished":
-            self.renew(standing.number, standing.renewals, "released")
+        """Mark a finished run as continuing; only valid while no process of the shard runs."""
+        newest = self.look()
+        if newest.condition == "finished":
+            self.renew(newest.number, newest.renewals, "released")
 
     def _require_storage(self) -> None:
-        """An empty mount point looks like a run that nobody has claimed anything of."""
+        """Raise if the storage is not mounted: an empty mount point looks like a new run.
+
+        Raises:
+            StorageError: The parent of the folder does not exist.
+        """
         root = self.folder.parent
         if not is_folder(root):
             raise StorageError(
@@ -175,7 +190,7 @@ class ClaimStore:
         except OSError as error:
             raise StorageError(f"{path} cannot be read: {error}") from error
         except NOT_JSON:
-            # Torn by a power loss, since nothing waits for the disk: a holder that lives replaces
-            # it, and one that does not is silent from now on.
+            # Torn by a power failure, since `renew` does not sync. A holder that is alive replaces
+            # the file. Otherwise the counter stays at 0 and the lease expires.
             return 0, "held"
         return renewals, condition

@@ -1,12 +1,12 @@
-"""The data ledger on disk: ``RUN/data.ledger``, a journal that is only ever appended to.
+"""The data ledger on disk: ``RUN/data.ledger``, an append-only journal.
 
-A record holds entries that were decided together, or a *basis*: the whole state of the leases from
-which later entries go on. A run that goes back to an earlier state of itself writes one; entries
-between that state and the basis count no longer, and stay readable.
+A record holds entries that were decided together, or a *basis*: the whole state of the leases on
+which later entries build. A run that returns to an earlier state of itself writes a basis. Entries
+between that state and the basis no longer count but stay readable.
 
-Where several processes may act for the coordinator each has a file of its own,
-``data-<number>.ledger`` by its claim, which begins with the basis that it goes on from: none writes
-into the file of another that may still be there.
+If several processes can act for the coordinator, each has its own file, ``data-<number>.ledger``
+with the number of its claim. The file starts with the basis on which the process builds. So no
+process writes to the file of another one that may still be running.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pydantic import TypeAdapter
 
 from decoupled_diloco.errors import ProtocolError, StorageError
 from decoupled_diloco.protocol import wire
-from decoupled_diloco.protocol.data_leases.coordinator import LeaseBook, apply, copied
-from decoupled_diloco.protocol.data_leases.ledger import LEDGER_ENTRIES, LedgerEntry
+from decoupled_diloco.protocol.features.data import LeaseBook, apply, copied
+from decoupled_diloco.protocol.words import LEDGER_ENTRIES, LedgerEntry
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.storage.files import NOT_JSON, exists, names_in
 from decoupled_diloco.storage.journal import Journal, JournalReader
@@ -32,9 +32,10 @@ _BOOK = TypeAdapter(LeaseBook)
 
 @dataclass(frozen=True, slots=True)
 class Basis:
-    """From here on the leases are these, whatever was entered before.
+    """A new state of the leases, which replaces the effect of all earlier records.
 
-    ``entered``: the last entries that led to them, in case they were told and did not get here.
+    ``entered``: the last entries that led to it, in case learners received them and the ledger did
+    not.
     """
 
     book: LeaseBook
@@ -45,13 +46,14 @@ class DataLedger:
     """The ledger of a coordinator, open for writing.
 
     Args:
-        book: The leases as the coordinator's own state has them; where the file is gone, or behind,
-            they are what counts.
+        folder: The run folder.
+        book: The leases in the coordinator's own state. They take precedence if the file is missing
+            or behind.
         entered: The last entries that led to them, at least those that the file may lack.
-        claim: Number of this process's claim; 0: no other can act.
+        claim: The number of this process's claim; 0 if no other process can act.
 
     Raises:
-        StorageError: It is there and cannot be read.
+        StorageError: The file exists but cannot be read.
     """
 
     def __init__(
@@ -62,22 +64,24 @@ class DataLedger:
         self.path = folder / f"data-{claim}.ledger" if claim else newest
         self._journal: Journal | None = None
         self.book = _folded(newest)
+        # The coordinator's state can be written before the ledger. After a crash in between, the
+        # ledger lacks the last entries.
         missing = book.entries - self.book.entries
         if missing > 0:
             self.go_back(book, entered[-missing:])
-        elif self.path != newest and self.book.entries:
+        elif self.path != newest and self.book.entries:  # a new claim's file starts with a basis
             self.go_back(self.book)
 
     def append(self, entries: Sequence[LedgerEntry]) -> None:
-        """Writes entries and waits until the disk has them.
+        """Write entries; they are durable when this returns.
 
         Raises:
-            StorageError: They cannot be written; none of them is in the ledger.
+            StorageError: The entries cannot be written; the ledger contains none of them.
         """
         self._append({"entries": [wire.encode(entry) for entry in entries]})
 
     def go_back(self, book: LeaseBook, entered: Sequence[LedgerEntry] = ()) -> None:
-        """The run goes on from this state of its leases, an earlier one or one that was lost."""
+        """Write a basis: the run continues from this state, an earlier one or one that was lost."""
         last = [wire.encode(entry) for entry in entered]
         self._append({"basis": _BOOK.dump_python(book, mode="json"), "entered": last})
         self.book = copied(book)
@@ -87,16 +91,16 @@ class DataLedger:
             self._journal.close()
 
     def _append(self, fields: dict[str, object]) -> None:
-        if self._journal is None:
+        if self._journal is None:  # opened at the first write: a run without leases has no ledger
             self._journal = Journal(self.path)
         self._journal.append({**fields, "wall": runtime().wall()})
 
 
 def read_ledger(path: Path) -> Iterator[LedgerEntry | Basis]:
-    """What is in a ledger, in order.
+    """Yield the entries and bases of a ledger, in order.
 
     Raises:
-        StorageError: It cannot be read, or is not of this version.
+        StorageError: The file cannot be read or has another format version.
     """
     for record in JournalReader(path):
         try:
@@ -107,12 +111,12 @@ def read_ledger(path: Path) -> Iterator[LedgerEntry | Basis]:
                 yield wire.decode(entry, LEDGER_ENTRIES)
         except (ProtocolError, *NOT_JSON) as error:
             raise StorageError(
-                f"{path} cannot be understood ({error}): read it with the version that wrote it"
+                f"{path} has an unknown format ({error}): read it with the version that wrote it"
             ) from error
 
 
 def ledger_files(folder: Path) -> list[Path]:
-    """The files of a run's ledger, in the order in which they were written."""
+    """Return the files of a run's ledger, in the order in which they were written."""
     numbered = {
         int(path.stem.removeprefix("data-")): path
         for path in names_in(folder)

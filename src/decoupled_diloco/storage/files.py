@@ -1,4 +1,4 @@
-"""What the disk has, and small files that survive a crash: whole, or as they were."""
+"""Disk queries that raise `StorageError`, and atomic writes of small files."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from decoupled_diloco.errors import StorageError
 from decoupled_diloco.runtime import runtime
 
 NOT_JSON = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
-"""What reading JSON raises that is none, or has other values in it than one looks for."""
+"""Exceptions that occur if text is not JSON or does not have the expected structure."""
 
 
 def exists(path: Path) -> bool:
-    """Whether something has this name.
+    """Return whether a file or folder exists.
 
     Raises:
-        StorageError: The disk cannot answer.
+        StorageError: The disk cannot be read.
     """
     try:
         return runtime().disk.exists(path)
@@ -24,10 +24,10 @@ def exists(path: Path) -> bool:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether it is a folder.
+    """Return whether a path is a folder.
 
     Raises:
-        StorageError: The disk cannot answer.
+        StorageError: The disk cannot be read.
     """
     try:
         return runtime().disk.is_folder(path)
@@ -36,10 +36,10 @@ def is_folder(path: Path) -> bool:
 
 
 def names_in(folder: Path) -> list[Path]:
-    """What is in a folder, in no order; one that does not exist is empty.
+    """Return the paths in a folder, in any order; empty if the folder does not exist.
 
     Raises:
-        StorageError: The disk cannot answer.
+        StorageError: The disk cannot be read.
     """
     try:
         return runtime().disk.names(folder)
@@ -50,10 +50,10 @@ def names_in(folder: Path) -> list[Path]:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a file.
+    """Return the size of a file in bytes.
 
     Raises:
-        StorageError: It is missing, or the disk cannot answer.
+        StorageError: The file is missing, or the disk cannot be read.
     """
     try:
         return runtime().disk.size(path)
@@ -62,13 +62,15 @@ def size_of(path: Path) -> int:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces a file's text and waits until the disk has both the text and the new name.
+    """Replace a file atomically and return when both the text and the new name are durable.
 
     Raises:
-        StorageError: it cannot be written. The file has its former text, or (the new name could
-            not be forced to the disk) this one.
+        StorageError: The file cannot be written. It has its former text, or the new text if only
+            the sync of the new name failed.
     """
     part, disk = path.with_suffix(".part"), runtime().disk
+    # The text must be durable before the rename: otherwise a crash could leave the final name with
+    # an empty file.
     try:
         with disk.open(part) as file:
             disk.truncate(file, 0)

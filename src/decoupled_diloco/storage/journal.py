@@ -1,8 +1,8 @@
-"""A write-ahead journal: records that are on the disk before anybody hears of them.
+"""A write-ahead journal: records that are durable before any other process is notified of them.
 
-One file, only ever appended to. A record is a small JSON object and a body of bytes, with a digest
-over both, so that after a crash every record is whole or not there: a torn one can only be the
-last, and is cut off when the file is opened again.
+A journal is one append-only file. A record is a small JSON object and a body of bytes, with a
+digest over both. So after a crash every record is either complete or absent: only the last one can
+be torn, and it is truncated when the file is opened again.
 
 Layout of a record, little-endian::
 
@@ -33,7 +33,7 @@ _HEAD = struct.Struct("<4sIQ16s")
 
 @dataclass(frozen=True, slots=True)
 class JournalRecord:
-    """One record: what it says (plain JSON values) and its body."""
+    """One record: its fields (plain JSON values) and its body."""
 
     fields: dict[str, Any]
     body: bytes
@@ -42,13 +42,14 @@ class JournalRecord:
 class Journal:
     """A journal that is open for writing.
 
-    A write that fails (the disk is full) leaves the file as it was: the next one may succeed.
+    After a failed write, for example on a full disk, the next one may succeed: the failed record is
+    removed or overwritten.
 
     Args:
-        path: The file; made if it does not exist, and cut back to its last whole record.
+        path: The file. It is created if it does not exist, and truncated to its last whole record.
 
     Raises:
-        StorageError: The file cannot be opened or is no journal.
+        StorageError: The file cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -69,16 +70,16 @@ class Journal:
             raise StorageError(f"{path} cannot be opened: {error.strerror}") from error
 
     def append(self, fields: Mapping[str, Any], body: memoryview | bytes = b"") -> None:
-        """Writes a record and waits until the disk has it.
+        """Write a record; it is durable when this returns.
 
         Raises:
-            StorageError: It cannot be written; the record is not in the journal.
+            StorageError: The record cannot be written and is not in the journal.
         """
         text = json.dumps(fields, separators=(",", ":")).encode()
         body = memoryview(body).cast("B")
         head = _HEAD.pack(MAGIC, len(text), body.nbytes, _digest(text, body))
         try:
-            for part in (head + text, body):
+            for part in (head + text, body):  # two writes: concatenation would copy a large body
                 self._disk.write(self._file, part)
             self._disk.sync_file(self._file)  # break: journal-not-synced
         except OSError as error:
@@ -87,13 +88,15 @@ class Journal:
                 f"{self.path} cannot be written: {error.strerror}: free disk space"
             ) from error
         self.nbytes += len(head) + len(text) + body.nbytes
-        self._failed = False  # what had failed here is written over
+        self._failed = False  # this record has overwritten the failed one
 
     def settle(self) -> None:
-        """Makes sure that no record whose writing failed is ever read.
+        """Ensure that a record whose write failed can never be read.
+
+        Such a record may be complete in the file although its sync failed.
 
         Raises:
-            StorageError: It may be; the next record that is written goes over it.
+            StorageError: The record cannot be removed yet; the next write overwrites it.
         """
         if not self._failed:
             return
@@ -101,7 +104,7 @@ class Journal:
             self._disk.truncate(self._file, self.nbytes)
             self._disk.sync_file(self._file)
         except OSError as error:
-            raise StorageError(f"{self.path} cannot be cut: {error.strerror}") from error
+            raise StorageError(f"{self.path} cannot be truncated: {error.strerror}") from error
         self._failed = False
 
     def close(self) -> None:
@@ -111,13 +114,15 @@ class Journal:
         self._failed = True
         with contextlib.suppress(StorageError):  # break: torn-record-stays
             self.settle()
+        # Also if the truncation failed: the next record must overwrite the failed one.
         self._file.seek(self.nbytes)
 
 
 class JournalReader:
-    """The whole records of a journal, in order; what follows the last whole one is left out.
+    """Iterates over the whole records of a journal, in order, and ignores bytes after the last one.
 
-    `torn_bytes` were left out; that is known when all records were read.
+    Attributes:
+        torn_bytes: The number of ignored bytes; valid when all records have been read.
 
     Raises:
         StorageError: While iterating: the file cannot be read.
@@ -140,7 +145,7 @@ class JournalReader:
 
 
 def fields_in(path: Path) -> Iterator[dict[str, Any]]:
-    """What the records of a journal say, in order, without reading their bodies or digests.
+    """Yield the fields of a journal's records, in order, without reading bodies or digests.
 
     Raises:
         StorageError: The file cannot be read.
@@ -170,7 +175,7 @@ def _whole_bytes(path: Path) -> int:
 
 
 def _read(file: BinaryIO) -> JournalRecord | None:
-    """The next record, or ``None`` at the end of what is whole."""
+    """Return the next record, or ``None`` at the end of the file or at a torn record."""
     head = file.read(_HEAD.size)
     if len(head) < _HEAD.size:
         return None

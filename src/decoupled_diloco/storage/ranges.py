@@ -1,8 +1,9 @@
-"""Long vectors on the disk, each in ranges that several processes have written.
+"""Long vectors on disk, stored as ranges that several processes write.
 
-Files: ``published-<writer>.safetensors`` in one folder, with a tensor ``<vector>.<first element>``
-for each range, fp32; of what error feedback has left ``residual-<writer>.safetensors``. Any range
-can be read, whoever has written its parts.
+One folder contains ``published-<writer>.safetensors`` for published copies and
+``residual-<writer>.safetensors`` for the residuals of error feedback. Each file has a tensor
+``<vector>.<first element>``, fp32, for each range. A reader can read any range, regardless of which
+processes wrote its parts.
 """
 
 from __future__ import annotations
@@ -18,26 +19,24 @@ from decoupled_diloco.storage.files import names_in
 from decoupled_diloco.storage.weights import opened, save_weights
 
 Ranges = dict[tuple[int, int], Tensor]
-"""By the vector's number and the range's first element."""
+"""Ranges by the index of the vector and the range's first element."""
 
 PUBLISHED = "published"
 RESIDUAL = "residual"
 
 
 def summed(vectors: Sequence[Tensor]) -> Tensor:
-    """The sum of at least one, [N] each."""
+    """Return the sum of one or more vectors, [N] each."""
     return sum(vectors[1:], vectors[0])
 
 
 def keep_ranges(
     folder: Path, writer: int, ranges: Mapping[tuple[int, int], Tensor], what: str = PUBLISHED
 ) -> None:
-    """Writes a process's ranges, by the vector's number and the range's first element.
-
-    A process without any writes no file.
+    """Write the ranges of a process; without ranges, no file is written.
 
     Raises:
-        StorageError: They cannot be written.
+        StorageError: The file cannot be written.
     """
     named = {f"{vector}.{start}": values for (vector, start), values in ranges.items()}
     if named:
@@ -45,10 +44,10 @@ def keep_ranges(
 
 
 def kept_range(folder: Path, vector: int, start: int, stop: int, what: str = PUBLISHED) -> Tensor:
-    """Elements ``start <= i < stop`` of a vector, fp32.
+    """Read elements ``start <= i < stop`` of a vector, fp32.
 
     Raises:
-        StorageError: Some are missing, or a file cannot be read.
+        StorageError: Elements are missing, or a file cannot be read.
     """
     values = torch.empty(stop - start, dtype=torch.float32, device="cpu")
     found = 0

@@ -1,8 +1,8 @@
-"""A run whose processes share its folder, on machines that nobody knows beforehand.
+"""Find the syncer through a shared run folder, for runs on machines that are not known beforehand.
 
-The syncer writes down where it listens, or each of its shards does. The others read it there, and
-again whenever they dial: a queue may start the syncer anew on another machine, and training goes on
-meanwhile.
+The syncer, or each of its shards, writes its address to the folder. The other processes read it
+there each time they dial, because a queue may restart the syncer on another machine while training
+continues.
 """
 
 from __future__ import annotations
@@ -24,46 +24,44 @@ from decoupled_diloco.config.addresses import (
     url_of,
 )
 from decoupled_diloco.config.resume import RUN_FILE
-from decoupled_diloco.errors import ConfigError, Error, StorageError
-from decoupled_diloco.storage.files import write_text
+from decoupled_diloco.errors import ConfigError, DilocoError, StorageError
+from decoupled_diloco.storage.coordinator_states import CoordinatorStates
+from decoupled_diloco.storage.files import NOT_JSON, write_text
 
 logger = logging.getLogger(__name__)
 
 ADDRESSES = "addresses"
-"""The file that says where the shards listen."""
+"""The file with the addresses of the shards."""
 
 HOST = "host"
-"""The file with the name of their machine, for those that share the run folder."""
+"""The file with the host name of the syncer's machine."""
 
 PLACES = "places"
-"""The folder in which each shard writes down where it listens, if each is started on a machine of
-its own: a line for each of its places, the newest last."""
-
-STATE = "coordinator.json"
-"""The file with the coordinator's state, for readers."""
+"""The folder with one file per shard, used if each shard is started on a separate machine. The file
+has a line for each address that the shard has had, the newest last."""
 
 WAIT_SECONDS = 0.5
-"""How often a process looks whether the syncer has been started."""
+"""Interval at which a process checks whether the syncer has been started."""
 
 
 def shared_addresses(run: Path) -> tuple[str, ...]:
-    """Where the shards listen, for a process of any machine that shares the run folder.
+    """Return the addresses of the shards, for a process on any machine that shares the run folder.
 
-    Waits for as long as they have not been started: where a queue starts them that may be hours.
+    Blocks until the shards have been started. With a queue this may take hours.
     """
-    told = False
+    logged = False
     while not ((run / ADDRESSES).exists() or read_places(run)):
-        if not told:
-            logger.info("waiting for the syncer, which writes down in %s where it is", run)
-        told = True
+        if not logged:
+            logger.info("waiting for the syncer, which will write its addresses to %s", run)
+        logged = True
         time.sleep(WAIT_SECONDS)
     return _views(run, read_places(run))[0]
 
 
 def _views(run: Path, places: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
-    """How a process of this machine dials them, of the syncer's, and of any.
+    """Return the addresses as seen from this machine, the syncer's machine and any machine.
 
-    Shards that note their places are dialled alike from everywhere.
+    Shards that record their places have the same address from everywhere, so there is one view.
     """
     if places:
         return (tuple(of_shard[-1] for of_shard in places),)
@@ -74,14 +72,14 @@ def _views(run: Path, places: Sequence[Sequence[str]]) -> tuple[tuple[str, ...],
 
 
 def shards_that_move(run: Path) -> SharedFolder | None:
-    """Where the others are, for a shard, if they note their places; ``None``: none moves."""
+    """Return a locator of the other shards if they record their places, otherwise ``None``."""
     return SharedFolder(run) if read_places(run) else None
 
 
 class SharedFolder:
-    """A `transport.base.Locator`: shards are where the run folder says that they are by now.
+    """A `transport.base.Locator` that reads the current addresses of shards from the run folder.
 
-    An address that another process of the run tells, on whichever machine, is known, too.
+    It also translates addresses received from processes on other machines of the run.
 
     Args:
         run: The run folder.
@@ -89,42 +87,47 @@ class SharedFolder:
 
     def __init__(self, run: Path) -> None:
         self._run = run
-        self._place: dict[str, tuple[int, int]] = {}  # of each address that was ever told
+        # For each address ever recorded: the shard, and the index among the address's alternatives.
+        self._place: dict[str, tuple[int, int]] = {}
         self._newest: tuple[str, ...] = ()
 
     async def look(self) -> list[str]:
-        await asyncio.to_thread(self._look)  # a shared file system may take its time
+        # A read from a shared file system can take seconds and must not block the event loop.
+        await asyncio.to_thread(self._refresh)
         return [one for address in self._newest for one in alternatives(address)]
 
     def now(self, address: str) -> str:
         if address not in self._place:
             return address
-        shard, turn = self._place[address]
-        return alternatives(self._newest[shard])[turn]
+        shard, index = self._place[address]
+        return alternatives(self._newest[shard])[index]
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         try:
             places = read_places(self._run)
             views = _views(self._run, places)
-        except (Error, OSError):  # the file system is away for a moment: as before
+        except (
+            DilocoError,
+            OSError,
+        ):  # the file system is briefly unavailable: keep the last addresses
             return
         self._newest = views[0]
-        # A shard may be told of at a place where it was before this process began. A port that one
-        # shard has left may be another's by now.
+        # Another process may send an address that a shard had before this process started. Current
+        # addresses come last, because another shard may listen on a port that one has left.
         former = [(shard, place) for shard, of in enumerate(places) for place in of[:-1]]
-        for shard, address in [*former, *(told for view in views for told in enumerate(view))]:
-            for turn, one in enumerate(alternatives(address)):
-                self._place[one] = (shard, turn)
+        for shard, address in [*former, *(pair for view in views for pair in enumerate(view))]:
+            for index, one in enumerate(alternatives(address)):
+                self._place[one] = (shard, index)
 
 
 def write_addresses(run: Path, addresses: Sequence[str]) -> None:
-    """Keeps where the shards listen, in order: with port 0 nothing else tells."""
+    """Write the addresses of the shards, in order. With port 0 no other record of them exists."""
     write_text(run / HOST, socket.gethostname() + "\n")
     write_text(run / ADDRESSES, "\n".join(addresses) + "\n")
 
 
 def write_place(run: Path, shard: int, address: str) -> None:
-    """Notes that a shard, which others look for in the run folder, is started at an address."""
+    """Record the new address of a shard that other processes find through the run folder."""
     (run / PLACES).mkdir(exist_ok=True)
     path = run / PLACES / f"shard-{shard}"
     before = path.read_text() if path.exists() else ""
@@ -132,9 +135,9 @@ def write_place(run: Path, shard: int, address: str) -> None:
 
 
 def read_places(run: Path) -> tuple[tuple[str, ...], ...]:
-    """Where each shard has listened, in order, the newest place last; empty: they note it not.
+    """Return the addresses that each shard has had, the newest last; empty if none are recorded.
 
-    A shard that has not been started yet has no place; those behind it are left out.
+    The result ends before the first shard that has not been started yet.
     """
     found: list[tuple[str, ...]] = []
     while (path := run / PLACES / f"shard-{len(found)}").exists():
@@ -143,16 +146,18 @@ def read_places(run: Path) -> tuple[tuple[str, ...], ...]:
 
 
 def recorded_end(run: Path) -> str:
-    """The sentence that a run has ended, if its folder records that; otherwise empty.
+    """Return a message that a run has ended, if its folder records that; otherwise empty.
 
-    A run whose budget was raised since then continues when its syncer starts again.
+    A run whose budget was raised since then has not ended: it continues when its syncer restarts.
     """
     try:
-        kept = json.loads((run / STATE).read_text())
-        then, now = json.loads(kept["settings"]), tomllib.loads((run / RUN_FILE).read_text())
-        if kept["state"]["phase"] != "finished" or _budget_of(then) != _budget_of(now):
+        document = CoordinatorStates(run).read()
+        if document is None:
             return ""
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        then, now = json.loads(document["settings"]), tomllib.loads((run / RUN_FILE).read_text())
+        if document["state"]["phase"] != "finished" or _budget_of(then) != _budget_of(now):
+            return ""
+    except (OSError, *NOT_JSON):
         return ""
     return (
         f"the run in {run} has ended, and its weights are in that folder: for another run, start "
@@ -163,19 +168,19 @@ def recorded_end(run: Path) -> str:
 
 def _budget_of(settings: Mapping[str, Any]) -> tuple[Any, Any]:
     run = settings["run"]
-    return run.get("budget_steps"), run.get("budget_tokens")
+    return run.get("max_steps"), run.get("max_tokens")
 
 
 def read_addresses(run: Path) -> tuple[str, ...]:
-    """Where the shards of a run on this machine listen, or did when it was last started.
+    """Return the addresses of the shards of a run on this machine, as of its last start.
 
     Raises:
-        ConfigError: There is no such folder.
-        StorageError: It is no run folder, or the run was never started.
+        ConfigError: The folder does not exist.
+        StorageError: It is not a run folder, or the run was never started.
     """
     if not run.exists():
         raise ConfigError(
-            f"{run} does not exist: give the folder of a run that was started on this machine, or "
+            f"{run} does not exist: use the folder of a run that was started on this machine, or "
             "http://HOST:PORT"
         )
     try:
@@ -183,12 +188,14 @@ def read_addresses(run: Path) -> tuple[str, ...]:
         if places:
             return tuple(of_shard[-1] for of_shard in places)
         return tuple((run / ADDRESSES).read_text().split())
+    except DilocoError:
+        raise
     except (OSError, ValueError) as error:
         raise StorageError(
-            f"{run} does not say where its syncer listens ({reason_of(error)}): give the folder of "
-            "a run that was started on this machine, or http://HOST:PORT"
+            f"{run} has no address of a syncer ({reason_of(error)}): use the folder of a run that "
+            "was started on this machine, or http://HOST:PORT"
         ) from error
 
 
 def reason_of(error: OSError | ValueError) -> str:
-    return error.strerror or str(error) if isinstance(error, OSError) else "it is no such file"
+    return error.strerror or str(error) if isinstance(error, OSError) else "its content is invalid"

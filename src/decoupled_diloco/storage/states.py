@@ -1,8 +1,8 @@
 """Nested plain state (of optimizers, schedulers, data loaders) as tensors and JSON, never pickle.
 
-`pack` takes a state apart into named tensors, which safetensors can hold, and a JSON text that says
-where each belongs; `unpack` puts it together again. In the JSON, what JSON has itself stands for
-itself; everything else is an object with one key that names its kind:
+`pack` splits a state into named tensors, for safetensors, and a JSON text with the position of
+each; `unpack` restores the state. The JSON contains JSON's own types unchanged. Every other value
+is an object with one key, which is its type:
 
 ```
 {"dict": [[key, value], …]}   {"tuple": […]}   {"tensor": name}   {"array": name}
@@ -10,8 +10,8 @@ itself; everything else is an object with one key that names its kind:
 {"dtype": name}   {"wrapper": [class, shape, strides, context, {attribute: tensor, …}]}
 ```
 
-A *wrapper* is a tensor subclass around other tensors, as quantized weights and the states of 8-bit
-optimizers are. Its class is looked up among the modules that the program has imported.
+A *wrapper* is a tensor subclass around other tensors, such as quantized weights or the state of an
+8-bit optimizer. Its class is looked up in the modules that the program has imported.
 """
 
 from __future__ import annotations
@@ -32,21 +32,24 @@ from decoupled_diloco.merge import inside_of, is_wrapper, place_of
 from decoupled_diloco.storage.files import NOT_JSON
 
 DEPTH_MAX = 100
-"""Nesting beyond this is a state that contains itself."""
+"""Maximum nesting: a deeper state is assumed to contain itself."""
 
 
 def pack(state: Any) -> tuple[dict[str, Tensor], str]:
-    """Take a state apart; its tensors are neither copied nor moved.
+    """Split a state into tensors and JSON; the tensors are neither copied nor moved.
 
-    A tensor that is there more than once (the same memory, shape and strides) is kept once, and is
+    A tensor that occurs more than once (the same memory, shape and strides) is stored once, and is
     one tensor again after `unpack`.
 
     Args:
-        state: dicts (keys: text or integers), lists, tuples, numbers, `None`, text, bytes, tensors
-            of any dtype and device, NumPy arrays and scalars.
+        state: dicts (with text or integer keys), lists, tuples, numbers, `None`, text, bytes,
+            tensors of any dtype and device, NumPy arrays and scalars.
+
+    Returns:
+        The tensors by name, and the JSON text.
 
     Raises:
-        ConfigError: Something in it is of another kind; the message names where it is.
+        ConfigError: A value has another type; the message contains its position.
 
     Examples:
         >>> tensors, text = pack({"step": 3, 0: (torch.ones(2), float("inf"))})
@@ -61,10 +64,10 @@ def pack(state: Any) -> tuple[dict[str, Tensor], str]:
 
 
 def unpack(tensors: Mapping[str, Tensor], text: str) -> Any:
-    """Put a state together again.
+    """Restore a state from the output of `pack`.
 
     Raises:
-        StorageError: The text is not one of `pack`, or a tensor is missing.
+        StorageError: The text is not an output of `pack`, or a tensor is missing.
     """
     try:
         return _unpacked(json.loads(text), tensors)
@@ -73,39 +76,44 @@ def unpack(tensors: Mapping[str, Tensor], text: str) -> Any:
 
 
 HostMemory = dict[str, Tensor]
-"""Where the tensors of one copy of a state lie on the host."""
+"""The host memory of one copy of a state, by tensor name."""
 
 
 def on_host(state: Any, memory: HostMemory | None = None) -> Any:
     """Copy a state: its tensors to the host, everything else by value.
 
     Args:
-        memory: What an earlier copy lies in, and is written over: memory that is fresh costs
-            several times as long. What does not fit is replaced. Default: all of it fresh.
+        memory: Memory of an earlier copy to overwrite, because new memory takes several times as
+            long. Tensors of another shape or dtype are replaced. The default is new memory.
     """
     tensors, text = pack(state)
     memory = {} if memory is None else memory
     _fit(memory, tensors)
     for name, tensor in tensors.items():
         memory[name].copy_(tensor, non_blocking=tensor.is_cuda)
+    # The copies of all tensors overlap. One wait per device is enough before the host reads them.
     for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
     return unpack(memory, text)
 
 
 def host_memory(state: Any) -> Callable[[], HostMemory]:
-    """What makes memory for copies of a state ready; to be called in another thread."""
+    """Return a function that allocates memory for copies of a state, for another thread to call.
+
+    The function does not keep the state's tensors alive.
+    """
     tensors, _ = pack(state)
     kinds = {name: (t.shape, t.dtype, t.is_cuda) for name, t in tensors.items()}
 
-    def ready() -> HostMemory:
+    def allocate() -> HostMemory:
+        # Writing zeros causes the page faults here and not during the copy.
         return {name: _empty(*kind).zero_() for name, kind in kinds.items()}
 
-    return ready
+    return allocate
 
 
 def _fit(memory: HostMemory, tensors: Mapping[str, Tensor]) -> None:
-    """Replaces what does not fit, and drops what is not needed."""
+    """Replace tensors of another shape or dtype, and drop unused ones."""
     for name in memory.keys() - tensors.keys():
         del memory[name]
     for name, tensor in tensors.items():
@@ -126,9 +134,11 @@ class _Packer:
         self._names: dict[object, str] = {}
 
     def plain(self, value: Any, where: str, depth: int) -> Any:
-        """The JSON of a value; ``where`` is its place in the state."""
+        """Return the JSON of a value; ``where`` is its position in the state, for messages."""
         if depth > DEPTH_MAX:
-            raise ConfigError(f"{where[:80]}… is nested more than {DEPTH_MAX} deep, or in itself")
+            raise ConfigError(
+                f"{where[:80]}… is nested more than {DEPTH_MAX} levels deep, or contains itself"
+            )
         if value is None or type(value) in (bool, int, str):
             return value
         if isinstance(value, np.generic):
@@ -152,12 +162,13 @@ class _Packer:
             return {"tuple": self.plain(list(value), where, depth)}
         if type(value) not in (dict, OrderedDict):
             raise ConfigError(
-                f"{where} is a {type(value).__name__}, which cannot be kept without pickle: let "
-                "state_dict() give dicts, lists, tuples, numbers, text, bytes, tensors and arrays"
+                f"{where} is a {type(value).__name__}, which cannot be saved without pickle: "
+                "state_dict() must return dicts, lists, tuples, numbers, text, bytes, tensors and "
+                "arrays"
             )
         for key in value:
             if type(key) not in (str, int):
-                raise ConfigError(f"{where} has the key {key!r}: only text and integers are kept")
+                raise ConfigError(f"{where} has the key {key!r}: keys must be text or integers")
         return {"dict": [[k, self.plain(v, f"{where}[{k!r}]", depth)] for k, v in value.items()]}
 
     def _tensor(self, tensor: Tensor, where: str, depth: int) -> Any:
@@ -165,7 +176,7 @@ class _Packer:
             return {"wrapper": self._wrapper(tensor.detach(), where, depth)}
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
             kind = f"{tensor.layout} {tensor.dtype} tensor on {tensor.device}"
-            raise ConfigError(f"{where} is a {kind}, which cannot be kept: make it a dense one")
+            raise ConfigError(f"{where} is a {kind}, which cannot be saved: convert it to dense")
         tensor = tensor.detach()
         if tensor.is_complex():
             return {"complex": self._keep(torch.view_as_real(tensor.resolve_conj()))}
@@ -176,8 +187,9 @@ class _Packer:
         name = f"{kind.__module__}:{kind.__qualname__}"
         if _wrapper_class(name) is not kind:
             raise ConfigError(
-                f"{where} is a {kind.__qualname__}, which cannot be kept: define this tensor "
-                "subclass at the top of a module, with __tensor_flatten__ and __tensor_unflatten__"
+                f"{where} is a {kind.__qualname__}, which cannot be saved: define this tensor "
+                "subclass at the top level of a module, with __tensor_flatten__ and "
+                "__tensor_unflatten__"
             )
         inside, context = inside_of(tensor)
         return [
@@ -190,20 +202,25 @@ class _Packer:
 
     def _keep(self, tensor: Tensor) -> str:
         name = self._names.setdefault(place_of(tensor), str(len(self.tensors)))
-        # The one that is kept keeps its memory alive, so no other can get the same place.
+        # `place_of` is valid only while the tensor lives: this reference keeps its memory in use,
+        # so that no later tensor can get the same place.
         self.tensors.setdefault(name, tensor)
         return name
 
 
 def _known(array: np.ndarray, where: str) -> np.ndarray:
-    """An array of a dtype that torch has, in memory that torch can take."""
+    """Return an array that `torch.from_numpy` accepts: a copy if it is read-only or not C-ordered.
+
+    Raises:
+        ConfigError: PyTorch has no such dtype.
+    """
     try:
         if array.dtype.kind == "c":
             raise TypeError
         torch.from_numpy(np.empty(0, array.dtype))
     except TypeError:
         raise ConfigError(
-            f"{where} is a NumPy array of {array.dtype}, which cannot be kept: use numbers"
+            f"{where} is a NumPy array of {array.dtype}, which cannot be saved: use real numbers"
         ) from None
     return array if array.flags.writeable and array.flags.c_contiguous else array.copy()
 
@@ -218,26 +235,28 @@ def _unpacked(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _wrapper_class(name: str) -> Any:
-    """The tensor subclass of a name; None if the program has not imported one."""
+    """Return the tensor subclass of a name; None if the program has not imported it."""
     module, _, qualified = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in qualified.split("."):
         found = getattr(found, part, None)
-    is_one = isinstance(found, type) and issubclass(found, Tensor)
-    return found if is_one and hasattr(found, "__tensor_unflatten__") else None
+    is_tensor = isinstance(found, type) and issubclass(found, Tensor)
+    return found if is_tensor and hasattr(found, "__tensor_unflatten__") else None
 
 
 def _wrapped(content: list[Any], tensors: Mapping[str, Tensor]) -> Tensor:
     name, shape, strides, context, inside = content
     kind = _wrapper_class(name)
     if kind is None:
-        raise StorageError(f"{name} is not imported: import its module before the Learner is made")
+        raise StorageError(
+            f"{name} is not imported: import its module before the Learner is created"
+        )
     parts = {key: _unpacked(each, tensors) for key, each in inside.items()}
     context = _unpacked(context, tensors)
     try:
         made: Tensor = kind.__tensor_unflatten__(parts, context, torch.Size(shape), tuple(strides))
-    except Exception as error:  # whatever the subclass raises, this state is not one of it
-        raise StorageError(f"{name} cannot be made of what was kept: {error!r:.200}") from error
+    except Exception as error:  # a user's subclass may raise anything
+        raise StorageError(f"{name} cannot be restored from its state: {error!r:.200}") from error
     return made
 
 
@@ -262,6 +281,6 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _array(tensor: Tensor) -> Any:
-    """An array in memory of its own; a NumPy scalar comes back as one."""
+    """Return a copy as a NumPy array, or as a NumPy scalar if it has no dimensions."""
     array = tensor.numpy().copy()
     return array if array.ndim else array[()]

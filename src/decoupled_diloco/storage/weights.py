@@ -1,10 +1,10 @@
-"""Weights on disk: safetensors files that are either whole or not there.
+"""Weights on disk: safetensors files that are either complete or absent.
 
-A file is written beside its place, forced to disk, and renamed into place, so that neither a crash
-nor a full disk leaves a torn one. safetensors holds tensors and text, never code.
+A file is written under a temporary name, synced to disk, and renamed. So neither a crash nor a full
+disk leaves a torn file. safetensors contains tensors and text, never code.
 
-A safetensors file tells a torn end by itself, but not bytes that a disk has changed. In a *sealed*
-one the metadata holds the digest of each tensor, and one over all texts and digests.
+safetensors detects a truncated file but not bytes that a disk has changed. The metadata of a
+*sealed* file holds the digest of each tensor, and a digest over all texts and digests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from decoupled_diloco.errors import StorageError
+from decoupled_diloco.errors import DilocoError, StorageError
 from decoupled_diloco.merge import digest, place_of
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.storage.files import NOT_JSON
@@ -32,15 +32,15 @@ ALIASES_KEY = "decoupled_diloco.aliases"
 def save_weights(
     path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write tensors to a safetensors file, all of it or nothing.
+    """Write tensors to a safetensors file atomically.
 
-    Tied weights (names for the same memory) are written once, under the first name; the other
-    names are kept in the metadata and come back by `load_weights`.
+    Tied weights (names for the same memory) are written once, under the first name. The other names
+    are stored in the metadata, and `load_weights` restores them.
 
     Raises:
-        StorageError: The file cannot be written. A file that was there before is untouched.
+        StorageError: The file cannot be written. An existing file is unchanged.
     """
-    assert ALIASES_KEY not in (metadata or {}), f"{ALIASES_KEY} is ours"
+    assert ALIASES_KEY not in (metadata or {}), f"{ALIASES_KEY} is reserved"
     path = Path(path)
     unique, aliases = _drop_aliases(tensors)
     texts = dict(metadata or {})
@@ -50,7 +50,7 @@ def save_weights(
 
     def fill(torn: Path) -> None:
         torn.touch()
-        mode = torn.stat().st_mode & 0o777  # as the user's umask has it; safetensors: 0600
+        mode = torn.stat().st_mode & 0o777  # by the user's umask; safetensors would set 0600
         save_file(unique, torn, metadata=texts)
         torn.chmod(mode)
 
@@ -61,7 +61,7 @@ def save_weights(
         disk.rename(torn, path)
         disk.sync(path.parent)
     except (OSError, SafetensorError) as error:
-        with contextlib.suppress(OSError):  # what matters is the first error
+        with contextlib.suppress(OSError):  # report the first error, not this one
             disk.remove(torn)
         raise StorageError(f"{path} cannot be written: {error}") from error
 
@@ -70,20 +70,20 @@ def load_weights(path: str | Path) -> dict[str, Tensor]:
     """Read all tensors of a safetensors file to the CPU, tied ones under each of their names.
 
     Raises:
-        StorageError: The file is missing, torn, or no safetensors file.
+        StorageError: The file is missing, torn, or not a safetensors file.
     """
     with opened(path) as file:
-        # Cloned, because the tensors of safetensors live in the mapped file.
+        # A clone, because safetensors returns views of the mapped file.
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
         aliases = _parse_aliases(file.metadata() or {})
         return tensors | {name: tensors[kept] for name, kept in aliases.items()}
 
 
 def load_metadata(path: str | Path) -> dict[str, str]:
-    """Read the text kept in a safetensors file, without its tensors.
+    """Read the metadata of a safetensors file, without its tensors.
 
     Raises:
-        StorageError: The file is missing, torn, or no safetensors file.
+        StorageError: The file is missing, torn, or not a safetensors file.
     """
     with opened(path) as file:
         texts = dict(file.metadata() or {})
@@ -93,23 +93,25 @@ def load_metadata(path: str | Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def opened(path: str | Path) -> Iterator[Any]:
-    """A safetensors file to read from.
+    """Open a safetensors file for reading.
 
     Raises:
-        StorageError: It is missing, torn, or no safetensors file.
+        StorageError: The file is missing, torn, or not a safetensors file.
     """
     try:
-        # A slice of a file would otherwise be made on the process's default device.
+        # Otherwise a slice of a file would be created on the process's default device.
         with torch.device("cpu"), safe_open(Path(path), framework="pt") as file:
             yield file
+    except DilocoError:
+        raise
     except FileNotFoundError:
         raise StorageError(f"{path} does not exist") from None
     except (OSError, SafetensorError, *NOT_JSON) as error:
-        raise StorageError(f"{path} is torn or no safetensors file: {error}") from error
+        raise StorageError(f"{path} is torn or not a safetensors file: {error}") from error
 
 
 def _drop_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Split names for the same memory from tensors, which come as separate contiguous copies."""
+    """Return contiguous tensors with separate memory, and the further names of tied ones."""
     unique: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     names: dict[object, str] = {}
@@ -124,7 +126,7 @@ def _drop_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dic
 
 
 def _own_memory(tensor: Tensor) -> Tensor:
-    """The tensor on the CPU; copied only if it is part of a larger storage, or not contiguous."""
+    """Return a CPU tensor; a copy only if it is part of a larger storage or not contiguous."""
     tensor = tensor.detach().cpu().contiguous()
     whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
@@ -145,28 +147,28 @@ SEAL_KEY = "decoupled_diloco.seal"
 
 
 def save_sealed(path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
-    """Write tensors and texts to a safetensors file, all of it or nothing."""
+    """Write tensors and texts to a sealed safetensors file atomically."""
     digests = json.dumps({name: digest(tensor) for name, tensor in sorted(tensors.items())})
     entries = dict(texts) | {DIGESTS_KEY: digests}
     save_weights(path, tensors, entries | {SEAL_KEY: _seal(entries)})
 
 
 def seal_of(path: Path) -> str:
-    """The digest over everything in a file of `save_sealed`.
+    """Return the digest over the whole content of a file written by `save_sealed`.
 
     Raises:
-        StorageError: The file is missing, torn or corrupt, as far as its texts tell.
+        StorageError: The file is missing or torn, or its metadata is corrupt. Tensors are not read.
     """
     _checked(path)
     return load_metadata(path)[SEAL_KEY]
 
 
 def load_sealed(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read a file of `save_sealed`.
+    """Read and verify a file written by `save_sealed`.
 
     Raises:
-        StorageError: The file is missing or torn, no safetensors file, or anything in it has
-            another digest than when it was written.
+        StorageError: The file is missing, torn, or not a safetensors file, or a digest in it does
+            not match.
     """
     texts = _checked(path)
     digests = json.loads(texts.pop(DIGESTS_KEY))
@@ -174,7 +176,7 @@ def load_sealed(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     wrong = [name for name, tensor in tensors.items() if digest(tensor) != digests.get(name)]
     if wrong or digests.keys() != tensors.keys():
         names = sorted(wrong) or sorted(digests.keys() ^ tensors.keys())
-        raise StorageError(f"{path} is corrupt: {names[0]} is not what was written")
+        raise StorageError(f"{path} is corrupt: {names[0]} does not match its digest")
     return tensors, texts
 
 
@@ -182,7 +184,7 @@ def _checked(path: Path) -> dict[str, str]:
     texts = load_metadata(path)
     seal = texts.pop(SEAL_KEY, "")
     if DIGESTS_KEY not in texts or _seal(texts) != seal:
-        raise StorageError(f"{path} is corrupt: its metadata is not what was written")
+        raise StorageError(f"{path} is corrupt: its metadata does not match its digest")
     return texts
 
 

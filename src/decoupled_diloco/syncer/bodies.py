@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -20,10 +20,9 @@ from decoupled_diloco.errors import MergeError, ProtocolError, TransportError
 from decoupled_diloco.merge import Body as TensorBody
 from decoupled_diloco.merge import as_bytes
 from decoupled_diloco.merge.plan import values_of
-from decoupled_diloco.protocol import effects as do
-from decoupled_diloco.protocol import events as fact
-from decoupled_diloco.protocol import messages as say
-from decoupled_diloco.protocol.versions import Asking, Version
+from decoupled_diloco.protocol import words
+from decoupled_diloco.protocol.words import Asking, Version
+from decoupled_diloco.shell.driver import Driver, executes
 from decoupled_diloco.syncer.fragments import PublishedCopy, ShardTensors
 from decoupled_diloco.transport.bodies import BodyBooks, BodyUpload
 from decoupled_diloco.transport.pool import PoolBody
@@ -36,15 +35,12 @@ DECODED_MAX = 2
 """Contributions that are decoded and not folded yet: one in the worker, one that the loop looks at.
 Further bodies wait as they came, in the transport's bounded pool."""
 
-Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
-Handle = Callable[[fact.SyncerEvent], None]
-
 
 class InWorker(Protocol):
-    """Runs a function in the shard's one worker, in order."""
+    """The shard's one worker."""
 
-    def __call__(self, task: Callable[[], _T], /) -> Awaitable[_T]:
-        """The result of ``task()``."""
+    def run(self, task: Callable[[], _T], /) -> Awaitable[_T]:
+        """Runs a function, after those that were given before; the result of ``task()``."""
 
 
 @dataclass(slots=True)
@@ -54,7 +50,7 @@ class Expected:
     ``has_arrived``: whether it has, once the upload is over. ``task``: takes it, once it is here.
     """
 
-    effect: do.Expect | do.ExpectCopy
+    effect: words.Expect | words.ExpectCopy
     upload: BodyUpload
     message: Any = None
     has_arrived: bool | None = None
@@ -69,9 +65,9 @@ class Expected:
 _Purpose = tuple[str, int, Asking | int]
 
 
-def _purpose(effect: do.Expect | do.ExpectCopy) -> _Purpose:
+def _purpose(effect: words.Expect | words.ExpectCopy) -> _Purpose:
     """What an announcement names: learner, fragment, and which asking it answers."""
-    name = effect.ask if isinstance(effect, do.Expect) else effect.attempt
+    name = effect.ask if isinstance(effect, words.Expect) else effect.attempt
     return effect.learner, effect.fragment, name
 
 
@@ -81,10 +77,8 @@ class Uploads:
     Args:
         tensors: Where contributions are verified and copies installed.
         bodies: The server's data plane.
-        spawn: Starts a task of the shard.
-        in_worker: Runs tensor work.
-        handle: Tells the machine.
-        stopping: Whether the shard is ending, so that what fails now means nothing.
+        driver: Of the shard's machine.
+        worker: Runs tensor work.
         keep: Keeps each verified body under its path, in the worker.
     """
 
@@ -92,19 +86,14 @@ class Uploads:
         self,
         tensors: ShardTensors,
         bodies: BodyBooks,
-        *,
-        spawn: Spawn,
-        in_worker: InWorker,
-        handle: Handle,
-        stopping: Callable[[], bool],
+        driver: Driver[words.SyncerEvent, words.SyncerEffect],
+        worker: InWorker,
         keep: Callable[[str, TensorBody], None] | None = None,
     ) -> None:
         self._tensors = tensors
         self._bodies = bodies
-        self._spawn = spawn
-        self._in_worker = in_worker
-        self._handle = handle
-        self._stopping = stopping
+        self._driver = driver
+        self._worker = worker
         self._keep = keep
         self._decoded = asyncio.Semaphore(DECODED_MAX)
         self._expected: dict[str, Expected] = {}
@@ -114,11 +103,12 @@ class Uploads:
         """The transport's URL of an expected path."""
         return self._expected[path].upload.url
 
-    def expect(self, effect: do.Expect | do.ExpectCopy) -> None:
+    @executes(words.Expect, words.ExpectCopy, sliced=True)
+    def expect(self, effect: words.Expect | words.ExpectCopy) -> None:
         """Is ready for a body from now on; an older body of the same purpose is refused."""
         path, plan = effect.path, self._tensors.plan
-        self.unexpect(path, "asked again")
-        if isinstance(effect, do.Expect):
+        self._refuse(path, "asked again")
+        if isinstance(effect, words.Expect):
             sizes = plan.uplink_sizes(effect.fragment, effect.codec)
             nbytes, nbytes_min = sizes[-1], sizes[0]
         else:
@@ -128,7 +118,11 @@ class Uploads:
         upload.when_ended = partial(self._ended, expected)
         self._paths[_purpose(effect)] = path
 
-    def unexpect(self, path: str, why: str) -> None:
+    @executes(words.Unexpect, sliced=True)
+    def _unexpect(self, order: words.Unexpect) -> None:
+        self._refuse(order.path, order.why)
+
+    def _refuse(self, path: str, why: str) -> None:
         """Refuses the body of a path from now on."""
         expected = self._expected.get(path)
         if expected is not None:
@@ -144,12 +138,12 @@ class Uploads:
             if self._paths.get(purpose := _purpose(effect)) == effect.path:
                 del self._paths[purpose]
 
-    def announce(self, learner: str, message: say.Upload | say.Copy) -> None:
+    def announce(self, learner: str, message: words.Upload | words.Copy) -> None:
         """A learner has said what its body is."""
         match message:
-            case say.Upload(fragment, ask):
+            case words.Upload(fragment, ask):
                 path = self._paths.get((learner, fragment, ask))
-            case say.Copy(fragment, attempt):
+            case words.Copy(fragment, attempt):
                 path = self._paths.get((learner, fragment, attempt))
         if path is not None and self._expected[path].message is None:
             self._expected[path].message = message
@@ -166,11 +160,11 @@ class Uploads:
         """
         is_wanted = self._expected.get(expected.effect.path) is expected
         if is_wanted and expected.task is None and expected.is_over:
-            expected.task = self._spawn(self._take_in(expected))
+            expected.task = self._driver.spawn(self._take_in(expected))
 
     async def _take_in(self, expected: Expected) -> None:
         try:
-            if isinstance(expected.effect, do.Expect):
+            if isinstance(expected.effect, words.Expect):
                 await self._contribution(expected.upload, expected.message, expected.effect)
             else:
                 await self._copy(expected.upload, expected.message, expected.effect)
@@ -178,7 +172,7 @@ class Uploads:
             self._forget(expected)
 
     async def _contribution(
-        self, upload: BodyUpload, announced: say.Upload, effect: do.Expect
+        self, upload: BodyUpload, announced: words.Upload, effect: words.Expect
     ) -> None:
         learner, fragment, ask = effect.learner, effect.fragment, effect.ask
         norm, alike = 0.0, tuple[str, ...]()
@@ -193,8 +187,8 @@ class Uploads:
                 self._keep(effect.path, whole)
 
         def arrived() -> None:
-            self._handle(
-                fact.BodyArrived(
+            self._driver.tell(
+                words.BodyArrived(
                     learner=learner,
                     epoch=effect.epoch,
                     fragment=fragment,
@@ -211,12 +205,14 @@ class Uploads:
         try:
             await self._take(upload, verify, arrived)
         except (TransportError, ProtocolError, MergeError) as error:
-            if not self._stopping():
+            if not self._driver.stopped:
                 logger.warning("fragment %d: nothing from %s: %s", fragment, learner, error)
                 is_finite = not isinstance(error, MergeError)
-                self._handle(fact.BodyCorrupt(learner, fragment, ask, str(error), is_finite))
+                self._driver.tell(words.BodyCorrupt(learner, fragment, ask, str(error), is_finite))
 
-    async def _copy(self, upload: BodyUpload, announced: say.Copy, effect: do.ExpectCopy) -> None:
+    async def _copy(
+        self, upload: BodyUpload, announced: words.Copy, effect: words.ExpectCopy
+    ) -> None:
         learner, fragment, attempt = effect.learner, effect.fragment, effect.attempt
         numel = self._tensors.plan.fragments[fragment].numel
 
@@ -226,13 +222,13 @@ class Uploads:
                 self._keep(effect.path, body.buffer)
 
         def arrived() -> None:
-            self._handle(fact.CopyArrived(learner, fragment, attempt, announced.digest))
+            self._driver.tell(words.CopyArrived(learner, fragment, attempt, announced.digest))
 
         try:
             await self._take(upload, receive, arrived)
         except (TransportError, ProtocolError, MergeError) as error:
-            if not self._stopping():
-                self._handle(fact.CopyCorrupt(learner, fragment, attempt, str(error)))
+            if not self._driver.stopped:
+                self._driver.tell(words.CopyCorrupt(learner, fragment, attempt, str(error)))
 
     async def _take(
         self, upload: BodyUpload, use: Callable[[PoolBody], None], then: Callable[[], None]
@@ -245,9 +241,9 @@ class Uploads:
         body = await upload.body
         try:
             async with self._decoded:  # break: decoded-without-limit
-                await self._in_worker(lambda: use(body))
+                await self._worker.run(lambda: use(body))
                 then()
-                await self._in_worker(lambda: None)
+                await self._worker.run(lambda: None)
         finally:
             body.release()
 

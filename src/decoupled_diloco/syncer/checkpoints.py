@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from decoupled_diloco.errors import StorageError
-from decoupled_diloco.protocol.checkpoints.coordinator import OpenCheckpoint
-from decoupled_diloco.protocol.checkpoints.effects import KeepCheckpoint
-from decoupled_diloco.protocol.checkpoints.messages import CheckpointPart
+from decoupled_diloco.protocol.features.checkpoint import OpenCheckpoint
+from decoupled_diloco.protocol.words import CheckpointPart, KeepCheckpoint
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.storage.files import NOT_JSON, names_in, write_text
 from decoupled_diloco.syncer.durable import part_digest
@@ -161,6 +160,8 @@ def read_manifest(folder: Path) -> Manifest:
             tuple(document["missing"]),
             dict(document["coordinator"]),
         )
+    except StorageError:
+        raise
     except FileNotFoundError:
         raise StorageError(f"{folder} is not complete: it has no {MANIFEST}") from None
     except (OSError, *NOT_JSON) as error:

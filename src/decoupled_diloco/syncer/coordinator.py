@@ -12,14 +12,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import logging
-from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, assert_never, cast, get_args
+from typing import Any, cast, get_args
 
 from decoupled_diloco.config.method import (
     difference_of,
@@ -33,35 +31,38 @@ from decoupled_diloco.config.plugins import MissingCodecError
 from decoupled_diloco.config.run import RunConfig
 from decoupled_diloco.errors import ConfigError, ProtocolError, StorageError, TransportError
 from decoupled_diloco.merge import Layout
-from decoupled_diloco.observe.samples import DeviceUsed
-from decoupled_diloco.observe.tape import Recorder, TapeWriter
-from decoupled_diloco.protocol import effects as do
-from decoupled_diloco.protocol import messages as say
-from decoupled_diloco.protocol.checkpoints.effects import BeginCheckpoint, KeepCheckpoint
-from decoupled_diloco.protocol.checkpoints.events import CheckpointWanted
-from decoupled_diloco.protocol.coordinator import (
-    CoordinatorMachine,
-)
-from decoupled_diloco.protocol.data_leases.effects import Enter
-from decoupled_diloco.protocol.data_leases.ledger import LEDGER_ENTRIES, LedgerEntry
-from decoupled_diloco.protocol.events import (
+from decoupled_diloco.protocol import words
+from decoupled_diloco.protocol.coordinator import CoordinatorMachine
+from decoupled_diloco.protocol.wire import decode, encode
+from decoupled_diloco.protocol.words import (
+    LEDGER_ENTRIES,
+    BeginCheckpoint,
+    CheckpointWanted,
+    CloseRelay,
     Connected,
     CoordinatorEvent,
+    Enter,
     Joining,
+    KeepCheckpoint,
+    LedgerEntry,
     Lost,
+    OpenRelay,
     Received,
-    Tick,
+    RelayOn,
+    is_shard_peer,
+    shard_of,
+    shard_peer,
 )
-from decoupled_diloco.protocol.peers import is_shard_peer, shard_of, shard_peer
-from decoupled_diloco.protocol.transfer.effects import CloseRelay, OpenRelay, RelayOn
-from decoupled_diloco.protocol.wire import decode, encode
 from decoupled_diloco.runtime import now, runtime
+from decoupled_diloco.shell.driver import Driver, HoldsUp, Orders, at_decision, executes
+from decoupled_diloco.storage.coordinator_states import CoordinatorStates
 from decoupled_diloco.storage.data_ledger import DataLedger
 from decoupled_diloco.syncer.checkpoints import CheckpointAnswer, write_manifest
-from decoupled_diloco.syncer.coordinator_disk import CoordinatorDisk, joined_since
 from decoupled_diloco.syncer.coordinator_document import plain, read_document
 from decoupled_diloco.syncer.relay import Relay
 from decoupled_diloco.syncer.shard_lease import NO_STANDBY, NoStandby, ShardLease
+from decoupled_diloco.tape import TapeWriter
+from decoupled_diloco.tape.samples import DeviceUsed
 from decoupled_diloco.transport.base import Channel
 from decoupled_diloco.transport.bodies import BodyBooks
 
@@ -89,16 +90,7 @@ _NOT_THE_RUNS = (
 
 _ANOTHER_RUN = "another run is at this address now"
 
-ShardLink = Callable[[say.ToShard | say.ShardAdmitted | say.JoinRefused], None]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _ForProcess:
-    """An order for the process of a shard that had this link as it was given."""
-
-    shard: int
-    link: ShardLink | None
-    order: do.CoordinatorEffect
+ShardLink = Callable[[words.ToShard | words.ShardAdmitted | words.JoinRefused], None]
 
 
 class CoordinatorHost:
@@ -110,7 +102,7 @@ class CoordinatorHost:
         folder: The run folder; the state is kept here.
         tape: Makes the tape of its events, given what a replay needs to know of this life.
         bodies: Where the process of shard 0 takes bodies in and offers them: for relays.
-        spawn: Runs a coroutine in the process's loop; should it fail, the process ends.
+        fail: Ends the process; called once, with the error.
         shard_lease: The claim by which this process acts.
 
     Raises:
@@ -124,7 +116,7 @@ class CoordinatorHost:
         addresses: tuple[str, ...],
         folder: Path,
         tape: Callable[[Mapping[str, Any]], TapeWriter],
-        spawn: Callable[[Coroutine[Any, Any, None]], object],
+        fail: Callable[[BaseException], None],
         bodies: BodyBooks,
         shard_lease: ShardLease | NoStandby = NO_STANDBY,
     ) -> None:
@@ -133,9 +125,9 @@ class CoordinatorHost:
         self._addresses = addresses
         self._shard_lease = shard_lease
         self._folder = folder
-        self._disk = CoordinatorDisk(folder, shard_lease)
         self._layout: Layout | None = None
         self._run = runtime().unique_id()
+        self._states = CoordinatorStates(folder, shard_lease.nonce or self._run)
         self._key = runtime().secret()
         from_file = config.sync.initial_weights is not None
         self.machine = CoordinatorMachine(options_of(config), weights_from_file=from_file)
@@ -148,33 +140,33 @@ class CoordinatorHost:
             state = self._state()
         header = {"machine": "coordinator", "weights_from_file": from_file, "state": state}
         self.tape = tape(header | {"settings": config.public()})
-        self._recorder = Recorder(self.machine, self.tape)
-        self._spawn = spawn
-        self._relay = Relay(bodies, spawn)
-        self._orders: deque[do.CoordinatorEffect | _ForProcess] = deque()
+        self._driver = Driver[CoordinatorEvent, words.CoordinatorEffect](
+            self.machine, tape=self.tape, on_failure=fail, lease=shard_lease
+        )
+        self._driver.carry(Orders(words.CoordinatorEffect, self))
+        self._relay = Relay(bodies, self._driver.spawn)
         self._writing = False
-        self._timer: asyncio.TimerHandle | None = None
         self._shards: dict[int, ShardLink] = {}
         self._greeting: ShardLink = lambda message: None
         self._gone = asyncio.Event()
-        self._joining: dict[int, tuple[Channel, say.Join, Layout | None]] = {}
+        self._joining: dict[int, tuple[Channel, words.Join, Layout | None]] = {}
         self._connections_of: dict[str, list[int]] = {}
         self._connections = 0
         self._part: dict[str, Any] = {}
         self._checkpoint_kept = CheckpointAnswer("given up", 0)
 
-    async def serve_join(self, channel: Channel, join: say.Join) -> None:
+    async def serve_join(self, channel: Channel, join: words.Join) -> None:
         """Answers a join, and watches its connection until it is gone."""
         if join.run and join.run != self._run:
-            channel.send(encode(say.JoinRefused(_ANOTHER_RUN, False)))
+            channel.send(encode(words.JoinRefused(_ANOTHER_RUN, False)))
             await channel.close(_ANOTHER_RUN)
             return
         if join.role == "learner" and await self._has_a_live_process(join):
             reason = (
-                f"{join.learner} is in the run already, and its process is alive: give this one "
-                "another learner id, or stop the other one first"
+                f"{join.learner} is in the run already, and its process is alive: pass "
+                "another name=, or stop the other process first"
             )
-            channel.send(encode(say.JoinRefused(reason, True)))
+            channel.send(encode(words.JoinRefused(reason, True)))
             await channel.close(reason)
             return
         self._connections += 1
@@ -186,25 +178,25 @@ class CoordinatorHost:
             return
         self._enter(connection, channel, join, layout)
         fingerprint = layout.fingerprint if layout else ""
-        self._handle(
+        self._driver.tell(
             Connected(
                 join.learner, Joining(join.nonce, join.role, fingerprint, difference), connection
             )
         )
         try:
             while True:
-                message = decode(await channel.receive(), say.FROM_MEMBER)
+                message = decode(await channel.receive(), words.FROM_MEMBER)
                 self._heard_on(connection, join.learner)
-                self._handle(Received(join.learner, message, join.nonce))
+                self._driver.tell(Received(join.learner, message, join.nonce))
         finally:
             self._leave(connection)
             self._gone.set()
             # Who has joined again before its old connection was found dead is not gone.
             if all(other.nonce != join.nonce for _, other in self._present(join.learner)):
-                self._handle(Lost(join.learner, join.nonce))
+                self._driver.tell(Lost(join.learner, join.nonce))
 
     def _enter(
-        self, connection: int, channel: Channel, join: say.Join, layout: Layout | None
+        self, connection: int, channel: Channel, join: words.Join, layout: Layout | None
     ) -> None:
         self._joining[connection] = (channel, join, layout)
         self._connections_of.setdefault(join.learner, []).append(connection)
@@ -222,11 +214,11 @@ class CoordinatorHost:
         if not self._connections_of[join.learner]:
             del self._connections_of[join.learner]
 
-    def _present(self, learner: str) -> list[tuple[Channel, say.Join]]:
+    def _present(self, learner: str) -> list[tuple[Channel, words.Join]]:
         """The connections of an id, the one that was heard last at the end; of nobody else's."""
         return [self._joining[each][:2] for each in self._connections_of.get(learner, ())]
 
-    async def _has_a_live_process(self, join: say.Join) -> bool:
+    async def _has_a_live_process(self, join: words.Join) -> bool:
         """Whether another process bears this id; one that is dead is found so within its lease.
 
         Who is alive is heard again within a ping.
@@ -240,7 +232,7 @@ class CoordinatorHost:
             await asyncio.sleep(LISTEN_SECONDS)
         return False  # break: id-always-taken
 
-    def _read_layout(self, join: say.Join) -> tuple[Layout | None, str]:
+    def _read_layout(self, join: words.Join) -> tuple[Layout | None, str]:
         """The joining model's layout, and how it differs from the run's, in words."""
         if not join.layout:
             problem = "a learner must say what its layout is"
@@ -255,19 +247,19 @@ class CoordinatorHost:
             return layout, str(error)
         return layout, ""
 
-    async def serve_shard(self, channel: Channel, hello: say.ShardHello) -> None:
+    async def serve_shard(self, channel: Channel, hello: words.ShardHello) -> None:
         """Follows the connection of a shard in another process."""
         problem = self._shard_problem(hello)
         if problem:
-            channel.send(encode(say.JoinRefused(problem, False)))
+            channel.send(encode(words.JoinRefused(problem, False)))
             await channel.close(problem)
             return
 
-        def link(message: say.ToShard | say.ShardAdmitted | say.JoinRefused) -> None:
+        def link(message: words.ToShard | words.ShardAdmitted | words.JoinRefused) -> None:
             channel.send(encode(message))
 
         self.shard_greeted(hello, link)
-        kinds = get_args(say.FromShard)
+        kinds = get_args(words.FromShard)
         try:
             while True:
                 message: Any = decode(await channel.receive(), kinds)
@@ -282,9 +274,9 @@ class CoordinatorHost:
             if self._shards.get(hello.shard) is link:
                 del self._shards[hello.shard]
                 self._gone.set()
-                self._handle(Lost(shard_peer(hello.shard)))
+                self._driver.tell(Lost(shard_peer(hello.shard)))
 
-    def _shard_problem(self, hello: say.ShardHello) -> str:
+    def _shard_problem(self, hello: words.ShardHello) -> str:
         """Why a shard in another process cannot be one of this run, in words."""
         if not 0 < hello.shard < len(self._addresses):
             return (
@@ -318,102 +310,65 @@ class CoordinatorHost:
     def _has_learners(self) -> bool:
         return any(join.role == "learner" for _, join, _ in self._joining.values())
 
-    def shard_greeted(self, hello: say.ShardHello, link: ShardLink) -> None:
+    def shard_greeted(self, hello: words.ShardHello, link: ShardLink) -> None:
         """A shard is here; ``link`` brings it messages, if it may act for the shard."""
         self._greeting = link
         greeting = replace(hello, settings="")  # what the tape has in its header
-        self._handle(Connected(shard_peer(hello.shard), greeting))
+        self._driver.tell(Connected(shard_peer(hello.shard), greeting))
 
-    def shard_said(self, shard: int, message: say.FromShard) -> None:
+    def shard_said(self, shard: int, message: words.FromShard) -> None:
         """A shard said something."""
-        self._handle(Received(shard_peer(shard), message))
+        self._driver.tell(Received(shard_peer(shard), message))
 
-    def _handle(self, event: CoordinatorEvent) -> None:
-        if not self._shard_lease.holds():
-            return  # this process is about to end, and another may decide by now
-        for effect in self._recorder.handle(now(), event):
-            match effect:
-                case do.AdoptLayout(connection):
-                    self._layout = self._joining[connection][2]
-                case do.AdmitShard(shard):
-                    self._shards[shard] = self._greeting
-                case do.DenyShard(reason=reason):
-                    self._greeting(say.JoinRefused(reason, True))
-            self._orders.append(self._addressed(effect))
-        self._carry_out()
-        self._arm()
+    async def close(self) -> None:
+        """Nothing more happens."""
+        await self._driver.close()
 
-    def _addressed(self, effect: do.CoordinatorEffect) -> do.CoordinatorEffect | _ForProcess:
-        """An order for a shard is for the process that acts for it now, however long it waits."""
-        match effect:
-            case do.AdmitShard(shard):
-                return _ForProcess(shard, self._shards.get(shard), effect)
-            case do.Send(peer) if is_shard_peer(peer):
-                shard = shard_of(peer)
-                return _ForProcess(shard, self._shards.get(shard), effect)
-        return effect
+    @at_decision(words.AdoptLayout)
+    def _adopt(self, order: words.AdoptLayout) -> None:
+        self._layout = self._joining[order.connection][2]
 
-    def _arm(self) -> None:
-        """Wakes the machine at its deadline."""
-        self.close()
-        deadline = self.machine.deadline()
-        if deadline is not None:
-            delay = max(0.0, deadline - now())
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(delay, self._wake)
+    @at_decision(words.AdmitShard)
+    def _take_link(self, order: words.AdmitShard) -> ShardLink:
+        self._shards[order.shard] = self._greeting
+        return self._greeting
 
-    def close(self) -> None:
-        """Nothing more happens of itself."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    @at_decision(words.DenyShard)
+    def _deny_shard(self, order: words.DenyShard) -> None:
+        self._greeting(words.JoinRefused(order.reason, True))
 
-    def _wake(self) -> None:
-        self._spawn(self._tick())
+    @at_decision(words.Send)
+    def _addressed(self, order: words.Send) -> ShardLink | None:
+        """A message is for the process that acts for the shard now, however long it waits."""
+        return self._shards.get(shard_of(order.peer)) if is_shard_peer(order.peer) else None
 
-    async def _tick(self) -> None:
-        self._handle(Tick())
+    @executes(words.Persist)
+    def _persist(self, order: words.Persist) -> HoldsUp:
+        return HoldsUp(self._write(self._saving_of(order)))
 
-    def _carry_out(self) -> None:
-        """Carries orders out, in order, up to one that must be on disk first."""
-        while self._orders and not self._writing:  # break: orders-before-disk
-            effect = self._orders.popleft()
-            if isinstance(effect, do.Persist):
-                self._write_by(self._saving_of(effect))
-            elif isinstance(effect, Enter):
-                # Those that follow go along: an entry may be on the disk before its time.
-                entries = [effect.entry, *self._pending_entries()]
-                self._write_by(partial(self._appending, entries))
-            else:
-                self._do(effect)
+    @executes(Enter)
+    def _enter_in_ledger(self, order: Enter) -> HoldsUp:
+        # Those that follow go along: an entry may be on the disk before its time.
+        entries = [order.entry, *(each.entry for each in self._driver.take(Enter))]
+        return HoldsUp(self._write(partial(self._appending, entries)))
 
-    def _saving_of(self, first: do.Persist) -> Callable[[], Callable[[], None]]:
+    def _saving_of(self, first: words.Persist) -> Callable[[], Callable[[], None]]:
         """One write for all that wait for one: the state is as it is after the last of them."""
-        wanted = [first, *(order for order in self._orders if isinstance(order, do.Persist))]
-        self._orders = deque(o for o in self._orders if not isinstance(o, do.Persist))
+        wanted = [first, *self._driver.take(words.Persist)]
         learners = {order.learner for order in wanted}
         return self._saving if "" in learners else partial(self._adding, sorted(learners))
 
     def _adding(self, learners: list[str]) -> Callable[[], None]:
         """Adds the records of these to what is on the disk; all of it, if that cannot be."""
-        if not self._disk.can_append:
+        if not self._states.can_append:
             return self._saving()
-        records = self.machine.state.learners
-        lines = [json.dumps([name, dataclasses.asdict(records[name])]) for name in learners]
-        return lambda: self._disk.append(lines)
-
-    def _pending_entries(self) -> list[LedgerEntry]:
-        entries = [order.entry for order in self._orders if isinstance(order, Enter)]
-        self._orders = deque(o for o in self._orders if not isinstance(o, Enter))
-        return entries
-
-    def _write_by(self, task: Callable[[], Callable[[], None]]) -> None:
-        self._writing = True
-        self._spawn(self._write(task))
+        known = self.machine.state.learners
+        records = {name: dataclasses.asdict(known[name]) for name in learners}
+        return lambda: self._states.append(records)
 
     async def _write(self, task: Callable[[], Callable[[], None]]) -> None:
         """Writes, trying again for as long as the disk is full; then orders go on."""
-        told = False
+        self._writing, told = True, False
         while True:
             try:
                 await asyncio.to_thread(task())
@@ -425,7 +380,6 @@ class CoordinatorHost:
                 await asyncio.sleep(RETRY_SECONDS)
         self._writing = False
         self._gone.set()
-        self._carry_out()
 
     def _note_device(self, connection: int) -> None:
         """Puts the device of a learner that was let in on the tape: the text is anybody's."""
@@ -434,54 +388,68 @@ class CoordinatorHost:
             text = "".join(each for each in join.device[:DEVICE_CHARACTERS] if each.isprintable())
             self.tape.sample(now(), DeviceUsed(join.learner, text))
 
-    def _do(self, effect: do.CoordinatorEffect | _ForProcess) -> None:
-        match effect:
-            case _ForProcess(shard, link, order):
-                if self._shards.get(shard) is link:  # else the newer process is told its own
-                    self._do(order)
-            case do.Admit(connection, _, epoch, _, index, count):
-                admitted = say.Admitted(
-                    epoch,
-                    self._settings,
-                    self._layout_text(),
-                    self._addresses,
-                    self._run,
-                    index,
-                    max(count, self._config.run.learners),
-                )
-                self._answer(connection, admitted)
-                self._note_device(connection)
-            case do.Deny(connection, reason, retry):
-                self._answer(connection, say.JoinRefused(reason, retry))
-            case OpenRelay(_, donor, _, path, head_nbytes, nbytes):
-                self._relay.open(path, donor, head_nbytes, nbytes)
-            case RelayOn(path, chunk):
-                self._relay.taken(path, chunk)
-            case CloseRelay(path, why):
-                self._relay.close(path, why)
-            case BeginCheckpoint():
-                self._part = self._document()
-            case KeepCheckpoint():
-                self._spawn(self._keep_checkpoint(effect, self._part))
-            case do.AdoptLayout():
-                for link in self._shards.values():
-                    link(say.LayoutSet(self._layout_text()))
-            case do.AdmitShard(shard, term, begun):
-                self._tell(shard, say.ShardAdmitted(term, begun, self._key))
-                if self._layout is not None:
-                    self._tell(shard, say.LayoutSet(self._layout_text()))
-            case do.Send(peer, message) if is_shard_peer(peer):
-                self._tell(shard_of(peer), cast("say.ToShard", message))
-            case do.Send(learner, message):
-                self._inform(learner, message)
-            case do.Note(text, why, warns):
-                logger.log(logging.WARNING if warns else logging.INFO, "%s (%s)", text, why)
-            case do.DenyShard():
-                pass  # it was told at once
-            case do.Persist() | Enter():
-                raise AssertionError("carried out elsewhere")
-            case _:
-                assert_never(effect)
+    @executes(words.Admit)
+    def _admit(self, order: words.Admit) -> None:
+        admitted = words.Admitted(
+            order.epoch,
+            self._settings,
+            self._layout_text(),
+            self._addresses,
+            self._run,
+            order.index,
+            max(order.count, self._config.run.learners),
+        )
+        self._answer(order.connection, admitted)
+        self._note_device(order.connection)
+
+    @executes(words.Deny)
+    def _deny(self, order: words.Deny) -> None:
+        self._answer(order.connection, words.JoinRefused(order.reason, order.retry))
+
+    @executes(OpenRelay)
+    def _open_relay(self, order: OpenRelay) -> None:
+        self._relay.open(order.path, order.donor, order.head_nbytes, order.nbytes)
+
+    @executes(RelayOn)
+    def _relay_on(self, order: RelayOn) -> None:
+        self._relay.taken(order.path, order.chunk)
+
+    @executes(CloseRelay)
+    def _close_relay(self, order: CloseRelay) -> None:
+        self._relay.close(order.path, order.why)
+
+    @executes(BeginCheckpoint)
+    def _begin_checkpoint(self, order: BeginCheckpoint) -> None:
+        self._part = self._document()
+
+    @executes(KeepCheckpoint)
+    def _keep_part(self, order: KeepCheckpoint) -> Coroutine[Any, Any, None]:
+        return self._keep_checkpoint(order, self._part)
+
+    @executes(words.AdoptLayout)
+    def _tell_layout(self, order: words.AdoptLayout, _: None) -> None:
+        for link in self._shards.values():
+            link(words.LayoutSet(self._layout_text()))
+
+    @executes(words.AdmitShard)
+    def _admit_shard(self, order: words.AdmitShard, link: ShardLink) -> None:
+        if self._shards.get(order.shard) is not link:
+            return  # the newer process is told its own
+        link(words.ShardAdmitted(order.term, order.begun, self._key))
+        if self._layout is not None:
+            link(words.LayoutSet(self._layout_text()))
+
+    @executes(words.Send)
+    def _send(self, order: words.Send, link: ShardLink | None) -> None:
+        if not is_shard_peer(order.peer):
+            self._inform(order.peer, order.message)
+        elif link is not None and self._shards.get(shard_of(order.peer)) is link:
+            link(cast("words.ToShard", order.message))
+
+    @executes(words.Note)
+    def _note(self, order: words.Note) -> None:
+        level = logging.WARNING if order.warns else logging.INFO
+        logger.log(level, "%s (%s)", order.text, order.why)
 
     async def _keep_checkpoint(self, effect: KeepCheckpoint, part: dict[str, Any]) -> None:
         missing = f", without {', '.join(effect.missing)}" if effect.missing else ""
@@ -498,7 +466,7 @@ class CoordinatorHost:
         problem = self.machine.why_no_checkpoint
         if problem:
             return CheckpointAnswer("refused", 0, problem)
-        self._handle(CheckpointWanted())
+        self._driver.tell(CheckpointWanted())
         return self.checkpoint_answer(self.machine.state.checkpoint)
 
     def checkpoint_answer(self, number: int) -> CheckpointAnswer:
@@ -516,20 +484,15 @@ class CoordinatorHost:
         words = reason if given_up == number else "this coordinator knows nothing of it"
         return CheckpointAnswer("given up", number, words)
 
-    def _answer(self, connection: int, message: say.Message) -> None:
+    def _answer(self, connection: int, message: words.Message) -> None:
         if connection in self._joining:
             self._joining[connection][0].send(encode(message))
 
-    def _inform(self, learner: str, message: say.Message) -> None:
+    def _inform(self, learner: str, message: words.Message) -> None:
         present = self._present(learner)
         if present:
             channel, _ = present[-1]
             channel.send(encode(message))
-
-    def _tell(self, shard: int, message: say.ToShard | say.ShardAdmitted) -> None:
-        link = self._shards.get(shard)
-        if link is not None:
-            link(message)
 
     def _layout_text(self) -> str:
         return "" if self._layout is None else self._layout.to_text()
@@ -552,26 +515,27 @@ class CoordinatorHost:
         document = self._document_before(entries)
 
         def write() -> None:  # first the state, which only one coordinator can go on from
-            self._disk.write(json.dumps(document))
+            self._states.write(document)
             self._ledger.append(entries)
 
         return write
 
     def _saving(self) -> Callable[[], None]:
         document = self._document_before([])
-        return lambda: self._disk.write(json.dumps(document))
+        return lambda: self._states.write(document)
 
     def _document_before(self, entries: list[LedgerEntry]) -> dict[str, Any]:
         """The document as it is written before these entries, with all that the ledger lacks.
 
         The state is that after every entry that has been decided, and some of them wait.
         """
-        waiting = [order.entry for order in self._orders if isinstance(order, Enter)]
+        orders = (order for order, _ in self._driver.waiting)
+        waiting = [order.entry for order in orders if isinstance(order, Enter)]
         return self._document() | {"entered": [encode(entry) for entry in (*entries, *waiting)]}
 
     def _load(self) -> Any:
         """Goes on from the state of an earlier life, and returns it; ``None`` if there is none."""
-        kept = read_document(self._disk.find(), self._config, joined_since(self._folder))
+        kept = read_document(self._states, self._config)
         if kept is None:
             return None
         document, state, self._layout = kept

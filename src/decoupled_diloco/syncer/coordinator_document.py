@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,13 @@ from pydantic import TypeAdapter
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.method import difference_of, options_of, read_public
 from decoupled_diloco.config.resume import lasting
-from decoupled_diloco.errors import ConfigError, ProtocolError, StorageError
+from decoupled_diloco.errors import ConfigError, ProtocolError
 from decoupled_diloco.merge import Layout
-from decoupled_diloco.protocol.checkpoints.coordinator import raised
 from decoupled_diloco.protocol.coordinator import CoordinatorMachine
 from decoupled_diloco.protocol.coordinator_state import CoordinatorState
-from decoupled_diloco.runtime import runtime
-from decoupled_diloco.storage.files import NOT_JSON, exists
-from decoupled_diloco.syncer.coordinator_disk import joined_since, newest_state
+from decoupled_diloco.protocol.features.checkpoint import raised
+from decoupled_diloco.storage.coordinator_states import CoordinatorStates, unreadable
+from decoupled_diloco.storage.files import NOT_JSON
 
 _STATE = TypeAdapter(CoordinatorState)
 
@@ -31,7 +29,7 @@ def read_state(folder: Path, config: RunConfig) -> CoordinatorState | None:
         StorageError: It cannot be read.
         ConfigError: It is of a run with other settings; the budget may differ.
     """
-    kept = read_document(newest_state(folder), config, joined_since(folder))
+    kept = read_document(CoordinatorStates(folder), config)
     if kept is None:
         return None
     machine = CoordinatorMachine(options_of(config))
@@ -46,7 +44,7 @@ def read_layout(folder: Path, config: RunConfig) -> Layout | None:
         StorageError: It cannot be read.
         ConfigError: It is of a run with other settings.
     """
-    kept = read_document(newest_state(folder), config, ())
+    kept = read_document(CoordinatorStates(folder), config)
     return None if kept is None else kept[2]
 
 
@@ -70,34 +68,30 @@ def plain(state: CoordinatorState) -> Any:
 
 
 def read_document(
-    file: Path, config: RunConfig, joined: Sequence[str]
-) -> tuple[Any, CoordinatorState, Layout | None] | None:
-    """The document in a file, the state in it and the layout; ``None``: there is no file.
+    states: CoordinatorStates, config: RunConfig
+) -> tuple[dict[str, Any], CoordinatorState, Layout | None] | None:
+    """The newest document, the state in it and the layout; ``None``: there is none yet.
 
     Raises:
         StorageError: It cannot be read.
         ConfigError: It is of a run with other settings.
     """
-    if not exists(file):
+    document = states.read()
+    if document is None:
         return None
     try:
-        document = json.loads(runtime().disk.read(file))
-        for name, record in map(json.loads, joined):
-            known = document["state"]["learners"].get(name, {"epoch": 0})
-            if record["epoch"] >= known["epoch"]:
-                document["state"]["learners"][name] = record
         state = _STATE.validate_python(document["state"])
         layout = document["layout"]
         theirs = read_public(document["settings"])
         found = Layout.from_text(layout) if layout else None
-    except (OSError, ProtocolError, *NOT_JSON) as error:
-        raise StorageError(
-            f"{file} cannot be read ({error}): move the run folder away to begin anew"
-        ) from error
+    except ConfigError:
+        raise
+    except (ProtocolError, *NOT_JSON) as error:
+        raise unreadable(states.folder, error) from error
     difference = difference_of(lasting(config), lasting(theirs))
     if difference:
         raise ConfigError(
-            f"{file} is of a run with other settings: {difference}: move the run folder "
+            f"{states.folder} is of a run with other settings: {difference}: move the run folder "
             "away, choose another, or give this run's own file"
         )
     return document, state, found

@@ -38,7 +38,7 @@ from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.resume import identity_of
 from decoupled_diloco.errors import ConfigError, MergeError, StorageError
 from decoupled_diloco.merge import Layout, as_bytes, digest, values_digest
-from decoupled_diloco.protocol.versions import Version
+from decoupled_diloco.protocol.words import Version
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.storage.files import NOT_JSON, exists, names_in, size_of
 from decoupled_diloco.storage.journal import Journal, JournalReader, JournalRecord, fields_in
@@ -376,6 +376,8 @@ class ShardDisk:
     def _read(self, number: int) -> dict[int, Durable]:
         try:
             return self._load(number)
+        except ConfigError:
+            raise
         except NOT_JSON as error:
             path = self._path(number, ".safetensors")
             raise StorageError(f"{path} is no shard's checkpoint: {error!r:.200}") from error

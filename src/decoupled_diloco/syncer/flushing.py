@@ -7,10 +7,10 @@ import contextlib
 from collections.abc import Sequence
 
 from decoupled_diloco.errors import StorageError
-from decoupled_diloco.observe.samples import BytesMoved, Sample
-from decoupled_diloco.observe.tape import FLUSH_SECONDS, TapeWriter
 from decoupled_diloco.runtime import now
-from decoupled_diloco.syncer.slices import SLICE
+from decoupled_diloco.shell.driver import SLICE
+from decoupled_diloco.tape import FLUSH_SECONDS, TapeWriter
+from decoupled_diloco.tape.samples import BytesMoved, Sample
 from decoupled_diloco.transport.base import Stats
 
 STATS_SECONDS = 5.0

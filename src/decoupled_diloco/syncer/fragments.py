@@ -37,7 +37,7 @@ from decoupled_diloco.merge.packing import BufferHistory, packed, unpacked
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.merge.rules import FragmentMerge
 from decoupled_diloco.merge.sketch import are_alike, sketch
-from decoupled_diloco.protocol.versions import Asking, Version
+from decoupled_diloco.protocol.words import Asking, Version
 
 COMPARED_MAX = 32
 """With how many other contributions a new one is compared."""

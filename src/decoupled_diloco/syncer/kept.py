@@ -82,7 +82,7 @@ def leave_to_result(run: Path, config: RunConfig, shards: Iterable[int]) -> None
         for shard in shards:
             _disk_of(run, config, layout, shard).leave_to(run / RESULT)
             runtime().disk.remove(share_file(run, shard))
-    except (StorageError, OSError) as error:
+    except OSError as error:
         logger.warning("%s: what shards keep beside the result stays as it is", error)
 
 

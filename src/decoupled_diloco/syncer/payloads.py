@@ -79,10 +79,10 @@ class Payloads:
             self._disk.make_folder(file.parent)
             self._leave_room(content.nbytes)
             self._disk.put(file, content)
-        except OSError as error:
-            self._end(f"{file} cannot be written: {error.strerror or error}")
         except StorageError as error:
             self._end(str(error))
+        except OSError as error:
+            self._end(f"{file} cannot be written: {error.strerror or error}")
 
     def keep_file(self, fragments: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
         """Passes the fragments of the run's file of initial weights on, and keeps each."""
@@ -99,7 +99,7 @@ class Payloads:
         try:
             self._leave_room(sum(t.numel() * t.element_size() for t in state.values()))
             save_weights(_recovered(self.folder, term), state)
-        except (OSError, StorageError) as error:
+        except OSError as error:
             self._end(str(error))
 
     def _leave_room(self, nbytes: int) -> None:

@@ -45,7 +45,7 @@ def initial_values(
     for spec in plan.layout.tensors:
         found = weights.get(spec.name)
         if found is None:
-            way_out = 'set sync.buffers="local"' if spec.is_buffer else "leave it out"
+            way_out = 'set sync.merge.buffers="local"' if spec.is_buffer else "leave it out"
             raise ConfigError(
                 f"initial_weights={str(path)!r} lacks {spec.name!r}, which the model has: use the "
                 f"weights of this model, or {way_out}"

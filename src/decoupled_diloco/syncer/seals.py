@@ -13,8 +13,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from hashlib import blake2b
 
-from decoupled_diloco.protocol.messages import Published
-from decoupled_diloco.protocol.versions import Holding, Version
+from decoupled_diloco.protocol.words import Holding, Published, Version
 
 SEAL_BYTES = 12
 """2⁹⁶ guesses: and each costs a connection."""

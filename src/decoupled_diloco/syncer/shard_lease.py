@@ -14,21 +14,25 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import TypeVar, assert_never
+from typing import TypeVar
 
 from decoupled_diloco.errors import LeaseError, StorageError
-from decoupled_diloco.observe.tape import Recorder, TapeWriter
-from decoupled_diloco.protocol import shard_lease
-from decoupled_diloco.protocol.effects import Note
-from decoupled_diloco.protocol.events import Tick
-from decoupled_diloco.protocol.shard_lease import (
+from decoupled_diloco.protocol import words
+from decoupled_diloco.protocol.shard_lease import ShardLeaseMachine
+from decoupled_diloco.protocol.words import (
+    Done,
+    Failed,
     LeaseEffect,
     LeaseEvent,
     LeaseOrder,
-    ShardLeaseMachine,
+    NewestClaim,
+    Note,
+    Tick,
 )
 from decoupled_diloco.runtime import now, runtime
+from decoupled_diloco.shell.driver import Driver, Orders, executes
 from decoupled_diloco.storage.claims import ClaimStore
+from decoupled_diloco.tape import TapeWriter
 
 logger = logging.getLogger(__name__)
 
@@ -83,15 +87,15 @@ class ShardLease:
         self.run_over = False
         self.machine = ShardLeaseMachine(store.nonce, store.lease_seconds, waits=waits)
         self.tape = tape
-        self._recorder = Recorder(self.machine, tape)
+        self._driver = Driver[LeaseEvent, LeaseEffect](
+            self.machine, tape=tape, on_failure=self._failed
+        )
+        self._driver.carry(Orders(LeaseEffect, self))
         self._worker = runtime().worker("claim")
         self._settled = asyncio.Event()
-        self._timer: asyncio.TimerHandle | None = None
-        self._asking: set[asyncio.Task[None]] = set()
         self._on_lost: Callable[[BaseException], None] | None = None
         self._lost: BaseException | None = None
-        self._failure: BaseException | None = None
-        self._closed = self._raised = False
+        self._raised = False
 
     async def gained(self) -> bool:
         """Waits for the claim; ``False``: the run is over, or `give_up` was called.
@@ -99,7 +103,7 @@ class ShardLease:
         Raises:
             Exception: The error that has ended the lease meanwhile.
         """
-        self._handle(Tick())
+        self._driver.tell(Tick())
         await self._settled.wait()
         self._raise_failure()
         return self.number > 0
@@ -170,49 +174,16 @@ class ShardLease:
         Raises:
             Exception: An error that has ended the lease and was not reported before.
         """
-        self._stop_timer()
         self._on_lost = None  # the process that acted has ended: an error is raised here
-        self._handle(shard_lease.HolderLeaves(finished))
-        if self._asking:  # a storage that does not answer is left alone after a while
-            await asyncio.wait(self._asking, timeout=self.store.lease_seconds)
-        self._closed = True  # an answer that comes later finds no tape and no process to act
-        self._stop_timer()
+        self._driver.tell(words.HolderLeaves(finished))
+        # A storage that does not answer is left alone after a while.
+        await self._driver.finish(self.store.lease_seconds)
         self._worker.shutdown(wait=False, cancel_futures=True)
         self.tape.close()
         self._raise_failure()
 
-    def _handle(self, event: LeaseEvent) -> None:
-        if self._closed or self._failure is not None:
-            return
-        try:
-            for effect in self._recorder.handle(now(), event):
-                self._do(effect)
-            deadline = self.machine.deadline()
-        except Exception as error:  # in a timer or a task it would reach no caller
-            self._fail(error)
-            return
-        self._stop_timer()
-        if deadline is not None:
-            delay = max(0.0, deadline - now())
-            self._timer = asyncio.get_running_loop().call_later(delay, self._handle, Tick())
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._asking.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            self._fail(error)
-
-    def _fail(self, error: BaseException) -> None:
-        """Ends the lease; whoever waits for it, or acts by it, receives the error."""
-        if self._closed or self._failure is not None:
-            return
-        self._failure = error
-        self._stop_timer()
+    def _failed(self, error: BaseException) -> None:
+        """Whoever waits for the lease, or acts by it, receives the error."""
         self._settled.set()
         self._report(error)
 
@@ -221,70 +192,65 @@ class ShardLease:
         if self._on_lost is None:
             self._lost = error
             return
-        self._raised = self._raised or error is self._failure
+        self._raised = self._raised or error is self._driver.failure
         self._on_lost(error)
 
     def _raise_failure(self) -> None:
-        if self._failure is not None and not self._raised:
+        error = self._driver.failure
+        if error is not None and not self._raised:
             self._raised = True
-            raise self._failure
+            raise error
 
-    def _do(self, effect: LeaseEffect) -> None:
-        match effect:
-            case (
-                shard_lease.Look()
-                | shard_lease.Acquire()
-                | shard_lease.Renew()
-                | shard_lease.GiveBack()
-            ):
-                task = asyncio.get_running_loop().create_task(self._ask(effect))
-                self._asking.add(task)
-                task.add_done_callback(self._done)
-            case shard_lease.Activate(number, waited, why):
-                self.number, self.waited_seconds = number, waited
-                logger.info("this process acts for the shard (%s)", why)
-                self._settled.set()
-            case shard_lease.StepDown(why):
-                self._settled.set()
-                self._report(LeaseError(f"this process no longer acts for its shard: {why}"))
-            case shard_lease.StandDown(why):
-                self.run_over = True
-                logger.info(
-                    "nothing to wait for (%s): to go on with it, use --resume, or remove %s",
-                    why,
-                    self.store.folder,
-                )
-                self._settled.set()
-            case Note(text, why):
-                logger.warning("%s: %s", text, why)
-            case _:
-                assert_never(effect)
+    @executes(words.Activate)
+    def _activate(self, order: words.Activate) -> None:
+        self.number, self.waited_seconds = order.number, order.waited_seconds
+        logger.info("this process acts for the shard (%s)", order.why)
+        self._settled.set()
 
-    async def _ask(self, order: LeaseOrder) -> None:
+    @executes(words.StepDown)
+    def _step_down(self, order: words.StepDown) -> None:
+        self._settled.set()
+        self._report(LeaseError(f"this process no longer acts for its shard: {order.why}"))
+
+    @executes(words.StandDown)
+    def _stand_down(self, order: words.StandDown) -> None:
+        self.run_over = True
+        logger.info(
+            "nothing to wait for (%s): to go on with it, use --resume, or remove %s",
+            order.why,
+            self.store.folder,
+        )
+        self._settled.set()
+
+    @executes(Note)
+    def _note(self, order: Note) -> None:
+        logger.warning("%s: %s", order.text, order.why)
+
+    @executes(words.Look, words.Acquire, words.Renew, words.GiveBack)
+    async def _ask(self, order: LeaseOrder) -> Done | Failed | None:
         loop = asyncio.get_running_loop()
-        answer = await loop.run_in_executor(self._worker, self._answer, order)
-        if answer is not None:
-            self._handle(answer)
+        return await loop.run_in_executor(self._worker, self._answer, order)
 
-    def _answer(self, order: LeaseOrder) -> LeaseEvent | None:
+    def _answer(self, order: LeaseOrder) -> Done | Failed | None:
         """What the storage says to an order."""
         store = self.store
         try:
             match order:
-                case shard_lease.Look():
-                    return shard_lease.Looked(store.look())
-                case shard_lease.Acquire(number):
+                case words.Look():
+                    return Done(order, store.look())
+                case words.Acquire(number):
                     if store.claim(number):
-                        return shard_lease.Acquired(number)
-                    return shard_lease.NotAcquired(number, "another process was faster")
-                case shard_lease.Renew(number, renewals):
+                        return Done(order)
+                    return Failed(order, "another process was faster")
+                case words.Renew(number, renewals):
                     store.renew(number, renewals)
-                    return shard_lease.Renewed(renewals, store.newest())
-                case shard_lease.GiveBack(number, finished):
-                    condition: shard_lease.Condition = "finished" if finished else "released"
+                    return Done(order, NewestClaim(store.newest()))
+                case words.GiveBack(number, finished):
+                    condition: words.Condition = "finished" if finished else "released"
                     store.renew(number, self.machine.state.renewals, condition)
-        except (StorageError, OSError) as error:  # an order without an answer would hang for ever
-            if isinstance(order, shard_lease.GiveBack):
+        except OSError as error:  # an order without an answer would hang for ever
+            if isinstance(order, words.GiveBack):
                 logger.warning("the claim could not be given back: %s", error)
-            return shard_lease.failure_of(order, str(error))
+                return None
+            return Failed(order, str(error))
         return None

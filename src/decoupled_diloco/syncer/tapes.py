@@ -15,8 +15,9 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from decoupled_diloco.observe.excerpt import excerpt
-from decoupled_diloco.observe.segments import (
+from decoupled_diloco.runtime import runtime
+from decoupled_diloco.tape.excerpt import excerpt
+from decoupled_diloco.tape.segments import (
     CORRUPT,
     LINE_BYTES_MAX,
     Line,
@@ -24,7 +25,6 @@ from decoupled_diloco.observe.segments import (
     newest_of,
     open_at,
 )
-from decoupled_diloco.runtime import runtime
 from decoupled_diloco.transport.documents import Document, NoSuchDocumentError
 
 PIECE_BYTES = 1 << 20

@@ -14,18 +14,19 @@ FLOOR_SECONDS = 0.1
 CAP_SECONDS = 5.0
 BRISK_CAP_SECONDS = 0.75
 BRISK_SECONDS = 300.0
-"""For so long after a loss a peer is dialled at most `BRISK_CAP_SECONDS` apart, so that one that is
-started again is found at once; one that is gone for longer is left in peace."""
+"""Time after a loss during which a peer is dialed at most `BRISK_CAP_SECONDS` apart.
+
+A restarted peer is found at once; a peer that is gone for longer receives fewer attempts."""
 
 
 class Backoff:
     """Delays before attempts to reconnect.
 
-    The n-th delay is uniform between `floor` and `min(cap, floor · 2^(n+1))`: full jitter spreads
-    the learners that all lost the same shard, the cap keeps them from noticing its return late.
+    The n-th delay is uniform between `floor` and `min(cap, floor · 2^(n+1))`. Full jitter spreads
+    the learners that all lost the same shard. The cap bounds how late they notice its return.
 
     Args:
-        brisk_seconds: Until the delays come to so much, none is above `BRISK_CAP_SECONDS`.
+        brisk_seconds: While the sum of the delays is below this, none exceeds `BRISK_CAP_SECONDS`.
     """
 
     def __init__(
@@ -66,15 +67,15 @@ async def reconnecting(
     *,
     on_failure: Callable[[TransportError, float], None] | None = None,
 ) -> Channel:
-    """Connect, trying again with backoff for as long as there is no answer.
+    """Connect, and retry with backoff while no address answers.
 
     Args:
-        backoff: Kept by the caller between losses, so that a server that accepts and drops at
-            once is not hammered: call its `reset` when the channel has proved useful.
-        on_failure: Told each failure and the delay before the next attempt.
+        backoff: Kept by the caller between losses, so that a server that accepts and then drops
+            the connection is not dialed in a tight loop. Call its `reset` when the channel works.
+        on_failure: Receives each failure and the delay before the next attempt.
 
     Raises:
-        AccessError: the server refuses; trying again would not help.
+        AccessError: The server denies access; another attempt would not help.
     """
     backoff = backoff or Backoff()
     while True:

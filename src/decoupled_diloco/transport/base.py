@@ -1,15 +1,15 @@
-"""What every transport offers: a control plane of small ordered messages, a data plane of bodies.
+"""Interface of every transport: small ordered control messages, and payloads.
 
-The transport decides nothing about the protocol: control messages are dictionaries that JSON can
-carry, bodies are opaque bytes. HTTP (aiohttp), the virtual world's transport, and the one within a
-process that tests use implement the same interface.
+The transport makes no protocol decisions: control messages are dictionaries that JSON can
+represent, and payloads are opaque bytes. Three implementations share this interface: HTTP
+(aiohttp), the virtual world's transport, and an in-process transport for tests.
 
-Nothing here asks a user for a timeout. Two derived intervals decide what is lost, both counted
-in time during which this process really ran, so that a paused process does not give up its peers
-the moment it wakes:
+There is no timeout setting. Two derived intervals decide when something is lost. Both count only
+time during which this process really ran, so that a process that was paused does not drop its peers
+as soon as it resumes:
 
-- a channel is lost when its peer was silent for `Limits.lost_seconds` (ten missed pings);
-- a transfer is abandoned when no byte of it moved for `max(Limits.stall_seconds, 20 · rtt)`.
+- A channel is lost when its peer was silent for `Limits.lost_seconds` (ten missed pings).
+- A transfer is abandoned when no byte moved for `max(Limits.stall_seconds, 20 · rtt)`.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from typing import Protocol
 from decoupled_diloco.transport.bodies import BodyBooks
 
 PIECE_BYTES = 512 << 10
-"""Bodies move between buffers in pieces of this size: on loopback the fastest of 128 KiB to 4 MiB,
-and so small that handling one (about 0.1 ms) never delays a ping."""
+"""Size of the pieces in which payloads are copied between buffers. On loopback this is the fastest
+size from 128 KiB to 4 MiB. Handling one piece takes about 0.1 ms, so it never delays a ping."""
 
 
 @dataclass(frozen=True)
 class Peer:
     """The process at the other end of a channel."""
 
-    principal: str  # learner id, observer or shard name, as bound by the token
-    role: str  # what the peer says it is: `learner`, `observer`, `shard`
-    address: str  # where it is: the server's `http://host:port`, or the client's `host:port`
+    principal: str  # learner name, observer or shard name, as bound by the token
+    role: str  # the role that the peer claims: `learner`, `observer`, `shard`
+    address: str  # the server's `http://host:port`, or the client's `host:port`
 
 
 @dataclass
 class Stats:
-    """Application bytes moved by one server or client since it was made."""
+    """Application bytes moved by one server or client since its creation."""
 
     control_bytes_sent: int = 0
     control_bytes_received: int = 0
@@ -47,7 +47,7 @@ class Stats:
 
 @dataclass(frozen=True)
 class TransferStats:
-    """How one body was moved."""
+    """Size, duration and retries of one payload transfer."""
 
     nbytes: int
     seconds: float  # from the call to the last byte (GET) or the last acknowledgement (PUT)
@@ -55,14 +55,14 @@ class TransferStats:
     retries: int = 0
     # congestion control of the sending sockets (`bbr`, `cubic`); empty if unknown
     congestion: str = ""
-    digest: str = ""  # what the sender gave with the body (GET); empty otherwise
+    digest: str = ""  # the digest that the sender reported with the payload (GET); empty otherwise
 
 
 class Encoded:
-    """A control message as the JSON text that is sent: made once for many channels."""
+    """A control message as JSON text, encoded once for many channels."""
 
     def __init__(self, message: dict[str, object]) -> None:
-        # ASCII: its length in bytes and in characters agree.
+        # ASCII only, so that its length in characters is its length in bytes.
         self.text = json.dumps(message, separators=(",", ":"))
 
 
@@ -71,19 +71,19 @@ class Channel(Protocol):
 
     @property
     def peer(self) -> Peer:
-        """The process at the other end."""
+        """Return the process at the other end."""
 
     @property
     def closed(self) -> bool:
-        """Whether nothing more can be sent."""
+        """Whether sending is no longer possible."""
 
     @property
     def reason(self) -> str:
-        """Why it is closed; empty while it lives."""
+        """Return the reason for closing; empty while the channel is open."""
 
     @property
     def last_received(self) -> float:
-        """`time.monotonic()` of the last byte heard from the peer, pings and bodies included."""
+        """`time.monotonic()` of the last byte from the peer, pings and payloads included."""
 
     @property
     def rtt(self) -> float | None:
@@ -92,33 +92,33 @@ class Channel(Protocol):
     def send(self, message: dict[str, object] | Encoded) -> None:
         """Put a message into the outbox; never blocks.
 
-        A full outbox means a peer that does not read: the channel is closed with a reason.
-        On a closed channel the message is dropped, and `receive` tells why.
+        A full outbox means that the peer does not read: the channel is closed with a reason.
+        A closed channel drops the message, and `receive` raises with the reason.
 
         Raises:
-            ProtocolError: the message is larger than `Limits.message_bytes`.
+            ProtocolError: The message is larger than `Limits.message_bytes`.
         """
 
     async def receive(self) -> dict[str, object]:
-        """Return the next message; what arrived before the peer closed is still delivered.
+        """Return the next message; messages that arrived before the peer closed are delivered.
 
         Raises:
-            TransportError: the channel is closed; the text is the reason.
+            TransportError: The channel is closed; the error text is the reason.
         """
 
     def shut(self, reason: str) -> None:
-        """Close without waiting; the first reason counts."""
+        """Close without waiting; the first reason is kept."""
 
     async def close(self, reason: str = "") -> None:
-        """Send what waits in the outbox if the peer takes it at once, then close."""
+        """Send the queued messages if the peer accepts them at once, then close."""
 
 
 class Server(Protocol):
-    """Accepts control connections and serves bodies on one port."""
+    """A server that accepts control connections and serves payloads on one port."""
 
     @property
     def address(self) -> str:
-        """`scheme://host:port`, with the port really bound."""
+        """Return `scheme://host:port` with the port that is actually bound."""
 
     @property
     def bodies(self) -> BodyBooks:
@@ -130,27 +130,30 @@ class Server(Protocol):
 
     @property
     def certificate_ends_at(self) -> float | None:
-        """When the certificate that it shows ends, in seconds since the epoch; None: no such."""
+        """Expiry of the server's certificate in seconds since the epoch; None without one."""
 
     async def start(self) -> None:
-        """Bind and accept. Raises TransportError if the address cannot be bound."""
+        """Bind and accept connections. Raises TransportError if the address cannot be bound."""
 
     async def stop(self) -> None:
-        """Close all channels, fail all transfers, free the port."""
+        """Close all channels, fail all transfers and release the port."""
 
 
 class Locator(Protocol):
-    """Knows where servers are by now that move while a process runs."""
+    """Resolves the current addresses of servers that may move while a process runs."""
 
     async def look(self) -> Collection[str]:
-        """Finds out, and returns the addresses at which they may be dialled now."""
+        """Refresh the address table, and return the addresses that may be dialed now."""
 
     def now(self, address: str) -> str:
-        """Where the server is that was at an address; one that is not known stays as it is."""
+        """Return the current address of the server that was at `address`.
+
+        An unknown address is returned unchanged.
+        """
 
 
 class Client(Protocol):
-    """Dials out; one per process."""
+    """A dialing endpoint; one per process."""
 
     @property
     def stats(self) -> Stats:
@@ -158,17 +161,17 @@ class Client(Protocol):
 
     @property
     def certificate_ends_at(self) -> float | None:
-        """When the certificate that it shows ends, in seconds since the epoch; None: no such."""
+        """Expiry of the client's certificate in seconds since the epoch; None without one."""
 
     def trust(self, address: str) -> None:
-        """Shows the token to a server from now on."""
+        """Send the token to the server at this address from now on."""
 
     async def connect(self, address: str, role: str, principal: str) -> Channel:
         """Open a control channel; one attempt.
 
         Raises:
-            AccessError: the server refuses: wrong token, or another principal's.
-            TransportError: the address does not answer.
+            AccessError: The server rejects the token, or the token belongs to another principal.
+            TransportError: The address does not answer.
         """
 
     async def put(
@@ -180,24 +183,24 @@ class Client(Protocol):
         first: int = 0,
         total: int | None = None,
     ) -> TransferStats:
-        """Send a body, or a part of one that has other senders too.
+        """Send a payload, or one part of a payload that has several senders.
 
         Args:
-            url: What the control plane named: relative, or absolute to another host.
-            base: Address a relative URL belongs to; default: the one connected to last.
-            first: Of a part: which byte of the whole is its first.
-            total: Of a part: size of the whole in bytes.
+            url: The URL from the control plane: relative, or absolute on another host.
+            base: Base address of a relative URL; default: the most recently connected server.
+            first: For a part: offset of its first byte in the whole payload.
+            total: For a part: size of the whole payload in bytes.
 
         Raises:
-            AccessError: refused for lack of rights.
-            ProtocolError: refused: unknown, replayed, cancelled, of another size.
-            TransportError: the connection failed and resuming did not help.
+            AccessError: The server denies access.
+            ProtocolError: The payload is unknown, replayed, cancelled or of the wrong size.
+            TransportError: The connection failed, and resuming did not help.
         """
 
     async def get(
         self, url: str, out: memoryview, *, base: str = "", first: int = 0, total: int | None = None
     ) -> TransferStats:
-        """Fill `out` with a body of exactly that size, or a part; for the rest see `put`."""
+        """Fill `out` with a payload or a part of exactly that size; for the rest see `put`."""
 
     async def close(self) -> None:
         """Close all channels and connections."""
@@ -209,28 +212,33 @@ Health = Callable[[], dict[str, object]]
 
 @dataclass
 class Silence:
-    """Counts how long nothing was heard, in time during which this process really ran.
+    """Measures how long a peer was silent, in time during which this process really ran.
 
-    A step never counts for more than twice its nominal length: a process that was stopped for a
-    minute finds its peers as alive as when it stopped, and has time to read what they sent.
+    A step never counts for more than twice its nominal length. A process that was stopped for a
+    minute therefore still treats its peers as alive, and has time to read what they sent.
 
     >>> silence = Silence(step_seconds=1.0, now=0.0)
-    >>> silence.observe(1.0, heard=0), silence.observe(61.0, heard=0)
+    >>> silence.observe(1.0, marker=0), silence.observe(61.0, marker=0)
     (1.0, 3.0)
-    >>> silence.observe(62.0, heard=7)
+    >>> silence.observe(62.0, marker=7)
     0.0
     """
 
     step_seconds: float
     now: float
-    heard: object = 0
+    marker: object = 0
     seconds: float = field(default=0.0)
 
-    def observe(self, now: float, heard: object) -> float:
-        """Return the silence so far, given the time and any value that changes when heard."""
+    def observe(self, now: float, marker: object) -> float:
+        """Return the silence in seconds.
+
+        Args:
+            now: Current time in seconds.
+            marker: Any value that changes whenever something arrives from the peer.
+        """
         elapsed, self.now = now - self.now, now
-        if heard != self.heard:
-            self.heard, self.seconds = heard, 0.0
+        if marker != self.marker:
+            self.marker, self.seconds = marker, 0.0
         else:
             self.seconds += min(elapsed, 2 * self.step_seconds)
         return self.seconds

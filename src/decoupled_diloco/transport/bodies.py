@@ -1,12 +1,12 @@
-"""The server's books of the data plane: what is offered, what is expected, what has arrived.
+"""Server-side state of the data plane: offered, expected and received payloads.
 
-Both transports use it; it knows no sockets. A PUT passes these states:
+Both transports use it; it has no sockets. A PUT passes through these states:
 
     expected ──first bytes──▶ queued ──buffer from the pool──▶ receiving ──every byte──▶ arrived
        └────────────┴──────────────── cancel, silence ──────────────┴──▶ ended (410, with a reason)
 
-A body may come as several ranges at once, each a `Stream`. A range whose connection broke keeps
-what it received; a client that resumes it asks `state` for the gaps and takes over.
+A payload may arrive as several concurrent ranges, each a `Stream`. A range whose connection broke
+keeps its bytes. A client that resumes it requests the gaps with `state`, and takes the range over.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from decoupled_diloco.transport.tokens import RequestRefusal
 
 PREFIX = "/bodies/"
 ENDED_KEPT = 1 << 16
-"""Ended uploads and withdrawn offers that are remembered, to answer why they are gone."""
+"""Number of ended uploads and withdrawn offers that are remembered, to report why they are gone."""
 SERVER_PATIENCE = 3
-"""A server waits this many times longer than a client for the next byte, so that the client's
-attempt to resume comes first."""
+"""A server waits this many times longer than a client for the next byte, so that the client
+tries to resume before the server drops the upload."""
 
 
 @dataclass(frozen=True)
 class Offer:
-    """A body that can be fetched since an instant; ``taken``: bytes by principal."""
+    """A payload that can be fetched; ``taken`` counts fetched bytes by principal."""
 
     body: memoryview
     digest: str
@@ -46,7 +46,7 @@ class Offer:
 
 
 class BodyBooks:
-    """What a server offers and expects, and what its connections need of it."""
+    """The payloads that a server offers and expects, for use by its connections."""
 
     def __init__(self, pool: ReceivePool, limits: Limits, clock: Callable[[], float] = now) -> None:
         self.pool = pool
@@ -59,26 +59,26 @@ class BodyBooks:
         self._streams: dict[str, int] = {}
 
     def offer(self, path: str, body: memoryview, digest: str) -> str:
-        """Make a body available to GET and return its relative URL; the same path is replaced.
+        """Make a payload available to GET and return its relative URL; replaces the same path.
 
-        Nothing is copied, and transfers in flight finish from the buffer they began with: the
-        memory must not be written to again. Offer a fresh buffer instead.
+        Nothing is copied, and transfers in flight finish from the buffer with which they began.
+        The memory must therefore never be written to again; offer a fresh buffer instead.
         """
         self._offers[_key(path)] = Offer(body.cast("B"), digest, self._clock())
         return PREFIX + _key(path)
 
     def withdraw(self, path: str) -> None:
-        """Stop offering; a GET that asks afterwards is answered 410."""
+        """Stop offering a payload; later GETs are answered with 410."""
         if self._offers.pop(_key(path), None) is not None:
             self._remember("GET", _key(path), "was withdrawn")
 
     def expect(
         self, path: str, nbytes: int, principal: str, nbytes_min: int | None = None
     ) -> BodyUpload:
-        """Accept one PUT of exactly `nbytes` from `principal`; memory is taken when it begins.
+        """Accept one PUT of exactly `nbytes` from `principal`; memory is allocated when it begins.
 
-        A path is used once. With `nbytes_min` the body may be shorter, down to that; its first
-        request says how long it is.
+        A path is used once. With `nbytes_min` the payload may be shorter, down to that size; its
+        first request fixes the size.
         """
         assert nbytes > 0
         key = _key(path)
@@ -89,10 +89,10 @@ class BodyBooks:
         return upload
 
     def look_up(self, key: str) -> Offer:
-        """Return what is offered at a path.
+        """Return the offer at a path.
 
         Raises:
-            RequestRefusal: 404 if it never was, 410 if it was withdrawn.
+            RequestRefusal: 404 if it never existed, 410 if it was withdrawn.
         """
         offer = self._offers.get(key)
         if offer is None:
@@ -100,13 +100,13 @@ class BodyBooks:
         return offer
 
     def fetch(self, key: str, principal: str, part: Range) -> Download:
-        """Begin to give a range of what is offered.
+        """Begin to send a range of an offer.
 
-        An honest peer fetches a body once, and parts of it again where a connection broke. What a
-        request has taken and not sent at its end is given back.
+        A normal peer fetches a payload once, and parts of it again after a broken connection. Bytes
+        that a request reserved but did not send are returned at its end.
 
         Raises:
-            RequestRefusal: as for `look_up`; 429 if the principal has had its share.
+            RequestRefusal: As for `look_up`; 429 if the principal has used its share.
         """
         offer, nbytes = self.look_up(key), part[1] - part[0]
         under_way = self._downloads.get(principal, [])
@@ -116,16 +116,16 @@ class BodyBooks:
         ):
             raise RequestRefusal(
                 429,
-                f"{principal!r} fetches {bodies} bodies in {len(under_way)} requests at once, the "
-                "limit: wait for one to end",
+                f"{principal!r} fetches {bodies} payloads in {len(under_way)} requests at once, "
+                "the limit: wait for one to end",
             )
-        name = sys.intern(principal)  # thousands fetch the same bodies
+        name = sys.intern(principal)  # thousands of learners fetch the same payloads
         taken = offer.taken.get(name, 0) + nbytes
         if taken > self._share(offer):
             raise RequestRefusal(
                 429,
                 f"{principal!r} has fetched {PREFIX}{key} {self.limits.copies_per_principal} "
-                f"times, the limit: one more is given every {self.limits.copy_seconds:g} s",
+                f"times, the limit: one more is allowed every {self.limits.copy_seconds:g} s",
             )
         offer.taken[name] = taken
         self._downloads.setdefault(principal, []).append(key)
@@ -147,12 +147,12 @@ class BodyBooks:
         """Begin to receive a range of an upload.
 
         Args:
-            part: The range that the request will carry.
-            total: Size of the whole body, as the sender understands it.
-            take_over: The sender resumes: end older streams in the range, accept what overlaps.
+            part: Range of the request.
+            total: Size of the whole payload according to the sender.
+            take_over: The sender resumes: end older streams in the range, accept overlaps.
 
         Raises:
-            RequestRefusal: and nothing was allocated.
+            RequestRefusal: The request is rejected; nothing was allocated.
         """
         upload = self._upload(key, principal)
         start, stop = part
@@ -174,7 +174,7 @@ class BodyBooks:
         return upload._open(start, stop, take_over)
 
     def state(self, key: str, principal: str) -> tuple[str, list[Range]]:
-        """Tell a client that resumes a PUT how far it is: its state, and what has arrived."""
+        """Return an upload's state and its received ranges, for a client that resumes a PUT."""
         upload = self._uploads.get(key)
         if upload is None and self._gone.get(("PUT", key)) == ARRIVED:
             return "arrived", []
@@ -191,7 +191,7 @@ class BodyBooks:
         if upload is None:
             raise self._missing("PUT", key, "is not expected here")
         if upload.principal != principal:  # break: anyone-writes-payload
-            raise RequestRefusal(403, f"{upload.url} is not for {principal!r} to write")
+            raise RequestRefusal(403, f"{principal!r} may not write to {upload.url}")
         return upload
 
     def _missing(self, method: str, key: str, unknown: str) -> RequestRefusal:
@@ -219,7 +219,7 @@ class BodyBooks:
 
 
 class Download:
-    """One GET while it lasts: call `sent` for what is sent, and `close` at its end."""
+    """One GET in progress: call `sent` for the bytes sent, and `close` at its end."""
 
     def __init__(
         self, bodies: BodyBooks, offer: Offer, key: str, principal: str, nbytes: int
@@ -231,27 +231,27 @@ class Download:
         self._bodies = bodies
 
     def sent(self, nbytes: int) -> None:
-        """Note that so many bytes are on their way."""
+        """Record bytes that were handed to the connection."""
         self.unsent -= nbytes
 
     def close(self) -> None:
-        """End the request, once."""
+        """End the request; call it exactly once."""
         self._bodies._fetched(self)
 
 
-ARRIVED = "has arrived already: a body is sent once"
+ARRIVED = "has arrived already: a payload is sent once"
 
 
 class BodyUpload:
-    """A PUT that is expected: one principal, one size, once.
+    """An expected PUT: one principal, one size, once.
 
-    The caller of `expect` calls `cancel` when it does not want the body any more.
+    The caller of `expect` calls `cancel` when it no longer needs the payload.
 
     Attributes:
-        nbytes: The size; before the first request, the largest one that is accepted.
-        nbytes_min: The smallest one that is accepted.
-        when_ended: Told once, soon after the end, whether the body has arrived: so that no task
-            need wait for each of thousands.
+        nbytes: The size; before the first request, the largest accepted size.
+        nbytes_min: The smallest accepted size.
+        when_ended: Called once, soon after the end, with whether the payload has arrived. With
+            thousands of uploads this avoids one waiting task for each.
     """
 
     def __init__(
@@ -276,7 +276,7 @@ class BodyUpload:
         self._taken = False
         loop = asyncio.get_running_loop()
         self._future: asyncio.Future[PoolBody] = loop.create_future()
-        self._future.add_done_callback(self._tell)
+        self._future.add_done_callback(self._notify_ended)
         self._watch: asyncio.TimerHandle | None = None
         self._watched = 0
 
@@ -286,20 +286,20 @@ class BodyUpload:
 
     @property
     def body(self) -> Awaitable[PoolBody]:
-        """Await it for the body. Cancelling a task that awaits it keeps the upload.
+        """Awaitable of the payload. Cancelling a task that awaits it keeps the upload.
 
-        Raises TransportError if cancelled or the uploader went away.
+        Raises TransportError if the upload was cancelled or the uploader disappeared.
         """
         return _Arrival(self)
 
     def cancel(self, reason: str = "") -> None:
-        """Refuse the PUT from now on, and release a body that was not taken."""
+        """Reject the PUT from now on, and release a payload that no task has taken."""
         self._end(f"was cancelled{': ' if reason else ''}{reason}")
         if not self._taken and not self._future.cancelled() and not self._future.exception():
             self._future.result().release()
 
-    def _tell(self, future: asyncio.Future[PoolBody]) -> None:
-        """Tells of the end; what has failed is seen by that, though no task may await it."""
+    def _notify_ended(self, future: asyncio.Future[PoolBody]) -> None:
+        """Notify `when_ended`; retrieves the exception, because perhaps no task awaits it."""
         has_arrived = not future.cancelled() and future.exception() is None
         if self.when_ended is not None:
             self.when_ended(has_arrived)
@@ -319,22 +319,23 @@ class BodyUpload:
         clashing = [s for s in self._streams if s.start < stop and start < s.stop]
         if not take_over and (clashing or self._done.overlaps(start, stop)):
             raise RequestRefusal(
-                409, f"{self.url}: bytes {start} to {stop} overlap what was sent before"
+                409, f"{self.url}: bytes {start} to {stop} overlap bytes that were sent before"
             )
         for stream in clashing:
-            stream._abort(RequestRefusal(409, f"{self.url}: another request took this range over"))
+            stream._abort(RequestRefusal(409, f"{self.url}: another request took over this range"))
         stream = Stream(self, start, stop)
         self._streams.add(stream)
         self._bodies._count(self.principal, +1)
         return stream
 
     async def _allocate(self) -> memoryview:
-        """Return the buffer; the first stream fetches it from the pool, the others wait with it."""
+        """Return the buffer; the first stream requests it from the pool, the others wait for it."""
         if self._memory is None:
             if self._acquiring is None:
                 self._acquiring = asyncio.create_task(self._bodies.pool.acquire(self.nbytes))
+            # Shielded: a stream that is cancelled must not cancel the allocation of the others.
             memory = await asyncio.shield(self._acquiring)
-            if self._memory is None:
+            if self._memory is None:  # only the first of the waiting streams takes it
                 if self._future.done():
                     raise RequestRefusal(410, f"{self.url} has ended")
                 self._memory, self._acquiring = memory, None
@@ -342,7 +343,7 @@ class BodyUpload:
         return self._memory.buffer
 
     def _closed(self, stream: Stream) -> None:
-        """Keep what a stream received; the last gap closed means that the body has arrived."""
+        """Keep the bytes of a stream; when the last gap is closed, the payload has arrived."""
         if stream not in self._streams:
             return
         self._streams.remove(stream)
@@ -361,6 +362,7 @@ class BodyUpload:
         if self._watch is not None:
             self._watch.cancel()
             self._watch = None
+        # The path may belong to a newer upload by now.
         if self._bodies._uploads.get(self.key) is self:
             self._bodies._ended(self, why)
         if not self._future.done():
@@ -374,11 +376,12 @@ class BodyUpload:
 
     def _stop_acquiring(self) -> None:
         task, self._acquiring = self._acquiring, None
+        # If the task has finished already, its buffer must be returned to the pool.
         if task is not None and not task.cancel() and not task.cancelled():
             task.result().release()
 
     def _wait_for_more(self) -> None:
-        """Give up an upload of which nothing moved for a whole interval: it holds memory."""
+        """Watch for an upload that stops moving, because it holds memory."""
         seconds = SERVER_PATIENCE * self._bodies.limits.stall_seconds
         self._watched = self.received
         self._watch = asyncio.get_running_loop().call_later(seconds, self._check_moved, seconds)
@@ -388,13 +391,13 @@ class BodyUpload:
             self._wait_for_more()
             return
         self._end(
-            f"was given up: {self.received} of {self.nbytes} bytes arrived from "
+            f"was abandoned: {self.received} of {self.nbytes} bytes arrived from "
             f"{self.principal!r}, then nothing for {seconds:.1f} s"
         )
 
 
 class Stream:
-    """One range of an upload while its request lasts.
+    """One range of an upload, for the duration of its request.
 
     Use: `async with stream.receiving()`, then `write` each piece, and `finish`.
     """
@@ -410,10 +413,10 @@ class Stream:
 
     @asynccontextmanager
     async def receiving(self) -> AsyncIterator[None]:
-        """The time of the request, which first waits for memory: the backpressure of the pool.
+        """Cover the request, which first waits for memory: the backpressure of the pool.
 
         Raises:
-            RequestRefusal: the upload has ended meanwhile.
+            RequestRefusal: The upload has ended in the meantime.
         """
         self._task = task = asyncio.current_task()
         assert task is not None
@@ -425,6 +428,7 @@ class Stream:
         except asyncio.CancelledError:
             if self.refusal is None:
                 raise
+            # `_abort` cancelled the task, so this is a rejection and not a cancelled request.
             task.uncancel()
             raise self.refusal from None
         finally:
@@ -435,22 +439,22 @@ class Stream:
         """Copy the next piece of the range into the buffer.
 
         Raises:
-            RequestRefusal: the upload ended, or the range is longer than announced.
+            RequestRefusal: The upload ended, or the range is longer than announced.
         """
         if self.refusal is not None:
             raise self.refusal
         assert self._buffer is not None
         end = self.position + len(piece)
         if end > self.stop:
-            raise RequestRefusal(413, f"{self._upload.url}: more bytes than the range announced")
+            raise RequestRefusal(413, f"{self._upload.url}: more bytes than the announced range")
         self._buffer[self.position : end] = piece
         self.position = end
 
     def finish(self) -> None:
-        """Check that the whole range came.
+        """Check that the whole range arrived.
 
         Raises:
-            RequestRefusal: it is short.
+            RequestRefusal: It is too short.
         """
         if self.position < self.stop:
             raise RequestRefusal(
@@ -458,7 +462,7 @@ class Stream:
             )
 
     def close(self) -> None:
-        """End the request; calling it twice is fine."""
+        """End the request; may be called twice."""
         self._buffer = None
         self._upload._closed(self)
 
@@ -470,7 +474,7 @@ class Stream:
 
 
 class _Arrival:
-    """Awaitable of a body; the task that gets it has taken it, and releases it."""
+    """Awaitable of a payload; the task that receives it owns it and must release it."""
 
     def __init__(self, upload: BodyUpload) -> None:
         self._upload = upload
@@ -486,5 +490,5 @@ def _key(path: str) -> str:
 
 
 def body_url(path: str) -> str:
-    """The relative URL of a path that is offered or expected."""
+    """Return the relative URL of a path that is offered or expected."""
     return PREFIX + _key(path)

@@ -1,14 +1,14 @@
-"""The two ends of a control channel over a WebSocket, and the bounded queues behind them.
+"""Both ends of a control channel over a WebSocket, and their bounded queues.
 
-Messages are text frames. A small body may go over the channel as well, as a binary frame: for a
-body of some kilobytes a request of its own costs more CPU than its bytes. A binary frame is four
-bytes with the length of a header (big-endian), the header (a JSON object) and the body. The client
-asks, the server answers, and there is one request on a channel at a time, so that messages never
-wait for more than one body:
+Messages are text frames. A small payload may travel over the channel as well, as a binary frame:
+for a few kilobytes, a separate request costs more CPU than the bytes themselves. A binary frame is
+four bytes with the length of a header (big-endian), the header (a JSON object) and the payload. The
+client sends requests and the server answers. A channel carries one request at a time, so that a
+message never waits for more than one payload:
 
-    PUT   {"put": PATH} body            answered  {}
-    GET   {"get": PATH, "nbytes": N}    answered  {"nbytes": N, "digest": TEXT} body
-    either refused: {"status": an HTTP status, "reason": a sentence}
+    PUT   {"put": PATH} payload         answered  {}
+    GET   {"get": PATH, "nbytes": N}    answered  {"nbytes": N, "digest": TEXT} payload
+    either rejected: {"status": an HTTP status, "reason": a sentence}
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ logger = logging.getLogger(__name__)
 
 WebSocket = aiohttp.ClientWebSocketResponse[bool] | web.WebSocketResponse
 SMALL_BODY_BYTES = 96 << 10
-"""The largest body that may go over a channel: on 0.1 Mbit/s it delays what comes after it by
-8 s, less than the silence after which a channel is lost."""
+"""Largest payload that may travel over a channel. On 0.1 Mbit/s it delays the next message by 8 s,
+less than the silence after which a channel is lost."""
 SLOW_SECONDS = 0.25
-"""A channel that needs longer for a small body carries no further one: messages would wait."""
+"""A channel that needs longer for a small payload carries no more of them: messages would wait."""
 BROKEN = (aiohttp.ClientError, ConnectionError, RuntimeError)
-"""What sending to a connection that is gone raises."""
+"""Exceptions of a send on a connection that is gone."""
 FLUSH_SECONDS = 1.0
-"""How long `close` waits for a peer to take what is in the outbox, and to say goodbye."""
+"""Time that `close` waits for a peer to receive the outbox; twice this for its close frame."""
 
 
 class Mailbox:
@@ -59,7 +59,7 @@ class Mailbox:
 
     @property
     def full(self) -> bool:
-        """Whether another message should not be put in."""
+        """Whether the queue is at its limit; check it before `put`."""
         return len(self._queue) >= self._messages_max or self.nbytes >= self._bytes_max
 
     def put(self, text: str | bytes) -> None:
@@ -80,25 +80,25 @@ class Mailbox:
 
 
 def encode(message: dict[str, object] | Encoded, limits: Limits) -> str:
-    """Return the JSON text of a message of ours.
+    """Return the JSON text of an outgoing message.
 
     Raises:
-        ProtocolError: it is too large.
+        ProtocolError: It is too large.
     """
     text = (message if isinstance(message, Encoded) else Encoded(message)).text
     if len(text) > limits.message_bytes:
         raise ProtocolError(
-            f"a control message of {len(text)} bytes exceeds {limits.message_bytes}: "
-            "large data goes as a body"
+            f"control message of {len(text)} bytes exceeds {limits.message_bytes}: "
+            "send large data as a payload"
         )
     return text
 
 
 def decode(text: str | bytes) -> dict[str, Any]:
-    """Return a message of the peer.
+    """Return the message that a peer sent.
 
     Raises:
-        ProtocolError: it is not a JSON object.
+        ProtocolError: It is not a JSON object.
     """
     try:
         message = json.loads(text)
@@ -110,16 +110,16 @@ def decode(text: str | bytes) -> dict[str, Any]:
 
 
 def with_body(header: dict[str, object], body: memoryview | bytes = b"") -> bytes:
-    """Return a binary frame."""
+    """Return a binary frame with this header and payload."""
     text = json.dumps(header, separators=(",", ":")).encode()
     return b"".join((struct.pack("!I", len(text)), text, body))
 
 
 def split_body(frame: bytes) -> tuple[dict[str, Any], memoryview]:
-    """Return the header and the body of a binary frame.
+    """Return the header and the payload of a binary frame.
 
     Raises:
-        ProtocolError: it is none.
+        ProtocolError: The frame is malformed.
     """
     end = 4 + int.from_bytes(frame[:4], "big")
     if end > len(frame):
@@ -128,26 +128,26 @@ def split_body(frame: bytes) -> tuple[dict[str, Any], memoryview]:
 
 
 Answer = Callable[[dict[str, Any], memoryview], Awaitable[bytes]]
-"""Answers a request for a small body with a binary frame."""
+"""Answers a request for a small payload with a binary frame."""
 
 
 async def handle(on_channel: OnChannel, channel: Channel) -> None:
-    """Runs a server's handler of a channel; one that fails is logged, and the peer is told."""
+    """Run a server's channel handler; a failure is logged and closes the channel."""
     try:
         await on_channel(channel)
     except TransportError:
-        pass  # The channel closed while the handler used it; its reason says why.
+        pass  # The channel closed while the handler used it; its reason has the cause.
     except Exception:
         logger.exception("the handler of %s failed", channel.peer.principal)
-        channel.shut("the server failed on this channel; its log says why")
+        channel.shut("the server failed on this channel; see its log")
 
 
-NOTHING_MORE = "the server has nothing more to say"
-"""Why a server closes a channel whose handler has returned."""
+NOTHING_MORE = "the server has nothing more to send"
+"""Reason for closing a channel whose handler has returned."""
 
 
 class _Rest:
-    """A coroutine that has begun, to be awaited from its first wait on."""
+    """Awaitable remainder of a coroutine that was already started by `send(None)`."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, None], waits: Any) -> None:
         self._coroutine = coroutine
@@ -166,7 +166,7 @@ class WebSocketChannel:
     """A `Channel` over an open WebSocket; `start` begins to read, write and ping.
 
     Args:
-        answer: A server's, to requests for small bodies.
+        answer: For a server: answers requests for small payloads.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class WebSocketChannel:
         self._main: asyncio.Task[None] | None = None
         self._answer = answer
         self._answering: asyncio.Task[None] | None = None
-        self._asked: asyncio.Future[bytes] | None = None
+        self._pending: asyncio.Future[bytes] | None = None
         self._sending: _Rest | None = None
         self._is_slow = False
 
@@ -202,8 +202,8 @@ class WebSocketChannel:
         """Begin to serve the socket, until it or the channel is closed."""
         self._main = asyncio.create_task(self._serve())
 
-    def heard(self) -> None:
-        """Note that a byte came from the peer, here or on the data plane."""
+    def note_activity(self) -> None:
+        """Record that a byte arrived from the peer, here or on the data plane."""
         self.last_received = now()
 
     def send(self, message: dict[str, object] | Encoded) -> None:
@@ -219,7 +219,7 @@ class WebSocketChannel:
         self._put(text)
 
     def _put(self, frame: str | bytes) -> None:
-        """Send a frame, at once if none waits before it: a turn of the loop costs as much again."""
+        """Send a frame, at once if the outbox is empty: a loop iteration would double the cost."""
         if self._sending is not None or self._outbox:
             self._outbox.put(frame)
             return
@@ -228,13 +228,15 @@ class WebSocketChannel:
             self._outbox.changed.set()
 
     def _begin(self, frame: str | bytes) -> _Rest | None:
-        """Send a frame as far as the peer takes it, and return what is left to await."""
+        """Start to send a frame; return the rest to await, None if it was sent at once."""
         if isinstance(frame, bytes):
             sending = self._socket.send_bytes(frame)
         else:
             self._stats.control_bytes_sent += len(frame)
             sending = self._socket.send_str(frame)
         try:
+            # One step of the coroutine, without a task: it usually completes, because the socket's
+            # buffer has space.
             return _Rest(sending, sending.send(None))
         except StopIteration:
             return None
@@ -244,36 +246,36 @@ class WebSocketChannel:
 
     @property
     def takes_body(self) -> bool:
-        """Whether a client may ask for a small body, or send one, over this channel now."""
-        return not (self.closed or self._is_slow or self._sending or self._asked is not None)
+        """Whether a client may request or send a small payload over this channel now."""
+        return not (self.closed or self._is_slow or self._sending or self._pending is not None)
 
     async def ask(
         self, header: dict[str, object], body: memoryview | bytes = b""
     ) -> tuple[dict[str, Any], memoryview]:
-        """Send a request for a small body, where `takes_body`, and return the answer.
+        """Send a request for a small payload, if `takes_body`, and return the answer.
 
         Raises:
-            TransportError: the channel was closed; the server may have carried the request out.
+            TransportError: The channel was closed; the server may have executed the request.
         """
-        asked = self._asked = asyncio.get_running_loop().create_future()
+        pending = self._pending = asyncio.get_running_loop().create_future()
         began = now()
         self._put(with_body(header, body))
         try:
-            frame = await asked
+            frame = await pending
         finally:
             self._is_slow = self._is_slow or now() - began > SLOW_SECONDS
         return split_body(frame)
 
     def _arrived(self, frame: bytes) -> None:
-        """A binary frame: a request to a server, or the answer to a client's."""
-        if self._asked is not None:
-            asked, self._asked = self._asked, None
-            if not asked.done():  # else it is not awaited any more
-                asked.set_result(frame)
+        """Handle a binary frame: a request to a server, or the answer to a client."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            if not pending.done():  # otherwise no task awaits it any more
+                pending.set_result(frame)
         elif self._answer is not None and self._answering is None:
             self._answering = asyncio.create_task(self._reply(self._answer, frame))
         else:
-            self._violated("a binary frame that nothing asked for")
+            self._violated("an unsolicited binary frame")
 
     async def _reply(self, answer: Answer, frame: bytes) -> None:
         try:
@@ -303,6 +305,7 @@ class WebSocketChannel:
         await self.wait_closed()
 
     async def wait_closed(self) -> None:
+        # `_main` must not wait for itself.
         if self._main is not None and asyncio.current_task() is not self._main:
             await asyncio.wait([self._main])
 
@@ -315,10 +318,10 @@ class WebSocketChannel:
         self._closing.set()
         self._inbox.changed.set()
         self._outbox.changed.set()
-        if self._asked is not None:
-            if not self._asked.done():
-                self._asked.set_exception(TransportError(f"channel closed: {reason}"))
-            self._asked = None
+        if self._pending is not None:
+            if not self._pending.done():
+                self._pending.set_exception(TransportError(f"channel closed: {reason}"))
+            self._pending = None
         if self.on_closed is not None:
             self.on_closed()
 
@@ -330,7 +333,7 @@ class WebSocketChannel:
             await self._closing.wait()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FLUSH_SECONDS):
-                    await asyncio.wait([loops[1]])
+                    await asyncio.wait([loops[1]])  # the writer, which empties the outbox
         finally:
             self.shut("cancelled")
             tasks = loops if self._answering is None else [*loops, self._answering]
@@ -347,41 +350,43 @@ class WebSocketChannel:
                 await self._socket.close(code=aiohttp.WSCloseCode.OK, message=farewell)
 
     async def _read(self) -> None:
-        """Move what arrives into the inbox; pause while it is not emptied."""
+        """Move frames into the inbox; pause while it is full."""
         while not self.closed:
             frame = await self._socket.receive()
             kind = frame.type
             if kind is aiohttp.WSMsgType.TEXT:
-                self.heard()
+                self.note_activity()
                 self._stats.control_bytes_received += len(frame.data)
                 self._inbox.put(frame.data)
+                # Not reading the socket is the backpressure: TCP then stops the peer.
                 while self._inbox.full and not self.closed:
                     await self._inbox.wait()
             elif kind is aiohttp.WSMsgType.BINARY:
-                self.heard()
+                self.note_activity()
                 self._arrived(frame.data)
             elif kind is aiohttp.WSMsgType.PING:
-                self.heard()
+                self.note_activity()
                 await self._guard(self._socket.pong(frame.data))
             elif kind is aiohttp.WSMsgType.PONG:
-                self.heard()
+                self.note_activity()
                 self._note_pong(frame.data)
             else:
                 self.shut(self._farewell(frame))
 
     def _farewell(self, frame: Any) -> str:
-        """Return why the socket ended, from its last frame."""
-        who = f"{self.peer.principal!r} at {self.peer.address}"
+        """Return why the socket ended, according to its last frame."""
+        peer = f"{self.peer.principal!r} at {self.peer.address}"
         if frame.type is aiohttp.WSMsgType.CLOSE:
-            return f"closed by {who}: {frame.extra or f'code {frame.data}'}"
+            return f"closed by {peer}: {frame.extra or f'code {frame.data}'}"
         if isinstance(frame.data, aiohttp.WebSocketError):
-            return f"protocol violation by {who}: {frame.data}"
-        return f"connection to {who} lost{f': {frame.data}' if frame.data else ''}"
+            return f"protocol violation by {peer}: {frame.data}"
+        return f"connection to {peer} lost{f': {frame.data}' if frame.data else ''}"
 
     async def _write(self) -> None:
-        """Send the outbox; goes on after `shut` until it is empty."""
+        """Send the outbox; after `shut`, continue until it is empty."""
         while True:
             while self._sending is not None or self._outbox:
+                # A frame that `_put` has begun goes first: frames must not interleave.
                 if self._sending is None:
                     self._sending = self._begin(self._outbox.pop())
                 elif await self._guard(self._sending):
@@ -393,18 +398,18 @@ class WebSocketChannel:
             await self._outbox.wait()
 
     async def _ping_peer(self) -> None:
-        """Ping each second; give the peer up after a long silence."""
+        """Ping once per second; close the channel after a long silence."""
         silence = Silence(self._limits.ping_seconds, now(), self.last_received)
         while not self.closed:
             stamp = struct.pack("!d", now())
-            # Not awaited to the end: a full socket must not stop the watch below.
+            # Not awaited: a full socket would block the ping, and with it the check below.
             ping = asyncio.ensure_future(self._guard(self._socket.ping(stamp)))
             await asyncio.sleep(self._limits.ping_seconds)
             ping.cancel()
             silent = silence.observe(now(), self.last_received)
             if silent >= self._limits.lost_seconds:
                 self.shut(
-                    f"nothing heard from {self.peer.principal!r} at {self.peer.address} for "
+                    f"nothing received from {self.peer.principal!r} at {self.peer.address} for "
                     f"{silent:.1f} s"
                 )
 

@@ -1,10 +1,10 @@
-"""Who may keep a connection of a server: those that have shown the run's secret, and few others.
+"""Admission of connections: unauthenticated ones are few, and each is closed after a while.
 
-A stranger is a connection that has shown nothing yet: whoever dials is one at first. It may be
-silent, slow, in the middle of the agreement on encryption, or ask what needs no secret. Each has
-some seconds, after which it is closed, and of all together a server keeps a bounded number: one
-more closes the oldest, so that thousands of strangers keep no learner out, which shows its secret
-at once. A process that has no descriptors left could not even take a learner in.
+Every new connection is unauthenticated until it presents the run's secret. It may be silent, slow,
+in the middle of the TLS handshake, or request only what requires no secret. Each one is closed
+after a few seconds. A server keeps a bounded number of them; one more closes the oldest. Thousands
+of such connections therefore cannot lock out a learner, which presents its secret at once. Without
+this bound the process could run out of file descriptors, and could not even accept a learner.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ logger = logging.getLogger(__name__)
 Inner = Callable[[], asyncio.Protocol]
 
 
-class Door:
-    """Makes the protocols of a server's connections.
+class ConnectionAdmission:
+    """Factory for the protocols of a server's connections.
 
     Args:
-        inner: Makes the protocol of a connection that is let in.
-        strangers: How many connections that have shown nothing are kept.
-        seconds: How long each of them is kept, the agreement on encryption included.
-        goodbye_seconds: How long an encrypted connection waits for its peer's goodbye.
-        context: Gives what encrypts the next one; default: nothing does.
+        inner: Creates the protocol of an admitted connection.
+        strangers: Maximum number of unauthenticated connections.
+        seconds: Maximum age of each of them, the TLS handshake included.
+        goodbye_seconds: Time that an encrypted connection waits for its peer's close_notify.
+        context: Returns the TLS context of the next connection; default: no encryption.
     """
 
     def __init__(
@@ -47,128 +47,129 @@ class Door:
         self._goodbye_seconds = goodbye_seconds
         self._context = context
         self.encrypts = context is not None
-        self._strangers: dict[_Entrance, None] = {}  # the oldest first
-        self._entrances: dict[asyncio.BaseTransport, _Entrance] = {}
+        self._strangers: dict[_PendingConnection, None] = {}  # the oldest first
+        self._by_transport: dict[asyncio.BaseTransport, _PendingConnection] = {}
 
     def __call__(self) -> asyncio.Protocol:
-        """The protocol of a connection that was just made."""
-        return _Entrance(self)
+        """Return the protocol of a new connection."""
+        return _PendingConnection(self)
 
     @property
     def opening(self) -> int:
-        """Connections that are not let in yet, since encryption is not agreed on."""
+        """Number of connections that are still in the TLS handshake."""
         return sum(each.inner is None for each in self._strangers)
 
-    def knows(self, transport: asyncio.BaseTransport | None) -> bool:
-        """Whether a connection has shown that it may stay."""
-        return transport not in self._entrances
+    def is_authenticated(self, transport: asyncio.BaseTransport | None) -> bool:
+        """Whether a connection is authenticated."""
+        return transport not in self._by_transport
 
-    def welcome(self, transport: asyncio.BaseTransport | None) -> None:
-        """A connection has shown the secret: it may stay."""
-        if transport is not None and (entrance := self._entrances.get(transport)) is not None:
-            self.forget(entrance)
+    def mark_authenticated(self, transport: asyncio.BaseTransport | None) -> None:
+        """Mark a connection as authenticated, so that it is no longer limited."""
+        if transport is not None and (pending := self._by_transport.get(transport)) is not None:
+            self.release(pending)
 
     def close(self) -> None:
-        """Ends every connection that has shown nothing."""
-        for entrance in list(self._strangers):
-            entrance.end()
+        """Close every unauthenticated connection."""
+        for pending in list(self._strangers):
+            pending.end()
 
-    def enter(self, entrance: _Entrance) -> None:
-        """A connection comes in; too many strangers cost the oldest of them its own."""
-        self._strangers[entrance] = None
+    def register(self, pending: _PendingConnection) -> None:
+        """Register a new connection; above the limit, close the oldest unauthenticated one."""
+        self._strangers[pending] = None
         if len(self._strangers) <= self._strangers_max:
             return
+        # Closed ones first: asyncio may report the loss of a connection with a delay.
         for other in [each for each in self._strangers if each.is_gone]:
-            self.forget(other)
+            self.release(other)
         while len(self._strangers) > self._strangers_max:
             next(iter(self._strangers)).end()
 
-    def forget(self, entrance: _Entrance) -> None:
-        """It is no stranger any more, or gone."""
-        if entrance.timer is not None:
-            entrance.timer.cancel()
-            entrance.timer = None
-        self._strangers.pop(entrance, None)
-        if entrance.shown is not None:
-            self._entrances.pop(entrance.shown, None)
-        entrance.shown = None
+    def release(self, pending: _PendingConnection) -> None:
+        """Stop limiting a connection that is authenticated or gone."""
+        if pending.timer is not None:
+            pending.timer.cancel()
+            pending.timer = None
+        self._strangers.pop(pending, None)
+        if pending.shown is not None:
+            self._by_transport.pop(pending.shown, None)
+        pending.shown = None
 
-    def let_in(self, entrance: _Entrance, transport: asyncio.Transport) -> asyncio.Protocol:
-        """What is said on a connection is heard from now on."""
-        entrance.shown, entrance.inner = transport, self._inner()
-        self._entrances[transport] = entrance
-        transport.set_protocol(entrance.inner)
-        entrance.inner.connection_made(transport)
-        return entrance.inner
+    def admit(self, pending: _PendingConnection, transport: asyncio.Transport) -> asyncio.Protocol:
+        """Attach the inner protocol, which receives the connection's data from now on."""
+        pending.shown, pending.inner = transport, self._inner()
+        self._by_transport[transport] = pending
+        transport.set_protocol(pending.inner)
+        pending.inner.connection_made(transport)
+        return pending.inner
 
-    def after(self, entrance: _Entrance) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_later(self._seconds, entrance.end)
+    def after(self, pending: _PendingConnection) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(self._seconds, pending.end)
 
-    async def encrypt(self, entrance: _Entrance, raw: asyncio.Transport) -> None:
-        """Agrees on encryption, then lets a connection in."""
+    async def encrypt(self, pending: _PendingConnection, raw: asyncio.Transport) -> None:
+        """Run the TLS handshake, then admit the connection."""
         assert self._context is not None
         try:
             transport = await asyncio.get_running_loop().start_tls(
                 raw,
-                entrance,
+                pending,
                 self._context(),
                 server_side=True,
                 ssl_handshake_timeout=self._seconds,
                 ssl_shutdown_timeout=self._goodbye_seconds,
             )
         except BaseException as error:
-            # asyncio's frame there and the error know each other, and its buffer of 256 KiB: with
-            # thousands of strangers that is too much to leave to the next full collection.
+            # asyncio's frame and the error refer to each other, and to a buffer of 256 KiB. With
+            # thousands of connections that is too much to leave to the next full collection.
             traceback.clear_frames(error.__traceback__)
-            entrance.end()
+            pending.end()
             if not isinstance(error, OSError | TimeoutError):
                 raise
-            logger.debug("no agreement on encryption: %s", error)
+            logger.debug("TLS handshake failed: %s", error)
             return
         if transport is None or transport.is_closing():
-            entrance.end()
+            pending.end()
             return
-        inner = self.let_in(entrance, transport)
-        if entrance.early:
-            inner.data_received(bytes(entrance.early))
-            entrance.early.clear()
+        inner = self.admit(pending, transport)
+        if pending.early:
+            inner.data_received(bytes(pending.early))
+            pending.early.clear()
 
 
-class _Entrance(asyncio.Protocol):
-    """A connection until it is let in."""
+class _PendingConnection(asyncio.Protocol):
+    """A connection until it is admitted."""
 
-    def __init__(self, door: Door) -> None:
+    def __init__(self, admission: ConnectionAdmission) -> None:
         self.inner: asyncio.Protocol | None = None
         self.shown: asyncio.Transport | None = None  # the transport that `inner` has
-        self.early = bytearray()  # what was said with the last word of the agreement
+        self.early = bytearray()  # data that arrived together with the end of the handshake
         self.timer: asyncio.TimerHandle | None = None
-        self._door = door
+        self._admission = admission
         self._raw: asyncio.Transport | None = None
         self._opening: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._raw = transport
-        self.timer = self._door.after(self)
-        self._door.enter(self)
-        if not self._door.encrypts:
-            self._door.let_in(self, transport)
+        self.timer = self._admission.after(self)
+        self._admission.register(self)
+        if not self._admission.encrypts:
+            self._admission.admit(self, transport)
         elif not transport.is_closing():
-            self._opening = asyncio.ensure_future(self._door.encrypt(self, transport))
+            self._opening = asyncio.ensure_future(self._admission.encrypt(self, transport))
 
     def data_received(self, data: bytes) -> None:
         self.early += data
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._door.forget(self)
+        self._admission.release(self)
 
     @property
     def is_gone(self) -> bool:
         return self._raw is None or self._raw.is_closing()
 
     def end(self) -> None:
-        """Closes it at once, if it is still there."""
-        self._door.forget(self)
+        """Close the connection at once, if it is still open."""
+        self._admission.release(self)
         if self._raw is not None:
             self._raw.abort()
         if self._opening is not None and self._opening is not _current():

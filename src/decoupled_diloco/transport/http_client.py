@@ -1,14 +1,15 @@
-"""The HTTP client: dials out, and moves bodies over connections apart from the control plane."""
+"""The HTTP client: dials out, and transfers payloads over connections besides the control plane."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import random
 import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from functools import lru_cache
 from typing import Any
@@ -17,7 +18,13 @@ import aiohttp
 from aiohttp.abc import AbstractStreamWriter
 from yarl import URL
 
-from decoupled_diloco.errors import AccessError, ProtocolError, RunEndedError, TransportError
+from decoupled_diloco.errors import (
+    AccessError,
+    DilocoError,
+    ProtocolError,
+    RunEndedError,
+    TransportError,
+)
 from decoupled_diloco.runtime import now, runtime
 from decoupled_diloco.transport.base import (
     PIECE_BYTES,
@@ -35,7 +42,7 @@ from decoupled_diloco.transport.http_server import (
     KEEP_ALIVE_SECONDS,
     NEAR_RTT_SECONDS,
     READ_BUFFER_BYTES,
-    ask_for_congestion,
+    set_congestion_control,
 )
 from decoupled_diloco.transport.limits import Limits
 from decoupled_diloco.transport.ranges import (
@@ -49,7 +56,7 @@ from decoupled_diloco.transport.ranges import (
 )
 from decoupled_diloco.transport.tls import (
     LiveTls,
-    Tls,
+    TLSConfig,
     hung_up_problem,
     left_seconds_of,
     peer_certificate,
@@ -62,34 +69,34 @@ from decoupled_diloco.transport.ways import proxy_for, way_to
 logger = logging.getLogger(__name__)
 
 GOODBYE_SECONDS = 0.1
-"""What connections that were not made yet may take to end, where they are encrypted."""
+"""Time in which encrypted connections that are not complete yet may close."""
 
 FIRST_PIECE_BYTES = 64 << 10
-"""Pieces begin small and grow with the link's speed, so that on a slow link progress is seen."""
+"""Pieces begin small and grow with the link's speed, so that progress is visible on a slow link."""
 STALL_RTTS = 20
 REPLACED_MAX = 3
-"""Times a GET begins again because the body was replaced while it was fetched."""
+"""Times that a GET starts again because the payload was replaced during the transfer."""
 
 
 class HttpClient:
     """A `Client` over HTTP.
 
     Args:
-        token: Shown as a bearer token, only to servers that this client has connected to and to
+        token: Bearer token, sent only to servers that this client has connected to and to
             `trusted`.
-        congestion: Congestion control asked for on sockets that send bodies over a long link;
-            None keeps the kernel's default.
-        trusted: Further addresses (`http://host:port`) that may see the token.
-        principal: Whose requests they are where nothing was connected to before.
-        tls: What is trusted and shown at ``https://`` addresses.
-        server_name: The name that a server's certificate must have; default: that of its address.
-        locator: Says where servers are by now, and which may see the token; default: none moves.
-        ended: Says in words that the run has ended, if that is recorded; called when a server
-            cannot be reached.
-        told_plain: Nothing has to be said of a token that goes unencrypted to another machine.
+        congestion: Congestion control for sockets that send payloads over a long link; None keeps
+            the kernel's default.
+        trusted: Further addresses (`http://host:port`) that may receive the token.
+        principal: Principal for requests before the first connection.
+        tls: CA and client certificate for ``https://`` addresses.
+        locator: Resolves the current addresses of servers and which of them may receive the token;
+            default: servers do not move.
+        ended: Returns a sentence if the end of the run is recorded, otherwise an empty string.
+            Called when a server cannot be reached.
+        told_plain: Suppresses the warning about sending a token unencrypted to another machine.
 
     Raises:
-        ConfigError: a file of `tls` cannot be used.
+        ConfigError: A file of `tls` cannot be used.
     """
 
     def __init__(
@@ -100,8 +107,7 @@ class HttpClient:
         congestion: str | None = BBR,
         trusted: Iterable[str] = (),
         principal: str = "",
-        tls: Tls | None = None,
-        server_name: str | None = None,
+        tls: TLSConfig | None = None,
         locator: Locator | None = None,
         ended: Callable[[], str] | None = None,
         told_plain: bool = False,
@@ -109,10 +115,9 @@ class HttpClient:
     ) -> None:
         self.stats = Stats()
         self._tls = None if tls is None else LiveTls(tls)
-        self._server_name = server_name
         self._locator = locator
         self._ended = ended
-        self._watch_of_end: asyncio.Task[None] | None = None
+        self._expiry_watch: asyncio.Task[None] | None = None
         self._told_plain = told_plain
         self._token = token
         self._principal = principal
@@ -133,7 +138,7 @@ class HttpClient:
         return None if self._tls is None else self._tls.ends_at
 
     def trust(self, address: str) -> None:
-        """Shows the token to a server from now on."""
+        """Send the token to the server at this address from now on."""
         self._trusted.add(_origin(address))
 
     async def connect(self, address: str, role: str, principal: str) -> WebSocketChannel:
@@ -159,8 +164,7 @@ class HttpClient:
             async with asyncio.timeout(self._limits.lost_seconds):
                 socket = await self._session("control").ws_connect(
                     origin.with_path(CONTROL),
-                    headers=headers,
-                    **self._way(origin),
+                    **self._way(origin, headers),
                     autoping=False,
                     compress=0,
                     max_msg_size=self._limits.message_bytes,
@@ -174,12 +178,15 @@ class HttpClient:
             raise TransportError(
                 f"{address} did not answer within {self._limits.lost_seconds:g} s"
             ) from None
+        except DilocoError:
+            raise
         except (aiohttp.ClientError, OSError) as error:
-            problem = tls_problem(error, address) or await self._hung_up(origin, error)
+            shown = self._tls.context() if self._tls is not None and self._tls.shows else None
+            problem = await encryption_problem(error, origin, address, shown)
             if problem is not None:
                 raise problem from error
-            raise TransportError(f"cannot reach {address}: {_in_words(error)}") from error
-        self._look_at_certificate(socket, address)
+            raise TransportError(f"cannot reach {address}: {in_words(error)}") from error
+        self._check_certificate(socket, address)
         channel = WebSocketChannel(
             socket, Peer(principal, role, str(origin)), self._limits, self.stats
         )
@@ -200,13 +207,15 @@ class HttpClient:
     ) -> TransferStats:
         target = self._resolve(url, await self._now(base))
         part = Window(body, first, total)
+        # The channel is chosen without an await before it is used: one that was free a moment ago
+        # may carry another request.
         channel, began = self._channel_for(target, part), now()
         if channel and await self._ask(channel, target, {"put": _path(target)}, part.view):
             self.stats.data_bytes_sent += len(part)
             return TransferStats(len(part), now() - began)
         put = _Put(self, target, part)
         transfer = self._transfer(target, put, part)
-        transfer.resumed = channel is not None  # it may have arrived
+        transfer.resumed = channel is not None  # part of it may have arrived over the channel
         count, seconds = await transfer.run(self._controller(target, "PUT"), self.rtt(target))
         return TransferStats(transfer.nbytes, seconds, count, transfer.retries, put.congestion)
 
@@ -240,28 +249,24 @@ class HttpClient:
         raise ProtocolError(f"{target} was replaced {REPLACED_MAX} times while it was fetched")
 
     async def close(self) -> None:
-        if self._watch_of_end is not None:
-            self._watch_of_end.cancel()
-            self._watch_of_end = None
+        if self._expiry_watch is not None:
+            self._expiry_watch.cancel()
+            self._expiry_watch = None
         channels = [channel for some in self._channels.values() for channel in some]
         await asyncio.gather(*(channel.close("the client closes") for channel in channels))
         while self._sessions:
-            session = self._sessions.popitem()[1]
-            if isinstance(session.connector, aiohttp.TCPConnector):
-                # All is said. TLS would say goodbye once more, and the loop may end meanwhile.
-                await session.connector.close(abort_ssl=True)
-            await session.close()
+            await close_session(self._sessions.popitem()[1])
         if self._tls is not None:
-            # Who was cancelled while it shook hands takes leave, too, before the loop ends.
+            # Connections that were cancelled in their handshake also close before the loop ends.
             await asyncio.sleep(GOODBYE_SECONDS)
 
     def rtt(self, target: URL) -> float | None:
-        """Return the round trip to a server in seconds, if a channel to it has measured it."""
+        """Return the round-trip time to a server in seconds, if a channel has measured it."""
         rtts = [channel.rtt for channel in self._channels.get(target.origin(), ())]
         return min((rtt for rtt in rtts if rtt is not None), default=None)
 
     async def _now(self, address: str) -> str:
-        """Where the server of an address is by now; one that is connected has not moved."""
+        """Return the current address of a server; a connected server has not moved."""
         if self._locator is None or not address:
             return address
         if not self._channels.get(_origin(self._locator.now(address))):
@@ -273,15 +278,15 @@ class HttpClient:
         try:
             target = URL(url, encoded=True)
         except ValueError as error:
-            raise ProtocolError(f"{url!r:.200} is no address of a body: {error}") from None
+            raise ProtocolError(f"{url!r:.200} is not a valid payload URL: {error}") from None
         if target.is_absolute():
             return target
         origin = _origin(base) if base else self._base
-        assert origin is not None, f"connect first, or give a base for the relative url {url!r}"
+        assert origin is not None, f"call connect() first, or pass base for relative url={url!r}"
         return origin.join(target)
 
     def _headers(self, target: URL) -> dict[str, str]:
-        """Return who we are; the token only for those who may see it."""
+        """Return the identifying headers; the token only for servers that may receive it."""
         origin = target.origin()
         if origin not in self._trusted:
             return {}
@@ -294,7 +299,7 @@ class HttpClient:
         return headers
 
     def _channel_for(self, target: URL, part: Window) -> WebSocketChannel | None:
-        """What a body may go over instead of a request of its own: see `transport.channel`."""
+        """Return a channel that can carry a payload instead of a separate request, if any."""
         if part.view.nbytes != len(part) or len(part) > SMALL_BODY_BYTES:
             return None
         origin = target.origin()
@@ -310,13 +315,13 @@ class HttpClient:
         header: dict[str, object],
         body: memoryview | bytes = b"",
     ) -> tuple[dict[str, Any], memoryview] | None:
-        """What the server answers over a channel; None: a request of its own may still help."""
+        """Return the server's answer over a channel; None if a separate request may still work."""
         try:
             answer, body = await channel.ask(header, body)
             if "status" in answer:
                 status, reason = answer["status"], answer.get("reason")
                 if not (isinstance(status, int) and isinstance(reason, str)):
-                    raise ProtocolError(f"{target}: the server refuses without a reason")
+                    raise ProtocolError(f"{target}: the server rejected without a reason")
                 raise refusal_error(status, reason, str(target))
         except TransportError as error:
             if not retryable(error):
@@ -325,7 +330,7 @@ class HttpClient:
         return answer, body
 
     def _transfer(self, target: URL, mover: _Put | _Get, part: Window) -> Transfer:
-        # Half of what a server allows, so that connections that end late are not in the way.
+        # Half of the server's limit, so that connections that end late do not exceed it.
         slots = self._slots.setdefault(
             target.origin(), Slots(self._limits.streams_per_principal // 2)
         )
@@ -335,80 +340,67 @@ class HttpClient:
     def _controller(self, target: URL, method: str) -> StripeController:
         return self._controllers.setdefault((target.origin(), method), StripeController())
 
-    def _way(self, target: URL) -> dict[str, Any]:
-        if self._tls is not None:  # its files may have been replaced
-            return way_to(target, self._tls.context(), self._server_name)
+    def _way(self, target: URL, headers: Mapping[str, str]) -> dict[str, Any]:
+        if self._tls is not None:  # not cached: its files may have been replaced
+            return way_to(target, headers, self._tls.context())
         origin = target.origin()
         if origin not in self._ways:
-            self._ways[origin] = way_to(origin, None, self._server_name)
-        return self._ways[origin]
-
-    async def _hung_up(self, origin: URL, error: Exception) -> TransportError | None:
-        hung_up = isinstance(error, aiohttp.ServerDisconnectedError | ConnectionResetError)
-        if not hung_up or proxy_for(origin) is not None:
-            return None
-        shown = self._tls.context() if self._tls is not None and self._tls.shows else None
-        return await hung_up_problem(origin, str(origin), shown)
+            self._ways[origin] = way_to(origin, {})
+        way = self._ways[origin]
+        return {**way, "headers": {**way["headers"], **headers}}
 
     def _watch_certificate(self, origin: URL) -> None:
-        """Tells of what may be read on the way, and has the own certificate's end watched."""
-        if self._tls is not None and self._watch_of_end is None:
-            self._watch_of_end = asyncio.create_task(self._tls.watch())
+        """Warn about an unencrypted token, and start watching the own certificate's expiry."""
+        if self._tls is not None and self._expiry_watch is None:
+            self._expiry_watch = asyncio.create_task(self._tls.watch())
         open_secret = self._token is not None and origin.scheme == "http"
         if open_secret and not self._told_plain and not is_loopback(origin.host or ""):
             self._told_plain = True
             logger.warning(
-                "%s is dialled without encryption: whoever is on the way can read the token and "
-                "what is trained: use TLS (ddiloco certificates), a VPN or a tunnel",
+                "%s is dialed without encryption: anyone on the network path can read the token "
+                "and the model: use TLS (ddiloco certs), a VPN or a tunnel",
                 origin,
             )
 
-    def _look_at_certificate(self, socket: Any, address: str) -> None:
+    def _check_certificate(self, socket: Any, address: str) -> None:
         certificate = peer_certificate(socket)
         if self._tls is not None and certificate:
-            self._tls.tell(f"the certificate of {address}", left_seconds_of(certificate))
+            self._tls.warn_of_expiry(f"the certificate of {address}", left_seconds_of(certificate))
 
     def _session(self, plane: str) -> aiohttp.ClientSession:
-        """Return the session of a plane; made late, because it belongs to the running loop."""
+        """Return the session of a plane; created late, because it belongs to the running loop."""
         if plane not in self._sessions:
-            self._sessions[plane] = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS / 2),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=None, sock_read=None),
-                auto_decompress=False,
-                read_bufsize=READ_BUFFER_BYTES,
-                headers={"Accept-Encoding": "identity"},
-                cookie_jar=aiohttp.DummyCookieJar(),
-                ws_response_class=_Conversation,
-            )
+            self._sessions[plane] = new_session()
         return self._sessions[plane]
 
     @asynccontextmanager
     async def request(
         self, method: str, target: URL, headers: dict[str, str], data: Any = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Open a request of the data plane; errors become ours, refusals carry their sentence."""
+        """Send a data-plane request; errors become this package's, rejections keep their reason."""
         try:
             async with self._session("data").request(
                 method,
                 target,
-                headers={**self._headers(target), **headers},
                 data=data,
                 allow_redirects=False,
-                **self._way(target),
+                **self._way(target, {**self._headers(target), **headers}),
             ) as response:
                 if response.status >= 300:
                     reason = _reason(response.status, response.headers)
                     raise refusal_error(response.status, reason, str(target))
                 yield response
+        except DilocoError:
+            raise
         except (aiohttp.ClientError, OSError) as error:
             problem = tls_problem(error, str(target.origin()))
             if problem is not None:
                 raise problem from error
-            raise TransportError(f"{method} {target} failed: {_in_words(error)}") from error
+            raise TransportError(f"{method} {target} failed: {in_words(error)}") from error
 
-    def heard(self, target: URL) -> None:
+    def note_activity(self, target: URL) -> None:
         for channel in self._channels.get(target.origin(), ()):
-            channel.heard()
+            channel.note_activity()
 
     def watch(self, target: URL) -> _StallWatch:
         return _StallWatch(
@@ -416,16 +408,16 @@ class HttpClient:
         )
 
     def congestion(self, target: URL) -> str | None:
-        """Return the congestion control to ask for on the way to a server."""
+        """Return the congestion control to use for sending to a server."""
         rtt = self.rtt(target)
         return self._congestion if rtt is not None and rtt > NEAR_RTT_SECONDS else None
 
 
-class _Conversation(aiohttp.ClientWebSocketResponse):
-    """A WebSocket whose connection is gone once it is closed.
+class _ControlSocket(aiohttp.ClientWebSocketResponse):
+    """A WebSocket whose connection is aborted after it is closed.
 
-    Both sides have said goodbye by then. TLS would say it once more, and an event loop that ends
-    meanwhile would leave the connection open.
+    Both sides have exchanged close frames by then. TLS would send one more close_notify, and an
+    event loop that ends in the meantime would leave the connection open.
     """
 
     async def close(self, *, code: int = aiohttp.WSCloseCode.OK, message: bytes = b"") -> bool:
@@ -440,7 +432,7 @@ class _Conversation(aiohttp.ClientWebSocketResponse):
 
 
 class _Put:
-    """Sends the ranges of one body."""
+    """Sends the ranges of one payload."""
 
     def __init__(self, client: HttpClient, target: URL, body: Window) -> None:
         self.congestion = ""
@@ -469,7 +461,7 @@ class _Put:
         return [] if state == "arrived" else received.missing(start, stop)
 
     async def _moves(self, start: int, stop: int, watch: _StallWatch) -> bool:
-        """Ask the server, when nothing moved here, whether it moves there or waits for memory."""
+        """Ask the server, after no byte moved here, whether it receives or waits for memory."""
         try:
             state, received = await self._ask(watch.seconds)
         except (TransportError, ProtocolError):
@@ -494,11 +486,11 @@ class _Put:
     def tune(self, writer: AbstractStreamWriter) -> None:
         """Set the congestion control of the connection that a payload is about to use."""
         transport = getattr(writer, "transport", None)
-        self.congestion = ask_for_congestion(transport, self._client.congestion(self._target))
+        self.congestion = set_congestion_control(transport, self._client.congestion(self._target))
 
 
 class _Pieces(aiohttp.Payload):
-    """Writes a view in pieces, without copying it."""
+    """Writes a memoryview in pieces, without copying it."""
 
     def __init__(self, put: _Put, view: memoryview, watch: _StallWatch) -> None:
         super().__init__(view)
@@ -508,7 +500,7 @@ class _Pieces(aiohttp.Payload):
         self._size = len(view)
 
     def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
-        raise TypeError("a body is bytes")
+        raise TypeError("a payload is bytes")
 
     async def write(self, writer: AbstractStreamWriter) -> None:
         self._put.tune(writer)
@@ -532,17 +524,17 @@ class _Pieces(aiohttp.Payload):
         await self.write(writer)
 
 
-def _other_size(target: URL, announced: object, wanted: int) -> ProtocolError:
+def _other_size(target: URL, announced: object, expected: int) -> ProtocolError:
     size = announced if isinstance(announced, int) else "an unknown number of"
-    return ProtocolError(f"GET {target}: the body has {size} bytes, {wanted} are wanted")
+    return ProtocolError(f"GET {target}: the payload has {size} bytes, {expected} are expected")
 
 
 class _ReplacedError(Exception):
-    """The body changed between two ranges of one GET."""
+    """The payload changed between two ranges of one GET."""
 
 
 class _Get:
-    """Fetches the ranges of one body into a buffer."""
+    """Fetches the ranges of one payload into a buffer."""
 
     def __init__(self, client: HttpClient, target: URL, out: Window) -> None:
         self.congestion = ""
@@ -575,7 +567,7 @@ class _Get:
                     position = end
                     watch.moved += 1
                     self._client.stats.data_bytes_received += len(piece)
-                    self._client.heard(self._target)
+                    self._client.note_activity(self._target)
         finally:
             self._arrived.add(start, position)
 
@@ -583,7 +575,7 @@ class _Get:
         return self._arrived.missing(start, stop)
 
     def _check(self, response: aiohttp.ClientResponse, start: int, stop: int) -> None:
-        """Compare what the server announces with what was asked."""
+        """Compare the announced range with the requested one."""
         announced = read_content_range(response.headers.get("Content-Range", ""))
         if announced is None and response.status == 200:
             announced = (0, response.content_length or 0, response.content_length or 0)
@@ -591,7 +583,7 @@ class _Get:
             size = None if announced is None else announced[2]
             raise _other_size(self._target, size, len(self._out))
         if announced[:2] != (start, stop):
-            raise ProtocolError(f"GET {self._target}: another range came than was asked for")
+            raise ProtocolError(f"GET {self._target}: received another range than requested")
         digest = response.headers.get("ETag", "").strip('"')
         if self.digest is not None and digest != self.digest:
             raise _ReplacedError
@@ -600,7 +592,7 @@ class _Get:
 
 
 class _StallWatch:
-    """Ends a request of which no byte moved for a whole interval."""
+    """Ends a request when no byte moved for a whole interval."""
 
     def __init__(self, seconds: float, target: URL) -> None:
         self.seconds = seconds
@@ -610,34 +602,34 @@ class _StallWatch:
         self._gave_up = False
 
     def shrinks(self, left: int) -> bool:
-        """Whether less is missing than when last asked."""
+        """Whether fewer bytes are missing than at the previous call."""
         before, self._left = self._left, left
         return before is None or left < before
 
     @asynccontextmanager
     async def guard(self, alive: Callable[[], Awaitable[bool]] | None) -> AsyncIterator[None]:
-        """Watch the block; `alive` is asked before giving up, because a full pool is no stall."""
+        """Watch the block; awaits `alive` before it aborts, because a full pool is not a stall."""
         task = asyncio.current_task()
         assert task is not None
         loop, step = asyncio.get_running_loop(), self.seconds / 5
         silence = Silence(step, now())
-        asking: asyncio.Task[None] | None = None
+        confirming: asyncio.Task[None] | None = None
         timer: asyncio.TimerHandle
 
-        def look() -> None:  # by a timer: a task for each request costs twice as much
-            nonlocal timer, asking
+        def check() -> None:  # by a timer: one task per request would cost twice as much
+            nonlocal timer, confirming
             if silence.observe(now(), self.moved) < self.seconds:
-                timer = loop.call_later(step, look)
+                timer = loop.call_later(step, check)
             elif alive is None:
                 give_up()
             else:
-                asking = loop.create_task(ask(alive))
+                confirming = loop.create_task(confirm(alive))
 
-        async def ask(alive: Callable[[], Awaitable[bool]]) -> None:
+        async def confirm(alive: Callable[[], Awaitable[bool]]) -> None:
             nonlocal timer, silence
             if await alive():
                 silence = Silence(step, now(), self.moved)
-                timer = loop.call_later(step, look)
+                timer = loop.call_later(step, check)
             else:
                 give_up()
 
@@ -645,11 +637,12 @@ class _StallWatch:
             self._gave_up = True
             task.cancel()
 
-        timer = loop.call_later(step, look)
+        timer = loop.call_later(step, check)
         try:
             yield
         except asyncio.CancelledError:
             if self._gave_up:
+                # The watch cancelled the task, so this is a stall and not a cancelled transfer.
                 task.uncancel()
                 raise TransportError(
                     f"{self._target}: no byte moved for {self.seconds:.1f} s"
@@ -657,8 +650,8 @@ class _StallWatch:
             raise
         finally:
             timer.cancel()
-            if asking is not None:
-                asking.cancel()
+            if confirming is not None:
+                confirming.cancel()
 
 
 @lru_cache(maxsize=1024)
@@ -666,7 +659,55 @@ def _origin(address: str) -> URL:
     try:
         return URL(address).origin()
     except ValueError as error:
-        raise TransportError(f"{address!r:.200} is no address: {error}") from None
+        raise TransportError(f"{address!r:.200} is not a valid address: {error}") from None
+
+
+def new_session() -> aiohttp.ClientSession:
+    """Return a session of the running loop. Every request of this project goes through one."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS / 2),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=None, sock_read=None),
+        auto_decompress=False,
+        read_bufsize=READ_BUFFER_BYTES,
+        headers={"Accept-Encoding": "identity"},
+        cookie_jar=aiohttp.DummyCookieJar(),
+        ws_response_class=_ControlSocket,
+    )
+
+
+async def close_session(session: aiohttp.ClientSession) -> None:
+    if isinstance(session.connector, aiohttp.TCPConnector):
+        # Nothing is left to send. TLS would send a close_notify, and the loop may end before that.
+        await session.connector.close(abort_ssl=True)
+    await session.close()
+
+
+async def read_answer(response: aiohttp.ClientResponse, bytes_max: int) -> bytes | None:
+    """Return the answer of an arbitrary server; None if it exceeds `bytes_max` bytes."""
+    answer = bytearray()
+    async for piece in response.content.iter_any():
+        answer += piece
+        if len(answer) > bytes_max:
+            return None
+    return bytes(answer)
+
+
+async def encryption_problem(
+    error: Exception, target: URL, where: str, shown: ssl.SSLContext | None
+) -> TransportError | None:
+    """Return a description of a TLS failure; None if the error has another cause.
+
+    Args:
+        where: Name of the server in the description.
+        shown: The context of the failed connection, if a certificate was presented.
+    """
+    problem = tls_problem(error, where)
+    # aiohttp wraps a reset in its own error class, which is not a `ConnectionResetError`.
+    is_reset = isinstance(error, OSError) and error.errno in (errno.ECONNRESET, errno.EPIPE)
+    hung_up = is_reset or isinstance(error, aiohttp.ServerDisconnectedError | ConnectionResetError)
+    if problem is None and hung_up and proxy_for(target) is None:
+        problem = await hung_up_problem(target, where, shown)
+    return problem
 
 
 def _path(target: URL) -> str:
@@ -678,8 +719,8 @@ def _reason(status: int, headers: Any) -> str:
     return str(reason) if reason else f"the server answered {status}"
 
 
-def _in_words(error: Exception) -> str:
-    """What went wrong, in the system's words; the library's name its own settings."""
+def in_words(error: Exception) -> str:
+    """Return the operating system's words for an error; the library's would name its settings."""
     cause = getattr(error, "os_error", error)
     number = getattr(cause, "errno", None)
     if isinstance(cause, ssl.SSLError | socket.gaierror) or not number or number < 0:

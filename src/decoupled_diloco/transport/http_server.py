@@ -1,14 +1,14 @@
-"""The HTTP server: control over WebSockets, bodies over PUT and GET, `/healthz`, on one port.
+"""The HTTP server: control over WebSockets, payloads over PUT and GET, `/healthz`, on one port.
 
 GET  /control         upgrades to a WebSocket; headers Authorization, X-Principal, X-Role
-PUT  /bodies/PATH     a body or, with Content-Range, a part of one
-HEAD /bodies/PATH     how far a PUT is: X-State, X-Received; what a resuming client asks
-GET  /bodies/PATH     a body or, with Range, a part of one; ETag is the digest
+PUT  /bodies/PATH     a payload or, with Content-Range, a part of one
+HEAD /bodies/PATH     progress of a PUT, for a client that resumes: X-State, X-Received
+GET  /bodies/PATH     a payload or, with Range, a part of one; ETag is the digest
 GET  /healthz         a JSON object, without a token
-GET  /run             what the run is, as JSON
+GET  /run             the run's settings, addresses and layout, as JSON
 GET, PUT /probe       bytes for a measurement of the link, see `probe`
 
-A `Website` answers browsers at paths of its own, and lets people in by itself.
+A `Website` answers browsers at separate paths, with its own sign-in.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from decoupled_diloco.transport.channel import (
     handle,
     with_body,
 )
-from decoupled_diloco.transport.documents import FACT_PREFIX, NoSuchDocumentError, Query
-from decoupled_diloco.transport.door import Door
+from decoupled_diloco.transport.documents import FACT_PREFIX, NoSuchDocumentError, Query, Website
+from decoupled_diloco.transport.door import ConnectionAdmission
 from decoupled_diloco.transport.limits import Limits
 from decoupled_diloco.transport.pool import ReceivePool
 from decoupled_diloco.transport.probe import PROBE, Probes
@@ -49,46 +49,47 @@ from decoupled_diloco.transport.ranges import (
     write_content_range,
     write_list,
 )
-from decoupled_diloco.transport.tls import LiveTls, ServerTls, names_of
+from decoupled_diloco.transport.tls import LiveTls, ServerTLSConfig, names_of
 from decoupled_diloco.transport.tokens import RequestRefusal, Tokens, check_role
-from decoupled_diloco.transport.website import Website
 
 logger = logging.getLogger(__name__)
 
 CERTIFICATE_LEFT = "certificate_left_seconds"
-"""Of `/healthz`: until the certificate ends."""
+"""Key in `/healthz`: seconds until the certificate expires."""
 
 CONTROL = "/control"
 RUN = "/run"
 READ_BUFFER_BYTES = 1 << 20
 QUERIES_MAX = 16
-"""Queries that are answered at once, of all peers together: an answer may be a few MiB."""
+"""Concurrent queries of all peers together; an answer may have a few MiB."""
 LINGER_SECONDS = 2.0
-"""How long what a refused client still sends is thrown away, so that it can read the refusal."""
+"""Time during which the rest of a rejected request is discarded, so that the client can read the
+rejection."""
 STOP_SECONDS = 0.3
-"""How long a server that stops waits for its peers to take their goodbyes; a peer that has stopped
-reading takes none, and must not keep the process."""
+"""Time that a stopping server waits for its peers to receive their close frames. A peer that has
+stopped reading never does, and must not keep the process alive."""
 KEEP_ALIVE_SECONDS = 300.0
-"""Data connections outlive the pauses between syncs: a new one begins with slow start."""
+"""Data connections outlive the pauses between syncs, because a new connection is in slow start."""
 
 
 BBR = "bbr"
 NEAR_RTT_SECONDS = 0.002
-"""Below this BBR is not asked for: its pacing costs more than it gains on loopback or a LAN."""
+"""Below this round-trip time BBR is not used: on loopback or a LAN its pacing costs more than it
+gains."""
 
 
 class HttpServer:
     """A `Server` over HTTP.
 
     Args:
-        on_channel: Run for each control connection; the channel closes when it returns.
-        queries: Answers GETs with parameters at further paths, to a peer with any token.
-        tls: Serve HTTPS by these files; default: plain HTTP.
+        on_channel: Runs for each control connection; the channel closes when it returns.
+        queries: Answers GETs with parameters at further paths, for a peer with any token.
+        tls: Files for HTTPS; default: plain HTTP.
         website: Answers browsers.
 
     Raises:
-        ConfigError: no token on an address that others can reach, or a file of `tls` cannot be
-            used.
+        ConfigError: There is no token on an address that other machines can reach, or a file of
+            `tls` cannot be used.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class HttpServer:
         limits: Limits | None = None,
         congestion: str | None = BBR,
         queries: Mapping[str, Query] | None = None,
-        tls: ServerTls | None = None,
+        tls: ServerTLSConfig | None = None,
         website: Website | None = None,
     ) -> None:
         self.stats = Stats()
@@ -115,7 +116,7 @@ class HttpServer:
         self._tokens = tokens or Tokens()
         self._tokens.check_bind(host)
         self._tls = None if tls is None else LiveTls(tls)
-        self._watch_of_end: asyncio.Task[None] | None = None
+        self._expiry_watch: asyncio.Task[None] | None = None
         self._on_channel = on_channel
         self._health = health
         self._about = about
@@ -152,7 +153,7 @@ class HttpServer:
             lingering_time=LINGER_SECONDS,
             keepalive_timeout=KEEP_ALIVE_SECONDS,
         )
-        self._door = Door(
+        self._admission = ConnectionAdmission(
             self._web,
             strangers=self._limits.strangers,
             seconds=self._limits.lost_seconds,
@@ -170,21 +171,22 @@ class HttpServer:
             ) from error
         self._port = self._listener.sockets[0].getsockname()[1]
         if self._tls is not None:
-            self._watch_of_end = asyncio.create_task(self._tls.watch())
+            self._expiry_watch = asyncio.create_task(self._tls.watch())
 
     async def stop(self) -> None:
         if self._listener is None or self._web is None:
             return
         self._listener.close()
-        self._door.close()
-        if self._watch_of_end is not None:
-            self._watch_of_end.cancel()
+        self._admission.close()
+        if self._expiry_watch is not None:
+            self._expiry_watch.cancel()
         if self._website is not None:
-            await self._website.farewell()
+            await self._website.shut_down()
         channels = [channel for some in self._channels.values() for channel in some]
         self.bodies.stop("the server stops")
         cut_off = asyncio.get_running_loop().call_later(STOP_SECONDS, self._cut_off)
         await asyncio.gather(*(channel.close("the server stops") for channel in channels))
+        # One iteration of the loop, so that handlers whose channel just closed can finish.
         await asyncio.sleep(0)
         for task in list(self._handlers):
             task.cancel()
@@ -192,7 +194,7 @@ class HttpServer:
         connections = [] if self._tls is None else list(self._web.connections)
         transports = [each.transport for each in connections]
         await self._web.shutdown(timeout=0.1)
-        for transport in transports:  # TLS would wait for its peer's goodbye.
+        for transport in transports:  # TLS would wait for its peer's close_notify.
             if isinstance(transport, asyncio.WriteTransport):
                 transport.abort()
         await self._listener.wait_closed()
@@ -200,16 +202,16 @@ class HttpServer:
         self._listener = self._web = None
 
     def _cut_off(self) -> None:
-        """Ends every connection at once, so that no task waits for its peer any longer."""
+        """Close every connection at once, so that no task waits for its peer any longer."""
         for connection in self._web.connections if self._web is not None else ():
             if isinstance(connection.transport, asyncio.WriteTransport):
                 connection.transport.abort()
 
     def _accept(self) -> asyncio.BaseProtocol:
         assert self._web is not None
-        if len(self._web.connections) + self._door.opening >= self._limits.connections:
+        if len(self._web.connections) + self._admission.opening >= self._limits.connections:
             return _Full(self._limits.connections)
-        return self._door()
+        return self._admission()
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         task = asyncio.current_task()
@@ -219,14 +221,14 @@ class HttpServer:
             return await self._dispatch(request)
         except RequestRefusal as refusal:
             response = _refuse(refusal)
-            if not self._door.knows(request.transport):
-                response.force_close()  # whoever guesses dials anew for each guess
+            if not self._admission.is_authenticated(request.transport):
+                response.force_close()  # each guess at the secret costs a new connection
             return response
         except ConnectionError as error:
             if request.transport is not None and not request.transport.is_closing():
                 raise
             logger.debug("%s %s: %s", request.method, request.rel_url.raw_path, error)
-            return web.Response()  # its reader is gone
+            return web.Response()  # the peer is gone; no one reads this
         finally:
             self._handlers.discard(task)
 
@@ -237,21 +239,21 @@ class HttpServer:
                 text=json.dumps(self._health_and_end()), content_type="application/json"
             )
         if self._website is not None and self._website.serves(path):
-            if self._website.knows(request):
-                self._door.welcome(request.transport)
+            if self._website.is_authenticated(request):
+                self._admission.mark_authenticated(request.transport)
             return await self._website.answer(request)
         if "Origin" in request.headers:
-            raise RequestRefusal(403, "browsers may not speak here: this is the plane of learners")
+            raise RequestRefusal(403, "browsers may not use this path: it is for learners")
         authorization = request.headers.get("Authorization")
         names = names_of(request.transport)
         if path in self._queries and request.method == "GET":
             self._tokens.recognize(authorization, names)
-            self._door.welcome(request.transport)
+            self._admission.mark_authenticated(request.transport)
             return await self._query(self._queries[path], request)
         principal = self._tokens.authorize(
             authorization, request.headers.get("X-Principal", ""), names
         )
-        self._door.welcome(request.transport)
+        self._admission.mark_authenticated(request.transport)
         if path == CONTROL and request.method == "GET":
             return await self._control(request, principal)
         if path.startswith(PREFIX):
@@ -297,13 +299,13 @@ class HttpServer:
         body: memoryview,
         sent: Callable[[int], None] = lambda count: None,
     ) -> None:
-        """Writes a response, and gives up on a peer that takes nothing of it for long."""
+        """Write a response; abort if the peer accepts nothing for a long time."""
         await response.prepare(request)
         guard = _WriteGuard(request, 3 * self._limits.stall_seconds)
         try:
             for position in range(0, len(body), PIECE_BYTES):
                 piece = body[position : position + PIECE_BYTES]
-                sent(len(piece))  # some of it, if the connection breaks now
+                sent(len(piece))  # before the write: part of it may arrive even if the write fails
                 await response.write(piece)
             await response.write_eof()
         except ConnectionError as error:
@@ -321,7 +323,7 @@ class HttpServer:
             await ws.prepare(request)
         except web.HTTPException as error:
             raise RequestRefusal(error.status, "the control plane is a WebSocket") from None
-        except ValueError:  # of a key that is not even ASCII
+        except ValueError:  # raised for a key that is not ASCII
             raise RequestRefusal(400, "the control plane is a WebSocket") from None
         address = _address(request)
         channel = WebSocketChannel(
@@ -341,7 +343,7 @@ class HttpServer:
             await asyncio.shield(serving)
         except asyncio.CancelledError:
             # aiohttp cancels a request whose connection is gone. The handler of the channel is
-            # told by the channel instead, so that it can put its affairs in order.
+            # notified through the channel instead, so that it can clean up.
             channel.shut(f"connection to {principal!r} at {channel.peer.address} lost")
             raise
         return ws
@@ -355,7 +357,7 @@ class HttpServer:
             )
 
     async def _serve(self, channel: WebSocketChannel) -> None:
-        """Run the handler of a channel, then close it."""
+        """Run the handler of a channel, then close the channel."""
         principal = channel.peer.principal
         try:
             await handle(self._on_channel, channel)
@@ -367,7 +369,7 @@ class HttpServer:
             await channel.close(NOTHING_MORE)
 
     async def _answer(self, principal: str, header: dict[str, Any], body: memoryview) -> bytes:
-        """Carries out a request for a small body that came over a control channel."""
+        """Execute a request for a small payload that arrived over a control channel."""
         key, fetched = header.get("put"), header.get("get")
         try:
             if isinstance(key, str):
@@ -380,7 +382,7 @@ class HttpServer:
                 return self._offered(fetched, principal, header.get("nbytes"))
         except RequestRefusal as refusal:
             return with_body({"status": refusal.status, "reason": refusal.text})
-        raise ProtocolError("a binary frame names neither what it puts nor what it gets")
+        raise ProtocolError("a binary frame has neither 'put' nor 'get'")
 
     def _offered(self, key: str, principal: str, nbytes: object) -> bytes:
         offer = self.bodies.look_up(key)
@@ -415,7 +417,7 @@ class HttpServer:
                 self.stats.data_bytes_received += len(piece)
                 self._touch(principal)
         except (aiohttp.ClientError, aiohttp.http.HttpProcessingError, OSError) as error:
-            raise RequestRefusal(400, f"the connection broke: {error}") from None
+            raise RequestRefusal(400, f"the connection was lost: {error}") from None
         stream.finish()
 
     async def _head(self, request: web.BaseRequest, principal: str, key: str) -> web.StreamResponse:
@@ -431,7 +433,7 @@ class HttpServer:
         response.headers["Content-Range"] = write_content_range(start, stop, len(offer.body))
         response.headers["Accept-Ranges"] = "bytes"
         response.headers["ETag"] = f'"{offer.digest}"'
-        response.headers["X-Congestion"] = ask_for_congestion(
+        response.headers["X-Congestion"] = set_congestion_control(
             request.transport, self._congestion if self._far(principal) else None
         )
         download = self.bodies.fetch(key, principal, (start, stop))
@@ -451,17 +453,17 @@ class HttpServer:
         return bool(rtts) and min(rtts) > NEAR_RTT_SECONDS
 
     def _touch(self, principal: str) -> None:
-        """Renew the newest channel: an older one may be dead, and has to be found out."""
+        """Refresh only the newest channel: an older one may be dead and must time out."""
         channels = self._channels.get(principal)
         if channels:
-            channels[-1].heard()
+            channels[-1].note_activity()
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """Whether an error of a request is one of this program: what is no HTTP is its sender's.
+    """Whether a request's error is a fault of this program, not malformed HTTP from its sender.
 
-    aiohttp would log it with a traceback and the bytes themselves: any stranger could fill the
-    disk, and a learner whose request a bad line has spoilt would have its token in the log.
+    aiohttp would log malformed input with a traceback and the bytes. Any unauthenticated peer could
+    then fill the disk, and the token of a learner with a corrupted request line would be logged.
     """
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, aiohttp.http.HttpProcessingError)
@@ -472,7 +474,7 @@ _REQUESTS.addFilter(_is_ours)
 
 
 class _WriteGuard:
-    """Aborts a connection whose reader takes nothing for a whole interval."""
+    """Aborts a connection whose reader accepts nothing for a whole interval."""
 
     def __init__(self, request: web.BaseRequest, seconds: float) -> None:
         self._transport = request.transport
@@ -497,7 +499,7 @@ class _WriteGuard:
 
 
 class _Full(asyncio.Protocol):
-    """Turns away a connection above the limit."""
+    """Rejects a connection above the limit."""
 
     def __init__(self, limit: int) -> None:
         self._text = f"this server has {limit} connections, its limit: try again later"
@@ -512,23 +514,23 @@ class _Full(asyncio.Protocol):
 
 
 def _part_of_put(request: web.BaseRequest) -> tuple[Range, int]:
-    """Return the range that a PUT carries and the size of the whole body.
+    """Return the range in a PUT and the size of the whole payload.
 
     Raises:
         RequestRefusal: 411, 415 or 416.
     """
     if request.headers.get("Content-Encoding", "identity") != "identity":
-        raise RequestRefusal(415, "bodies are sent as they are, without Content-Encoding")
+        raise RequestRefusal(415, "payloads are sent without Content-Encoding")
     length = request.content_length
     if length is None or "Transfer-Encoding" in request.headers:
-        raise RequestRefusal(411, "a PUT names its Content-Length")
+        raise RequestRefusal(411, "a PUT requires a Content-Length")
     text = request.headers.get("Content-Range")
     if text is None:
         return (0, length), length
     content = read_content_range(text)
     if content is None or content[1] - content[0] != length:
         raise RequestRefusal(
-            416, f"Content-Range {text[:100]!r} does not fit a body of {length} bytes"
+            416, f"Content-Range {text[:100]!r} does not match a payload of {length} bytes"
         )
     return (content[0], content[1]), content[2]
 
@@ -540,19 +542,19 @@ def _part_of_get(request: web.BaseRequest, offer: Offer) -> Range:
     part = read_range(text)
     if part is None or part[1] > len(offer.body):
         raise RequestRefusal(
-            416, f"Range {text[:100]!r} does not fit a body of {len(offer.body)} bytes"
+            416, f"Range {text[:100]!r} does not match a payload of {len(offer.body)} bytes"
         )
     return part
 
 
 def _address(request: web.BaseRequest) -> str:
-    """Return where a request comes from, as `host:port`."""
+    """Return the sender of a request as `host:port`."""
     name = request.transport.get_extra_info("peername") if request.transport else None
     return f"{name[0]}:{name[1]}" if name else "unknown"
 
 
 def _refuse(refusal: RequestRefusal) -> web.Response:
-    """Answer with the sentence, in the body and in a header (HEAD and WebSockets see only that)."""
+    """Answer with the reason, in the body and in a header (HEAD and WebSockets see only that)."""
     reason = " ".join(refusal.text.split()).encode("ascii", "replace").decode()[:1000]
     headers = {**refusal.headers, "X-Reason": reason}
     return web.Response(status=refusal.status, text=refusal.text, headers=headers)
@@ -569,11 +571,11 @@ def _unsent(transport: asyncio.WriteTransport) -> int:
         return 0
 
 
-def ask_for_congestion(transport: asyncio.BaseTransport | None, wanted: str | None) -> str:
-    """Ask the kernel for a congestion control, such as `bbr`, and return the one in use.
+def set_congestion_control(transport: asyncio.BaseTransport | None, name: str | None) -> str:
+    """Set the congestion control of a connection, such as `bbr`, and return the one in use.
 
-    A kernel that does not offer it keeps its default; the caller reports what is in use. None keeps
-    the default, too.
+    A kernel that does not offer it keeps its default; the caller reports what is in use. None also
+    keeps the default.
     """
     sock = transport.get_extra_info("socket") if transport is not None else None
     option = getattr(socket, "TCP_CONGESTION", None)
@@ -584,10 +586,10 @@ def ask_for_congestion(transport: asyncio.BaseTransport | None, wanted: str | No
     except OSError:
         return ""
     current = str(raw.split(b"\0", 1)[0].decode("ascii", "replace"))
-    if wanted is None or current == wanted:
+    if name is None or current == name:
         return current
     try:
-        sock.setsockopt(socket.IPPROTO_TCP, option, wanted.encode())
+        sock.setsockopt(socket.IPPROTO_TCP, option, name.encode())
     except OSError:
         return current
-    return wanted
+    return name

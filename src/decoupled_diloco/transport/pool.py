@@ -1,4 +1,4 @@
-"""A bounded pool of buffers that received bodies are read into."""
+"""A bounded pool of buffers for received payloads."""
 
 from __future__ import annotations
 
@@ -16,28 +16,29 @@ class PoolBody:
         self.buffer = memoryview(storage)
 
     def release(self) -> None:
-        """Give the buffer back; calling it twice is fine."""
+        """Return the buffer to the pool; may be called twice."""
         storage, self._storage = self._storage, None
         if storage is None:
             return
         try:
             self.buffer.release()
-            storage.append(storage.pop())  # A bytearray that is looked at refuses to be resized.
+            # Resizing a bytearray with an exported view raises BufferError.
+            storage.append(storage.pop())
         except BufferError:
-            # An array or a slice made from the body is still alive. Using the memory again would
-            # change a body under its reader; it is left to the garbage collector instead.
+            # An array or slice of the payload is still alive. Reusing the memory would change the
+            # payload under its reader, so the buffer is left to the garbage collector.
             self._pool._give_back(self._nbytes, None)
         else:
             self._pool._give_back(self._nbytes, storage)
 
 
 class ReceivePool:
-    """At most `nbytes` of receive buffers, handed out in the order in which they were asked for.
+    """At most `nbytes` of receive buffers, allocated in the order of the requests.
 
-    A request for more than is free waits: that is the backpressure of the data plane. A body
-    larger than the whole pool is admitted alone, when nothing else is on loan, so that a pool
-    that is too small is slow but never stuck. Released buffers are kept and used again for bodies
-    of the same size, because touching fresh memory costs more than receiving into it.
+    A request for more than is free waits; this is the backpressure of the data plane. A payload
+    larger than the whole pool is admitted alone, when no other buffer is in use, so that a pool
+    that is too small is slow but never stuck. Released buffers are reused for payloads of the same
+    size, because touching fresh memory costs more than receiving into it.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -53,7 +54,8 @@ class ReceivePool:
         return len(self._waiting)
 
     async def acquire(self, nbytes: int) -> PoolBody:
-        """Return a buffer of `nbytes`, when it is this request's turn and there is room."""
+        """Return a buffer of `nbytes` when this request is first in line and memory is free."""
+        # A small request may not overtake a large one that waits, which would starve.
         if not self._waiting and self._admits(nbytes):
             return self._take(nbytes)
         future: asyncio.Future[PoolBody] = asyncio.get_running_loop().create_future()
@@ -62,6 +64,7 @@ class ReceivePool:
         try:
             return await future
         except asyncio.CancelledError:
+            # The buffer may have been assigned just before the cancellation; it must not leak.
             if future.done() and not future.cancelled():
                 future.result().release()
             elif entry in self._waiting:
@@ -95,7 +98,7 @@ class ReceivePool:
                 future.set_result(self._take(nbytes))
 
     def _trim(self, idle_bytes_max: int) -> None:
-        """Drop idle buffers of other sizes, so that idle and lent together stay in bounds."""
+        """Drop idle buffers, so that idle and used buffers together stay within the bound."""
         for size in list(self._idle):
             while self._idle[size] and self._idle_bytes > idle_bytes_max:
                 self._idle[size].pop()

@@ -1,10 +1,10 @@
-"""Measuring a link: bytes to fetch and to send that belong to no body. See `HttpServer`.
+"""Link measurement: requests whose bytes belong to no payload. See `HttpServer`.
 
 GET /probe?bytes=N    N zero bytes
-PUT /probe            whatever comes is thrown away; the answer comes after the last byte
+PUT /probe            the body is discarded; the answer follows after its last byte
 
-Only a peer with a token may ask, for so many bytes and seconds at a time, so that a measurement
-cannot fill a link for long. It touches neither the bodies nor their memory.
+Only a peer with a token may send them. Bytes and seconds per request are limited, so that a
+measurement cannot fill a link for long. It touches neither the payloads nor their memory.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from decoupled_diloco.transport.tokens import RequestRefusal
 PROBE = "/probe"
 
 PROBE_BYTES_MAX = 4 << 20
-"""Limit of one request: a fifth of a second at 160 Mbit/s. A longer measurement asks again."""
+"""Limit of one request: a fifth of a second at 160 Mbit/s. A longer measurement repeats it."""
 
 PROBE_SECONDS_MAX = 5.0
 """Limit of one request: longer than any measurement takes."""
 
 PROBES_MAX = 16
-"""Requests at once, of all peers together: as many as a transfer's stripes."""
+"""Concurrent requests of all peers together, equal to the number of a transfer's stripes."""
 
 _ZEROS = bytes(PIECE_BYTES)
 
 
 class Probes:
-    """Answers the requests of measurements."""
+    """Answers measurement requests."""
 
     def __init__(self) -> None:
         self._open = 0
 
     async def serve(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answers one request.
+        """Answer one request.
 
         Raises:
-            RequestRefusal: it is of another method or size, too slow, or one too many.
+            RequestRefusal: Wrong method or size, too slow, or above the limit of requests.
         """
         if request.method not in ("GET", "PUT"):
             raise RequestRefusal(405, f"{request.method} is not served: use GET or PUT")
@@ -70,7 +70,7 @@ async def _give(request: web.BaseRequest) -> web.StreamResponse:
             await response.write_eof()
     except TimeoutError:
         if request.transport is not None:
-            request.transport.abort()  # What was promised can no longer be answered otherwise.
+            request.transport.abort()  # The announced length can no longer be sent.
     except ConnectionError:
         pass  # The peer has measured enough.
     return response
@@ -85,10 +85,12 @@ async def _take(request: web.BaseRequest) -> web.StreamResponse:
     except TimeoutError:
         raise RequestRefusal(408, f"a measurement may take {PROBE_SECONDS_MAX:g} s") from None
     except (aiohttp.ClientError, aiohttp.http.HttpProcessingError, OSError) as error:
-        raise RequestRefusal(400, f"the connection broke: {error}") from None
+        raise RequestRefusal(400, f"the connection was lost: {error}") from None
     return web.Response(status=204)
 
 
 def _check(count: int) -> None:
     if not 0 < count <= PROBE_BYTES_MAX:
-        raise RequestRefusal(413, f"a measurement moves 1 to {PROBE_BYTES_MAX} bytes, not {count}")
+        raise RequestRefusal(
+            413, f"bytes={count} must be from 1 to {PROBE_BYTES_MAX}: split the measurement"
+        )

@@ -1,4 +1,4 @@
-"""Byte ranges: which parts of a body have arrived, and how HTTP writes them."""
+"""Byte ranges: sets of received bytes, and their representation in HTTP headers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from decoupled_diloco.errors import ProtocolError
 _LISTED = re.compile(r"([0-9]{1,15})-([0-9]{1,15})")
 
 Range = tuple[int, int]
-"""Half open: the bytes from start up to, not including, stop."""
+"""Half open: the bytes from start up to, but not including, stop."""
 
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,15})-(\d{1,15})/(\d{1,15})")
 _RANGE = re.compile(r"bytes=(\d{1,15})-(\d{1,15})")
@@ -35,7 +35,7 @@ class RangeSet:
         return sum(stop - start for start, stop in self.ranges)
 
     def add(self, start: int, stop: int) -> None:
-        """Add the bytes from start to stop, merging what touches."""
+        """Add the bytes from start to stop, and merge ranges that touch."""
         if stop <= start:
             return
         apart = [r for r in self.ranges if r[1] < start or r[0] > stop]
@@ -62,16 +62,16 @@ class RangeSet:
 
 
 class Window:
-    """A part of a body, addressed as if the whole were there.
+    """A part of a payload, indexed by offsets in the whole payload.
 
     >>> part = Window(memoryview(bytearray(b"cd")), first=2, total=6)
     >>> len(part), part.end, bytes(part[3:4])
     (6, 4, b'd')
 
     Args:
-        view: The bytes that are there.
-        first: Which byte of the whole is their first.
-        total: Size of the whole; default: there is no more.
+        view: The bytes of the part.
+        first: Offset of the part in the whole payload.
+        total: Size of the whole payload; default: it ends with the part.
     """
 
     def __init__(self, view: memoryview, first: int = 0, total: int | None = None) -> None:
@@ -111,7 +111,7 @@ def write_range(start: int, stop: int) -> str:
 
 
 def read_range(text: str) -> Range | None:
-    """Return (start, stop) of a single explicit range, the only kind we serve."""
+    """Return (start, stop) of a single explicit range, the only kind that is served."""
     match = _RANGE.fullmatch(text)
     if match is None:
         return None
@@ -129,14 +129,14 @@ def write_list(ranges: Iterable[Range]) -> str:
 
 
 def read_list(text: str) -> list[Range]:
-    """Return the ranges that `write_list` wrote.
+    """Parse the ranges that `write_list` wrote.
 
     Raises:
-        ProtocolError: they are none.
+        ProtocolError: The text is not such a list.
     """
     found = [_LISTED.fullmatch(part) for part in text.split(",") if part]
     if not all(found):
-        raise ProtocolError(f"{text[:100]!r} is no list of byte ranges")
+        raise ProtocolError(f"{text[:100]!r} is not a valid list of byte ranges")
     return [(int(each[1]), int(each[2])) for each in found if each]
 
 
@@ -145,7 +145,7 @@ CHUNK_BYTES = 4 << 20
 
 
 def chunk_sizes(nbytes: int, chunk_bytes: int = CHUNK_BYTES) -> tuple[int, ...]:
-    """The sizes of a body's chunks, in order.
+    """Return the sizes of a payload's chunks, in order.
 
     >>> chunk_sizes(10, 4), chunk_sizes(8, 4), chunk_sizes(0, 4)
     ((4, 4, 2), (4, 4), ())

@@ -1,7 +1,7 @@
-"""What can be seen of a server from here, step by step, without taking part in anything.
+"""Checks of a server from this machine, step by step, without taking part in the run.
 
-Name, TCP, `/healthz`, `/run`, a WebSocket that says nothing, round trips, and what the data plane
-moves in either direction. Each step has a limit in seconds; the first that fails ends the look.
+The steps are: name, TCP, `/healthz`, `/run`, an idle WebSocket, round trips, and the rate of the
+data plane in both directions. Each step has a time limit; the first failure ends the check.
 """
 
 from __future__ import annotations
@@ -22,9 +22,15 @@ from typing import Any, Literal, TypeVar
 import aiohttp
 from yarl import URL
 
+from decoupled_diloco.transport.http_client import (
+    close_session,
+    encryption_problem,
+    new_session,
+    read_answer,
+)
 from decoupled_diloco.transport.http_server import CONTROL, RUN
 from decoupled_diloco.transport.probe import PROBE, PROBE_BYTES_MAX
-from decoupled_diloco.transport.tls import Tls, hung_up_problem, require_used, tls_problem
+from decoupled_diloco.transport.tls import TLSConfig, require_used
 from decoupled_diloco.transport.ways import proxy_for, way_to
 from decoupled_diloco.units import KIB, MIB
 
@@ -36,40 +42,40 @@ ROUND_TRIPS = 10
 ROUND_TRIPS_SECONDS = 1.0
 
 RATE_SECONDS = 1.0
-"""How long bytes are moved in one direction."""
+"""Duration of the rate measurement in one direction."""
 
 RATE_BYTES_MAX = 16 * MIB
-"""Moved in one direction at most: a fast link is known by then, and the server busy for no longer
-than by a few bodies."""
+"""Maximum bytes in one direction. They are enough to measure a fast link, and keep the server busy
+for no longer than a few payloads do."""
 
 FIRST_BYTES = 16 * KIB
 SLOW_SECONDS = 0.2
-"""Requests grow for as long as they take less, so that a slow link is not kept busy for long."""
+"""Requests grow while they take less than this, so that a slow link is not kept busy for long."""
 
 FAR_SECONDS = 0.005
 STREAMS_FAR = 8
-"""Connections on a link with a longer round trip: one alone says little about what striped bodies
-get there."""
+"""Connections on a link with a longer round trip, where the rate of a single one says little about
+striped payloads."""
 
 Cause = Literal[
     "name",  # the host has no address
-    "refused",  # nothing listens there
-    "unreachable",  # no route, or a firewall that says so
-    "timeout",  # nothing comes back from the host
-    "silent",  # the connection is taken, and nothing is answered
-    "tls",  # no agreement on encryption
-    "stranger",  # something else answers
-    "token",  # it does not accept the token
-    "older",  # it does not know the question
-    "busy",  # it answers others, and says so
-    "broken",  # the connection broke
+    "refused",  # nothing listens on the port
+    "unreachable",  # no route, or a firewall that rejects
+    "timeout",  # no reply from the host
+    "silent",  # the connection is accepted, but there is no answer
+    "tls",  # the TLS handshake failed
+    "stranger",  # another program answers
+    "token",  # the token is rejected
+    "older",  # an older version that does not support the request
+    "busy",  # the server is busy with other measurements
+    "broken",  # the connection was lost
 ]
 
 _T = TypeVar("_T")
 
 
 class LookTrouble(Exception):
-    """Why a look ended: the step that failed, the kind of failure, its words."""
+    """Why a check ended: the step that failed, the kind of failure, and a description."""
 
     def __init__(self, step: str, cause: Cause, text: str) -> None:
         super().__init__(text)
@@ -78,17 +84,17 @@ class LookTrouble(Exception):
 
 @dataclass
 class Seen:
-    """What was seen of one server; `None` where the look did not get so far."""
+    """Results of the checks of one server; `None` for steps that were not reached."""
 
     address: str
-    ip: str | None = None  # what its name stands for
+    ip: str | None = None  # the address that its name resolves to
     connect_seconds: float | None = None
     health: Mapping[str, Any] | None = None
-    # of the server's wall clock, plus or minus half a second
+    # offset of the server's wall clock, with an error of half a second
     clock_ahead_seconds: float | None = None
     round_trips: tuple[float, ...] = ()  # of requests on an open connection, seconds
-    run: Mapping[str, Any] | None = None  # what `/run` says: settings, addresses, layout
-    principal: str = ""  # the id that the token is for; empty if it is the run's shared one
+    run: Mapping[str, Any] | None = None  # answer of `/run`: settings, addresses, layout
+    principal: str = ""  # the principal of the token; empty for the run's shared token
     upgraded: bool = False
     up_bytes_per_second: float | None = None
     down_bytes_per_second: float | None = None
@@ -96,23 +102,25 @@ class Seen:
 
 
 async def look(
-    address: str, token: str | None, seconds: float = 10.0, tls: Tls | None = None
+    address: str, token: str | None, seconds: float = 10.0, tls: TLSConfig | None = None
 ) -> Seen:
-    """Looks at a server as far as it lets us, for so many seconds at most.
+    """Check a server as far as it allows, for at most `seconds`.
 
     Raises:
-        ConfigError: A file of ``tls`` cannot be used, or it would be ignored.
+        ConfigError: A file of ``tls`` cannot be used, or ``tls`` would be ignored.
     """
     require_used(tls, address)
     context = None if tls is None else tls.new_context()
-    shows = tls is not None and tls.certificate is not None
+    shows = tls is not None and tls.cert is not None
     seen = Seen(address)
     try:
         async with asyncio.timeout(seconds):
             await _find(seen)
-            timeout = aiohttp.ClientTimeout(total=None)
-            async with aiohttp.ClientSession(timeout=timeout) as session:
-                await _Look(seen, session, token, context, shows).go()
+            session = new_session()
+            try:
+                await _HttpChecks(seen, session, token, context, shows).run()
+            finally:
+                await close_session(session)
     except TimeoutError:
         seen.trouble = LookTrouble("time", "silent", f"too slow: not done within {seconds:.1f} s")
     except LookTrouble as trouble:
@@ -121,7 +129,7 @@ async def look(
 
 
 async def listens(address: str) -> LookTrouble | None:
-    """Whether a TCP connection to a server can be had; what is in the way."""
+    """Try to open a TCP connection to a server, and return the failure, if any."""
     try:
         await _find(Seen(address))
     except LookTrouble as trouble:
@@ -130,7 +138,7 @@ async def listens(address: str) -> LookTrouble | None:
 
 
 async def _find(seen: Seen) -> None:
-    """Name and TCP."""
+    """Check the name and TCP."""
     try:
         url = URL(seen.address)
     except ValueError as error:
@@ -143,7 +151,7 @@ async def _find(seen: Seen) -> None:
             found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except TimeoutError:
         raise LookTrouble("name", "name", f"{host!r}: no name server answers") from None
-    except (OSError, UnicodeError) as error:  # No name has an empty part, or one that long.
+    except (OSError, UnicodeError) as error:  # UnicodeError: an empty or too long label
         reason = getattr(error, "strerror", None) or error
         raise LookTrouble("name", "name", f"{host!r}: {reason}") from None
     seen.ip = str(found[0][4][0])
@@ -165,8 +173,8 @@ async def _find(seen: Seen) -> None:
         await writer.wait_closed()
 
 
-class _Look:
-    """The steps over HTTP."""
+class _HttpChecks:
+    """The checks over HTTP."""
 
     def __init__(
         self,
@@ -179,13 +187,13 @@ class _Look:
         self._seen = seen
         self._session = session
         self._url = URL(seen.address).origin()
-        self._way, self._shown = way_to(self._url, context), context if shows else None
-        # A name of its own: under a learner's, it could be taken for it.
+        self._context, self._shown = context, context if shows else None
+        # A unique name: with a learner's name it could be mistaken for that learner.
         self._headers = {"X-Principal": f"doctor-{uuid.uuid4().hex[:8]}", "X-Role": "observer"}
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
 
-    async def go(self) -> None:
+    async def run(self) -> None:
         await self._step("health", self._health)
         await self._step("round trip", self._round_trips)
         await self._step("run", self._run)
@@ -197,7 +205,7 @@ class _Look:
         self._seen.down_bytes_per_second = down
 
     async def _step(self, name: str, work: Callable[[], Awaitable[_T]]) -> _T:
-        """Gives whatever goes wrong a name."""
+        """Run one step, and classify its failure."""
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 return await work()
@@ -208,24 +216,25 @@ class _Look:
             raise LookTrouble(name, "busy", str(busy)) from None
         except aiohttp.WSServerHandshakeError as error:
             reason = error.headers.get("X-Reason") if error.headers else None
-            raise LookTrouble(name, "broken", reason or f"it answered {error.status}") from None
+            raise LookTrouble(name, "broken", reason or f"status {error.status}") from None
         except aiohttp.ClientResponseError as error:
             raise LookTrouble(
-                name, "stranger", f"it does not speak HTTP: {error.message}"
+                name, "stranger", f"the server does not speak HTTP: {error.message}"
             ) from None
         except (aiohttp.ClientError, OSError, OverflowError, ValueError, RecursionError) as error:
-            problem = tls_problem(error, self._seen.address)
-            if isinstance(error, ConnectionResetError | aiohttp.ServerDisconnectedError):
-                problem = await hung_up_problem(self._url, self._seen.address, self._shown)
+            problem = await encryption_problem(error, self._url, self._seen.address, self._shown)
             if problem is not None:
                 raise LookTrouble(name, "tls", str(problem)) from None
             kind: Cause = "stranger" if name == "health" else "broken"
             raise LookTrouble(name, kind, str(error) or type(error).__name__) from None
 
     def _get(self, path: str, headers: Mapping[str, str] | None = None) -> Any:
-        """A redirection is an answer like any other: the token goes to this server only."""
+        """Send a GET; redirects are not followed, so that the token reaches only this server."""
         url = self._url.join(URL(path))
-        return self._session.get(url, headers=headers, allow_redirects=False, **self._way)
+        return self._session.get(url, allow_redirects=False, **self._way(headers or {}))
+
+    def _way(self, headers: Mapping[str, str]) -> dict[str, Any]:
+        return way_to(self._url, headers, self._context)
 
     async def _health(self) -> None:
         before = time.time()
@@ -234,11 +243,11 @@ class _Look:
             health = json.loads(text) if response.status == 200 else None
             date = response.headers.get("Date")
         if not isinstance(health, dict) or "shard" not in health:
-            what = f"it answered {response.status}" if health is None else "no shard's health"
+            what = f"status {response.status}" if health is None else "not a shard's health"
             raise LookTrouble("health", "stranger", what)
         self._seen.health = health
         if date is not None:
-            # The header counts whole seconds: half a second off in the mean.
+            # The header has whole seconds; its mean error is half a second.
             theirs = parsedate_to_datetime(date).timestamp() + 0.5
             self._seen.clock_ahead_seconds = theirs - (before + after) / 2
 
@@ -263,20 +272,20 @@ class _Look:
         if response.status in (401, 403):
             raise LookTrouble("run", "token", text)
         if response.status != 200:
-            raise LookTrouble("run", "older", f"it answered {response.status}: {text[:200]}")
+            raise LookTrouble("run", "older", f"status {response.status}: {text[:200]}")
         run = json.loads(text)
-        _require(isinstance(run, dict), "the answer is no JSON object")
+        _require(isinstance(run, dict), "the answer is not a JSON object")
         self._seen.run = run
 
     async def _upgrade(self) -> None:
-        """Opens a control connection and closes it before a word is said."""
+        """Open a control connection, and close it before any message."""
         async with self._session.ws_connect(
-            self._url.with_path(CONTROL), headers=self._headers, autoping=True, **self._way
+            self._url.with_path(CONTROL), autoping=True, **self._way(self._headers)
         ):
             self._seen.upgraded = True
 
     async def _rate(self, move: Callable[[int], Awaitable[None]], streams: int) -> float:
-        """Bytes a second over so many connections."""
+        """Return the bytes per second over `streams` connections."""
         begun, moved = time.monotonic(), FIRST_BYTES
         await move(FIRST_BYTES)
         if (seconds := time.monotonic() - begun) > SLOW_SECONDS:
@@ -298,7 +307,7 @@ class _Look:
     async def _send(self, count: int) -> None:
         body = io.BytesIO(bytes(count))
         async with self._session.put(
-            self._url.with_path(PROBE), data=body, headers=self._headers, **self._way
+            self._url.with_path(PROBE), data=body, **self._way(self._headers)
         ) as response:
             await _require_status(response, 204)
 
@@ -310,16 +319,15 @@ class _Look:
 
 
 async def _text(response: aiohttp.ClientResponse) -> str:
-    """An answer of a server that may be anything."""
-    pieces = bytearray()
-    async for piece in response.content.iter_any():
-        pieces += piece
-        _require(len(pieces) <= ANSWER_BYTES_MAX, "its answer does not end")
-    return pieces.decode(errors="replace")
+    """Return the answer of an arbitrary server as text."""
+    answer = await read_answer(response, ANSWER_BYTES_MAX)
+    if answer is None:
+        raise ValueError(f"the answer exceeds {ANSWER_BYTES_MAX} bytes")
+    return answer.decode(errors="replace")
 
 
 class _Busy(Exception):
-    """The server has as many measurements under way as it lets be."""
+    """The server is at its limit of concurrent measurements."""
 
 
 async def _require_status(response: aiohttp.ClientResponse, status: int) -> None:

@@ -1,4 +1,4 @@
-"""Bearer tokens and certificates, and the principals they stand for."""
+"""Bearer tokens and certificates, and the principals that they identify."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ PRINCIPAL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}")
 
 _SECRET = re.compile(r"[ -~]+")
 _HOW_TO_READ = (
-    "give the text of the run's token file, as token=Path('runs/homelab/token').read_text(), or "
-    "leave it out if the run has none"
+    "pass the content of the run's token file, as "
+    "auth_token=Path('runs/homelab/token').read_text(), or omit it if the run has no token"
 )
 
-_STRANGER = (
-    "the token is not this run's: a syncer that began a new run has a new secret: read its token "
-    "file again"
+_WRONG_TOKEN = (
+    "the token does not belong to this run: a syncer that started a new run has a new secret: read "
+    "its token file again"
 )
 _NO_CERTIFICATE = (
-    "the syncer wants a certificate that its client_authority has signed: give one and its key "
-    "(--certificate, --key, or Tls(certificate=…, key=…))"
+    "the syncer requires a certificate signed by its client_ca_cert: pass one with its key "
+    "(--cert, --key, or TLSConfig(cert=…, key=…))"
 )
 SHARDS = "shard-*"
-"""A name in a certificate that stands for every shard: all of them may have one file."""
+"""Certificate name that covers every shard, so that all shards may share one file."""
 
-_NO_TOKEN = "the syncer wants the run's secret: give its token file (--token-file)"
+_NO_TOKEN = "the syncer requires the run's secret: pass its token file (--auth-token-file)"
 
 
 class RequestRefusal(Exception):
-    """A request that is answered with an HTTP status and a sentence; never leaves the transport."""
+    """A request answered with an HTTP status and a sentence; never leaves the transport."""
 
     def __init__(self, status: int, text: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(text)
@@ -44,19 +44,19 @@ class RequestRefusal(Exception):
 
 
 class Tokens:
-    """The tokens a server accepts.
+    """The tokens that a server accepts.
 
-    Three kinds, strictest last: none at all (open; loopback only), one run token that every
-    participant shares and under which any principal may be claimed, one token per principal.
+    There are three modes, from the most open to the strictest: no token (loopback only); one run
+    token, which every participant shares and which allows any principal; one token per principal.
 
     Args:
-        run_token: The one token.
+        run_token: The shared token.
         principals: One token for each principal.
-        certificates: Whether a certificate that names the principal is needed, too. Alone, it is
-            enough.
+        certificates: Whether a certificate that names the principal is required. With
+            certificates a token is optional.
 
     Raises:
-        ConfigError: both kinds at once, an empty token, or one token for two principals.
+        ConfigError: Both kinds are set, a token is empty, or two principals share one token.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class Tokens:
         return self._no_token and not self._certificates
 
     def lacks_certificate(self, names: Sequence[str] | None) -> bool:
-        """Whether a peer whose certificate names these (None: it has shown none) needs one."""
+        """Whether a required certificate is missing (`names=None`: the peer presented none)."""
         return self._certificates and names is None
 
     @property
     def without_secret(self) -> bool:
-        """Whether no token is known: the server is open, or certificates alone decide."""
+        """Whether no token is configured: the server is open, or only certificates decide."""
         return self._no_token
 
     @property
@@ -97,15 +97,15 @@ class Tokens:
         return self._run_token is None and self._principals is None
 
     def derived_key(self, purpose: bytes) -> bytes:
-        """A key that only who knows all these secrets can make, and that does not tell them."""
+        """Return a key that depends on all these secrets and does not reveal them."""
         values = [self._run_token or "", *sorted((self._principals or {}).values())]
         return hmac.digest("\n".join(values).encode("utf-8", "replace"), purpose, "sha256")
 
     def check_bind(self, host: str) -> None:
-        """Refuse to be open on an address that others can reach.
+        """Reject an open server on an address that other machines can reach.
 
         Raises:
-            ConfigError: no token, and `host` is not a loopback address.
+            ConfigError: There is no token, and `host` is not a loopback address.
         """
         if self.open and not is_loopback(host):
             raise ConfigError(
@@ -116,19 +116,19 @@ class Tokens:
     def authorize(
         self, authorization: str | None, principal: str, names: Sequence[str] | None = None
     ) -> str:
-        """Return the principal, if the `Authorization` header and the certificate allow it.
+        """Return the principal if the `Authorization` header and the certificate allow it.
 
         Args:
-            names: What the peer's certificate names; None: it has shown none.
+            names: Names in the peer's certificate; None if it presented none.
 
         Raises:
-            RequestRefusal: 401 without a good token or certificate, 403 for another principal's,
-                400 for a bad name.
+            RequestRefusal: 401 without a valid token or certificate, 403 if it belongs to another
+                principal, 400 for an invalid name.
         """
         if not PRINCIPAL.fullmatch(principal):
             raise RequestRefusal(
                 400,
-                f"principal {principal[:140]!r} is not a name: use 1 to 128 letters, digits, "
+                f"principal {principal[:140]!r} is not a valid name: use 1 to 128 letters, digits, "
                 "'.', '_', ':', '@' or '-'",
             )
         bound = self.recognize(authorization, names)
@@ -136,25 +136,25 @@ class Tokens:
             known = [name for name in names or () if PRINCIPAL.fullmatch(name)]
             raise RequestRefusal(
                 403,
-                f"this certificate is that of {', '.join(names or ()) or 'nobody'}, not of "
+                f"this certificate names {', '.join(names or ()) or 'no principal'}, not "
                 f"{principal!r}: use your own certificate",
-                {"X-Principal": known[0] if known else ""},  # Its owner may know.
+                {"X-Principal": known[0] if known else ""},  # The owner may see its own name.
             )
         if bound not in (None, principal):
             raise RequestRefusal(
                 403,
                 f"this token belongs to {bound!r}, not to {principal!r}: use your own token",
-                {"X-Principal": bound or ""},  # Its owner may know.
+                {"X-Principal": bound or ""},  # The owner may see its own name.
             )
         return principal
 
     def recognize(
         self, authorization: str | None, names: Sequence[str] | None = None
     ) -> str | None:
-        """Let a peer in that holds any of the tokens; whose it is, if it is not the run's.
+        """Admit a peer with any valid token; return the token's principal, None for the run token.
 
         Raises:
-            RequestRefusal: 401 without a good token, or without a certificate where one is needed.
+            RequestRefusal: 401 without a valid token, or without a required certificate.
         """
         if self.lacks_certificate(names):
             raise RequestRefusal(401, _NO_CERTIFICATE)
@@ -165,15 +165,15 @@ class Tokens:
             raise RequestRefusal(401, _NO_TOKEN)
         if self._run_token is not None:
             if not _same(token, self._run_token):
-                raise RequestRefusal(401, _STRANGER)
+                raise RequestRefusal(401, _WRONG_TOKEN)
             return None
         bound = self._bound(token)
         if bound is None:
-            raise RequestRefusal(401, "the token is not known to this run: check the token file")
+            raise RequestRefusal(401, "the token is unknown to this run: check the token file")
         return bound
 
     def _bound(self, token: str) -> str | None:
-        """Compare with every token, so that the time tells nothing."""
+        """Compare with every token, so that the time reveals nothing."""
         found = None
         for principal, known in (self._principals or {}).items():
             if _same(token, known):
@@ -182,42 +182,47 @@ class Tokens:
 
 
 def read_secret(token: str | None) -> str | None:
-    r"""The token as it is shown: without the white space around it, which files end with.
+    r"""Return the token as it is sent: without the surrounding whitespace that files end with.
 
     >>> read_secret("s3cret\n")
     's3cret'
 
     Raises:
-        ConfigError: it is empty, or has what no token has; the message does not repeat it.
+            ConfigError: It is empty or has invalid characters; the message does not repeat it.
     """
     if token is None:
         return None
     if not isinstance(token, str):
-        raise ConfigError(f"token= is a {type(token).__name__}, not a text: {_HOW_TO_READ}")
+        raise ConfigError(f"auth_token= is a {type(token).__name__}, not a string: {_HOW_TO_READ}")
     stripped = token.strip()
     if not stripped:
         raise ConfigError(f"the token is empty: {_HOW_TO_READ}")
-    if not _SECRET.fullmatch(stripped):
+    if not is_secret(stripped):
         raise ConfigError(
-            f"the token of {len(stripped)} characters has some that are no printable ASCII: "
+            f"the token ({len(stripped)} characters) has characters that are not printable ASCII: "
             f"{_HOW_TO_READ}"
         )
     return stripped
 
 
+def is_secret(token: str) -> bool:
+    """Whether a header can carry it."""
+    return _SECRET.fullmatch(token) is not None
+
+
 def bearer(token: str | None) -> str | None:
-    """The `Authorization` header that shows a token."""
+    """Return the `Authorization` header for a token."""
     return None if token is None else f"Bearer {token}"
 
 
 def check_role(role: str) -> None:
-    """Refuse a role that does not exist."""
+    """Reject an unknown role."""
     if role not in ROLES:
         raise RequestRefusal(400, f"role {role[:40]!r} is unknown: use one of {', '.join(ROLES)}")
 
 
 def refusal_error(status: int, reason: str, target: str) -> Exception:
-    """Return the error that a refusal is for the client: some are final, some worth a retry."""
+    """Return the client's error for a rejected request: some are final, some worth a retry."""
     if status in (401, 403):
         return AccessError(f"{target}: {reason}")
     if status in (409, 429) or status >= 500:
@@ -226,7 +231,7 @@ def refusal_error(status: int, reason: str, target: str) -> Exception:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address to bind to can only be reached from this machine."""
+    """Whether an address to bind to can be reached only from this machine."""
     if host == "localhost":
         return True
     try:
@@ -240,5 +245,5 @@ def _speaks_for(names: Sequence[str], principal: str) -> bool:
 
 
 def _same(left: str, right: str) -> bool:
-    """Compare in constant time; `compare_digest` refuses non-ASCII text, so bytes."""
+    """Compare in constant time, as bytes because `compare_digest` rejects non-ASCII text."""
     return hmac.compare_digest(left.encode("utf-8", "replace"), right.encode("utf-8", "replace"))

@@ -1,11 +1,12 @@
-"""Moves one body as ranges over several connections, and resumes what fails.
+"""Transfer of one payload as ranges over several connections, with resumption after failures.
 
-Both clients use it. It is told how to move one range and how to learn which bytes are still
-missing; it plans the ranges, keeps every connection busy, retries with backoff and measures.
+Both clients use it. A `Mover` moves one range and reports which bytes are still missing. The
+transfer plans the ranges, keeps every connection busy, retries with backoff and measures the rate.
 
-It spreads a body over as many connections as the link rewards. On a long link with a little loss
-one connection fills a fraction of it and sixteen nearly all; on loopback and in a machine room one
-is best. `StripeController` measures the rate at each count and climbs while doubling pays.
+A payload uses as many connections as the link rewards. On a long link with a little loss, one
+connection reaches a fraction of the capacity, and sixteen reach nearly all of it. On loopback and
+inside a data center one connection is best. `StripeController` measures the rate at each count and
+increases the count while doubling pays.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from decoupled_diloco.transport.ranges import Range
 
 COUNTS = (1, 2, 4, 8, 16, 32)
 SMALL_BYTES = 256 << 10
-"""Below this a body is over before a second connection would help."""
+"""Below this size a payload is complete before a second connection would help."""
 LOCAL_RTT_SECONDS = 0.002
 GAIN = 1.15
-"""What doubling the count must gain to be worth the connections."""
+"""Factor in rate that a doubled count must reach to be kept."""
 FULL = 1.05
-"""A link on which doubling gains less than this is taken to be full."""
+"""If doubling the count gains less than this factor, the link counts as full."""
 PROBE_EVERY = 16
-"""Transfers between two tries of a neighbouring count."""
+"""Transfers between two trials of a neighboring count."""
 EMA_WEIGHT = 0.4
 
 
@@ -39,7 +40,7 @@ EMA_WEIGHT = 0.4
 class StripeController:
     """Chooses the stripe count for one peer and one direction.
 
-    Use: `count = choose(nbytes, rtt)`, move the body, `observe(count, nbytes, seconds)`.
+    Use: `count = choose(nbytes, rtt)`, move the payload, `observe(count, nbytes, seconds)`.
     """
 
     count: int = 1
@@ -50,7 +51,7 @@ class StripeController:
     _started: bool = False
 
     def choose(self, nbytes: int, rtt: float | None) -> int:
-        """Return the number of connections for a body; `rtt` is None if it is not known."""
+        """Return the number of connections for a payload; `rtt` is None if it is unknown."""
         if nbytes < SMALL_BYTES:
             return 1
         if not self._started:
@@ -60,13 +61,13 @@ class StripeController:
         return max(count for count in COUNTS if count <= min(self._candidate(), ceiling))
 
     def observe(self, count: int, nbytes: int, seconds: float) -> None:
-        """Take in how fast a body went; small bodies say nothing and are ignored."""
+        """Record the rate of a payload; small payloads are ignored because they are too noisy."""
         if nbytes < SMALL_BYTES or seconds <= 0:
             return
         rate, seen = nbytes / seconds, self._seen.get(count, 0)
         self._seen[count] = seen + 1
         if seen == 0:
-            return  # Cold: connections begin with slow start, buffers with page faults.
+            return  # A cold measurement: connections are in slow start, buffers cause page faults.
         before = self.rates.get(count, rate)
         self.rates[count] = (1 - EMA_WEIGHT) * before + EMA_WEIGHT * rate
         if count == self.count:
@@ -77,7 +78,7 @@ class StripeController:
         self._settle()
 
     def _candidate(self) -> int:
-        """Return the count to use next: the best known, or a neighbour that is due for a try."""
+        """Return the count to use next: the best known, or a neighbor that is due for a trial."""
         if self.count not in self.rates:
             return self.count
         up, down = 2 * self.count, self.count // 2
@@ -87,13 +88,13 @@ class StripeController:
             return self.count
         full = self.rates.get(up, 0.0) <= FULL * self.rates[self.count]
         if full and down >= 1 and down not in self.rates:
-            return down  # More gains nothing at all, so fewer may do as well.
+            return down  # More connections gain nothing, so fewer may be just as fast.
         if self._probe_up and up <= COUNTS[-1]:
             return up
         return max(down, 1)
 
     def _settle(self) -> None:
-        """Move to a neighbour that has proved better, or as good with fewer connections."""
+        """Move to a neighboring count that is faster, or as fast with fewer connections."""
         here = self.rates.get(self.count)
         if here is None:
             return
@@ -105,7 +106,7 @@ class StripeController:
 
 
 def starting_count(rtt: float | None) -> int:
-    """Return a first guess from the round trip: the longer the link, the more one loss costs."""
+    """Return an initial count from the round-trip time: on a longer link, one loss costs more."""
     if rtt is None or rtt < 0.005:
         return 1
     return 4 if rtt < 0.02 else 16
@@ -116,55 +117,55 @@ def _ceiling(rtt: float | None) -> int:
 
 
 RANGE_BYTES_MIN = 128 << 10
-"""The last ranges are this small, so that no connection is left alone with much to do."""
+"""Smallest range. The last ranges are small, so that all connections finish almost together."""
 
 
 class Mover(Protocol):
-    """Moves the ranges of one body."""
+    """Moves the ranges of one payload."""
 
     async def move(self, start: int, stop: int, resumed: bool) -> None:
-        """Move the bytes from start to stop; `resumed`: after an earlier attempt.
+        """Move the bytes from start to stop; `resumed` is true after an earlier attempt.
 
-        Raises TransportError if trying again may help; anything else is final.
+        Raises TransportError if another attempt may help; any other error is final.
         """
 
     async def gaps(self, start: int, stop: int) -> list[Range]:
-        """Find what a failed attempt left out between start and stop."""
+        """Return the ranges between start and stop that a failed attempt did not move."""
 
 
 @dataclass
 class Slots:
-    """Connections to one server beyond the first of each transfer.
+    """Connections to one server beyond the first connection of each transfer.
 
-    A transfer takes what is free when it begins, never waits for more, and has one connection in
-    any case. Waiting could block for ever: transfers that queue for the server's memory would
-    hold the connections that the one which has memory needs to finish.
+    A transfer always has one connection. It takes the free ones when it begins and never waits for
+    more. Waiting could deadlock: transfers that wait for the server's memory would hold the
+    connections that the transfer with memory needs to finish.
     """
 
     free: int
 
-    def take(self, wanted: int) -> int:
-        """Return how many of the wanted connections there are, now taken."""
-        taken = min(wanted, self.free)
+    def take(self, requested: int) -> int:
+        """Take up to `requested` free connections, and return their number."""
+        taken = min(requested, self.free)
         self.free -= taken
         return taken
 
 
 @dataclass
 class Transfer:
-    """One body on its way."""
+    """One payload in transit."""
 
     nbytes: int
     mover: Mover
-    retries_max: int  # attempts in a row that may fail without a byte of progress
+    retries_max: int  # consecutive attempts that may fail without a byte of progress
     rng: random.Random
     slots: Slots  # bounds the connections of all transfers to this server
-    first: int = 0  # where in the body it begins, if it is a part
+    first: int = 0  # offset in the payload, if this is a part of it
     retries: int = field(default=0)
     resumed: bool = False  # bytes may have been moved before
 
     async def run(self, controller: StripeController, rtt: float | None) -> tuple[int, float]:
-        """Move everything; return the stripe count used and the seconds it took."""
+        """Move everything; return the stripe count and the duration in seconds."""
         extra = self.slots.take(controller.choose(self.nbytes, rtt) - 1)
         ranges = deque(
             (self.first + start, self.first + stop) for start, stop in plan(self.nbytes, 1 + extra)
@@ -188,7 +189,7 @@ class Transfer:
             await self._persist(start, stop)
 
     async def _persist(self, start: int, stop: int) -> None:
-        """Move one range, resuming until it is whole or attempts stop helping."""
+        """Move one range, resuming until it is complete or attempts no longer help."""
         backoff = Backoff(self.rng)
         missing, failures, resumed = [(start, stop)], 0, self.resumed
         while missing:
@@ -201,7 +202,7 @@ class Transfer:
                 return
             except TransportError as error:
                 failures += 1
-                if _size(missing) < before:
+                if _size(missing) < before:  # progress: only attempts without any count
                     failures = 1
                     backoff.reset()
                 if failures > self.retries_max or not retryable(error):
@@ -212,16 +213,16 @@ class Transfer:
 
 
 def retryable(error: TransportError) -> bool:
-    """Whether trying again may help: a refusal (a subclass) does not change its mind."""
+    """Whether another attempt may help; a rejection (a subclass) is final."""
     return type(error) is TransportError
 
 
 def plan(nbytes: int, count: int) -> list[Range]:
-    """Return the ranges of a body for `count` connections, in the order in which to begin them.
+    """Return the ranges of a payload for `count` connections, in the order in which to begin them.
 
-    One connection gets one range. Several take ranges from a common queue, so that one which
-    suffers a loss takes fewer; each range is half of an equal share of what is left, because few
-    large ranges save round trips and small last ones let all connections end together.
+    One connection gets one range. Several connections take ranges from a common queue, so that a
+    connection that suffers a loss takes fewer. Each range is half of an equal share of the rest: a
+    few large ranges save round trips, and small last ranges let all connections finish together.
 
     >>> plan(10, 1)
     [(0, 10)]
@@ -238,7 +239,7 @@ def plan(nbytes: int, count: int) -> list[Range]:
 
 
 async def all_or_none(work: list[Coroutine[Any, Any, None]]) -> None:
-    """Run all; the first failure cancels the rest and is raised as it is."""
+    """Run all; the first failure cancels the rest and is raised unchanged."""
     tasks = [asyncio.create_task(each) for each in work]
     try:
         await asyncio.gather(*tasks)

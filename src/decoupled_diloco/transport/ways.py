@@ -1,8 +1,8 @@
-"""How a request gets to a server: encrypted or not, directly or by a proxy.
+"""Routing of requests to a server: encrypted or not, directly or through a proxy.
 
-The environment names proxies, as it does for other programs: ``http_proxy``, ``https_proxy`` and
-``no_proxy``, in small or capital letters, as `urllib.request` reads them. ``no_proxy`` may also
-name networks, as ``10.0.0.0/8``. This machine is never reached through a proxy.
+Proxies come from the usual environment variables, as `urllib.request` reads them: ``http_proxy``,
+``https_proxy`` and ``no_proxy``, in lowercase or uppercase. ``no_proxy`` may also list networks, as
+``10.0.0.0/8``. This machine is never reached through a proxy.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import ipaddress
 import os
 import socket
 import ssl
+from collections.abc import Mapping
 from typing import Any
 from urllib.request import getproxies, proxy_bypass
 
@@ -22,36 +23,42 @@ from decoupled_diloco.transport.tokens import is_loopback
 
 
 def way_to(
-    target: URL, context: ssl.SSLContext | None, server_name: str | None = None
+    target: URL, headers: Mapping[str, str], context: ssl.SSLContext | None = None
 ) -> dict[str, Any]:
-    """Arguments of a request of aiohttp's.
+    """Return the keyword arguments of an aiohttp request that select the route.
 
     Args:
-        context: Of encrypted connections; None: as the system trusts.
-        server_name: What the server's certificate must name; default: the host.
+        headers: Headers of the request itself.
+        context: TLS context for encrypted connections; None trusts the system's CAs.
     """
-    way: dict[str, Any] = {}
+    way: dict[str, Any] = {"headers": dict(headers)}
     if target.scheme == "https":
-        way = {"ssl": context or True, "server_hostname": server_name}
+        way["ssl"] = context or True
     proxy = proxy_for(target)
     if proxy is not None:
-        way |= {"proxy": proxy.with_user(None), "proxy_headers": headers_for(proxy)}
+        way["proxy"] = proxy.with_user(None)
+        # aiohttp sends `proxy_headers` only to open a tunnel. In plain text, the proxy reads the
+        # headers of each request instead.
+        if target.scheme == "https":
+            way["proxy_headers"] = headers_for(proxy)
+        else:
+            way["headers"] |= headers_for(proxy)
     return way
 
 
 def headers_for(proxy: URL) -> dict[str, str]:
-    """What a proxy wants to know of who asks it."""
+    """Return the headers that authenticate this client to a proxy."""
     if proxy.user is None:
         return {}
-    told = f"{proxy.user}:{proxy.password or ''}".encode()
-    return {"Proxy-Authorization": f"Basic {base64.b64encode(told).decode()}"}
+    credentials = f"{proxy.user}:{proxy.password or ''}".encode()
+    return {"Proxy-Authorization": f"Basic {base64.b64encode(credentials).decode()}"}
 
 
 def proxy_for(target: URL) -> URL | None:
-    """The proxy on the way to a server; ``None``: it is dialled directly.
+    """Return the proxy for a server, or ``None`` to dial it directly.
 
     Raises:
-        ConfigError: The environment names something else than ``http://HOST:PORT``.
+        ConfigError: The environment variable is not of the form ``http://HOST:PORT``.
     """
     host = target.host or ""
     direct = is_loopback(host) or host.lower() == socket.gethostname().lower()
@@ -65,16 +72,16 @@ def proxy_for(target: URL) -> URL | None:
     except ValueError:
         proxy = URL()
     if proxy.scheme != "http" or not proxy.host:
-        shown = proxy.with_user(None) if proxy.host else "it"  # without its password
+        shown = proxy.with_user(None) if proxy.host else "its value"  # without the password
         raise ConfigError(
-            f"{target.scheme}_proxy: {shown} is no http://HOST:PORT: correct it in the "
-            f"environment, or put {host} into no_proxy"
+            f"{target.scheme}_proxy: {shown} is not of the form http://HOST:PORT: correct it in "
+            f"the environment, or add {host} to no_proxy"
         )
     return proxy
 
 
 def _is_exempt(host: str, port: int | None) -> bool:
-    """Whether ``no_proxy`` names this host by its number or network, or by a name with a port."""
+    """Whether ``no_proxy`` lists this host by address or network, or by name with a port."""
     named = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
     host = host.strip("[]").lower().rstrip(".")
     for entry in (each.strip().lower() for each in named.split(",")):

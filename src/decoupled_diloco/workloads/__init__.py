@@ -3,9 +3,11 @@
 | name | model and data | options |
 |---|---|---|
 | `gpt` | byte-level GPT, source of Python's standard library | `workloads.gpt.GptOptions` |
-| `moe` | the same with a mixture of experts in each block | `workloads.moe.MoeOptions` |
-| `vit` | vision transformer, handwritten digits (extra `vision`) | `workloads.vit.VitOptions` |
 | `paced` | `gpt`, small, with a step of fixed length | `workloads.paced.PacedOptions` |
+
+Another distribution provides a workload by an entry point: its module, with the classes that
+`load_workload` builds. The extra `lab` has `moe` (a mixture of experts in each block of `gpt`) and
+`vit` (a vision transformer on handwritten digits).
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 from decoupled_diloco.config.run import RunConfig
@@ -23,7 +27,10 @@ from decoupled_diloco.workloads.base import Batch, Workload
 
 __all__ = ["Batch", "Workload", "load_workload", "workload_of"]
 
-BUILT_IN = ("gpt", "moe", "vit", "paced")
+BUILT_IN = ("gpt", "paced")
+OF_THE_LAB = ("moe", "vit")
+GROUP = "decoupled_diloco.workloads"
+"""The entry-point group by which an installed distribution provides workloads."""
 
 
 def workload_of(config: RunConfig) -> Workload:
@@ -39,8 +46,8 @@ def load_workload(name: str, options: Mapping[str, Any]) -> Workload:
     """Build a workload by name.
 
     Args:
-        name: One of `BUILT_IN`, or "module:function". A module is looked for in the folder where
-            the command was started, too.
+        name: One of `BUILT_IN`, one that a distribution provides, or "module:function". A module is
+            looked for in the folder where the command was started, too.
         options: What the workload is built with; a function of one's own gets it as one dict.
             The options of a run (`RunConfig.workload_options`) hold `seed`, and `total_steps` if
             the budget is in steps, besides what the file says.
@@ -51,12 +58,28 @@ def load_workload(name: str, options: Mapping[str, Any]) -> Workload:
     """
     if ":" in name:
         return _load_own(name, options)
+    module, prefix = workload_module(name), name.title()
+    own = getattr(module, f"{prefix}Options")(**options)
+    return cast("Workload", getattr(module, f"{prefix}Workload")(own))
+
+
+def workload_module(name: str) -> ModuleType:
+    """The module of a workload that has a name: built in, or of another distribution.
+
+    Raises:
+        ConfigError: There is no such workload.
+    """
     if name in BUILT_IN:
-        module, prefix = importlib.import_module(f"{__name__}.{name}"), name.title()
-        own = getattr(module, f"{prefix}Options")(**options)
-        return cast("Workload", getattr(module, f"{prefix}Workload")(own))
+        return importlib.import_module(f"{__name__}.{name}")
+    for entry in entry_points(group=GROUP, name=name):
+        return cast("ModuleType", entry.load())
+    if name in OF_THE_LAB:
+        raise ConfigError(
+            f"workload {name!r} is not installed: pip install 'decoupled-diloco[lab]' (in a clone: "
+            "pip install -e packages/lab)"
+        )
     raise ConfigError(
-        f"workload {name!r} is not known: {suggestion(name, BUILT_IN)} "
+        f"workload {name!r} is not known: {suggestion(name, (*BUILT_IN, *OF_THE_LAB))} "
         "One's own is written as 'module:function'"
     )
 

@@ -7,27 +7,20 @@ Tensor parallel needs to know what is in them: it is there for the built-in dens
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    parallelize_module,
-)
 from torch.optim import Optimizer
 
 from decoupled_diloco.config.run import Parallelism, RunConfig
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.workloads.base import Workload
-from decoupled_diloco.workloads.gpt import GptWorkload
-from decoupled_diloco.workloads.moe import MoeWorkload
+from decoupled_diloco.workloads.inner import BuiltIn
 from decoupled_diloco.workloads.transformer import Attention
-from decoupled_diloco.workloads.vit import VitWorkload
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
 
 
 @dataclass(frozen=True)
@@ -55,18 +48,21 @@ def require_divisible(workload: Workload, config: RunConfig) -> None:
 
 
 def _problem(workload: Workload, parallelism: Parallelism, ranks: int) -> str:
-    experts = isinstance(workload, MoeWorkload)
-    if parallelism == "fsdp" and experts:
+    if parallelism == "fsdp" and _has_experts(workload):
         return (
             "an expert that gets no token on one rank has no gradient there, which FSDP2 does not "
             "allow: use 'ddp'"
         )
     if parallelism != "tp":
         return ""
-    if experts or not isinstance(workload, GptWorkload | VitWorkload):
+    if not isinstance(workload, BuiltIn) or workload.has_experts:
         return "tensor parallel is for 'gpt', 'paced' and 'vit': use 'ddp'"
-    heads = workload.options.heads
+    heads: int = getattr(workload.options, "heads")  # noqa: B009 (each built-in transformer's)
     return f"heads={heads} is not a multiple of it: change either" if heads % ranks else ""
+
+
+def _has_experts(workload: Workload) -> bool:
+    return isinstance(workload, BuiltIn) and workload.has_experts
 
 
 def divided(model: nn.Module, workload: Workload, parallelism: Parallelism) -> nn.Module:
@@ -77,8 +73,13 @@ def divided(model: nn.Module, workload: Workload, parallelism: Parallelism) -> n
     """
     if parallelism == "ddp":
         return nn.parallel.DistributedDataParallel(
-            model, find_unused_parameters=isinstance(workload, MoeWorkload)
+            model, find_unused_parameters=_has_experts(workload)
         )
+    # Imported here: it takes more than a second, and a learner of one rank needs none of it.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import parallelize_module
+
     kind = next(model.parameters()).device.type
     mesh = init_device_mesh(kind, (dist.get_world_size(),))
     blocks = [*getattr(model, "blocks", ())]
@@ -99,6 +100,8 @@ def step_separately(optimizer: Optimizer) -> None:
     A tensor-parallel model has both kinds of parameters. On a GPU, PyTorch's optimizers handle all
     parameters of a group in one operation (``foreach``), which raises for such a mixture.
     """
+    from torch.distributed.tensor import DTensor
+
     for group in optimizer.param_groups:
         kinds = {isinstance(parameter, DTensor) for parameter in group["params"]}
         if len(kinds) > 1 and "foreach" in group:
@@ -107,6 +110,8 @@ def step_separately(optimizer: Optimizer) -> None:
 
 def _block_plan() -> dict[str, ParallelStyle]:
     """Each rank has some heads and hidden units; all else is whole on every rank."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
     return {
         "attention.query": ColwiseParallel(),
         "attention.key": ColwiseParallel(),

@@ -45,7 +45,7 @@ class InnerOptions(Settings):
 
     total_steps: int | None = Field(default=None, ge=1)
     """Global step at which the learning rate has fallen to a tenth, by a cosine. Filled in with
-    the run's budget_steps; without one the rate stays at its peak."""
+    the run's max_steps; without one the rate stays at its peak."""
 
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of the initial weights and of the order of the data. Filled in with the run's seed."""
@@ -72,6 +72,9 @@ class InnerOptions(Settings):
 
 class BuiltIn:
     """What the built-in workloads do alike: see `decoupled_diloco.workloads.Workload`."""
+
+    has_experts: ClassVar[bool] = False
+    """Whether a step may leave parameters without a gradient, as experts that get no token."""
 
     options: InnerOptions
 

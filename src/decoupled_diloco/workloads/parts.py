@@ -1,4 +1,4 @@
-"""A workload's data in virtual parts, for leases."""
+"""A workload's data in partitions."""
 
 from __future__ import annotations
 
@@ -8,34 +8,37 @@ from itertools import islice
 from decoupled_diloco.workloads.base import Batch, InPasses, Workload
 from decoupled_diloco.workloads.text import region
 
-PART_BATCHES = 64
-"""Batches of a part where the workload's data have no end: asking for a lease is then rare, and
-what a lost lease can cost is small."""
+PARTITION_BATCHES = 64
+"""Batches per partition and epoch where the workload's data have no end. Requests for a lease are
+then rare, and a lost lease costs little."""
 
 
-class WorkloadParts:
-    """The data of a workload, pass after pass, cut into parts; see `learner.leased.PartedData`.
+class WorkloadPartitions:
+    """The data of a workload as `decoupled_diloco.data.PartitionedData`.
 
-    A workload that is not `InPasses` is asked for the endless batches of each virtual part, of
-    which each pass takes the next `PART_BATCHES`. ``parts``: how many at most, and then how many
-    there are, since a part has at least one batch.
+    A workload that is not `InPasses` has endless batches for each partition, of which each epoch
+    takes the next `PARTITION_BATCHES`.
+
+    Args:
+        workload: The workload.
+        partitions: Number of partitions at most. There may be fewer, since each has a batch.
     """
 
-    def __init__(self, workload: Workload, parts: int) -> None:
+    def __init__(self, workload: Workload, partitions: int) -> None:
         self._workload = workload
         self._batches = workload.pass_batches() if isinstance(workload, InPasses) else None
-        self.parts = parts if self._batches is None else min(parts, self._batches)
+        self.partitions = partitions if self._batches is None else min(partitions, self._batches)
 
-    def open(self, part: int, start: int, turn: int) -> Iterator[Batch]:
-        """The batches of one part in one pass, from number `start` on."""
+    def iter_partition(self, index: int, start_batch: int, epoch: int) -> Iterator[Batch]:
+        """See `PartitionedData.iter_partition`."""
         if self._batches is None:
-            first = turn * PART_BATCHES
-            endless = self._workload.batches(part, self.parts, first + start)
-            return islice(endless, max(0, PART_BATCHES - start))
-        return self._of_pass(region(self._batches, part, self.parts)[start:], turn)
+            first = epoch * PARTITION_BATCHES
+            endless = self._workload.batches(index, self.partitions, first + start_batch)
+            return islice(endless, max(0, PARTITION_BATCHES - start_batch))
+        return self._of_pass(region(self._batches, index, self.partitions)[start_batch:], epoch)
 
-    def _of_pass(self, numbers: range, turn: int) -> Iterator[Batch]:
+    def _of_pass(self, numbers: range, epoch: int) -> Iterator[Batch]:
         workload = self._workload
         assert isinstance(workload, InPasses)
         for number in numbers:
-            yield workload.pass_batch(turn, number)
+            yield workload.pass_batch(epoch, number)

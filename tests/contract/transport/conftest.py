@@ -1,6 +1,6 @@
 """One world per transport: the same tests run over both."""
 
-# Polling is what these tests do while something else runs.
+# These tests poll while something else runs.
 # ruff: noqa: ASYNC110
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ QUICK = Limits(ping_seconds=0.05, lost_seconds=0.6, stall_seconds=0.2, retries=2
 
 
 class World:
-    """Makes servers and clients of one kind, and stops them at the end."""
+    """Creates servers and clients of one kind, and stops them at the end."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind

@@ -1,6 +1,6 @@
-"""Data plane: bodies, refusals, backpressure, resuming. Every test runs over both transports."""
+"""Data plane: payloads, refusals, backpressure, resuming. Every test runs over all transports."""
 
-# Polling is what these tests do while something else runs.
+# These tests poll while something else runs.
 # ruff: noqa: ASYNC110
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ async def test_offer_again_replaces_and_withdraw_ends(world: Any) -> None:
 async def test_get_of_another_length(world: Any) -> None:
     server, client, _, _ = await world.pair()
     url = server.bodies.offer("a", body_of(MIB), "")
-    for wanted in (MIB - 1, MIB + 1, 10, 3 * MIB):
-        with pytest.raises(ProtocolError, match=r"1048576|does not fit"):
-            await client.get(url, memoryview(bytearray(wanted)))
+    for expected in (MIB - 1, MIB + 1, 10, 3 * MIB):
+        with pytest.raises(ProtocolError, match=r"1048576|does not match"):
+            await client.get(url, memoryview(bytearray(expected)))
 
 
 async def test_unknown_paths(world: Any) -> None:
@@ -102,12 +102,12 @@ async def test_put_of_another_size_allocates_nothing(world: Any, nbytes: int) ->
     with pytest.raises(ProtocolError, match="expects exactly 1048576 bytes"):
         await client.put(upload.url, body_of(nbytes))
     assert (server.pool.in_use, upload.received) == (0, 0)
-    await client.put(upload.url, body_of(MIB))  # The right one is still welcome.
+    await client.put(upload.url, body_of(MIB))  # The right size is still accepted.
     (await upload.body).release()
 
 
-async def test_a_put_may_be_shorter_where_that_is_expected(world: Any) -> None:
-    """Its first request says how long it is; nothing else is accepted then."""
+async def test_a_put_may_be_shorter_where_a_range_of_sizes_is_expected(world: Any) -> None:
+    """Its first request sets the size, and later requests must have the same size."""
     server, client, _, _ = await world.pair()
     upload = server.bodies.expect("a", MIB, "learner-0", 1000)
     for nbytes in (999, MIB + 1):
@@ -124,16 +124,16 @@ async def test_a_put_may_be_shorter_where_that_is_expected(world: Any) -> None:
     assert server.pool.in_use == 0
 
 
-async def test_put_of_somebody_else(world: Any) -> None:
+async def test_put_to_the_payload_of_another_learner(world: Any) -> None:
     server = await world.server(tokens=Tokens(principals={"a": "token-a", "b": "token-b"}))
     upload = server.bodies.expect("x", 10, "a")
-    thief = world.client(token="token-b")
-    await thief.connect(server.address, "learner", "b")
-    with pytest.raises(AccessError, match="is not for 'b' to write"):
-        await thief.put(upload.url, body_of(10))
+    other = world.client(token="token-b")
+    await other.connect(server.address, "learner", "b")
+    with pytest.raises(AccessError, match="'b' may not write"):
+        await other.put(upload.url, body_of(10))
 
 
-async def test_bodies_want_the_token_too(world: Any) -> None:
+async def test_payloads_require_the_token_too(world: Any) -> None:
     server = await world.server(tokens=Tokens("secret"))
     url = server.bodies.offer("x", body_of(10), "")
     client = world.client(token="wrong")
@@ -154,7 +154,7 @@ async def test_replayed_put(world: Any) -> None:
     body.release()
 
 
-async def test_cancelled_before_it_begins(world: Any) -> None:
+async def test_an_upload_cancelled_before_it_starts(world: Any) -> None:
     server, client, _, _ = await world.pair()
     upload = server.bodies.expect("a", MIB, "learner-0")
     upload.cancel("the round was given up")
@@ -164,7 +164,7 @@ async def test_cancelled_before_it_begins(world: Any) -> None:
         await upload.body
 
 
-async def test_cancelled_while_it_waits_for_memory(world: Any) -> None:
+async def test_an_upload_cancelled_while_it_waits_for_memory(world: Any) -> None:
     server, client, _, _ = await world.pair(pool_bytes=MIB)
     hog = await server.pool.acquire(MIB)
     upload = server.bodies.expect("a", MIB, "learner-0")
@@ -179,7 +179,7 @@ async def test_cancelled_while_it_waits_for_memory(world: Any) -> None:
     assert server.pool.in_use == 0
 
 
-async def test_cancel_releases_a_body_that_nobody_took(world: Any) -> None:
+async def test_cancel_releases_a_payload_that_was_not_taken(world: Any) -> None:
     server, client, _, _ = await world.pair()
     upload = server.bodies.expect("a", MIB, "learner-0")
     await client.put(upload.url, body_of(MIB))
@@ -188,7 +188,7 @@ async def test_cancel_releases_a_body_that_nobody_took(world: Any) -> None:
     assert server.pool.in_use == 0
 
 
-async def test_cancelling_who_waits_does_not_cancel_the_upload(world: Any) -> None:
+async def test_cancelling_a_wait_does_not_cancel_the_upload(world: Any) -> None:
     server, client, _, _ = await world.pair()
     upload = server.bodies.expect("a", MIB, "learner-0")
     with pytest.raises(TimeoutError):
@@ -197,8 +197,8 @@ async def test_cancelling_who_waits_does_not_cancel_the_upload(world: Any) -> No
     (await upload.body).release()
 
 
-async def test_a_body_is_sent_and_fetched_in_parts(world: Any) -> None:
-    """Each part by a call of its own, as several carriers do, in any order."""
+async def test_a_payload_is_sent_and_fetched_in_parts(world: Any) -> None:
+    """Separate calls transfer the parts in any order, as several sync ranks do."""
     server, client, _, _ = await world.pair()
     whole, cuts = body_of(3 * MIB), (0, MIB // 2, 2 * MIB, 3 * MIB)
     upload = server.bodies.expect("a", 3 * MIB, "learner-0")
@@ -215,7 +215,7 @@ async def test_a_body_is_sent_and_fetched_in_parts(world: Any) -> None:
         await client.get(url, out[:MIB], first=0, total=2 * MIB)
 
 
-async def test_many_at_once_in_both_directions(world: Any) -> None:
+async def test_many_transfers_at_once_in_both_directions(world: Any) -> None:
     server, client, _, _ = await world.pair()
 
     async def put(number: int) -> None:
@@ -236,8 +236,8 @@ async def test_many_at_once_in_both_directions(world: Any) -> None:
 
 
 @pytest.mark.parametrize("pool_mib", [16, 3])
-async def test_eight_bodies_through_a_pool_for_fewer(world: Any, pool_mib: int) -> None:
-    """Backpressure, longer than the stall interval, and never more than the pool (or one body)."""
+async def test_eight_payloads_through_a_pool_for_fewer(world: Any, pool_mib: int) -> None:
+    """Backpressure lasts longer than the stall interval and never exceeds the pool or one body."""
     server, client, mine, theirs = await world.pair(pool_bytes=pool_mib * MIB)
     bodies = [body_of(8 * MIB, number) for number in range(8)]
     most = 0
@@ -262,7 +262,7 @@ async def test_eight_bodies_through_a_pool_for_fewer(world: Any, pool_mib: int) 
 
 
 async def test_peer_disappears_mid_put_then_resumes(world: Any) -> None:
-    """What has arrived is not sent again."""
+    """Bytes that have arrived are not sent again."""
     server, client, _, _ = await world.pair()
     nbytes = 16 * MIB
     body = body_of(nbytes)
@@ -294,7 +294,7 @@ async def test_peer_disappears_mid_put_for_good(world: Any) -> None:
     with pytest.raises(TransportError, match=r"of 16777216 bytes arrived .* then nothing for 0\.6"):
         await asyncio.wait_for(upload.body, 5)
     assert server.pool.in_use == 0
-    with pytest.raises(ProtocolError, match="was given up"):
+    with pytest.raises(ProtocolError, match="was abandoned"):
         await client.put(upload.url, body_of(16 * MIB))
 
 
@@ -314,13 +314,13 @@ async def test_stop_while_transfers_are_in_flight(world: Any) -> None:
     assert server.pool.in_use == 0
 
 
-async def test_more_bodies_than_connections_and_memory(world: Any) -> None:
-    """Transfers that wait for memory must not hold what the one that has memory needs."""
+async def test_more_payloads_than_connections_and_memory(world: Any) -> None:
+    """Transfers that wait for memory must not hold connections that an active one needs."""
     limits = dataclasses.replace(QUICK, streams_per_principal=8)
     server = await world.server(limits=limits, pool_bytes=2 * MIB)
     client = world.client(limits=limits)
     await client.connect(server.address, "learner", "learner-0")
-    if world.kind == "http":  # As on a long link: as many stripes as there may be.
+    if world.kind == "http":  # As on a long link: use the largest number of stripes.
         client.rtt = lambda target: 0.1
 
     async def put(number: int) -> None:
@@ -335,23 +335,23 @@ async def test_more_bodies_than_connections_and_memory(world: Any) -> None:
         await asyncio.gather(*(put(number) for number in range(4)))
 
 
-async def test_one_principal_fetches_a_body_a_few_times_and_others_are_not_concerned(
-    world: Any,
-) -> None:
+async def test_the_limit_on_fetches_of_a_payload_applies_per_principal(world: Any) -> None:
     server = await world.server(limits=dataclasses.replace(QUICK, copies_per_principal=3))
-    liar, honest = world.client(), world.client()
-    for client, name in ((liar, "learner-0"), (honest, "learner-1")):
+    greedy, honest = world.client(), world.client()
+    for client, name in ((greedy, "learner-0"), (honest, "learner-1")):
         await client.connect(server.address, "learner", name)
     body = body_of(300_000)
     url = server.bodies.offer("whole/7", body, "")
     other = server.bodies.offer("whole/8", body, "")
     out = memoryview(bytearray(len(body)))
     for _ in range(3):
-        await liar.get(url, out)
+        await greedy.get(url, out)
     with pytest.raises(TransportError, match=r"'learner-0' has fetched .*whole/7 3 times, the lim"):
-        await liar.get(url, out)
+        await greedy.get(url, out)
     await honest.get(url, out)
-    await liar.get(other, out)
+    await greedy.get(other, out)
     assert server.stats.data_bytes_sent == 5 * len(body)
     server.bodies.withdraw("whole/7")
-    await liar.get(server.bodies.offer("whole/7", body, ""), out)  # another version is another body
+    await greedy.get(
+        server.bodies.offer("whole/7", body, ""), out
+    )  # another version is another payload

@@ -1,4 +1,4 @@
-"""Control plane: order, reasons, access, loss. Every test runs over both transports."""
+"""Control plane: order, reasons, access, loss. Every test runs over all transports."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def test_text_and_numbers_survive(world: Any) -> None:
     assert await theirs.receive() == message
 
 
-async def test_close_tells_the_other_end_why_after_what_was_sent(world: Any) -> None:
+async def test_close_sends_its_reason_after_earlier_messages(world: Any) -> None:
     _, _, mine, theirs = await world.pair()
     mine.send({"last": True})
     await mine.close("the run is over")
@@ -80,7 +80,7 @@ async def test_a_handler_that_returns_or_fails_closes_the_channel(
     assert "a bug" in caplog.text
 
 
-async def test_nobody_there(world: Any) -> None:
+async def test_connecting_to_a_stopped_server(world: Any) -> None:
     server = await world.server()
     await server.stop()
     with pytest.raises(TransportError, match="cannot reach"):
@@ -109,7 +109,7 @@ async def test_token_is_bound_to_its_principal(world: Any) -> None:
 
 async def test_bad_names_are_refused(world: Any) -> None:
     server = await world.server()
-    with pytest.raises(ProtocolError, match="is not a name"):
+    with pytest.raises(ProtocolError, match="is not a valid name"):
         await world.client().connect(server.address, "learner", "../etc")
     with pytest.raises(ProtocolError, match="role 'king' is unknown"):
         await world.client().connect(server.address, "king", "learner-0")
@@ -126,7 +126,7 @@ async def test_address_in_use(world: Any) -> None:
         await world.server(port=int(server.address.rsplit(":", 1)[1]))
 
 
-async def test_own_oversized_message_is_refused_where_it_is_made(world: Any) -> None:
+async def test_an_oversized_message_is_rejected_by_its_sender(world: Any) -> None:
     _, _, mine, theirs = await world.pair()
     with pytest.raises(ProtocolError, match="exceeds 1048576"):
         mine.send({"text": "x" * (2 << 20)})
@@ -155,7 +155,7 @@ async def test_outbox_overflow_closes_the_channel_of_a_slow_peer(world: Any) -> 
     assert "slow peer" in await reason_of(theirs)
 
 
-async def test_silence_is_not_loss_while_the_peer_lives(world: Any) -> None:
+async def test_a_silent_peer_that_answers_pings_is_not_lost(world: Any) -> None:
     _, _, mine, theirs = await world.pair()
     before = theirs.last_received
     await asyncio.sleep(0.9)  # Longer than QUICK.lost_seconds: pings keep both alive.
@@ -191,7 +191,7 @@ async def test_reconnecting_waits_for_the_server(world: Any) -> None:
     assert all(0.01 <= delay <= 0.05 for delay in delays)
 
 
-async def test_reconnecting_takes_no_for_an_answer(world: Any) -> None:
+async def test_reconnecting_stops_at_a_rejection(world: Any) -> None:
     server = await world.server(tokens=Tokens("secret"))
     with pytest.raises(AccessError):
         await reconnecting(world.client(token="wrong"), [server.address], "learner", "learner-0")

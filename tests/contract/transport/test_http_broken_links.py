@@ -1,4 +1,4 @@
-"""HTTP only: bodies over several connections, through a proxy that breaks them."""
+"""HTTP only: payloads over several connections, through a proxy that breaks them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ LIMITS = Limits(stall_seconds=0.3, retries=8)
 
 
 class Proxy:
-    """Forwards connections; every one of them breaks after some random number of bytes.
+    """Forwards connections, each of which breaks after a random number of bytes.
 
-    The bytes that a break cuts off are lost, as if a router had died.
+    Bytes in flight at the break are lost, as if a router had died.
     """
 
     def __init__(self, port: int, rng: random.Random) -> None:
@@ -113,8 +113,8 @@ async def test_bodies_survive_broken_connections(seed: int) -> None:
         assert server.pool.in_use == 0
 
 
-async def test_a_put_of_which_nothing_is_heard_is_given_up() -> None:
-    """The network has gone silent: nothing comes back over a connection, old or new."""
+async def test_a_put_without_any_answer_is_abandoned() -> None:
+    """The network is silent: nothing comes back over any connection, old or new."""
     over = asyncio.Event()
 
     async def keep_silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -133,7 +133,7 @@ async def test_a_put_of_which_nothing_is_heard_is_given_up() -> None:
     await listener.wait_closed()
 
 
-async def test_a_body_replaced_under_a_get_is_never_mixed() -> None:
+async def test_a_payload_replaced_during_a_get_is_never_mixed() -> None:
     async def keep(channel: Channel) -> None:
         with pytest.raises(TransportError):
             await channel.receive()

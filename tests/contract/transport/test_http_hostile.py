@@ -1,6 +1,6 @@
-"""HTTP only: peers that do not use our client, and break every rule that can be broken."""
+"""HTTP only: peers that do not use our client and break every rule."""
 
-# Polling is what these tests do while something else runs.
+# These tests poll while something else runs.
 # ruff: noqa: ASYNC110
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MIB = 1 << 20
 
 
 class Target:
-    """A server, the channels it accepted, and a session that speaks HTTP to it by hand."""
+    """A server, the channels that it accepted, and a session for handwritten HTTP requests."""
 
     def __init__(self) -> None:
         self.accepted: asyncio.Queue[Channel] = asyncio.Queue()
@@ -55,7 +55,7 @@ class Target:
             return response.status, await response.text(), response.headers
 
     async def raw(self, text: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Open a connection of one's own and write anything."""
+        """Open a separate connection and write any text."""
         host, port = self.server.address.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         lines = [*text.splitlines(), *(f"{key}: {value}" for key, value in HEADERS.items())]
@@ -82,21 +82,21 @@ async def test_health_needs_no_token(target: Target) -> None:
     ("headers", "body", "status", "text"),
     [
         ({"Content-Range": "bytes 0-9/2000000"}, b"x" * 10, 413, "expects exactly 1048576"),
-        ({"Content-Range": "bytes 0-9/1048576"}, b"x" * 11, 416, "does not fit"),
-        ({"Content-Range": "bytes 9-0/1048576"}, b"x" * 10, 416, "does not fit"),
-        ({"Content-Range": "bytes 1048570-1048579/1048576"}, b"x" * 10, 416, "does not fit"),
-        ({"Content-Range": "bytes 0-9/9999999999999999999999"}, b"x" * 10, 416, "does not fit"),
-        ({"Content-Range": "nonsense"}, b"x", 416, "does not fit"),
+        ({"Content-Range": "bytes 0-9/1048576"}, b"x" * 11, 416, "does not match"),
+        ({"Content-Range": "bytes 9-0/1048576"}, b"x" * 10, 416, "does not match"),
+        ({"Content-Range": "bytes 1048570-1048579/1048576"}, b"x" * 10, 416, "does not match"),
+        ({"Content-Range": "bytes 0-9/9999999999999999999999"}, b"x" * 10, 416, "does not match"),
+        ({"Content-Range": "nonsense"}, b"x", 416, "does not match"),
         ({"Content-Encoding": "gzip"}, b"x" * MIB, 415, "without Content-Encoding"),
         ({}, b"", 413, "expects exactly"),
-        ({"Authorization": "Bearer wrong"}, b"x" * MIB, 401, "not this run's"),
-        ({"Authorization": "Basic c2VjcmV0"}, b"x" * MIB, 401, "wants the run's secret"),
-        ({"X-Principal": "learner-1"}, b"x" * MIB, 403, "is not for 'learner-1' to write"),
-        ({"X-Principal": "é"}, b"x" * MIB, 400, "is not a name"),
-        ({"Origin": "http://evil.example"}, b"x" * MIB, 403, "browsers may not speak here"),
+        ({"Authorization": "Bearer wrong"}, b"x" * MIB, 401, "not belong to this run"),
+        ({"Authorization": "Basic c2VjcmV0"}, b"x" * MIB, 401, "requires the run's secret"),
+        ({"X-Principal": "learner-1"}, b"x" * MIB, 403, "'learner-1' may not write"),
+        ({"X-Principal": "é"}, b"x" * MIB, 400, "is not a valid name"),
+        ({"Origin": "http://evil.example"}, b"x" * MIB, 403, "browsers may not use this path"),
     ],
 )
-async def test_bad_puts_cost_nothing(
+async def test_invalid_puts_allocate_nothing(
     target: Target, headers: dict[str, str], body: bytes, status: int, text: str
 ) -> None:
     upload = target.server.bodies.expect("a", MIB, "learner-0")
@@ -137,7 +137,7 @@ async def test_overlapping_ranges_are_refused_and_the_rest_is_kept(target: Targe
     assert (await target.ask("HEAD", upload.url))[2]["X-State"] == "arrived"
 
 
-async def test_a_truncated_put_keeps_its_prefix_until_it_is_given_up(target: Target) -> None:
+async def test_a_truncated_put_keeps_its_prefix_until_it_is_abandoned(target: Target) -> None:
     upload = target.server.bodies.expect("a", 10, "learner-0")
     _, writer = await target.raw(f"PUT {upload.url} HTTP/1.1\nHost: x\nContent-Length: 10")
     writer.write(b"0123")
@@ -174,7 +174,7 @@ async def test_too_many_transfers_of_one_principal(target: Target) -> None:
 async def test_ranges_that_do_not_fit_an_offer(target: Target, text: str) -> None:
     url = target.server.bodies.offer("a", memoryview(b"0123456789"), "")
     status, why, _ = await target.ask("GET", url, headers={"Range": text})
-    assert (status, "does not fit" in why) == (416, True)
+    assert (status, "does not match" in why) == (416, True)
 
 
 async def test_other_methods_and_places(target: Target) -> None:
@@ -231,8 +231,8 @@ async def reason_of(channel: Any) -> str:
         (b"\0\0\0\x09binary", "shorter than its header"),
         (b"\0\0\0\x06binary", "is not JSON"),
         (b"\0\0\0\x02[]", "JSON list, not an object"),
-        (b"\0\0\0\x02{}", "names neither what it puts nor what it gets"),
-        (b'\0\0\0\x09{"get":1}', "names neither what it puts nor what it gets"),
+        (b"\0\0\0\x02{}", "has neither 'put' nor 'get'"),
+        (b'\0\0\0\x09{"get":1}', "has neither 'put' nor 'get'"),
         ("x" * (2 * MIB), "protocol violation"),
     ],
 )
@@ -245,7 +245,7 @@ async def test_violations_close_the_channel(target: Target, text: Any, reason: s
     await socket.close()
 
 
-async def test_a_second_body_before_the_first_is_answered_closes_the_channel(
+async def test_a_second_payload_before_the_first_is_answered_closes_the_channel(
     target: Target,
 ) -> None:
     socket, channel = await open_control(target)
@@ -254,12 +254,12 @@ async def test_a_second_body_before_the_first_is_answered_closes_the_channel(
     put = with_body({"put": "a"}, b"body")
     await socket.send_bytes(put)  # it waits for memory
     await socket.send_bytes(put)
-    assert "a binary frame that nothing asked for" in await reason_of(channel)
+    assert "an unsolicited binary frame" in await reason_of(channel)
     memory.release()
     await socket.close()
 
 
-async def test_an_offer_that_is_too_large_for_a_channel_does_not_go_over_it(
+async def test_an_offer_that_is_too_large_for_a_channel_is_not_sent_over_it(
     target: Target,
 ) -> None:
     socket, _ = await open_control(target)
@@ -283,7 +283,7 @@ async def test_one_more_channel_than_allowed_closes_the_principal_s_oldest(targe
 
 async def test_a_peer_that_never_answers_is_lost(target: Target) -> None:
     socket, channel = await open_control(target, autoping=False)
-    assert "nothing heard from 'learner-0'" in await reason_of(channel)
+    assert "nothing received from 'learner-0'" in await reason_of(channel)
     await socket.close()
 
 
@@ -297,8 +297,8 @@ async def test_a_peer_that_vanishes_is_lost_at_once(target: Target) -> None:
     await client.close()
 
 
-async def test_bytes_of_a_body_renew_the_channel() -> None:
-    """Pings are a minute apart here: what is heard is the body."""
+async def test_bytes_of_a_payload_renew_the_channel() -> None:
+    """Pings are a minute apart here, so only the payload's bytes count."""
     accepted: asyncio.Queue[Channel] = asyncio.Queue()
 
     async def keep(channel: Channel) -> None:
@@ -326,7 +326,7 @@ async def test_bytes_of_a_body_renew_the_channel() -> None:
 
 @asynccontextmanager
 async def impostor(answer: bytes, seen: list[str]) -> AsyncIterator[str]:
-    """A server that gives one answer and then nothing, until the client goes; yields its URL."""
+    """A server that sends one answer and nothing more until the client leaves; yields its URL."""
     ended = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -346,8 +346,8 @@ async def impostor(answer: bytes, seen: list[str]) -> AsyncIterator[str]:
     await listener.wait_closed()
 
 
-async def test_the_token_is_not_shown_to_strangers(target: Target) -> None:
-    """An absolute URL may name any host; only servers we connected to see who we are."""
+async def test_the_token_is_not_sent_to_unknown_servers(target: Target) -> None:
+    """An absolute URL may name any host. Only servers that the client dialed receive the token."""
     seen: list[str] = []
     async with impostor(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nbody", seen) as url:
         client = HttpClient(token="secret", limits=LIMITS)
@@ -359,7 +359,7 @@ async def test_the_token_is_not_shown_to_strangers(target: Target) -> None:
         await client.close()
 
 
-async def test_a_server_that_stops_sending_is_given_up() -> None:
+async def test_a_transfer_from_a_server_that_stops_sending_is_abandoned() -> None:
     async with impostor(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\nbody", []) as url:
         client = HttpClient(limits=dataclasses.replace(LIMITS, retries=0))
         with pytest.raises(TransportError, match=r"no byte moved for 0\.2 s"):
@@ -368,7 +368,7 @@ async def test_a_server_that_stops_sending_is_given_up() -> None:
 
 
 async def test_redirects_are_not_followed(target: Target) -> None:
-    """A redirect could carry the token, or this client's reach, to a place nobody named."""
+    """A redirect could send the token, or a request, to a server that was not configured."""
     answer = b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n"
     async with impostor(answer, []) as url:
         client = HttpClient(limits=LIMITS)

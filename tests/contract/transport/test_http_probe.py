@@ -1,4 +1,4 @@
-"""HTTP only: measurements of the link, and what the run is; bounded, for who has a token."""
+"""HTTP only: link measurements and run information, which are limited and require a token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEADERS = {"Authorization": "Bearer secret", "X-Principal": "learner-0"}
 
 
 async def nothing(channel: Channel) -> None:
-    """Control connections are not what is tested here."""
+    """Ignore control connections, which are not tested here."""
 
 
 @pytest.fixture
@@ -40,31 +40,35 @@ async def session(server: HttpServer) -> AsyncIterator[aiohttp.ClientSession]:
         yield session
 
 
-async def test_it_gives_and_takes_as_many_bytes_as_asked_for(
+async def test_a_probe_sends_and_receives_the_requested_number_of_bytes(
     session: aiohttp.ClientSession, server: HttpServer
 ) -> None:
     async with session.get(f"/probe?bytes={PROBE_BYTES_MAX}") as response:
         assert (response.status, await response.read()) == (200, bytes(PROBE_BYTES_MAX))
     async with session.put("/probe", data=io.BytesIO(bytes(PROBE_BYTES_MAX))) as response:
         assert response.status == 204
-    assert server.stats.data_bytes_sent == server.stats.data_bytes_received == 0, "no body's bytes"
+    assert server.stats.data_bytes_sent == server.stats.data_bytes_received == 0, (
+        "these are not payload bytes"
+    )
 
 
 @pytest.mark.parametrize("count", ["", "0", "-1", "x", str(PROBE_BYTES_MAX + 1), "9" * 5000])
-async def test_it_gives_no_more_than_the_limit(session: aiohttp.ClientSession, count: str) -> None:
+async def test_a_probe_sends_no_more_than_the_limit(
+    session: aiohttp.ClientSession, count: str
+) -> None:
     async with session.get(f"/probe?bytes={count}") as response:
         assert response.status == 413
         assert str(PROBE_BYTES_MAX) in await response.text()
 
 
-async def test_it_takes_no_more_than_the_limit(session: aiohttp.ClientSession) -> None:
+async def test_a_probe_receives_no_more_than_the_limit(session: aiohttp.ClientSession) -> None:
     async with session.put("/probe", data=io.BytesIO(bytes(PROBE_BYTES_MAX + 1))) as response:
         assert response.status == 413
     async with session.delete("/probe") as response:
         assert response.status == 405
 
 
-async def test_it_takes_no_longer_than_the_limit(
+async def test_a_probe_has_a_time_limit(
     session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(probe, "PROBE_SECONDS_MAX", 0.1)
@@ -78,7 +82,7 @@ async def test_it_takes_no_longer_than_the_limit(
         assert response.status == 408
 
 
-async def test_so_many_at_once_and_no_more(session: aiohttp.ClientSession) -> None:
+async def test_the_number_of_simultaneous_probes_is_limited(session: aiohttp.ClientSession) -> None:
     done = asyncio.Event()
 
     async def hold() -> AsyncIterator[bytes]:
@@ -101,17 +105,19 @@ async def test_so_many_at_once_and_no_more(session: aiohttp.ClientSession) -> No
 
 
 @pytest.mark.parametrize("path", ["/probe?bytes=1", "/run"])
-async def test_nothing_without_a_token(session: aiohttp.ClientSession, path: str) -> None:
+async def test_probes_and_run_information_require_a_token(
+    session: aiohttp.ClientSession, path: str
+) -> None:
     async with session.get(path, headers={"Authorization": "Bearer wrong"}) as response:
         assert response.status == 401
     async with session.get(path, headers={"X-Principal": "other"}) as response:
         assert response.status == 403
-        assert response.headers["X-Principal"] == "learner-0", "the owner may know whose it is"
+        assert response.headers["X-Principal"] == "learner-0", "the token's owner is named"
     async with session.get(path, headers={"Origin": "http://evil"}) as response:
         assert response.status == 403
 
 
-async def test_what_the_run_is_comes_as_json(session: aiohttp.ClientSession) -> None:
+async def test_run_information_is_json(session: aiohttp.ClientSession) -> None:
     async with session.get("/run") as response:
         assert (response.status, await response.json()) == (200, {"name": "test"})
     async with session.put("/run", data=b"") as response:

@@ -1,4 +1,4 @@
-"""HTTP only: documents are given to so many readers at once, and not for ever to who reads none."""
+"""HTTP only: documents have a limited number of readers, and stalled readers are cut off."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from decoupled_diloco.transport.http_server import QUERIES_MAX, HttpServer
 from decoupled_diloco.transport.limits import Limits
 
 STALL_SECONDS = 0.1
-BODY = bytes(range(256)) * (48 << 10)  # 12 MiB: more than the kernel takes for who reads nothing
+BODY = bytes(range(256)) * (48 << 10)  # 12 MiB: more than the kernel buffers for a stalled reader
 
 
 async def nothing(channel: Channel) -> None:
-    """Control connections are not what is tested here."""
+    """Ignore control connections, which are not tested here."""
 
 
 async def document(query: Mapping[str, str]) -> Document:
@@ -36,16 +36,16 @@ async def server() -> AsyncIterator[HttpServer]:
     await server.stop()
 
 
-async def ask(server: HttpServer) -> socket.socket:
-    """Asks for the document over a socket of its own, with little room for the answer."""
-    asking = socket.socket()
-    asking.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
-    asking.setblocking(False)
+async def request(server: HttpServer) -> socket.socket:
+    """Request the document over a new socket with a small receive buffer."""
+    reader = socket.socket()
+    reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
+    reader.setblocking(False)
     loop = asyncio.get_running_loop()
-    await loop.sock_connect(asking, ("127.0.0.1", int(server.address.rpartition(":")[2])))
-    await loop.sock_sendall(asking, b"GET /document HTTP/1.1\r\nHost: x\r\n\r\n")
-    await loop.sock_recv(asking, 64)
-    return asking
+    await loop.sock_connect(reader, ("127.0.0.1", int(server.address.rpartition(":")[2])))
+    await loop.sock_sendall(reader, b"GET /document HTTP/1.1\r\nHost: x\r\n\r\n")
+    await loop.sock_recv(reader, 64)
+    return reader
 
 
 async def status(server: HttpServer) -> int:
@@ -59,17 +59,17 @@ async def status(server: HttpServer) -> int:
         return response.status
 
 
-async def rest(asking: socket.socket) -> int:
-    """How many bytes still come before the connection ends."""
+async def rest(reader: socket.socket) -> int:
+    """Count the bytes that still arrive before the connection ends."""
     count = 0
     with contextlib.suppress(ConnectionResetError):
-        while piece := await asyncio.get_running_loop().sock_recv(asking, 1 << 20):
+        while piece := await asyncio.get_running_loop().sock_recv(reader, 1 << 20):
             count += len(piece)
     return count
 
 
-async def test_who_reads_nothing_takes_a_place_for_a_while_only(server: HttpServer) -> None:
-    held = [await ask(server) for _ in range(QUERIES_MAX)]
+async def test_a_reader_that_reads_nothing_is_cut_off(server: HttpServer) -> None:
+    held = [await request(server) for _ in range(QUERIES_MAX)]
     try:
         assert await status(server) == 429
         for _ in range(30):
@@ -77,22 +77,22 @@ async def test_who_reads_nothing_takes_a_place_for_a_while_only(server: HttpServ
             if await status(server) == 200:
                 break
         else:
-            pytest.fail("no place becomes free")
-        await asyncio.sleep(10 * STALL_SECONDS)  # The others' time is up a little later.
+            pytest.fail("no reader was cut off")
+        await asyncio.sleep(10 * STALL_SECONDS)  # The other readers are cut off a little later.
         async with asyncio.timeout(30.0):
-            for asking in held:  # What the kernel holds can still be read, no more.
-                assert await rest(asking) < len(BODY) - (1 << 20)
+            for reader in held:  # Only data in the kernel's buffers can still be read.
+                assert await rest(reader) < len(BODY) - (1 << 20)
     finally:
-        for asking in held:
-            asking.close()
+        for reader in held:
+            reader.close()
 
 
-async def test_who_reads_slowly_gets_everything(server: HttpServer) -> None:
-    asking = await ask(server)
+async def test_a_slow_reader_gets_everything(server: HttpServer) -> None:
+    reader = await request(server)
     taken = 64
-    with asking:
+    with reader:
         while taken < len(BODY):
-            piece = await asyncio.get_running_loop().sock_recv(asking, 1 << 20)
+            piece = await asyncio.get_running_loop().sock_recv(reader, 1 << 20)
             assert piece, "it was cut off"
             taken += len(piece)
             if taken % 7 == 0:

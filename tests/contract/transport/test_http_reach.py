@@ -1,4 +1,4 @@
-"""HTTP only: what can be seen of a server from outside, whatever it does."""
+"""HTTP only: diagnosis of any server from outside."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def shard(tokens: Tokens | None = None) -> AsyncIterator[tuple[HttpServer,
 
 @asynccontextmanager
 async def stranger(answer: bytes, *, endless: bool = False) -> AsyncIterator[str]:
-    """Something that answers every request with the same bytes."""
+    """A server that answers every request with the same bytes."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -59,7 +59,7 @@ async def stranger(answer: bytes, *, endless: bool = False) -> AsyncIterator[str
 
 @asynccontextmanager
 async def silent() -> AsyncIterator[str]:
-    """It takes connections and says nothing."""
+    """A server that accepts connections and sends nothing."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
@@ -69,7 +69,7 @@ def trouble(seen: Seen) -> tuple[str, str]:
     return seen.trouble.step, seen.trouble.cause
 
 
-async def test_a_shard_is_seen_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_healthy_shard_passes_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reach, "RATE_SECONDS", 0.05)
     async with shard(Tokens("secret")) as (server, channels):
         seen = await look(server.address, "secret")
@@ -87,10 +87,10 @@ async def test_a_shard_is_seen_to_the_end(monkeypatch: pytest.MonkeyPatch) -> No
     (channel,) = channels
     assert seen.upgraded
     assert channel.closed
-    assert channel.peer.principal.startswith("doctor-"), "never by a learner's name"
+    assert channel.peer.principal.startswith("doctor-"), "it never uses a learner's name"
 
 
-async def test_a_refused_token_ends_the_look() -> None:
+async def test_a_rejected_token_ends_the_diagnosis() -> None:
     async with shard(Tokens("secret")) as (server, channels):
         for token in ("wrong", None, "sécret"):
             seen = await look(server.address, token)
@@ -99,14 +99,14 @@ async def test_a_refused_token_ends_the_look() -> None:
         assert not channels
 
 
-async def test_a_token_of_ones_own_says_whose_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_personal_token_identifies_its_principal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reach, "RATE_SECONDS", 0.05)
     async with shard(Tokens(principals={"a": "one", "b": "two"})) as (server, _):
         seen = await look(server.address, "two")
         assert (seen.trouble, seen.principal) == (None, "b")
 
 
-async def test_nobody_and_no_such_host() -> None:
+async def test_a_closed_port_and_an_unknown_host() -> None:
     async with stranger(b"") as address:
         pass
     assert trouble(await look(address, None)) == ("connect", "refused")
@@ -117,14 +117,14 @@ async def test_nobody_and_no_such_host() -> None:
 
 
 @pytest.mark.parametrize("host", ["[::1", "a..b", "x" * 80, "[::zz]"])
-async def test_what_no_name_can_be(host: str) -> None:
+async def test_invalid_host_names(host: str) -> None:
     assert trouble(await look(f"http://{host}:1", None)) == ("name", "name")
     refused = await listens(f"http://{host}:1")
     assert refused is not None
     assert refused.cause == "name"
 
 
-async def test_a_server_that_measures_with_others_is_busy_not_broken(
+async def test_a_server_with_other_measurements_is_busy_not_broken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(probe, "PROBES_MAX", 0)
@@ -150,25 +150,25 @@ LENGTH = b"HTTP/1.1 200 OK\r\nContent-Length: "
         b"",
     ],
 )
-async def test_something_else_answers(answer: bytes) -> None:
+async def test_answers_of_other_servers(answer: bytes) -> None:
     async with stranger(answer) as address:
         assert trouble(await look(address, "secret")) == ("health", "stranger")
 
 
-async def test_an_answer_that_does_not_end() -> None:
+async def test_an_endless_answer() -> None:
     begin = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"
     async with stranger(begin, endless=True) as address:
         assert trouble(await look(address, "secret")) == ("health", "stranger")
 
 
-async def test_silence_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silence_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reach, "ANSWER_SECONDS", 0.1)
     async with silent() as address:
         assert trouble(await look(address, None)) == ("health", "silent")
 
 
-async def test_the_whole_has_a_limit() -> None:
+async def test_the_whole_diagnosis_has_a_time_limit() -> None:
     async with silent() as address:
         seen = await look(address, None, seconds=0.2)
     assert trouble(seen) == ("time", "silent")
-    assert seen.connect_seconds is not None, "what was seen before is kept"
+    assert seen.connect_seconds is not None, "earlier results are kept"

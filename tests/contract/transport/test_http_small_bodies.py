@@ -1,6 +1,6 @@
-"""Small bodies go over the control channel, and over a request of their own where it fails."""
+"""Small payloads use the control channel, and a separate request if the channel fails."""
 
-# Polling is what these tests do while something else runs.
+# These tests poll while something else runs.
 # ruff: noqa: ASYNC110
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from decoupled_diloco.transport.http_server import HttpServer
 
 
 class Pair:
-    """A server, a client with a channel, and the requests of their own that bodies had."""
+    """A server, a client with a channel, and the separate requests for payloads."""
 
     def __init__(self, server: HttpServer, client: HttpClient, requests: list[str]) -> None:
         self.server = server
@@ -28,7 +28,7 @@ class Pair:
         self.channel: WebSocketChannel
 
     async def put(self, path: str, body: bytes) -> bytes:
-        """Send a body that the server expects, and return what arrived."""
+        """Send a payload that the server expects, and return what arrived."""
         upload = self.server.bodies.expect(path, len(body), "learner-0")
         await self.client.put(upload.url, memoryview(body))
         arrived = await upload.body
@@ -37,7 +37,7 @@ class Pair:
         return copy
 
     async def get(self, path: str, body: bytes) -> tuple[bytes, str]:
-        """Offer a body, fetch it, and return it with its digest."""
+        """Offer a payload, fetch it, and return it with its digest."""
         url = self.server.bodies.offer(path, memoryview(body), f"digest of {path}")
         out = bytearray(len(body))
         stats = await self.client.get(url, memoryview(out))
@@ -70,7 +70,7 @@ async def pair(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
 SMALL, LARGE = bytes(range(256)) * 64, bytes(SMALL_BODY_BYTES + 1)
 
 
-async def test_a_small_body_has_no_request_of_its_own(pair: Pair) -> None:
+async def test_a_small_payload_needs_no_separate_request(pair: Pair) -> None:
     assert await pair.put("a", SMALL) == SMALL
     assert await pair.get("b", SMALL) == (SMALL, "digest of b")
     assert pair.requests == []
@@ -78,7 +78,7 @@ async def test_a_small_body_has_no_request_of_its_own(pair: Pair) -> None:
         assert (stats.data_bytes_sent, stats.data_bytes_received) == (len(SMALL), len(SMALL))
 
 
-async def test_a_large_body_and_a_part_have(pair: Pair) -> None:
+async def test_a_large_payload_and_a_part_have_separate_requests(pair: Pair) -> None:
     assert await pair.put("a", LARGE) == LARGE
     assert await pair.get("b", LARGE) == (LARGE, "digest of b")
     url = pair.server.bodies.offer("c", memoryview(SMALL), "")
@@ -86,13 +86,13 @@ async def test_a_large_body_and_a_part_have(pair: Pair) -> None:
     assert pair.requests == ["PUT", "GET", "GET"]
 
 
-async def test_of_two_at_once_one_has_a_request_of_its_own(pair: Pair) -> None:
+async def test_the_second_of_two_payloads_at_once_has_a_separate_request(pair: Pair) -> None:
     found = await asyncio.gather(*(pair.put(f"p{i}", SMALL) for i in range(2)))
     assert found == [SMALL, SMALL]
     assert pair.requests == ["PUT"]
 
 
-async def test_it_is_refused_as_a_request_is(pair: Pair) -> None:
+async def test_refusals_are_the_same_as_for_requests(pair: Pair) -> None:
     other = pair.server.bodies.expect("other", 4, "learner-1")
     short = pair.server.bodies.expect("short", 3, "learner-0")
     address = pair.server.address
@@ -106,13 +106,15 @@ async def test_it_is_refused_as_a_request_is(pair: Pair) -> None:
         assert found[0] == found[1]
     await without_channel.close()
     four = pair.server.bodies.offer("four", memoryview(b"four"), "")
-    with pytest.raises(ProtocolError, match="the body has 4 bytes, 5 are wanted"):
+    with pytest.raises(ProtocolError, match="the payload has 4 bytes, 5 are expected"):
         await pair.client.get(four, memoryview(bytearray(5)))
     with pytest.raises(ProtocolError, match=r"is not offered here \(404\)"):
         await pair.client.get("/bodies/unknown", memoryview(bytearray(5)))
 
 
-async def test_a_body_that_arrived_before_the_channel_broke_is_not_sent_again(pair: Pair) -> None:
+async def test_a_payload_that_arrived_before_the_channel_broke_is_not_sent_again(
+    pair: Pair,
+) -> None:
     upload = pair.server.bodies.expect("a", len(SMALL), "learner-0")
     upload.when_ended = lambda arrived: pair.channel.shut("cut")
     await pair.client.put(upload.url, memoryview(SMALL))
@@ -122,7 +124,7 @@ async def test_a_body_that_arrived_before_the_channel_broke_is_not_sent_again(pa
     arrived.release()
 
 
-async def test_a_body_whose_channel_breaks_first_is_sent_by_a_request(pair: Pair) -> None:
+async def test_a_payload_whose_channel_breaks_first_is_sent_by_a_request(pair: Pair) -> None:
     memory = await pair.server.pool.acquire(pair.server.pool.nbytes)
     upload = pair.server.bodies.expect("a", len(SMALL), "learner-0")
     sending = asyncio.create_task(pair.client.put(upload.url, memoryview(SMALL)))
@@ -137,7 +139,7 @@ async def test_a_body_whose_channel_breaks_first_is_sent_by_a_request(pair: Pair
     arrived.release()
 
 
-async def test_a_channel_goes_on_after_a_transfer_that_was_cancelled(pair: Pair) -> None:
+async def test_a_channel_still_works_after_a_canceled_transfer(pair: Pair) -> None:
     memory = await pair.server.pool.acquire(pair.server.pool.nbytes)
     upload = pair.server.bodies.expect("a", len(SMALL), "learner-0")
     sending = asyncio.create_task(pair.client.put(upload.url, memoryview(SMALL)))
@@ -154,7 +156,7 @@ async def test_a_channel_goes_on_after_a_transfer_that_was_cancelled(pair: Pair)
     assert pair.requests == []
 
 
-async def test_a_slow_channel_carries_no_further_body(
+async def test_a_slow_channel_carries_no_further_payload(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(channels, "SLOW_SECONDS", 0.0)
@@ -163,8 +165,8 @@ async def test_a_slow_channel_carries_no_further_body(
     assert pair.requests == ["PUT"]
 
 
-async def test_messages_stay_in_order_beside_a_body(pair: Pair) -> None:
-    """A peer that does not read for a while gets all of it, in the order in which it was sent."""
+async def test_messages_stay_in_order_beside_a_payload(pair: Pair) -> None:
+    """A peer that does not read for a while receives everything in the order of sending."""
     server_side = pair.server._channels["learner-0"][0]
     for number in range(200):
         server_side.send({"number": number, "text": "x" * 10_000})

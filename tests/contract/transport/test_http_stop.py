@@ -25,7 +25,7 @@ STEP_BYTES = 1 << 17
 
 
 class Hasty(Tokens):
-    """Cuts every connection while a request is being looked at, as the end of a process does."""
+    """Cuts every connection while a request is being authorized, as the end of a process does."""
 
     server: HttpServer
 
@@ -39,7 +39,7 @@ class Hasty(Tokens):
 
 
 @pytest.mark.parametrize("path", ["/control", "/document", "/probe?bytes=9", "/bodies/one"])
-async def test_a_peer_that_is_gone_before_the_answer_is_no_failure(
+async def test_a_peer_that_disconnects_before_the_answer_is_not_an_error(
     path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def nothing(channel: Channel) -> None:
@@ -67,17 +67,17 @@ async def test_a_peer_that_is_gone_before_the_answer_is_no_failure(
 
 
 @pytest.mark.parametrize("messages", [0, 200])
-async def test_a_peer_that_reads_nothing_does_not_hold_it(messages: int) -> None:
+async def test_a_peer_that_reads_nothing_does_not_delay_the_stop(messages: int) -> None:
     served = asyncio.Event()
 
-    async def say_much(channel: Channel) -> None:
+    async def send_messages(channel: Channel) -> None:
         for _ in range(messages):
             channel.send({"text": "x" * STEP_BYTES})
             await asyncio.sleep(0)
         served.set()
         await channel.receive()
 
-    server = HttpServer(on_channel=say_much)
+    server = HttpServer(on_channel=send_messages)
     await server.start()
     _, writer = await asyncio.open_connection(
         "127.0.0.1", int(server.address.rsplit(":", 1)[1]), limit=1 << 16

@@ -1,4 +1,4 @@
-"""Memory only: seeded faults, and what survives them."""
+"""Memory transport only: transfers and channels under seeded faults."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def echo(channel: Channel) -> None:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-async def test_bodies_survive_cuts(seed: int) -> None:
+async def test_payloads_survive_cuts(seed: int) -> None:
     network = MemoryNetwork()
     server = MemoryServer(network, on_channel=echo)
     await server.start()
@@ -43,7 +43,7 @@ async def test_bodies_survive_cuts(seed: int) -> None:
 
 
 async def run_with_cuts(seed: int) -> tuple[int, list[float]]:
-    """Send 200 messages through a network that cuts; return how often, and the delays."""
+    """Send 200 messages through a network with cuts; return their number and the delays."""
     network = MemoryNetwork(Faults(random.Random(seed), cut=0.05, refuse=0.3))
     server = MemoryServer(network, on_channel=echo)
     await server.start()

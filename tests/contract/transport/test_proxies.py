@@ -1,4 +1,4 @@
-"""The environment's proxies: on the way to every other machine, and never to this one."""
+"""Proxies of the environment: used for every other machine, and never for this one."""
 
 from __future__ import annotations
 
@@ -12,36 +12,37 @@ import encrypted
 from decoupled_diloco.errors import ConfigError, TransportError
 from decoupled_diloco.transport.base import Channel
 from decoupled_diloco.transport.channel import SMALL_BODY_BYTES
-from decoupled_diloco.transport.documents import Document, fetch
+from decoupled_diloco.transport.documents import Document
+from decoupled_diloco.transport.fetch import fetch
 from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.http_server import HttpServer
 from decoupled_diloco.transport.reach import look
 from network.connect_proxy import copy
 
 NAME = "syncer.example"
-"""No resolver knows it: only the proxy does."""
+"""Only the proxy can resolve this name."""
 
 
 class Proxy:
-    """Forwards to one server whatever host it is asked for, and remembers what that was."""
+    """Forwards requests for any host to one server, and records the hosts."""
 
     def __init__(self, port: int) -> None:
-        self.asked: list[str] = []
-        self.passwords: set[str] = set()
+        self.requests: list[str] = []
+        self.passwords: list[str] = []
         self._port = port
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        except asyncio.IncompleteReadError:  # The doctor finds out how far it is.
+        except asyncio.IncompleteReadError:  # The doctor measures the round-trip time only.
             writer.close()
             return
         lines = head.split("\r\n")
         method, target, _ = lines[0].split(" ")
-        self.asked.append(f"{method} {target}")
+        self.requests.append(f"{method} {target}")
         for line in lines:
             if line.lower().startswith("proxy-authorization: basic "):
-                self.passwords.add(base64.b64decode(line.split(" ")[2]).decode())
+                self.passwords.append(base64.b64decode(line.split(" ")[2]).decode())
         there, here = await asyncio.open_connection("127.0.0.1", self._port)
         if method == "CONNECT":
             writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
@@ -55,7 +56,7 @@ class Proxy:
 async def world(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[str, Proxy, HttpServer]]:
-    """The address by which a server is reached through the proxy alone."""
+    """The address at which a server is reachable only through the proxy."""
     for name in ("http_proxy", "https_proxy", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
@@ -84,13 +85,13 @@ async def world(
     await listener.wait_closed()
 
 
-async def test_all_requests_go_by_the_proxy(world: tuple[str, Proxy, HttpServer]) -> None:
+async def test_all_requests_use_the_proxy(world: tuple[str, Proxy, HttpServer]) -> None:
     address, proxy, server = world
     secure = address.startswith("https")
     tls = encrypted.dialled(encrypted.folder()) if secure else None
     client = HttpClient(tls=tls)
     channel = await client.connect(address, "learner", "learner-0")
-    body = bytes(SMALL_BODY_BYTES + 1)  # it has a request of its own
+    body = bytes(SMALL_BODY_BYTES + 1)  # too large for the channel: it has a separate request
     server.bodies.offer("one", memoryview(body), "digest")
     out = memoryview(bytearray(len(body)))
     await client.get("/bodies/one", out)
@@ -99,12 +100,12 @@ async def test_all_requests_go_by_the_proxy(world: tuple[str, Proxy, HttpServer]
     found = await asyncio.to_thread(fetch, address, "/document", {}, None, tls)
     assert (bytes(out), found.body) == (body, b"text")
     way = f"CONNECT {NAME}:7070" if secure else f"GET http://{NAME}:7070/"
-    assert len(proxy.asked) == 3
-    assert all(each.startswith(way) for each in proxy.asked), proxy.asked
-    assert proxy.passwords == {"me:word"}
+    assert len(proxy.requests) == 3
+    assert all(each.startswith(way) for each in proxy.requests), proxy.requests
+    assert proxy.passwords == ["me:word"] * 3
 
 
-async def test_the_doctor_goes_by_it_too(
+async def test_the_doctor_uses_the_proxy_too(
     world: tuple[str, Proxy, HttpServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("decoupled_diloco.transport.reach.RATE_SECONDS", 0.05)
@@ -112,7 +113,7 @@ async def test_the_doctor_goes_by_it_too(
     tls = encrypted.dialled(encrypted.folder()) if address.startswith("https") else None
     seen = await look(address, None, tls=tls)
     assert seen.trouble is None
-    assert proxy.asked
+    assert proxy.requests
 
 
 async def test_this_machine_is_dialled_directly(world: tuple[str, Proxy, HttpServer]) -> None:
@@ -122,10 +123,10 @@ async def test_this_machine_is_dialled_directly(world: tuple[str, Proxy, HttpSer
     await client.connect(server.address, "learner", "learner-0")
     await client.close()
     await asyncio.to_thread(fetch, server.address, "/document", {}, None, tls)
-    assert not proxy.asked
+    assert not proxy.requests
 
 
-async def test_no_proxy_is_honoured(
+async def test_no_proxy_is_honored(
     world: tuple[str, Proxy, HttpServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address, proxy, _ = world
@@ -136,17 +137,19 @@ async def test_no_proxy_is_honoured(
     await client.close()
     with pytest.raises(TransportError):
         await asyncio.to_thread(fetch, address, "/document", {}, None)
-    assert not proxy.asked
+    assert not proxy.requests
 
 
-async def test_what_is_no_proxy_is_said_without_its_password(
+async def test_the_error_for_an_invalid_proxy_hides_its_password(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("no_proxy", raising=False)
     for named in ("socks5://me:word@proxy:1080", "http://"):
         monkeypatch.setenv("http_proxy", named)
         client = HttpClient()
-        with pytest.raises(ConfigError, match=r"http_proxy: .* is no http://HOST:PORT") as caught:
+        with pytest.raises(
+            ConfigError, match=r"http_proxy: .* is not of the form http://HOST:PORT"
+        ) as caught:
             await client.connect(f"http://{NAME}:7070", "learner", "learner-0")
         assert "word" not in str(caught.value)
         await client.close()

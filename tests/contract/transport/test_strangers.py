@@ -1,4 +1,4 @@
-"""HTTP only: connections that show no secret have little time, and are few."""
+"""HTTP only: unauthenticated connections have a time limit and a number limit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from decoupled_diloco.transport.base import Channel
 from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.http_server import HttpServer
 from decoupled_diloco.transport.limits import Limits
-from decoupled_diloco.transport.tls import Tls
+from decoupled_diloco.transport.tls import TLSConfig
 from decoupled_diloco.transport.tokens import Tokens
 from process.strangers import HELLO_BYTES
 
@@ -29,25 +29,25 @@ BOTH = pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
 
 
 class House:
-    """A server, and what dials it."""
+    """A server with the connections to it."""
 
     def __init__(self, server: HttpServer, tls: bool) -> None:
         self.server, self.tls = server, tls
         self.opened: list[Connection] = []
 
     def client(self, token: str = "secret") -> HttpClient:
-        tls = Tls(encrypted.folder() / "authority.pem") if self.tls else None
+        tls = TLSConfig(encrypted.folder() / "authority.pem") if self.tls else None
         return HttpClient(token=token, limits=PATIENT, tls=tls)
 
     @property
     def address(self) -> str:
         return self.server.address.replace("127.0.0.1", "localhost")
 
-    async def dial(self, says: bytes = b"") -> Connection:
-        """A connection of somebody's own; in plain text, so only half open where TLS is spoken."""
+    async def dial(self, data: bytes = b"") -> Connection:
+        """Open a raw connection. It is plain text, so a TLS server sees an unfinished handshake."""
         port = int(self.server.address.rsplit(":", 1)[1])
         connection = await asyncio.open_connection("127.0.0.1", port)
-        connection[1].write(says)
+        connection[1].write(data)
         self.opened.append(connection)
         return connection
 
@@ -71,7 +71,7 @@ async def house(limits: Limits, tls: bool) -> AsyncIterator[House]:
 
 
 async def ends(connection: Connection, seconds: float = 5.0) -> bytes:
-    """What is said before a connection is closed, which must be soon."""
+    """Return the data received until a connection is closed, which must be soon."""
     async with asyncio.timeout(seconds):
         try:
             return await connection[0].read()
@@ -80,10 +80,10 @@ async def ends(connection: Connection, seconds: float = 5.0) -> bytes:
 
 
 @BOTH
-@pytest.mark.parametrize("says", [b"", b"GET /run HTTP/1.1\r\nX-Slow: ", HELLO_BYTES])
-async def test_who_says_nothing_whole_is_closed(says: bytes, tls: bool) -> None:
+@pytest.mark.parametrize("data", [b"", b"GET /run HTTP/1.1\r\nX-Slow: ", HELLO_BYTES])
+async def test_a_connection_without_a_complete_request_is_closed(data: bytes, tls: bool) -> None:
     async with house(LIMITS, tls) as here:
-        await ends(await here.dial(says))
+        await ends(await here.dial(data))
 
 
 async def test_a_header_of_one_byte_at_a_time_is_closed() -> None:
@@ -102,24 +102,24 @@ async def test_a_header_of_one_byte_at_a_time_is_closed() -> None:
             dripping.cancel()
 
 
-async def test_what_needs_no_secret_keeps_no_connection() -> None:
+async def test_requests_without_a_token_do_not_keep_a_connection_open() -> None:
     async with house(LIMITS, False) as here:
         connection = await here.dial(HEALTH)
 
-        async def ask() -> None:
+        async def repeat() -> None:
             while True:
                 await asyncio.sleep(0.1)
                 connection[1].write(HEALTH)
 
-        asking = asyncio.create_task(ask())
+        repeating = asyncio.create_task(repeat())
         try:
             answers = await ends(connection)
         finally:
-            asking.cancel()
+            repeating.cancel()
         assert answers.count(b"200 OK") > 2
 
 
-async def test_a_wrong_token_costs_its_connection() -> None:
+async def test_a_wrong_token_closes_its_connection() -> None:
     async with house(PATIENT, False) as here:
         answer = await ends(await here.dial(WRONG))
         assert b"401" in answer
@@ -127,7 +127,7 @@ async def test_a_wrong_token_costs_its_connection() -> None:
 
 
 @BOTH
-async def test_one_stranger_more_closes_the_oldest(tls: bool) -> None:
+async def test_one_unauthenticated_connection_too_many_closes_the_oldest(tls: bool) -> None:
     async with house(PATIENT, tls) as here:
         first = await here.dial()
         await asyncio.sleep(0.1)
@@ -138,8 +138,8 @@ async def test_one_stranger_more_closes_the_oldest(tls: bool) -> None:
 
 
 @BOTH
-async def test_who_has_shown_the_secret_stays(tls: bool) -> None:
-    """A channel, and the idle connection of a body, outlive strangers and their time."""
+async def test_authenticated_connections_stay_open(tls: bool) -> None:
+    """A channel and the idle connection of a payload outlive unauthenticated connections."""
     async with house(LIMITS, tls) as here:
         client = here.client()
         channel = await client.connect(here.address, "learner", "learner-0")
@@ -157,7 +157,7 @@ async def test_who_has_shown_the_secret_stays(tls: bool) -> None:
 
 
 @BOTH
-async def test_a_learner_gets_in_beside_strangers_who_dial_on_and_on(tls: bool) -> None:
+async def test_a_learner_connects_during_a_flood_of_unauthenticated_connections(tls: bool) -> None:
     async with house(PATIENT, tls) as here:
 
         async def flood() -> None:

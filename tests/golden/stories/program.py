@@ -18,4 +18,4 @@ with dd.Learner(model, optimizer=optimizer) as learner:
         optimizer.step()
         optimizer.zero_grad()
         time.sleep(0.15)
-        going_on = learner.step(tokens=16, loss=loss.item())
+        going_on = learner.step(loss.item(), tokens=16)

@@ -1,4 +1,4 @@
-"""Whatever the cluster: every chip-microsecond has its place, and windows follow the core."""
+"""For any cluster: every chip-microsecond is accounted for, and windows follow the core's rules."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decoupled_diloco.protocol.clock import advanced, reached_at, stands
-from decoupled_diloco.protocol.quorum import window_over
+from decoupled_diloco.protocol.clock import advanced, reached_at, stands, window_over
 from decoupled_diloco_plan.goodput.settings import (
     YEAR_SECONDS,
     Cluster,
@@ -96,7 +95,9 @@ INSTANTS = st.lists(st.integers(0, 20).map(float), min_size=1, max_size=8)
 
 
 @given(INSTANTS, st.integers(1, 8))
-def test_a_clock_reaches_a_step_when_the_core_says_so(instants: list[float], quorum: int) -> None:
+def test_a_clock_reaches_a_step_at_the_same_time_as_the_core(
+    instants: list[float], quorum: int
+) -> None:
     at = reached_at(instants, quorum)
     assert (at is None) == stands(len(instants), quorum)
     if at is not None:
@@ -106,12 +107,12 @@ def test_a_clock_reaches_a_step_when_the_core_says_so(instants: list[float], quo
 
 
 @given(INSTANTS, st.data(), st.integers(0, 9), st.integers(0, 20))
-def test_a_window_is_over_with_all_or_after_the_grace_time(
+def test_a_window_closes_with_all_learners_or_after_the_grace_time(
     reports: list[float], data: st.DataObject, grace: int, opened: int
 ) -> None:
     quorum = data.draw(st.integers(1, len(reports)))
     closed, qualified = window_over(opened, reports, quorum=quorum, grace_seconds=grace)
     assert qualified == sum(report <= closed for report in reports) >= quorum
-    everybody = max(opened, *reports) if reports else opened
+    all_in = max(opened, *reports) if reports else opened
     enough = max(opened, sorted(reports)[quorum - 1])
-    assert closed == min(everybody, max(opened + grace, enough))
+    assert closed == min(all_in, max(opened + grace, enough))

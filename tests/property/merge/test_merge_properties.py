@@ -1,4 +1,4 @@
-"""What holds for all fragments, weights, orders and layouts."""
+"""Properties of merging for all fragments, weights, orders and layouts."""
 
 from itertools import pairwise, product
 
@@ -32,7 +32,7 @@ small = settings(max_examples=60, deadline=None, derandomize=True, database=None
 
 @st.composite
 def rounds(draw, learners_min=1):
-    """Vectors, weights and segments of one round; random, sometimes zero, lengths far apart."""
+    """Draw vectors, weights and segments of a round, sometimes zero or with different norms."""
     numel = draw(st.integers(1, 40) | st.sampled_from([ROW + 3, 3 * ROW, BLOCK + 7]))
     learners = draw(st.integers(learners_min, 6))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
@@ -48,10 +48,10 @@ def rounds(draw, learners_min=1):
 
 
 def assert_agree(one, two, vectors, weights, parts):
-    """Both agree to 1e-6 of the longest contribution, segment by segment.
+    """Check that both agree to 1e-6 of the longest contribution, segment by segment.
 
-    RDA stretches the merged direction u to length 1, and the rounding in it with it: by 1/‖u‖, at
-    most 1/ε, where directions cancel.
+    RDA scales the merged direction u to length 1, including its rounding error. The factor is
+    1/‖u‖, which is at most 1/ε if directions cancel.
     """
     for part in parts:
         place = slice(part.start, part.stop)
@@ -126,7 +126,7 @@ def test_parts_equal_the_whole(round_, data):
 
 @small
 @given(rounds())
-def test_the_merge_is_no_longer_than_the_longest(round_):
+def test_the_merge_is_not_longer_than_the_longest_contribution(round_):
     vectors, weights, parts = round_
     found = merge(vectors, weights, parts)
     for part in parts:
@@ -238,7 +238,7 @@ def test_every_element_is_in_exactly_one_fragment(layout, count, strategy, split
 
 
 def optimum(sizes, bins):
-    """The smallest possible largest bin, by trying everything."""
+    """Return the smallest possible size of the largest bin, by exhaustive search."""
     best = sum(sizes)
     for choice in product(range(bins), repeat=len(sizes)):
         loads = [0] * bins
@@ -273,7 +273,7 @@ def test_balanced_is_less_than_two_fair_shares(layout, count):
 
 @small
 @given(layouts(roles=("embedding",)), st.integers(1, 12))
-def test_what_merges_elementwise_is_level_to_one_unit(layout, count):
+def test_elementwise_merged_tensors_are_balanced_to_one_unit(layout, count):
     if count > layout.numel:
         return
     loads = [fragment.numel for fragment in partition(layout, count)]

@@ -1,4 +1,4 @@
-"""What holds for every model and link."""
+"""Properties of plans for every model and link."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_every_byte_arrives_and_no_link_carries_more_than_it_can(
 def test_rounds_never_exceed_the_link_nor_what_is_due(
     params: float, step: float, period: int, fragments: int, learners: int, used: float
 ) -> None:
-    """A link that bears a share of the demand keeps about that share of the rounds, never more."""
+    """A link that carries a share of the demand keeps about that share of rounds, never more."""
     rate = 1e9
     setting = Options(fragments=fragments, period=period, overlap=2)
     model = Model(params, 8, step)

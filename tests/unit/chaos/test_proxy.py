@@ -1,4 +1,4 @@
-"""Wires in user space: an echo server at the far end."""
+"""User-space wires with an echo server at the far end."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from decoupled_diloco.chaos.proxy import Links
 from decoupled_diloco.errors import TransportError
-from decoupled_diloco.simulate.choices import Choices
+from decoupled_diloco_lab.chaos.proxy import Links
+from decoupled_diloco_lab.simulate.choices import Choices
 
 
 @pytest.fixture
 def echo() -> Iterator[int]:
-    """A server that sends back what it gets; its port."""
+    """The port of a server that sends back all data that it receives."""
     server = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
@@ -75,9 +75,9 @@ def silent(connection: socket.socket, seconds: float = 0.3) -> bool:
         connection.settimeout(5.0)
 
 
-def test_what_is_sent_arrives_and_ends_as_it_does_without(links: Links, echo: int) -> None:
-    told = links.dial("learner-0", (f"http://127.0.0.1:{echo}",))
-    assert told == (f"http://{links.host('learner-0')}:{echo}",)
+def test_data_and_end_of_stream_are_forwarded(links: Links, echo: int) -> None:
+    addresses = links.dial("learner-0", (f"http://127.0.0.1:{echo}",))
+    assert addresses == (f"http://{links.host('learner-0')}:{echo}",)
     body = bytes(range(256)) * 4096
     with connect(links, echo) as connection:
         sender = threading.Thread(target=connection.sendall, args=(body,))
@@ -88,17 +88,17 @@ def test_what_is_sent_arrives_and_ends_as_it_does_without(links: Links, echo: in
         sender.join()
         assert got == body
         connection.shutdown(socket.SHUT_WR)
-        assert connection.recv(1) == b"", "the end is passed on"
+        assert connection.recv(1) == b"", "the end of the stream is forwarded"
 
 
-def test_a_cut_is_silent_and_what_it_stalled_arrives_when_it_heals(links: Links, echo: int) -> None:
+def test_a_cut_is_silent_and_stalled_data_arrives_when_it_heals(links: Links, echo: int) -> None:
     with connect(links, echo) as connection, connect(links, echo, "learner-1") as other:
         assert echoed(connection, b"a") == b"a"
         links.cut(links.wires("learner-0"), up=True, down=True)
         links.cut(links.wires("learner-0"), up=True, down=False)
         connection.sendall(b"b")
         assert silent(connection)
-        assert echoed(other, b"x") == b"x", "another process's wire is another"
+        assert echoed(other, b"x") == b"x", "another process's wire is not affected"
         links.heal(links.wires("learner-0"), up=True, down=True)
         assert silent(connection), "one cut of two is left"
         links.heal(links.wires("learner-0"), up=True, down=False)
@@ -113,7 +113,7 @@ def test_a_cut_in_one_direction_lets_the_other_pass(links: Links, echo: int) -> 
         time.sleep(0.2)
         links.heal(links.wires("learner-0"), up=False, down=True)
         links.cut(links.wires("learner-0"), up=True, down=False)
-        assert connection.recv(1) == b"b", "it had come as far as the server"
+        assert connection.recv(1) == b"b", "it had reached the server"
         connection.sendall(b"c")
         assert silent(connection)
 
@@ -128,16 +128,14 @@ def test_a_broken_connection_is_lost_and_a_new_one_works(links: Links, echo: int
         assert echoed(connection, b"a") == b"a"
 
 
-def test_nobody_at_the_far_end_is_a_lost_connection(links: Links) -> None:
+def test_an_unreachable_far_end_resets_the_connection(links: Links) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with pytest.raises(ConnectionResetError), connect(links, port) as connection:
         connection.recv(1)
 
 
-def test_delay_and_loss_come_later_and_corruption_as_it_was_not_sent(
-    links: Links, echo: int
-) -> None:
+def test_delay_and_loss_postpone_data_and_corruption_changes_it(links: Links, echo: int) -> None:
     with connect(links, echo) as connection:
         (wire,) = links.wires("learner-0")
         wire.delay_seconds = 0.15
@@ -159,7 +157,7 @@ def test_delay_and_loss_come_later_and_corruption_as_it_was_not_sent(
         assert got != sent
 
 
-def test_a_taken_port_is_told(links: Links, echo: int) -> None:
+def test_a_port_in_use_is_reported(links: Links, echo: int) -> None:
     with (
         socket.create_server((links.host("learner-0"), echo)),
         pytest.raises(TransportError, match="cannot listen"),

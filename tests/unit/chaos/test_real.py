@@ -1,4 +1,4 @@
-"""What real processes can carry out, and what they cannot: told before anything starts."""
+"""Scenarios that real processes cannot carry out are rejected before anything starts."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from decoupled_diloco.chaos import spaces
-from decoupled_diloco.chaos.brake import Brake, Guard
-from decoupled_diloco.chaos.real import needs_links, paced_config, require_real
-from decoupled_diloco.chaos.spaces import Disks
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.simulate.scenario import Scenario, load_scenario
+from decoupled_diloco_lab.chaos import spaces
+from decoupled_diloco_lab.chaos.brake import Brake, Guard
+from decoupled_diloco_lab.chaos.real import needs_links, paced_config, require_real
+from decoupled_diloco_lab.chaos.spaces import Disks
+from decoupled_diloco_lab.simulate.scenario import Scenario, load_scenario
 
 HEAD = """
-run = { budget_steps = 100 }
+run = { max_steps = 100 }
 syncer = { shards = 2 }
 workload = { name = "paced" }
 """
@@ -35,26 +35,28 @@ def load(folder: Path, text: str) -> Scenario:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (EVENT.format("clock-jump", "shard-0") + "jump_seconds = 5\n", "nobody can set the clock"),
-        (EVENT.format("kill", "coordinator"), "shard-0 hosts it: name shard-0"),
+        (EVENT.format("clock-jump", "shard-0") + "jump_seconds = 5\n", "it reads cannot be set"),
+        (EVENT.format("kill", "coordinator"), "shard-0 hosts it: use target='shard-0'"),
         ("[[learners]]\nvariance = 0.1\n", "variance=0.1 .* would be ignored"),
         ("parameters = 1000\n", "parameters=1000 .* would be ignored"),
         ("[[learners]]\ntokens = 8\n", "tokens=8 .* would be ignored"),
     ],
 )
-def test_what_cannot_be_done_to_real_processes(tmp_path: Path, text: str, message: str) -> None:
+def test_faults_that_real_processes_cannot_carry_out(
+    tmp_path: Path, text: str, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         require_real(load(tmp_path, text))
 
 
-def test_links_lead_to_this_machine(tmp_path: Path) -> None:
+def test_links_forward_to_this_machine(tmp_path: Path) -> None:
     text = EVENT.format("cut", "shard-1") + "for_seconds = 1\n"
     assert needs_links(require_real(load(tmp_path, text)))
     path = tmp_path / "story.toml"
-    with pytest.raises(ConfigError, match="the links of a scenario lead to"):
+    with pytest.raises(ConfigError, match="the links of a scenario forward to"):
         require_real(load_scenario(path, overrides=["syncer.host=0.0.0.0"]))
-    encrypted = ["tls.certificate=a.pem", "tls.key=a.key"]
-    with pytest.raises(ConfigError, match="is not for the addresses at which the links"):
+    encrypted = ["tls.cert=a.pem", "tls.key=a.key"]
+    with pytest.raises(ConfigError, match="is not valid for the addresses at which the links"):
         require_real(load_scenario(path, overrides=encrypted))
     killed = load(tmp_path, EVENT.format("kill", "shard-1"))
     assert not needs_links(killed)
@@ -66,13 +68,13 @@ def test_a_pace_needs_a_workload_that_has_one(tmp_path: Path) -> None:
     scenario = require_real(load(tmp_path, text))
     assert paced_config(scenario).workload.options["step_seconds"] == [0.5, 2.0]
     path = tmp_path / "story.toml"
-    with pytest.raises(ConfigError, match="a real step takes what it takes"):
+    with pytest.raises(ConfigError, match="the duration of a real step cannot be set"):
         require_real(load_scenario(path, overrides=["workload.name=gpt"]))
 
 
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that counts on its standard output."""
+    """A process that keeps writing to its standard output."""
     text = (
         "import sys, time\n"
         "for n in range(10**6):\n"
@@ -114,7 +116,7 @@ def test_pauses_overlap_and_end_with_the_last(child: subprocess.Popen[bytes]) ->
         guard.close()
 
 
-def test_slowness_is_a_duty_cycle(child: subprocess.Popen[bytes]) -> None:
+def test_a_slowed_process_runs_in_a_duty_cycle(child: subprocess.Popen[bytes]) -> None:
     guard = Guard()
     brake = Brake(lambda: child.pid, guard, 0.02)
     try:
@@ -132,12 +134,12 @@ def test_slowness_is_a_duty_cycle(child: subprocess.Popen[bytes]) -> None:
         guard.close()
 
 
-def test_who_stands_goes_on_when_the_one_who_stopped_it_dies(
+def test_a_stopped_process_continues_when_its_stopper_dies(
     child: subprocess.Popen[bytes],
 ) -> None:
     text = (
         "import os, signal, sys, time\n"
-        "from decoupled_diloco.chaos.brake import Brake, Guard\n"
+        "from decoupled_diloco_lab.chaos.brake import Brake, Guard\n"
         f"guard = Guard(); brake = Brake(lambda: {child.pid}, guard, 0.1); brake.pause(1)\n"
         "time.sleep(60)"
     )
@@ -153,8 +155,8 @@ def test_who_stands_goes_on_when_the_one_who_stopped_it_dies(
 FULL = """
 import errno, sys
 from pathlib import Path
-from decoupled_diloco.chaos import spaces
-from decoupled_diloco.chaos.spaces import Disks
+from decoupled_diloco_lab.chaos import spaces
+from decoupled_diloco_lab.chaos.spaces import Disks
 folder = Path(sys.argv[1])
 spaces.own_mounts()
 disks = Disks(folder, ["shard-0"])
@@ -174,9 +176,9 @@ disks.close()
 
 @pytest.mark.skipif(
     bool(spaces.unavailable("mount", "umount")),
-    reason=spaces.unavailable("mount", "umount") or "they are here",
+    reason=spaces.unavailable("mount", "umount") or "available",
 )
-def test_a_full_disk_is_full_and_its_files_come_to_the_folder(tmp_path: Path) -> None:
+def test_a_full_disk_refuses_writes_and_its_files_move_to_the_folder(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=False
     )
@@ -189,7 +191,7 @@ def test_a_full_disk_is_full_and_its_files_come_to_the_folder(tmp_path: Path) ->
 
 def test_a_lost_disk_is_empty(tmp_path: Path) -> None:
     disks = Disks(tmp_path)
-    disks.lose("shard-1")  # there was none
+    disks.lose("shard-1")  # its folder does not exist yet
     folder = tmp_path / "durable" / "shard-1"
     folder.mkdir(parents=True)
     (folder / "00000001.journal").write_bytes(b"x")

@@ -8,6 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from decoupled_diloco.cli.certs import certs
 from decoupled_diloco.cli.command_line import (
     CommandOptions,
     command,
@@ -56,7 +57,7 @@ def test_the_help_is_the_documentation_of_fields_and_settings() -> None:
     text, _ = run("--help")
     assert "Does nothing." in text
     assert "What it is about." in text
-    assert "Port of the first shard; the others take the following ones." in text
+    assert "Port of the first shard. The other shards use the following ports." in text
     assert "URL[,URL…]" in text
     assert "A quarter, if nobody says more." in text
     assert "0.25" in text
@@ -84,11 +85,11 @@ def test_a_command_knows_what_was_written() -> None:
     ("arguments", "sentence"),
     [
         (["--port", "70000"], "port=70000 in [syncer] is out of range"),
-        (["--addresses", "syncer:7070"], "addresses has 1 entries, but shards=2"),
-        (["--token-file", "no/such"], "token_file='no/such' cannot be read"),
-        (["--new", "--shard", "0"], "--new begins a run of all shards"),
-        (["--standby"], "--standby is for one shard (--shard) of a run with syncer.standbys=1"),
-        (["--checkpoint", "last"], "--checkpoint names where to go back to: also give --resume"),
+        (["--addresses", "syncer:7070"], "addresses in [syncer] has 1 entries, but shards=2"),
+        (["--auth-token-file", "no/such"], "token_file='no/such' cannot be read"),
+        (["--new", "--shard", "0"], "--new cannot be combined with --resume or --shard"),
+        (["--standby"], "--standby requires --shard, and a run with syncer.standby=true"),
+        (["--checkpoint", "last"], "--checkpoint requires --resume"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -96,3 +97,13 @@ def test_options_of_the_syncer_are_settings(arguments: list[str], sentence: str)
     result = CliRunner().invoke(app, ["syncer", "homelab", *arguments])
     told = result.stderr + str(result.exception)
     assert sentence in told, result.output
+
+
+def test_every_command_is_made_of_a_model() -> None:
+    by_hand = {
+        each.callback.__name__
+        for group in (app, certs)
+        for each in group.registered_commands
+        if each.callback is not None and each.callback.__module__ != command.__module__
+    }
+    assert by_hand == {"fork_server"}, "a hidden command, which takes no option"

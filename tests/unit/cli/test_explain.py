@@ -9,13 +9,13 @@ import pytest
 from typer.testing import CliRunner
 
 from decoupled_diloco.cli.main import app
-from decoupled_diloco.errors import Error
-from unit.observe.worlds import write_world
+from decoupled_diloco.errors import DilocoError
+from unit.show.worlds import write_world
 
 
 def refusal(*arguments: str) -> str:
     error = CliRunner().invoke(app, list(arguments)).exception
-    assert isinstance(error, Error)
+    assert isinstance(error, DilocoError)
     return str(error)
 
 
@@ -28,10 +28,9 @@ def test_what_cannot_be_explained() -> None:
 def test_no_run_is_named_and_none_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert refusal("explain", "round", "40") == (
-        "there is no run in runs/ here: say which one, as in ddiloco explain round 40 --of "
-        "runs/quickstart"
+        "there is no run in runs/ here: name one, as in ddiloco explain round 40 runs/quickstart"
     )
-    assert refusal("status").endswith("say which one, as in ddiloco status runs/quickstart")
+    assert refusal("status").endswith("name one, as in ddiloco status runs/quickstart")
 
 
 @pytest.mark.parametrize(
@@ -40,8 +39,8 @@ def test_no_run_is_named_and_none_is_there(tmp_path: Path, monkeypatch: pytest.M
         ["export"],
         ["report"],
         ["status"],
-        ["explain", "round", "1", "--of"],
-        ["ledger"],
+        ["explain", "round", "1"],
+        ["data"],
         ["checkpoint"],
         ["replay"],
         ["train", "--resume"],
@@ -52,7 +51,7 @@ def test_a_folder_that_is_not_there_is_wrong_usage_everywhere(
     tmp_path: Path, arguments: list[str]
 ) -> None:
     error = CliRunner().invoke(app, [*arguments, str(tmp_path / "none")]).exception
-    assert isinstance(error, Error), error
+    assert isinstance(error, DilocoError), error
     assert error.exit_code == 2
 
 
@@ -66,11 +65,11 @@ def test_the_newest_run_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         os.utime(folder / "run.toml", (1000 - number, 1000 - number))
     result = CliRunner().invoke(app, ["explain", "round", "1"])
     assert result.exit_code == 0, result.output
-    assert result.stderr == "of runs/new, the newest run here\n"
-    assert "of runs" not in result.stdout
+    assert result.stderr == "run: runs/new, the newest in runs/\n"
+    assert "run: " not in result.stdout
     result = CliRunner().invoke(app, ["status"])
     assert result.exit_code == 0, result.output
-    assert result.stderr == "of runs/new, the newest run here\n"
+    assert result.stderr == "run: runs/new, the newest in runs/\n"
     assert "causes" in result.stdout
 
 
@@ -79,8 +78,10 @@ def test_noise_is_no_tape(tmp_path: Path) -> None:
     noise.write_bytes(b"\x00\x03S\xc6\n\x19\x8f\xff\n")
     for command in ("status", "report"):
         text = refusal(command, str(noise))
-        assert text.startswith(f"{noise} is no event tape: none of its lines can be read, the fir")
-        assert "line 1 is torn and was left out" in text
+        assert text.startswith(
+            f"{noise} is not an event tape: none of its lines can be read; first"
+        )
+        assert "line 1 is torn and was skipped" in text
         assert text.endswith(" bytes, not text)")
 
 
@@ -95,4 +96,4 @@ def test_a_start_that_failed_is_not_the_newest_run(
         (tmp_path / "runs" / name / "tape" / "launcher.jsonl").touch()
     (tmp_path / "runs" / "trained" / "tape" / "shard-0.jsonl").touch()
     result = CliRunner().invoke(app, ["status"])
-    assert "of runs/trained, the newest run here" in result.output
+    assert "run: runs/trained, the newest in runs/" in result.output

@@ -13,8 +13,8 @@ from decoupled_diloco.cli import train
 from decoupled_diloco.cli.options import make_console
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.launch.local import RunOutcome
-from decoupled_diloco.observe.following import FollowedRun
-from decoupled_diloco.observe.terminal import SteadyConsole
+from decoupled_diloco.run_model import FollowedRun
+from decoupled_diloco.show.console import SteadyConsole
 
 ROOT = Path(__file__).parents[3]
 
@@ -42,16 +42,16 @@ class Served:
 
 def test_brackets_of_folders_and_reasons_are_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "LocalRun", Served)
-    monkeypatch.setattr(train, "tell_outcome", lambda *arguments: None)
-    config = RunConfig(run={"folder": "runs/a[b]", "name": "small", "budget_steps": 8})
+    monkeypatch.setattr(train, "print_outcome", lambda *arguments: None)
+    config = RunConfig(run={"folder": "runs/a[b]", "name": "small", "max_steps": 8})
     console = SteadyConsole(file=io.StringIO(), width=80)
     assert train.serve_locally(config, console) == 1
     text = console.file.getvalue()
     assert "syncer of small: http" in text
-    assert "secret: runs/a[b]/token" in text
-    assert "the earlier run is kept in runs/a[b].1" in text
+    assert "auth token: runs/a[b]/token" in text
+    assert "the earlier run is now in runs/a[b].1" in text
     assert "new in each run" in text
-    assert "ddiloco timing runs/a[b]\n" in text
+    assert "ddiloco intervals runs/a[b]\n" in text
     assert "ddiloco learner runs/a[b]/run.toml" in text
     assert "no [/data] here; no weights" in text
 

@@ -30,5 +30,5 @@ def test_what_cannot_be_printed_is_told(
     result = CliRunner().invoke(app, [kind, name])
     assert isinstance(result.exception, ConfigError)
     assert str(result.exception) == (
-        f"{name} cannot be printed: {why}: ddiloco {kind} lists what there is"
+        f"{name} cannot be printed: {why}: ddiloco {kind} lists the available names"
     )

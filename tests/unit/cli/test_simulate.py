@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from decoupled_diloco.cli.main import app
 
-RUN = "[run]\nbudget_steps = 100\n"
+RUN = "[run]\nmax_steps = 100\n"
 
 
 def refusal(*arguments: str) -> str:
@@ -22,8 +22,8 @@ def test_a_run_is_no_scenario(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(RUN)
     text = refusal(str(file))
-    assert f"{file} is a run, not a scenario: ddiloco train {file}" in text
-    assert f"ddiloco simulate SCENARIO --run {file}" in text
+    assert f"{file} is a run, not a scenario: start it with ddiloco train {file}" in text
+    assert f"ddiloco simulate SCENARIO --config {file}" in text
 
 
 @pytest.mark.parametrize("how", [(), ("--protocol-only", "--tape")])
@@ -37,7 +37,7 @@ def test_a_real_run_is_left_alone(
     (real / "tape").mkdir(parents=True)
     Path("story.toml").write_text('name = "mine"\n' + RUN)
     text = refusal("story.toml", *how, *([str(real)] if how else []))
-    assert "runs/mine holds a run of real processes, which a simulation leaves alone" in text
+    assert "runs/mine holds a run with real processes, which a simulation must not replace" in text
     option = "--tape runs/mine-simulated" if how else "--set run.folder=runs/mine-simulated"
     assert option in text
     assert [entry.name for entry in Path("runs").iterdir()] == ["mine"]

@@ -13,7 +13,7 @@ from decoupled_diloco.errors import ConfigError
 
 
 def config_of(**syncer: object) -> RunConfig:
-    return RunConfig(run={"budget_steps": 1}, syncer={"shards": 2, **syncer})
+    return RunConfig(run={"max_steps": 1}, syncer={"shards": 2, **syncer})
 
 
 def test_the_settings_say_where_the_shards_are() -> None:
@@ -22,7 +22,7 @@ def test_the_settings_say_where_the_shards_are() -> None:
     given = ("https://a", "https://b:443")
     assert advertised(config_of(addresses=given, port=0)) == given
     with pytest.raises(
-        ConfigError, match="no process knows where the shards are: give their addresses"
+        ConfigError, match="no process knows where the shards are: pass their addresses"
     ):
         advertised(config_of(port=0))
     with pytest.raises(ConfigError, match="host=''"):

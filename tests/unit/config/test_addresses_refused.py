@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from decoupled_diloco import Learner
+from decoupled_diloco import Learner, Timeouts
 from decoupled_diloco.config.addresses import address_problem, without_password
 from decoupled_diloco.config.syncer import SyncerSettings
 from decoupled_diloco.errors import ConfigError
@@ -55,7 +55,7 @@ def test_an_address_that_is_none_is_refused_at_once_in_one_sentence(address: str
     with pytest.raises(
         ConfigError, match=r"is not a URL: write it as 'http://host:port'"
     ) as caught:
-        Learner(nn.Linear(2, 2), address, join_timeout=300.0)
+        Learner(nn.Linear(2, 2), address, timeouts=Timeouts(join=300.0))
     assert "hunter2" not in str(caught.value)
     with pytest.raises(ConfigError, match=r"in \[syncer\] is not a URL: write it as") as caught:
         SyncerSettings(addresses=(address,))

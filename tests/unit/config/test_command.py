@@ -16,7 +16,7 @@ COMMAND = ["torchrun", "--nproc-per-node=2", "train.py", "--config", "x"]
 
 def config(**tables: Any) -> RunConfig:
     learner = {"command": COMMAND, **tables.pop("learner", {})}
-    run = {"budget_steps": 10, **tables.pop("run", {})}
+    run = {"max_steps": 10, **tables.pop("run", {})}
     return RunConfig(run=run, learner=learner, **tables)
 
 
@@ -33,7 +33,7 @@ def test_an_evaluate_command_is_evaluated() -> None:
 
 @pytest.mark.parametrize("evaluate", [{}, {"evaluate_command": ["python", "evaluate.py"]}])
 def test_the_resolved_file_is_the_same_run(evaluate: dict[str, Any]) -> None:
-    run = config(run=evaluate, data={"leases_ahead": 3})
+    run = config(run=evaluate, data={"prefetch": 3})
     assert RunConfig(**tomllib.loads(dump_config(run))) == run
 
 
@@ -46,7 +46,7 @@ def test_another_process_reads_the_public_settings_without_the_command() -> None
 
 
 def test_a_built_in_learner_is_not_of_a_run_with_a_command() -> None:
-    built_in = RunConfig(run={"budget_steps": 10})
+    built_in = RunConfig(run={"max_steps": 10})
     assert "workload" in difference_of_work(built_in, read_settings(config().public()))
 
 
@@ -64,12 +64,12 @@ def test_a_built_in_learner_is_not_of_a_run_with_a_command() -> None:
         ({"learner": {"parallelism": "ddp"}}, "parallelism='ddp' in .* would be ignored with"),
         ({"learner": {"precision": "bf16"}}, "precision='bf16' in .* would be ignored with"),
         ({"learner": {"device": "cuda:1"}}, "device='cuda:1' in .* would be ignored with"),
-        ({"data": {"leases": False}}, r"leases=False in \[data\] would be ignored with command"),
-        ({"data": {"parts": 9}}, r"parts=9 in \[data\] would be ignored with command"),
+        ({"data": {"elastic": False}}, r"elastic=False in \[data\] would be ignored with command"),
+        ({"data": {"partitions": 9}}, r"partitions=9 in \[data\] would be ignored with command"),
         ({"run": {"evaluator": True}}, r"evaluator=true in \[run\] needs evaluate_command"),
-        ({"run": {"evaluate_every_seconds": 3.0}}, "evaluate_every_seconds=3.0 .* would be"),
+        ({"run": {"evaluate_interval_seconds": 3.0}}, "evaluate_interval_seconds=3.0 .* would be"),
         ({"run": {"evaluate_command": []}}, r"evaluate_command=\[\] in \[run\] is empty"),
-        ({"where": {"learner": {"hosts": 2}}}, "hosts=2"),
+        ({"launch": {"learner": {"hosts": 2}}}, "hosts=2"),
     ],
 )
 def test_what_would_be_ignored_is_refused(tables: dict[str, Any], message: str) -> None:

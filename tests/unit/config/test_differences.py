@@ -13,7 +13,7 @@ from decoupled_diloco.errors import ProtocolError
 
 
 def public(**tables: Any) -> Any:
-    run = {"budget_steps": 10, **tables.pop("run", {})}
+    run = {"max_steps": 10, **tables.pop("run", {})}
     return read_public(public_text(RunConfig(run=run, **tables))).public()
 
 
@@ -25,7 +25,7 @@ def test_equal_settings_do_not_differ() -> None:
 @pytest.mark.parametrize(
     ("tables", "sentence"),
     [
-        ({"sync": {"period": 48}}, "sync.period is 24 here and 48 there"),
+        ({"sync": {"sync_every": 48}}, "sync.sync_every is 24 here and 48 there"),
         ({"syncer": {"shards": 2}}, "shards is 1 here and 2 there"),
         ({"run": {"seed": 3}}, "run.seed is 0 here and 3 there"),
         ({"outer": {"optimizer": "sgd"}}, "outer.momentum is 0.5 here and 0.0 there"),
@@ -50,7 +50,7 @@ MALFORMED = [
     json.dumps({"sync": {}, "run": [], "shards": 1, "outer": {}}),
     json.dumps({"sync": {}, "run": {}, "shards": "x", "outer": {}}),
     '{"sync": {}, "run": {}, "shards": 1e999, "outer": {}}',
-    json.dumps({"sync": {"period": 0}, "run": {}, "shards": 1, "outer": {}}),
+    json.dumps({"sync": {"sync_every": 0}, "run": {}, "shards": 1, "outer": {}}),
     json.dumps({"sync": {"of_a_later_version": 1}, "run": {}, "shards": 1, "outer": {}}),
     json.dumps({"sync": {}, "run": {}, "shards": 1, "outer": {"lr": "fast"}}),
 ]

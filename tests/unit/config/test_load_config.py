@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.merge import layout_of
 from decoupled_diloco.merge.codec import RawCodec, _codecs
 
-MINIMAL = "[run]\nbudget_steps = 100\n"
+MINIMAL = "[run]\nmax_steps = 100\n"
 
 
 @pytest.fixture
@@ -35,13 +36,10 @@ def toml(tmp_path: Path) -> Path:
 
 def test_defaults_are_the_papers_where_it_publishes_them(toml: Path) -> None:
     sync = load_config(toml).sync
-    assert (sync.fragments, sync.period, sync.overlap, sync.quorum) == (24, 24, 2, 1)
-    assert (sync.participants, sync.alignment, sync.missed) == (
-        "reported",
-        "overwrite",
-        "overwrite",
-    )
-    assert (sync.apply, sync.wait, sync.merge) == ("on_arrival", "never", "rda")
+    assert (sync.fragments, sync.sync_every, sync.overlap_steps, sync.quorum) == (24, 24, 2, 1)
+    assert (sync.participation, sync.wait, sync.merge.rule) == ("active", "never", "rda")
+    apply = sync.apply
+    assert (apply.when, apply.alignment, apply.missed) == ("on_arrival", "overwrite", "overwrite")
 
 
 @pytest.mark.parametrize(
@@ -49,8 +47,8 @@ def test_defaults_are_the_papers_where_it_publishes_them(toml: Path) -> None:
     [
         ("sync.quorum=2", "sync", "quorum", 2),
         ("outer.lr=1", "outer", "lr", 1.0),
-        ("sync.merge=mean", "sync", "merge", "mean"),
-        ('sync.merge="mean"', "sync", "merge", "mean"),
+        ("sync.merge.rule=mean", "sync.merge", "rule", "mean"),
+        ('sync.merge.rule="mean"', "sync.merge", "rule", "mean"),
         ("run.evaluator = false", "run", "evaluator", False),
         ("workload.options.batch_size=3", "workload", "options", {"batch_size": 3}),
         (
@@ -65,7 +63,7 @@ def test_defaults_are_the_papers_where_it_publishes_them(toml: Path) -> None:
 def test_overrides_are_toml_values_or_bare_text(
     toml: Path, override: str, table: str, key: str, value: object
 ) -> None:
-    assert getattr(getattr(load_config(toml, [override]), table), key) == value
+    assert attrgetter(f"{table}.{key}")(load_config(toml, [override])) == value
 
 
 def test_the_last_override_wins(toml: Path) -> None:
@@ -73,8 +71,8 @@ def test_the_last_override_wins(toml: Path) -> None:
 
 
 def test_an_empty_override_takes_the_key_out(toml: Path) -> None:
-    config = load_config(toml, ["run.budget_steps=", "run.budget_tokens=1_000"])
-    assert (config.run.budget_steps, config.run.budget_tokens) == (None, 1000)
+    config = load_config(toml, ["run.max_steps=", "run.max_tokens=1_000"])
+    assert (config.run.max_steps, config.run.max_tokens) == (None, 1000)
 
 
 def test_the_folder_follows_the_name(toml: Path) -> None:
@@ -100,9 +98,9 @@ def test_malformed_overrides_are_told(toml: Path, override: str) -> None:
 
 def test_an_override_below_a_value_is_told(toml: Path) -> None:
     with pytest.raises(ConfigError) as error:
-        load_config(toml, ["run.budget_steps.x=1"])
+        load_config(toml, ["run.max_steps.x=1"])
     assert str(error.value) == (
-        "override 'run.budget_steps.x=1' does not fit: run.budget_steps is not a table"
+        "override 'run.max_steps.x=1' does not fit: run.max_steps is not a table"
     )
 
 
@@ -131,14 +129,16 @@ name = "full"
 folder = "elsewhere"
 seed = 7
 learners = 3
-budget_steps = 10
-budget_tokens = 20
+max_steps = 10
+max_tokens = 20
 evaluator = false
 [sync]
+initial_weights = "w.safetensors"
+[sync.apply]
 alignment = "blend"
 blend_alpha = 0.25
+[sync.merge]
 weighting = "uniform"
-initial_weights = "w.safetensors"
 [outer]
 optimizer = "AdamW"
 options = { betas = [0.9, 0.99], weight_decay = 0.0 }
@@ -147,7 +147,7 @@ shards = 2
 addresses = ["http://a:1", "https://b:2"]
 token_file = "secret"
 [learner]
-give_up_seconds = 3.5
+disconnect_seconds = 3.5
 [workload]
 name = "my:own"
 options = { nested = { deep = [1, 2.5, "x", true] } }
@@ -177,23 +177,24 @@ def test_any_valid_configuration_survives_the_round_trip(data: st.DataObject) ->
     learners, fragments = draw(st.integers(1, 16)), draw(st.integers(1, 64))
     period = draw(st.integers(1, 500))
     alignment = draw(st.sampled_from(["overwrite", "carry", "blend"]))
+    apply: dict[str, object] = {"alignment": alignment}
+    if alignment == "blend":
+        apply["blend_alpha"] = draw(st.floats(0, 1))
     sync: dict[str, object] = {
         "fragments": fragments,
-        "period": period,
-        "overlap": draw(st.integers(0, period - 1)),
+        "sync_every": period,
+        "overlap_steps": draw(st.integers(0, period - 1)),
         "quorum": draw(st.integers(1, learners)),
         "grace_margin": draw(st.floats(0, 1, exclude_max=True)),
-        "alignment": alignment,
+        "apply": apply,
         "wait": draw(st.sampled_from(["never", "at_overlap"])),
-        "weighting": draw(st.sampled_from(["tokens", "uniform"])),
+        "merge": {"weighting": draw(st.sampled_from(["tokens", "uniform"]))},
     }
-    if alignment == "blend":
-        sync["blend_alpha"] = draw(st.floats(0, 1))
     config = RunConfig(
         run={
             "name": draw(st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,20}\Z")),
             "learners": learners,
-            "budget_steps": draw(st.integers(1, 10**9)),
+            "max_steps": draw(st.integers(1, 10**9)),
             "evaluator": draw(st.booleans()),
         },
         sync=sync,
@@ -217,11 +218,11 @@ def test_public_holds_what_learners_must_agree_on(toml: Path) -> None:
     assert public["workload"] == {"name": "gpt", "options": {"seed": 0, "total_steps": 100}}
     for mine in ["syncer.port=1", "run.folder=x", "run.evaluator=false", "learner.threads=2"]:
         assert load_config(toml, [mine]).public() == public
-    for shared in ["sync.period=25", "run.seed=1", "outer.lr=1", "workload.options.layers=1"]:
+    for shared in ["sync.sync_every=25", "run.seed=1", "outer.lr=1", "workload.options.layers=1"]:
         assert load_config(toml, [shared]).public() != public
 
 
-@pytest.mark.parametrize("own", [[], ["sync.alignment=blend", "outer.optimizer=AdamW"]])
+@pytest.mark.parametrize("own", [[], ["sync.apply.alignment=blend", "outer.optimizer=AdamW"]])
 def test_public_settings_are_read_back_into_the_same_model(toml: Path, own: list[str]) -> None:
     config = load_config(toml, [*own, "syncer.shards=3", "sync.initial_weights=w", "run.seed=9"])
     theirs = read_public(public_text(config))
@@ -232,16 +233,16 @@ def test_public_settings_are_read_back_into_the_same_model(toml: Path, own: list
 
 
 def test_settings_on_a_tape_of_an_earlier_version_are_read(toml: Path) -> None:
-    told = load_config(toml, ["sync.period=48"]).public()
+    told = load_config(toml, ["sync.sync_every=48"]).public()
     del told["sync"]["late"], told["data"]
-    assert read_settings({**told, "digest": "abc"}).sync.period == 48
+    assert read_settings({**told, "digest": "abc"}).sync.sync_every == 48
 
 
 def test_the_workload_gets_seed_and_schedule_length_from_the_run(toml: Path) -> None:
     assert load_config(toml).workload_options() == {"seed": 0, "total_steps": 100}
     own = load_config(toml, ["workload.options.total_steps=7", "run.seed=3"])
     assert own.workload_options() == {"seed": 3, "total_steps": 7}
-    tokens = load_config(toml, ["run.budget_steps=", "run.budget_tokens=5"])
+    tokens = load_config(toml, ["run.max_steps=", "run.max_tokens=5"])
     assert tokens.workload_options() == {"seed": 0}
 
 
@@ -264,13 +265,13 @@ def test_every_setting_is_documented() -> None:
 
 
 def test_a_codec_of_ones_own_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    sync = {"uplink_codec": "half", "fragments": 1, "period": 4}
-    tables: Any = {"run": {"budget_steps": 1}, "sync": sync}
+    sync = {"codec": {"uplink": "half"}, "fragments": 1, "sync_every": 4}
+    tables: Any = {"run": {"max_steps": 1}, "sync": sync}
     with pytest.raises(ConfigError, match="codec 'half' is unknown: did you mean"):
         RunConfig(**tables)
     monkeypatch.setitem(_codecs, "half", RawCodec("half", torch.float16))
     config = RunConfig(**tables)
-    assert config.sync.uplink_codec == "half"
+    assert config.sync.codec.uplink == "half"
     plan = plan_of(layout_of(torch.nn.Linear(8, 8)), read_public(public_text(config)))
     assert plan.uplink.name == "half"
 
@@ -310,5 +311,5 @@ def test_an_optimizer_of_torch_is_tried_before_anything_starts(
     settings: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        RunConfig(run={"budget_steps": 1}, outer=settings)
+        RunConfig(run={"max_steps": 1}, outer=settings)
     assert str(error.value).startswith(f"[outer] cannot be used: outer optimizer {sentence}")

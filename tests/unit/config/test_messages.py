@@ -12,11 +12,11 @@ from decoupled_diloco.errors import ConfigError
 
 
 def build(**tables: Any) -> RunConfig:
-    return RunConfig(**{"run": {"budget_steps": 100}, **tables})
+    return RunConfig(**{"run": {"max_steps": 100}, **tables})
 
 
 def run(**settings: Any) -> dict[str, Any]:
-    return {"run": {"budget_steps": 100, **settings}}
+    return {"run": {"max_steps": 100, **settings}}
 
 
 def fault(**settings: Any) -> dict[str, Any]:
@@ -33,9 +33,9 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"works": 1}, "unknown key 'works': did you mean 'workload'?"),
     (
         {"learner": {"zzz": 1}},
-        "unknown key 'zzz' in [learner]: choose one of 'command', 'give_up_seconds', "
-        "'checkpoint_every_seconds', 'listen', 'metrics', 'hand_in_seconds', 'threads', 'device', "
-        "'precision', 'ranks', 'parallelism', 'carriers'",
+        "unknown key 'zzz' in [learner]: choose one of 'command', 'disconnect_seconds', "
+        "'checkpoint_interval_seconds', 'metrics_address', 'flush_seconds', 'threads', "
+        "'device', 'precision', 'ranks', 'parallelism', 'sync_ranks'",
     ),
     (
         {"learner": {"ranks": 0}},
@@ -59,55 +59,50 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"learner": {"ranks": 2}},
-        "ranks=2 in [learner] does not go with leases=true in [data]: leased data are for learners "
-        "of one process: set data.leases=false",
+        "ranks=2 in [learner] cannot be combined with elastic=true in [data], which is for "
+        "learners with one process: set elastic=false",
     ),
     (
-        {"learner": {"ranks": 2, "listen": "10.0.0.1:0"}},
-        "listen='10.0.0.1:0' in [learner] does not go with ranks=2: a learner of several ranks "
-        "gives its state to nobody: leave listen out",
+        {"learner": {"ranks": [1, 2]}, "data": {"elastic": False}},
+        "ranks in [learner] lists 2, but learners=4: write one for all, or one for each",
     ),
     (
-        {"learner": {"ranks": [1, 2]}, "data": {"leases": False}},
-        "ranks in [learner] lists 2, but learners=4: give one for all, or one for each",
+        {"learner": {"ranks": 2, "parallelism": ["tp"]}, "data": {"elastic": False}},
+        "parallelism in [learner] lists 1, but learners=4: write one for all, or one for each",
     ),
     (
-        {"learner": {"ranks": 2, "parallelism": ["tp"]}, "data": {"leases": False}},
-        "parallelism in [learner] lists 1, but learners=4: give one for all, or one for each",
-    ),
-    (
-        {"learner": {"ranks": 2, "parallelism": "plain"}, "data": {"leases": False}},
+        {"learner": {"ranks": 2, "parallelism": "plain"}, "data": {"elastic": False}},
         "parallelism='plain' in [learner] is for one rank, but learner-0 has ranks=2: choose "
-        "'ddp', 'fsdp' or 'tp', or give it one rank",
+        "'ddp', 'fsdp' or 'tp', or set one rank",
     ),
     (
         {
             "learner": {"ranks": [2, 2, 2, 1], "parallelism": ["tp", "ddp", "fsdp", "tp"]},
-            "data": {"leases": False},
+            "data": {"elastic": False},
         },
-        "parallelism='tp' in [learner] would be ignored for learner-3, which has ranks=1: write "
-        "'plain', or give it more ranks",
+        "parallelism='tp' in [learner] would be ignored for learner-3, which has ranks=1: "
+        "write 'plain', or set more ranks",
     ),
     (
-        {"learner": {"ranks": 2, "carriers": 3}, "data": {"leases": False}},
-        "carriers=3 in [learner] is out of range for learner-0, which has ranks=2: choose 1 to 2, "
-        "'hosts' or 'all'",
+        {"learner": {"ranks": 2, "sync_ranks": 3}, "data": {"elastic": False}},
+        "sync_ranks=3 in [learner] is out of range for learner-0, which has ranks=2: choose 1 "
+        "to 2, 'hosts' or 'all'",
     ),
     (
         {"run": {}},
-        "[run] has no budget, so the run would never end: set budget_steps or budget_tokens",
+        "[run] has no budget, so the run would never end: set max_steps or max_tokens",
     ),
     (run(learners=0), "learners=0 in [run] is out of range: it must be at least 1"),
     (run(seed=-1), "seed=-1 in [run] is out of range: it must be at least 0"),
-    (run(budget_tokens=0), "budget_tokens=0 in [run] is out of range: it must be at least 1"),
+    (run(max_tokens=0), "max_tokens=0 in [run] is out of range: it must be at least 1"),
     (run(seed=1.5), "seed=1.5 in [run] is not a whole number: write it as one"),
     (run(seed=True), "seed=True in [run] is not a whole number: write it as one"),
     (run(name=7), "name=7 in [run] is not text in quotes: write it as one"),
     (run(evaluator="yes"), "evaluator='yes' in [run] is not true or false: write it as one"),
     (
-        run(evaluator=False, evaluate_every_seconds=5.0),
-        "evaluate_every_seconds=5.0 in [run] would be ignored with evaluator=false: "
-        "take evaluate_every_seconds out",
+        run(evaluator=False, evaluate_interval_seconds=5.0),
+        "evaluate_interval_seconds=5.0 in [run] would be ignored with evaluator=false: take "
+        "evaluate_interval_seconds out",
     ),
     (
         run(name="a/b"),
@@ -116,51 +111,58 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"sync": {"quorum": 5}},
-        "quorum=5 exceeds learners=4: lower quorum or start more learners",
+        "quorum=5 in [sync] exceeds learners=4 in [run]: lower quorum or start more learners",
     ),
     ({"sync": {"fragments": 0}}, "fragments=0 in [sync] is out of range: it must be at least 1"),
     (
-        {"sync": {"overlap": 24}},
-        "overlap=24 is not below period=24: a fragment would be sent again before its merged value "
-        "is due: lower overlap or raise period",
+        {"sync": {"overlap_steps": 24}},
+        "overlap_steps=24 in [sync] is not below sync_every=24: a fragment would be sent again "
+        "before its merged value is due: lower overlap_steps or raise sync_every",
     ),
     (
         {"sync": {"adapt": {}}},
-        "[sync.adapt] lacks limits: give period = [least, greatest], overlap, or both",
+        "[sync.adapt] has no limits: set sync_every = [smallest, largest], overlap_steps, or both",
     ),
     (
-        {"sync": {"adapt": {"period": [24]}}},
-        "period=[24] in [sync.adapt] is too short: it needs 2 values or more",
+        {"sync": {"adapt": {"sync_every": [24]}}},
+        "sync_every=[24] in [sync.adapt] is too short: it needs 2 values or more",
     ),
     (
-        {"sync": {"adapt": {"period": [48, 24]}}},
-        "period=[48, 24] in [sync.adapt] is out of range: give the least, 1 or more, and then the "
-        "greatest",
+        {"sync": {"adapt": {"sync_every": [48, 24]}}},
+        "sync_every=[48, 24] in [sync.adapt] is out of range: write the smallest value, at "
+        "least 1, and then the largest",
     ),
     (
-        {"sync": {"adapt": {"period": [48, 96]}}},
-        "period=24 in [sync] is out of range: [sync.adapt] allows 48 to 96, and the run begins "
-        "with it",
+        {"sync": {"adapt": {"sync_every": [48, 96]}}},
+        "sync_every=24 in [sync] is out of range: [sync.adapt] allows 48 to 96, and the run "
+        "starts with this value: change one of them",
     ),
     (
-        {"sync": {"period": 2, "overlap": 1, "adapt": {"period": [1, 96]}}},
-        "overlap=[1, 1] in [sync.adapt] is not below period=[1, 96]: a fragment would be sent "
-        "again before its merged value is due: lower the least overlap or raise the least period",
+        {"sync": {"sync_every": 2, "overlap_steps": 1, "adapt": {"sync_every": [1, 96]}}},
+        "overlap_steps=[1, 1] in [sync.adapt] is not below sync_every=[1, 96]: a fragment "
+        "would be sent again before its merged value is due: lower the smallest overlap_steps "
+        "or raise the smallest sync_every",
     ),
     (
-        {"sync": {"adapt": {"period": [24, 96]}, "wait": "at_overlap"}},
-        "[sync.adapt] does not go with wait='at_overlap': who waits has H and τ as they are set; "
-        "take one of them out",
+        {"sync": {"adapt": {"sync_every": [24, 96]}, "wait": "at_overlap"}},
+        "[sync.adapt] cannot be combined with wait='at_overlap' in [sync], which keeps H and τ "
+        "fixed: take one of them out",
     ),
     (
-        {"sync": {"fragments": 2, "phases": [0, 1], "adapt": {"period": [24, 96]}}},
-        "[sync.adapt] does not go with phases: with another period fragments are spread evenly; "
-        "take one of them out",
+        {
+            "sync": {
+                "fragments": 2,
+                "partition": {"phases": [0, 1]},
+                "adapt": {"sync_every": [24, 96]},
+            }
+        },
+        "[sync.adapt] cannot be combined with phases in [sync.partition], because another "
+        "period spreads the fragments evenly: take one of them out",
     ),
     (
-        {"sync": {"overlap": 30, "wait": "at_overlap", "apply": "at_tau"}},
-        "overlap=30 is not below period=24: a fragment would be sent again before its merged value "
-        "is due: lower overlap or raise period",
+        {"sync": {"overlap_steps": 30, "wait": "at_overlap", "apply": {"when": "at_overlap"}}},
+        "overlap_steps=30 in [sync] is not below sync_every=24: a fragment would be sent again "
+        "before its merged value is due: lower overlap_steps or raise sync_every",
     ),
     (
         {"sync": {"grace_margin": 1}},
@@ -171,66 +173,71 @@ CASES: list[tuple[dict[str, Any], str]] = [
         "grace_margin=-0.1 in [sync] is out of range: it must be at least 0.0",
     ),
     (
-        {"sync": {"blend_alpha": 0.3}},
-        "blend_alpha=0.3 in [sync] would be ignored with alignment='overwrite': "
-        "take blend_alpha out",
-    ),
-    (
-        {"sync": {"weighting": "uniform", "missed": "rebase", "counter_cap_periods": 2}},
-        "counter_cap_periods=2 in [sync] would be ignored with weighting='uniform' and "
-        "missed='rebase': take counter_cap_periods out",
-    ),
-    (
-        {"sync": {"participants": "own", "missed": "rebase"}},
-        "grace_margin=0.8 in [sync] does not go with participants='own', which merges each "
-        "contribution as it comes: set grace_margin = 0.0",
-    ),
-    (
-        {"sync": {"participants": "own", "grace_margin": 0.0, "quorum": 2}},
-        "quorum=2 in [sync] does not go with participants='own', which merges each contribution "
-        "as it comes: set quorum = 1",
-    ),
-    (
-        {"sync": {"participants": "own", "grace_margin": 0.0}},
-        "missed='overwrite' in [sync] does not go with participants='own', which merges each "
-        "contribution as it comes: set missed = 'rebase'",
+        {"sync": {"apply": {"blend_alpha": 0.3}}},
+        "blend_alpha=0.3 in [sync.apply] would be ignored with alignment='overwrite': take "
+        "blend_alpha out",
     ),
     (
         {
             "sync": {
-                "participants": "own",
-                "grace_margin": 0.0,
-                "missed": "rebase",
-                "adapt": {"period": [8, 48]},
+                "merge": {"weighting": "uniform", "counter_cap_periods": 2},
+                "apply": {"missed": "rebase"},
             }
         },
-        "[sync.adapt] does not go with participants='own', which merges each contribution as it "
-        "comes: take it out",
+        "counter_cap_periods=2 in [sync.merge] would be ignored with weighting='uniform' and "
+        "missed='rebase': take counter_cap_periods out",
     ),
     (
-        {"sync": {"merge": "rad"}},
-        "merge='rad' in [sync] is not known: did you mean 'rda'? (A custom rule is written as "
-        "'module:function'.)",
+        {"sync": {"participation": "async", "apply": {"missed": "rebase"}}},
+        "grace_margin=0.8 in [sync] cannot be combined with participation='async', which "
+        "merges each contribution alone: set grace_margin=0.0",
     ),
     (
-        {"sync": {"uplink_codecs": ["int4", "bf16"]}},
-        "uplink_codecs in [sync] have int4 (4.125), bf16 (16) bits: put the most exact first, and "
-        "each one after it with fewer bits",
+        {"sync": {"participation": "async", "grace_margin": 0.0, "quorum": 2}},
+        "quorum=2 in [sync] cannot be combined with participation='async', which merges each "
+        "contribution alone: set quorum=1",
     ),
     (
-        {"sync": {"uplink_codecs": ["bf16", "int4"], "uplink_codec": "int8"}},
-        "uplink_codec='int8' in [sync] would be ignored with uplink_codecs: take uplink_codec out",
+        {"sync": {"participation": "async", "grace_margin": 0.0}},
+        "missed='overwrite' in [sync.apply] cannot be combined with participation='async', "
+        "which merges each contribution alone: set missed='rebase'",
     ),
     (
-        {"sync": {"feedback_decay": 0.5}},
-        "feedback_decay=0.5 in [sync] would be ignored without error feedback: take "
+        {
+            "sync": {
+                "participation": "async",
+                "grace_margin": 0.0,
+                "apply": {"missed": "rebase"},
+                "adapt": {"sync_every": [8, 48]},
+            }
+        },
+        "[sync.adapt] cannot be combined with participation='async', which merges each "
+        "contribution alone: take it out",
+    ),
+    (
+        {"sync": {"merge": {"rule": "rad"}}},
+        "rule='rad' in [sync.merge] is not known: did you mean 'rda'? (A custom rule is "
+        "written as 'module:function'.)",
+    ),
+    (
+        {"sync": {"codec": {"uplink": ["int4", "bf16"]}}},
+        "uplink=['int4', 'bf16'] in [sync.codec] has int4 (4.125), bf16 (16) bits per element: "
+        "put the most exact codec first, and each following one with fewer bits",
+    ),
+    (
+        {"sync": {"codec": {"uplink": []}}},
+        "uplink=[] in [sync.codec] is empty: name one codec or several",
+    ),
+    (
+        {"sync": {"codec": {"feedback_decay": 0.5}}},
+        "feedback_decay=0.5 in [sync.codec] would be ignored without error feedback: take "
         "feedback_decay out",
     ),
     (
-        {"sync": {"uplink_codec": "zip"}},
-        "uplink_codec='zip' in [sync]: codec 'zip' is unknown: did you mean 'topk'? "
-        "Known are fp32, bf16, int8, int4, fp4-e3m0, int2, topk, topk-<k>. (Name your own as "
-        "'module:function', or have a module in run.imports register it.)",
+        {"sync": {"codec": {"uplink": "zip"}}},
+        "uplink='zip' in [sync.codec]: codec 'zip' is unknown: did you mean 'topk'? "
+        "Known codecs: fp32, bf16, int8, int4, fp4-e3m0, int2, topk, topk-<k>. (For a custom codec "
+        "write 'module:function', or register it in a module of run.imports.)",
     ),
     (
         {"outer": {"optimizer": "nestrov"}},
@@ -253,7 +260,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"syncer": {"shards": 25}},
-        "shards=25 exceeds fragments=24: a shard would own nothing: "
+        "shards=25 in [syncer] exceeds fragments=24 in [sync], so a shard would own nothing: "
         "lower shards or raise fragments",
     ),
     (
@@ -262,11 +269,12 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"syncer": {"port": 65535, "shards": 2}},
-        "port=65535 with shards=2 needs ports up to 65536, but 65535 is the last: lower port",
+        "port=65535 in [syncer] with shards=2 needs ports up to 65536, but 65535 is the last: "
+        "lower port",
     ),
     (
         {"syncer": {"shards": 2, "addresses": ["http://a:1"]}},
-        "addresses has 1 entries, but shards=2: give one address per shard",
+        "addresses in [syncer] has 1 entries, but shards=2: write one address per shard",
     ),
     (
         {"syncer": {"addresses": ["a:1"]}},
@@ -274,12 +282,12 @@ CASES: list[tuple[dict[str, Any], str]] = [
         "write it as 'http://host:port', for example 'http://a:1'",
     ),
     (
-        {"learner": {"give_up_seconds": 0}},
-        "give_up_seconds=0 in [learner] is out of range: it must be greater than 0.0",
+        {"learner": {"disconnect_seconds": 0}},
+        "disconnect_seconds=0 in [learner] is out of range: it must be greater than 0.0",
     ),
     (
         fault(kill="learner-9"),
-        "kill='learner-9' in [[faults]] names no learner: did you mean 'learner-3'?",
+        "kill='learner-9' in [[faults]] is not a learner: did you mean 'learner-3'?",
     ),
     (fault(at=1.5), "at=1.5 in [[faults]] is out of range: it must be less than 1.0"),
     (fault(at=-0.1), "at=-0.1 in [[faults]] is out of range: it must be at least 0.0"),
@@ -291,27 +299,33 @@ CASES: list[tuple[dict[str, Any], str]] = [
                 {"at": 0.2, "kill": "learner-1", "restart": False},
             ]
         },
-        "kill='learner-1' at=0.7 in [[faults]] would be ignored, because it is dead since at=0.2: "
-        "set restart=true there or take it out",
+        "kill='learner-1' at=0.7 in [[faults]] would be ignored, because learner-1 is dead "
+        "since at=0.2: set restart=true there or take this entry out",
     ),
     ({"sync": 3}, "sync=3 is not a table: write it as one"),
     ({"faults": 3}, "faults=3 is not a list: write it as one"),
     (
-        {"sync": {"fragment_map": [["a"], ["*"]], "fragments": 3}},
-        "fragments=3 in [sync], and fragment_map has 2 lists: take fragments out",
-    ),
-    ({"sync": {"fragment_map": 3}}, "fragment_map=3 in [sync] is not a list: write it as one"),
-    (
-        {"sync": {"fragment_map": [["*"]], "partition": "tensor"}},
-        "partition='tensor' in [sync] would be ignored with a fragment_map: take partition out",
+        {"sync": {"partition": {"map": [["a"], ["*"]]}, "fragments": 3}},
+        "fragments=3 in [sync] differs from the 2 lists of map in [sync.partition]: take "
+        "fragments out",
     ),
     (
-        {"sync": {"phases": [1]}},
-        "phases in [sync] has 1 entries, but fragments=24: give one for each fragment, or none",
+        {"sync": {"partition": {"map": 3}}},
+        "map=3 in [sync.partition] is not a list: write it as one",
     ),
     (
-        {"sync": {"fragments": 1, "phases": [24]}},
-        "phases in [sync] has 24, which is out of range: it must be from 0 to period - 1 = 23",
+        {"sync": {"partition": {"map": [["*"]], "scheme": "tensor"}}},
+        "scheme='tensor' in [sync.partition] would be ignored with a map: take scheme out",
+    ),
+    (
+        {"sync": {"partition": {"phases": [1]}}},
+        "phases in [sync.partition] has 1 entries, but fragments=24: write one for each "
+        "fragment, or none",
+    ),
+    (
+        {"sync": {"fragments": 1, "partition": {"phases": [24]}}},
+        "phases in [sync.partition] has 24, which is out of range: it must be from 0 to "
+        "sync_every - 1 = 23",
     ),
     (
         {"outer": {"by_fragment": [{"fragments": [99], "lr": 0.1}]}},
@@ -320,7 +334,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"outer": {"by_fragment": [{"fragments": [1], "lr": 0.1}, {"fragments": [1], "lr": 0.2}]}},
-        "fragment 1 is in two entries of [[outer.by_fragment]]: take it out of one",
+        "fragment 1 is in two entries of [[outer.by_fragment]]: remove it from one",
     ),
     (
         {"outer": {"by_fragment": [{"fragments": [1], "lr": -1}]}},
@@ -363,8 +377,8 @@ def test_a_fragment_s_optimizer_is_tried_out(optimizer: str) -> None:
 
 
 def test_a_map_counts_the_fragments() -> None:
-    config = build(sync={"fragment_map": [["a"], ["*"]], "phases": [3, 3]})
-    assert (config.sync.fragments, config.sync.phases) == (2, (3, 3))
+    config = build(sync={"partition": {"map": [["a"], ["*"]], "phases": [3, 3]}})
+    assert (config.sync.fragments, config.sync.partition.phases) == (2, (3, 3))
     assert read_public(public_text(config)).sync == config.sync
 
 
@@ -375,9 +389,9 @@ def test_a_file_without_a_run_table_is_told() -> None:
 
 def test_all_mistakes_of_a_table_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as error:
-        SyncSettings(quorom=1, period=0)
+        SyncSettings(quorom=1, sync_every=0)
     assert str(error.value).splitlines() == [
-        "period=0 in [sync] is out of range: it must be at least 1",
+        "sync_every=0 in [sync] is out of range: it must be at least 1",
         "unknown key 'quorom' in [sync]: did you mean 'quorum'?",
     ]
 
@@ -385,11 +399,11 @@ def test_all_mistakes_of_a_table_are_told_at_once() -> None:
 @pytest.mark.parametrize(
     "tables",
     [
-        {"sync": {"period": 1, "overlap": 0, "fragments": 1}},
+        {"sync": {"sync_every": 1, "overlap_steps": 0, "fragments": 1}},
         {"sync": {"quorum": 4}},
         {"syncer": {"port": 0, "shards": 24}},
         {"syncer": {"port": 65535}},
-        {"sync": {"alignment": "blend", "blend_alpha": 0.3}},
+        {"sync": {"apply": {"alignment": "blend", "blend_alpha": 0.3}}},
         {"outer": {"options": {}}},
         {"faults": [{"at": 0.2, "kill": "learner-1"}, {"at": 0.7, "kill": "learner-1"}]},
     ],

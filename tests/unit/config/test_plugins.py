@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -70,7 +71,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
 def run_file(folder: Path, *lines: str, imports: str = "") -> Path:
     path = folder / "run.toml"
     told = f'imports = ["{imports}"]\n' if imports else ""
-    path.write_text(f"[run]\nbudget_steps = 9\n{told}[sync]\nfragments = 1\n" + "\n".join(lines))
+    path.write_text(f"[run]\nmax_steps = 9\n{told}[sync]\nfragments = 1\n" + "\n".join(lines))
     return path
 
 
@@ -78,10 +79,10 @@ def test_a_module_beside_the_file_registers_a_codec_before_the_names_are_checked
     tmp_path: Path, write: Write
 ) -> None:
     name = write()
-    path = run_file(tmp_path, f'uplink_codec = "codec-of-{name}"', imports=name)
+    path = run_file(tmp_path, f'codec.uplink = "codec-of-{name}"', imports=name)
     config = load_config(path)
     assert config.run.imports == (name,)
-    assert codec(config.sync.uplink_codec).nbytes(3) == 6
+    assert codec(config.sync.codec.uplink).nbytes(3) == 6
     assert options_of(config).uplink_codec == f"codec-of-{name}"
 
 
@@ -89,13 +90,13 @@ def test_methods_are_found_by_module_and_function(tmp_path: Path, write: Write) 
     name = write()
     path = run_file(
         tmp_path,
-        f'uplink_codecs = ["bf16", "int4"]\ndownlink_codec = "{name}:half"',
-        f'merge = "{name}:first"\n[outer]\noptimizer = "{name}:plain"',
+        f'codec.uplink = ["bf16", "int4"]\ncodec.downlink = "{name}:half"',
+        f'merge.rule = "{name}:first"\n[outer]\noptimizer = "{name}:plain"',
     )
     config = load_config(path)
     assert codec(f"{name}:half").name == f"{name}:half"
-    assert config.sync.chain == 1
-    rule_named(config.sync.merge)
+    assert config.sync.codec.chain == 1
+    rule_named(config.sync.merge.rule)
     make_outer(config.outer.optimizer, 0.5)(3)
 
 
@@ -104,7 +105,7 @@ def test_what_was_resolved_is_found_again_from_another_folder(
 ) -> None:
     """A run's own run.toml lies elsewhere, and says where the modules were."""
     name = write(folder=tmp_path / "code")
-    path = run_file(tmp_path / "code", f'merge = "{name}:first"')
+    path = run_file(tmp_path / "code", f'merge.rule = "{name}:first"')
     text = dump_config(load_config(path))
     (tmp_path / "run").mkdir()
     copy = tmp_path / "run" / "run.toml"
@@ -124,20 +125,36 @@ def test_learners_are_not_told_of_modules(tmp_path: Path, write: Write) -> None:
 @pytest.mark.parametrize(
     ("text", "line", "message"),
     [
-        ("", 'merge = "no_such_module:f"', "merge rule 'no_such_module:f': there is no module"),
-        ("", 'merge = "{}:f"', "has no function 'f'"),
-        ("raise RuntimeError('broken here')", 'merge = "{}:f"', "it raises RuntimeError: broken"),
-        ("import no_such_dependency", 'merge = "{}:f"', "No module named 'no_such_dependency'"),
-        ("import sys; sys.exit(3)", 'merge = "{}:f"', "it raises SystemExit: 3"),
-        ("def f(", 'merge = "{}:f"', "it raises SyntaxError"),
-        ("f = 7", 'merge = "{}:f"', "has no function 'f'"),
-        ("def f(): ...", 'uplink_codec = "{}:f"', "is a NoneType without nbytes, encode, decode"),
-        ("def f(): 1 / 0", 'uplink_codec = "{}:f"', "cannot be made: ZeroDivisionError"),
-        ("def f(): ...", 'merge = "{}:f"', "needs 0 arguments"),
-        ("def f(c, w): 1 / 0", 'merge = "{}:f"', "it raises ZeroDivisionError"),
+        (
+            "",
+            'merge.rule = "no_such_module:f"',
+            "merge rule 'no_such_module:f': there is no module",
+        ),
+        ("", 'merge.rule = "{}:f"', "has no function 'f'"),
+        (
+            "raise RuntimeError('broken here')",
+            'merge.rule = "{}:f"',
+            "it raises RuntimeError: broken",
+        ),
+        (
+            "import no_such_dependency",
+            'merge.rule = "{}:f"',
+            "No module named 'no_such_dependency'",
+        ),
+        ("import sys; sys.exit(3)", 'merge.rule = "{}:f"', "it raises SystemExit: 3"),
+        ("def f(", 'merge.rule = "{}:f"', "it raises SyntaxError"),
+        ("f = 7", 'merge.rule = "{}:f"', "has no function 'f'"),
+        ("def f(): ...", 'codec.uplink = "{}:f"', "is a NoneType without nbytes, encode, decode"),
+        (
+            "def f(): 1 / 0",
+            'codec.uplink = "{}:f"',
+            "cannot be created: its function raises ZeroDivisionError",
+        ),
+        ("def f(): ...", 'merge.rule = "{}:f"', "requires 0 arguments"),
+        ("def f(c, w): 1 / 0", 'merge.rule = "{}:f"', "it raises ZeroDivisionError"),
         (
             "def f(c, w): return c",
-            'merge = "{}:f"',
+            'merge.rule = "{}:f"',
             "returned shape [1, 1], not a tensor of shape [1]",
         ),
         (
@@ -172,16 +189,16 @@ def test_an_error_names_the_line_of_the_module(tmp_path: Path, write: Write) -> 
 def test_readers_of_other_settings_import_nothing(tmp_path: Path, write: Write) -> None:
     """`ddiloco status` needs a secret's path of a run's file, and no codec."""
     name = write("raise RuntimeError")
-    path = run_file(tmp_path, f'uplink_codecs = ["{name}:half", "other"]', imports=name)
+    path = run_file(tmp_path, f'codec.uplink = ["{name}:half", "other"]', imports=name)
     config = load_config(path, plugins=False)
-    assert config.sync.uplink_codecs == (f"{name}:half", "other")
+    assert config.sync.codec.uplink == (f"{name}:half", "other")
     assert name not in sys.modules
 
 
-@pytest.mark.parametrize("key", ["uplink_codec", "downlink_codec"])
+@pytest.mark.parametrize("key", ["uplink", "downlink"])
 def test_settings_of_a_peer_never_import(tmp_path: Path, write: Write, key: str) -> None:
     name = write("raise SystemError('imported')")
-    text = public_text(RunConfig(run={"budget_steps": 9})).replace(
+    text = public_text(RunConfig(run={"max_steps": 9})).replace(
         f'"{key}": "bf16"', f'"{key}": "{name}:half"'
     )
     with pytest.raises(MissingCodecError) as error:
@@ -196,18 +213,18 @@ def test_settings_of_a_peer_never_import(tmp_path: Path, write: Write, key: str)
 
 @pytest.mark.parametrize(
     ("table", "key", "before"),
-    [("sync", "merge", '"rda"'), ("outer", "optimizer", '"nesterov"')],
+    [("sync.merge", "rule", '"rda"'), ("outer", "optimizer", '"nesterov"')],
 )
 def test_what_only_the_syncer_needs_is_neither_imported_nor_missed(
     write: Write, table: str, key: str, before: str
 ) -> None:
     name = write("raise SystemError('imported')")
-    text = public_text(RunConfig(run={"budget_steps": 9}, outer={"momentum": 0.5}))
+    text = public_text(RunConfig(run={"max_steps": 9}, outer={"momentum": 0.5}))
     text = text.replace(f'"{key}": {before}', f'"{key}": "{name}:f"')
     if key == "optimizer":
         text = text.replace(', "momentum": 0.5', "")
     settings = read_public(text)
-    assert getattr(getattr(settings, table), key) == f"{name}:f"
+    assert attrgetter(f"{table}.{key}")(settings) == f"{name}:f"
     assert name not in sys.modules
 
 
@@ -221,8 +238,8 @@ def test_no_function_of_an_installed_module_is_called(
         raise SystemError(f"{name} was imported")
 
     monkeypatch.setattr("importlib.import_module", import_module)
-    text = public_text(RunConfig(run={"budget_steps": 9}))
-    text = text.replace('"uplink_codec": "bf16"', f'"uplink_codec": "{word}"')
+    text = public_text(RunConfig(run={"max_steps": 9}))
+    text = text.replace('"uplink": "bf16"', f'"uplink": "{word}"')
     with pytest.raises((MissingCodecError, ProtocolError), match="is not registered"):
         read_public(text)
 
@@ -231,9 +248,9 @@ def test_a_codec_is_allowed_by_name(write: Write, tmp_path: Path, monkeypatch: A
     name = write()
     monkeypatch.chdir(tmp_path)
     dd.allow_codec(f"{name}:half")
-    text = public_text(RunConfig(run={"budget_steps": 9}))
-    text = text.replace('"uplink_codec": "bf16"', f'"uplink_codec": "{name}:half"')
-    assert read_public(text).sync.uplink_codec == f"{name}:half"
+    text = public_text(RunConfig(run={"max_steps": 9}))
+    text = text.replace('"uplink": "bf16"', f'"uplink": "{name}:half"')
+    assert read_public(text).sync.codec.uplink == f"{name}:half"
     with pytest.raises(ConfigError, match="is not of the form 'module:function'"):
         dd.allow_codec("half")
 
@@ -250,12 +267,12 @@ def test_an_installed_package_provides_a_codec_by_an_entry_point(
     (info / "entry_points.txt").write_text(f"[decoupled_diloco]\n{short} = {name}:half\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     word = short if by == "name" else f"{name}:half"
-    text = public_text(RunConfig(run={"budget_steps": 9}))
-    text = text.replace('"uplink_codec": "bf16"', f'"uplink_codec": "{word}"')
-    assert read_public(text).sync.uplink_codec == word
+    text = public_text(RunConfig(run={"max_steps": 9}))
+    text = text.replace('"uplink": "bf16"', f'"uplink": "{word}"')
+    assert read_public(text).sync.codec.uplink == word
     assert codec(word).nbytes(2) == 4
-    plain = RunConfig(run={"budget_steps": 9}, sync={"downlink_codec": word}).public()
-    assert read_settings(plain).sync.downlink_codec == word
+    plain = RunConfig(run={"max_steps": 9}, sync={"codec": {"downlink": word}}).public()
+    assert read_settings(plain).sync.codec.downlink == word
 
 
 def test_a_tape_names_modules_with_version_and_source(tmp_path: Path, write: Write) -> None:
@@ -268,6 +285,6 @@ def test_a_tape_names_modules_with_version_and_source(tmp_path: Path, write: Wri
 
 
 def test_settings_that_are_no_tables_are_refused_as_before() -> None:
-    for text in ("[]", "3", '{"sync": 3}', '{"sync": {"uplink_codecs": 3}}', '{"outer": []}'):
+    for text in ("[]", "3", '{"sync": 3}', '{"sync": {"codec": {"uplink": 3}}}', '{"outer": []}'):
         with pytest.raises(ProtocolError):
             read_public(text)

@@ -1,4 +1,4 @@
-"""What is submitted to Slurm, and who finds whom; without a Slurm."""
+"""The scripts that are submitted to Slurm, without a Slurm cluster."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 
 from decoupled_diloco.config import RunConfig, load_config
-from decoupled_diloco.engines.launch import Launch, launch_folder, placed_config, write_launch
-from decoupled_diloco.engines.slurm import Slurm
 from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.launch.launch_folder import Launch, launch_folder, placed_config, write_launch
+from decoupled_diloco_engines.slurm import Slurm
 
 
-def config_of(folder: Path, ranks: dict[str, object] | None = None, **where: object) -> RunConfig:
+def config_of(folder: Path, ranks: dict[str, object] | None = None, **launch: object) -> RunConfig:
     return RunConfig(
-        run={"name": "big", "folder": folder / "runs/big", "learners": 3, "budget_steps": 10},
+        run={"name": "big", "folder": folder / "runs/big", "learners": 3, "max_steps": 10},
         learner=ranks or {},
-        data={"leases": not ranks},
-        where={"engine": "slurm", **where},
+        data={"elastic": not ranks},
+        launch={"backend": "slurm", **launch},
     )
 
 
@@ -31,16 +31,17 @@ def directives(script: str) -> set[str]:
     return {line.removeprefix("#SBATCH ") for line in script.splitlines() if "#SBATCH" in line}
 
 
-def test_each_role_gets_what_it_asks_for(tmp_path: Path) -> None:
+def test_each_role_gets_its_resources(tmp_path: Path) -> None:
     config = config_of(
         tmp_path,
         syncer={"cpus": 4, "memory": "32GiB"},
         learner={"gpus": 8, "cpus": 64, "memory": "1TiB"},
         slurm={"partition": "gpu", "syncer_partition": "cpu", "time": "1-0", "account": "lab"},
     )
-    told = files(config, tmp_path)
-    assert set(told) == {"syncer.sbatch", "learners.sbatch", "evaluator.sbatch"}
-    learners, syncer = directives(told["learners.sbatch"]), directives(told["syncer.sbatch"])
+    scripts = files(config, tmp_path)
+    assert set(scripts) == {"syncer.sbatch", "learners.sbatch", "evaluator.sbatch"}
+    learners = directives(scripts["learners.sbatch"])
+    syncer = directives(scripts["syncer.sbatch"])
     assert {
         "--array=0-2",
         "--gpus-per-node=8",
@@ -52,49 +53,49 @@ def test_each_role_gets_what_it_asks_for(tmp_path: Path) -> None:
     assert {"--time=1-0", "--account=lab", "--requeue", "--signal=TERM@60"} <= learners & syncer
 
 
-def test_shards_share_one_job_and_get_what_each_needs(tmp_path: Path) -> None:
+def test_shards_share_one_job_with_enough_resources_for_each(tmp_path: Path) -> None:
     config = config_of(tmp_path, syncer={"cpus": 2, "memory": "1GiB"})
-    several = config.syncer.model_copy(update={"shards": 3, "standbys": 1})
-    told = files(config.model_copy(update={"syncer": several}), tmp_path)
-    assert {"--cpus-per-task=12", "--mem=6144M"} <= directives(told["syncer.sbatch"])
+    several = config.syncer.model_copy(update={"shards": 3, "standby": True})
+    scripts = files(config.model_copy(update={"syncer": several}), tmp_path)
+    assert {"--cpus-per-task=12", "--mem=6144M"} <= directives(scripts["syncer.sbatch"])
 
 
-def test_learners_of_unequal_ranks_are_arrays_of_their_own(tmp_path: Path) -> None:
-    told = files(config_of(tmp_path, {"ranks": [2, 2, 4], "parallelism": "ddp"}), tmp_path)
-    assert "--array=0-1" in directives(told["learners-0.sbatch"])
-    assert "--array=2-2" in directives(told["learners-2.sbatch"])
+def test_learners_with_different_ranks_are_separate_arrays(tmp_path: Path) -> None:
+    scripts = files(config_of(tmp_path, {"ranks": [2, 2, 4], "parallelism": "ddp"}), tmp_path)
+    assert "--array=0-1" in directives(scripts["learners-0.sbatch"])
+    assert "--array=2-2" in directives(scripts["learners-2.sbatch"])
 
 
 def test_ranks_on_several_hosts_are_tasks_of_one_step(tmp_path: Path) -> None:
     config = config_of(tmp_path, {"ranks": 16}, learner={"hosts": 2, "gpus": 16, "cpus": 32})
     script = files(config, tmp_path)["learners.sbatch"]
-    asked = {"--nodes=2", "--ntasks-per-node=8", "--gpus-per-node=8", "--cpus-per-task=2"}
-    assert asked <= directives(script)
+    options = {"--nodes=2", "--ntasks-per-node=8", "--gpus-per-node=8", "--cpus-per-task=2"}
+    assert options <= directives(script)
     assert "srun --kill-on-bad-exit=1 --distribution=block" in script
-    assert "--supervised" not in script  # the script starts the ranks again, on both hosts
+    assert "--supervised" not in script  # the script restarts the ranks on both hosts
 
 
 ENDS = {
     "the run is over": (["0 0"], 0),
-    "the settings are wrong, and the others are ended": (["2 130"], 2),
-    "told to go": (["130 130"], 130),
-    "killed, then an error, then all is well": (["137 143", "1 130", "0 0"], 0),
-    "an error for ever": (["4 1"] * 6, 4),
+    "the settings are wrong, and the other ranks are stopped": (["2 130"], 2),
+    "SIGTERM": (["130 130"], 130),
+    "killed, then an error, then success": (["137 143", "1 130", "0 0"], 0),
+    "an error forever": (["4 1"] * 6, 4),
 }
 
 
 @pytest.mark.parametrize("ends", ENDS)
-def test_the_script_starts_ranks_again_where_that_helps(ends: str, tmp_path: Path) -> None:
-    """By bash, with an srun that runs its tasks one after the other."""
-    lives, code = ENDS[ends]
+def test_the_script_restarts_ranks_where_that_helps(ends: str, tmp_path: Path) -> None:
+    """Run the script in bash, with an srun that runs its tasks one after the other."""
+    starts, code = ENDS[ends]
     config = config_of(tmp_path, {"ranks": 2}, setup=["true"], learner={"hosts": 2})
-    bin, told = tmp_path / "bin", tmp_path / "told"
+    bin, calls = tmp_path / "bin", tmp_path / "calls"
     (tmp_path / "runs/big.launch/logs").mkdir(parents=True)
-    (tmp_path / "lives").write_text("".join(f"{codes}\n" for codes in [*lives, "99 99"]))
+    (tmp_path / "starts").write_text("".join(f"{codes}\n" for codes in [*starts, "99 99"]))
     commands = {
         "srun": 'while [ "${1#--}" != "$1" ]; do shift; done\n'
-        f"echo $MASTER_ADDR $MASTER_PORT >> {told}; highest=0\n"
-        'for code in $(sed -n "$(wc -l < told)p" lives); do\n'
+        f"echo $MASTER_ADDR $MASTER_PORT >> {calls}; highest=0\n"
+        'for code in $(sed -n "$(wc -l < calls)p" starts); do\n'
         '    CODE=$code "$@"; [ $code -gt $highest ] && highest=$code\n'
         "done\nexit $highest",
         "ddiloco": "exit $CODE",
@@ -111,13 +112,13 @@ def test_the_script_starts_ranks_again_where_that_helps(ends: str, tmp_path: Pat
         timeout=30,
     )
     assert ended.returncode == code
-    assert len(told.read_text().splitlines()) == len(lives)
-    assert all(line.startswith("n1 295") for line in told.read_text().splitlines())
+    assert len(calls.read_text().splitlines()) == len(starts)
+    assert all(line.startswith("n1 295") for line in calls.read_text().splitlines())
     assert (tmp_path / "requeued").exists() == (code not in (0, 2))
 
 
 @pytest.mark.parametrize("setup", [[], ["module load cuda", "source 'my env/bin/activate'"]])
-def test_bash_can_read_every_script(tmp_path: Path, setup: list[str]) -> None:
+def test_bash_can_parse_every_script(tmp_path: Path, setup: list[str]) -> None:
     folder = tmp_path / "it's here"
     config = config_of(folder, {"ranks": 4}, setup=setup, learner={"hosts": 2})
     for script in files(config, tmp_path).values():
@@ -126,7 +127,7 @@ def test_bash_can_read_every_script(tmp_path: Path, setup: list[str]) -> None:
         assert all(line in script for line in setup)
 
 
-def test_the_launch_folder_says_all_and_is_read_back(
+def test_the_launch_folder_is_complete_and_can_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -134,46 +135,51 @@ def test_the_launch_folder_says_all_and_is_read_back(
     assert launched.folder == tmp_path / "runs/big.launch"
     token = launched.folder / "token"
     assert token.stat().st_mode & 0o777 == 0o600
-    told = load_config(launched.folder / "run.toml")
-    assert told.run.folder == tmp_path / "runs/big"
-    assert told.syncer.token_file == token
-    assert (told.syncer.host, told.syncer.port) == ("0.0.0.0", 0)
+    config = load_config(launched.folder / "run.toml")
+    assert config.run.folder == tmp_path / "runs/big"
+    assert config.syncer.token_file == token
+    assert (config.syncer.host, config.syncer.port) == ("0.0.0.0", 0)
     assert token.read_text().strip() not in "".join(
         path.read_text() for path in launched.folder.iterdir() if path != token
     )
-    assert Launch(launched.folder).config == told
-    assert not told.run.folder.exists()
+    assert Launch(launched.folder).config == config
+    assert not config.run.folder.exists()
 
 
-def test_a_secret_of_ones_own_is_kept(tmp_path: Path) -> None:
+def test_a_given_secret_is_kept(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     own = config.syncer.model_copy(update={"token_file": tmp_path / "mine"})
     launched = write_launch(config.model_copy(update={"syncer": own}))
     assert not (launched.folder / "token").exists()
-    assert f"--token-file {tmp_path}/mine" in (launched.folder / "learners.sbatch").read_text()
+    assert f"--auth-token-file {tmp_path}/mine" in (launched.folder / "learners.sbatch").read_text()
 
 
-def test_what_is_no_launch_folder_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_launch_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is no launch folder: give the run's TOML file"):
         Launch(tmp_path)
 
 
-def test_a_machine_without_slurm_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_slurm_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ConfigError, match=r"sbatch is not here: run this on a login node"):
+    with pytest.raises(ConfigError, match=r"sbatch is not installed: run this on a login node"):
         Slurm().require(config_of(tmp_path))
 
 
 @pytest.mark.parametrize(
-    ("where", "problem"),
+    ("launch", "problem"),
     [
-        ({"learner": {"memory": "64"}}, r"memory='64' in \[where.learner\] is no amount of memory"),
-        ({"engine": "slrum"}, r"engine='slrum' in \[where\] is not known: did you mean 'slurm'"),
-        ({"learner": {"hosts": 2}}, r"hosts=2 in \[where.learner\] does not divide the ranks=1"),
+        (
+            {"learner": {"memory": "64"}},
+            r"memory='64' in \[launch.learner\] is not a valid amount of memory",
+        ),
+        ({"backend": "slrum"}, r"backend='slrum' in \[launch\] is not known: did you mean 'slurm'"),
+        ({"learner": {"hosts": 2}}, r"hosts=2 in \[launch.learner\] does not divide the ranks=1"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(
-    tmp_path: Path, where: dict[str, object], problem: str
+def test_invalid_settings_are_rejected(
+    tmp_path: Path, launch: dict[str, object], problem: str
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
-        config_of(tmp_path, **where)
+        config_of(tmp_path, **launch)

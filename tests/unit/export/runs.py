@@ -1,4 +1,4 @@
-"""Run folders as a run leaves them, made without training."""
+"""Run folders in the state in which a run leaves them, created without training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from decoupled_diloco.config import RunConfig, dump_config, load_config
 from decoupled_diloco.config.method import options_of, plan_of, public_text
 from decoupled_diloco.merge import digest, gather, layout_of, scatter, tensors_of
 from decoupled_diloco.protocol.coordinator_state import CoordinatorState
-from decoupled_diloco.protocol.versions import Asking, Version
+from decoupled_diloco.protocol.words import Asking, Version
+from decoupled_diloco.storage.coordinator_states import CoordinatorStates
 from decoupled_diloco.syncer.durable import ShardDisk, identity_of_shard
 from decoupled_diloco.syncer.fragments import ShardTensors
 from decoupled_diloco.syncer.result import assemble, save_share
@@ -38,20 +39,20 @@ SHARDS = 2
 def run_folder(
     folder: Path, name: str = "gpt", *, missing: int | None = None, **options: Any
 ) -> nn.Module:
-    """Writes what a finished run leaves; returns the model with its weights.
+    """Write the files of a finished run; return the model with its weights.
 
-    With ``missing``, the run has not finished: this shard has not handed in its share.
+    With ``missing``, the run has not finished: this shard has not written its share.
     """
     config = RunConfig(
-        run={"name": "small", "folder": folder, "learners": 1, "budget_steps": 8},
-        sync={"fragments": 4, "period": 4, "overlap": 1},
+        run={"name": "small", "folder": folder, "learners": 1, "max_steps": 8},
+        sync={"fragments": 4, "sync_every": 4, "overlap_steps": 1},
         syncer={"shards": SHARDS},
         workload={"name": name, "options": {**SMALL.get(name, {}), **options}},
     )
     folder.mkdir(parents=True)
     (folder / "run.toml").write_text(dump_config(config))
-    clocks = {"state": {"clocks": {"0": 8, "1": 9}}}
-    (folder / "coordinator.json").write_text(json.dumps(clocks))
+    state = {"clocks": {"0": 8, "1": 9}, "learners": {}}
+    CoordinatorStates(folder, "n").write({"state": state})
     model = load_workload(name, config.workload_options()).model()
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -76,7 +77,7 @@ def _hand_in(folder: Path, config: RunConfig, model: nn.Module, missing: int | N
 
 
 def keep_durable(folder: Path, phase: str) -> Tensor:
-    """Adds what durable shards keep of a run that has gone on; returns its parameters in a row."""
+    """Add the durable state of a continued run's shards; return its parameters as one row."""
     config = load_config(folder / "run.toml")
     model = load_workload(config.workload.name, config.workload_options()).model()
     layout, options = layout_of(model), options_of(config)
@@ -104,5 +105,7 @@ def keep_durable(folder: Path, phase: str) -> Tensor:
         "layout": json.dumps(layout.to_json()),
         "settings": public_text(config),
     }
-    (folder / "coordinator.json").write_text(json.dumps(document))
+    states = CoordinatorStates(folder, "n")
+    states.read()
+    states.write(document)
     return torch.cat([tensor.reshape(-1) for tensor in own])

@@ -1,4 +1,4 @@
-"""Where an export goes: what is there already is never harmed, and never half of it is written."""
+"""The folder of an export: existing files are never damaged, and a partial export never remains."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FACTS = {"decoupled_diloco": "0"}
 
 
 def write(out: Path, files: dict[str, str], *, force: bool = False) -> None:
-    """An export of these files; a name with a slash is in a folder."""
+    """Export these files; a name with a slash is in a folder."""
     with export_folder(out, FACTS, force=force) as folder:
         for name, text in files.items():
             (folder / name).parent.mkdir(exist_ok=True)
@@ -36,15 +36,15 @@ def test_the_current_folder_is_a_folder(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path / "out")
     result = CliRunner().invoke(app, ["export", "../run", "--out", "."])
     assert result.exit_code == 0, result.output
-    dd.load_exported(".")
+    dd.load_model(".")
 
 
 def test_the_root_is_refused() -> None:
-    with pytest.raises(ConfigError, match="is the root of all folders: give another --out"):
+    with pytest.raises(ConfigError, match="is the root folder: choose another --out"):
         write(Path("/"), {"a": "new"}, force=True)
 
 
-def test_a_run_folder_is_refused_also_with_force(tmp_path: Path) -> None:
+def test_a_run_folder_is_rejected_even_with_force(tmp_path: Path) -> None:
     run_folder(tmp_path / "run")
     before = (tmp_path / "run/run.toml").read_text()
     for _ in range(2):
@@ -53,22 +53,24 @@ def test_a_run_folder_is_refused_also_with_force(tmp_path: Path) -> None:
     assert (tmp_path / "run/run.toml").read_text() == before
 
 
-def test_what_no_export_has_written_is_not_written_over(tmp_path: Path) -> None:
+def test_foreign_files_are_not_overwritten(tmp_path: Path) -> None:
     out = tmp_path / "out"
     write(out, {"a": "old"})
     (out / "config.json").write_text("mine")
-    with pytest.raises(ConfigError, match=r"out/config\.json is not of an earlier export, and"):
+    with pytest.raises(
+        ConfigError, match=r"out/config\.json is not part of an earlier export, and"
+    ):
         write(out, {"a": "new", "config.json": "new"}, force=True)
     assert contents(out) == {"a": "old", "config.json": "mine"}
     assert read_facts(out)["files"] == ["a", "export.json"]
 
 
-def test_a_stranger_s_list_of_files_is_not_an_export(tmp_path: Path) -> None:
+def test_a_foreign_list_of_files_is_not_an_export(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "export.json").write_text('{"files": ["a", "export.json"]}')
     (out / "a").write_text("mine")
-    with pytest.raises(ConfigError, match=r"out/a is not of an earlier export"):
+    with pytest.raises(ConfigError, match=r"out/a is not part of an earlier export"):
         write(out, {"a": "new"}, force=True)
     assert contents(out) == {"a": "mine"}
 
@@ -82,7 +84,7 @@ def test_an_export_with_a_folder_is_replaced(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_an_export_that_cannot_be_moved_in_leaves_the_old_one(
+def test_an_export_that_cannot_be_moved_keeps_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"

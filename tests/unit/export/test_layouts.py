@@ -1,4 +1,4 @@
-"""What is written for transformers, without transformers."""
+"""Files for transformers, tested without transformers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from decoupled_diloco import load_exported
+from decoupled_diloco import load_model
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.export.huggingface import byte_tokenizer
 from decoupled_diloco.export.run import export_run
@@ -51,12 +51,12 @@ def test_a_tied_head_is_left_to_the_configuration(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out/config.json").read_text())["tie_word_embeddings"] is True
 
 
-def test_what_transformers_has_no_layout_for_is_told(tmp_path: Path) -> None:
+def test_models_without_a_transformers_layout_are_rejected(tmp_path: Path) -> None:
     run_folder(tmp_path / "vit", "vit")
     with pytest.raises(ConfigError) as error:
         export_run(tmp_path / "vit", format="huggingface")
     assert str(error.value) == (
-        "a Vit cannot be written for transformers, since it has no save_pretrained: "
+        "a Vit cannot be written for transformers, because it has no save_pretrained: "
         "use --format native"
     )
     run_folder(tmp_path / "moe", "moe", experts_per_token=1)
@@ -67,5 +67,5 @@ def test_what_transformers_has_no_layout_for_is_told(tmp_path: Path) -> None:
 def test_an_export_for_transformers_is_not_loaded_back(tmp_path: Path) -> None:
     run_folder(tmp_path / "run")
     out = export_run(tmp_path / "run", format="huggingface").folder
-    with pytest.raises(ConfigError, match="is an export for transformers: load it with its from_p"):
-        load_exported(out)
+    with pytest.raises(ConfigError, match="is an export for transformers: load it with from_p"):
+        load_model(out)

@@ -1,4 +1,4 @@
-"""What is exported is the model of the run, and loads back as it."""
+"""A native export has the model of the run, and loads back unchanged."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_an_export_loads_back_and_evaluates_the_same(tmp_path: Path, name: str) 
         "run.toml",
         "export.json",
     ]
-    loaded = dd.load_exported(exported.folder)
+    loaded = dd.load_model(exported.folder)
     assert same(loaded, model)
     assert not loaded.training
     config = load_config(exported.folder / "run.toml")
@@ -87,17 +87,17 @@ def test_an_export_loads_back_and_evaluates_the_same(tmp_path: Path, name: str) 
 
 def test_tied_weights_are_tied_again(tmp_path: Path) -> None:
     model = run_folder(tmp_path / "run", tied=True)
-    loaded = dd.load_exported(export_run(tmp_path / "run").folder)
+    loaded = dd.load_model(export_run(tmp_path / "run").folder)
     assert same(loaded, model)
     assert loaded.head.weight is loaded.embedding.weight
     stored = (tmp_path / "run/export/model.safetensors").stat().st_size
     assert stored < 4 * sum(p.numel() for p in model.parameters()) + 4096, "stored once"
 
 
-def test_a_model_of_ones_own_with_all_kinds_of_tensors(tmp_path: Path, own: str) -> None:
+def test_a_custom_model_with_all_kinds_of_tensors(tmp_path: Path, own: str) -> None:
     model = run_folder(tmp_path / "run", own)
     export_run(tmp_path / "run", tmp_path / "out")
-    loaded = dd.load_exported(tmp_path / "out")
+    loaded = dd.load_model(tmp_path / "out")
     assert same(loaded, model)
     assert loaded.body.weight.dtype is torch.bfloat16
     names = load_weights(tmp_path / "out/model.safetensors").keys()
@@ -118,45 +118,45 @@ def test_the_facts_name_step_versions_and_layout(tmp_path: Path) -> None:
     assert json.loads((again / "export.json").read_text()) == facts
 
 
-def test_the_shares_of_a_run_that_was_not_put_together_are_enough(tmp_path: Path) -> None:
+def test_shares_are_enough_without_the_combined_result(tmp_path: Path) -> None:
     model = run_folder(tmp_path / "run")
     (tmp_path / "run/weights.safetensors").unlink()
-    assert same(dd.load_exported(export_run(tmp_path / "run").folder), model)
-    assert not (tmp_path / "run/weights.safetensors").exists(), "the run itself is left alone"
+    assert same(dd.load_model(export_run(tmp_path / "run").folder), model)
+    assert not (tmp_path / "run/weights.safetensors").exists(), "the run itself is unchanged"
 
 
-def test_a_run_without_weights_says_what_is_missing(tmp_path: Path) -> None:
+def test_a_run_without_weights_names_the_missing_files(tmp_path: Path) -> None:
     run_folder(tmp_path / "run", missing=1)
     with pytest.raises(StorageError) as error:
         export_run(tmp_path / "run")
     assert str(error.value) == (
         f"{tmp_path}/run has no weights: weights.safetensors is written when the run is finished, "
-        f"and shard-1.safetensors below {tmp_path}/run/checkpoints when a shard is; before that "
-        "shards keep theirs once a learner has joined, unless syncer.durable is false: let it "
-        "join, let the run finish, or give a safetensors file with --weights"
+        f"and shard-1.safetensors in {tmp_path}/run/checkpoints when a shard is. Before that, "
+        "shards store theirs after the first learner has joined, unless syncer.persist is false: "
+        "start a learner, let the run finish, or pass a safetensors file with --weights"
     )
     assert not (tmp_path / "run/export").exists()
 
 
-def test_what_the_shards_keep_is_exported_as_of_their_last_merge(tmp_path: Path) -> None:
+def test_durable_state_is_exported_as_of_the_last_merge(tmp_path: Path) -> None:
     run = tmp_path / "run"
     before = run_folder(run)
     now = keep_durable(run, "running")
     exported = export_run(run)
-    loaded = dd.load_exported(exported.folder)
-    assert not same(loaded, before), "what an earlier end has left is older"
+    loaded = dd.load_model(exported.folder)
+    assert not same(loaded, before), "the files of an earlier end are older"
     assert torch.equal(torch.cat([p.reshape(-1) for p in loaded.parameters()]), now)
     assert exported.global_step == 11
     assert json.loads((run / "export/export.json").read_text())["versions"]["3"] == "1.1"
 
 
-def test_the_result_of_a_run_that_is_over_is_what_is_exported(tmp_path: Path) -> None:
+def test_the_result_of_a_finished_run_is_exported(tmp_path: Path) -> None:
     before = run_folder(tmp_path / "run")
     keep_durable(tmp_path / "run", "finished")
-    assert same(dd.load_exported(export_run(tmp_path / "run").folder), before)
+    assert same(dd.load_model(export_run(tmp_path / "run").folder), before)
 
 
-def test_a_shard_that_keeps_nothing_whole_is_told(tmp_path: Path) -> None:
+def test_a_shard_without_complete_state_is_reported(tmp_path: Path) -> None:
     run_folder(tmp_path / "run")
     keep_durable(tmp_path / "run", "running")
     (checkpoint,) = (tmp_path / "run/durable/shard-1").glob("*.safetensors")
@@ -177,7 +177,7 @@ def test_a_model_that_only_the_learners_have_is_exported_as_tensors(tmp_path: Pa
     facts = json.loads((run / "export/export.json").read_text())
     assert (facts["format"], facts["workload"]) == ("plain", None)
     with pytest.raises(ConfigError, match="a model that only your own code builds"):
-        dd.load_exported(run / "export")
+        dd.load_model(run / "export")
     with pytest.raises(ConfigError, match=r"has 'blocks.1.*', which the model lacks"):
         export_run(run, tmp_path / "out", format="huggingface")
 
@@ -187,16 +187,16 @@ def test_other_weights_of_the_same_model(tmp_path: Path) -> None:
     other = load_workload("gpt", {"layers": 2, "width": 32, "heads": 2, "seed": 9}).model()
     save_weights(tmp_path / "other.safetensors", other.state_dict())
     exported = export_run(tmp_path / "run", weights=tmp_path / "other.safetensors")
-    assert same(dd.load_exported(exported.folder), other)
+    assert same(dd.load_model(exported.folder), other)
     assert exported.global_step is None
 
 
-def test_weights_of_another_model_are_told(tmp_path: Path) -> None:
+def test_weights_of_another_model_are_rejected(tmp_path: Path) -> None:
     run_folder(tmp_path / "run")
     file = tmp_path / "other.safetensors"
     state = load_workload("gpt", {"layers": 2, "width": 32, "heads": 2}).model().state_dict()
     for change, sentence in (
-        ({"head.weight": torch.ones(3)}, r"'head.weight' of shape \(3,\), which in .* \(256, 32\)"),
+        ({"head.weight": torch.ones(3)}, r"'head.weight' of shape \(3,\), but .* \(256, 32\)"),
         ({"tail": torch.ones(3)}, "has 'tail', which the model lacks"),
     ):
         save_weights(file, {**state, **change})
@@ -217,7 +217,7 @@ def test_a_folder_with_something_in_it_is_left_alone_without_force(tmp_path: Pat
     export_run(tmp_path / "run", out, format="huggingface")
     (out / "notes.txt").write_text("mine")
     before = sorted(path.name for path in out.iterdir())
-    with pytest.raises(ConfigError, match="is not empty: give another --out, or --force"):
+    with pytest.raises(ConfigError, match="is not empty: choose another --out, or --force"):
         export_run(tmp_path / "run", out)
     assert sorted(path.name for path in out.iterdir()) == before
     export_run(tmp_path / "run", out, force=True)
@@ -227,7 +227,7 @@ def test_a_folder_with_something_in_it_is_left_alone_without_force(tmp_path: Pat
         "notes.txt",
         "run.toml",
     ]
-    dd.load_exported(out)
+    dd.load_model(out)
 
 
 def test_an_export_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -240,44 +240,44 @@ def test_an_export_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
 
 
-def test_what_is_no_export_is_told(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match=r"holds no export, since it has no export\.json"):
-        dd.load_exported(tmp_path)
+def test_a_folder_that_is_not_an_export_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"contains no export, because it has no export\.json"):
+        dd.load_model(tmp_path)
     (tmp_path / "export.json").write_text("torn")
     with pytest.raises(StorageError, match=r"export\.json cannot be read"):
-        dd.load_exported(tmp_path)
+        dd.load_model(tmp_path)
 
 
-def test_an_export_of_another_model_than_the_code_builds_now_is_told(tmp_path: Path) -> None:
+def test_an_export_of_another_model_than_the_code_builds_is_rejected(tmp_path: Path) -> None:
     run_folder(tmp_path / "run")
     out = export_run(tmp_path / "run").folder
     text = (out / "run.toml").read_text()
     (out / "run.toml").write_text(text.replace("layers = 2", "layers = 3"))
-    with pytest.raises(ConfigError, match="builds another model now than the one in"):
-        dd.load_exported(out)
+    with pytest.raises(ConfigError, match="now builds another model than the one in"):
+        dd.load_model(out)
 
 
-def test_the_command_tells_what_it_wrote_and_how_to_use_it(tmp_path: Path) -> None:
+def test_the_command_prints_its_files_and_how_to_use_them(tmp_path: Path) -> None:
     run_folder(tmp_path / "run")
     result = CliRunner().invoke(app, ["export", str(tmp_path / "run")])
     assert result.exit_code == 0, result.output
-    assert result.output.splitlines()[0] == f"exported small, step 8, to {tmp_path}/run/export:"
-    assert f"load_exported('{tmp_path}/run/export')" in result.output
+    assert result.output.splitlines()[0] == f"exported small (step 8) to {tmp_path}/run/export:"
+    assert f"load_model('{tmp_path}/run/export')" in result.output
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_what_is_no_run_folder_is_told(tmp_path: Path, there: bool) -> None:
+def test_a_folder_that_is_not_a_run_folder_is_rejected(tmp_path: Path, there: bool) -> None:
     folder = tmp_path if there else tmp_path / "none"
     what = "has no run.toml" if there else "does not exist"
     with pytest.raises(ConfigError) as error:
         export_run(folder)
     assert str(error.value) == (
-        f"{folder} is no run folder: it {what}: give the folder that ddiloco train has written, "
+        f"{folder} is not a run folder: it {what}: pass the folder that ddiloco train wrote, "
         "runs/<name> by default"
     )
 
 
-def test_what_is_optional_is_imported_only_when_it_is_used() -> None:
+def test_optional_packages_are_imported_only_when_used() -> None:
     script = (
         "import sys, decoupled_diloco, decoupled_diloco.cli.main\n"
         "print({'torch', 'transformers', 'sklearn', 'tokenizers'} & set(sys.modules))\n"

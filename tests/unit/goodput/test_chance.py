@@ -1,4 +1,4 @@
-"""What is drawn has the distributions that it should have."""
+"""Random draws have the expected distributions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_repairs_have_their_mean_and_their_distribution(power: float, tail: floa
     assert np.allclose(distribution, share, atol=1e-4)
 
 
-def test_a_mean_is_that_of_weibull_where_that_is_known() -> None:
+def test_the_mean_is_that_of_weibull_for_power_1() -> None:
     scale = Repair(1.0, 1.0, 0.6).at(np.array([1 - math.exp(-1)]))[0] / SECOND
     assert scale == pytest.approx(1 / math.gamma(1 + 1 / 0.6), rel=1e-4)
 
@@ -37,8 +37,8 @@ def test_each_chip_is_in_one_slice_of_the_right_size(chips: int, count: int) -> 
     assert sum(slices.sizes()) == chips
 
 
-def test_failures_are_those_of_each_chip_by_itself() -> None:
-    """Superposed: as many in a time, exponential between two, and slices by their sizes."""
+def test_failures_are_those_of_independent_chips() -> None:
+    """Superposition: the right rate, exponential gaps, and slices in proportion to their sizes."""
     slices, mtbi = Slices(50, 4), 1000.0
     source = failures(slices, mtbi, Repair(1, 1, 1), np.random.default_rng(1))
     at, which = [], []

@@ -22,7 +22,7 @@ SMALL = (*ONE, "--learners", "2,4")
 
 def test_table_rows_and_pictures(tmp_path: Path) -> None:
     out, plot, timeline = (tmp_path / name for name in ("rows.json", "plot.png", "line.svg"))
-    options = ["--json", str(out), "--plot", str(plot), "--timeline", str(timeline)]
+    options = ["--out", str(out), "--plot", str(plot), "--timeline", str(timeline)]
     result = CliRunner().invoke(app, [*SMALL, "--system", "decoupled,elastic,barrier", *options])
     assert result.exit_code == 0, result.output
     rows = json.loads(out.read_text())
@@ -41,14 +41,14 @@ def test_table_rows_and_pictures(tmp_path: Path) -> None:
 
 
 def test_rows_on_standard_output() -> None:
-    result = CliRunner().invoke(app, [*ONE, "--system", "data-parallel", "--json", "-"])
+    result = CliRunner().invoke(app, [*ONE, "--system", "data-parallel", "--json"])
     (row,) = json.loads(result.stdout)
     assert row["badput"]["restart"] > 0
 
 
 def test_every_option_reaches_the_simulation() -> None:
-    """Each of these changes the row."""
-    base = [*ONE[:3], "--days", "1", "--seeds", "1", "--json", "-"]
+    """Every option in this list changes the row."""
+    base = [*ONE[:3], "--days", "1", "--seeds", "1", "--json"]
 
     def row(system: str, *options: str) -> object:
         learners = ["--learners", "2"] if system in ("barrier", "decoupled") else []
@@ -104,51 +104,53 @@ def test_every_option_reaches_the_simulation() -> None:
     ("options", "message"),
     [
         (("--chips", "0"), "chips=0"),
-        (("--chips", "1.5"), "--chips '1.5' is no whole number"),
+        (("--chips", "1.5"), "--chips '1.5' is not a whole number"),
         (("--chips", ","), "--chips is empty"),
-        (("--chips", "1k"), "learners=8 exceed the 4 slices"),
+        (("--chips", "1k"), "learners=8 exceeds the 4 slices"),
         (("--quorum", "9"), "quorum=9"),
-        (("--system", "x"), "--system 'x' is none of"),
+        (("--system", "x"), "--system 'x' is not valid: give one of"),
         (("--downscale-seconds", "-1"), "downscale_seconds=-1"),
-        (("--slowdowns", "1x4", "--days", "1"), "speeds are given for 4 learners, learners=8"),
-        (("--slowdowns", "fast"), "'fast' is no number"),
+        (("--slowdowns", "1x4", "--days", "1"), "slowdowns has 4 values for learners=8"),
+        (("--slowdowns", "fast"), "'fast' is not a valid number"),
         (("--preempt", "1,2"), "is not START,HOURS,SHARE"),
         (("--tokens-per-chip-second", "0"), "--tokens-per-chip-second=0 is out of range"),
         (("--mtbi-years", "0"), "--mtbi-years=0 is out of range: it must be greater than 0"),
-        (("--chips", "-5"), "--chips: '-5' is no count"),
-        (("--learners", "-1"), "--learners: '-1' is no count"),
+        (("--chips", "-5"), "--chips: '-5' is not a valid count"),
+        (("--learners", "-1"), "--learners: '-1' is not a valid count"),
         (("--learners", "0"), "learners=0 is out of range"),
         (("--plot", "x.foo"), "does not end in .png, .svg, .pdf"),
-        (("--slack-steps", "2"), "--slack-steps does nothing without --slowdowns or --jitter"),
-        (("--jitter", "0.1", "--no-grace"), "--grace does nothing without --slack-steps"),
-        (("--system", "barrier", "--scavenged-share", "1"), "cannot join system='barrier'"),
+        (("--slack-steps", "2"), "--slack-steps requires --slowdowns or --jitter"),
+        (("--jitter", "0.1", "--no-grace"), "--grace requires --slack-steps"),
+        (("--system", "barrier", "--scavenged-share", "1"), "combined with system='barrier'"),
         (("--days", "-1"), "days=-1"),
         (("--preempt", "1,2,0.5"), "give days (--days)"),
-        (("--preempt", "30,2,0.5", "--days", "1"), "comes after days=1"),
-        (("--calibrate", "--chips", "1M"), "leave out --chips"),
-        (("--system", "elastic", "--quorum", "2"), "--quorum is of decoupled only"),
-        (("--system", "elastic", "--learners", "2"), "--learners is of barrier and decoupled"),
-        (("--stay-seconds", "60"), "--stay-seconds does nothing without --scavenged-share"),
+        (("--preempt", "30,2,0.5", "--days", "1"), "is after the end, days=1"),
+        (("--calibrate", "--chips", "1M"), "--calibrate cannot be combined with --chips"),
+        (("--system", "elastic", "--quorum", "2"), "--quorum is for decoupled only"),
+        (("--system", "elastic", "--learners", "2"), "--learners is for barrier and decoupled"),
+        (("--stay-seconds", "60"), "--stay-seconds requires --scavenged-share"),
     ],
 )
-def test_what_cannot_be_is_told(options: tuple[str, ...], message: str) -> None:
+def test_invalid_options_are_reported(options: tuple[str, ...], message: str) -> None:
     result = CliRunner().invoke(app, ["goodput", *options])
     assert isinstance(result.exception, ConfigError)
     assert message in str(result.exception)
 
 
-@pytest.mark.parametrize("option", ["--json", "--plot", "--timeline"])
-def test_a_file_that_cannot_be_written_is_told_before_the_work(option: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("option", ["--out", "--plot", "--timeline"])
+def test_an_output_that_cannot_be_written_is_reported_before_the_work(
+    option: str, tmp_path: Path
+) -> None:
     (tmp_path / "folder.png").mkdir()
-    for name, message in (("no/file.png", "no folder"), ("folder.png", "it is a folder")):
+    for name, message in (("no/file.png", "does not exist"), ("folder.png", "it is a folder")):
         months = ["goodput", "--days", "3000", option, str(tmp_path / name)]
         result = CliRunner().invoke(app, months)
         assert isinstance(result.exception, StorageError)
         assert message in str(result.exception)
 
 
-def test_without_names_all_systems_are_compared() -> None:
-    result = CliRunner().invoke(app, [*ONE, "--learners", "1,2", "--json", "-"])
+def test_without_system_names_all_systems_are_compared() -> None:
+    result = CliRunner().invoke(app, [*ONE, "--learners", "1,2", "--json"])
     rows = json.loads(result.stdout)
     assert [(row["system"], row["learners"]) for row in rows] == [
         ("data-parallel", 1),
@@ -158,19 +160,19 @@ def test_without_names_all_systems_are_compared() -> None:
         ("decoupled", 1),
         ("decoupled", 2),
     ]
-    borrowed = CliRunner().invoke(app, [*ONE, "--scavenged-share", "1", "--json", "-"])
+    borrowed = CliRunner().invoke(app, [*ONE, "--scavenged-share", "1", "--json"])
     assert "barrier" not in {row["system"] for row in json.loads(borrowed.stdout)}
 
 
-def test_one_learner_may_be_named_for_a_system_that_is_one() -> None:
+def test_learners_1_is_accepted_for_a_system_with_one_learner() -> None:
     result = CliRunner().invoke(app, [*ONE, "--system", "elastic", "--learners", "1,8"])
     assert result.exit_code == 0, result.output
 
 
-def test_what_is_done_is_told_when_it_is_stopped(
+def test_an_interrupt_prints_the_finished_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C in the third row."""
+    """Press Ctrl-C in the third row."""
     done = []
 
     def stopped(cluster: Cluster, effort: Effort) -> Row:
@@ -181,13 +183,13 @@ def test_what_is_done_is_told_when_it_is_stopped(
 
     monkeypatch.setattr("decoupled_diloco_plan.goodput.command.study", stopped)
     out = tmp_path / "rows.json"
-    result = CliRunner().invoke(app, [*ONE, "--json", str(out)])
+    result = CliRunner().invoke(app, [*ONE, "--out", str(out)])
     assert result.exit_code == INTERRUPTED
     assert "stopped: 2 of 4 rows are done" in result.output
     assert [row["system"] for row in json.loads(out.read_text())] == ["data-parallel", "elastic"]
 
 
-def test_numbers_of_people() -> None:
+def test_counts_with_suffixes() -> None:
     texts = ("150000", "150k", "2.4M", "2.4e6", "150_000", "1e5", "0.5M")
     assert [_count(text, "") for text in texts] == [
         150_000,
@@ -199,11 +201,11 @@ def test_numbers_of_people() -> None:
         500_000,
     ]
     for text in ("1e400", "1.5", "nan", "inf", "", "k", "1e-3"):
-        with pytest.raises(ConfigError, match=r"is no (whole number|count)"):
+        with pytest.raises(ConfigError, match=r"is (not a whole number|not a valid count)"):
             _count(text, "--chips")
     assert _slowdowns("1x2,1.18") == (1.0, 1.0, 1.18)
 
 
-def test_systems_complete() -> None:
+def test_system_names_are_completed() -> None:
     assert [name for name, _ in complete_systems("decoupled,e")] == ["decoupled,elastic"]
     assert len(complete_systems("")) == 4

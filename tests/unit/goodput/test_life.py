@@ -1,4 +1,4 @@
-"""One learner's life, against a simulation that goes through every instant."""
+"""The simulation of one learner, against one that steps through every instant."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from decoupled_diloco_plan.goodput.life import (
 Failure = tuple[int, int, int]
 
 
-def told(failures: list[Failure]) -> Iterator[tuple[list[int], list[int], list[int]]]:
-    """These failures, and then none."""
+def script(failures: list[Failure]) -> Iterator[tuple[list[int], list[int], list[int]]]:
+    """Yield these failures, and then none."""
     yield tuple(map(list, zip(*failures, strict=True)))  # type: ignore[misc]
     while True:
         yield [NEVER], [0], [1]
@@ -35,7 +35,7 @@ def told(failures: list[Failure]) -> Iterator[tuple[list[int], list[int], list[i
 def by_events(
     slices: Slices, habits: Habits, failures: list[Failure], until: int
 ) -> Counter[tuple[int, int]]:
-    life = Life(slices, habits, told(failures))
+    life = Life(slices, habits, script(failures))
     life.advance(until)
     found: Counter[tuple[int, int]] = Counter()
     numbers = life.spans.tolist()
@@ -53,7 +53,7 @@ def by_events(
 def by_instants(
     slices: Slices, habits: Habits, failures: list[Failure], until: int
 ) -> Counter[tuple[int, int]]:
-    """The same rules, one unit of time after another, chip by chip."""
+    """Apply the same rules, one unit of time after another, chip by chip."""
     sizes = slices.sizes()
     there = set(range(slices.count))
     back: dict[int, int] = {}
@@ -135,8 +135,8 @@ def spans(life: Life) -> list[tuple[int, ...]]:
 HABITS = Habits(step=10, downscale=30, upscale=20, window=50)
 
 
-def test_a_failure_takes_effect_at_the_end_of_the_step_and_its_slice_comes_back() -> None:
-    life = Life(Slices(4, 4), HABITS, told([(12, 1, 100)]))
+def test_a_failure_takes_effect_at_the_end_of_the_step_and_its_slice_returns() -> None:
+    life = Life(Slices(4, 4), HABITS, script([(12, 1, 100)]))
     life.advance(400)
     assert spans(life)[:4] == [
         (0, 20, RUN, 4),
@@ -147,8 +147,8 @@ def test_a_failure_takes_effect_at_the_end_of_the_step_and_its_slice_comes_back(
     assert spans(life)[4][2:] == (RUN, 4)
 
 
-def test_failures_in_a_stop_are_taken_in_and_who_returns_meanwhile_shares_an_upscale() -> None:
-    life = Life(Slices(4, 4), HABITS, told([(12, 1, 88), (25, 2, 110), (30, 2, 5)]))
+def test_failures_during_a_pause_join_it_and_returned_slices_share_an_upscale() -> None:
+    life = Life(Slices(4, 4), HABITS, script([(12, 1, 88), (25, 2, 110), (30, 2, 5)]))
     life.advance(400)
     assert [span[2:] for span in spans(life)] == [
         (RUN, 4),
@@ -159,16 +159,16 @@ def test_failures_in_a_stop_are_taken_in_and_who_returns_meanwhile_shares_an_ups
     ]
 
 
-def test_sudden_failures_lose_the_step_under_way() -> None:
+def test_sudden_failures_lose_the_current_step() -> None:
     habits = Habits(step=10, downscale=30, upscale=20, window=50, sudden=True)
-    life = Life(Slices(4, 4), habits, told([(12, 1, 500)]))
+    life = Life(Slices(4, 4), habits, script([(12, 1, 500)]))
     life.advance(50)
     assert spans(life)[:3] == [(0, 10, RUN, 4), (10, 12, LOST, 4), (12, 42, DOWNSCALE, 3)]
 
 
-def test_training_that_is_not_elastic_loses_what_ran_since_its_checkpoint() -> None:
+def test_non_elastic_training_loses_the_work_since_its_checkpoint() -> None:
     habits = Habits(step=10, downscale=30, upscale=30, window=0, spare=True, checkpoint=40)
-    life = Life(Slices(4, 4), habits, told([(95, 1, 500), (110, 2, 5), (140, 0, 1)]))
+    life = Life(Slices(4, 4), habits, script([(95, 1, 500), (110, 2, 5), (140, 0, 1)]))
     life.advance(300)
     assert spans(life)[:5] == [
         (0, 80, RUN, 4),
@@ -181,7 +181,7 @@ def test_training_that_is_not_elastic_loses_what_ran_since_its_checkpoint() -> N
 
 def test_a_learner_below_its_minimum_waits_for_slices() -> None:
     habits = Habits(step=10, downscale=30, upscale=20, window=50, minimum=3)
-    life = Life(Slices(4, 4), habits, told([(5, 1, 100), (6, 2, 300)]))
+    life = Life(Slices(4, 4), habits, script([(5, 1, 100), (6, 2, 300)]))
     life.advance(400)
     assert spans(life)[:5] == [
         (0, 10, RUN, 4),
@@ -194,23 +194,23 @@ def test_a_learner_below_its_minimum_waits_for_slices() -> None:
 
 def test_a_failure_in_a_slice_that_is_away_loses_no_step() -> None:
     habits = Habits(step=10, downscale=30, upscale=20, window=50, sudden=True)
-    life = Life(Slices(4, 4), habits, told([(12, 1, 500), (55, 1, 5), (57, 1, 5)]))
+    life = Life(Slices(4, 4), habits, script([(12, 1, 500), (55, 1, 5), (57, 1, 5)]))
     life.advance(500)
     assert spans(life)[3:5] == [(42, 562, RUN, 3), (562, 582, UPSCALE, 3)]
 
 
-def test_a_slice_that_was_preempted_while_it_was_repaired_stays_away() -> None:
+def test_a_slice_preempted_during_its_repair_stays_away() -> None:
     visits = Visits(heap=[(25, 1, 1000)])
-    life = Life(Slices(4, 4), HABITS, told([(12, 1, 30)]), visits)
+    life = Life(Slices(4, 4), HABITS, script([(12, 1, 30)]), visits)
     life.advance(1200)
     joined = [start for start, _, kind, chips in spans(life) if (kind, chips) == (RUN, 4)]
     assert joined[0] == 0
-    assert joined[1] >= 1025 + HABITS.window, "repaired at 42, but held until 1025"
+    assert joined[1] >= 1025 + HABITS.window, "repaired at 42, but preempted until 1025"
 
 
-def test_what_concerns_nobody_who_is_there_starts_no_upscale() -> None:
+def test_a_preemption_of_an_absent_slice_starts_no_upscale() -> None:
     visits = Visits(heap=[(55, 2, 1000)])
-    life = Life(Slices(4, 4), HABITS, told([(12, 1, 1), (13, 2, 500)]), visits)
+    life = Life(Slices(4, 4), HABITS, script([(12, 1, 1), (13, 2, 500)]), visits)
     life.advance(200)
     upscales = [start for start, _, kind, _ in spans(life) if kind == UPSCALE]
-    assert upscales[0] == 70, "the window of the slice that is back since 20 is over"
+    assert upscales[0] == 70, "the window of the slice that returned at 20 is over"

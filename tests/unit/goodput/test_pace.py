@@ -1,4 +1,4 @@
-"""Who waits for whom at unequal speeds; the published heterogeneous case."""
+"""Waiting at unequal speeds, and the published heterogeneous case."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def mixed(quorum: int, slack_steps: int = 0, jitter: float = 0.1) -> Cluster:
     )
 
 
-def test_with_a_quorum_of_one_nobody_waits() -> None:
+def test_with_a_quorum_of_one_no_learner_waits() -> None:
     pace = pace_of(mixed(1), 0)
     assert pace.useful == (1.0,) * 8
     assert pace.against_fastest == pytest.approx(1.0, abs=0.01)
 
 
-def test_with_a_quorum_of_everybody_chips_wait_as_was_published() -> None:
+def test_with_a_full_quorum_chips_wait_as_published() -> None:
     pace = pace_of(mixed(8), 0)
     assert sum(pace.useful) / 8 == pytest.approx(0.84, abs=0.015)
     assert pace.took_part == (1.0,) * 8
 
 
-def test_slack_takes_the_jitter_and_leaves_the_gap() -> None:
+def test_slack_absorbs_the_jitter_but_not_the_speed_difference() -> None:
     pace = pace_of(mixed(8, slack_steps=2), 0)
     assert pace.against_fastest == pytest.approx(1 / 1.18, abs=0.015)
     exact = pace_of(mixed(8, slack_steps=2, jitter=0.0), 0)
@@ -44,7 +44,7 @@ def test_slack_takes_the_jitter_and_leaves_the_gap() -> None:
     assert exact.useful[7] == pytest.approx(1.0)
 
 
-def test_the_grace_window_takes_the_slow_ones_in_at_no_cost() -> None:
+def test_the_grace_window_includes_slow_learners_at_no_cost() -> None:
     cluster = mixed(1, slack_steps=2)
     without, within = (pace_of(replace(cluster, grace=g), 0) for g in (False, True))
     assert within.useful == without.useful == (1.0,) * 8

@@ -1,4 +1,4 @@
-"""Rows of a table: intervals, horizons, what is published beside them."""
+"""Rows of a table: intervals, horizons, published figures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from decoupled_diloco_plan.goodput.settings import Cluster, Constants
 from decoupled_diloco_plan.goodput.study import INTERVAL_POINTS, Effort, cells, half_width, study
 
 
-def test_the_horizon_is_made_long_enough_for_the_interval(
+def test_the_horizon_is_extended_until_the_interval_is_narrow(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("decoupled_diloco_plan.goodput.study.FAILURES_FIRST", 100)
@@ -24,14 +24,14 @@ def test_the_horizon_is_made_long_enough_for_the_interval(
     assert row.days > 3 * first.days
 
 
-def test_days_that_are_given_are_simulated() -> None:
+def test_given_days_are_simulated() -> None:
     row = study(Cluster("elastic", 150_000), Effort(seeds=1, days=0.5))
     assert row.days == 0.5
     assert row.interval is None
     assert row.as_json(1.0)["goodput_interval"] is None
 
 
-def test_a_row_of_a_file() -> None:
+def test_a_row_as_json() -> None:
     row = study(Cluster("decoupled", 150_000, 8), Effort(seeds=2, days=1.0))
     document = json.loads(json.dumps(row.as_json(1000.0)))
     assert document["system"] == "decoupled"
@@ -43,12 +43,12 @@ def test_a_row_of_a_file() -> None:
     assert document["tokens_per_hour"] == pytest.approx(tokens, rel=1e-3)
 
 
-def test_published_figures_stand_beside_the_same_cluster_only() -> None:
+def test_published_figures_apply_only_to_the_same_cluster() -> None:
     row = study(Cluster("decoupled", 150_000, 8, sudden=True), Effort(seeds=1, days=0.1))
     assert row.published is None
 
 
-def test_student() -> None:
+def test_half_width_uses_students_t() -> None:
     assert half_width([1.0]) is None
     assert half_width([5.0, 5.0]) == 0.0
     assert half_width([1.0, 2.0, 3.0]) == pytest.approx(4.30 / 3**0.5)
@@ -66,6 +66,6 @@ def test_cells_of_a_table() -> None:
     ]
 
 
-def test_a_cluster_may_have_constants_of_its_own() -> None:
+def test_a_cluster_may_have_its_own_constants() -> None:
     cluster = Cluster("elastic", 150_000, constants=replace(Constants(), slice_chips=4096))
     assert cluster.slices == 37

@@ -44,7 +44,7 @@ INSTANT = Constants(
 
 
 def test_repair_of_many_is_m_m_infinity() -> None:
-    """Of chips that fail after f and are back after r, the share f / (f + r) is there."""
+    """Of chips that fail after f and are repaired after r, the share f / (f + r) is present."""
     cluster = Cluster("elastic", 200, constants=INSTANT, mtbi_seconds=900.0)
     account = simulate(cluster, 2 * DAY, 0)
     assert account.goodput == pytest.approx(90.0, abs=0.4)
@@ -53,7 +53,7 @@ def test_repair_of_many_is_m_m_infinity() -> None:
     assert account.goodput == pytest.approx(90.0, abs=0.7), "only the mean of a repair counts"
 
 
-def test_how_many_are_away_has_the_binomial_spread() -> None:
+def test_the_number_of_absent_slices_has_a_binomial_spread() -> None:
     counts: list[tuple[float, float]] = []
 
     def watch(spans: list[np.ndarray], waits: list[np.ndarray]) -> None:
@@ -75,12 +75,12 @@ def test_one_slice_is_an_alternating_renewal() -> None:
     account = simulate(cluster, 60 * DAY, 0)
     assert account.goodput == pytest.approx(75.0, abs=0.8)
     assert account.uptime == pytest.approx(account.goodput)
-    assert account.badput["below_minimum"] == 0, "nobody stands there: the only chip is away"
+    assert account.badput["below_minimum"] == 0, "no chip is paused: the only one is away"
 
 
 @pytest.mark.parametrize("chips", [150_000, 2_400_000])
-def test_not_elastic_training_is_a_renewal_too(chips: int) -> None:
-    """Runs of whole steps that end with a geometric distribution, and restarts."""
+def test_non_elastic_training_is_a_renewal_process_too(chips: int) -> None:
+    """Runs of whole steps, whose number is geometrically distributed, alternate with restarts."""
     account = simulate(Cluster("data-parallel", chips), 20_000 * YEAR_SECONDS / chips, 0)
     step, restart = Constants().step_seconds, Constants().restart_seconds
     run = step / -math.expm1(-step * chips / YEAR_SECONDS)
@@ -102,7 +102,7 @@ def test_lost_work_has_its_closed_form() -> None:
 
 @pytest.mark.parametrize("learners", [2, 8])
 def test_a_barrier_waits_for_the_largest_of_m(learners: int) -> None:
-    """Without failures: the mean of a learner's H steps over that of the longest."""
+    """Without failures: the mean time of a learner's H steps over that of the longest."""
     cluster = Cluster("barrier", 10_000, learners, mtbi_seconds=NEVER_FAILS, jitter=0.5, period=16)
     account = simulate(cluster, 10 * DAY, 0)
     assert account.rounds > 1000
@@ -110,7 +110,7 @@ def test_a_barrier_waits_for_the_largest_of_m(learners: int) -> None:
     assert account.goodput == pytest.approx(100 / (1 + 0.5 / 4 * draws), abs=0.3)
 
 
-def test_a_barrier_of_unequal_learners_goes_at_the_pace_of_the_slowest() -> None:
+def test_a_barrier_has_the_pace_of_the_slowest_learner() -> None:
     cluster = Cluster("barrier", 4096, 4, mtbi_seconds=NEVER_FAILS, slowdowns=(1.0, 1.0, 1.0, 2.0))
     account = simulate(cluster, 4 * DAY, 0)
     assert account.goodput == pytest.approx(100 * (3 / 2 + 1) / 4, abs=0.1)
@@ -171,16 +171,16 @@ def test_scavenged_chips_are_allocated_while_they_are_there(system: str) -> None
     assert more == pytest.approx(1250, rel=0.25)
     assert account.useful + sum(account.badput.values()) == account.allocated
     if system == "decoupled":
-        assert account.goodput > 99.9, "nobody stands because somebody comes or goes"
+        assert account.goodput > 99.9, "no learner pauses when a block comes or leaves"
 
 
-def test_a_barrier_takes_nobody_in() -> None:
+def test_a_barrier_rejects_scavenged_chips() -> None:
     terms = Scavenged(chips=512, blocks=1)
-    with pytest.raises(ConfigError, match="cannot join system='barrier'"):
+    with pytest.raises(ConfigError, match="combined with system='barrier'"):
         Cluster("barrier", 4096, 4, scavenged=terms)
 
 
-def test_a_borrowed_block_goes_when_it_is_preempted_or_fails() -> None:
+def test_a_scavenged_block_leaves_when_it_is_preempted_or_fails() -> None:
     terms = Scavenged(chips=2_000, blocks=2, stay_seconds=3000.0, away_seconds=1000.0)
     cluster = Cluster("decoupled", 20_000, 4, scavenged=terms, mtbi_seconds=1000 * 1500.0)
     assert cluster.block_stay_seconds == pytest.approx(1000.0)
@@ -189,7 +189,7 @@ def test_a_borrowed_block_goes_when_it_is_preempted_or_fails() -> None:
     assert more == pytest.approx(1000, rel=0.1)
 
 
-def test_preempted_slices_are_missing_for_so_long() -> None:
+def test_preempted_slices_are_missing_for_the_given_time() -> None:
     cluster = Cluster(
         "elastic",
         25_600,
@@ -202,10 +202,10 @@ def test_preempted_slices_are_missing_for_so_long() -> None:
     missing = 100 * account.badput["missing_chips"] / account.allocated
     assert missing == pytest.approx(25.0 * away / DAY, rel=0.01)
     stops = account.badput["downscale"] / (0.75 * 25_600 * SECOND)
-    assert stops == pytest.approx(constants.downscale_seconds), "all of them share one downscale"
+    assert stops == pytest.approx(constants.downscale_seconds), "all slices share one downscale"
 
 
-def test_goodput_is_monotonous() -> None:
+def test_goodput_is_monotonic() -> None:
     def goodput(**changes: object) -> float:
         fields: dict[str, object] = {"system": "decoupled", "chips": 400_000, "learners": 4}
         return simulate(Cluster(**{**fields, **changes}), 3 * DAY, 0).goodput  # type: ignore[arg-type]
@@ -224,15 +224,15 @@ def test_goodput_is_monotonous() -> None:
     assert falls(shared), "the longer the window, the more slices share an upscale"
 
 
-def test_a_quorum_of_everybody_counts_what_all_step_together() -> None:
-    """Independent learners: all are there for the product of their shares."""
+def test_a_full_quorum_counts_only_time_in_which_all_step() -> None:
+    """Independent learners: the share in which all step is the product of their shares."""
     cluster = Cluster("decoupled", 600_000, 4)
     one = simulate(cluster, 4 * DAY, 0)
     every = simulate(replace(cluster, quorum=4), 4 * DAY, 0)
     there = 1 - one.badput["missing_chips"] / one.allocated
     share = one.goodput / 100 / there
     assert every.goodput / 100 / there == pytest.approx(share**4, abs=0.01)
-    assert every.uptime / 100 == pytest.approx(share**4, abs=0.01), "else the clock stands"
+    assert every.uptime / 100 == pytest.approx(share**4, abs=0.01), "otherwise the clock stalls"
 
 
 WAITING = [
@@ -243,8 +243,8 @@ WAITING = [
 
 
 @pytest.mark.parametrize("cluster", WAITING, ids=lambda c: f"{c.system}-{c.chips}")
-def test_who_waits_is_told_and_uptime_is_when_somebody_steps(cluster: Cluster) -> None:
-    """Against a look at 20,000 instants."""
+def test_waits_and_uptime_match_a_sample_of_instants(cluster: Cluster) -> None:
+    """Compare with the states at 20,000 instants."""
     seen: list[tuple[list[np.ndarray], list[np.ndarray]]] = []
     account = simulate(cluster, DAY, 0, watch=lambda *more: seen.append(more))
     begin, end = int(seen[0][0][0][0, 0]), int(seen[-2][0][0][-1, 1])
@@ -284,7 +284,7 @@ COSTS: list[tuple[dict[str, Any], ...]] = [
         {"constants": Constants(slice_chips=4096)},
     ),
 ]
-"""Of each row the next one costs more than the one before."""
+"""In each row, each entry costs more than the one before."""
 
 COSTS_OF: list[tuple[str, tuple[dict[str, Any], ...]]] = [
     *((system, row) for system in ("elastic", "barrier", "decoupled") for row in COSTS),
@@ -309,7 +309,7 @@ def test_each_feature_costs_what_it_should(system: Any, row: tuple[dict[str, Any
 
 
 def rounds_by_hand(lives: list[np.ndarray], need: int, end: int) -> tuple[int, int]:
-    """Waiting chip-time and rounds of a barrier, by walking through each learner's runs."""
+    """Return waiting chip-time and rounds of a barrier, by walking through each learner's runs."""
     start, rounds, waited = int(min(life[0, 0] for life in lives)), 0, 0
     while True:
         ends = []
@@ -333,7 +333,7 @@ def rounds_by_hand(lives: list[np.ndarray], need: int, end: int) -> tuple[int, i
         start, rounds = over, rounds + 1
 
 
-def test_a_barrier_is_what_walking_through_its_rounds_gives() -> None:
+def test_a_barrier_matches_a_walk_through_its_rounds() -> None:
     cluster = Cluster("barrier", 30_000, 3, mtbi_seconds=YEAR_SECONDS / 40, period=6)
     seen: list[list[np.ndarray]] = []
     account = simulate(cluster, 5000.0, 0, watch=lambda spans, _: seen.append(spans))
@@ -345,17 +345,17 @@ def test_a_barrier_is_what_walking_through_its_rounds_gives() -> None:
     assert account.badput["waiting"] == waited > 0
 
 
-def test_the_last_wait_is_told_though_its_round_has_no_end() -> None:
+def test_the_last_wait_is_reported_though_its_round_does_not_end() -> None:
     cluster = Cluster("barrier", 4096, 2, mtbi_seconds=NEVER_FAILS, slowdowns=(1.0, 2.0))
-    told: list[np.ndarray] = []
+    reported: list[np.ndarray] = []
     length = 24 * Constants().step_seconds
-    simulate(cluster, 1.5 * length, 0, watch=lambda _, waits: told.append(waits[0]))
-    (wait,) = np.concatenate(told)
+    simulate(cluster, 1.5 * length, 0, watch=lambda _, waits: reported.append(waits[0]))
+    (wait,) = np.concatenate(reported)
     assert np.diff(wait)[0] / SECOND == pytest.approx(0.5 * length, abs=Constants().step_seconds)
 
 
 @pytest.mark.parametrize("system", ["elastic", "barrier", "decoupled"])
-def test_windows_leave_no_trace(system: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_do_not_depend_on_windows(system: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(system, 600_000, 1 if system == "elastic" else 3, sudden=True)
     whole = simulate(cluster, DAY, 0)
     monkeypatch.setattr("decoupled_diloco_plan.goodput.systems.WINDOW_FAILURES", 7)
@@ -363,10 +363,10 @@ def test_windows_leave_no_trace(system: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("window_failures", [3, 50_000])
-def test_spells_of_slowness_have_their_closed_form(
+def test_slow_spells_have_their_closed_form(
     window_failures: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A learner is slow for 1 − exp(−L/I) of the time, and then s/(1 + s) of it is lost."""
+    """A learner is slow for 1 − exp(−L/I) of the time, and then s/(1 + s) of that is lost."""
     monkeypatch.setattr("decoupled_diloco_plan.goodput.systems.WINDOW_FAILURES", window_failures)
     terms = Stragglers(20_000 * 1000.0, 800.0, 0.5)
     cluster = Cluster("decoupled", 20_000, 1, mtbi_seconds=NEVER_FAILS, stragglers=terms)
@@ -383,7 +383,7 @@ def test_slow_learners_train_fewer_tokens() -> None:
     assert account.tokens / account.useful == pytest.approx(0.75)
 
 
-def test_who_has_come_fetches_the_weights_first_and_stays_as_chance_has_it() -> None:
+def test_a_new_block_fetches_the_weights_first_and_stays_for_an_exponential_time() -> None:
     terms = Scavenged(chips=1000, blocks=1, stay_seconds=1000.0, join_seconds=300.0)
     cluster = Cluster("decoupled", 4096, 2, mtbi_seconds=NEVER_FAILS, scavenged=terms)
     visits: list[np.ndarray] = []
@@ -394,17 +394,17 @@ def test_who_has_come_fetches_the_weights_first_and_stays_as_chance_has_it() -> 
     spans = np.concatenate(visits)
     runs = np.diff(spans[spans[:, 2] == RUN, :2])[:, 0] / SECOND
     assert runs.mean() == pytest.approx(1000.0, rel=0.05)
-    assert runs.std() == pytest.approx(1000.0, rel=0.1), "what is left of an exponential is one"
+    assert runs.std() == pytest.approx(1000.0, rel=0.1), "the rest of an exponential time is one"
 
 
-def test_the_account_begins_when_repairs_are_under_way() -> None:
-    """Each of many short runs has as many slices away as a long one."""
+def test_the_account_starts_after_a_warm_up() -> None:
+    """Many short runs have on average as many slices away as a long one."""
     cluster = Cluster("elastic", 200, constants=INSTANT, mtbi_seconds=900.0)
     short = [simulate(cluster, 30.0, seed).goodput for seed in range(60)]
     assert np.mean(short) == pytest.approx(90.0, abs=1.0)
 
 
-def test_a_machine_is_preempted_in_a_day_as_often_as_is_said() -> None:
+def test_the_daily_preemption_rate_of_a_machine_is_as_given() -> None:
     for share in PREEMPTED_A_DAY:
         assert 1 - math.exp(-DAY / stay_of(MACHINE_CHIPS, share)) == pytest.approx(share)
     assert stay_of(1024) == pytest.approx(stay_of(MACHINE_CHIPS) / 128)
@@ -422,24 +422,24 @@ def test_overlap_is_measured_exactly() -> None:
     assert overlap(runs, starts, ends).tolist() == expected
 
 
-def test_who_waits_does_not_work() -> None:
+def test_a_waiting_learner_does_not_work() -> None:
     runs = np.array([[0, 10, 0, 1, 1], [10, 20, 0, 1, 1], [30, 40, 0, 1, 1]])
     waits = np.array([[5, 12], [19, 35]])
     assert working(runs, waits).tolist() == [[0, 5], [12, 19], [35, 40]]
     assert working(runs, waits[:0])[:, 1].max() == 40
 
 
-def test_how_many_step_is_counted() -> None:
+def test_stepping_learners_are_counted() -> None:
     runs = [np.array([[0, 10, 0, 1, 1]]), np.array([[5, 7, 0, 1, 1], [10, 12, 0, 1, 1]])]
     at, count = stepping(runs)
     assert np.diff(at)[count[:-1] > 1].sum() == 2
     assert np.diff(at)[count[:-1] > 0].sum() == 12
 
 
-def test_a_month_of_millions_of_chips_is_quick_and_needs_little_memory() -> None:
+def test_a_month_of_millions_of_chips_is_fast_and_needs_little_memory() -> None:
     began = time.process_time()
     simulate(Cluster("decoupled", 2_400_000, 16), 30 * DAY, 0)
-    assert time.process_time() - began < 10, "it takes a second; a busy machine more"
+    assert time.process_time() - began < 10, "it takes a second; more on a busy machine"
     peaks = []
     for chips in (1_000_000, 100_000_000):
         tracemalloc.start()

@@ -18,7 +18,7 @@ from decoupled_diloco.launch.termination import INTERRUPTED
 
 
 def config(*command: str) -> RunConfig:
-    return RunConfig(run={"budget_steps": 9}, learner={"command": list(command)})
+    return RunConfig(run={"max_steps": 9}, learner={"command": list(command)})
 
 
 HEAD = """

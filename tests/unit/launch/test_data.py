@@ -26,7 +26,7 @@ def patient_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
-    ("vit", {"batch_size": 1000}, r"part 0 of 3 has 479 images, fewer than batch_size=1000"),
+    ("vit", {"batch_size": 1000}, r"batch_size=1000 exceeds the 479 images of partition 0 of 3"),
     ("paced", {**SMALL, "step_seconds": [0.1, 0.2]}, "lists 2, but there are 3 learners"),
     ("gpt", {**SMALL, "context": 8000}, "part 0 of 3 has 6666 bytes of text, fewer than"),
 ]
@@ -34,10 +34,10 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 
 def config_of(folder: Path, name: str, options: dict[str, Any]) -> RunConfig:
     return RunConfig(
-        run={"folder": folder, "learners": 3, "budget_steps": 8},
+        run={"folder": folder, "learners": 3, "max_steps": 8},
         sync={"quorum": 1},
         syncer={"port": 0},
-        data={"leases": False},
+        data={"elastic": False},
         workload={"name": name, "options": options},
     )
 
@@ -63,7 +63,7 @@ def test_the_doctor_tells(
 
 def test_leased_data_need_one_window(tmp_path: Path) -> None:
     """What is too little for a part of its own each is enough to share."""
-    tables = {"run": {"folder": tmp_path / "run", "budget_steps": 8}, "syncer": {"port": 0}}
+    tables = {"run": {"folder": tmp_path / "run", "max_steps": 8}, "syncer": {"port": 0}}
     options = {"corpus_bytes_max": 20_000}
     for context, sentence in ((8000, ""), (30_000, "has 20000 bytes, fewer than context=30000")):
         workload = load_workload("gpt", {**options, "context": context, "batch_size": 1})

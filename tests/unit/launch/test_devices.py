@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.engines.launch import placed_config
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch import devices
 from decoupled_diloco.launch.devices import device_of_process, environment_of, kind_of
+from decoupled_diloco.launch.launch_folder import placed_config
 from decoupled_diloco.launch.roles import _process_group
 
 GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
@@ -35,8 +35,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
 def config_of(device: str = "auto", learners: int = 2, **learner: Any) -> RunConfig:
     tables: dict[str, Any] = {"learner": {"device": device, **learner}}
     if learner.get("ranks", 1) != 1:
-        tables["data"] = {"leases": False}
-    return RunConfig(run={"budget_steps": 1, "learners": learners}, **tables)
+        tables["data"] = {"elastic": False}
+    return RunConfig(run={"max_steps": 1, "learners": learners}, **tables)
 
 
 def shares(config: RunConfig, **named: int) -> list[dict[str, str]]:
@@ -182,13 +182,13 @@ def test_a_process_whose_parent_has_counted_devices_through_cuda_says_so(
 
 
 def test_a_launch_that_reserves_gpus_trains_on_them_or_fails(tmp_path: Any) -> None:
-    def told(device: str = "auto", gpus: int = 1, engine: str = "slurm", ranks: int = 1) -> str:
+    def told(device: str = "auto", gpus: int = 1, ranks: int = 1, hosts: int = 1) -> str:
         tables: dict[str, Any] = {
-            "where": {"engine": engine, "learner": {"gpus": gpus}},
-            "data": {"leases": ranks == 1},
+            "launch": {"backend": "slurm", "learner": {"gpus": gpus, "hosts": hosts}},
+            "data": {"elastic": ranks == 1},
             "learner": {"device": device, "ranks": ranks},
         }
-        return placed_config(RunConfig(run={"budget_steps": 1}, **tables), tmp_path).learner.device
+        return placed_config(RunConfig(run={"max_steps": 1}, **tables), tmp_path).learner.device
 
     assert told() == "gpu"
     assert told(gpus=0) == "auto"
@@ -197,6 +197,8 @@ def test_a_launch_that_reserves_gpus_trains_on_them_or_fails(tmp_path: Any) -> N
         told("cpu")
     with pytest.raises(ConfigError, match=r"gpus=2 .* is too few for learner-0, which has ranks=4"):
         told(gpus=2, ranks=4)
+    with pytest.raises(ConfigError, match=r"gpus=3 .* is not a multiple of hosts=2"):
+        told(gpus=3, ranks=2, hosts=2)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from decoupled_diloco.config import RunConfig, dump_config
 from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.launch.folder import RunFolder, enter_run_folder, read_token
 
-SETTINGS = dump_config(RunConfig(run={"budget_steps": 9}))
+SETTINGS = dump_config(RunConfig(run={"max_steps": 9}))
 
 
 def begun(path: Path) -> Path:
@@ -106,7 +106,7 @@ def test_a_folder_that_is_no_run_of_ours_is_left_alone(tmp_path: Path, what: str
     folder = put(tmp_path / "theirs", FOREIGN[what])
     link = tmp_path / "link"
     link.symlink_to(folder)
-    config = RunConfig(run={"folder": folder, "budget_steps": 9})
+    config = RunConfig(run={"folder": folder, "max_steps": 9})
     before = contents(tmp_path)
     way_out = "--resume takes" if how == "resume" else "another with --set run.folder=…"
     begin = {
@@ -124,7 +124,7 @@ def test_a_file_is_no_run_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("kept")
     for begin in (
         RunFolder,
-        lambda path: enter_run_folder(RunConfig(run={"folder": path, "budget_steps": 9})),
+        lambda path: enter_run_folder(RunConfig(run={"folder": path, "max_steps": 9})),
     ):
         with pytest.raises(ConfigError, match="is a file, not a folder"):
             begin(tmp_path / "file")
@@ -169,7 +169,7 @@ def test_the_folder_where_a_command_was_started_is_not_moved_from_under_it(
 
 
 def test_a_process_started_by_hand_marks_the_folder_as_a_runs(tmp_path: Path) -> None:
-    config = RunConfig(run={"folder": tmp_path / "run", "budget_steps": 9})
+    config = RunConfig(run={"folder": tmp_path / "run", "max_steps": 9})
     for _ in range(2):
         assert enter_run_folder(config) == tmp_path / "run"
         (tmp_path / "run" / "tape" / "learner-0.jsonl").write_text("")

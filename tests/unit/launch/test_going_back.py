@@ -11,13 +11,19 @@ from decoupled_diloco.config import RunConfig
 from decoupled_diloco.launch.resume import LEARNERS, go_back, half_way
 from decoupled_diloco.learner.checkpoint import run_checkpoint_of
 from decoupled_diloco.runtime import Runtime, within
-from decoupled_diloco.simulate.choices import Choices
-from decoupled_diloco.simulate.disk import CrashError, Loss, SimulatedDisk, remains, write_folder
-from decoupled_diloco.simulate.spec import LearnerSpec
-from decoupled_diloco.simulate.system import System
+from decoupled_diloco.storage.coordinator_states import CoordinatorStates
 from decoupled_diloco.syncer.checkpoints import checkpoint_folders, read_manifest
-from decoupled_diloco.syncer.coordinator_disk import FILE
 from decoupled_diloco.syncer.durable import DURABLE, EXACT
+from decoupled_diloco_lab.simulate.choices import Choices
+from decoupled_diloco_lab.simulate.disk import (
+    CrashError,
+    Loss,
+    SimulatedDisk,
+    remains,
+    write_folder,
+)
+from decoupled_diloco_lab.simulate.spec import LearnerSpec
+from decoupled_diloco_lab.simulate.system import System
 
 
 def settings(folder: Path) -> RunConfig:
@@ -26,14 +32,14 @@ def settings(folder: Path) -> RunConfig:
             "name": "r",
             "folder": folder,
             "learners": 2,
-            "budget_steps": 30,
+            "max_steps": 30,
             "evaluator": False,
-            "checkpoint_every_seconds": 6.0,
+            "checkpoint_interval_seconds": 6.0,
         },
-        sync={"fragments": 2, "period": 4, "overlap": 1, "quorum": 1},
+        sync={"fragments": 2, "sync_every": 4, "overlap_steps": 1, "quorum": 1},
         syncer={"shards": 2},
-        learner={"checkpoint_every_seconds": 5.0},
-        data={"leases": False},
+        learner={"checkpoint_interval_seconds": 5.0},
+        data={"elastic": False},
         workload={},
     )
 
@@ -62,7 +68,7 @@ def assert_is_back(folder: Path) -> None:
         assert own == manifest.part(part.who).read_bytes()
     for file in (folder / LEARNERS).rglob("*.safetensors"):
         assert run_checkpoint_of(file) == manifest.number
-    assert (folder / FILE).exists()
+    assert CoordinatorStates(folder).read() is not None
 
 
 def test_it_survives_a_power_loss_once_it_is_done(run: Path, tmp_path: Path) -> None:

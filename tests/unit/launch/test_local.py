@@ -17,7 +17,7 @@ import sys
 from decoupled_diloco.cli import train  # what `ddiloco syncer` imports
 from decoupled_diloco.config import RunConfig
 
-config = RunConfig(run={"folder": sys.argv[1], "budget_steps": 9})
+config = RunConfig(run={"folder": sys.argv[1], "max_steps": 9})
 run = train.LocalRun(config, learners=False)
 heavy = {"torch", "numpy", "matplotlib", "jinja2", "aiohttp"} & set(sys.modules)
 print(sorted(heavy))
@@ -28,7 +28,7 @@ run.close()
 def test_what_cannot_listen_leaves_no_folder(tmp_path: Path) -> None:
     """Whoever looks for the newest run would find one that has never begun."""
     elsewhere = {"host": "192.0.2.1", "port": 0}  # of no machine: RFC 5737
-    config = RunConfig(run={"folder": tmp_path / "run", "budget_steps": 9}, syncer=elsewhere)
+    config = RunConfig(run={"folder": tmp_path / "run", "max_steps": 9}, syncer=elsewhere)
     with pytest.raises(TransportError, match=r"syncer\.host to an address of this machine"):
         LocalRun(config, learners=False)
     assert not list(tmp_path.iterdir())
@@ -43,7 +43,7 @@ def test_a_syncers_shards_do_not_wait_for_imports_of_the_launcher(tmp_path: Path
 
 @pytest.mark.parametrize("wanted", [True, False])
 def test_there_is_a_fork_server_if_the_settings_say_so(tmp_path: Path, wanted: bool) -> None:
-    settings = {"folder": tmp_path / "run", "budget_steps": 9, "fork_server": wanted}
+    settings = {"folder": tmp_path / "run", "max_steps": 9, "fork_server": wanted}
     run = LocalRun(RunConfig(run=settings, syncer={"port": 0}), learners=False)
     assert (run.placement.server is not None) == wanted
     run.close()

@@ -11,9 +11,10 @@ import pytest
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.launch.resume import go_back, require_whole
-from decoupled_diloco.simulate.spec import LearnerSpec
-from decoupled_diloco.simulate.system import System
+from decoupled_diloco.storage.coordinator_states import STATES
 from decoupled_diloco.syncer.durable import DURABLE
+from decoupled_diloco_lab.simulate.spec import LearnerSpec
+from decoupled_diloco_lab.simulate.system import System
 
 Change = Callable[[Path], object]
 
@@ -24,13 +25,13 @@ def settings(folder: Path, *, cuts: float = 0.0) -> RunConfig:
             "name": "r",
             "folder": folder,
             "learners": 1,
-            "budget_steps": 1000,
+            "max_steps": 1000,
             "evaluator": False,
-            "checkpoint_every_seconds": cuts,
+            "checkpoint_interval_seconds": cuts,
         },
-        sync={"fragments": 2, "period": 4, "overlap": 1, "quorum": 1},
+        sync={"fragments": 2, "sync_every": 4, "overlap_steps": 1, "quorum": 1},
         syncer={"shards": 2},
-        data={"leases": False},
+        data={"elastic": False},
         workload={},
     )
 
@@ -73,15 +74,15 @@ def cut_all(folder: Path) -> None:
 
 MISSING: dict[str, tuple[Change, str]] = {
     "the coordinator's state": (
-        lambda folder: (folder / "coordinator.json").unlink(),
-        r"coordinator\.json does not exist, though .*/durable/shard-0/",
+        lambda folder: shutil.rmtree(folder / STATES),
+        r"coordinator has no state, though .*/durable/shard-0/",
     ),
     "the coordinator's state and all shards'": (
         lambda folder: [
-            (folder / "coordinator.json").unlink(),
+            shutil.rmtree(folder / STATES),
             shutil.rmtree(folder / DURABLE),
         ],
-        r"coordinator\.json does not exist, though .*/learners/learner-0/",
+        r"coordinator has no state, though .*/learners/learner-0/",
     ),
     "the folder of every shard": (
         lambda folder: shutil.rmtree(folder / DURABLE),
@@ -113,8 +114,8 @@ MISSING: dict[str, tuple[Change, str]] = {
     ),
     "half of every checkpoint": (cut_all, r"durable/shard-1/\d+\.safetensors"),
     "half of the coordinator's state": (
-        lambda folder: cut(folder / "coordinator.json"),
-        r"coordinator\.json cannot be read",
+        lambda folder: cut(max((folder / STATES).iterdir())),
+        r"coordinator/\d+\.json cannot be read",
     ),
     "the secret": (lambda folder: (folder / "token").unlink(), "r/token does not exist"),
 }

@@ -6,16 +6,16 @@ from pathlib import Path
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.launch.processes import EVALUATOR, evaluator_name
-from decoupled_diloco.protocol.peers import name_problem
+from decoupled_diloco.protocol.words import name_problem
 
 
 def test_two_evaluators_do_not_take_over_from_each_other() -> None:
-    config = RunConfig(run={"budget_steps": 1})
+    config = RunConfig(run={"max_steps": 1})
     names = {evaluator_name(config) for _ in range(2)}
     assert len(names) == 2
     assert all(name.startswith(EVALUATOR) and not name_problem(name) for name in names)
 
 
 def test_where_ids_have_secrets_the_evaluator_has_the_name_of_its_own() -> None:
-    config = RunConfig(run={"budget_steps": 1}, syncer={"principals_file": Path("p")})
+    config = RunConfig(run={"max_steps": 1}, syncer={"principals_file": Path("p")})
     assert evaluator_name(config) == EVALUATOR

@@ -14,7 +14,7 @@ from decoupled_diloco.transport.tokens import RequestRefusal
 
 
 def config_of(**syncer: Any) -> RunConfig:
-    return RunConfig(run={"budget_steps": 1}, syncer=syncer)
+    return RunConfig(run={"max_steps": 1}, syncer=syncer)
 
 
 def test_each_id_has_its_own(tmp_path: Path) -> None:
@@ -41,7 +41,9 @@ def test_one_secret_is_for_all(tmp_path: Path) -> None:
     assert own_token(config, "learner-0") == own_token(config, "shard-1") == "s"
     assert own_token(config_of(), "learner-0") is None
     assert accepted_tokens(config, "s").authorize("Bearer s", "anybody") == "anybody"
-    with pytest.raises(ConfigError, match="has both token_file and principals_file: keep one"):
+    with pytest.raises(
+        ConfigError, match="has both token_file and principals_file: keep the first"
+    ):
         config_of(token_file=path, principals_file=path)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from decoupled_diloco.storage.coordinator_states import STATES, CoordinatorStates
 from decoupled_diloco.storage.shared_folder import (
     HOST,
     SharedFolder,
@@ -25,11 +26,10 @@ def moved(run: Path, host: str, *addresses: str) -> None:
 
 
 def kept(run: Path, phase: str, before: int, now: int) -> None:
-    settings = json.dumps({"run": {"budget_steps": before}})
-    (run / "coordinator.json").write_text(
-        json.dumps({"settings": settings, "state": {"phase": phase}})
-    )
-    (run / "run.toml").write_text(f"[run]\nbudget_steps = {now}\n")
+    settings = json.dumps({"run": {"max_steps": before}})
+    state = {"phase": phase, "learners": {}}
+    CoordinatorStates(run, "n").write({"settings": settings, "state": state})
+    (run / "run.toml").write_text(f"[run]\nmax_steps = {now}\n")
 
 
 @pytest.mark.parametrize(
@@ -51,9 +51,10 @@ def test_an_end_is_recorded_unless_the_budget_was_raised(
 @pytest.mark.parametrize("text", [None, "", "[]", "7", '{"state": 3, "settings": "{}"}', "\0"])
 def test_what_cannot_be_read_records_no_end(tmp_path: Path, text: str | None) -> None:
     kept(tmp_path, "finished", 9, 9)
-    (tmp_path / "coordinator.json").unlink()
+    (state,) = (tmp_path / STATES).iterdir()
+    state.unlink()
     if text is not None:
-        (tmp_path / "coordinator.json").write_text(text)
+        state.write_text(text)
     assert recorded_end(tmp_path) == ""
     assert recorded_end(tmp_path / "nothing") == ""
 

@@ -18,7 +18,7 @@ from decoupled_diloco.launch import supervisor as module
 from decoupled_diloco.launch.placement import ThisMachine, interrupts_deferred
 from decoupled_diloco.launch.supervised import supervise
 from decoupled_diloco.launch.supervisor import Supervisor
-from decoupled_diloco.observe.tape import TapeReader, TapeWriter
+from decoupled_diloco.tape import TapeReader, TapeWriter
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_a_process_inside_a_clusters_job_is_started_later_too(
     monkeypatch.setattr(ThisMachine, "start", refuse)
     monkeypatch.setattr(module, "RESTART_SECONDS", (0.01, 0.02))
     monkeypatch.setattr(placement, "COMMAND", (sys.executable, "-S", "-c"))
-    run = {"name": "r", "folder": tmp_path / "r", "budget_steps": 10, "fork_server": False}
+    run = {"name": "r", "folder": tmp_path / "r", "max_steps": 10, "fork_server": False}
     assert supervise(RunConfig(run=run), "learner-0", ["print('it runs')"]) == 0
     assert (tmp_path / "r" / "logs" / "learner-0.log").read_text() == "it runs\n"
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from decoupled_diloco import Learner
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.learner.checks import (
+from decoupled_diloco.learner.model import (
     OWN_COPIES,
     layout_text,
     refuse_own_copies,
@@ -111,8 +111,8 @@ def test_a_dtype_that_cannot_be_synchronised_is_told_before_anybody_is_dialled(
     model = nn.Linear(2, 2)
     model.weight = nn.Parameter(torch.zeros(2, 2).to(dtype))
     with pytest.raises(ConfigError) as error:
-        Learner(model, "http://127.0.0.1:1", learner_id="a")
+        Learner(model, "http://127.0.0.1:1", name="a")
     assert str(error.value) == (
-        f"parameter 'weight' has dtype {str(dtype).removeprefix('torch.')}, supported are "
+        f"parameter 'weight' has dtype {str(dtype).removeprefix('torch.')}, supported dtypes are "
         "float32, bfloat16, float16, float64: convert or freeze it"
     )

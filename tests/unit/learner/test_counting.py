@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.learner.counting import TokenCounter, whole_tokens
+from decoupled_diloco.learner.loops import StepTokens, TokenCounter, whole_tokens
 
 IDS = torch.zeros(4, 64, dtype=torch.int64)
 
@@ -130,3 +130,29 @@ def test_tokens_that_cannot_be_counted_are_reported_once(
     (warning,) = caplog.messages
     assert "each such step counts as 1 token" in warning
     assert "pass tokens=" in warning
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("kind", ["stages", "scripted"])
+def test_what_has_no_hook_needs_tokens(kind: str) -> None:
+    module = nn.Linear(2, 2)
+    tokens = StepTokens([module, module] if kind == "stages" else torch.jit.script(module))
+    with pytest.raises(ConfigError, match=r"^step\(\) without tokens=: .*cannot be counted: pass"):
+        tokens.read(None)
+    assert tokens.read(3) == 3
+    tokens.forget()
+    tokens.close()
+
+
+def test_what_was_counted_is_of_one_step() -> None:
+    model = Agent()
+    tokens = StepTokens(model)
+    model(IDS)
+    tokens.forget()
+    model(IDS[:1])
+    assert tokens.read(None) == 64
+    model(IDS[:2])
+    model(IDS[:1])
+    assert tokens.read(None) == 192
+    tokens.close()
+    assert not model._forward_pre_hooks

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from decoupled_diloco.learner.draws import LAST_STEP, Draws
+from decoupled_diloco.learner.reports import LAST_STEP, Draws
 
 
 def told(draw: Callable[[int], object], seed: int = 1) -> tuple[str, ...]:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from decoupled_diloco.errors import MergeError
-from decoupled_diloco.learner.body_exchange import BodyExchange
 from decoupled_diloco.learner.exchange import LearnerTensors, verified
+from decoupled_diloco.learner.payloads import BodyExchange
 from decoupled_diloco.learner.store import ModuleStore
 from decoupled_diloco.merge import (
     as_bytes,
@@ -23,11 +23,8 @@ from decoupled_diloco.merge import (
     values_digest,
 )
 from decoupled_diloco.merge.plan import MergePlan
-from decoupled_diloco.protocol.effects import Fetch
-from decoupled_diloco.protocol.events import Fetched, FetchFailed
-from decoupled_diloco.protocol.versions import Asking, Version
+from decoupled_diloco.protocol.words import Asking, Done, Failed, Fetch, Version
 from decoupled_diloco.runtime import REAL
-from decoupled_diloco.transport.base import Client
 
 N = 12
 ASK = Asking(1, 1)
@@ -47,20 +44,25 @@ def tensors_of(model: nn.Module) -> LearnerTensors:
     return LearnerTensors(plan, ModuleStore(model), blend_alpha=0.25)
 
 
-def exchange_of(tensors: LearnerTensors, client: object, told: list[object]) -> BodyExchange:
-    async def in_worker(task: Callable[[], Tensor]) -> Tensor:
+class Beside:
+    """A background that has these tensors and this client, and keeps what it is told."""
+
+    def __init__(self, tensors: LearnerTensors, client: object, told: list[object]) -> None:
+        self.tensors, self.client, self.told = tensors, client, told.append
+        self.changed = REAL.monitor()
+
+    def address_of(self, shard: int) -> str:
+        return ""
+
+    def reaches(self, shard: int) -> bool:
+        return True
+
+    async def in_worker(self, task: Callable[[], Tensor]) -> Tensor:
         return task()
 
-    return BodyExchange(
-        client=lambda: cast("Client", client),
-        address_of=lambda shard: "",
-        reaches=lambda shard: True,
-        tensors=lambda: tensors,
-        changed=REAL.monitor(),
-        told=told.append,
-        say=lambda shard, message: None,
-        in_worker=cast("Any", in_worker),
-    )
+
+def exchange_of(tensors: LearnerTensors, client: object, told: list[object]) -> BodyExchange:
+    return BodyExchange(cast("Any", Beside(tensors, client, told)))
 
 
 @pytest.fixture
@@ -102,7 +104,7 @@ async def test_a_whole_copy_is_staged_only_if_its_digest_is_the_announced_one(
     exchange = exchange_of(tensors, served, told)
     version = Version(1, 4)
     await exchange.fetch(Fetch(0, 0, version, "/w", True, values_digest(values), "it is behind"))
-    assert [type(event) for event in told] == [Fetched if is_right else FetchFailed]
+    assert [type(event) for event in told] == [Done if is_right else Failed]
     assert (tensors.staged[0] is not None) == is_right
 
 
@@ -114,7 +116,7 @@ async def test_a_difference_of_an_impossible_size_is_not_fetched(nbytes: int) ->
     exchange = exchange_of(tensors, None, told)
     await exchange.fetch(Fetch(0, 0, Version(1, 4), "/d", False, "digest", "it follows", nbytes))
     (event,) = told
-    assert isinstance(event, FetchFailed)
+    assert isinstance(event, Failed)
     assert f"difference_nbytes={nbytes} was announced, 9 to 24 are possible" in event.reason
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,15 @@ import decoupled_diloco as dd
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.command import launched as passed_to
-from decoupled_diloco.learner.launched import PREFIX, Launched, finds_its_run
-from decoupled_diloco.transport.tls import Tls
-
-
-class Made:
-    """Notes what its constructor gets."""
-
-    @finds_its_run("learner")
-    def __init__(self, model: object, syncer: Any = None, **arguments: Any) -> None:
-        self.syncer, self.arguments = syncer, arguments
+from decoupled_diloco.learner.launched import PREFIX, Launched, launched_as
+from decoupled_diloco.learner.options import (
+    Checkpointing,
+    Observability,
+    ParticipantOptions,
+    SyncerConnection,
+    Timeouts,
+)
+from decoupled_diloco.transport.tls import TLSConfig
 
 
 @pytest.fixture
@@ -32,46 +32,130 @@ def secret(tmp_path: Path) -> Path:
 
 
 def launch(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
-    told = {"role": "learner", "name": "learner-1", "syncer": "http://a:1,http://b:2", **values}
-    for name, value in Launched(**told).environment().items():
+    passed = {"role": "learner", "name": "learner-1", "syncer": "http://a:1,http://b:2", **values}
+    for name, value in Launched(**passed).environment().items():
         monkeypatch.setenv(name, value)
 
 
-def test_what_is_written_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def filled(**given: Any) -> tuple[SyncerConnection, ParticipantOptions]:
+    """Where the shards are, and the options of a `Learner` that was created without an address."""
+    return launched_as("learner").fill(ParticipantOptions(**given))
+
+
+def test_what_is_written_is_read() -> None:
     found = Launched(role="learner", syncer="http://a:1", name="learner-0", index="0")
     assert Launched.read(found.environment()) == found
     assert all(name.startswith(PREFIX) for name in found.environment())
 
 
-def test_an_argument_is_what_the_launcher_passed(
+ALL = {
+    "checkpoint": "/run/learners",
+    "checkpoint_seconds": "30",
+    "flush_seconds": "7.5",
+    "disconnect_seconds": "90.0",
+    "metrics_address": "127.0.0.1:9400",
+    "event_tape": "/run/tape/learner-1.jsonl",
+    "sync_ranks": "hosts",
+    "tls_ca_cert": "/ca.pem",
+    "tls_cert": "/mine.pem",
+    "tls_key": "/mine.key",
+}
+
+
+def test_options_left_out_are_what_the_launcher_passed(
     monkeypatch: pytest.MonkeyPatch, secret: Path
 ) -> None:
-    launch(monkeypatch, token_file=str(secret), checkpoint="/run/learners", flush_seconds="7.5")
-    made = Made(object())
-    assert made.syncer == ("http://a:1", "http://b:2")
-    assert made.arguments == {
-        "learner_id": "learner-1",
-        "token": "a secret",
-        "checkpoint": "/run/learners",
-        "hand_in_seconds": 7.5,
+    launch(monkeypatch, auth_token_file=str(secret), **ALL)
+    connection, options = filled()
+    assert connection == SyncerConnection(("http://a:1", "http://b:2"))
+    assert options == ParticipantOptions(
+        name="learner-1",
+        auth_token="a secret",
+        tls=TLSConfig("/ca.pem", "/mine.pem", "/mine.key"),
+        timeouts=Timeouts(disconnect=90.0, flush=7.5),
+        observability=Observability(
+            metrics_address="127.0.0.1:9400", event_tape="/run/tape/learner-1.jsonl"
+        ),
+        sync_ranks="hosts",
+        checkpoint=Checkpointing("/run/learners", 30.0),
+    )
+
+
+def test_what_the_launcher_does_not_pass_has_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch(monkeypatch)
+    assert filled()[1] == ParticipantOptions(name="learner-1")
+
+
+def test_each_option_of_a_group_is_filled_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that sets one timeout keeps the launcher's others; the same in each group."""
+    launch(monkeypatch, **ALL)
+    state = {"data": object()}
+    _, options = filled(
+        timeouts=Timeouts(join=5.0),
+        observability=Observability(tracker="wandb"),
+        checkpoint=Checkpointing(state=state),
+    )
+    assert options.timeouts == Timeouts(join=5.0, disconnect=90.0, flush=7.5)
+    assert options.observability == Observability(
+        "wandb", "127.0.0.1:9400", "/run/tape/learner-1.jsonl"
+    )
+    assert options.checkpoint == Checkpointing("/run/learners", 30.0, state)
+
+
+def test_options_that_the_program_sets_win(monkeypatch: pytest.MonkeyPatch, secret: Path) -> None:
+    launch(monkeypatch, auth_token_file=str(secret), **ALL)
+    own = {
+        "name": "mine",
+        "auth_token": "own secret",
+        "tls": TLSConfig("/own.pem"),
+        "timeouts": Timeouts(1.0, 2.0, 3.0),
+        "observability": Observability("mlflow", "127.0.0.1:1", "/own.jsonl"),
+        "sync_ranks": 1,
+        "checkpoint": Checkpointing("/own", 4.0, {"data": object()}),
     }
+    assert filled(**own)[1] == ParticipantOptions(**own)
 
 
-@pytest.mark.parametrize("positional", [(), (None,)])
-def test_explicit_arguments_win_and_none_is_not_explicit(
-    monkeypatch: pytest.MonkeyPatch, positional: tuple[None, ...]
+@pytest.mark.parametrize(("passed", "options"), [("1", 1), ("3", 3), ("all", "all"), ("", None)])
+def test_sync_ranks_are_a_number_or_a_word(
+    monkeypatch: pytest.MonkeyPatch, passed: str, options: object
 ) -> None:
-    launch(monkeypatch, checkpoint="/run/learners", flush_seconds="7.5")
-    made = Made(object(), *positional, checkpoint="/mine", hand_in_seconds=None, learner_id=None)
-    assert made.arguments["checkpoint"] == "/mine"
-    assert made.arguments["hand_in_seconds"] == 7.5
-    assert made.arguments["learner_id"] == "learner-1"
+    launch(monkeypatch, sync_ranks=passed)
+    assert filled()[1].sync_ranks == options
 
 
-def test_an_explicit_address_gets_nothing_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch(monkeypatch, token_file="/nowhere", checkpoint="/run/learners")
-    assert Made(object(), "http://elsewhere:1").arguments == {}
-    assert Made(object(), syncer="http://elsewhere:1").arguments == {}
+def test_a_launcher_passes_standbys_beside_their_shards(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    launch(monkeypatch, syncer="http://a:1|http://b:1,http://c:2", folder=str(tmp_path))
+    connection, _ = filled()
+    assert connection.addresses == ("http://a:1", "http://b:1", "http://c:2")
+    assert connection.client is not None
+
+
+class Joined(dd.Learner):
+    """A learner that does not join in its constructor."""
+
+    def _enter(self) -> None:
+        pass
+
+
+def test_a_learner_without_an_address_uses_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    launch(monkeypatch, checkpoint=str(tmp_path / "kept"))
+    Joined(torch.nn.Linear(2, 2))
+    assert (tmp_path / "kept" / "learner-1").is_dir()
+
+
+def test_an_explicit_address_gets_nothing_of_the_launcher(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    launch(monkeypatch, auth_token_file="/nowhere", checkpoint=str(tmp_path / "kept"))
+    learner = Joined(torch.nn.Linear(2, 2), "http://elsewhere:1")
+    assert learner.addresses == ("http://elsewhere:1",)
+    assert learner.name != "learner-1"
+    assert not (tmp_path / "kept").exists()
 
 
 @pytest.mark.parametrize("kind", [dd.Learner, dd.Observer])
@@ -90,8 +174,12 @@ def test_an_evaluator_is_no_learner(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"token_file": "/nowhere/token"}, "DDILOCO_TOKEN_FILE='/nowhere/token' cannot be read"),
+        (
+            {"auth_token_file": "/nowhere/token"},
+            "DDILOCO_AUTH_TOKEN_FILE='/nowhere/token' cannot be read",
+        ),
         ({"flush_seconds": "soon"}, "DDILOCO_FLUSH_SECONDS='soon' is not a number"),
+        ({"disconnect_seconds": "soon"}, "DDILOCO_DISCONNECT_SECONDS='soon' is not a number"),
         ({"checkpoint_seconds": "1,5"}, "DDILOCO_CHECKPOINT_SECONDS='1,5' is not a number"),
     ],
 )
@@ -100,43 +188,50 @@ def test_a_variable_that_does_not_fit_is_named(
 ) -> None:
     launch(monkeypatch, **values)
     with pytest.raises(ConfigError, match=message):
-        Made(object())
+        filled()
 
 
-def test_the_secret_itself_is_never_in_the_environment(secret: Path, tmp_path: Path) -> None:
+def test_the_secret_itself_is_never_in_the_environment(
+    monkeypatch: pytest.MonkeyPatch, secret: Path, tmp_path: Path
+) -> None:
     config = RunConfig(
-        run={"budget_steps": 9, "learners": 3},
-        learner={"command": ["python", "train.py"], "metrics": "127.0.0.1:9400", "carriers": "all"},
+        run={"max_steps": 9, "learners": 3},
+        learner={
+            "command": ["python", "train.py"],
+            "metrics_address": "127.0.0.1:9400",
+            "sync_ranks": "all",
+        },
     )
-    told = passed_to(
+    passed = passed_to(
         config,
         2,
         syncer=("https://a:1",),
         folder=tmp_path,
         token_file=secret,
         shared=None,
-        tls=Tls("ca.pem", "mine.pem", "mine.key"),
+        tls=TLSConfig("ca.pem", "mine.pem", "mine.key"),
     )
-    environment = told.environment()
+    environment = passed.environment()
     assert "a secret" not in str(environment)
-    assert environment["DDILOCO_TOKEN_FILE"] == str(secret)
+    assert environment["DDILOCO_AUTH_TOKEN_FILE"] == str(secret)
     assert (environment["DDILOCO_INDEX"], environment["DDILOCO_LEARNERS"]) == ("2", "3")
-    arguments = told.arguments()
-    assert arguments["token"] == "a secret"
-    assert arguments["metrics"] == "127.0.0.1:9402"
-    assert arguments["carriers"] == "all"
-    assert arguments["tape"] == str(tmp_path / "tape" / "learner-2.jsonl")
-    assert Path(arguments["tls"].certificate) == Path("mine.pem").absolute()
+    _, options = passed.fill(ParticipantOptions())
+    assert options.auth_token == "a secret"
+    assert options.observability.metrics_address == "127.0.0.1:9402"
+    assert options.observability.event_tape == str(tmp_path / "tape" / "learner-2.jsonl")
+    assert options.sync_ranks == "all"
+    assert options.tls is not None
+    assert options.tls.cert == str(Path("mine.pem").absolute())
 
 
 def test_a_shared_run_folder_says_where_the_shards_are(tmp_path: Path) -> None:
-    config = RunConfig(run={"budget_steps": 9}, learner={"command": ["python", "train.py"]})
-    told = passed_to(
+    config = RunConfig(run={"max_steps": 9}, learner={"command": ["python", "train.py"]})
+    passed = passed_to(
         config, 0, syncer=(), folder=tmp_path, token_file=None, shared=tmp_path, tls=None
     )
     (tmp_path / "places").mkdir()
     (tmp_path / "places" / "shard-0").write_text("http://old:1\nhttp://new:2\n")
-    assert told.addresses() == ("http://new:2",)
+    assert passed.addresses() == ("http://new:2",)
 
 
 @pytest.mark.parametrize("place", ["run_folder", "folder"])
@@ -145,17 +240,36 @@ def test_a_client_of_the_run_folder_shows_the_secret_that_the_program_gives(
 ) -> None:
     (tmp_path / "places").mkdir()
     (tmp_path / "places" / "shard-0").write_text("http://a:1\n")
-    launch(monkeypatch, token_file=str(secret), **{place: str(tmp_path)})
-    assert Made(object()).arguments["client"]()._token == "a secret"
-    assert Made(object(), token="mine\n").arguments["client"]()._token == "mine"
+    launch(monkeypatch, auth_token_file=str(secret), **{place: str(tmp_path)})
+    for given, expected in ({}, "a secret"), ({"auth_token": "mine\n"}, "mine"):
+        connection, _ = filled(**given)
+        assert connection.client is not None
+        assert connection.client()._token == expected  # type: ignore[attr-defined]
 
 
 def test_no_checkpoints_where_the_settings_say_so(tmp_path: Path) -> None:
     config = RunConfig(
-        run={"budget_steps": 9},
-        learner={"command": ["python", "train.py"], "checkpoint_every_seconds": 0.0},
+        run={"max_steps": 9},
+        learner={"command": ["python", "train.py"], "checkpoint_interval_seconds": 0.0},
     )
-    told = passed_to(
+    passed = passed_to(
         config, 0, syncer=("http://a:1",), folder=tmp_path, token_file=None, shared=None, tls=None
     )
-    assert not {"checkpoint", "checkpoint_every_seconds"} & told.arguments().keys()
+    assert passed.fill(ParticipantOptions())[1].checkpoint == Checkpointing()
+
+
+def test_no_flush_where_the_settings_say_so(tmp_path: Path) -> None:
+    """0 seconds are not the default of `Timeouts`, and are passed."""
+    config = RunConfig(
+        run={"max_steps": 9},
+        learner={"command": ["python", "train.py"], "flush_seconds": 0.0},
+    )
+    passed = passed_to(
+        config, 0, syncer=("http://a:1",), folder=tmp_path, token_file=None, shared=None, tls=None
+    )
+    assert passed.fill(ParticipantOptions())[1].timeouts == Timeouts(flush=0.0)
+
+
+def test_the_options_of_a_launcher_are_arguments_of_a_learner() -> None:
+    arguments = inspect.signature(dd.Learner).parameters
+    assert set(ParticipantOptions.__dataclass_fields__) <= arguments.keys()

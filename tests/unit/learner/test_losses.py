@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.learner.losses import StepLosses
+from decoupled_diloco.learner.reports import StepLosses
 
 
 @pytest.mark.parametrize(

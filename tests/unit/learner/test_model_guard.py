@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.learner.model_guard import SLICE, ModelGuard
+from decoupled_diloco.learner.model import SLICE, ModelGuard
 from decoupled_diloco.merge import layout_of
 
 
@@ -106,7 +106,7 @@ def test_a_buffer_of_another_form_is_reported_by_name(change: str) -> None:
     model, guard = guarded()
     act, problem = BUFFER_CHANGES[change]
     act(model)
-    guard.compares_buffers = False  # sync.buffers = "local"
+    guard.compares_buffers = False  # sync.merge.buffers = "local"
     guard.check()
     guard.compares_buffers = True
     with pytest.raises(ConfigError, match=f"^buffer 'seen' .*{problem}"):

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.learner.checkpointer import all_stateful
-from decoupled_diloco.learner.checks import refuse_own_copies
-from decoupled_diloco.learner.loops import following
+from decoupled_diloco.learner.loops import StepTokens, attached
+from decoupled_diloco.learner.model import refuse_own_copies
 from decoupled_diloco.learner.optimizers import InnerOptimizers, layers_of, unwrapped
 from decoupled_diloco.storage.states import pack, unpack
 
@@ -151,12 +151,16 @@ def test_a_step_that_failed_does_not_hide_the_next_one() -> None:
 
 
 class Counts:
-    untold = 0
+    _untold = 0
 
     def __init__(self) -> None:
         self.steps = 0
+        self._counter = StepTokens(None)
 
-    def step(self, tokens: int) -> bool:
+    async def _ends_in_order(self, error: BaseException) -> bool:
+        raise AssertionError
+
+    def step(self, *, tokens: int | None) -> bool:
         self.steps += 1
         return True
 
@@ -171,7 +175,7 @@ def test_a_step_of_several_optimizers_is_finished_when_all_have_stepped(
     model = nn.ModuleDict({"d": nn.Linear(2, 2), "g": nn.Linear(2, 2)})
     d, g = adamw(model["d"]), adamw(model["g"])
     learner = Counts()
-    with following(learner, model, InnerOptimizers({"d": d, "g": g}), lambda: 1):
+    with attached(learner, InnerOptimizers({"d": d, "g": g}), lambda: 1):
         for _ in range(4):
             for each, times in ((d, first), (g, second)):
                 for _ in range(times):
@@ -228,7 +232,7 @@ def test_several_optimizers_keep_their_states_by_name() -> None:
     backward(model)
     for each in named.values():
         each.step()
-    saved = kept(all_stateful(named, None)["optimizer"].state_dict())
+    saved = kept(all_stateful(named, {})["optimizer"].state_dict())
     fresh = {"d": adamw(model["d"]), "g": torch.optim.SGD(model["g"].parameters(), 0.1, 0.9)}
     InnerOptimizers(fresh).load_state_dict(saved)
     for name, each in named.items():

@@ -7,11 +7,18 @@ import math
 
 import pytest
 
-from decoupled_diloco.learner.plan import StepPlan, with_loss
-from decoupled_diloco.protocol.effects import Apply, Hold, Release, Send, Snapshot
-from decoupled_diloco.protocol.messages import LOSS_MAX, Leave, StepReport
-from decoupled_diloco.protocol.versions import Version
+from decoupled_diloco.learner.shared import StepPlan, with_loss
 from decoupled_diloco.protocol.wire import encode
+from decoupled_diloco.protocol.words import (
+    LOSS_MAX,
+    Apply,
+    Hold,
+    Leave,
+    Release,
+    Snapshot,
+    StepReport,
+    Version,
+)
 
 APPLY = Apply(3, Version(1, 2), "carry", 0, "it is in")
 SNAPSHOT = Snapshot(4, Version(1, 1), 17, "it is due")
@@ -33,10 +40,8 @@ def test_only_what_belongs_to_the_boundary_is_in_it() -> None:
     ],
 )
 def test_a_report_tells_the_loss_in_a_number_that_json_has(loss: float, told: float) -> None:
-    report = Send("shard-1", StepReport(3, 96, 0.5), "a step is finished")
-    said = with_loss(report, loss)
-    assert isinstance(said, Send)
-    assert said.message == StepReport(3, 96, 0.5, loss=told)
-    assert json.loads(json.dumps(encode(said.message), allow_nan=False))["loss"] == told
-    other = Send("shard-1", Leave("told to"), "it is told to")
+    said = with_loss(StepReport(3, 96, 0.5), loss)
+    assert said == StepReport(3, 96, 0.5, loss=told)
+    assert json.loads(json.dumps(encode(said), allow_nan=False))["loss"] == told
+    other = Leave("told to")
     assert with_loss(other, loss) is other

@@ -13,8 +13,7 @@ from decoupled_diloco.learner.exchange import LearnerTensors
 from decoupled_diloco.learner.store import ModuleStore
 from decoupled_diloco.merge import codec, layout_of, make_outer
 from decoupled_diloco.merge.plan import MergePlan
-from decoupled_diloco.protocol.effects import ForgetResidual, Settle
-from decoupled_diloco.protocol.versions import Asking, Version
+from decoupled_diloco.protocol.words import Asking, ForgetResidual, Version
 
 N = 12
 INT2 = codec("int2")
@@ -61,7 +60,7 @@ class Sender:
         return ask, trained, INT2.decode(body, N)
 
     def settle(self, ask: Asking, *, gone: bool) -> None:
-        self.tensors.carry_out(Settle(0, ask, gone, ""))
+        self.tensors.settle(0, ask, gone=gone)
 
     @property
     def left(self) -> Tensor:
@@ -123,7 +122,7 @@ def test_a_residual_fades_by_its_decay() -> None:
 def test_what_an_earlier_life_may_have_sent_is_forgotten() -> None:
     sender = Sender(learner())
     sender.settle(sender.send()[0], gone=True)
-    sender.tensors.carry_out(ForgetResidual(0, ""))
+    sender.tensors._forget(ForgetResidual(0, ""))
     assert not sender.tensors.residuals[0]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from decoupled_diloco.errors import StorageError
-from decoupled_diloco.learner.state_blob import StateBlob
+from decoupled_diloco.learner.transfers import StateBlob
 from decoupled_diloco.merge import digest
 
 WHOLE = b"\0" * 16

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from decoupled_diloco.learner.trouble import AGAIN_SECONDS, TroubleLog
+from decoupled_diloco.learner.connections import AGAIN_SECONDS, TroubleLog
 from decoupled_diloco.runtime import Runtime, within
 
 

@@ -91,12 +91,12 @@ class TestResult:
         with pytest.raises(MergeError, match="weights sum to 0"):
             Accumulator(N, SEGMENTS).result()
 
-    def test_fills_a_given_vector_and_may_be_asked_again(self):
+    def test_fills_a_given_vector_and_can_be_called_again(self):
         accumulator, out = filled(3), torch.empty(N)
         assert accumulator.result(out) is out
         assert torch.equal(accumulator.result(), out)
 
-    def test_overflow_is_told(self):
+    def test_overflow_raises(self):
         accumulator = Accumulator(2, [Segment(0, 2, "mean")])
         accumulator.add(torch.full((2,), 3e38), 10.0)
         with pytest.raises(MergeError, match="1 contributions overflowed"):
@@ -114,7 +114,7 @@ class TestResult:
         zero = torch.zeros(N)
         assert torch.equal(merge([zero, zero], [1, 2], SEGMENTS), zero)
 
-    def test_a_zero_vector_halves_the_length_but_not_the_direction(self):
+    def test_a_zero_vector_halves_the_length_and_keeps_the_direction(self):
         found = merge([torch.zeros(2), torch.tensor([3.0, 4.0])], [1, 1], [Segment(0, 2, "rda")])
         torch.testing.assert_close(found, torch.tensor([1.5, 2.0]))
 
@@ -150,7 +150,7 @@ class TestCombine:
             Accumulator(N, SEGMENTS, epsilon=0.1),
         ],
     )
-    def test_another_kind_is_refused(self, other):
+    def test_another_kind_is_rejected(self, other):
         with pytest.raises(MergeError, match="do not match"):
             filled(1).combine(other)
 
@@ -184,7 +184,7 @@ class TestState:
             ("segment_is_rda", torch.tensor([True])),
         ],
     )
-    def test_a_state_from_a_peer_is_not_trusted(self, name, value):
+    def test_a_state_from_a_peer_is_validated(self, name, value):
         with pytest.raises(MergeError, match="accumulator state"):
             Accumulator.from_state_dict({**filled(2).state_dict(), name: value})
 

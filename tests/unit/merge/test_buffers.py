@@ -1,4 +1,4 @@
-"""Buffers: which are merged, how, and that they come out of a merge as the model needs them."""
+"""Buffers: which ones are merged, how they are merged, and that the results are valid."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from decoupled_diloco.merge import (
 )
 from decoupled_diloco.merge.fragments import Buffers
 from decoupled_diloco.merge.plan import MergePlan
-from decoupled_diloco.protocol.versions import Asking, Version
+from decoupled_diloco.protocol.words import Asking, Version
 from decoupled_diloco.syncer.fragments import ShardTensors
 
 
@@ -64,7 +64,7 @@ def plan_for(model: nn.Module, fragments: int = 3, **changes: str) -> MergePlan:
     )
 
 
-def test_buffers_come_behind_the_parameters() -> None:
+def test_buffers_follow_the_parameters() -> None:
     layout = layout_of(Model())
     roles = {spec.name: spec.role for spec in layout.tensors}
     assert list(roles)[-4:] == ["angles", "mask", "norm.running_mean", "norm.running_var"]
@@ -83,7 +83,7 @@ def test_buffers_come_behind_the_parameters() -> None:
     assert local.tensors == layout.tensors[: len(local.tensors)], "the places stay the same"
 
 
-def test_what_was_counted_is_no_part_of_the_fingerprint() -> None:
+def test_constants_do_not_affect_the_fingerprint() -> None:
     model = Model()
     before = layout_of(model).fingerprint
     model.norm.num_batches_tracked.add_(3)
@@ -101,21 +101,21 @@ def test_what_was_counted_is_no_part_of_the_fingerprint() -> None:
         {"values": [0] * 65, "shape": [65]},
     ],
 )
-def test_a_constant_that_is_none_is_refused(change: dict[str, object]) -> None:
+def test_an_invalid_constant_is_rejected(change: dict[str, object]) -> None:
     data = layout_of(Model()).to_json()
     data["constants"][0] |= change
     with pytest.raises(ProtocolError):
         Layout.from_json(data)
 
 
-def test_a_parameter_behind_a_buffer_is_refused() -> None:
+def test_a_parameter_after_a_buffer_is_rejected() -> None:
     data = layout_of(Model()).to_json()
     data["tensors"].reverse()
-    with pytest.raises(ProtocolError, match="has a parameter behind a buffer"):
+    with pytest.raises(ProtocolError, match="has a parameter after a buffer"):
         Layout.from_json(data)
 
 
-def test_equal_buffers_do_not_make_contributions_alike() -> None:
+def test_equal_buffers_do_not_make_contributions_parallel() -> None:
     models = [Model(seed) for seed in range(2)]
     plan = plan_for(models[0], fragments=1)
     shard, (part,) = ShardTensors(plan, (0,)), plan.fragments
@@ -128,8 +128,8 @@ def test_equal_buffers_do_not_make_contributions_alike() -> None:
                 if tensor.is_floating_point():
                     tensor.copy_(tensor + torch.randn_like(tensor) if tensor.requires_grad else 1e4)
         capture = Capture(plan, 0, stores[n % 2].snapshot(part), begin)
-        body, told, _ = capture.encode("bf16")
-        shard.verify(0, Asking(1, n), body, told)
+        body, announced, _ = capture.encode("bf16")
+        shard.verify(0, Asking(1, n), body, announced)
         assert shard.alike(0, Asking(1, n), f"learner-{n % 2}") == ()
 
 
@@ -137,7 +137,7 @@ def test_equal_buffers_do_not_make_contributions_alike() -> None:
 @pytest.mark.parametrize("strategy", ["balanced", "tensor", "layer-strided"])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_merge_is_the_weighted_mean_of_the_buffers(method: str, strategy: str, seed: int) -> None:
-    """Against sums by hand, whatever was merged meanwhile: values that are late count the same."""
+    """Compare with a manual computation; late values count the same as others."""
     rng = random.Random(seed)
     models = [Model(seed) for _ in range(3)]
     plan = plan_for(models[0], method=method, strategy=strategy)
@@ -156,10 +156,10 @@ def test_a_merge_is_the_weighted_mean_of_the_buffers(method: str, strategy: str,
             named = [(rng.randint(1, 9), store) for store in stores]
             for who, (tokens, store) in enumerate(named):
                 capture = Capture(plan, index, store.snapshot(part), begin[index])
-                body, told, _ = capture.encode("bf16")
+                body, announced, _ = capture.encode("bf16")
                 assert body.numel() == plan.uplink_nbytes(index)
                 ask = Asking(number, who)
-                shard.verify(index, ask, body, told)
+                shard.verify(index, ask, body, announced)
                 shard.fold(index, ask, 1, tokens, scale=rng.choice([1.0, 0.5]))
             copy = shard.merge(index)
             assert copy.difference.numel() in plan.downlink_sizes(index)
@@ -178,7 +178,7 @@ def test_a_merge_is_the_weighted_mean_of_the_buffers(method: str, strategy: str,
 def test_leaving_buffers_out_changes_no_bit(
     seed: int, feedback: float | None, buffers: Buffers
 ) -> None:
-    """Late contributions have the values of the version that they were made from."""
+    """Late contributions have the values of their base version."""
     rng = random.Random(seed)
     models = [Model(seed) for _ in range(3)]
     plan = replace(plan_for(models[0], fragments=1), feedback=feedback, buffers=buffers)
@@ -199,11 +199,11 @@ def test_leaving_buffers_out_changes_no_bit(
                     if rng.random() < 0.3:
                         changes.fill_(rng.random())
             capture = Capture(plan, 0, store.snapshot(part), published)
-            body, told, _ = capture.encode("bf16")
+            body, announced, _ = capture.encode("bf16")
             sent, ask = capture.packed(body, "bf16"), Asking(number, index)
             saved += body.numel() - sent.numel()
-            whole.verify(0, ask, body, told)
-            short.verify(0, ask, short.unpacked(0, sent, base), told)
+            whole.verify(0, ask, body, announced)
+            short.verify(0, ask, short.unpacked(0, sent, base), announced)
             for shard in (whole, short):
                 shard.fold(0, ask, 1, index + 1)
         full, copy = whole.merge(0), short.merge(0)
@@ -223,7 +223,7 @@ def test_leaving_buffers_out_changes_no_bit(
 
 
 def buffer_values(plan: MergePlan, value: float) -> torch.Tensor:
-    """A contribution of one fragment whose buffers all have this value, and nothing else."""
+    """Return a contribution whose buffers all have this value; the rest is 0."""
     vector = torch.zeros(plan.fragments[0].numel)
     vector[plan.segments(0)[-1].start :] = value
     return vector
@@ -233,8 +233,8 @@ def merged_buffers(accumulator: Accumulator) -> set[float]:
     return set(accumulator.result()[accumulator.segments[-1].start :].tolist())
 
 
-def test_buffers_of_one_learner_are_those_of_the_largest_weight() -> None:
-    """Of equal ones the first: the same fold order gives the same bits."""
+def test_buffers_of_one_learner_come_from_the_largest_weight() -> None:
+    """With equal weights the first one wins: the same fold order gives the same bits."""
     plan = plan_for(Model(), fragments=1, buffers="one")
     accumulator = plan.accumulator(0)
     for value, weight in ((1.0, 2.0), (2.0, 5.0), (3.0, 5.0), (4.0, 1.0)):
@@ -255,7 +255,7 @@ def test_buffers_of_one_learner_combine_in_a_tree(swapped: bool) -> None:
     assert merged_buffers(whole) == {2.0}
 
 
-def test_buffers_have_no_part_in_a_norm() -> None:
+def test_buffers_are_excluded_from_norms() -> None:
     plan = plan_for(Model(), fragments=1)
     segments = plan.segments(0)
     assert segments[-1].merge == "buffer"
@@ -268,22 +268,22 @@ def test_buffers_have_no_part_in_a_norm() -> None:
     assert torch.equal(contribution.parts[0][1], vector)
 
 
-def test_a_table_stays_what_it_was() -> None:
-    """Nothing is rounded on its way: what nobody changes is the same bits for ever."""
+def test_an_unchanged_table_keeps_its_bits() -> None:
+    """Buffers are not rounded: an unchanged buffer keeps its bits forever."""
     model = Model()
     plan = plan_for(model, fragments=1)
     shard, store, part = ShardTensors(plan, (0,)), ModuleStore(model), plan.fragments[0]
     trained = parameters_numel(part, plan.layout)
     begin = store.snapshot(part).values()
     shard.install(0, begin)
-    body, told, _ = Capture(plan, 0, store.snapshot(part), begin).encode("bf16")
-    shard.verify(0, Asking(1, 1), body, told)
+    body, announced, _ = Capture(plan, 0, store.snapshot(part), begin).encode("bf16")
+    shard.verify(0, Asking(1, 1), body, announced)
     shard.fold(0, Asking(1, 1), 1, 1)
     shard.merge(0)
     assert torch.equal(shard.whole(0)[trained:], begin[trained:])
 
 
-def test_a_store_overwrites_buffers_in_every_mode_and_finds_those_that_are_new() -> None:
+def test_a_store_overwrites_buffers_in_every_mode() -> None:
     model = Model()
     plan, store = plan_for(model, fragments=1), ModuleStore(model)
     part = plan.fragments[0]
@@ -299,7 +299,7 @@ def test_a_store_overwrites_buffers_in_every_mode_and_finds_those_that_are_new()
 
 
 def merged(*contributions: tuple[list[float], float], in_a_tree: bool = False) -> list[float]:
-    """One buffer from its contributions and their weights."""
+    """Merge one buffer from its contributions and their weights."""
     numel = len(contributions[0][0])
     segments = (Segment(0, numel, "buffer"),)
     whole = Accumulator(numel, segments)
@@ -349,7 +349,7 @@ def test_a_constant_keeps_its_bits(value: float, in_a_tree: bool) -> None:
 
 @TREES
 def test_a_finite_contribution_wins_over_others(in_a_tree: bool) -> None:
-    """As of an observer's least value, which is infinite until data were seen."""
+    """For example the minimum of an observer, which is infinite before it sees data."""
     seen, fresh = ([-2.5], 1.0), ([math.inf], 5.0)
     assert merged(seen, fresh, in_a_tree=in_a_tree) == [-2.5]
     assert merged(fresh, seen, ([-1.5], 2.0), in_a_tree=in_a_tree) == [-1.5]
@@ -357,7 +357,7 @@ def test_a_finite_contribution_wins_over_others(in_a_tree: bool) -> None:
 
 
 @pytest.mark.parametrize("feedback", [None, 1.0])
-def test_infinite_buffers_travel_both_ways(feedback: float | None) -> None:
+def test_infinite_buffers_are_sent_both_ways(feedback: float | None) -> None:
     model = Model()
     plan = replace(plan_for(model, fragments=1), feedback=feedback)
     shard, store, part = ShardTensors(plan, (0,)), ModuleStore(model), plan.fragments[0]
@@ -366,9 +366,9 @@ def test_infinite_buffers_travel_both_ways(feedback: float | None) -> None:
     with torch.no_grad():
         model.hidden.weight.add_(0.5)
         model.norm.running_mean.add_(0.25)
-    body, told, residual = Capture(plan, 0, store.snapshot(part), begin).encode("bf16")
+    body, announced, residual = Capture(plan, 0, store.snapshot(part), begin).encode("bf16")
     assert residual is None or torch.isfinite(residual).all()
-    shard.verify(0, Asking(1, 1), body, told)
+    shard.verify(0, Asking(1, 1), body, announced)
     shard.fold(0, Asking(1, 1), 1, 1)
     copy = shard.merge(0)
     received = begin.clone()
@@ -380,7 +380,7 @@ def test_infinite_buffers_travel_both_ways(feedback: float | None) -> None:
 
 
 class Pruned(nn.Linear):
-    """With a buffer beside those of pruning."""
+    """A model with a buffer in addition to those of pruning."""
 
     def __init__(self) -> None:
         super().__init__(4, 4)
@@ -401,7 +401,7 @@ class Pruned(nn.Linear):
         (lambda: nn.BatchNorm1d(4), set()),
     ],
 )
-def test_buffers_of_a_parametrization_are_one_learners(
+def test_buffers_of_a_parametrization_come_from_one_learner(
     make: Callable[[], nn.Module], single: set[str]
 ) -> None:
     layout = layout_of(nn.Sequential(make(), nn.Linear(4, 40)))
@@ -417,7 +417,7 @@ def test_buffers_of_a_parametrization_are_one_learners(
         assert len(set(places)) == 1, "of one learner, so in one fragment"
 
 
-def test_values_have_no_part_in_the_layout() -> None:
+def test_values_do_not_affect_the_layout() -> None:
     finite, infinite = Model(), Model()
     finite.mask.zero_()
     infinite.angles.fill_(math.nan)

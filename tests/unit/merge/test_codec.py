@@ -29,9 +29,9 @@ from decoupled_diloco.merge.blocks import BLOCK
 from decoupled_diloco.merge.codec import BuffersExact
 
 GROUPED = {"int8": 130, "int4": 66, "fp4-e3m0": 66, "int2": 34}
-"""The codecs with a scale for 128 elements, and the bytes of a group."""
+"""The codecs with one scale per 128 elements, with the bytes per group."""
 SPARSE = {"topk": 144, "topk-4": 11}
-"""The codecs that send the largest of 4,096 elements, and the bytes of a chunk."""
+"""The codecs that send the largest of 4,096 elements, with the bytes per chunk."""
 EVERY = ["fp32", "bf16", *GROUPED, *SPARSE]
 MANY = BLOCK + 5
 
@@ -41,7 +41,7 @@ def vector(numel=7):
 
 
 class WholeCodec:
-    """A codec that cannot be cut: the largest magnitude, then one byte per element."""
+    """A codec whose payloads cannot be split: the largest magnitude, then one byte per element."""
 
     name = "test-int8"
     group = None
@@ -64,7 +64,7 @@ class WholeCodec:
 
 
 class GroupCodec(RawCodec):
-    """A codec of groups of three elements, padded to four bytes each."""
+    """A codec with groups of three elements, padded to four bytes each."""
 
     group = 3
 
@@ -92,11 +92,11 @@ class TestCodecs:
         body = found.encode(vector())
         assert (body.dtype, body.shape) == (torch.uint8, (size,))
 
-    def test_bodies_are_little_endian(self):
+    def test_payloads_are_little_endian(self):
         assert bytes(codec("fp32").encode(torch.tensor([1.0])).numpy()) == b"\x00\x00\x80\x3f"
         assert bytes(codec("bf16").encode(torch.tensor([1.0])).numpy()) == b"\x80\x3f"
 
-    def test_fp32_loses_nothing(self):
+    def test_fp32_is_lossless(self):
         assert torch.equal(codec("fp32").decode(codec("fp32").encode(vector()), 7), vector())
 
     def test_bf16_rounds_to_nearest_even(self):
@@ -108,7 +108,7 @@ class TestCodecs:
         assert np.array_equal(found.numpy().view(np.uint32), rounded.astype(np.uint32))
 
     @pytest.mark.parametrize("name", EVERY)
-    def test_into_given_memory_even_if_misaligned(self, name):
+    def test_encodes_into_given_memory_even_if_misaligned(self, name):
         plain = codec(name).encode(vector())
         for offset in range(4):
             room = bytearray(plain.numel() + 8)
@@ -131,12 +131,12 @@ class TestCodecs:
 
     @pytest.mark.parametrize("name", EVERY)
     @pytest.mark.parametrize("body", [b"", b"x" * 13, b"x" * 29])
-    def test_a_body_of_the_wrong_size(self, name, body):
-        with pytest.raises(ProtocolError, match=f"{len(body)} bytes, codec '{name}' needs"):
+    def test_a_payload_of_the_wrong_size(self, name, body):
+        with pytest.raises(ProtocolError, match=f"{len(body)} bytes, codec '{name}' requires"):
             codec(name).decode(body, 7)
 
     @pytest.mark.parametrize("name", ["fp32", "bf16", *GROUPED])  # others look at a body's indices
-    def test_bodies_and_values_stay_on_their_device(self, name):
+    def test_payloads_and_values_stay_on_their_device(self, name):
         values = torch.empty(7, device="meta")
         body = codec(name).encode(values)
         assert body.device.type == "meta"
@@ -149,32 +149,32 @@ class TestCodecs:
         with pytest.raises(AssertionError, match="read-only"):
             codec("fp32").encode(torch.ones(1), memoryview(b"1234"))
 
-    def test_settings_know_the_bits_of_each(self):
+    def test_settings_have_the_bits_of_each_codec(self):
         sample = 2**20
         for name, bits in BITS.items():
             assert 8 * codec(name).nbytes(sample) / sample == bits
         assert bits_of("topk-160") == 8 * codec("topk-160").nbytes(sample) / sample
 
-    def test_unknown_names_the_nearest(self):
+    def test_the_error_for_an_unknown_name_has_the_closest_match(self):
         with pytest.raises(ConfigError, match="'bf-16' is unknown: did you mean 'bf16'"):
             codec("bf-16")
 
     @pytest.mark.parametrize("name", EVERY)
-    def test_every_one_is_known(self, name):
+    def test_every_valid_k_is_accepted(self, name):
         assert codec(name).name == name
         assert (name in codec_names()) == ("topk-" not in name)
 
     @pytest.mark.parametrize("k", [3, 6, 1028, 123456789])
-    def test_so_many_elements_cannot_be_sent(self, k):
-        with pytest.raises(ConfigError, match=f"'topk-{k}' would send {k} of 4096 elements: take"):
+    def test_an_invalid_k_is_rejected(self, k):
+        with pytest.raises(ConfigError, match=f"'topk-{k}' would send {k} of 4096 elements: use"):
             codec(f"topk-{k}")
 
     @pytest.mark.parametrize("name", ["topk-", "topk-0", "topk-04", "topk-x", "topk-4\n", "topk-٤"])
-    def test_no_number_of_elements(self, name):
+    def test_a_name_without_a_valid_number_is_rejected(self, name):
         with pytest.raises(ConfigError, match="is unknown: did you mean 'topk'"):
             codec(name)
 
-    def test_a_number_too_long_to_read(self):
+    def test_a_number_with_too_many_digits_is_rejected(self):
         with pytest.raises(ConfigError, match="is unknown"):
             codec("topk-" + "4" * 5000)
 
@@ -182,12 +182,12 @@ class TestCodecs:
         monkeypatch.setattr(sys.modules[RawCodec.__module__], "_codecs", {})
         register_codec(RawCodec("test-fp16", torch.float16))
         assert codec("test-fp16").nbytes(3) == 6
-        with pytest.raises(ConfigError, match="registered already"):
+        with pytest.raises(ConfigError, match="already registered"):
             register_codec(RawCodec("test-fp16", torch.float16))
 
 
 class Half:
-    """The least that a codec of a user needs."""
+    """A minimal custom codec."""
 
     name = "test-half"
     group = 1
@@ -225,13 +225,13 @@ class TestSimpleCodec:
         assert torch.equal(out, values.half().float())
         assert half.group == 1
 
-    def test_bodies_of_another_size_are_refused_before_it_sees_them(self):
+    def test_payloads_of_another_size_are_rejected_before_decoding(self):
         register_codec(Half())
         for size in (0, 599, 601):
-            with pytest.raises(ProtocolError, match="needs 600"):
+            with pytest.raises(ProtocolError, match="requires 600"):
                 codec("test-half").decode(bytes(size), 300)
 
-    def test_any_exception_refuses_a_body(self):
+    def test_any_exception_rejects_a_payload(self):
         class Strict(Half):
             def decode(self, body, numel):
                 if body.any():
@@ -239,7 +239,7 @@ class TestSimpleCodec:
                 raise ValueError("nothing in it")
 
         register_codec(Strict())
-        with pytest.raises(ProtocolError, match="cannot decode a body: ValueError"):
+        with pytest.raises(ProtocolError, match="cannot decode a payload: ValueError"):
             codec("test-half").decode(bytes(6), 3)
 
     @pytest.mark.parametrize(
@@ -251,17 +251,17 @@ class TestSimpleCodec:
             ({"encode": lambda self, v: v.neg_().half().view(torch.uint8)}, "changed the vector"),
             ({"decode": lambda self, b, n: b.view(torch.float16)}, r"must return float32 \[1\]"),
             ({"decode": lambda self, b, n: torch.full((n,), float("inf"))}, "not finite"),
-            ({"decode": lambda self, b, n: torch.rand(n)}, "a second time it gave other bits"),
+            ({"decode": lambda self, b, n: torch.rand(n)}, "a second call returned different bits"),
             ({"group": 0}, "group=0"),
             ({"group": 1.5}, "group=1.5"),
             ({"encode": None}, "is a Half without encode"),
             (
                 {"encode": lambda self, v: (v - v.mean()).half().view(torch.uint8)},
-                "not those of its parts",
+                "not its parts' payloads",
             ),
         ],
     )
-    def test_what_is_wrong_is_found_before_a_run(self, changes, message):
+    def test_a_faulty_codec_is_rejected_before_a_run(self, changes, message):
         wrong = type("Half", (Half,), changes)()
         with pytest.raises(ConfigError, match=message):
             register_codec(wrong)
@@ -272,7 +272,7 @@ class TestDigest:
     def test_known_value(self):
         assert digest(b"") == "99aa06d3014798d86001c324468d497f"
 
-    def test_the_same_bytes_in_any_wrapping(self):
+    def test_the_same_bytes_in_any_type_have_the_same_digest(self):
         tensor = vector(6)
         raw = tensor.numpy().tobytes()
         for body in (raw, bytearray(raw), memoryview(raw), tensor.view(2, 3), as_bytes(tensor)):
@@ -303,7 +303,7 @@ class TestContribution:
             nn.Linear(4, 3, dtype=torch.float64),
         )
 
-    def test_no_training_gives_exactly_zero_in_every_dtype(self):
+    def test_no_training_contributes_exactly_zero_in_every_dtype(self):
         model = self.model()
         layout = layout_of(model)
         tensors = tensors_of(model, layout)
@@ -314,7 +314,7 @@ class TestContribution:
             assert d.dtype == torch.float32
             assert torch.equal(d, torch.zeros(fragment.numel))
 
-    def test_gives_what_training_changed(self):
+    def test_returns_the_change_of_training(self):
         model = self.model()
         layout = layout_of(model)
         (fragment,) = partition(layout, 1)
@@ -338,7 +338,7 @@ class TestContribution:
         d = contribution(fragment, layout, theta, published)
         torch.testing.assert_close(d, torch.ones(MANY), rtol=1e-5, atol=1e-5)
 
-    def test_sizes_must_agree(self):
+    def test_sizes_must_match(self):
         layout = layout_of(nn.Linear(2, 2))
         (fragment,) = partition(layout, 1)
         with pytest.raises(AssertionError, match="N=6"):
@@ -351,7 +351,7 @@ COARSE = ["int4", "fp4-e3m0", "int2", *SPARSE]
 
 @pytest.mark.parametrize("used", CODECS, ids=lambda used: used.name)
 class TestPublish:
-    def test_sender_and_receivers_hold_the_same_bits(self, used):
+    def test_sender_and_receivers_have_the_same_bits(self, used):
         master, sent = vector(MANY), torch.zeros(MANY)
         received = sent.clone()
         for step in range(3):
@@ -359,7 +359,7 @@ class TestPublish:
             receive(received, publish(master, sent, used), used)
             assert torch.equal(sent, received)
 
-    def test_what_rounding_took_goes_out_next_time(self, used):
+    def test_the_rounding_error_is_sent_next_time(self, used):
         master, published = vector(MANY), torch.zeros(MANY)
         errors, norms = [], [float(master.norm())]
         for _ in range(4):
@@ -371,7 +371,7 @@ class TestPublish:
             assert errors[0] < 0.05
             assert errors[-1] <= 2**-22  # half a unit in the last place of the largest element
 
-    def test_a_diverged_master_is_told_and_changes_nothing(self, used):
+    def test_a_diverged_master_raises_and_changes_nothing(self, used):
         for bad in (math.nan, math.inf):
             master, published = torch.ones(MANY), torch.zeros(MANY)
             master[-1] = bad
@@ -379,13 +379,13 @@ class TestPublish:
                 publish(master, published, used)
             assert torch.equal(published, torch.zeros(MANY))
 
-    def test_a_body_of_the_wrong_size_changes_nothing(self, used):
+    def test_a_payload_of_the_wrong_size_changes_nothing(self, used):
         published = torch.zeros(9)
-        with pytest.raises(ProtocolError, match="body has 3 bytes"):
+        with pytest.raises(ProtocolError, match="payload has 3 bytes"):
             receive(published, b"123", used)
         assert torch.equal(published, torch.zeros(9))
 
-    def test_the_body_is_the_encoded_difference(self, used):
+    def test_the_payload_is_the_encoded_difference(self, used):
         master, published = vector(9), vector(9).roll(1)
         expected = used.encode(master - published)
         room = torch.zeros(used.nbytes(9), dtype=torch.uint8)
@@ -394,12 +394,12 @@ class TestPublish:
         assert body.data_ptr() == room.data_ptr()
 
 
-def test_the_body_of_a_long_vector_is_the_bodies_of_its_parts():
+def test_the_payload_of_a_long_vector_is_its_parts_payloads():
     for used in map(codec, EVERY):
         master = vector(MANY)
         assert torch.equal(publish(master, torch.zeros(MANY), used), used.encode(master))
 
 
-def test_bf16_overflow_is_told():
+def test_bf16_overflow_raises():
     with pytest.raises(MergeError, match="more than codec 'bf16' can hold"):
         publish(torch.full((3,), 3.4e38), torch.zeros(3), codec("bf16"))

@@ -1,4 +1,4 @@
-"""A contribution's norm, and a contribution that is scaled down."""
+"""The norm of a contribution, and the scaling of a contribution."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def contribution(vector: torch.Tensor, cut: int = 7) -> Contribution:
     return made
 
 
-def test_the_norm_is_that_of_the_whole_vector_mean_segments_and_all() -> None:
+def test_the_norm_includes_mean_segments() -> None:
     vector = torch.linspace(-3, 4, 12)
     assert contribution(vector).norm == pytest.approx(float(vector.norm()), rel=1e-6)
 
 
-def test_scaled_it_merges_as_the_scaled_vector_would() -> None:
+def test_a_scaled_contribution_merges_as_the_scaled_vector() -> None:
     vector, other = torch.linspace(-3, 4, 12), torch.linspace(2, -1, 12)
     scaled = contribution(vector)
     scaled.scale(0.25)

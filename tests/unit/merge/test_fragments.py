@@ -64,7 +64,7 @@ def elements(fragments):
 
 
 def experts(count: int) -> Layout:
-    """A mixture of experts with a module for each."""
+    """A mixture of experts with one module per expert."""
     place = "model.layers.{}.mlp.experts.{}.gate_proj.weight"
     return Layout(
         tuple(
@@ -76,7 +76,7 @@ def experts(count: int) -> Layout:
 
 class TestText:
     @pytest.mark.parametrize("count", [1, 30_000])
-    def test_a_layout_comes_back_from_its_text(self, count):
+    def test_layout_text_round_trip(self, count):
         text = experts(count).to_text()
         assert Layout.from_text(text) == experts(count)
         assert len(text) < 250_000
@@ -91,7 +91,7 @@ class TestText:
             ("zlib:" + base64.b64encode(zlib.compress(bytes(1 << 27))).decode(), "more than 6710"),
         ],
     )
-    def test_hostile_text_is_refused(self, text, problem):
+    def test_hostile_text_is_rejected(self, text, problem):
         with pytest.raises(ProtocolError, match=problem):
             Layout.from_text(text)
 
@@ -118,7 +118,7 @@ class TestLayoutOf:
             "embed.weight", (10, 4), "float32", "embedding", ("head.weight",)
         )
 
-    def test_the_embedding_rule_wins_where_the_head_comes_first(self):
+    def test_the_embedding_rule_wins_if_the_head_comes_first(self):
         model = nn.Sequential(nn.Linear(4, 10, bias=False), nn.Embedding(10, 4))
         model[1].weight = model[0].weight
         (spec,) = layout_of(model).tensors
@@ -142,7 +142,7 @@ class TestLayoutOf:
         model[1].weight = nn.Parameter(flat[6:].view(2, 3))
         assert len(layout_of(model).tensors) == 2
 
-    def test_partly_shared_storage_is_refused(self):
+    def test_partly_shared_storage_is_rejected(self):
         model = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 3, bias=False))
         model[1].weight = nn.Parameter(model[0].weight.data.t())
         with pytest.raises(ConfigError, match=r"'0\.weight' and '1\.weight' share a part"):
@@ -157,7 +157,7 @@ class TestLayoutOf:
             "norm.num_batches_tracked",
         )
 
-    def test_wrapped_parts_keep_their_names(self):
+    def test_wrapped_modules_keep_their_names(self):
         model = Model()
         model.norm = nn.BatchNorm1d(4)
         plain = layout_of(model)
@@ -178,13 +178,13 @@ class TestLayoutOf:
         meta.head.weight = meta.embed.weight
         assert layout_of(meta) == layout_of(model)
 
-    def test_nothing_trainable_is_refused(self):
+    def test_a_model_without_trainable_parameters_is_rejected(self):
         with pytest.raises(ConfigError, match="no trainable parameter among 2: set requires_grad"):
             layout_of(nn.Linear(2, 2).requires_grad_(False))
 
-    def test_an_unsupported_dtype_is_refused(self):
+    def test_an_unsupported_dtype_is_rejected(self):
         with pytest.raises(
-            ConfigError, match="'weight' has dtype complex64, supported are float32"
+            ConfigError, match="'weight' has dtype complex64, supported dtypes are float32"
         ):
             layout_of(nn.Linear(2, 2, dtype=torch.complex64))
 
@@ -200,13 +200,13 @@ class TestLayoutOf:
 
 
 class TestTensorsOf:
-    def test_gives_the_parameters_in_layout_order(self):
+    def test_returns_the_parameters_in_layout_order(self):
         model = Model()
         found = tensors_of(model, layout_of(model))
         assert found[0] is model.embed.weight
         assert found[-1] is model.norm.bias
 
-    def test_another_model_is_refused(self):
+    def test_another_model_is_rejected(self):
         with pytest.raises(ConfigError, match="tensor 0 differs in name"):
             tensors_of(nn.Linear(2, 2), layout_of(Model()))
 
@@ -247,7 +247,7 @@ class TestLayout:
             ("aliases", ("h",), "tensor 1 't1' differs in aliases: ours (), theirs ('h',)"),
         ],
     )
-    def test_every_field_counts_and_is_named(self, field, value, message):
+    def test_a_difference_in_any_field_is_described(self, field, value, message):
         ours = matrices(3, 4)
         changed = TensorSpec(**{**vars(ours.tensors[1]), field: value})
         theirs = Layout((ours.tensors[0], changed))
@@ -265,7 +265,7 @@ class TestLayout:
 
 
 def change(path, value):
-    """A valid layout in JSON with one value replaced."""
+    """Return the JSON of a valid layout with one value replaced."""
     data = matrices(3, 4).to_json()
     target = data
     for key in path[:-1]:
@@ -305,7 +305,7 @@ def change(path, value):
         (change(["excluded"], [1]), r"excluded\[0\] is 1: "),
     ],
 )
-def test_a_layout_from_a_peer_is_not_trusted(data, message):
+def test_a_layout_from_a_peer_is_validated(data, message):
     with pytest.raises(ProtocolError, match=message):
         Layout.from_json(data)
 
@@ -315,17 +315,17 @@ class TestBalanced:
         fragments = partition(matrices(3, 4, 5, 3, 3), 3)
         assert [[piece.tensor for piece in f.pieces] for f in fragments] == [[2], [1, 4], [0, 3]]
 
-    def test_a_tensor_larger_than_a_fair_share_is_cut(self):
+    def test_a_tensor_larger_than_a_fair_share_is_split(self):
         fragments = partition(matrices(80, 10, 10), 4)
         assert sizes(fragments) == [25, 25, 25, 25]
 
-    def test_cuts_lie_between_leading_rows_if_these_are_small(self):
+    def test_splits_fall_between_leading_rows_if_rows_are_small(self):
         layout = Layout((TensorSpec("t", (1000, 3), "float32", "matrix"),))
         for fragment in partition(layout, 7):
             for piece in fragment.pieces:
                 assert piece.start % 3 == piece.stop % 3 == 0
 
-    def test_large_rows_are_cut(self):
+    def test_large_rows_are_split(self):
         layout = Layout((TensorSpec("t", (2, 500), "float32", "matrix"),))
         assert sizes(partition(layout, 8)) == [125] * 8
 
@@ -333,16 +333,16 @@ class TestBalanced:
         fragments = partition(matrices(10, 10, 10), 3)
         assert all(fragment.pieces[0].numel == 10 for fragment in fragments)
 
-    def test_the_embedding_is_poured_over_the_smallest_bins(self):
+    def test_the_embedding_is_spread_over_the_smallest_bins(self):
         layout = Layout((*matrices(60, 30).tensors, TensorSpec("e", (90,), "float32", "embedding")))
         fragments = partition(layout, 3)
         assert sizes(fragments) == [60, 60, 60]
         assert [piece.tensor for piece in fragments[1].pieces] == [1, 2]
 
-    def test_splittable_true_levels_everything(self):
+    def test_splittable_true_balances_exactly(self):
         assert sizes(partition(matrices(7, 7, 7), 2, splittable=True)) == [11, 10]
 
-    def test_splittable_false_keeps_even_giants_whole(self):
+    def test_splittable_false_keeps_large_tensors_whole(self):
         assert sizes(partition(matrices(80, 10, 10), 2, splittable=False)) == [80, 20]
 
     def test_splittable_may_choose_tensors(self):
@@ -355,26 +355,28 @@ class TestBalanced:
     def test_as_many_fragments_as_elements(self):
         assert sizes(partition(matrices(5, 3), 8)) == [1] * 8
 
-    def test_more_fragments_than_elements_are_refused(self):
+    def test_more_fragments_than_elements_are_rejected(self):
         with pytest.raises(ConfigError, match=r"fragments=9 exceeds elements=8 .* at most 8"):
             partition(matrices(5, 3), 9)
 
-    def test_more_fragments_than_whole_tensors_are_refused(self):
-        with pytest.raises(ConfigError, match=r"fragments=3 exceeds tensors=2 .* tensors be split"):
+    def test_more_fragments_than_whole_tensors_are_rejected(self):
+        with pytest.raises(
+            ConfigError, match=r"fragments=3 exceeds tensors=2 .* allow tensors to be split"
+        ):
             partition(matrices(5, 3), 3, splittable=False)
 
     def test_a_scalar_parameter(self):
         layout = Layout((TensorSpec("s", (), "float32", "matrix"), *matrices(3).tensors))
         assert sizes(partition(layout, 4)) == [1, 1, 1, 1]
 
-    def test_pieces_that_touch_are_joined_and_lie_in_layout_order(self):
+    def test_adjacent_pieces_are_joined_and_in_layout_order(self):
         for fragment in partition(matrices(100, 3, 3, 2), 3):
             spans = [(piece.tensor, piece.start) for piece in fragment.pieces]
             assert spans == sorted(spans)
 
 
 class TestWholeTensors:
-    def test_tensor_takes_turns(self):
+    def test_tensor_strategy_assigns_tensors_in_turn(self):
         fragments = partition(matrices(9, 1, 1, 1, 1), 2, "tensor")
         assert sizes(fragments) == [11, 2]
 
@@ -404,7 +406,7 @@ class TestWholeTensors:
         ("strategy", "limit"),
         [("tensor", "tensors=9"), ("layer-strided", "layers=5"), ("layer-sequential", "layers=5")],
     )
-    def test_too_many_fragments_name_the_limit_and_the_way_out(self, strategy, limit):
+    def test_the_error_for_too_many_fragments_has_the_limit_and_a_fix(self, strategy, limit):
         with pytest.raises(ConfigError, match=f"fragments=10 exceeds {limit} .*balanced"):
             partition(layout_of(Model()), 10, strategy)
 
@@ -424,7 +426,7 @@ def test_every_element_once_in_every_strategy(strategy, count):
     assert fragments == partition(layout, count, strategy)
 
 
-def test_partition_refuses_no_fragments_and_unknown_strategies():
+def test_partition_rejects_zero_fragments_and_unknown_strategies():
     with pytest.raises(ConfigError, match="fragments=0 is below 1"):
         partition(matrices(3), 0)
     with pytest.raises(ConfigError, match="strategy='random' is unknown"):
@@ -440,7 +442,7 @@ class TestMap:
             for fragment in mapped(self.layout, modules)
         ]
 
-    def test_a_name_stands_for_all_below_it_and_the_first_list_has_it(self):
+    def test_a_name_selects_everything_below_it_and_the_first_list_wins(self):
         assert self.names([["blocks.0", "embed.weight"], ["blocks"], ["*"]]) == [
             ["embed.weight", "blocks.0.weight", "blocks.0.bias"],
             ["blocks.1.weight", "blocks.1.bias", "blocks.2.weight", "blocks.2.bias"],
@@ -463,13 +465,13 @@ class TestMap:
     @pytest.mark.parametrize(
         ("modules", "sentence"),
         [
-            ([["blocks"], ["embed"]], "no place for the tensor 'norm.weight'"),
+            ([["blocks"], ["embed"]], "does not select the tensor 'norm.weight'"),
             ([["*"], ["blocks"]], r"no tensor is left for list 1, \['blocks'\]"),
             ([["bloks"], ["*"]], r"no tensor is left for list 0, \['bloks'\]"),
-            ([["blocks", "norm"], []], "no place for the tensor 'embed.weight'"),
+            ([["blocks", "norm"], []], "does not select the tensor 'embed.weight'"),
         ],
     )
-    def test_what_does_not_fit_the_model_is_refused(self, modules, sentence):
+    def test_a_map_that_does_not_match_the_model_is_rejected(self, modules, sentence):
         with pytest.raises(ConfigError, match=sentence):
             mapped(self.layout, modules)
 

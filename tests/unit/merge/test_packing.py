@@ -1,4 +1,4 @@
-"""Bodies leave out buffers that have not changed, and come back with the same bits."""
+"""Packed payloads omit unchanged buffers and unpack to the same bits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def body_of(buffers: Tensor, wire: BuffersExact = WIRE) -> Tensor:
 
 
 def changed(buffers: Tensor, *which: int, by: float = 0.25) -> Tensor:
-    """The same buffers with one element of some of them changed."""
+    """Return the buffers with one element changed in some of them."""
     result = buffers.clone()
     for index in which:
         result[sum(SIZES[: index + 1]) - 1] += by
@@ -36,7 +36,7 @@ BASE = torch.rand(sum(SIZES), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("which", [(), (0,), (1,), (3,), (0, 2), (1, 2, 3)])
-def test_a_body_carries_the_buffers_that_differ(which: tuple[int, ...]) -> None:
+def test_a_packed_payload_includes_the_buffers_that_differ(which: tuple[int, ...]) -> None:
     body = body_of(changed(BASE, *which))
     short = packed(body, BASE, WIRE)
     assert short.numel() == 2 * PARAMETERS + 1 + 4 * sum(SIZES[index] for index in which)
@@ -46,8 +46,8 @@ def test_a_body_carries_the_buffers_that_differ(which: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "int8", "int4", "int2", "topk-4"])
 @pytest.mark.parametrize("numel", [0, 1, 7, 300])
-def test_it_does_not_matter_how_the_parameters_are_encoded(name: str, numel: int) -> None:
-    """Some bodies have odd sizes before the buffers; some fragments have buffers alone."""
+def test_packing_works_with_every_parameter_codec(name: str, numel: int) -> None:
+    """Some payloads have odd sizes before the buffers; some fragments have only buffers."""
     wire = BuffersExact(codec(name), numel, SIZES)
     body = body_of(changed(BASE, 2), wire)
     short = packed(body, BASE, wire)
@@ -56,15 +56,15 @@ def test_it_does_not_matter_how_the_parameters_are_encoded(name: str, numel: int
     assert torch.equal(short[: wire.parameters_nbytes], body[: wire.parameters_nbytes])
 
 
-def test_a_body_of_which_all_has_changed_stays_as_it_is() -> None:
+def test_a_payload_with_only_changed_buffers_is_not_packed() -> None:
     body = body_of(changed(BASE, 0, 1, 2, 3))
     assert packed(body, BASE, WIRE) is body
     assert unpacked(body, None, WIRE) is body
     assert packed_sizes(WIRE, N)[-1] == body.numel() == WIRE.nbytes(N)
 
 
-def test_a_body_that_would_not_become_shorter_stays_as_it_is() -> None:
-    """Its size shows that it is not packed: 32 flags take as much as one number saves."""
+def test_a_payload_that_would_not_become_shorter_is_not_packed() -> None:
+    """Its size shows that it is not packed: 32 flags take as many bytes as one number saves."""
     wire = BuffersExact(codec("fp32"), 0, (1,) * 32)
     base = torch.arange(32.0)
     body = wire.encode(torch.cat([base[:1], base[1:] + 1]))
@@ -76,7 +76,7 @@ def test_a_body_that_would_not_become_shorter_stays_as_it_is() -> None:
     [(0.0, -0.0), (math.nan, 1.0), (-math.inf, math.inf), (1.0, 1.0 + 2**-23)],
     ids=["sign of zero", "not a number", "infinite", "last bit"],
 )
-def test_bits_are_compared_and_not_values(before: float, after: float) -> None:
+def test_packing_compares_bits_and_not_values(before: float, after: float) -> None:
     base, values = torch.full((60,), before), torch.full((60,), before)
     assert packed(body_of(values), base, WIRE).numel() == 2 * PARAMETERS + 1
     values[16] = after
@@ -86,31 +86,34 @@ def test_bits_are_compared_and_not_values(before: float, after: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "problem"),
+    ("damage", "problem"),
     [
-        (lambda body: body[:10], "has 10 bytes, the fragment needs 11 to 250"),
-        (lambda body: body[:-1], "has 14 bytes, the buffers that it names need 15"),
-        (lambda body: torch.cat([body, body[:4]]), "has 19 bytes, the buffers that it names need"),
-        (lambda body: torch.cat([body] * 30), "has 450 bytes, the fragment needs 11 to 250"),
-        (lambda body: body.index_fill(0, torch.tensor([10]), 0xF2), "names more buffers than"),
-        (lambda body: body.index_fill(0, torch.tensor([10]), 0x0F), "that it names need 251"),
+        (lambda body: body[:10], "has 10 bytes, the fragment requires 11 to 250"),
+        (lambda body: body[:-1], "has 14 bytes, its parameters and buffers require 15"),
+        (
+            lambda body: torch.cat([body, body[:4]]),
+            "has 19 bytes, its parameters and buffers require",
+        ),
+        (lambda body: torch.cat([body] * 30), "has 450 bytes, the fragment requires 11 to 250"),
+        (lambda body: body.index_fill(0, torch.tensor([10]), 0xF2), "includes more buffers than"),
+        (lambda body: body.index_fill(0, torch.tensor([10]), 0x0F), "buffers require 251"),
     ],
     ids=["no flags", "short", "long", "too long", "unused flag", "all named"],
 )
-def test_a_body_that_is_not_what_it_says_is_refused(spoil: object, problem: str) -> None:
+def test_an_invalid_packed_payload_is_rejected(damage: object, problem: str) -> None:
     short = packed(body_of(changed(BASE, 1)), BASE, WIRE)
-    assert callable(spoil)
+    assert callable(damage)
     with pytest.raises(ProtocolError, match=problem):
-        unpacked(spoil(short), BASE, WIRE)
+        unpacked(damage(short), BASE, WIRE)
 
 
-def test_a_packed_body_without_its_base_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="the version that it was made from is not known"):
+def test_a_packed_payload_without_its_base_is_rejected() -> None:
+    with pytest.raises(ProtocolError, match="its base version is not known"):
         unpacked(packed(body_of(BASE), BASE, WIRE), None, WIRE)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_history_knows_the_buffers_of_earlier_versions(seed: int) -> None:
+def test_a_history_returns_the_buffers_of_earlier_versions(seed: int) -> None:
     rng = random.Random(seed)
     history, buffers = BufferHistory(SIZES, earlier=3), BASE
     known: list[Tensor] = []
@@ -130,7 +133,7 @@ def test_a_history_knows_the_buffers_of_earlier_versions(seed: int) -> None:
     assert history.of("another") is None
 
 
-def test_a_history_of_constant_buffers_holds_next_to_nothing() -> None:
+def test_a_history_of_constant_buffers_uses_almost_no_memory() -> None:
     sizes = (1 << 16, 4)
     history, mask = BufferHistory(sizes, earlier=32), torch.ones(1 << 16)
     for version in range(40):

@@ -1,4 +1,4 @@
-"""A fragment merged by a user's rule: what the rule sees, and what becomes of its mistakes."""
+"""A fragment merged by a user's rule: the rule's inputs, and the handling of its errors."""
 
 import itertools
 from uuid import uuid4
@@ -61,7 +61,7 @@ def test_a_contribution_in_slices_of_any_order_is_one_vector_to_the_rule():
     assert torch.equal(whole.result(), cut.result())
 
 
-def test_a_fragment_of_buffers_alone():
+def test_a_fragment_with_only_buffers():
     buffers = (Segment(0, 2, "one"),)
     merged = RuleAccumulator(registered(median), 2, buffers)
     merged.add_contribution(contribution([1, 2], buffers), 1.0)
@@ -87,7 +87,7 @@ def test_a_class_merges_as_contributions_arrive():
     assert merged.result().tolist() == pytest.approx([0.3, 0.9])
 
 
-def test_missing_parts_and_weights_are_refused():
+def test_missing_parts_and_invalid_weights_are_rejected():
     merged = RuleAccumulator(registered(median), 7, PIECES)
     half = Contribution(7, PIECES)
     half.add(0, torch.ones(3))
@@ -118,7 +118,7 @@ def test_nothing_to_merge():
         RuleAccumulator(registered(median), 7, PIECES).result()
 
 
-def test_a_rule_has_to_work_for_one_contribution_of_one_element():
+def test_a_rule_must_work_for_one_contribution_of_one_element():
     def std(contributions, weights):
         return contributions.std(0)
 

@@ -1,4 +1,4 @@
-"""Sketches tell nearly parallel contributions from others."""
+"""Sketches distinguish nearly parallel contributions from others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_sparse_contribution_equals_itself() -> None:
     assert cosine(sketch(d), sketch(torch.zeros_like(d))) == 0.0
 
 
-def test_where_every_round_points_one_way_nothing_is_concluded() -> None:
+def test_parallel_rounds_of_one_learner_prevent_a_conclusion() -> None:
     rng = torch.Generator().manual_seed(1)
     way, noise, more = (torch.randn(999, generator=rng) for _ in range(3))
     assert are_alike(way, way, noise)

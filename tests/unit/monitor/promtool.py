@@ -1,4 +1,4 @@
-"""Prometheus' own tools, of Debian's package `prometheus`."""
+"""Prometheus' own tools, from Debian's package `prometheus`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ needs_prometheus = pytest.mark.skipif(
 
 
 def promtool(*arguments: str, given: str = "") -> str:
-    """What a command that succeeds says."""
+    """Return the output of a command that succeeds."""
     done = subprocess.run(
         ["promtool", *arguments], input=given, capture_output=True, text=True, check=False
     )

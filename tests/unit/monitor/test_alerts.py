@@ -1,4 +1,4 @@
-"""Each alert rule by Prometheus' own unit tests."""
+"""Each alert rule, by Prometheus' own unit tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens where a collector, its address, its key or its library is not as it should be."""
+"""Failures of a collector: wrong address, missing key, missing library, no answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from decoupled_diloco.monitor import collector as collector_module
 from decoupled_diloco.monitor.collector import Collector
 from decoupled_diloco.monitor.spans import Process, Span
 from otlp_collector import receiving
-from process.runs import free_ports
+from ports import free_ports
 
 SPAN = Span(1, 2, None, "round", Process("shard-0", "made-up", 1.5), 10, 20)
 KEY = "hush-hush"
@@ -32,25 +32,28 @@ def send_to(url: str, **options: float) -> Collector:
 @pytest.mark.parametrize(
     ("url", "sentence"),
     [
-        ("127.0.0.1:4318", "'127.0.0.1:4318' is no address of a collector: write http://HOST:4318"),
-        ("grpc://here:4317", "is no address of a collector"),
-        ("http://", "is no address of a collector"),
-        ("http://here:99999", "is no address of a collector"),
-        ("http://here:0", "is no address of a collector"),
+        (
+            "127.0.0.1:4318",
+            "'127.0.0.1:4318' is not a valid collector address: write http://HOST:4318",
+        ),
+        ("grpc://here:4317", "is not a valid collector address"),
+        ("http://", "is not a valid collector address"),
+        ("http://here:99999", "is not a valid collector address"),
+        ("http://here:0", "is not a valid collector address"),
         (f"https://me:{KEY}@here", "write keys into OTEL_EXPORTER_OTLP_HEADERS"),
         (f"https://here/?key={KEY}", "write keys into OTEL_EXPORTER_OTLP_HEADERS"),
     ],
 )
-def test_a_wrong_address_is_told(url: str, sentence: str) -> None:
+def test_a_wrong_address_is_reported(url: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as told:
         Collector(url)
     assert sentence in str(told.value)
     assert KEY not in str(told.value)
 
 
-def test_a_library_that_is_not_installed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
-    monkeypatch.setitem(sys.modules, name, None)  # as where it is not installed
+    monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
     with pytest.raises(ConfigError, match=r"pip install 'decoupled-diloco\[traces\]'"):
         Collector("http://127.0.0.1:4318")
 
@@ -70,7 +73,7 @@ def test_headers_and_path_are_those_of_the_standard(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("headers", [KEY, f"key={KEY}%0Amore"])
-def test_headers_that_cannot_be_sent_are_told_without_them(
+def test_invalid_headers_are_reported_without_their_content(
     monkeypatch: pytest.MonkeyPatch, headers: str
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", headers)
@@ -86,18 +89,18 @@ def test_headers_that_cannot_be_sent_are_told_without_them(
     assert KEY not in str(told.value) + shown.getvalue()
 
 
-def test_a_collector_that_wants_a_key_is_told_at_once() -> None:
+def test_a_collector_that_requires_a_key_is_reported_at_once() -> None:
     with receiving() as collector:
         collector.answers = [401]
         with pytest.raises(TransportError) as told:
             send_to(collector.url)
-    assert "answers 401 Unauthorized (0 spans were sent): write its key into" in str(told.value)
+    assert "answered 401 Unauthorized (0 spans were sent): write its key into" in str(told.value)
     assert len(collector.requests) == 1
 
 
-def test_a_collector_that_comes_back_gets_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_collector_that_comes_back_receives_all_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collector_module, "PAUSE_SECONDS", 0.01)
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.5")  # so that each try is one request
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.5")  # so that each attempt is one request
     with receiving() as collector:
         collector.answers = [503, 503]
         sender = send_to(collector.url)
@@ -105,7 +108,9 @@ def test_a_collector_that_comes_back_gets_all(monkeypatch: pytest.MonkeyPatch) -
     assert len(collector.requests) >= 3
 
 
-def test_a_collector_that_is_not_there_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_collector_is_an_error_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(collector_module, "PAUSE_SECONDS", 0.01)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.2")
     (port,) = free_ports(1)

@@ -1,4 +1,4 @@
-"""The shipped dashboard and alert rules: current, and of metrics that exist."""
+"""The shipped dashboard and alert rules are current, and use existing metrics."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ def queries() -> list[str]:
 
 
 def rules() -> list[str]:
-    """Each rule's expression with its folded lines."""
+    """Yield each rule's expression, with folded lines joined."""
     text = shipped_file("alerts.yml")
     return re.findall(r"expr: (.*?)\n        (?:for|labels):", text, flags=re.DOTALL)
 
 
-def test_the_dashboard_is_what_its_script_makes() -> None:
+def test_the_dashboard_is_the_output_of_its_script() -> None:
     assert dashboard_maker().text() == shipped_file("dashboard.json"), (
         "run python docs/pictures/dashboard.py"
     )
 
 
 @pytest.mark.parametrize("text", [*queries(), *rules()])
-def test_what_is_asked_for_exists(text: str) -> None:
+def test_queried_metrics_exist(text: str) -> None:
     asked = re.findall(r"(?:ddiloco|process)_\w+", text)
     assert asked or "up{" in text
     assert set(asked) <= {*SERIES, *PROCESS}
@@ -59,21 +59,21 @@ def test_what_is_asked_for_exists(text: str) -> None:
         assert set(by.split(", ")) <= labels | TARGET_LABELS | {"le"}
 
 
-def test_a_counter_is_asked_for_its_rate() -> None:
-    """Its value alone starts again with its process."""
+def test_counters_are_queried_as_rates() -> None:
+    """Its raw value starts again with its process."""
     for text in (*queries(), *rules()):
         for name in re.findall(r"ddiloco_\w+_total", text):
             assert re.search(rf"rate\(\s*{name}", text), text
 
 
 @needs_prometheus
-def test_promtool_likes_the_rules(tmp_path: Path) -> None:
+def test_promtool_accepts_the_rules(tmp_path: Path) -> None:
     (tmp_path / "rules.yml").write_text(shipped_file("alerts.yml"))
     assert "9 rules found" in promtool("check", "rules", str(tmp_path / "rules.yml"))
 
 
 @needs_prometheus
-def test_promtool_likes_every_query_of_the_dashboard(tmp_path: Path) -> None:
+def test_promtool_accepts_every_query_of_the_dashboard(tmp_path: Path) -> None:
     told = [
         {"record": f"panel:{number}", "expr": re.sub(r"\$__\w+", "1m", text)}
         for number, text in enumerate(queries())

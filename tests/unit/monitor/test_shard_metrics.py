@@ -1,4 +1,4 @@
-"""What a shard tells a scraper, from its state; with thousands of learners in turns of the loop."""
+"""Metrics of a shard, read from its state; thousands of learners do not block the event loop."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from decoupled_diloco.monitor.measures import PROCESS, SHARD
 from decoupled_diloco.monitor.shard import ShardMetrics
 from decoupled_diloco.monitor.tally import SECONDS_BOUNDS, Durations, ShardTally
 from decoupled_diloco.monitor.watched import WatchedShard
-from decoupled_diloco.protocol.membership import Identity, Member
-from decoupled_diloco.protocol.messages import LOSS_MAX, Leave, StepReport
 from decoupled_diloco.protocol.syncer import SyncerMachine
+from decoupled_diloco.protocol.syncer_state import Identity, Member
+from decoupled_diloco.protocol.words import LOSS_MAX, Leave, StepReport
 from decoupled_diloco.runtime import now
 from decoupled_diloco.transport.base import Channel, Stats
 from memory_transport import MemoryNetwork, MemoryServer
@@ -27,13 +27,13 @@ FRAGMENTS = 4
 
 @pytest.fixture
 def shard(tmp_path: Path) -> WatchedShard:
-    config = RunConfig(run={"budget_steps": 9, "learners": 3}, sync={"fragments": FRAGMENTS})
+    config = RunConfig(run={"max_steps": 9, "learners": 3}, sync={"fragments": FRAGMENTS})
     machine = SyncerMachine(options_of(config), 0)
     heard = dict[str, float]()
     network = MemoryNetwork()
 
     async def refuse(channel: Channel) -> None:
-        await channel.close("only metrics are here")
+        await channel.close("this address serves only metrics")
 
     server = MemoryServer(network, on_channel=refuse)
     server.stats = Stats(1, 2, 3, 4)
@@ -58,7 +58,7 @@ def leave(shard: WatchedShard, learner: str) -> None:
 
 
 async def scraped(metrics: ShardMetrics) -> dict[tuple[str, ...], float]:
-    """Values by name and labels."""
+    """Return values by name and labels."""
     text = (await metrics({})).body.decode()
     return {
         (sample.name, *sample.labels.values()): sample.value
@@ -67,7 +67,7 @@ async def scraped(metrics: ShardMetrics) -> dict[tuple[str, ...], float]:
     }
 
 
-async def test_all_that_is_declared_is_told(shard: WatchedShard) -> None:
+async def test_every_declared_metric_is_exported(shard: WatchedShard) -> None:
     join(shard, "a")
     shard.machine.state.members["a"].step_seconds = 0.5
     shard.tally.contributions["folded"] += 1
@@ -75,7 +75,7 @@ async def test_all_that_is_declared_is_told(shard: WatchedShard) -> None:
     assert found == {name for each in SHARD for name in each.series} | set(PROCESS)
 
 
-async def test_numbers_are_those_of_the_state(shard: WatchedShard) -> None:
+async def test_values_match_the_state(shard: WatchedShard) -> None:
     join(shard, "a", loss=2.5)
     join(shard, "b", tokens=300, loss=LOSS_MAX)
     found = await scraped(ShardMetrics(shard))
@@ -90,10 +90,10 @@ async def test_numbers_are_those_of_the_state(shard: WatchedShard) -> None:
     assert found["ddiloco_shard_received_bytes_total", "data"] == 4
     assert found["ddiloco_shard_durable_bytes",] == 77
     assert found["ddiloco_certificate_expiry_timestamp_seconds",] == 2e9
-    assert ("ddiloco_shard_learner_step_seconds", "a") not in found, "it is not known yet"
+    assert ("ddiloco_shard_learner_step_seconds", "a") not in found, "it is unknown so far"
 
 
-async def test_who_is_gone_without_a_word_is_told_of_and_who_leaves_is_not(
+async def test_a_vanished_learner_is_exported_and_one_that_left_is_not(
     shard: WatchedShard,
 ) -> None:
     metrics = ShardMetrics(shard)
@@ -111,9 +111,9 @@ async def test_who_is_gone_without_a_word_is_told_of_and_who_leaves_is_not(
     assert (heard, "left") not in found
 
 
-def test_discarded_tokens_are_counted_over_lives() -> None:
+def test_discarded_tokens_are_counted_across_incarnations() -> None:
     tally = ShardTally()
-    for discarded in (10, 30, 0, 5):  # its process has died after the second
+    for discarded in (10, 30, 0, 5):  # its process dies after the second
         tally.said("a", StepReport(1, 1, 0.1, discarded))
     assert tally.discarded_fragment_tokens == 35
 
@@ -126,7 +126,9 @@ def test_durations_are_counted_by_their_bounds() -> None:
     assert sum(durations.counts) == 3
 
 
-async def test_others_have_their_turn_during_a_scrape_of_4000_learners(shard: WatchedShard) -> None:
+async def test_the_event_loop_stays_responsive_during_a_scrape_of_4000_learners(
+    shard: WatchedShard,
+) -> None:
     for number in range(4000):
         join(shard, f"learner-{number}")
     turns = 0

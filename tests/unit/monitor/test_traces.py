@@ -1,4 +1,4 @@
-"""A run's tape as traces: against what a plain reading of the tape's JSON says."""
+"""A run's tape as traces, compared with a plain reading of the tape's JSON."""
 
 from __future__ import annotations
 
@@ -10,32 +10,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from decoupled_diloco.cli.traces import NOT_OVER, Reading, traces
 from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.monitor import spans as spans_module
 from decoupled_diloco.monitor.collector import Collector
 from decoupled_diloco.monitor.spans import Span
-from decoupled_diloco.monitor.traced_shard import SETTLE_NANOSECONDS
-from decoupled_diloco.monitor.traces import PROCESS_ENDED, TraceFold
-from decoupled_diloco.observe.excerpt import excerpt
-from decoupled_diloco.observe.samples import FaultInjected, ProcessEnded
-from decoupled_diloco.observe.sources import FolderSource
-from decoupled_diloco.observe.tape import TapeReader, TapeWriter
-from decoupled_diloco.protocol import effects as do
-from decoupled_diloco.protocol import events as fact
-from decoupled_diloco.protocol.messages import Holding
-from decoupled_diloco.protocol.versions import Asking, Version
+from decoupled_diloco.monitor.traces import PROCESS_ENDED, SETTLE_NANOSECONDS, Tracer
+from decoupled_diloco.protocol import words
+from decoupled_diloco.protocol.words import Asking, Done, Failed, Holding, Made, Tick, Version
+from decoupled_diloco.tape import TapeReader, TapeWriter
+from decoupled_diloco.tape.excerpt import excerpt
+from decoupled_diloco.tape.samples import FaultInjected, ProcessEnded
+from decoupled_diloco.tape.sources import FolderSource
 from otlp_collector import receiving
-from unit.observe.worlds import SHARD_CRASH, lines_of, write_world
+from unit.show.worlds import SHARD_CRASH, lines_of, write_world
 
 AFTERWARDS = {"delivery", "fetch", "apply"}
-"""What follows a round; it begins when the round has ended, or later."""
+"""Spans that follow a round; they begin when the round has ended, or later."""
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A virtual run in which learners miss rounds for every cause; all its clocks are one."""
+    """A virtual run in which learners miss rounds for every cause, with one common clock."""
     folder = tmp_path_factory.mktemp("world")
     write_world(folder, until=36.0, faults=[SHARD_CRASH])
     return folder
@@ -47,34 +46,32 @@ def told(world: Path) -> list[Span]:
 
 
 def spans_of(path: Path) -> list[Span]:
-    fold = TraceFold()
-    found = [span for record in TapeReader(path) for span in fold.take(record)]
+    fold = Tracer()
+    found = [span for record in TapeReader(path) for span in fold.spans_of(record)]
     found += fold.rest()
-    assert fold.left_out == 0
+    assert not fold.run.left_out
     return found
 
 
 def by_id(spans: Iterable[Span]) -> dict[tuple[int, int], Span]:
     spans = list(spans)
     found = {(span.trace, span.id): span for span in spans}
-    assert len(found) == len(spans), "every span is told once"
+    assert len(found) == len(spans), "every span is returned once"
     return found
 
 
 def raw(folder: Path) -> list[dict[str, Any]]:
-    """All records, past every reader of the package."""
+    """Return all records, without the package's readers."""
     return [line for path in sorted((folder / "tape").glob("*.jsonl")) for line in lines_of(path)]
 
 
-def test_rounds_contributions_and_merges_are_those_of_the_raw_tape(
-    world: Path, told: list[Span]
-) -> None:
+def test_rounds_contributions_and_merges_match_the_raw_tape(world: Path, told: list[Span]) -> None:
     counts = Counter[str]()
     tokens = Counter[tuple[Any, ...]]()
     for line in raw(world):
         data = line["data"]
         if line["type"] != "RoundFinished":
-            counts["merge"] += line["type"] == "Merged"
+            counts["merge"] += line["type"] == "Done" and data["order"]["type"] == "Merge"
             continue
         key = (line["who"], data["term"], data["round"])
         counts["round"] += 1
@@ -101,10 +98,10 @@ def test_rounds_contributions_and_merges_are_those_of_the_raw_tape(
         )
 
 
-def test_uploads_fetches_and_applies_are_those_of_the_learners_tapes(
+def test_uploads_fetches_and_applies_match_the_learners_tapes(
     world: Path, told: list[Span]
 ) -> None:
-    """Each one that has to do with a round of which a shard's tape tells."""
+    """Each one that belongs to a round on a shard's tape."""
     merged, taken = set(), set()
     for line in raw(world):
         if line["type"] == "RoundFinished":
@@ -122,10 +119,11 @@ def test_uploads_fetches_and_applies_are_those_of_the_learners_tapes(
             continue
         if name == "SendBody" and (f"shard-{data['shard']}", _plain(data["ask"])) in taken:
             expected[who, "upload"] += 1
-        elif name in ("Fetched", "Apply") and (
-            (data["fragment"], _plain(data["version"])) in merged
-        ):
-            expected[who, "fetch" if name == "Fetched" else "apply"] += 1
+        if name == "Done" and data["order"]["type"] == "Fetch":
+            data = data["order"]
+            expected[who, "fetch"] += (data["fragment"], _plain(data["version"])) in merged
+        if name == "Apply":
+            expected[who, "apply"] += (data["fragment"], _plain(data["version"])) in merged
     learners = [s for s in told if s.process.name.startswith("learner-")]
     assert Counter((s.process.name, s.name) for s in learners if not s.error) == expected
     assert expected["learner-0", "upload"] > 20
@@ -135,7 +133,7 @@ def _plain(value: dict[str, Any]) -> tuple[int, ...]:
     return tuple(part for part in value.values() if isinstance(part, int))
 
 
-def test_a_learners_spans_and_the_shards_are_of_one_trace(told: list[Span]) -> None:
+def test_spans_of_learners_and_shards_share_a_trace(told: list[Span]) -> None:
     found = by_id(told)
     for span in found.values():
         if span.parent is None:
@@ -151,7 +149,7 @@ def test_a_learners_spans_and_the_shards_are_of_one_trace(told: list[Span]) -> N
     assert len({s.process.name for s in found.values()}) == 6
 
 
-def test_a_span_lies_within_its_parent_where_clocks_are_one(told: list[Span]) -> None:
+def test_a_span_lies_within_its_parent_with_a_common_clock(told: list[Span]) -> None:
     found = by_id(told)
     late = 0
     for span in found.values():
@@ -174,7 +172,7 @@ def test_a_span_lies_within_its_parent_where_clocks_are_one(told: list[Span]) ->
     assert all((link.trace, link.span) in found for link in linked)
 
 
-def test_the_stages_of_a_round_follow_one_another_without_a_gap(told: list[Span]) -> None:
+def test_the_stages_of_a_round_are_contiguous(told: list[Span]) -> None:
     for root in (s for s in told if s.parent is None):
         stages = [
             s
@@ -187,10 +185,8 @@ def test_the_stages_of_a_round_follow_one_another_without_a_gap(told: list[Span]
         assert len(stages) == 4 or root.error
 
 
-def test_reading_twice_or_elsewhere_gives_the_same_ids(
-    world: Path, told: list[Span], tmp_path: Path
-) -> None:
-    """From the run folder, from one shard's tape, and from what a running shard tells of it."""
+def test_ids_do_not_depend_on_the_reader(world: Path, told: list[Span], tmp_path: Path) -> None:
+    """From the run folder, from one shard's tape, and from a running shard's answers."""
     whole = by_id(told)
     assert by_id(spans_of(world)) == whole
     served = excerpt((world / "tape" / "shard-0.jsonl").read_bytes(), detail=True)
@@ -205,10 +201,10 @@ def test_reading_twice_or_elsewhere_gives_the_same_ids(
     assert len({trace for trace, _ in whole}) == sum(s.parent is None for s in whole.values())
 
 
-def test_a_run_that_goes_on_gives_what_the_whole_tape_gives(
+def test_following_a_run_gives_the_same_spans_as_the_whole_tape(
     world: Path, told: list[Span], tmp_path: Path
 ) -> None:
-    """Tapes grow by pieces, those of the learners later: each look sends what is complete."""
+    """Tapes grow by pieces, those of the learners later; each read returns complete spans."""
     whole = {path: path.read_bytes() for path in (world / "tape").glob("*.jsonl")}
     tape = tmp_path / "run" / "tape"
     tape.mkdir(parents=True)
@@ -232,10 +228,10 @@ def test_a_run_that_goes_on_gives_what_the_whole_tape_gives(
     assert max(count for _, _, count in collector.requests) <= 512
 
 
-def test_little_is_kept_whatever_a_tape_tells(
+def test_memory_is_bounded_for_any_tape(
     world: Path, told: list[Span], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tables that are full forget the oldest: learners' spans are lost, no round is."""
+    """Full tables drop the oldest entries: learners' spans are lost, but no round is."""
     whole = by_id(told)
     monkeypatch.setattr(spans_module, "KEPT_MAX", 2)
     few = by_id(spans_of(world))
@@ -246,7 +242,7 @@ def test_little_is_kept_whatever_a_tape_tells(
 
 
 class Author:
-    """Writes the tape of one process; instants are seconds of the run, ``ahead`` its clock's."""
+    """Writes the tape of one process; ``ahead``: offset of its clock to the run's seconds."""
 
     def __init__(self, folder: Path, who: str, ahead: float = 0.0) -> None:
         wall = 1_780_000_000.0 + ahead
@@ -263,12 +259,12 @@ ASKS = [Asking(1, number) for number in (1, 2, 3)]
 BASE, NEXT = Version(1, 1), Version(1, 2)
 
 
-def opened(number: int) -> do.RoundOpened:
-    return do.RoundOpened(number, 0, 8, BASE, False, 0.5, 1.0, 1.0, 0.1, 0.1, 0.1, "due", 1)
+def opened(number: int) -> words.RoundOpened:
+    return words.RoundOpened(number, 0, 8, BASE, False, 0.5, 1.0, 1.0, 0.1, 0.1, 0.1, "due", 1)
 
 
-def finished(number: int, *parts: do.Participant) -> do.RoundFinished:
-    return do.RoundFinished(
+def finished(number: int, *parts: words.Participant) -> words.RoundFinished:
+    return words.RoundFinished(
         number, 0, 8, NEXT, "merged", "all are in", parts, 0.1, 0.5, 0.5, 0.9, 1.0, 1.0, 1.0,
         "the grace window is over", BASE, quorum_learner="learner-1", term=1,
     )  # fmt: skip
@@ -277,36 +273,41 @@ def finished(number: int, *parts: do.Participant) -> do.RoundFinished:
 def write_shard(folder: Path) -> None:
     shard = Author(folder, "shard-0")
     expects = [
-        do.Expect(f"/up/{ask.number}", f"learner-{ask.number}", 1, 1, 0, ask, "it reported", "bf16")
+        words.Expect(
+            f"/up/{ask.number}", f"learner-{ask.number}", 1, 1, 0, ask, "it reported", "bf16"
+        )
         for ask in ASKS
     ]
-    shard.tell(10.0, fact.Tick(), opened(1), *expects)
+    shard.tell(10.0, Tick(), opened(1), *expects)
     for ask in ASKS[:2]:
-        arrived = fact.BodyArrived(f"learner-{ask.number}", 1, 0, ask, BASE, 4, 400, 5000)
-        fold = do.Fold(0, f"learner-{ask.number}", ask, 4.0, 400.0, "delivered in time")
+        arrived = words.BodyArrived(f"learner-{ask.number}", 1, 0, ask, BASE, 4, 400, 5000)
+        fold = words.Fold(0, f"learner-{ask.number}", ask, 4.0, 400.0, "delivered in time")
         shard.tell(10.3, arrived, fold)
-    shard.tell(10.4, fact.Tick(), do.Drop(0, "learner-1", Asking(1, 0), "it was asked anew since"))
-    corrupt = fact.BodyCorrupt("learner-3", 0, ASKS[2], "its digest is wrong")
-    shard.tell(10.6, corrupt, do.Unexpect("/up/3", "its digest is wrong"))
-    parts = [do.Participant(f"learner-{a.number}", "folded", 4, 400, 0.0, 0.3, "", a) for a in ASKS]
+    shard.tell(10.4, Tick(), words.Drop(0, "learner-1", Asking(1, 0), "its request was replaced"))
+    corrupt = words.BodyCorrupt("learner-3", 0, ASKS[2], "its digest is wrong")
+    shard.tell(10.6, corrupt, words.Unexpect("/up/3", "its digest is wrong"))
+    parts = [
+        words.Participant(f"learner-{a.number}", "folded", 4, 400, 0.0, 0.3, "", a) for a in ASKS
+    ]
     wrong = "its digest is wrong"
-    parts[2] = do.Participant("learner-3", "refused", 0, 0, 0.0, None, wrong, ASKS[2])
-    shard.tell(11.0, fact.Merged(1, 0, "digest"), finished(1, *parts))
-    shard.tell(11.5, fact.Received("learner-1", Holding(0, NEXT)))
-    shard.tell(12.0, fact.Tick(), opened(2))
+    parts[2] = words.Participant("learner-3", "refused", 0, 0, 0.0, None, wrong, ASKS[2])
+    shard.tell(11.0, Done(words.Merge(1, 0, NEXT, BASE, ""), Made("digest")), finished(1, *parts))
+    shard.tell(11.5, words.Received("learner-1", Holding(0, NEXT)))
+    shard.tell(12.0, Tick(), opened(2))
     shard.tape.close()
 
 
 def write_learner(folder: Path, ahead: float, *, fails: bool = False) -> None:
     learner = Author(folder, "learner-1", ahead)
-    send = do.SendBody(0, 0, ASKS[0], BASE, 4, 400, "bf16", "/up/1", "pulled")
-    learner.tell(10.1, fact.Tick(), send)
-    learner.tell(10.2, fact.BodyEncoded(0, ASKS[0], "digest"))
+    send = words.SendBody(0, 0, ASKS[0], BASE, 4, 400, "bf16", "/up/1", "pulled")
+    learner.tell(10.1, Tick(), send)
+    learner.tell(10.2, words.BodyEncoded(0, ASKS[0], "digest"))
     if fails:
-        learner.tell(10.25, fact.UploadFailed(0, ASKS[0], "the link broke"))
-    learner.tell(11.1, fact.Tick(), do.Fetch(0, 0, NEXT, "/d", False, "digest", "it follows"))
-    learner.tell(11.2, fact.Fetched(0, NEXT))
-    learner.tell(11.4, fact.Tick(), do.Apply(0, NEXT, "overwrite", 7, "it took part"))
+        learner.tell(10.25, Failed(send, "the link broke"))
+    fetch = words.Fetch(0, 0, NEXT, "/d", False, "digest", "it follows")
+    learner.tell(11.1, Tick(), fetch)
+    learner.tell(11.2, Done(fetch))
+    learner.tell(11.4, Tick(), words.Apply(0, NEXT, "overwrite", 7, "it took part"))
     learner.tape.close()
 
 
@@ -314,7 +315,7 @@ def named(spans: Sequence[Span], name: str) -> list[Span]:
     return [span for span in spans if span.name == name]
 
 
-def test_what_was_refused_dropped_or_broken_on_purpose_is_told_in_the_round(
+def test_rejections_drops_and_faults_are_events_of_the_round(
     tmp_path: Path,
 ) -> None:
     write_shard(tmp_path)
@@ -327,7 +328,7 @@ def test_what_was_refused_dropped_or_broken_on_purpose_is_told_in_the_round(
     (root,) = named(spans, "round")
     assert [event.name for event in root.events] == ["fault", "process ended", "dropped", "refused"]
     assert root.events[0].attributes == {"ddiloco.fault": "kill", "ddiloco.target": "learner-3"}
-    assert root.events[2].attributes["ddiloco.reason"] == "it was asked anew since"
+    assert root.events[2].attributes["ddiloco.reason"] == "its request was replaced"
     refused = named(spans, "contribution")[2]
     assert refused.error == "its digest is wrong"
     assert refused.end - root.start == 600_000_000
@@ -339,7 +340,7 @@ def test_what_was_refused_dropped_or_broken_on_purpose_is_told_in_the_round(
 
 
 @pytest.mark.parametrize("ahead", [0.0, 30.0, -30.0])
-def test_clocks_that_differ_lose_no_span(tmp_path: Path, ahead: float) -> None:
+def test_different_clocks_lose_no_span(tmp_path: Path, ahead: float) -> None:
     write_shard(tmp_path)
     write_learner(tmp_path, ahead)
     spans = spans_of(tmp_path)
@@ -357,28 +358,28 @@ def test_clocks_that_differ_lose_no_span(tmp_path: Path, ahead: float) -> None:
 
 
 @pytest.mark.parametrize("ahead", [0.0, 30.0])
-def test_an_upload_that_failed_says_why(tmp_path: Path, ahead: float) -> None:
+def test_a_failed_upload_has_its_reason(tmp_path: Path, ahead: float) -> None:
     write_shard(tmp_path)
     write_learner(tmp_path, ahead, fails=True)
     (upload,) = named(spans_of(tmp_path), "upload")
-    if ahead == 0.0:  # else the shard, which has the body, is read first
+    if ahead == 0.0:  # otherwise the shard, which has the payload, is read first
         assert upload.error == "the link broke"
         assert upload.end - upload.start == 150_000_000
 
 
-def test_a_round_that_was_never_over_ends_with_its_shard(tmp_path: Path) -> None:
+def test_an_unfinished_round_ends_with_its_shard(tmp_path: Path) -> None:
     write_shard(tmp_path)
-    fold = TraceFold()
-    spans = [span for record in TapeReader(tmp_path) for span in fold.take(record)]
-    assert not named(spans, "round"), f"not before {SETTLE_NANOSECONDS} ns are over"
+    fold = Tracer()
+    spans = [span for record in TapeReader(tmp_path) for span in fold.spans_of(record)]
+    assert not named(spans, "round"), f"not before {SETTLE_NANOSECONDS} ns have passed"
     rest = list(fold.rest(NOT_OVER))
     assert [(s.attributes["ddiloco.round"], s.error) for s in rest] == [(1, ""), (2, NOT_OVER)]
-    Author(tmp_path, "shard-0", 5.0).tape.close()  # it is started again
+    Author(tmp_path, "shard-0", 5.0).tape.close()  # it is restarted
     over = named(spans_of(tmp_path), "round")
     assert [(s.attributes["ddiloco.round"], s.error) for s in over] == [(1, ""), (2, PROCESS_ENDED)]
 
 
-def test_a_tape_that_is_spoilt_gives_what_can_be_sent(tmp_path: Path) -> None:
+def test_a_corrupted_tape_gives_only_valid_spans(tmp_path: Path) -> None:
     write_shard(tmp_path)
     path = tmp_path / "shard-0.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -391,31 +392,42 @@ def test_a_tape_that_is_spoilt_gives_what_can_be_sent(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with receiving() as collector:
         sender = Collector(collector.url)
-        fold = TraceFold()
+        fold = Tracer()
         for record in TapeReader(tmp_path):
-            sender.send(fold.take(record))
+            sender.send(fold.spans_of(record))
         sender.send(fold.rest())
         sender.flush()
         sender.close()
-    assert fold.left_out == 2
+    assert fold.run.left_out.total() == 3
     assert [s.name for _, s in collector.spans].count("round") == 1
 
 
 @pytest.mark.parametrize(
     ("source", "error", "sentence"),
     [
-        ("nowhere", ConfigError, "nowhere does not exist: give a run folder, a tape, or the"),
-        ("empty", StorageError, "is no run folder: it holds neither a tape nor run.toml"),
-        ("tape/learner-1.jsonl", StorageError, "tells of no round that is over: give the folder"),
-        ("torn.jsonl", StorageError, "tells of no round that is over \\(.* is torn"),
+        ("nowhere", ConfigError, "nowhere does not exist: use a run folder, a tape, or the"),
+        ("empty", StorageError, "is not a run folder: it has neither a tape nor run.toml"),
+        ("tape/learner-1.jsonl", StorageError, "has no round that has ended: give a run folder"),
+        ("torn.jsonl", StorageError, "has no round that has ended \\(.* is torn"),
     ],
 )
-def test_a_run_without_rounds_is_told(
+def test_a_run_without_rounds_is_reported(
     tmp_path: Path, source: str, error: type[Exception], sentence: str
 ) -> None:
     write_learner(tmp_path / "tape", 0.0)
     (tmp_path / "empty").mkdir()
     (tmp_path / "torn.jsonl").write_text("no tape\n")
-    with receiving() as collector, pytest.raises(error, match=sentence):
-        traces(to=collector.url, source=str(tmp_path / source), every=0.2, once=True)
+    app = typer.Typer()
+    app.command()(traces)
+    with receiving() as collector:
+        given = [
+            str(tmp_path / source),
+            "--collector",
+            collector.url,
+            "--interval-seconds",
+            "0.2",
+            "--once",
+        ]
+        with pytest.raises(error, match=sentence):
+            CliRunner().invoke(app, given, catch_exceptions=False)
     assert not collector.requests

@@ -1,13 +1,13 @@
-"""Cells of the published tables: aims for checks, used nowhere else.
+"""Cells of the published tables, used only as references in tests.
 
 Streaming DiLoCo (arXiv 2501.18512) and Scaling Laws for DiLoCo (arXiv 2503.09799): the smallest
-bandwidth in Gbit/s that reaches a compute utilisation of 50, 80, 90, 95 and 99 %.
+bandwidth in Gbit/s that reaches a compute utilization of 50, 80, 90, 95 and 99 %.
 """
 
 from __future__ import annotations
 
 MODELS = {"1B": (1e9, 24, 0.1), "10B": (10e9, 48, 0.8)}
-"""Parameters, layers, seconds of a step."""
+"""Parameters, layers, step time in seconds."""
 
 CELLS: dict[tuple[str, str, int], tuple[float, ...]] = {
     ("1B", "data-parallel", 100): (86.8, 152.6, 184.2, 222.3, 569.0),

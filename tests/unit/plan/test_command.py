@@ -1,4 +1,4 @@
-"""`ddiloco plan` on the command line: what it prints, what it writes, what it refuses."""
+"""`ddiloco plan` on the command line: output, files and errors."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from decoupled_diloco.cli.main import app
-from decoupled_diloco.errors import Error
-from decoupled_diloco.observe.writer import TapeWriter
-from decoupled_diloco.protocol.events import StepFinished
+from decoupled_diloco.errors import DilocoError
+from decoupled_diloco.protocol.words import StepFinished
+from decoupled_diloco.tape.writer import TapeWriter
 from decoupled_diloco_plan.bandwidth import published
 from decoupled_diloco_plan.bandwidth.options import SYSTEMS
 
@@ -31,14 +31,14 @@ def printed(*arguments: str) -> str:
 
 
 def document(*arguments: str) -> Any:
-    return json.loads(printed(*arguments, "--json", "-"))
+    return json.loads(printed(*arguments, "--json"))
 
 
 def refusal(*arguments: str) -> str:
     result = run(*arguments)
     assert result.exit_code != 0
-    told = isinstance(result.exception, Error)
-    return str(result.exception) if told else " ".join(result.output.replace("│", "").split())
+    expected = isinstance(result.exception, DilocoError)
+    return str(result.exception) if expected else " ".join(result.output.replace("│", "").split())
 
 
 def test_the_published_rows_as_json() -> None:
@@ -51,13 +51,13 @@ def test_the_published_rows_as_json() -> None:
     assert {row["system"] for row in everything} == set(SYSTEMS) == set(published.SYSTEMS)
 
 
-def test_a_setting_is_found_and_told() -> None:
+def test_a_setting_is_found_and_printed() -> None:
     text = printed(*SMALL, "--sites", "4", "--link", "1Gbit", "--utilization", "0.95")
     assert text.startswith("100M parameters, 8 layers, a step of 1 s; 4 learners at 4 sites")
-    assert "reaches 95 % (99.7 %) at the first setting tried: no link binds" in text
+    assert "reaches 95 % (99.7 %) at the first setting tried: no link is a limit" in text
     assert document(*SMALL, "--link", "1Gbit", "--utilization", "95%")["aim"]["utilization"] == 0.95
     none = printed(*SMALL, "--sites", "4", "--link", "100kbit", "--utilization", "0.95")
-    assert "none does; the best is" in " ".join(none.split())
+    assert "no setting reaches 95 %; the best reaches" in " ".join(none.split())
     assert "limited by" in none
 
 
@@ -87,48 +87,48 @@ def test_the_document_has_every_number(tmp_path: Path) -> None:
     assert len(found["bandwidth"]) == 20
 
 
-def test_a_recipe_gives_its_model_and_settings() -> None:
+def test_a_recipe_provides_its_model_and_settings() -> None:
     found = document("diloco", "--step-seconds", "0.25", "--link", "20Mbit", "--period", "12")
     assert found["setting"]["fragments"] == 1
     assert found["setting"]["uplink_format"] == "fp32"
     assert found["setting"]["quorum"] == 4
-    assert found["setting"]["period"] == 12, "options go before the file"
+    assert found["setting"]["period"] == 12, "options override the file"
     assert found["model"]["params"] == 853_120
     assert found["prediction"]["compute_utilization"] < 1.0, "its learners wait"
 
 
-def test_rounds_that_learners_open_are_not_planned() -> None:
+def test_rounds_that_learners_open_are_not_supported() -> None:
     text = refusal("async-local-sgd", "--step-seconds", "0.25", "--link", "20Mbit")
-    assert "'async-local-sgd' has participants='own', which the planner does not know" in text
+    assert "participation='async', which the planner does not support" in text
 
 
-def test_a_site_can_have_a_step_of_its_own(tmp_path: Path) -> None:
+def test_a_site_can_have_its_own_step_time(tmp_path: Path) -> None:
     sites = ("--site", "fast:1:1Gbit", "--site", "slow:1:1Gbit:20ms:step=3s")
     found = document(*SMALL, *sites, "--grace-margin", "0")
     assert [site["step_seconds"] for site in found["sites"]] == [1.0, 3.0]
-    every_third, what_was_missed = 1 / 3, (1 - 1 / 3) / 2
+    every_third, missed_before = 1 / 3, (1 - 1 / 3) / 2
     participation = found["sites"][1]["participation"]
-    assert participation == pytest.approx(every_third + what_was_missed, abs=0.03)
+    assert participation == pytest.approx(every_third + missed_before, abs=0.03)
     assert found["systems"][0]["utilization"] < 2 / 3
     assert "a step of 1 s to 3 s" in printed(*SMALL, *sites)
 
 
-def test_a_run_without_a_pace_takes_its_step_from_its_tape(
+def test_a_run_without_a_pace_uses_the_step_time_on_its_tape(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert "has no tape of a run that was made" in refusal("quickstart", "--link", "1Gbit")
-    (tmp_path / "run.toml").write_text('run = {folder = "here", budget_steps = 9}\n')
+    assert "has no tape of a finished run" in refusal("quickstart", "--link", "1Gbit")
+    (tmp_path / "run.toml").write_text('run = {folder = "here", max_steps = 9}\n')
     tape = TapeWriter(tmp_path / "here" / "tape", "learner-0")
     for step in range(5):
         tape.event(0.5 * step, StepFinished(tokens=8))
     tape.close()
     found = document("run.toml", "--link", "100Mbit")
     assert found["model"]["step_seconds"] == pytest.approx(0.5)
-    assert "as on the tape in here" in found["assumed"][0]
+    assert "from the tape in here" in found["assumed"][0]
 
 
-def test_what_does_not_come_back_in_time_is_told() -> None:
+def test_late_rounds_are_reported() -> None:
     late = document(*SMALL, "--sites", "2", "--link", "60Mbit", "--latency", "500ms")
     assert not late["aim"]["reached"]
     assert "the time of a round" in late["aim"]["binds"] or "link" in late["aim"]["binds"]
@@ -140,14 +140,14 @@ def test_what_does_not_come_back_in_time_is_told() -> None:
     [
         (("--link", "1Gbit"), "give --params"),
         (SMALL, "the link is missing"),
-        ((*SMALL, "--link", "-1Gbit"), "'-1Gbit' is no bandwidth"),
-        ((*SMALL, "--link", "fast"), "'fast' is no bandwidth"),
-        ((*SMALL, "--link", "1Gbit", "--latency", "soon"), "'soon' is no duration"),
+        ((*SMALL, "--link", "-1Gbit"), "'-1Gbit' is not a valid bandwidth"),
+        ((*SMALL, "--link", "fast"), "'fast' is not a valid bandwidth"),
+        ((*SMALL, "--link", "1Gbit", "--latency", "soon"), "'soon' is not a valid duration"),
         (("--params", "0", "--link", "1Gbit"), "params=0 is out of range"),
         ((*SMALL, "--link", "1Gbit", "--sites", "3", "--learners", "2"), "below sites=3"),
         ((*SMALL, "--link", "1Gbit", "--sites", "4", "--quorum", "5"), "exceeds learners=4"),
-        ((*SMALL, "--link", "1Gbit", "--utilization", "95"), "utilization=95 is no share"),
-        ((*SMALL, "--link", "1Gbit", "--utilization", "most"), "'most' is no share: write 0.95"),
+        ((*SMALL, "--link", "1Gbit", "--utilization", "95"), "utilization=95 is out of range"),
+        ((*SMALL, "--link", "1Gbit", "--utilization", "most"), "'most' is not a valid share"),
         ((*SMALL, "--link", "1Gbit", "--up", "bf61"), "did you mean 'bf16'"),
         ((*SMALL, "--link", "1Gbit", "--price-gb", "1"), "needs --chips and --tokens-per-step"),
         ((*SMALL, "--link", "1Gbit", "--tokens", "1B"), "needs --tokens-per-step"),
@@ -155,19 +155,31 @@ def test_what_does_not_come_back_in_time_is_told() -> None:
             (*SMALL, "--link", "1Gbit", "--partition", "layer-strided", "--fragments", "11"),
             "fragments=11 exceeds the 8 layers",
         ),
-        ((*SMALL, "--site", "oslo:two:1Gbit"), "is not of the form NAME:LEARNERS"),
-        ((*SMALL, "--link", "1Gbit", "--site", "a:1:1Gbit"), "--site says what --link says"),
+        ((*SMALL, "--site", "oslo:two:1Gbit"), "does not match NAME:LEARNERS"),
+        ((*SMALL, "--link", "1Gbit", "--site", "a:1:1Gbit"), "cannot be combined with --link"),
         ((*SMALL, "--link", "1Gbit", "--method", "guess"), "--method 'guess' is unknown"),
-        ((*SMALL, "--site", "a:1:1Gbit:step=soon"), "'soon' is no duration"),
-        ((*SMALL, "--site", "a:1:1Gbit:pace=1s"), "is not of the form NAME:LEARNERS"),
-        (("--method", "published", "--params", "1e9"), "lacks --layers, --step-seconds, --period"),
-        (("--method", "published", "--link", "1Gbit"), "--link would be ignored"),
-        (("--method", "published", "--latency", "1ms"), "--latency would be ignored"),
-        (("--method", "published", "quickstart"), "RUN would be ignored"),
-        ((*SMALL, "--link", "1Gbit", "--system", "diloco"), "--system is for --method published"),
+        ((*SMALL, "--site", "a:1:1Gbit:step=soon"), "'soon' is not a valid duration"),
+        ((*SMALL, "--site", "a:1:1Gbit:pace=1s"), "does not match NAME:LEARNERS"),
+        (
+            ("--method", "published", "--params", "1e9"),
+            "requires --layers, --step-seconds, --period",
+        ),
+        (
+            ("--method", "published", "--link", "1Gbit"),
+            "--link cannot be combined with --method published",
+        ),
+        (
+            ("--method", "published", "--latency", "1ms"),
+            "--latency cannot be combined with --method published",
+        ),
+        (
+            ("--method", "published", "quickstart"),
+            "CONFIG cannot be combined with --method published",
+        ),
+        ((*SMALL, "--link", "1Gbit", "--system", "diloco"), "--system requires --method published"),
         ((*SMALL, "--link", "1Gbit", "--plot", "a.txt"), "does not end in .png"),
-        ((*SMALL, "--link", "1Gbit", "--plot", "no/a.png"), "there is no folder no, make it"),
+        ((*SMALL, "--link", "1Gbit", "--plot", "no/a.png"), "folder no does not exist; create it"),
     ],
 )
-def test_impossible_input_is_refused(arguments: tuple[str, ...], message: str) -> None:
+def test_invalid_input_is_rejected(arguments: tuple[str, ...], message: str) -> None:
     assert message in refusal(*arguments)

@@ -1,4 +1,4 @@
-"""What was measured and enters predictions is what its folder says."""
+"""Measured constants in predictions match their results folders."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_merging() -> None:
     assert config["mib"] * 2**20 // 4 == measured.MERGE_ELEMENTS
     folds = median(row["rda, one segment"] for row in read("merging", "raw.json"))
     assert pytest.approx(folds / config["bodies"], rel=0.01) == measured.FOLD_SECONDS
-    rest = read("merging")["result"]["seconds of the rest, one fragment"]
+    rest = read("merging")["result"]["seconds of the other stages, one fragment"]
     assert (
         pytest.approx(sum(value["median"] for value in rest.values()), rel=0.01)
         == measured.MERGE_SECONDS
@@ -38,7 +38,7 @@ def test_the_memory_of_a_shard() -> None:
     assert pytest.approx(process - small * each, rel=0.03) == measured.SHARD_BYTES
 
 
-def test_what_a_step_and_a_link_lose() -> None:
+def test_the_overhead_of_a_step_and_the_usable_share_of_a_link() -> None:
     cases = [c for c in read("step_overhead")["result"].values() if isinstance(c, dict)]
     inside = max(case["inside_step_percent"]["median"] for case in cases)
     assert pytest.approx(inside / 100, abs=5e-5) == measured.STEP_OVERHEAD
@@ -48,9 +48,9 @@ def test_what_a_step_and_a_link_lose() -> None:
     assert pytest.approx(wan["put_share_of_link"], abs=0.005) == measured.LINK_SHARE
 
 
-def test_the_error_bar_is_that_of_the_real_runs() -> None:
+def test_the_error_bars_are_those_of_the_real_runs() -> None:
     result = read("plan_real")["result"]
-    handling = result["handling seconds of a body"]
+    handling = result["handling seconds per payload"]
     assert pytest.approx(handling, abs=5e-5) == measured.HANDLING_SECONDS
     for wait, largest in result["largest error"].items():
         utilization, traffic = largest["utilization"], largest["traffic"]
@@ -64,14 +64,14 @@ def test_the_error_bar_is_that_of_the_real_runs() -> None:
         assert off <= measured.UTILIZATION_ERRORS[wait] + 5e-4
 
 
-def test_what_a_long_period_costs() -> None:
+def test_the_loss_of_long_periods() -> None:
     result = read("schedule")["result"]
-    for period, told in measured.PERIOD_LOSS_PERCENT.items():
-        assert pytest.approx(result[f"H = {period}"]["gap_percent"]["mean"], abs=0.005) == told
+    for period, loss in measured.PERIOD_LOSS_PERCENT.items():
+        assert pytest.approx(result[f"H = {period}"]["gap_percent"]["mean"], abs=0.005) == loss
 
 
-def test_what_few_bits_cost() -> None:
+def test_the_loss_of_low_bit_formats() -> None:
     result = read("traffic")["result"]
-    for name, told in measured.WIRE_LOSS_PERCENT.items():
+    for name, loss in measured.WIRE_LOSS_PERCENT.items():
         gap = result[f"M=4 adamw 0.008 {name}"]["gap_to_bf16_percent"]
-        assert pytest.approx([gap["mean"], gap["low"], gap["high"]], abs=0.005) == list(told)
+        assert pytest.approx([gap["mean"], gap["low"], gap["high"]], abs=0.005) == list(loss)

@@ -1,4 +1,4 @@
-"""Commands that are made from models: what is written, what is told, what is known."""
+"""Commands generated from option models: parsing, names and help."""
 
 from __future__ import annotations
 
@@ -21,20 +21,19 @@ class Small(CommandOptions):
     """A model with each kind of field."""
 
     name: Annotated[str | None, typer.Argument()] = None
-    """What it is
-    called."""
+    """The name."""
 
     size: Annotated[float, typer.Option("--big", parser=lambda text: 2 * float(text))] = 1.5
-    """Twice of it."""
+    """A number."""
 
     loud: Annotated[bool, typer.Option("--loud/--quiet")] = False
-    """How."""
+    """Volume."""
 
     hidden: int = 3
 
 
-def told(*arguments: str) -> Small:
-    """The options that a command of these arguments gets."""
+def parsed(*arguments: str) -> Small:
+    """Return the options that a command receives for these arguments."""
     found: list[Small] = []
 
     @command(Small)
@@ -49,14 +48,14 @@ def told(*arguments: str) -> Small:
     return found[0]
 
 
-def test_what_is_written_is_given_and_parsed_and_the_rest_is_default() -> None:
-    assert told().given == {}
-    assert told() == Small(name=None, size=1.5, loud=False, hidden=3)
-    assert told("x", "--big", "4", "--loud").given == {"name": "x", "size": 8.0, "loud": True}
-    assert told("--big", "1.5").given == {"size": 3.0}
+def test_given_options_are_parsed_and_the_rest_are_defaults() -> None:
+    assert parsed().given == {}
+    assert parsed() == Small(name=None, size=1.5, loud=False, hidden=3)
+    assert parsed("x", "--big", "4", "--loud").given == {"name": "x", "size": 8.0, "loud": True}
+    assert parsed("--big", "1.5").given == {"size": 3.0}
 
 
-def test_an_option_is_named_as_it_is_written() -> None:
+def test_an_option_is_named_as_on_the_command_line() -> None:
     assert option_of(Small, "name") == "NAME"
     assert option_of(Small, "size") == "--big"
     assert option_of(Small, "loud") == "--loud"
@@ -65,7 +64,7 @@ def test_an_option_is_named_as_it_is_written() -> None:
 
 
 @pytest.mark.parametrize("model", [PlanOptions, GoodputOptions])
-def test_every_option_says_what_it_is_for(model: type[CommandOptions]) -> None:
+def test_every_option_has_a_description(model: type[CommandOptions]) -> None:
     assert all(len(field.description or "") > 5 for field in named(model).values())
 
 
@@ -79,7 +78,7 @@ def test_every_option_says_what_it_is_for(model: type[CommandOptions]) -> None:
         (GoodputOptions, "system", tuple(SYSTEMS)),
     ],
 )
-def test_the_help_names_all_that_is_known(
+def test_the_help_lists_all_valid_names(
     model: type[CommandOptions], name: str, known: tuple[str, ...]
 ) -> None:
     text = model.model_fields[name].description or ""
@@ -87,7 +86,7 @@ def test_the_help_names_all_that_is_known(
 
 
 @pytest.mark.parametrize("module", ["commands", "bandwidth.options", "goodput.command"])
-def test_whatever_is_imported_first_the_commands_are_found(module: str) -> None:
+def test_the_commands_are_found_in_any_import_order(module: str) -> None:
     code = (
         f"import decoupled_diloco_plan.{module}; from decoupled_diloco.cli.main import app; "
         "print([c.callback.__module__ for c in app.registered_commands if c.name == 'plan'])"

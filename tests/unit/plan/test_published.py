@@ -1,4 +1,4 @@
-"""The published tables are rebuilt, and the counts of hits are stated."""
+"""The published tables are reproduced, and the number of exact cells is checked."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def grid_index(gbit: float) -> int:
 
 
 def misses(source: Source | None = None) -> dict[tuple[str, str, int, float], int]:
-    """By how many grid steps each cell is off, where it is."""
+    """Return the difference in grid steps of each cell that is not exact."""
     found = {}
     for (model, system, period), published in CELLS.items():
         rebuilt = rows(Model(*MODELS[model]), period, [system], source)
@@ -38,7 +38,7 @@ def misses(source: Source | None = None) -> dict[tuple[str, str, int, float], in
 
 
 def test_every_published_cell_is_within_one_step_and_60_of_65_are_exact() -> None:
-    """65 cells; those that are off are known, one by one."""
+    """There are 65 cells; the ones that are off are listed."""
     total = sum(len(each) for each in CELLS.values())
     off = misses()
     assert total == 65
@@ -53,13 +53,13 @@ def test_every_published_cell_is_within_one_step_and_60_of_65_are_exact() -> Non
 
 
 def test_one_volume_for_both_papers_is_within_one_step_but_for_one_cell() -> None:
-    """What the second volume buys: without it, three in four are exact."""
+    """Effect of the second volume: without it, three in four cells are exact."""
     off = misses("streaming-diloco")
     assert len(off) == 14
     assert [cell for cell, steps in off.items() if abs(steps) > 1] == [("10B", "diloco", 50, 0.95)]
 
 
-def test_the_source_is_the_paper_that_has_the_row() -> None:
+def test_the_source_is_the_paper_with_the_row() -> None:
     assert source_of("diloco", 100) == "streaming-diloco"
     assert source_of("diloco", 30) == "scaling-laws"
     assert source_of("streaming", 30) == source_of("data-parallel", 30) == "streaming-diloco"
@@ -70,8 +70,8 @@ def test_a_period_of_one_step_is_data_parallel() -> None:
     assert [r.gbit_per_second for r in found[:5]] == [r.gbit_per_second for r in found[5:]]
 
 
-def test_more_is_needed_for_more() -> None:
-    """At sizes that no table lists."""
+def test_a_higher_target_needs_more_bandwidth() -> None:
+    """Check sizes that no table lists."""
     for model in (Model(100e9, 108, 4.9), Model(405e9, 126, 26.0), Model(3e9, 31, 0.3)):
         for system in SYSTEMS:
             needed = [row.gbit_per_second or math.inf for row in rows(model, 100, [system])]
@@ -79,7 +79,7 @@ def test_more_is_needed_for_more() -> None:
             assert needed[0] < math.inf
 
 
-def test_what_the_grid_does_not_reach_is_told() -> None:
+def test_a_target_beyond_the_grid_has_no_bandwidth() -> None:
     (row,) = rows(Model(1e15, 10, 0.1), 1, ["data-parallel"], targets=(0.99,))
     assert row.gbit_per_second is None
 
@@ -89,10 +89,10 @@ def test_what_the_grid_does_not_reach_is_told() -> None:
     [
         ({"period": 0}, "period=0 is out of range"),
         ({"systems": ["dilco"]}, "did you mean 'diloco'"),
-        ({"targets": (1.5,)}, "utilization=1.5 is no share"),
+        ({"targets": (1.5,)}, "utilization=1.5 is out of range"),
     ],
 )
-def test_impossible_input_is_refused(change: dict[str, object], message: str) -> None:
+def test_invalid_input_is_rejected(change: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         rows(**{"model": Model(1e9, 24, 0.1), "period": 100, **change})  # type: ignore[arg-type]
 
@@ -105,7 +105,7 @@ def test_impossible_input_is_refused(change: dict[str, object], message: str) ->
         ((1e9, 24, -1.0), "step_seconds=-1 is out of range"),
     ],
 )
-def test_a_model_that_cannot_be_is_refused(given: tuple[float, int, float], message: str) -> None:
+def test_an_invalid_model_is_rejected(given: tuple[float, int, float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Model(*given)
 

@@ -1,4 +1,4 @@
-"""Rounds on links, against what can be computed by hand."""
+"""Rounds on links, compared with values computed by hand."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def run(network: Network, model: Model = MODEL, **options: object) -> Rounds:
 def test_a_round_is_two_transfers_six_latencies_and_a_merge() -> None:
     rate, latency = 1e7, 0.05
     rounds = run(hub(rate, latency), fragments=24, period=24, overlap=2)
-    body = 1e6 * 2 * MORE * 4 / rate
+    payload = 1e6 * 2 * MORE * 4 / rate
     core = 4 * measured.fold_seconds(1e6) + measured.merge_seconds(1e6)
-    assert rounds.merge_seconds == pytest.approx(2 * latency + body + core, rel=1e-6)
-    assert rounds.broadcast_seconds == pytest.approx(3 * latency + body, rel=1e-6)
+    assert rounds.merge_seconds == pytest.approx(2 * latency + payload + core, rel=1e-6)
+    assert rounds.broadcast_seconds == pytest.approx(3 * latency + payload, rel=1e-6)
     assert rounds.delay_steps == 2
     assert rounds.kept == 1.0
     assert rounds.compute == pytest.approx(1.0)
 
 
-def test_traffic_is_what_the_rounds_move() -> None:
+def test_traffic_equals_the_bytes_of_the_rounds() -> None:
     rounds = run(hub(1e8), fragments=24, period=24)
     up, down = rounds.traffic[:2]
     assert up.mean == pytest.approx(4 * 2e6 * MORE, rel=0.02)
@@ -53,7 +53,7 @@ def test_traffic_is_what_the_rounds_move() -> None:
 
 
 def test_learners_that_never_wait_lose_rounds_instead_of_steps() -> None:
-    """The link carries 40 % of what is due; who still fetches a copy cannot answer yet."""
+    """The link carries 40 % of the traffic; a learner that still fetches a copy cannot answer."""
     rate = 0.4 * 4 * 2e6 * MORE
     network = hub(rate)
     case = Case(MODEL, Options(), network, link_share=1.0)
@@ -64,16 +64,16 @@ def test_learners_that_never_wait_lose_rounds_instead_of_steps() -> None:
 
 
 def test_learners_that_wait_lose_steps_instead_of_rounds() -> None:
-    """DiLoCo: H steps, then up and down in the link's own time."""
+    """DiLoCo: H steps, then an upload and a download at the link's rate."""
     network = hub(1e7)
     rounds = run(network, fragments=1, period=10, overlap=0, quorum=4, wait="at_overlap")
-    body = 24e6 * 2 * MORE * 4 / 1e7
+    payload = 24e6 * 2 * MORE * 4 / 1e7
     core = measured.merge_seconds(24e6) + 4 * measured.fold_seconds(24e6)
     assert rounds.kept == 1.0
-    assert rounds.compute == pytest.approx(10 / (10 + 2 * body + core), rel=1e-6)
+    assert rounds.compute == pytest.approx(10 / (10 + 2 * payload + core), rel=1e-6)
 
 
-def test_a_syncer_at_a_site_needs_more_of_its_link_than_one_that_is_spread() -> None:
+def test_a_syncer_at_a_site_needs_more_of_its_link_than_a_spread_one() -> None:
     sites = equal_sites(4, 4, Link(1e9, 1e9))
     setting = Options(shards=4)
     spread = demand(Case(MODEL, setting, Network(sites, SPREAD), link_share=1.0))
@@ -81,13 +81,13 @@ def test_a_syncer_at_a_site_needs_more_of_its_link_than_one_that_is_spread() -> 
     assert one == pytest.approx(2 * spread)
 
 
-def test_a_link_of_ones_own_is_as_good_as_many() -> None:
+def test_separate_links_equal_one_shared_link_with_their_sum() -> None:
     shared = run(hub(4e7, learners=4))
     own = run(hub(1e7, learners=4, shared=False))
     assert own.merge_seconds == pytest.approx(shared.merge_seconds)
 
 
-def test_the_grace_window_is_the_protocols_own() -> None:
+def test_the_grace_window_is_the_protocols() -> None:
     setting = Options(grace_margin=0.5, overlap=3)
     found = predict(Case(MODEL, setting, hub(1e8), link_share=1.0))
     r = found.rounds
@@ -102,34 +102,34 @@ def unequal(*steps: float, rate: float = 1e8) -> Network:
     return Network(sites, HUB, Link(math.inf, math.inf))
 
 
-def test_a_quorum_of_one_keeps_the_pace_of_the_fastest_and_the_window_takes_the_slow_in() -> None:
+def test_a_quorum_of_one_has_the_pace_of_the_fastest_and_its_window_includes_the_slow() -> None:
     """The paper's four fast and four slow learners, 18 % apart."""
     network = unequal(1.0, 1.0, 1.18, 1.18)
     one = run(network, quorum=1, overlap=3, grace_margin=0.8)
     assert one.step_seconds == pytest.approx(1.0)
     assert one.participation == (1.0, 1.0, 1.0, 1.0)
-    everybody = run(network, quorum=4, overlap=3)
-    assert everybody.step_seconds == pytest.approx(1.18)
-    assert everybody.compute == one.compute == pytest.approx(1.0)
+    full = run(network, quorum=4, overlap=3)
+    assert full.step_seconds == pytest.approx(1.18)
+    assert full.compute == one.compute == pytest.approx(1.0)
     assert one.pace_seconds == pytest.approx(4 / (2 / 1.0 + 2 / 1.18))
 
 
-def test_without_a_window_who_is_slower_is_in_fewer_rounds_but_misses_no_fragment_twice() -> None:
+def test_without_a_window_a_slow_learner_is_in_fewer_rounds_but_misses_no_fragment_twice() -> None:
     found = run(unequal(1.0, 5.0), quorum=1, grace_margin=0.0)
     fast, slow = found.participation
     assert fast == 1.0
     assert 0.35 <= slow <= 0.65
     both = run(unequal(1.0, 1.0), quorum=1)
     up = [sum(t.mean for t in r.traffic if t.place == "s1") for r in (found, both)]
-    assert up[0] < up[1], "what is not sent does not fill the link"
+    assert up[0] < up[1], "missed rounds do not use the link"
 
 
-def test_a_new_learner_fetches_the_whole_copy_over_what_is_left() -> None:
+def test_a_new_learner_fetches_the_whole_copy_with_the_free_bandwidth() -> None:
     found = predict(Case(MODEL, Options(), hub(1e9, learners=1), link_share=1.0))
     assert found.join_seconds == pytest.approx(4 * 24e6 / (1e9 - 2e6 * MORE), rel=1e-3)
 
 
-def test_memory_is_what_a_shard_needs_at_most_and_bodies_on_their_way() -> None:
+def test_memory_is_the_most_that_a_shard_needs_plus_payloads_in_transit() -> None:
     found = predict(Case(MODEL, Options(shards=2), hub(1e9), link_share=1.0))
     assert found.memory_bytes == pytest.approx(0.28e9 + 26 * 12e6 + 4 * 2 * 1e6 * 2)
 
@@ -139,32 +139,30 @@ def test_memory_is_what_a_shard_needs_at_most_and_bodies_on_their_way() -> None:
     [
         ({"quorum": 5}, "quorum=5 exceeds learners=4"),
         ({"fragments": 0}, "fragments=0 is out of range"),
-        ({"period": 2, "fragments": 2, "overlap": 2}, "overlap=2 is not below period=2"),
+        ({"period": 2, "fragments": 2, "overlap": 2}, "overlap=2 must be below period=2"),
         ({"shards": 25}, "shards=25 exceeds fragments=24"),
         ({"grace_margin": 1.0}, "grace_margin=1 is out of range"),
     ],
 )
-def test_settings_that_no_run_could_have_are_refused(
-    options: dict[str, object], message: str
-) -> None:
+def test_invalid_settings_are_rejected(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         run(hub(1e8), **options)
 
 
-def test_links_and_sites_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ConfigError, match="up=-1 is no bandwidth"):
+def test_invalid_links_and_sites_are_rejected() -> None:
+    with pytest.raises(ConfigError, match="up=-1 of a link is out of range"):
         Link(-1.0, 1.0)
     with pytest.raises(ConfigError, match="latency_seconds=-1"):
         Link(1.0, 1.0, -1.0)
     with pytest.raises(ConfigError, match="learners of site 'a'=0"):
         Site("a", 0, Link(1.0, 1.0))
-    with pytest.raises(ConfigError, match="there is no site"):
+    with pytest.raises(ConfigError, match="no site is given"):
         Network(())
     with pytest.raises(ConfigError, match="learners=2 is below sites=3"):
         equal_sites(3, 2, Link(1.0, 1.0))
     with pytest.raises(ConfigError, match="step_seconds of site 'a'=0"):
         Site("a", 1, Link(1.0, 1.0), 0.0)
-    with pytest.raises(ConfigError, match="two sites have one name"):
+    with pytest.raises(ConfigError, match="site names are not unique"):
         Network((Site("a", 1, Link(1.0, 1.0)), Site("a", 1, Link(1.0, 1.0))))
     with pytest.raises(ConfigError, match="link_share=2"):
         Case(MODEL, Options(), hub(1e8), link_share=2.0)

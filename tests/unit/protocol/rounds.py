@@ -1,24 +1,17 @@
-"""A shard with an open round, and what its learners are told."""
+"""A shard with an open round, and the outcomes that its learners receive."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from decoupled_diloco.protocol.effects import (
-    RoundFinished,
-    Send,
-)
-from decoupled_diloco.protocol.events import Heard, Tick
-from decoupled_diloco.protocol.messages import (
-    Outcome,
-)
+from decoupled_diloco.protocol.words import Heard, Outcome, RoundFinished, Send, Tick
 
 DELIVERY_SECONDS = 2.0
-"""The delivery window of these rounds: τ = 2 steps of a second."""
+"""The delivery window of these rounds: τ = 2 steps of one second."""
 
 
 def opened(shard_bench: Any, *learners: str, **options: Any) -> Any:
-    """A shard whose learners have all reported two steps; the round of fragment 0 is open."""
+    """Return a shard whose learners have reported two steps; the round of fragment 0 is open."""
     bench = shard_bench(*learners, **{"fragments": 1, "period": 2, **options})
     for learner in (*learners, *learners):
         bench.step(learner)
@@ -27,13 +20,13 @@ def opened(shard_bench: Any, *learners: str, **options: Any) -> Any:
 
 
 def tick_at(bench: Any, at: float) -> list[Any]:
-    """A tick, by when everybody has been heard."""
-    bench.told(Heard(tuple(bench.machine.state.members)), at)
-    return list(bench.told(Tick()))
+    """Send a tick, after bytes from all learners."""
+    bench.handle(Heard(tuple(bench.machine.state.members)), at)
+    return list(bench.handle(Tick()))
 
 
 def outcomes(bench: Any) -> list[tuple[str, str]]:
-    """Who is told what became of its contribution."""
+    """Return the outcomes of the last event, with their learners."""
     return [
         (order.peer, order.message.verdict)
         for order in bench.orders(Send)

@@ -1,4 +1,4 @@
-"""Which codec a learner sends in: what its link carries in time, without flapping (rule 20)."""
+"""The codec of each learner: the most exact one that its link carries in time (rule 20)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ALLOWED = 1.0
 
 
 class Link:
-    """A link that carries so many bits an element in a second, one body after the other."""
+    """A link with a rate in bits per element and second, one payload after the other."""
 
     def __init__(self, bits_per_second: float) -> None:
         self.rate = bits_per_second
@@ -22,7 +22,7 @@ class Link:
         self.choices: list[Choice] = []
 
     def send(self, bodies: int = 1) -> str:
-        """Sends bodies, one in each second or as fast as it goes; the codec at the end."""
+        """Send payloads, one per second or as fast as possible; return the codec at the end."""
         for _ in range(bodies):
             began = self.now
             self.now += LADDER[self.uplink.rung][1] / self.rate
@@ -35,13 +35,13 @@ class Link:
 @pytest.mark.parametrize(
     ("rate", "codec"), [(40.0, "bf16"), (12.0, "int8"), (6.0, "int4"), (3.0, "int2"), (1.0, "int2")]
 )
-def test_the_most_exact_that_is_in_time(rate: float, codec: str) -> None:
+def test_the_most_exact_timely_codec_is_chosen(rate: float, codec: str) -> None:
     link = Link(rate)
     assert link.send(400) == codec
     assert len(link.choices) == (codec != "bf16"), "as far as it must, at once"
 
 
-def test_a_link_that_recovers_is_used_again() -> None:
+def test_a_recovered_link_gets_finer_codecs_again() -> None:
     link = Link(40.0)
     assert link.send(20) == "bf16"
     link.rate = 4.0
@@ -51,7 +51,7 @@ def test_a_link_that_recovers_is_used_again() -> None:
     assert [choice.codec for choice in link.choices] == ["int2", "int4", "int8", "bf16"]
 
 
-def test_one_late_body_changes_nothing() -> None:
+def test_one_late_payload_changes_nothing() -> None:
     link = Link(40.0)
     for _ in range(20):
         link.rate = 5.0
@@ -62,26 +62,26 @@ def test_one_late_body_changes_nothing() -> None:
 
 
 def test_a_link_at_the_border_does_not_flap() -> None:
-    """Its rate is now enough for the finer codec, now not: it stays with the coarser one."""
+    """Its rate alternates around the finer codec's limit: it stays with the coarser one."""
     link, chance = Link(40.0), random.Random(1)
     for _ in range(3000):
         link.rate = chance.choice([14.0, 40.0, 40.0])
         link.send()
     assert link.choices[0].codec == "int8"
-    assert len(link.choices) <= 12, f"{len(link.choices)} changes in 3,000 bodies"
+    assert len(link.choices) <= 12, f"{len(link.choices)} changes in 3,000 payloads"
 
 
-def test_a_link_that_comes_and_goes_is_given_up_in_the_end() -> None:
-    """Now enough for the finer codec for 20 bodies, now not: it goes up less and less often."""
+def test_an_unstable_link_gets_finer_codecs_ever_more_rarely() -> None:
+    """The finer codec fits for 20 payloads, then does not: it moves up less and less often."""
     link = Link(40.0)
     for phase in range(150):
         link.rate = 40.0 if phase % 2 else 10.0
         link.send(20)
     assert PATIENCE < link.uplink.patience.wanted <= PATIENCE_MAX
-    assert len(link.choices) <= 12, f"{len(link.choices)} changes in 3,000 bodies"
+    assert len(link.choices) <= 12, f"{len(link.choices)} changes in 3,000 payloads"
 
 
-def test_a_body_that_waits_for_the_one_before_is_not_slow_for_it() -> None:
+def test_a_queued_payload_does_not_count_as_slow() -> None:
     """Two are sent at once over a link that carries one in 0.4 s: each takes 0.4 s."""
     uplink = Uplink()
     for second in range(50):
@@ -89,9 +89,9 @@ def test_a_body_that_waits_for_the_one_before_is_not_slow_for_it() -> None:
         assert arrived(uplink, LADDER, second, second + 0.8, ALLOWED) is None
 
 
-def test_every_choice_says_what_was_measured() -> None:
+def test_every_choice_states_its_measurement() -> None:
     link = Link(4.0)
     link.send(10)
     (choice,) = link.choices
     assert (choice.before, choice.codec) == ("bf16", "int2")
-    assert choice.why == "2 bodies took too long, the last one 4 s of 1 s"
+    assert choice.why == "2 payloads took too long, the last one 4 s of 1 s"

@@ -1,4 +1,4 @@
-"""Who trains on alone while its link is down, for more steps than count, drops that (ours).
+"""A learner that trains for too long without its link drops that training (ours).
 
 H is 4, and steps of two periods count: nine are too many.
 """
@@ -10,40 +10,53 @@ from typing import Any
 import pytest
 
 from decoupled_diloco.protocol import Version
-from decoupled_diloco.protocol.draining import drained
-from decoupled_diloco.protocol.effects import Apply, SendBody, Snapshot
-from decoupled_diloco.protocol.events import BodyEncoded, Connected, DrainAsked, Lost, Paused
-from decoupled_diloco.protocol.messages import Decline, Draining, Ending, Outcome, Pull, Welcome
-from decoupled_diloco.protocol.peers import shard_peer
-from decoupled_diloco.protocol.versions import Asking
+from decoupled_diloco.protocol.leaving import drained
+from decoupled_diloco.protocol.words import (
+    Apply,
+    Asking,
+    BodyEncoded,
+    Connected,
+    Decline,
+    DrainAsked,
+    Draining,
+    Ending,
+    Lost,
+    Outcome,
+    Paused,
+    Pull,
+    SendBody,
+    Snapshot,
+    Welcome,
+    shard_peer,
+)
 
 HELD, NEXT, BEFORE, NEWEST = Version(1, 0), Version(1, 1), Version(1, 2), Version(1, 3)
 ASK, LATER = Asking(1, 1), Asking(1, 2)
 
 
 def alone(learner_bench: Any, steps: int, **options: Any) -> Any:
-    """It has trained for so many steps while its link was down, and that is here again."""
+    """Return a learner that trained these steps while its link was down, and has reconnected."""
     bench = learner_bench(counter_cap_periods=2, **options)
-    bench.told(Paused())
+    bench.handle(Paused())
     return cut(bench, steps)
 
 
 def cut(bench: Any, steps: int) -> Any:
-    bench.told(Lost(shard_peer(0)))
+    bench.handle(Lost(shard_peer(0)))
     for _ in range(steps):
         bench.step()
-    bench.told(Connected(shard_peer(0)))
+    bench.handle(Connected(shard_peer(0)))
     step = bench.machine.state.step
-    bench.hear(Welcome(0, 1, step, step, step, news=1))
+    bench.receive(Welcome(0, 1, step, step, step, news=1))
     return bench
 
 
 def pulled(bench: Any, base: Version, *, ask: Asking = ASK, final: bool = False) -> Any:
-    """It is asked for a contribution, and steps."""
+    """Send it a request, then a step."""
     tick = bench.machine.state.step
     pull = Pull(0, ask, base, tick, "bf16", bench.machine.options.alignment, "/up", final=final)
-    answers = bench.hear(pull)
-    answers += bench.told(Paused()) if final else bench.step()
+    answers = bench.receive(pull)
+    answers += bench.handle(Paused()) if final else bench.step()
     bench.effects = answers
     return bench
 
@@ -52,14 +65,14 @@ def pulled(bench: Any, base: Version, *, ask: Asking = ASK, final: bool = False)
     ("missed", "steps", "mode"),
     [("overwrite", 8, "rebase"), ("overwrite", 9, "overwrite"), ("rebase", 9, "rebase")],
 )
-def test_it_drops_what_it_trained_alone(
+def test_a_diverged_learner_drops_its_training(
     learner_bench: Any, missed: str, steps: int, mode: str
 ) -> None:
     """It has become another model: its change would throw the run far back."""
     bench = alone(learner_bench, steps, missed=missed)
     bench.publish(NEWEST, BEFORE)
     bench.fetched(NEWEST)
-    bench.told(Paused())
+    bench.handle(Paused())
     (applied,) = bench.orders(Apply)
     tokens = 10 * steps if mode == "overwrite" else 0
     assert (applied.mode, applied.discarded_tokens) == (mode, tokens)
@@ -68,8 +81,8 @@ def test_it_drops_what_it_trained_alone(
     assert body.steps in ((1,) if mode == "overwrite" else (steps, steps + 1))
 
 
-def test_it_contributes_nothing_before_the_copy_is_here(learner_bench: Any) -> None:
-    """Its shard takes what was made from an older version as well, up to 32 versions late."""
+def test_a_diverged_learner_contributes_nothing_before_the_copy_arrives(learner_bench: Any) -> None:
+    """Its shard also accepts contributions from older versions, up to 32 versions late."""
     bench = alone(learner_bench, 9)
     bench.publish(NEWEST, BEFORE)
     pulled(bench, HELD)
@@ -83,9 +96,9 @@ def test_it_contributes_nothing_before_the_copy_is_here(learner_bench: Any) -> N
     assert (applied.mode, applied.discarded_tokens) == ("overwrite", 110)
 
 
-def test_a_pull_that_waits_is_not_answered_before_the_copy_is_applied(learner_bench: Any) -> None:
+def test_a_waiting_request_is_not_answered_before_the_copy_is_applied(learner_bench: Any) -> None:
     bench = alone(learner_bench, 9)
-    bench.hear(Pull(0, ASK, HELD, 100, "bf16", "overwrite", "/up", final=False))
+    bench.receive(Pull(0, ASK, HELD, 100, "bf16", "overwrite", "/up", final=False))
     bench.publish(NEWEST, BEFORE)
     bench.fetched(NEWEST)
     bench.step()
@@ -93,11 +106,11 @@ def test_a_pull_that_waits_is_not_answered_before_the_copy_is_applied(learner_be
     assert bench.orders(Apply)[0].mode == "overwrite"
 
 
-def test_nor_is_one_before_the_next_boundary_at_which_the_model_has_gone_on(
+def test_a_waiting_request_is_declined_at_the_boundary_after_a_new_version(
     learner_bench: Any,
 ) -> None:
     bench = alone(learner_bench, 9)
-    bench.hear(Pull(0, ASK, HELD, 100, "bf16", "overwrite", "/up", final=False))
+    bench.receive(Pull(0, ASK, HELD, 100, "bf16", "overwrite", "/up", final=False))
     bench.publish(NEWEST, BEFORE)
     bench.step()
     assert bench.messages(Decline)
@@ -105,10 +118,8 @@ def test_nor_is_one_before_the_next_boundary_at_which_the_model_has_gone_on(
 
 
 @pytest.mark.parametrize("counter", [0, 1])
-def test_where_the_fragment_has_not_gone_on_it_is_a_long_contribution(
-    learner_bench: Any, counter: int
-) -> None:
-    """The shard was out of reach of all: dropping that would throw away what all have trained."""
+def test_without_new_versions_it_is_one_long_contribution(learner_bench: Any, counter: int) -> None:
+    """The shard was unreachable for all: dropping it would waste the training of all."""
     bench = alone(learner_bench, 40)
     if counter:
         bench.publish(Version(1, counter), Version(1, counter - 1))
@@ -119,9 +130,9 @@ def test_where_the_fragment_has_not_gone_on_it_is_a_long_contribution(
 
 @pytest.mark.parametrize("flaps", [False, True])
 def test_a_slow_link_drops_nothing(learner_bench: Any, *, flaps: bool) -> None:
-    """It is not apart: it hears all that its shard says, but for an instant."""
+    """It has not diverged: it receives all messages of its shard, with one short interruption."""
     bench = learner_bench(counter_cap_periods=2)
-    bench.told(Paused())
+    bench.handle(Paused())
     for _ in range(20):
         bench.step()
     bench.publish(BEFORE, NEXT)
@@ -143,10 +154,10 @@ def test_several_cuts_add_up(learner_bench: Any, second: int, *, apart: bool) ->
     assert bool(bench.orders(SendBody)) is not apart
 
 
-def test_who_leaves_does_not_tell_of_what_it_will_drop(learner_bench: Any) -> None:
+def test_a_leaving_learner_does_not_announce_what_it_will_drop(learner_bench: Any) -> None:
     bench = alone(learner_bench, 9)
     bench.publish(NEWEST, BEFORE)
-    bench.told(DrainAsked("it goes"))
+    bench.handle(DrainAsked("it is leaving"))
     (draining,) = bench.messages(Draining)
     assert draining.fragments == ()
     assert drained(bench.machine.state, bench.machine.options)
@@ -154,22 +165,22 @@ def test_who_leaves_does_not_tell_of_what_it_will_drop(learner_bench: Any) -> No
 
 @pytest.mark.parametrize("alignment", ["overwrite", "carry", "blend"])
 @pytest.mark.parametrize("outcome", ["lost", "accepted", "still under way"])
-def test_what_it_had_sent_before_is_no_reason_to_keep_the_rest(
+def test_an_earlier_contribution_does_not_keep_diverged_training(
     learner_bench: Any, alignment: str, outcome: str
 ) -> None:
     bench = learner_bench(counter_cap_periods=2, alignment=alignment)
     bench.step()
     pulled(bench, HELD)
     assert bench.orders(SendBody)
-    bench.told(BodyEncoded(0, ASK, "digest"))
+    bench.handle(BodyEncoded(0, ASK, "digest"))
     if outcome == "accepted":
-        bench.hear(Outcome(0, ASK, "accepted", "it is folded", NEXT))
-    bench.told(Lost(shard_peer(0)))
+        bench.receive(Outcome(0, ASK, "accepted", "it is folded", NEXT))
+    bench.handle(Lost(shard_peer(0)))
     for _ in range(9):
         bench.step()
-    bench.told(Connected(shard_peer(0)))
+    bench.handle(Connected(shard_peer(0)))
     asks = (ASK,) if outcome == "still under way" else ()
-    bench.hear(Welcome(0, 1, 9, 9, 9, news=1, asks=asks))
+    bench.receive(Welcome(0, 1, 9, 9, 9, news=1, asks=asks))
     bench.publish(NEWEST, BEFORE)
     bench.fetched(NEWEST)
     bench.step()
@@ -178,11 +189,11 @@ def test_what_it_had_sent_before_is_no_reason_to_keep_the_rest(
     assert (applied.mode, applied.discarded_tokens) == ("overwrite", 110 - sent)
 
 
-def test_what_was_apart_when_all_ends_is_dropped_as_well(learner_bench: Any) -> None:
-    """The model that all have made is the result."""
+def test_diverged_training_is_also_dropped_at_the_end(learner_bench: Any) -> None:
+    """The common model is the result."""
     bench = alone(learner_bench, 9)
     bench.publish(NEWEST, BEFORE)
-    bench.hear(Ending())
+    bench.receive(Ending())
     pulled(bench, HELD, final=True)
     (declined,) = bench.messages(Decline)
     assert declined.nothing_new
@@ -190,16 +201,16 @@ def test_what_was_apart_when_all_ends_is_dropped_as_well(learner_bench: Any) -> 
 
 
 @pytest.mark.parametrize("verdict", ["accepted", "refused", None])
-def test_what_it_sends_before_the_model_has_gone_on(
+def test_a_contribution_before_the_next_version_decides(
     learner_bench: Any, verdict: str | None
 ) -> None:
-    """If that is accepted it is no longer apart; if not, it still has all that it trained alone."""
+    """If it is accepted, the learner no longer counts as diverged. Otherwise it keeps all of it."""
     bench = alone(learner_bench, 9, alignment="carry")
     pulled(bench, HELD)
     assert bench.orders(SendBody)
     if verdict:
         version = NEWEST if verdict == "accepted" else None
-        bench.hear(Outcome(0, ASK, verdict, "the shard says so", version))
+        bench.receive(Outcome(0, ASK, verdict, "the shard says so", version))
     bench.publish(NEWEST, BEFORE)
     if verdict == "refused":
         pulled(bench, HELD, ask=LATER)

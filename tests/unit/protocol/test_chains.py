@@ -1,13 +1,12 @@
-"""Who is behind: differences in the place of a whole copy (rule 5), and what is kept (rule 7)."""
+"""Learners that are behind: chains of differences (rule 5), and what is kept (rule 7)."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from decoupled_diloco.protocol import Version
-from decoupled_diloco.protocol.effects import Fetch
-from decoupled_diloco.protocol.events import FetchFailed, Paused
-from decoupled_diloco.protocol.versions import Holding
+from decoupled_diloco.protocol.words import Failed, Fetch, Holding, Paused
+from unit.protocol.conftest import fetch_of
 
 
 def fetches(bench: Any) -> list[tuple[str, str, bool]]:
@@ -15,7 +14,7 @@ def fetches(bench: Any) -> list[tuple[str, str, bool]]:
 
 
 def behind(learner_bench: Any, versions: int, **options: Any) -> Any:
-    """It fetches 1.1 of fragment 0, and so many versions more have come meanwhile."""
+    """It fetches 1.1 of fragment 0, while more versions are announced."""
     bench = learner_bench(**options)
     bench.step()
     for counter in range(1, versions + 2):
@@ -24,10 +23,10 @@ def behind(learner_bench: Any, versions: int, **options: Any) -> Any:
     return bench
 
 
-def test_who_is_a_few_versions_behind_takes_one_difference_after_the_other(
+def test_a_learner_a_few_versions_behind_fetches_a_chain_of_differences(
     learner_bench: Any,
 ) -> None:
-    """Each is verified by its own digest, and held by its own seal."""
+    """Each difference is verified by its own digest, and held by its own seal."""
     bench = behind(learner_bench, 3, chain=3)
     for counter in (1, 2, 3):
         bench.fetched(Version(1, counter))
@@ -40,20 +39,20 @@ def test_who_is_a_few_versions_behind_takes_one_difference_after_the_other(
     assert (held.version, held.seal) == (Version(1, 4), "seal-1.4")
 
 
-def test_who_is_farther_behind_takes_the_whole(learner_bench: Any) -> None:
+def test_a_learner_far_behind_fetches_the_whole_copy(learner_bench: Any) -> None:
     bench = behind(learner_bench, 4, chain=3)
     bench.fetched(Version(1, 1))
     assert fetches(bench) == [("1.5", "/w", True)]
 
 
-def test_a_difference_that_is_gone_is_not_asked_for_again(learner_bench: Any) -> None:
+def test_a_withdrawn_difference_is_not_requested_again(learner_bench: Any) -> None:
     bench = behind(learner_bench, 2, chain=3)
     bench.fetched(Version(1, 1))
-    bench.told(FetchFailed(0, Version(1, 2), "gone"))
+    bench.handle(Failed(fetch_of(0, Version(1, 2)), "gone"))
     assert fetches(bench) == [("1.3", "/w", True)]
 
 
-def test_a_version_that_was_not_heard_of_breaks_the_chain(learner_bench: Any) -> None:
+def test_an_unannounced_version_breaks_the_chain(learner_bench: Any) -> None:
     bench = behind(learner_bench, 1, chain=7)
     bench.publish(Version(1, 4), Version(1, 3), difference="/d/1.4")
     bench.fetched(Version(1, 1))
@@ -75,7 +74,7 @@ def test_where_learners_open_rounds_only_whole_copies_wait_for_a_slot(learner_be
     """
     values = {"fragments": 6, "period": 6, "overlap": 2, "quorum": 1, "grace_margin": 0.0}
     bench = learner_bench(participants="own", **values)
-    bench.told(Paused())
+    bench.handle(Paused())
     v0, v1 = Version(1, 0), Version(1, 1)
     fetched, whole = list[tuple[int, bool]](), list[tuple[int, bool]]()
     for fragment in (3, 1, 0, 2):
@@ -83,9 +82,9 @@ def test_where_learners_open_rounds_only_whole_copies_wait_for_a_slot(learner_be
         fetched += [(o.fragment, o.whole) for o in bench.orders(Fetch)]
     assert fetched == [(3, False), (1, False), (0, False), (2, False)]
     for fragment in (3, 1, 0):
-        bench.told(FetchFailed(fragment, v1, "superseded"))
+        bench.handle(Failed(fetch_of(fragment, v1), "superseded"))
         whole += [(o.fragment, o.whole) for o in bench.orders(Fetch)]
-    assert whole == [(0, True)], "it and the difference of 2 take the two slots"
+    assert whole == [(0, True)], "this fetch and the difference of 2 use both slots"
     for fragment in (4, 5):
         bench.publish(v1, v0, fragment)
         assert not fetches(bench), "it waits for a slot"
@@ -93,4 +92,4 @@ def test_where_learners_open_rounds_only_whole_copies_wait_for_a_slot(learner_be
         bench.fetched(v1, fragment)
     for fragment in (3, 1, 0, 2):
         bench.publish(Version(1, 2), v1, fragment)
-        assert fetches(bench) == [("1.2", "/d", False)], "it waits for none again"
+        assert fetches(bench) == [("1.2", "/d", False)], "again it waits for no slot"

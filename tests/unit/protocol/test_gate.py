@@ -1,4 +1,4 @@
-"""The norm gate: what is far larger than a fragment's last contributions is not merged as it is."""
+"""The norm gate: a contribution far above the fragment's last norms is clipped or refused."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ from typing import Any
 
 import pytest
 
-from decoupled_diloco.protocol.effects import Drop, Fold, Send
 from decoupled_diloco.protocol.gate import (
     OWN_MAX,
     OWN_MIN,
     OWN_SIZE_MAX,
     SAMPLES_MAX,
     SAMPLES_MIN,
-    Sample,
     grown,
     norm_limit,
     remember,
     remember_own,
 )
-from decoupled_diloco.protocol.messages import Outcome
+from decoupled_diloco.protocol.syncer_state import Sample
+from decoupled_diloco.protocol.words import Drop, Fold, Outcome, Send
 
 
 def test_the_limit_is_median_plus_k_mad() -> None:
@@ -36,14 +35,14 @@ def test_norms_that_are_all_alike_leave_room_for_the_next() -> None:
     assert norm_limit([(5.0, 24)] * 20, [], 24, 10.0) == pytest.approx((10.0, 5.0))
 
 
-def test_a_few_norms_are_no_reason_to_refuse() -> None:
+def test_there_is_no_limit_with_only_a_few_norms() -> None:
     assert norm_limit([(1.0, 24)] * (SAMPLES_MIN - 1), [], 24, 10.0) is None
     assert norm_limit([(1.0, 24)] * 20, [], 24, 0.0) is None, "no gate"
 
 
 @pytest.mark.parametrize("steps", [1, 6, 24, 96])
 def test_no_honest_number_of_steps_is_refused(steps: int) -> None:
-    """A random walk grows like the root of its steps, a straight line like them."""
+    """A random walk grows with the root of its steps, a straight line in proportion to them."""
     for power in (0.5, 0.75, 1.0):
         samples = [(since**power, since) for since in (12, 23, 24, 25, 24, 24, 23, 48)]
         found = norm_limit(samples, [], steps, 10.0)
@@ -66,7 +65,7 @@ def test_only_the_last_norms_are_remembered() -> None:
 
 
 def rounds(bench: Any, norms: list[float]) -> list[Any]:
-    """One round for each norm, all of one learner; the orders that each body has led to."""
+    """Run one round per norm, all of one learner; return the orders of each payload."""
     orders = []
     for norm in norms:
         bench.step("a")
@@ -77,31 +76,31 @@ def rounds(bench: Any, norms: list[float]) -> list[Any]:
 
 
 @pytest.mark.parametrize("oversized", ["refuse", "clip"])
-def test_one_that_is_too_large_is_refused_or_clipped(shard_bench: Any, oversized: str) -> None:
+def test_a_norm_above_the_limit_is_refused_or_clipped(shard_bench: Any, oversized: str) -> None:
     bench = shard_bench("a", fragments=1, period=1, norm_gate=10.0, oversized=oversized)
     *before, poisoned = rounds(bench, [1.0] * SAMPLES_MIN + [50.0])
     folds = [e for effects in before for e in effects if isinstance(e, Fold)]
     assert [fold.scale for fold in folds] == [1.0] * SAMPLES_MIN
     found = [effect for effect in poisoned if isinstance(effect, Fold | Drop)]
-    reason = "its norm 50 in 1 steps exceeds 2: norms of this fragment are 1 as a rule"
+    reason = "norm=50 in 1 steps exceeds the limit of 2; the usual norm of this fragment is 1"
     if oversized == "clip":
         assert found[0].scale == pytest.approx(2.0 / 50.0)
         assert found[0].why == f"delivered in time; clipped: {reason}"
     else:
         assert isinstance(found[0], Drop)
         assert found[0].why == reason
-        (told,) = [
+        (outcome,) = [
             e.message for e in poisoned if isinstance(e, Send) and type(e.message) is Outcome
         ]
-        assert told.verdict == "unfit"
+        assert outcome.verdict == "unfit"
 
 
 def scales(orders: list[list[Any]]) -> list[float]:
-    """What each body's values are multiplied by; 0: it was refused."""
+    """Return the factor of each payload's values; 0: it was refused."""
     return [sum(e.scale for e in effects if isinstance(e, Fold)) for effects in orders]
 
 
-def test_without_a_word_about_it_what_is_too_large_is_clipped(shard_bench: Any) -> None:
+def test_clipping_is_the_default(shard_bench: Any) -> None:
     bench = shard_bench("a", fragments=1, period=1, norm_gate=10.0)
     assert scales(rounds(bench, [1.0] * SAMPLES_MIN + [50.0]))[-1] == pytest.approx(2.0 / 50.0)
 
@@ -122,9 +121,14 @@ def test_when_all_become_larger_the_limit_follows(shard_bench: Any) -> None:
         ([1.0, 2.5, 9.0], 5.0),
         ([0.1] * OWN_MIN, 2.0),
     ],
-    ids=["too few", "its median counts", "not its largest", "who is small has the others' limit"],
+    ids=[
+        "too few",
+        "its median counts",
+        "not its largest",
+        "a small learner has the others' limit",
+    ],
 )
-def test_a_learner_goes_on_as_it_did(own: list[float], limit: float) -> None:
+def test_a_learner_with_larger_norms_has_a_higher_limit(own: list[float], limit: float) -> None:
     found = norm_limit([(3.0, 24)] * SAMPLES_MIN, own, 24, 10.0)
     assert found == pytest.approx((3.0 * limit, 3.0))
 
@@ -136,7 +140,7 @@ def test_only_its_last_sizes_are_remembered_in_usual_norms() -> None:
     assert own == pytest.approx([0.1 * size for size in range(OWN_MAX, 2 * OWN_MAX)])
 
 
-def test_a_liar_cannot_raise_its_own_limit_as_it_likes() -> None:
+def test_a_dishonest_learner_cannot_raise_its_own_limit_at_will() -> None:
     own: list[float] = []
     for _ in range(OWN_MIN):
         remember_own(own, 1e30, 1.0)
@@ -144,10 +148,10 @@ def test_a_liar_cannot_raise_its_own_limit_as_it_likes() -> None:
     assert found == pytest.approx((2 * OWN_SIZE_MAX, 1.0))
 
 
-def test_who_is_larger_than_the_others_is_clipped_until_its_past_is_known(
+def test_a_larger_learner_is_clipped_until_its_past_is_known(
     shard_bench: Any,
 ) -> None:
-    """Three learners of norm 1, and one whose data makes 2.5: it is never refused."""
+    """Three learners of norm 1, and one whose data give 2.5: it is never refused."""
     names = ("a", "b", "c", "large")
     bench = shard_bench(*names, fragments=1, period=1, norm_gate=10.0, participants="all", quorum=4)
     found = []

@@ -1,4 +1,4 @@
-"""A round in which everybody had nothing new is no failure; every other one without a merge is."""
+"""An abandoned round has failed, unless no learner had anything new."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from decoupled_diloco.protocol.effects import NOTHING_NEW, Participant, RoundFinished
+from decoupled_diloco.protocol.words import NOTHING_NEW, Participant, RoundFinished
 
 
 def finished(verdict: Literal["merged", "abandoned"], *states: tuple[str, str]) -> RoundFinished:
@@ -40,10 +40,10 @@ IDLE = ("declined", NOTHING_NEW)
     [
         (finished("abandoned", IDLE, IDLE), False),
         (finished("abandoned", IDLE, ("gone", "its lease ran out")), True),
-        (finished("abandoned", IDLE, ("late", "no body within 2 s")), True),
+        (finished("abandoned", IDLE, ("late", "no payload within 2 s")), True),
         (finished("abandoned"), True),
         (finished("merged", IDLE, ("folded", "")), False),
     ],
 )
-def test_given_up(round: RoundFinished, failed: bool) -> None:
+def test_a_round_without_new_training_has_not_failed(round: RoundFinished, failed: bool) -> None:
     assert round.given_up is failed

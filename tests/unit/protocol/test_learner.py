@@ -1,4 +1,4 @@
-"""One learner: snapshots, pulls, applying, waiting (rules 4 to 7)."""
+"""One learner: snapshots, requests, applying, waiting (rules 4 to 7)."""
 
 from __future__ import annotations
 
@@ -7,53 +7,49 @@ from typing import Any
 import pytest
 
 from decoupled_diloco.protocol import Version
-from decoupled_diloco.protocol.effects import (
+from decoupled_diloco.protocol.words import (
+    Ahead,
     Apply,
+    Asking,
+    Connected,
+    CopyDeclined,
+    CopyWanted,
+    Decline,
+    Ending,
     EndTraining,
     Expelled,
+    Failed,
     Fetch,
+    Finished,
+    GivenUp,
+    Hello,
     Hold,
+    Holding,
+    Lost,
+    Outcome,
+    Paused,
+    Pull,
     Ready,
+    Refusal,
     Relabel,
     Release,
     RunOver,
     Send,
     SendBody,
     SendCopy,
-    Snapshot,
-)
-from decoupled_diloco.protocol.events import (
-    Connected,
-    CopyFailed,
-    FetchFailed,
-    Lost,
-    Paused,
-    Tick,
-    UploadFailed,
-)
-from decoupled_diloco.protocol.messages import (
-    Ahead,
-    CopyDeclined,
-    CopyWanted,
-    Decline,
-    Ending,
-    Finished,
-    GivenUp,
-    Hello,
-    Outcome,
-    Pull,
-    Refusal,
     Shifted,
+    Snapshot,
     StepReport,
+    Tick,
     Welcome,
 )
-from decoupled_diloco.protocol.versions import Asking, Holding
+from unit.protocol.conftest import fetch_of, send_of
 
 V0, V1, V2, V3 = (Version(1, counter) for counter in range(4))
 
 
 def name(number: int = 1) -> Asking:
-    """The name of the asking of this number."""
+    """Return the name of the request with this number."""
     return Asking(1, 10 + number)
 
 
@@ -76,9 +72,9 @@ def outcome(verdict: Any, number: int = 1, version: Version | None = None) -> Ou
 
 
 def started(learner_bench: Any, steps: int = 4, **options: Any) -> Any:
-    """A learner that has applied version 1.0 and made some steps of ten tokens."""
+    """Return a learner that has applied version 1.0 and taken steps of ten tokens."""
     bench = learner_bench(**options)
-    bench.told(Paused())
+    bench.handle(Paused())
     for _ in range(steps):
         bench.step()
     return bench
@@ -87,19 +83,19 @@ def started(learner_bench: Any, steps: int = 4, **options: Any) -> Any:
 def contributed(
     learner_bench: Any, more_steps: int = 2, *, alignment: str = "overwrite", **options: Any
 ) -> Any:
-    """It has sent its snapshot of step 4 to round 1, was accepted into 1.1, and stepped on."""
+    """It sent its snapshot of step 4 to round 1, was accepted into 1.1, and stepped on."""
     bench = started(learner_bench, **options)
-    bench.hear(pull(alignment=alignment))
+    bench.receive(pull(alignment=alignment))
     assert bench.orders(SendBody), "answered at once"
     for _ in range(more_steps):
         bench.step()
-    bench.hear(outcome("accepted", version=V1))
+    bench.receive(outcome("accepted", version=V1))
     bench.publish(V1, V0)
     bench.fetched(V1)
     return bench
 
 
-def test_training_may_begin_when_every_fragment_is_here(learner_bench: Any) -> None:
+def test_training_may_start_when_every_fragment_has_arrived(learner_bench: Any) -> None:
     bench = learner_bench(begin=False, fragments=2)
     bench.publish(V0, None, 0)
     bench.fetched(V0, 0)
@@ -107,45 +103,45 @@ def test_training_may_begin_when_every_fragment_is_here(learner_bench: Any) -> N
     bench.publish(V0, None, 1)
     bench.fetched(V0, 1)
     assert bench.orders(Ready)
-    bench.told(Paused())
+    bench.handle(Paused())
     assert [order.mode for order in bench.orders(Apply)] == ["overwrite", "overwrite"]
 
 
-def test_a_greeting_says_what_is_held_and_where_it_is(learner_bench: Any) -> None:
+def test_a_greeting_lists_held_versions_and_the_step(learner_bench: Any) -> None:
     bench = started(learner_bench, steps=3)
-    bench.told(Lost("shard-0"))
+    bench.handle(Lost("shard-0"))
     bench.step()
-    bench.told(Connected("shard-0"))
+    bench.handle(Connected("shard-0"))
     (hello,) = bench.messages(Hello)
     assert (hello.step, hello.run_step) == (4, 4)
     assert hello.held == (Holding(0, V0, "digest-1.0", "seal-1.0"),), "as announced"
 
 
 def test_a_welcome_counts_from_the_step_it_names(learner_bench: Any) -> None:
-    """Steps that were made while the welcome was on its way count as well."""
+    """Steps that were taken while the welcome was in transit count as well."""
     bench = started(learner_bench, steps=3)
-    bench.hear(Welcome(0, 1, 100, 1, 100))
+    bench.receive(Welcome(0, 1, 100, 1, 100))
     assert bench.machine.global_step == 102
-    bench.hear(Shifted(5))
+    bench.receive(Shifted(5))
     assert bench.machine.global_step == 107
 
 
-def test_a_refusal_for_good_expels(learner_bench: Any) -> None:
+def test_a_final_refusal_expels(learner_bench: Any) -> None:
     bench = learner_bench()
-    bench.hear(Refusal("busy", False))
+    bench.receive(Refusal("busy", False))
     assert not bench.orders(Expelled)
-    bench.hear(Refusal("an old epoch", True))
-    assert [order.reason for order in bench.orders(Expelled)] == ["an old epoch"]
+    bench.receive(Refusal("an old incarnation", True))
+    assert [order.reason for order in bench.orders(Expelled)] == ["an old incarnation"]
 
 
-def test_who_holds_the_base_fetches_the_difference(learner_bench: Any) -> None:
+def test_a_learner_with_the_base_fetches_the_difference(learner_bench: Any) -> None:
     bench = started(learner_bench)
     bench.publish(V1, V0)
     (fetch,) = bench.orders(Fetch)
     assert (fetch.path, fetch.whole) == ("/d", False)
 
 
-def test_who_does_not_hold_the_base_fetches_the_whole_and_rebases(learner_bench: Any) -> None:
+def test_a_learner_without_the_base_fetches_the_whole_copy_and_rebases(learner_bench: Any) -> None:
     bench = started(learner_bench)
     bench.publish(V2, V1)
     (fetch,) = bench.orders(Fetch)
@@ -163,7 +159,7 @@ def test_an_older_copy_is_ignored(learner_bench: Any) -> None:
 
 
 def test_a_copy_of_an_older_term_is_ignored_however_high_its_counter(learner_bench: Any) -> None:
-    """A process of the shard that was replaced, and does not know it yet, still talks."""
+    """A replaced process of the shard may still send messages before it receives that."""
     bench = started(learner_bench)
     bench.publish(Version(2, 1), V0)
     bench.fetched(Version(2, 1))
@@ -177,17 +173,17 @@ def test_a_newer_copy_waits_until_the_fetch_is_over(learner_bench: Any) -> None:
     assert not bench.publish(V2, V1)
     bench.fetched(V1)
     (fetch,) = bench.orders(Fetch)
-    assert (fetch.version, fetch.whole) == (V2, False), "it follows what is staged"
+    assert (fetch.version, fetch.whole) == (V2, False), "it follows the staged copy"
 
 
-def test_a_difference_that_fails_is_fetched_whole_then_later(learner_bench: Any) -> None:
+def test_a_failed_difference_is_fetched_whole_and_then_retried(learner_bench: Any) -> None:
     bench = started(learner_bench)
     bench.publish(V1, V0)
-    bench.told(FetchFailed(0, V1, "another digest"))
+    bench.handle(Failed(fetch_of(0, V1), "another digest"))
     assert [order.whole for order in bench.orders(Fetch)] == [True]
-    bench.told(FetchFailed(0, V1, "gone"))
+    bench.handle(Failed(fetch_of(0, V1), "gone"))
     assert not bench.orders(Fetch)
-    bench.told(Tick(), bench.machine.deadline())
+    bench.handle(Tick(), bench.machine.deadline())
     assert [order.whole for order in bench.orders(Fetch)] == [True]
 
 
@@ -197,7 +193,7 @@ def test_a_renamed_copy_is_relabelled_and_the_steps_are_kept(learner_bench: Any)
     bench.publish(renamed, V0, difference="")
     assert [order.staged for order in bench.orders(Relabel)] == [False]
     assert not bench.orders(Fetch)
-    bench.hear(pull(base=renamed))
+    bench.receive(pull(base=renamed))
     bench.step()
     (body,) = bench.orders(SendBody)
     assert (body.steps, body.base) == (5, renamed)
@@ -220,23 +216,23 @@ def test_the_report_of_a_step_carries_counters(learner_bench: Any) -> None:
     assert bench.messages(StepReport) == [StepReport(2, 20, 1.0)]
 
 
-def test_the_snapshot_is_there_when_the_pull_comes(learner_bench: Any) -> None:
+def test_the_snapshot_exists_when_the_request_arrives(learner_bench: Any) -> None:
     bench = started(learner_bench)
     assert bench.orders(Snapshot)
-    bench.hear(pull())
+    bench.receive(pull())
     (body,) = bench.orders(SendBody)
     assert (body.steps, body.tokens, body.base) == (4, 40, V0)
 
 
-def test_rule_4_the_pull_names_codec_and_alignment(learner_bench: Any) -> None:
-    """Rule 4: both are honoured, also when the answer has to wait for a snapshot."""
+def test_rule_4_the_request_names_codec_and_alignment(learner_bench: Any) -> None:
+    """Rule 4: both are used, even if the answer has to wait for a snapshot."""
     bench = started(learner_bench, steps=1, alignment="overwrite")
-    bench.hear(pull(tick=9, codec="fp32", alignment="carry"))
+    bench.receive(pull(tick=9, codec="fp32", alignment="carry"))
     bench.step()
     (body,) = bench.orders(SendBody)
     assert body.codec == "fp32"
     bench.step()
-    bench.hear(outcome("accepted", version=V1))
+    bench.receive(outcome("accepted", version=V1))
     bench.publish(V1, V0)
     bench.fetched(V1)
     bench.step()
@@ -246,19 +242,19 @@ def test_rule_4_the_pull_names_codec_and_alignment(learner_bench: Any) -> None:
 
 def test_without_a_snapshot_it_is_taken_at_the_next_boundary(learner_bench: Any) -> None:
     bench = started(learner_bench, steps=1)
-    bench.hear(pull(tick=9))
+    bench.receive(pull(tick=9))
     bench.machine.state.fragments[0].snapshot = None
-    bench.hear(pull(tick=9))
+    bench.receive(pull(tick=9))
     assert not bench.orders(SendBody)
     bench.step()
     assert bench.orders(Snapshot)
     assert bench.orders(SendBody)
 
 
-def test_rule_4_a_pull_that_overtakes_the_broadcast_waits_for_it(learner_bench: Any) -> None:
+def test_rule_4_a_request_that_overtakes_the_broadcast_waits_for_it(learner_bench: Any) -> None:
     """Rule 4: it is answered against the version that it names, once that is held."""
     bench = started(learner_bench)
-    bench.hear(pull(base=V1))
+    bench.receive(pull(base=V1))
     assert not bench.effects
     bench.step()
     assert not bench.orders(SendBody)
@@ -272,22 +268,22 @@ def test_rule_4_a_pull_that_overtakes_the_broadcast_waits_for_it(learner_bench: 
     assert (body.base, body.steps) == (V1, 1)
 
 
-def test_a_pull_for_an_older_base_is_declined(learner_bench: Any) -> None:
+def test_a_request_for_an_older_base_is_declined(learner_bench: Any) -> None:
     bench = contributed(learner_bench)
     bench.step()
-    bench.hear(pull(base=V0, number=2))
+    bench.receive(pull(base=V0, number=2))
     (declined,) = bench.messages(Decline)
     assert "behind" in declined.reason
 
 
 def test_no_snapshot_replaces_one_that_was_sent(learner_bench: Any) -> None:
-    """Carrying subtracts the snapshot that was merged: it must still be there."""
+    """`carry` subtracts the merged snapshot, so it must still exist."""
     bench = started(learner_bench, period=1)
-    bench.hear(pull())
+    bench.receive(pull())
     for _ in range(3):
         bench.step()
         assert not bench.orders(Snapshot)
-    bench.hear(outcome("abandoned"))
+    bench.receive(outcome("abandoned"))
     bench.step()
     assert bench.orders(Snapshot)
 
@@ -299,7 +295,7 @@ def test_no_snapshot_replaces_one_that_was_sent(learner_bench: Any) -> None:
 def test_rule_7_a_contributor_applies_by_alignment(
     learner_bench: Any, alignment: str, discarded: int, left: int
 ) -> None:
-    """Rule 7: overwrite, carry or blend; what is thrown away is counted."""
+    """Rule 7: overwrite, carry or blend; discarded tokens are counted."""
     bench = contributed(learner_bench, alignment=alignment)
     bench.step()
     (applied,) = bench.orders(Apply)
@@ -314,7 +310,7 @@ def test_rule_7_a_contributor_applies_by_alignment(
     ("missed", "mode", "discarded", "left"),
     [("overwrite", "overwrite", 50, 0), ("rebase", "rebase", 0, 50)],
 )
-def test_rule_7_who_took_no_part_applies_by_missed(
+def test_rule_7_a_learner_that_took_no_part_applies_by_missed(
     learner_bench: Any, missed: str, mode: str, discarded: int, left: int
 ) -> None:
     """Rule 7: overwrite (paper), or rebase with the counters kept."""
@@ -327,11 +323,11 @@ def test_rule_7_who_took_no_part_applies_by_missed(
     assert bench.machine.state.tokens_of(bench.machine.state.fragments[0]) == left
 
 
-def test_rule_6_who_was_told_behind_rebases(learner_bench: Any) -> None:
+def test_rule_6_a_learner_that_is_behind_rebases(learner_bench: Any) -> None:
     """Rule 6: stale work never undoes newer work; it contributes next time."""
     bench = started(learner_bench)
-    bench.hear(pull())
-    bench.hear(outcome("behind"))
+    bench.receive(pull())
+    bench.receive(outcome("behind"))
     bench.publish(V1, V0)
     bench.fetched(V1)
     bench.step()
@@ -339,7 +335,7 @@ def test_rule_6_who_was_told_behind_rebases(learner_bench: Any) -> None:
 
 
 @pytest.mark.parametrize(("missed", "mode"), [("overwrite", "overwrite"), ("rebase", "carry")])
-def test_a_contribution_to_an_earlier_version_is_not_kept_as_well(
+def test_a_contribution_to_an_earlier_version_is_not_also_kept(
     learner_bench: Any, missed: str, mode: str
 ) -> None:
     bench = contributed(learner_bench, missed=missed)
@@ -349,23 +345,25 @@ def test_a_contribution_to_an_earlier_version_is_not_kept_as_well(
     assert [order.mode for order in bench.orders(Apply)] == [mode]
 
 
-def test_a_pull_of_the_held_version_ends_the_doubt(learner_bench: Any) -> None:
+def test_a_repeated_request_for_the_held_version_voids_the_earlier_contribution(
+    learner_bench: Any,
+) -> None:
     bench = started(learner_bench)
-    bench.hear(pull())
-    bench.told(Lost("shard-0"))
-    bench.told(Connected("shard-0"))
-    bench.hear(Welcome(0, 1, 4, 4, 4))
-    bench.hear(pull(number=2))
+    bench.receive(pull())
+    bench.handle(Lost("shard-0"))
+    bench.handle(Connected("shard-0"))
+    bench.receive(Welcome(0, 1, 4, 4, 4))
+    bench.receive(pull(number=2))
     (body,) = bench.orders(SendBody)
     assert (body.ask, body.steps) == (name(2), 4)
 
 
 def test_an_upload_that_failed_may_have_arrived(learner_bench: Any) -> None:
     bench = started(learner_bench)
-    bench.hear(pull())
-    bench.told(UploadFailed(0, name(), "reset"))
+    bench.receive(pull())
+    bench.handle(Failed(send_of(0, name()), "reset"))
     assert [message.ask for message in bench.messages(Decline)] == [name()]
-    bench.hear(outcome("accepted", version=V1))
+    bench.receive(outcome("accepted", version=V1))
     bench.publish(V1, V0)
     bench.fetched(V1)
     bench.step()
@@ -373,7 +371,7 @@ def test_an_upload_that_failed_may_have_arrived(learner_bench: Any) -> None:
     assert applied.why == "its contribution is in this version"
 
 
-def test_at_tau_applies_so_many_steps_after_the_snapshot(learner_bench: Any) -> None:
+def test_at_tau_applies_the_copy_tau_steps_after_the_snapshot(learner_bench: Any) -> None:
     bench = contributed(learner_bench, more_steps=0, apply="at_tau", overlap=3)
     for step in (5, 6):
         bench.step()
@@ -387,7 +385,7 @@ def waiting(learner_bench: Any, **options: Any) -> Any:
     return started(learner_bench, steps=2, **values)
 
 
-def test_nobody_waits_by_default(learner_bench: Any) -> None:
+def test_no_step_waits_by_default(learner_bench: Any) -> None:
     bench = started(learner_bench, steps=0, period=1, overlap=0)
     for _ in range(5):
         bench.step()
@@ -396,95 +394,95 @@ def test_nobody_waits_by_default(learner_bench: Any) -> None:
 
 def test_a_synchronous_learner_waits_for_what_is_due(learner_bench: Any) -> None:
     bench = waiting(learner_bench)
-    bench.hear(pull(tick=2))
+    bench.receive(pull(tick=2))
     assert [order.steps for order in bench.orders(SendBody)] == [2], "of exactly the step due"
     bench.step()
     assert bench.orders(Hold)
-    bench.hear(outcome("accepted", version=V1))
+    bench.receive(outcome("accepted", version=V1))
     bench.publish(V1, V0)
     bench.fetched(V1)
-    bench.told(Paused())
+    bench.handle(Paused())
     assert bench.orders(Apply)
     assert bench.orders(Release)
 
 
-@pytest.mark.parametrize(("quorum", "told"), [(2, [("shard-0", 9)]), (1, [])])
+@pytest.mark.parametrize(("quorum", "reported"), [(2, [("shard-0", 9)]), (1, [])])
 def test_rule_1_who_waits_for_others_is_as_far_at_every_shard_as_at_the_furthest(
-    learner_bench: Any, quorum: int, told: list[tuple[str, int]]
+    learner_bench: Any, quorum: int, reported: list[tuple[str, int]]
 ) -> None:
-    """Else two learners could wait for each other, each at the shard at which it is ahead."""
+    """Otherwise two learners could wait for each other, each ahead at a different shard."""
     bench = waiting(learner_bench, fragments=2, shards=2, quorum=quorum)
-    bench.hear(Welcome(1, 2, clock=8, step=2, run_step=9), shard=1)
+    bench.receive(Welcome(1, 2, clock=8, step=2, run_step=9), shard=1)
     sent = bench.orders(Send)
-    assert [(s.peer, s.message.run_step) for s in sent if isinstance(s.message, Ahead)] == told
-    bench.told(Lost("shard-0"))
-    bench.told(Connected("shard-0"))
-    assert bench.messages(Hello)[0].run_step == (9 if told else 2)
+    assert [(s.peer, s.message.run_step) for s in sent if isinstance(s.message, Ahead)] == reported
+    bench.handle(Lost("shard-0"))
+    bench.handle(Connected("shard-0"))
+    assert bench.messages(Hello)[0].run_step == (9 if reported else 2)
 
 
-def test_rule_1_who_is_shifted_by_one_shard_tells_all(learner_bench: Any) -> None:
-    """That one, too: it may have shifted its learners before it heard of an earlier `Ahead`."""
+def test_rule_1_a_shift_by_one_shard_is_reported_to_all(learner_bench: Any) -> None:
+    """Also to that one: it may have shifted its learners before an earlier `Ahead` arrived."""
     bench = waiting(learner_bench, fragments=2, shards=2, quorum=2)
-    bench.hear(Welcome(1, 1, clock=0, step=0, run_step=0), shard=1)
-    bench.hear(Shifted(3), shard=1)
+    bench.receive(Welcome(1, 1, clock=0, step=0, run_step=0), shard=1)
+    bench.receive(Shifted(3), shard=1)
     sent = [(s.peer, s.message.run_step) for s in bench.orders(Send)]
     assert sent == [("shard-0", 5), ("shard-1", 5)]
 
 
-def test_who_moves_up_waits_no_longer_for_what_was_due(learner_bench: Any) -> None:
+def test_a_learner_that_moves_up_stops_waiting_for_earlier_fragments(learner_bench: Any) -> None:
     bench = waiting(learner_bench, fragments=2, shards=2, quorum=2)
     bench.step()
     assert bench.machine.state.holding
-    bench.hear(Welcome(1, 2, clock=8, step=3, run_step=9), shard=1)
+    bench.receive(Welcome(1, 2, clock=8, step=3, run_step=9), shard=1)
     assert bench.orders(Release)
 
 
 def test_the_snapshot_of_the_step_that_was_due_is_kept(learner_bench: Any) -> None:
     bench = waiting(learner_bench)
     bench.step()
-    bench.hear(pull(tick=2))
+    bench.receive(pull(tick=2))
     assert [order.steps for order in bench.orders(SendBody)] == [2]
 
 
 @pytest.mark.parametrize(
     "event",
     [
-        pytest.param(Lost("shard-0"), id="the link is gone"),
-        pytest.param(GivenUp(0, "because"), id="the round is given up"),
-        pytest.param(Welcome(0, 2, 0, 3, 0), id="the shard counts anew"),
+        pytest.param(Lost("shard-0"), id="the link is lost"),
+        pytest.param(GivenUp(0, "because"), id="the round is abandoned"),
+        pytest.param(Welcome(0, 2, 0, 3, 0), id="the shard assigns another run step"),
     ],
 )
-def test_a_waiting_learner_is_let_go_when(learner_bench: Any, event: Any) -> None:
+def test_a_waiting_learner_is_released_when(learner_bench: Any, event: Any) -> None:
     bench = waiting(learner_bench)
-    bench.hear(pull(tick=2))
+    bench.receive(pull(tick=2))
     bench.step()
     assert bench.orders(Hold)
     if isinstance(event, Lost):
-        bench.told(event)
+        bench.handle(event)
     else:
-        bench.hear(event)
+        bench.receive(event)
     assert bench.orders(Release)
 
 
 def test_the_end_finds_a_waiting_learner_at_its_last_boundary(learner_bench: Any) -> None:
-    """A step more would be an outer step more: of one step's gradient, and all the momentum."""
+    """Another step would cause another outer step: one step's gradient, all the momentum."""
     bench = waiting(learner_bench)
-    bench.hear(pull(tick=2))
+    bench.receive(pull(tick=2))
     bench.step()
     assert bench.orders(Hold)
-    bench.hear(Ending())
+    bench.receive(Ending())
     assert not bench.orders(Release)
-    bench.told(Paused())
+    bench.handle(Paused())
     assert bench.orders(EndTraining)
     assert bench.orders(Release)
 
 
-def test_a_waiting_learner_still_waits_for_what_else_is_due(learner_bench: Any) -> None:
+def test_a_waiting_learner_still_waits_for_other_due_fragments(learner_bench: Any) -> None:
     bench = waiting(learner_bench, fragments=4)
-    assert [order.why for order in bench.orders(Hold)] == ["fragments [2, 3] are not back yet"]
-    bench.hear(GivenUp(2, "because"))
+    assert [order.why for order in bench.orders(Hold)] == ["fragments [2, 3] have not arrived yet"]
+    bench.receive(GivenUp(2, "because"))
     assert not bench.orders(Release), "fragment 3 is owed"
-    bench.hear(GivenUp(3, "because"))
+    bench.receive(GivenUp(3, "because"))
     assert [order.why for order in bench.orders(Release)] == ["the round of fragment 3: because"]
     assert [view.owed_at for view in bench.machine.state.fragments] == [2, 2, None, None]
 
@@ -494,31 +492,31 @@ def test_a_late_snapshot_does_not_make_at_tau_wait_for_itself(learner_bench: Any
     bench.machine.state.fragments[0].snapshot = None
     bench.step()
     assert bench.orders(Hold)
-    bench.hear(pull(tick=2))
-    bench.told(Paused())
+    bench.receive(pull(tick=2))
+    bench.handle(Paused())
     assert bench.orders(SendBody), "a snapshot of one step later"
-    bench.hear(outcome("accepted", version=V1))
+    bench.receive(outcome("accepted", version=V1))
     bench.publish(V1, V0)
     bench.fetched(V1)
-    bench.told(Paused())
+    bench.handle(Paused())
     assert bench.orders(Apply)
     assert bench.orders(Release)
 
 
-def test_a_shard_gets_its_copy_back(learner_bench: Any) -> None:
+def test_a_shard_receives_its_lost_copy(learner_bench: Any) -> None:
     bench = started(learner_bench)
-    bench.hear(CopyWanted(0, 3, V0, "/copy"))
+    bench.receive(CopyWanted(0, 3, V0, "/copy"))
     assert bench.orders(SendCopy)
-    bench.hear(CopyWanted(0, 4, V1, "/copy"))
-    assert bench.messages(CopyDeclined) == [CopyDeclined(0, 4, "I hold 1.0, not 1.1")]
-    bench.told(CopyFailed(0, 0, 3, "reset"))
+    bench.receive(CopyWanted(0, 4, V1, "/copy"))
+    assert bench.messages(CopyDeclined) == [CopyDeclined(0, 4, "it holds 1.0, not 1.1")]
+    bench.handle(Failed(SendCopy(0, 0, 3, None, "", ""), "reset"))
     assert bench.messages(CopyDeclined) == [CopyDeclined(0, 3, "reset")]
 
 
 def test_the_last_contribution_waits_for_the_last_step(learner_bench: Any) -> None:
     bench = started(learner_bench)
-    bench.hear(Ending())
-    bench.hear(pull(final=True))
+    bench.receive(Ending())
+    bench.receive(pull(final=True))
     assert not bench.orders(SendBody)
     bench.step()
     assert bench.orders(EndTraining)
@@ -526,27 +524,27 @@ def test_the_last_contribution_waits_for_the_last_step(learner_bench: Any) -> No
     assert body.steps == 5
 
 
-def test_with_nothing_new_the_last_pull_is_declined(learner_bench: Any) -> None:
+def test_without_new_training_the_closing_request_is_declined(learner_bench: Any) -> None:
     bench = learner_bench()
-    bench.told(Paused())
-    bench.hear(Ending())
-    bench.hear(pull(final=True))
-    bench.told(Paused())
-    assert bench.orders(EndTraining), "who joins while the run ends does not begin"
+    bench.handle(Paused())
+    bench.receive(Ending())
+    bench.receive(pull(final=True))
+    bench.handle(Paused())
+    assert bench.orders(EndTraining), "a learner that joins while the run ends does not start"
     assert [message.reason for message in bench.messages(Decline)] == ["nothing new"]
 
 
 def test_rule_12_who_cannot_begin_any_more_keeps_nobody_waiting(learner_bench: Any) -> None:
-    """The other shard has gone already: this learner never gets the whole model."""
+    """The other shard has ended already: this learner never receives the whole model."""
     bench = learner_bench(begin=False, fragments=2, shards=2)
     bench.publish(V0, None)
-    bench.hear(Ending())
-    bench.hear(pull(final=True))
+    bench.receive(Ending())
+    bench.receive(pull(final=True))
     assert [message.nothing_new for message in bench.messages(Decline)] == [True]
     assert not bench.machine.state.ready
 
 
-def test_steps_that_an_overwrite_threw_away_are_in_no_version_at_the_end(
+def test_overwritten_steps_are_in_no_version_at_the_end(
     learner_bench: Any,
 ) -> None:
     bench = started(learner_bench)
@@ -556,45 +554,47 @@ def test_steps_that_an_overwrite_threw_away_are_in_no_version_at_the_end(
     (thrown_away,) = bench.orders(Apply)
     assert thrown_away.mode == "overwrite"
     assert thrown_away.discarded_tokens > 0
-    bench.hear(Ending())
-    bench.told(Paused())
-    bench.hear(pull(base=V1, final=True))
-    bench.told(Paused())
+    bench.receive(Ending())
+    bench.handle(Paused())
+    bench.receive(pull(base=V1, final=True))
+    bench.handle(Paused())
     view = bench.machine.state.fragments[0]
     assert view.merged_step < bench.machine.state.step
 
 
 def test_the_run_is_over_when_the_last_copies_are_held(learner_bench: Any) -> None:
     bench = started(learner_bench)
-    bench.hear(Ending())
+    bench.receive(Ending())
     bench.step()
     bench.publish(V1, V0)
-    bench.hear(Finished())
+    bench.receive(Finished())
     assert not bench.orders(RunOver)
     bench.fetched(V1)
-    bench.told(Paused())
+    bench.handle(Paused())
     assert bench.orders(RunOver)
 
 
-def test_the_run_is_over_as_well_when_the_shard_is_gone(learner_bench: Any) -> None:
+def test_the_run_also_ends_when_the_shard_has_left(learner_bench: Any) -> None:
     bench = started(learner_bench)
     bench.publish(V1, V0)
-    bench.hear(Finished())
-    bench.told(Lost("shard-0"))
+    bench.receive(Finished())
+    bench.handle(Lost("shard-0"))
     for _ in range(2):  # the difference, then the whole
-        bench.told(FetchFailed(0, V1, "its shard is out of reach"))
-    bench.told(Paused())
-    assert [order.mode for order in bench.orders(Apply)] == ["overwrite"], "no rest is kept"
+        bench.handle(Failed(fetch_of(0, V1), "its shard is unreachable"))
+    bench.handle(Paused())
+    assert [order.mode for order in bench.orders(Apply)] == ["overwrite"], (
+        "no unmerged training is kept"
+    )
     assert bench.orders(RunOver)
 
 
-def test_rule_15_an_observer_follows_and_says_no_more(learner_bench: Any) -> None:
-    """Rule 15: observers read the published copy and count for nothing."""
+def test_rule_15_an_observer_only_follows(learner_bench: Any) -> None:
+    """Rule 15: observers read the published copy and are not counted."""
     bench = learner_bench("observer")
-    bench.told(Paused())
+    bench.handle(Paused())
     bench.publish(V1, V0)
     bench.fetched(V1)
-    bench.told(Paused())
+    bench.handle(Paused())
     assert [order.mode for order in bench.orders(Apply)] == ["overwrite"]
     assert not bench.messages(StepReport)
     assert not bench.orders(Snapshot)

@@ -1,33 +1,41 @@
-"""The coordinator's leases: who may train what, and what becomes of it."""
+"""The coordinator's data leases: which learner trains what, and what becomes durable."""
 
 from __future__ import annotations
 
 import pytest
 
 from decoupled_diloco.protocol.coordinator import CoordinatorMachine
-from decoupled_diloco.protocol.data_leases.coordinator import (
+from decoupled_diloco.protocol.features.data import (
     GRACE_SECONDS,
     HELD_MAX,
     LeaseBook,
     apply,
     copied,
 )
-from decoupled_diloco.protocol.data_leases.effects import Enter
-from decoupled_diloco.protocol.data_leases.ledger import Leased, Repeated, Settled, TakenBack
-from decoupled_diloco.protocol.data_leases.messages import (
+from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.protocol.words import (
+    Connected,
     DataRefused,
     DataReport,
+    Enter,
+    Joining,
     Lease,
+    Leased,
     LeasesGiven,
     LeaseState,
+    Lost,
+    Persist,
+    Received,
+    Repeated,
+    Send,
+    Settled,
+    TakenBack,
+    Tick,
 )
-from decoupled_diloco.protocol.effects import Persist, Send
-from decoupled_diloco.protocol.events import Connected, Joining, Lost, Received, Tick
-from decoupled_diloco.protocol.options import Options
 
 
 class Desk:
-    """A coordinator, and learners that talk to it."""
+    """A coordinator and the learners that talk to it."""
 
     def __init__(self) -> None:
         self.machine = CoordinatorMachine(Options(fragments=2, period=2))
@@ -46,7 +54,7 @@ class Desk:
     def report(
         self, name: str, *states: LeaseState, want: int = 2, life: int = 1, parts: int = 4
     ) -> object:
-        """What the coordinator answers, after everything it must have written before."""
+        """Return the coordinator's answer, after everything that must be durable before it."""
         effects = self.tell(Received(name, DataReport(parts, want, states), f"{name}-{life}"))
         answers = [effect.message for effect in effects if isinstance(effect, Send)]
         assert not any(isinstance(e, Enter) for e in effects[len(effects) - len(answers) :])
@@ -70,20 +78,20 @@ def at(lease: int, trained: int, durable: int = 0, *, ended: bool = False) -> Le
     return LeaseState(lease, trained, durable, ended, 0)
 
 
-def test_everybody_gets_parts_of_its_own(desk: Desk) -> None:
+def test_each_learner_gets_its_own_partitions(desk: Desk) -> None:
     assert numbers(desk.report("a")) == [(0, 0, 0), (0, 1, 0)]
     assert numbers(desk.report("b")) == [(0, 2, 0), (0, 3, 0)]
-    assert numbers(desk.report("b", at(3, 0), at(4, 0), want=3)) == [(1, 0, 0)], "the next pass"
+    assert numbers(desk.report("b", at(3, 0), at(4, 0), want=3)) == [(1, 0, 0)], "the next epoch"
 
 
-def test_an_answer_that_was_lost_is_given_again(desk: Desk) -> None:
+def test_a_lost_answer_is_repeated(desk: Desk) -> None:
     first = desk.report("a")
     entries = list(desk.entries)
     assert desk.report("a") == first
     assert desk.entries == entries
 
 
-def test_a_part_is_settled_when_all_of_it_is_durable(desk: Desk) -> None:
+def test_a_partition_is_settled_when_all_of_it_is_durable(desk: Desk) -> None:
     desk.report("a")
     assert numbers(desk.report("a", at(1, 5, 3, ended=True), at(2, 0))) == [(0, 2, 0)]
     answer = desk.report("a", at(1, 5, 5, ended=True), at(2, 0), at(3, 0))
@@ -91,7 +99,7 @@ def test_a_part_is_settled_when_all_of_it_is_durable(desk: Desk) -> None:
     assert Settled(1, "a", 5) in desk.entries
 
 
-def test_who_is_gone_for_long_loses_what_is_not_durable(desk: Desk) -> None:
+def test_a_learner_away_for_long_loses_what_is_not_durable(desk: Desk) -> None:
     desk.report("a")
     desk.report("a", at(1, 7, 4), at(2, 0))
     desk.tell(Lost("a", "a-1"))
@@ -102,14 +110,14 @@ def test_who_is_gone_for_long_loses_what_is_not_durable(desk: Desk) -> None:
     desk.now = GRACE_SECONDS
     desk.tell(Tick())
     assert [e for e in desk.entries if isinstance(e, TakenBack)] == [
-        TakenBack(1, "a", 4, 7, "a is gone for 15 s"),
-        TakenBack(2, "a", 0, 0, "a is gone for 15 s"),
+        TakenBack(1, "a", 4, 7, "a was away for 15 s"),
+        TakenBack(2, "a", 0, 0, "a was away for 15 s"),
     ]
     assert numbers(desk.report("b", at(3, 0), at(4, 0), want=4)) == [(0, 0, 4), (0, 1, 0)]
     assert desk.machine.deadline() is None
 
 
-def test_who_comes_back_in_time_keeps_its_leases(desk: Desk) -> None:
+def test_a_learner_back_in_time_keeps_its_leases(desk: Desk) -> None:
     desk.report("a")
     desk.tell(Lost("a", "a-1"))
     desk.now = GRACE_SECONDS - 1
@@ -120,16 +128,16 @@ def test_who_comes_back_in_time_keeps_its_leases(desk: Desk) -> None:
     assert not [e for e in desk.entries if isinstance(e, TakenBack)]
 
 
-def test_a_new_process_goes_on_with_what_its_last_life_had(desk: Desk) -> None:
+def test_a_new_process_continues_the_leases_of_its_predecessor(desk: Desk) -> None:
     desk.report("a")
     desk.report("a", at(1, 7, 4), at(2, 0))
     desk.tell(Lost("a", "a-1"))
     desk.join("a", life=2)
     assert numbers(desk.report("a", life=2)) == [(0, 0, 4), (0, 1, 0)]
-    assert desk.report("a", at(1, 9, 9), life=1) is None, "the old process is not heard"
+    assert desk.report("a", at(1, 9, 9), life=1) is None, "messages of the old process are ignored"
 
 
-def test_who_learns_that_its_lease_is_gone_drops_it(desk: Desk) -> None:
+def test_a_learner_drops_a_lease_that_has_ended(desk: Desk) -> None:
     desk.report("a", want=1)
     desk.tell(Lost("a", "a-1"))
     desk.now = GRACE_SECONDS
@@ -140,7 +148,7 @@ def test_who_learns_that_its_lease_is_gone_drops_it(desk: Desk) -> None:
     assert answer == LeasesGiven((Lease(3, 0, 1, 0),), (1,))
 
 
-def test_what_is_trained_without_a_lease_is_entered_once(desk: Desk) -> None:
+def test_repeated_training_is_entered_once(desk: Desk) -> None:
     desk.report("a", want=1)
     state = LeaseState(1, 5, 5, True, 3)
     desk.report("a", state, want=1)
@@ -151,16 +159,16 @@ def test_what_is_trained_without_a_lease_is_entered_once(desk: Desk) -> None:
     ]
 
 
-def test_who_ends_gives_back_everything(desk: Desk) -> None:
+def test_a_learner_that_ends_returns_all_leases(desk: Desk) -> None:
     desk.report("a")
     desk.report("a", at(1, 4, 4, ended=True), at(2, 2, 1), want=0)
     assert desk.entries[-2:] == [
         Settled(1, "a", 4),
-        TakenBack(2, "a", 1, 2, "the learner returns it"),
+        TakenBack(2, "a", 1, 2, "the learner returned it"),
     ]
 
 
-def test_who_is_not_merged_for_long_holds_only_so_many(desk: Desk) -> None:
+def test_the_number_of_unmerged_leases_is_limited(desk: Desk) -> None:
     states: tuple[LeaseState, ...] = ()
     for _ in range(HELD_MAX + 10):
         answer = desk.report("a", *states, want=1)
@@ -176,15 +184,15 @@ def test_other_data_are_refused(desk: Desk) -> None:
     desk.report("a")
     answer = desk.report("b", parts=5)
     assert isinstance(answer, DataRefused)
-    assert "4 parts, those of b 5" in answer.reason
+    assert "partitions=5 of b must equal" in answer.reason
 
 
-def test_data_without_parts_are_refused_and_describe_nothing(desk: Desk) -> None:
+def test_data_without_partitions_are_refused_and_describe_nothing(desk: Desk) -> None:
     assert isinstance(desk.report("a", parts=0), DataRefused)
     assert numbers(desk.report("b")) == [(0, 0, 0), (0, 1, 0)]
 
 
-def test_a_pass_that_is_complete_leaves_nothing_behind(desk: Desk) -> None:
+def test_a_complete_epoch_leaves_no_state_behind(desk: Desk) -> None:
     desk.report("a", want=4)
     desk.report("a", *(at(n, 2, 2, ended=True) for n in range(1, 5)), want=1)
     book = desk.machine.state.data
@@ -193,7 +201,7 @@ def test_a_pass_that_is_complete_leaves_nothing_behind(desk: Desk) -> None:
 
 
 def test_the_entries_alone_lead_to_the_same_leases(desk: Desk) -> None:
-    """Whatever a coordinator that starts again must know is in the ledger."""
+    """The ledger contains everything that a restarted coordinator needs."""
     desk.report("a")
     desk.report("b", want=3)
     desk.report("a", at(1, 6, 6, ended=True), at(2, 3, 2))
@@ -208,7 +216,7 @@ def test_the_entries_alone_lead_to_the_same_leases(desk: Desk) -> None:
     assert {n: set(mine) for n, mine in book.holders.items()} == {"a": {2, 6}}
 
 
-def test_after_a_restart_everybody_has_its_grace_from_then_on(desk: Desk) -> None:
+def test_after_a_restart_the_grace_period_starts_again(desk: Desk) -> None:
     desk.report("a")
     state = desk.machine.snapshot()
     desk.machine = CoordinatorMachine(desk.machine.options)
@@ -228,6 +236,6 @@ def test_the_join_of_a_newer_process_is_durable_before_its_leases(desk: Desk) ->
     assert kinds.index(Persist) < kinds.index(Enter)
 
 
-def test_parts_that_are_leased_name_their_start(desk: Desk) -> None:
+def test_leased_partitions_name_their_start(desk: Desk) -> None:
     desk.report("a", want=1)
     assert desk.entries[-1] == Leased(1, 0, 0, 0, "a", 1)

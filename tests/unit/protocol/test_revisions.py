@@ -1,4 +1,4 @@
-"""H and τ follow what the links need, within the user's limits, and do not flap (rule 20)."""
+"""H and τ follow the links, within the user's limits, and do not flap (rule 20)."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ import random
 
 import pytest
 
-from decoupled_diloco.protocol.adapt import LATE_MAX
-from decoupled_diloco.protocol.following import follow, hear, is_due
-from decoupled_diloco.protocol.learner_state import LearnerState
-from decoupled_diloco.protocol.options import Options
-from decoupled_diloco.protocol.revisions import (
-    LOOKS_WELL,
+from decoupled_diloco.protocol.adapt import (
+    LATE_MAX,
+    REVIEWS_WELL,
     AdaptLimits,
-    Demand,
     Reviser,
-    Revision,
     demand_of,
     fitting,
     ticks_apart,
 )
+from decoupled_diloco.protocol.following import follow, is_due, record
+from decoupled_diloco.protocol.learner_state import LearnerState
+from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.protocol.words import Demand, Revision
 
 LIMITS = AdaptLimits((24, 192), (2, 16))
 FRAGMENTS = 24
@@ -27,7 +26,7 @@ APART = LIMITS.period[0] // 2
 
 
 class Run:
-    """A coordinator's clock, and what one shard says at each tick."""
+    """A coordinator's clock, and the demand that one shard reports at each tick."""
 
     def __init__(self, limits: AdaptLimits = LIMITS) -> None:
         self.limits = limits
@@ -37,11 +36,11 @@ class Run:
         self.made: list[tuple[Revision, str]] = []
 
     def go(self, ticks: int, body: float, answer: float = 1.0) -> Revision:
-        """So many ticks in which a body takes so many steps."""
+        """Run ticks in which a payload takes this number of steps."""
         for _ in range(ticks):
             self.clock += 1
-            self.reviser.told(0, Demand(body, answer))
-            found = self.reviser.look(self.clock, self.limits, self.plan, FRAGMENTS)
+            self.reviser.record(0, Demand(body, answer))
+            found = self.reviser.review(self.clock, self.limits, self.plan, FRAGMENTS)
             if found is not None:
                 self.plan = found[0]
                 self.made.append(found)
@@ -61,7 +60,7 @@ def test_the_smallest_period_that_the_links_carry(body: float, period: int) -> N
 @pytest.mark.parametrize(
     ("answer", "overlap"), [(0.3, 2), (1.59, 2), (1.61, 3), (4.0, 5), (50.0, 16)]
 )
-def test_the_smallest_overlap_in_which_bodies_are_here(answer: float, overlap: int) -> None:
+def test_the_smallest_overlap_in_which_payloads_arrive(answer: float, overlap: int) -> None:
     assert Run().go(500, 0.1, answer).overlap == overlap
 
 
@@ -71,14 +70,14 @@ def test_the_overlap_stays_below_the_period() -> None:
     assert (run.plan.period, run.plan.overlap) == (8, 7)
 
 
-def test_the_period_is_longer_than_the_overlap_that_is_needed() -> None:
+def test_the_period_is_longer_than_the_needed_overlap() -> None:
     run = Run(AdaptLimits((1, 64), (0, 16)))
     run.go(200, 0.005, 1.2)
     assert (run.plan.period, run.plan.overlap) == (4, 2)
 
 
-def test_answers_that_wait_for_each_other_do_not_raise_the_overlap() -> None:
-    """More is due than the greatest period carries: τ goes by one body, whatever answers take."""
+def test_queued_answers_do_not_raise_the_overlap() -> None:
+    """More is due than the greatest period carries: τ follows one payload alone."""
     run = Run()
     for answer in range(10, 60):
         run.go(50, 9.0, float(answer))
@@ -94,17 +93,17 @@ def test_a_slow_moment_changes_nothing() -> None:
     assert not run.made
 
 
-def test_it_takes_as_many_looks_as_it_says() -> None:
+def test_it_takes_the_documented_number_of_reviews() -> None:
     run = Run()
     run.go(1 + LATE_MAX * APART - 1, 2.0)
     assert not run.made
     run.go(1, 2.0)
     ((plan, why),) = run.made
     assert (plan.number, plan.period) == (1, 96)
-    assert plan.tick > run.clock, "it holds from a tick on that nobody has passed"
+    assert plan.tick > run.clock, "it applies from a tick that no shard has passed"
     assert why == (
-        "a body keeps a link busy for 2 steps, and is here 1 steps after it is asked for: "
-        "that is too much"
+        "a payload occupies a link for 2 steps and arrives 1 steps after its request: "
+        "this is too much"
     )
 
 
@@ -112,13 +111,13 @@ def test_a_link_that_recovers_gets_the_short_period_again() -> None:
     run = Run()
     assert run.go(100, 3.9).period == 192
     apart = ticks_apart(LIMITS, run.plan, FRAGMENTS)
-    run.go(2 + LOOKS_WELL * apart + apart, 0.2)
+    run.go(2 + REVIEWS_WELL * apart + apart, 0.2)
     assert (run.plan.period, run.plan.number) == (24, 2)
-    assert run.made[-1][1].endswith("that leaves room")
+    assert run.made[-1][1].endswith("this leaves room")
 
 
 def test_between_too_much_and_room_nothing_changes() -> None:
-    """1.3 steps fit a period of 48; for 24 they would have to be half of a step."""
+    """1.3 steps fit a period of 48; for 24 they would have to be half a step."""
     run = Run()
     run.go(100, 1.3)
     number = run.plan.number
@@ -126,7 +125,7 @@ def test_between_too_much_and_room_nothing_changes() -> None:
     assert (run.plan.number, run.plan.period) == (number, 48)
 
 
-def test_a_link_that_comes_and_goes_does_not_flap() -> None:
+def test_an_unstable_link_does_not_flap() -> None:
     run, chance = Run(), random.Random(1)
     for _ in range(400):
         run.go(chance.randint(20, 200), chance.choice([0.2, 2.0]))
@@ -135,18 +134,18 @@ def test_a_link_that_comes_and_goes_does_not_flap() -> None:
 
 def test_the_slowest_shard_counts() -> None:
     run = Run()
-    run.reviser.told(1, Demand(1.2, 3.0))
+    run.reviser.record(1, Demand(1.2, 3.0))
     run.go(100, 0.1, 0.5)
     assert (run.plan.period, run.plan.overlap) == (48, 4)
 
 
-def test_nothing_is_known_and_nothing_changes() -> None:
+def test_without_measurements_nothing_changes() -> None:
     reviser, plan = Reviser(), Revision(0, 0, 24, 2)
     for clock in range(200):
-        assert reviser.look(clock, LIMITS, plan, FRAGMENTS) is None
+        assert reviser.review(clock, LIMITS, plan, FRAGMENTS) is None
 
 
-def test_what_all_but_the_slowest_need() -> None:
+def test_the_demand_excludes_the_slowest_learners() -> None:
     links = [(0.2, 1.0), (0.4, 2.0), (8.0, 9.0), (3.0, 1.5)]
     assert demand_of(links, 0.75, 0.5) == Demand(3.0 / 0.5, 2.0 / 0.5)
     assert demand_of(links, 1.0, 0.5) == Demand(16.0, 18.0)
@@ -162,19 +161,19 @@ def test_limits_that_are_one_value_stay() -> None:
     assert not run.made
 
 
-def test_an_older_plan_is_not_taken() -> None:
+def test_an_older_revision_is_ignored() -> None:
     state = LearnerState(fragments=[], shards=[])
     first, second = Revision(1, 10, 48, 2), Revision(2, 20, 24, 2)
-    assert hear(state, second)
-    assert not hear(state, first)
-    assert not hear(state, second)
+    assert record(state, second)
+    assert not record(state, first)
+    assert not record(state, second)
     assert state.next_revisions == (second,)
 
 
-def test_plans_hold_one_after_the_other_from_their_ticks() -> None:
+def test_revisions_apply_in_order_from_their_ticks() -> None:
     state, options = LearnerState(fragments=[], shards=[]), Options(period=24)
-    assert hear(state, Revision(1, 10, 48, 2))
-    assert hear(state, Revision(2, 20, 96, 3))
+    assert record(state, Revision(1, 10, 48, 2))
+    assert record(state, Revision(2, 20, 96, 3))
     held = []
     for tick in range(25):
         while is_due(state, tick):
@@ -183,7 +182,7 @@ def test_plans_hold_one_after_the_other_from_their_ticks() -> None:
     assert held == [24] * 10 + [48] * 10 + [96] * 5
 
 
-def test_a_revision_moves_what_is_due_and_nothing_else() -> None:
+def test_a_revision_changes_only_when_fragments_are_due() -> None:
     options = Options(fragments=4, period=4, overlap=1, adapt=LIMITS)
     other = options.revised(Revision(1, 10, 8, 3))
     assert [options.due(tick) for tick in range(4)] == [(0,), (1,), (2,), (3,)]

@@ -1,4 +1,4 @@
-"""Learners that train on the same data are named: to people, and to themselves."""
+"""Learners that train on the same data are named, to people and to themselves."""
 
 from __future__ import annotations
 
@@ -7,13 +7,22 @@ from typing import Any
 import pytest
 
 from decoupled_diloco.protocol import CoordinatorMachine, LearnerMachine, Options
-from decoupled_diloco.protocol.effects import Note, Send
-from decoupled_diloco.protocol.events import Connected, Joining, Lost, RandomDrawn, Received
-from decoupled_diloco.protocol.messages import RandomNumbers, SameData
-from decoupled_diloco.protocol.peers import COORDINATOR
-from decoupled_diloco.protocol.rounds import Ask
-from decoupled_diloco.protocol.same_data import PERIODS_MIN, ROUNDS_MIN, Twin, noticed
-from decoupled_diloco.protocol.versions import Asking, Version
+from decoupled_diloco.protocol.same_data import PERIODS_MIN, ROUNDS_MIN, noticed
+from decoupled_diloco.protocol.syncer_state import Ask, Twin
+from decoupled_diloco.protocol.words import (
+    COORDINATOR,
+    Asking,
+    Connected,
+    Joining,
+    Lost,
+    Note,
+    RandomDrawn,
+    RandomNumbers,
+    Received,
+    SameData,
+    Send,
+    Version,
+)
 
 PERIOD = 8
 
@@ -24,24 +33,26 @@ def ask(learner: str, *alike: str) -> Ask:
 
 
 def rounds(*contributions: tuple[Ask, ...], every: int = PERIOD) -> list[Any]:
-    """The warnings of these rounds, one every so many steps."""
+    """Return the warnings of these rounds, ``every`` steps apart."""
     twins: dict[str, Twin] = {}
-    told = [
+    sent = [
         effect
         for n, folded in enumerate(contributions)
         for effect in noticed(twins, folded, n * every, PERIOD)
     ]
-    return [each.text if isinstance(each, Note) else (each.peer, each.message) for each in told]
+    return [each.text if isinstance(each, Note) else (each.peer, each.message) for each in sent]
 
 
 def test_a_pair_is_named_once_after_several_rounds_over_several_periods() -> None:
     both = (ask("a"), ask("b", "a"))
     assert rounds(*[both] * PERIODS_MIN) == []
-    told = rounds(*[both] * (PERIODS_MIN + 20))
-    assert told[1] == "a and b seem to train on the same data"
-    assert [each for each in told if isinstance(each, str)] == [told[1]]
-    assert [each[0] for each in told if not isinstance(each, str)] == ["a", "b"]
-    assert rounds(*[both] * (ROUNDS_MIN + 2), every=1) == [], "many fragments, but no time has gone"
+    sent = rounds(*[both] * (PERIODS_MIN + 20))
+    assert sent[1] == "a and b seem to train on the same data"
+    assert [each for each in sent if isinstance(each, str)] == [sent[1]]
+    assert [each[0] for each in sent if not isinstance(each, str)] == ["a", "b"]
+    assert rounds(*[both] * (ROUNDS_MIN + 2), every=1) == [], (
+        "many fragments, but no time has passed"
+    )
 
 
 def test_the_order_of_arrival_does_not_matter() -> None:
@@ -49,26 +60,26 @@ def test_the_order_of_arrival_does_not_matter() -> None:
     assert "a and b seem to train on the same data" in rounds(*orders)
 
 
-def test_one_round_of_different_directions_begins_anew() -> None:
+def test_one_round_of_different_directions_resets_the_count() -> None:
     alike, different = (ask("a"), ask("b", "a")), (ask("a"), ask("b"))
     assert rounds(*[*[alike] * PERIODS_MIN, different] * 3) == []
 
 
-def test_a_round_alone_says_nothing() -> None:
+def test_one_round_alone_proves_nothing() -> None:
     alike, alone = (ask("a"), ask("b", "a")), (ask("b"),)
-    told = rounds(*[alike, alone] * (PERIODS_MIN + 1))
-    assert "a and b seem to train on the same data" in told
+    sent = rounds(*[alike, alone] * (PERIODS_MIN + 1))
+    assert "a and b seem to train on the same data" in sent
 
 
 def test_two_of_many_are_named_and_the_others_are_not() -> None:
     folded = (ask("a"), ask("c"), ask("b", "a"), ask("d"))
-    told = rounds(*[folded] * (PERIODS_MIN + 2))
-    assert [each for each in told if isinstance(each, str)] == [
+    sent = rounds(*[folded] * (PERIODS_MIN + 2))
+    assert [each for each in sent if isinstance(each, str)] == [
         "a and b seem to train on the same data"
     ]
 
 
-def test_a_contribution_that_came_late_is_not_compared_with_its_own_learner() -> None:
+def test_a_late_contribution_is_not_compared_with_its_own_learner() -> None:
     assert rounds(*[(ask("a"), ask("a", "a"))] * 20) == []
 
 
@@ -83,7 +94,7 @@ class Coordinator:
         return self.machine.handle(0.0, Received(name, RandomNumbers(states), "n"))
 
 
-def test_learners_that_draw_the_same_random_numbers_are_named_however_late_one_joins() -> None:
+def test_learners_with_equal_random_states_are_named_however_late_one_joins() -> None:
     coordinator = Coordinator()
     for name in "ab":
         coordinator.join(name)
@@ -98,7 +109,7 @@ def test_learners_that_draw_the_same_random_numbers_are_named_however_late_one_j
     assert [send.peer for send in sends] == ["c", "a"]
 
 
-def test_a_learner_that_is_gone_may_have_been_this_one() -> None:
+def test_a_departed_learner_may_have_been_this_one() -> None:
     coordinator = Coordinator()
     coordinator.join("host-1")
     coordinator.drew("host-1", "torch:1")
@@ -111,14 +122,14 @@ def test_a_learner_that_is_gone_may_have_been_this_one() -> None:
 @pytest.mark.parametrize("peer", ["shard-0", COORDINATOR])
 def test_a_learner_logs_it_once(peer: str) -> None:
     learner = LearnerMachine(Options(), "b", 1, "n")
-    message = Received(peer, SameData("a", "they draw the same random numbers in every step"))
+    message = Received(peer, SameData("a", "their random generators have the same state"))
     (note,) = learner.handle(0.0, message)
     assert isinstance(note, Note)
     assert (note.text, note.warns) == ("a and b seem to train on the same data", True)
     assert learner.handle(0.0, message) == []
 
 
-def test_a_learner_tells_the_coordinator_what_it_draws() -> None:
+def test_a_learner_sends_its_random_states_to_the_coordinator() -> None:
     learner = LearnerMachine(Options(), "b", 1, "n")
     (send,) = learner.handle(0.0, RandomDrawn(("torch:1",)))
     assert isinstance(send, Send)

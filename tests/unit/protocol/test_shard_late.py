@@ -1,4 +1,4 @@
-"""Late contributions, and how much a slow link is asked for (rule 4)."""
+"""Late contributions, and the requests to a slow link (rule 4)."""
 
 from __future__ import annotations
 
@@ -8,24 +8,37 @@ from typing import Any
 import pytest
 
 from decoupled_diloco.protocol import Version
-from decoupled_diloco.protocol.effects import Drop, Expect, Fold, Merge, RoundFinished, Send
-from decoupled_diloco.protocol.events import Heard, Lost, Received, Tick
-from decoupled_diloco.protocol.messages import Draining, EndOrdered, Outcome, Pull
-from decoupled_diloco.protocol.peers import COORDINATOR
-from decoupled_diloco.protocol.versions import Holding
+from decoupled_diloco.protocol.words import (
+    COORDINATOR,
+    Draining,
+    Drop,
+    EndOrdered,
+    Expect,
+    Fold,
+    Heard,
+    Holding,
+    Lost,
+    Merge,
+    Outcome,
+    Pull,
+    Received,
+    RoundFinished,
+    Send,
+    Tick,
+)
 
 DELIVERY_SECONDS = 2.0
 """The delivery window of one-fragment rounds: τ = 2 steps of a second."""
 
 
 def tick_at(bench: Any, at: float) -> list[Any]:
-    """A tick, by when everybody has been heard."""
-    bench.told(Heard(tuple(bench.machine.state.members)), at)
-    return list(bench.told(Tick()))
+    """Send a tick, after bytes from all learners."""
+    bench.handle(Heard(tuple(bench.machine.state.members)), at)
+    return list(bench.handle(Tick()))
 
 
 def merge_without(bench: Any, *fast: str, fragment: int = 0) -> None:
-    """The next round of a fragment is merged with the fast ones alone."""
+    """Merge a fragment's next round with the fast learners alone."""
     while fragment not in bench.machine.state.rounds:
         for learner in bench.steps:
             bench.step(learner)
@@ -41,7 +54,7 @@ def merge_without(bench: Any, *fast: str, fragment: int = 0) -> None:
 
 
 def behind_by(shard_bench: Any, versions: int, **options: Any) -> Any:
-    """Of a and b, b's contribution to 1.1 is under way while so many versions are merged."""
+    """Of a and b, b's contribution to 1.1 is in progress while these versions are merged."""
     bench = shard_bench("a", "b", **{"fragments": 1, "period": 2, **options})
     for _ in range(versions):
         merge_without(bench, "a")
@@ -49,10 +62,10 @@ def behind_by(shard_bench: Any, versions: int, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("versions", [1, 2, 5])
-def test_rule_4_a_late_body_goes_into_the_fragments_next_round(
+def test_rule_4_a_late_payload_goes_into_the_fragments_next_round(
     shard_bench: Any, versions: int
 ) -> None:
-    """Rule 4: with the weight of its snapshot; at last it is told into which version."""
+    """Rule 4: with the weight of its snapshot; the outcome names the version."""
     bench = behind_by(shard_bench, versions)
     name = bench.ask("b")
     bench.body("b", steps=2, tokens=20)
@@ -61,8 +74,8 @@ def test_rule_4_a_late_body_goes_into_the_fragments_next_round(
     assert fold.why == f"late by {versions} versions"
     assert not bench.messages(Outcome), "it is not known yet"
     merge_without(bench, "a")
-    told = [o.message for o in bench.orders(Send) if isinstance(o.message, Outcome)]
-    assert [(m.verdict, m.version) for m in told if m.ask == name] == [
+    outcomes = [o.message for o in bench.orders(Send) if isinstance(o.message, Outcome)]
+    assert [(m.verdict, m.version) for m in outcomes if m.ask == name] == [
         ("accepted", Version(1, versions + 1))
     ]
     (finished,) = bench.orders(RoundFinished)
@@ -71,8 +84,8 @@ def test_rule_4_a_late_body_goes_into_the_fragments_next_round(
     assert list(ages.values()) == [0]
 
 
-def test_rule_4_what_comes_while_a_round_merges_is_late_by_one(shard_bench: Any) -> None:
-    """Rule 4: the worker has begun; it is folded behind it, into the next."""
+def test_rule_4_an_arrival_during_a_merge_is_late_by_one(shard_bench: Any) -> None:
+    """Rule 4: the worker has started, so it is folded into the next round."""
     bench = shard_bench("a", "b", fragments=1, period=2)
     for learner in "abab":
         bench.step(learner)
@@ -88,7 +101,7 @@ def test_rule_4_what_comes_while_a_round_merges_is_late_by_one(shard_bench: Any)
     assert [ask.name for ask in bench.machine.state.fragments[0].folded] == [name]
 
 
-def test_rule_4_late_drop_refuses_what_is_late(shard_bench: Any) -> None:
+def test_rule_4_late_drop_refuses_late_contributions(shard_bench: Any) -> None:
     """Rule 4: late = "drop": what is in time is not touched by it."""
     bench = behind_by(shard_bench, 1, late="drop")
     bench.body("b")
@@ -98,7 +111,7 @@ def test_rule_4_late_drop_refuses_what_is_late(shard_bench: Any) -> None:
     assert (outcome.verdict, outcome.reason) == ("refused", "late by 1 versions")
 
 
-def test_rule_4_late_drop_takes_what_is_in_time(shard_bench: Any) -> None:
+def test_rule_4_late_drop_accepts_timely_contributions(shard_bench: Any) -> None:
     bench = behind_by(shard_bench, 0, late="drop")
     for learner in "abab":
         bench.step(learner)
@@ -107,10 +120,10 @@ def test_rule_4_late_drop_takes_what_is_in_time(shard_bench: Any) -> None:
 
 
 @pytest.mark.parametrize(("versions", "taken"), [(2, True), (3, False)])
-def test_rule_4_what_is_older_than_late_rounds_max_is_refused(
+def test_rule_4_a_contribution_older_than_late_rounds_max_is_refused(
     shard_bench: Any, versions: int, taken: bool
 ) -> None:
-    """Rule 4: older than so many versions, not as old."""
+    """Rule 4: only if it is older; the limit itself is allowed."""
     bench = behind_by(shard_bench, versions, late_rounds_max=2)
     bench.body("b")
     assert bool(bench.orders(Fold)) is taken
@@ -130,35 +143,35 @@ def test_rule_4_late_discount_counts_once_for_each_version(
     assert [fold.discount for fold in bench.orders(Fold)] == [discount]
 
 
-def test_rule_6_only_what_was_asked_for_before_the_merge_may_have_an_older_base(
+def test_rule_6_only_requests_from_before_the_merge_may_have_an_older_base(
     shard_bench: Any,
 ) -> None:
-    """Rule 6: the base is that of the pull, however late the answer."""
+    """Rule 6: the base is that of the request, however late the answer."""
     bench = behind_by(shard_bench, 1)
     bench.body("b", base=Version(1, 1))
     (outcome,) = bench.messages(Outcome)
     assert (outcome.verdict, outcome.reason) == ("behind", "its base 1.1 is not 1.0")
 
 
-def test_rule_4_who_is_under_way_is_asked_for_the_next_version_when_that_is_here(
+def test_rule_4_a_late_learner_is_asked_for_the_next_version_after_its_delivery(
     shard_bench: Any,
 ) -> None:
-    """Rule 4: one under way for each fragment; in arrears with the next, and not forgotten."""
+    """Rule 4: one in progress per fragment; the next one enters the backlog."""
     bench = behind_by(shard_bench, 1)
     for learner in "abab":
         bench.step(learner)
     member = bench.machine.state.members["b"]
     assert bench.machine.state.fragments[0].asks["b"].base == Version(1, 0)
-    assert member.arrears == {0}
+    assert member.backlog == {0}
     bench.body("b")
     (pull,) = bench.messages(Pull)
-    assert (pull.base, member.arrears) == (Version(1, 1), set())
+    assert (pull.base, member.backlog) == (Version(1, 1), set())
     bench.body("b")
     assert [fold.why for fold in bench.orders(Fold)] == ["delivered in time"]
 
 
-def test_rule_4_what_is_late_counts_for_the_next_quorum(shard_bench: Any) -> None:
-    """Rule 4: it waits for nothing but K learners of which it has something."""
+def test_rule_4_late_contributions_count_for_the_next_quorum(shard_bench: Any) -> None:
+    """Rule 4: it waits only for contributions of K learners."""
     bench = shard_bench("a", "b", "c", fragments=1, period=2, quorum=2)
     merge_without(bench, "a", "b")
     bench.body("c")
@@ -170,7 +183,7 @@ def test_rule_4_what_is_late_counts_for_the_next_quorum(shard_bench: Any) -> Non
 
 
 def slow(shard_bench: Any, fragments: int = 6, **options: Any) -> Any:
-    """Two slots; every fragment had a round, and b has delivered nothing (nor been asked for 1)."""
+    """Two slots; every fragment had a round, and b has delivered nothing."""
     values = {"fragments": fragments, "period": fragments, "overlap": 2, **options}
     bench = shard_bench("a", "b", **values)
     for fragment in [*range(1, fragments), 0]:
@@ -183,45 +196,45 @@ def held_by(bench: Any, learner: str) -> tuple[Holding, ...]:
     return tuple(Holding(fragment, version) for fragment, version in held.items())
 
 
-def asked_of(bench: Any, learner: str) -> list[int]:
-    """The fragments that the last event has led to ask a learner for."""
+def requests_to(bench: Any, learner: str) -> list[int]:
+    """Return the fragments that the last event requested from a learner."""
     return [order.fragment for order in bench.orders(Expect) if order.learner == learner]
 
 
-def test_rule_4_at_most_as_many_are_under_way_as_a_shard_has_slots(shard_bench: Any) -> None:
-    """Rule 4: max(1, ⌈τ·P/H⌉); the rest is in arrears."""
+def test_rule_4_requests_in_progress_are_limited_by_the_slots(shard_bench: Any) -> None:
+    """Rule 4: max(1, ⌈τ·P/H⌉); the rest is in the backlog."""
     bench = slow(shard_bench)
     member = bench.machine.state.members["b"]
     assert member.under_way == {2, 3}
-    assert member.arrears == {4, 5, 0}
+    assert member.backlog == {4, 5, 0}
 
 
-def test_rule_4_who_is_in_arrears_sends_one_body_at_a_time(shard_bench: Any) -> None:
-    """Rule 4: two at once would come half as fast, each."""
+def test_rule_4_a_learner_with_a_backlog_sends_one_payload_at_a_time(shard_bench: Any) -> None:
+    """Rule 4: two at once would each arrive half as fast."""
     bench = slow(shard_bench)
     bench.body("b", 2)
-    assert asked_of(bench, "b") == [], "another one is under way"
+    assert requests_to(bench, "b") == [], "another one is in progress"
     bench.body("b", 3)
-    assert len(asked_of(bench, "b")) == 1
+    assert len(requests_to(bench, "b")) == 1
     for _ in range(2):
         bench.step("a")
         bench.step("b")
-        assert asked_of(bench, "b") == []
+        assert requests_to(bench, "b") == []
     assert len(bench.machine.state.members["b"].under_way) == 1
 
 
-def test_rule_4_who_was_in_arrears_sends_one_at_a_time_until_it_has_caught_up(
+def test_rule_4_a_learner_sends_one_payload_at_a_time_until_it_has_caught_up(
     shard_bench: Any,
 ) -> None:
-    """Rule 4: its last arrears are under way: a second body would slow them down."""
+    """Rule 4: the end of its backlog is in progress: a second payload would slow it down."""
     bench = slow(shard_bench, 4)
     bench.body("b", 2)
     bench.body("b", 3)
     member = bench.machine.state.members["b"]
-    assert (member.under_way, member.arrears) == ({0}, set())
+    assert (member.under_way, member.backlog) == ({0}, set())
     bench.step("a")
     bench.step("b")
-    assert (member.under_way, member.arrears) == ({0}, {1}), "it is in arrears anew"
+    assert (member.under_way, member.backlog) == ({0}, {1}), "it has a backlog again"
     bench.body("b", 0)
     assert member.under_way == {1}
     bench.body("b", 1)
@@ -233,10 +246,10 @@ def test_rule_4_who_was_in_arrears_sends_one_at_a_time_until_it_has_caught_up(
     assert member.under_way == {2, 3}, "it has caught up"
 
 
-def test_rule_4_who_is_late_with_one_fragment_is_asked_for_no_second_one(
+def test_rule_4_a_late_fragment_blocks_other_requests(
     shard_bench: Any,
 ) -> None:
-    """Rule 4: it has room for another body, and arrears: it sends one at a time."""
+    """Rule 4: it has a free slot and a backlog, so it sends one at a time."""
     bench = shard_bench("a", "b", fragments=2, period=2, overlap=2)
     for fragment in (1, 0, 1):
         merge_without(bench, "a", fragment=fragment)
@@ -244,67 +257,69 @@ def test_rule_4_who_is_late_with_one_fragment_is_asked_for_no_second_one(
     merge_without(bench, "a", fragment=0)
     bench.decline("b", fragment=0)
     member = bench.machine.state.members["b"]
-    assert (member.under_way, member.arrears) == ({1}, set())
+    assert (member.under_way, member.backlog) == ({1}, set())
     merge_without(bench, "a", fragment=1)
-    assert (member.under_way, member.arrears) == ({1}, {1})
+    assert (member.under_way, member.backlog) == ({1}, {1})
     merge_without(bench, "a", fragment=0)
-    assert (member.under_way, member.arrears) == ({1}, {0, 1})
+    assert (member.under_way, member.backlog) == ({1}, {0, 1})
 
 
 @pytest.mark.parametrize("moved_on", [True, False])
-def test_rule_4_who_takes_a_newer_version_while_it_is_asked_keeps_its_turn(
+def test_rule_4_a_newer_version_during_a_request_keeps_the_turn(
     shard_bench: Any, moved_on: bool
 ) -> None:
-    """The fragment that has not heard it for longest would else hear it last."""
+    """Otherwise, the fragment that has waited longest would come last."""
     bench = slow(shard_bench, 4)
     bench.body("b", 2)
     bench.body("b", 3)
     member, entry = bench.machine.state.members["b"], bench.machine.state.fragments[0]
-    assert (member.under_way, member.arrears) == ({0}, set())
+    assert (member.under_way, member.backlog) == ({0}, set())
     asked = entry.asks["b"].base
     if moved_on:
-        bench.told(Received("b", Holding(0, Version(1, asked.counter - 1))))
+        bench.handle(Received("b", Holding(0, Version(1, asked.counter - 1))))
     bench.decline("b", "behind", fragment=0)
-    assert (0 in asked_of(bench, "b")) is moved_on
+    assert (0 in requests_to(bench, "b")) is moved_on
 
 
-def test_rule_17_who_goes_is_asked_however_busy_its_link_is(shard_bench: Any) -> None:
-    """It has no time to send one body after the other at its shard's pleasure."""
+def test_rule_17_a_leaving_learner_is_asked_however_busy_its_link_is(shard_bench: Any) -> None:
+    """It has no time to send one payload after the other."""
     bench = shard_bench("a", "b", fragments=4, period=4, overlap=1)
     for fragment in (1, 2):
         merge_without(bench, "a", fragment=fragment)
     assert bench.machine.state.members["b"].under_way == {2}
-    bench.told(Received("b", Draining((0,), "told to go")))
-    assert asked_of(bench, "b") == [0]
+    bench.handle(Received("b", Draining((0,), "asked to stop")))
+    assert requests_to(bench, "b") == [0]
 
 
-def test_rule_4_who_connects_anew_is_asked_over_the_new_connection(shard_bench: Any) -> None:
-    """Its old one is dead, though the shard has not noticed: a pull over that is lost for good."""
+def test_rule_4_a_reconnected_learner_is_asked_over_the_new_connection(shard_bench: Any) -> None:
+    """The old connection is dead, though the shard has not noticed: requests over it are lost."""
     bench = slow(shard_bench)
     member = bench.machine.state.members["b"]
     bench.greet("b", step=member.step, run_step=member.run_step, held=held_by(bench, "b"))
     sent = [type(order).__name__ for order in bench.effects]
-    assert asked_of(bench, "b"), "what it was asked before is void, and it is in arrears"
+    assert requests_to(bench, "b"), "its earlier requests are void, and it has a backlog"
     assert sent.index("Accept") < sent.index("Expect")
 
 
-def test_rule_4_nobody_waits_for_a_slow_link_because_a_body_came_wrong(shard_bench: Any) -> None:
-    """K = 1: with its delivery window over a round that has nothing asks again."""
+def test_rule_4_a_corrupted_payload_does_not_make_a_round_wait_for_a_slow_link(
+    shard_bench: Any,
+) -> None:
+    """K = 1: after its delivery window, a round without contributions asks again."""
     bench = shard_bench("a", "b", fragments=1, period=4)
     merge_without(bench, "a")
     assert "b" in bench.machine.state.fragments[0].asks
     while 0 not in bench.machine.state.rounds:
         bench.step("a")
-    bench.spoil("a", "its digest is wrong")
-    assert bench.asked() == []
+    bench.corrupt("a", "its digest is wrong")
+    assert bench.requested() == []
     tick_at(bench, bench.now + DELIVERY_SECONDS)
-    assert "a" in bench.asked()
+    assert "a" in bench.requested()
     bench.body("a")
     assert bench.orders(Merge)
 
 
-def test_rule_4_a_free_link_is_asked_outside_of_any_round(shard_bench: Any) -> None:
-    """Rule 4: at once: a slow link is always busy."""
+def test_rule_4_a_free_link_gets_a_request_outside_of_any_round(shard_bench: Any) -> None:
+    """Rule 4: at once, so that a slow link is always busy."""
     bench = slow(shard_bench)
     bench.body("b", 2)
     assert not bench.machine.state.rounds
@@ -317,8 +332,8 @@ def test_rule_4_a_free_link_is_asked_outside_of_any_round(shard_bench: Any) -> N
     assert pull.tick == bench.machine.state.clock
 
 
-def test_rule_4_what_is_asked_outside_of_a_round_is_waited_for_by_none(shard_bench: Any) -> None:
-    """Rule 4: the fragment's next round takes what is there, and merges without the rest."""
+def test_rule_4_no_round_waits_for_a_request_outside_of_rounds(shard_bench: Any) -> None:
+    """Rule 4: the fragment's next round merges what has arrived, without the rest."""
     bench = slow(shard_bench)
     bench.body("b", 2)
     bench.body("b", 3)
@@ -333,28 +348,28 @@ def test_rule_4_what_is_asked_outside_of_a_round_is_waited_for_by_none(shard_ben
 
 
 def served(bench: Any, *first: int) -> list[int]:
-    """Delivers these bodies of b, and then whatever it is asked for; in which order that is."""
+    """Deliver these payloads of b and then all that it is asked for; return the order."""
     order = list(first)
     for fragment in order:
         bench.body("b", fragment, at=bench.now + 0.1)
-        order += asked_of(bench, "b")
+        order += requests_to(bench, "b")
     return order[len(first) :]
 
 
-def test_rule_4_what_has_not_heard_a_learner_for_longest_is_asked_first(
+def test_rule_4_the_fragment_that_has_waited_longest_comes_first(
     shard_bench: Any,
 ) -> None:
-    """Rule 4: so every fragment hears everybody equally often; never counts as longest."""
+    """Rule 4: so all fragments get equally many contributions; never counts as longest."""
     bench = slow(shard_bench)
     assert served(bench, 2, 3) == [0, 4, 5]
     for fragment in [1, 2, 3, 4, 5, 0] * 2:
         merge_without(bench, "a", fragment=fragment)
     assert bench.machine.state.members["b"].under_way == {1, 2}
-    assert served(bench, 1, 2) == [3, 0, 4, 5, 1, 2], "as they were heard"
+    assert served(bench, 1, 2) == [3, 0, 4, 5, 1, 2], "in the order of their last contributions"
 
 
 def test_rule_4_a_round_that_lacks_its_quorum_comes_first(shard_bench: Any) -> None:
-    """Rule 4: before what has not heard the learner for longer."""
+    """Rule 4: before fragments that have waited longer."""
     bench = shard_bench("a", "b", fragments=6, period=6, overlap=2, quorum=2)
     for _ in range(6):
         bench.step("a")
@@ -365,14 +380,14 @@ def test_rule_4_a_round_that_lacks_its_quorum_comes_first(shard_bench: Any) -> N
     tick_at(bench, 2 * DELIVERY_SECONDS)
     member, rounds = bench.machine.state.members["b"], bench.machine.state.rounds
     assert {p for p, round in rounds.items() if not round.delivery_over} == {0, 5}
-    assert (member.under_way, member.arrears) == ({1, 2}, {0, 3, 4, 5})
+    assert (member.under_way, member.backlog) == ({1, 2}, {0, 3, 4, 5})
     bench.body("b", 1)
     bench.body("b", 2)
-    assert asked_of(bench, "b") == [3], "the window of 0 is not over: nobody waits for it yet"
+    assert requests_to(bench, "b") == [3], "the window of 0 is not over: it is not urgent yet"
 
 
-def test_rule_4_a_pull_of_arrears_tells_what_comes_next(shard_bench: Any) -> None:
-    """Rule 4: in the order of their turns, as many as may be snapshotted in vain."""
+def test_rule_4_a_backlog_request_lists_the_next_fragments(shard_bench: Any) -> None:
+    """Rule 4: in the order of their turns, at most as many as there are slots."""
     bench = slow(shard_bench, 8)
     bench.body("b", 2)
     order = [3, 0, 4, 5, 6, 7]
@@ -383,26 +398,24 @@ def test_rule_4_a_pull_of_arrears_tells_what_comes_next(shard_bench: Any) -> Non
         assert (pull.fragment, pull.coming) == (asked, tuple(rest[:2])), "two slots: two"
 
 
-def test_rule_4_who_has_no_arrears_is_told_of_nothing_to_come(shard_bench: Any) -> None:
+def test_rule_4_without_a_backlog_a_request_lists_no_next_fragments(shard_bench: Any) -> None:
     bench = shard_bench("a", fragments=4, period=4)
     bench.step("a")
     assert [pull.coming for pull in bench.messages(Pull)] == [()]
 
 
-@pytest.mark.parametrize("how", ["decline", "spoil"])
-def test_rule_4_a_link_is_free_as_well_when_what_was_asked_for_will_not_come(
-    shard_bench: Any, how: str
-) -> None:
+@pytest.mark.parametrize("how", ["decline", "corrupt"])
+def test_rule_4_a_failed_request_also_frees_the_link(shard_bench: Any, how: str) -> None:
     bench = slow(shard_bench)
     bench.body("b", 2)
     getattr(bench, how)("b", "truncated", 3)
-    assert asked_of(bench, "b") == [0]
+    assert requests_to(bench, "b") == [0]
 
 
-def test_rule_4_what_is_being_merged_is_not_asked_for_against_the_version_before(
+def test_rule_4_a_fragment_being_merged_is_not_requested_against_the_old_version(
     shard_bench: Any,
 ) -> None:
-    """Rule 4: it would be late before it is asked for."""
+    """Rule 4: the contribution would be late before it is requested."""
     bench = shard_bench("a", "b", fragments=4, period=4, overlap=2)
     for fragment in (1, 2, 3):
         merge_without(bench, "a", fragment=fragment)
@@ -410,22 +423,22 @@ def test_rule_4_what_is_being_merged_is_not_asked_for_against_the_version_before
     bench.step("b")
     bench.body("a", 0)
     assert [order.fragment for order in bench.orders(Merge)] == [0], "b was not asked for it"
-    assert bench.machine.state.members["b"].arrears == {0}
+    assert bench.machine.state.members["b"].backlog == {0}
     bench.body("b", 2)
     bench.body("b", 3)
-    assert asked_of(bench, "b") == []
+    assert requests_to(bench, "b") == []
 
 
-def test_rule_4_who_is_away_is_asked_for_nothing(shard_bench: Any) -> None:
-    """Its connection is broken: the pull would reach nobody, and the body came by another way."""
+def test_rule_4_a_disconnected_learner_gets_no_request(shard_bench: Any) -> None:
+    """Its control connection is broken, though its payload arrived by another one."""
     bench = slow(shard_bench)
     bench.body("b", 2)
-    bench.told(Lost("b"))
+    bench.handle(Lost("b"))
     bench.body("b", 3)
-    assert asked_of(bench, "b") == []
+    assert requests_to(bench, "b") == []
 
 
-def test_rule_4_a_round_is_not_given_up_while_who_is_in_arrears_may_deliver(
+def test_rule_4_a_round_is_not_abandoned_while_a_backlog_may_deliver(
     shard_bench: Any,
 ) -> None:
     """Rule 4: its link is busy with other fragments; it can still deliver this one."""
@@ -436,20 +449,20 @@ def test_rule_4_a_round_is_not_given_up_while_who_is_in_arrears_may_deliver(
     bench.body("a", 1)
     tick_at(bench, 1.0)
     assert set(bench.machine.state.rounds) == {1, 2}
-    assert bench.machine.state.members["b"].arrears == {2}
+    assert bench.machine.state.members["b"].backlog == {2}
     bench.body("a", 2)
     tick_at(bench, 2.0)
     assert not bench.orders(RoundFinished)
     bench.body("b", 1)
-    assert asked_of(bench, "b") == [2]
+    assert requests_to(bench, "b") == [2]
     bench.body("b", 2)
     assert [order.fragment for order in bench.orders(Merge)] == [2]
 
 
-def test_rule_12_arrears_are_for_while_learners_train(shard_bench: Any) -> None:
-    """Rule 12: the closing rounds ask everybody for everything: an asking before has no use."""
+def test_rule_12_the_sweep_ignores_the_backlog(shard_bench: Any) -> None:
+    """Rule 12: the closing rounds request everything from all learners."""
     bench = slow(shard_bench)
-    bench.told(Received(COORDINATOR, EndOrdered()))
+    bench.handle(Received(COORDINATOR, EndOrdered()))
     pulls = bench.messages(Pull)
     for fragment in (0, 1):
         for learner in "ab":

@@ -1,4 +1,4 @@
-"""Which process may act for a shard: one at a time, whatever clocks, storage and pauses do."""
+"""Which process acts for a shard: one at a time, whatever clocks, storage and pauses do."""
 
 from __future__ import annotations
 
@@ -9,26 +9,22 @@ from typing import Any
 
 import pytest
 
-from decoupled_diloco.protocol.effects import Note
-from decoupled_diloco.protocol.events import Tick
-from decoupled_diloco.protocol.shard_lease import (
-    MARGIN,
+from decoupled_diloco.protocol.shard_lease import MARGIN, ShardLeaseMachine
+from decoupled_diloco.protocol.words import (
     Acquire,
-    Acquired,
     Activate,
+    Done,
+    Failed,
     GiveBack,
     HolderLeaves,
     Look,
-    Looked,
-    LookFailed,
+    NewestClaim,
     NewestLease,
-    NotAcquired,
+    Note,
     Renew,
-    Renewed,
-    RenewFailed,
-    ShardLeaseMachine,
     StandDown,
     StepDown,
+    Tick,
 )
 from simulation.breaks import LATE_ANSWER
 from unit.protocol.conftest import Bench
@@ -39,6 +35,14 @@ NOBODY = NewestLease(0, "", 0, 0.0, "held")
 
 def held(number: int, renewals: int = 0, lease: float = LEASE) -> NewestLease:
     return NewestLease(number, "other", renewals, lease, "held")
+
+
+def looked(found: NewestLease) -> Done:
+    return Done(Look(""), found)
+
+
+def look_failed(reason: str) -> Failed:
+    return Failed(Look(""), reason)
 
 
 def kinds(effects: list[Any]) -> list[type]:
@@ -56,199 +60,199 @@ def standby() -> Bench:
 
 
 def acting(bench: Bench, at: float = 100.0) -> Bench:
-    bench.told(Tick(), at)
-    bench.told(Looked(NOBODY))
-    bench.told(Acquired(1))
+    bench.handle(Tick(), at)
+    bench.handle(looked(NOBODY))
+    bench.handle(Done(Acquire(1, "")))
     assert bench.machine.holds(at)
     return bench
 
 
-def test_who_is_meant_to_be_first_claims_at_once(first: Bench) -> None:
-    assert kinds(first.told(Tick(), 100.0)) == [Look]
-    [claim] = first.told(Looked(NOBODY), 100.1)
+def test_the_preferred_process_claims_at_once(first: Bench) -> None:
+    assert kinds(first.handle(Tick(), 100.0)) == [Look]
+    [claim] = first.handle(looked(NOBODY), 100.1)
     assert (type(claim), claim.number) == (Acquire, 1)
-    [activate] = first.told(Acquired(1), 100.2)
+    [activate] = first.handle(Done(Acquire(1, "")), 100.2)
     assert (type(activate), activate.number) == (Activate, 1)
 
 
-def test_a_claim_counts_from_when_it_was_asked_for(first: Bench) -> None:
-    first.told(Tick(), 100.0)
-    first.told(Looked(NOBODY), 100.0)
-    first.told(Acquired(1), 103.0)
+def test_a_claim_counts_from_its_order(first: Bench) -> None:
+    first.handle(Tick(), 100.0)
+    first.handle(looked(NOBODY), 100.0)
+    first.handle(Done(Acquire(1, "")), 103.0)
     assert first.machine.holds(103.5)
     assert not first.machine.holds(100.0 + LEASE * (1 - MARGIN))
 
 
-def test_a_claim_that_took_a_lease_is_over_before_it_begins(first: Bench) -> None:
-    first.told(Tick(), 100.0)
-    first.told(Looked(NOBODY), 100.0)
-    assert kinds(first.told(Acquired(1), 104.0)) == [Note, Look]
+def test_a_claim_that_took_a_lease_has_expired(first: Bench) -> None:
+    first.handle(Tick(), 100.0)
+    first.handle(looked(NOBODY), 100.0)
+    assert kinds(first.handle(Done(Acquire(1, "")), 104.0)) == [Note, Look]
     assert not first.machine.holds(104.0)
 
 
-def test_who_acts_renews_four_times_in_a_lease(first: Bench) -> None:
+def test_the_active_process_renews_four_times_per_lease(first: Bench) -> None:
     acting(first)
     assert first.machine.deadline() == 101.0
-    [renew] = first.told(Tick(), 101.0)
+    [renew] = first.handle(Tick(), 101.0)
     assert (type(renew), renew.number, renew.renewals) == (Renew, 1, 1)
-    assert first.told(Renewed(1, 1), 101.2) == []
+    assert first.handle(Done(Renew(1, 1, ""), NewestClaim(1)), 101.2) == []
     assert first.machine.holds(101.0 + LEASE * (1 - MARGIN) - 0.01)
     assert first.machine.deadline() == 102.0
 
 
 def test_a_renewed_lease_counts_from_the_start_of_its_renewal(first: Bench) -> None:
-    """The storage has had it since some instant in between, and others may count from there."""
+    """The storage wrote it at some instant in between, from which others may count."""
     acting(first)
-    first.told(Tick(), 101.0)
-    assert first.told(Renewed(1, 1), 103.0) != [StepDown]
+    first.handle(Tick(), 101.0)
+    assert first.handle(Done(Renew(1, 1, ""), NewestClaim(1)), 103.0) != [StepDown]
     assert first.machine.holds(101.0 + LEASE * (1 - MARGIN) - 0.01)
     assert not first.machine.holds(101.0 + LEASE * (1 - MARGIN))
 
 
-def test_who_cannot_renew_steps_down_within_its_lease_and_for_good(first: Bench) -> None:
+def test_a_process_that_cannot_renew_steps_down_for_good_within_its_lease(first: Bench) -> None:
     acting(first)
-    first.told(Tick(), 101.0)
-    [note] = first.told(RenewFailed(1, "no such folder"), 101.1)
+    first.handle(Tick(), 101.0)
+    [note] = first.handle(Failed(Renew(1, 1, ""), "no such folder"), 101.1)
     assert note.why == "no such folder"
     now = first.machine.deadline()
-    while kinds(first.told(Tick(), now)) == [Renew]:
+    while kinds(first.handle(Tick(), now)) == [Renew]:
         assert first.machine.holds(now)
-        assert first.told(RenewFailed(2, "no such folder")) == []
+        assert first.handle(Failed(Renew(1, 2, ""), "no such folder")) == []
         now = first.machine.deadline()
     assert kinds(first.effects) == [StepDown]
     assert now == pytest.approx(100.0 + LEASE * (1 - MARGIN))
-    assert first.told(Tick(), now + 1) == []
+    assert first.handle(Tick(), now + 1) == []
     assert first.machine.deadline() is None
 
 
-def test_an_answer_that_comes_after_the_lease_does_not_revive_it(first: Bench) -> None:
+def test_an_answer_after_the_lease_does_not_revive_it(first: Bench) -> None:
     acting(first)
-    first.told(Tick(), 101.0)
-    assert kinds(first.told(Renewed(1, 1), 103.7)) == [StepDown]
+    first.handle(Tick(), 101.0)
+    assert kinds(first.handle(Done(Renew(1, 1, ""), NewestClaim(1)), 103.7)) == [StepDown]
 
 
-def test_who_sees_a_newer_claim_steps_down(first: Bench) -> None:
+def test_a_process_that_sees_a_newer_claim_steps_down(first: Bench) -> None:
     acting(first)
-    first.told(Tick(), 101.0)
-    [down] = first.told(Renewed(1, 2), 101.1)
+    first.handle(Tick(), 101.0)
+    [down] = first.handle(Done(Renew(1, 1, ""), NewestClaim(2)), 101.1)
     assert type(down) is StepDown
-    assert "claim 2 is newer than ours, 1" in down.why
+    assert "claim 2 is newer than this process's claim 1" in down.why
 
 
 def test_a_standby_leaves_the_first_claim_to_others_for_a_lease(standby: Bench) -> None:
-    standby.told(Tick(), 100.0)
-    assert standby.told(Looked(NOBODY)) == []
+    standby.handle(Tick(), 100.0)
+    assert standby.handle(looked(NOBODY)) == []
     while kinds(standby.effects) != [Acquire]:
-        standby.told(Tick(), standby.machine.deadline())
-        standby.told(Looked(NOBODY))
+        standby.handle(Tick(), standby.machine.deadline())
+        standby.handle(looked(NOBODY))
     assert standby.now == pytest.approx(100.0 + LEASE * (1 + MARGIN))
 
 
-def test_a_standby_waits_for_as_long_as_the_claim_is_renewed(standby: Bench) -> None:
-    standby.told(Tick(), 100.0)
+def test_a_standby_waits_while_the_claim_is_renewed(standby: Bench) -> None:
+    standby.handle(Tick(), 100.0)
     for renewals in range(40):
-        assert standby.told(Looked(held(3, renewals // 2))) == []
-        assert kinds(standby.told(Tick(), standby.machine.deadline())) == [Look]
+        assert standby.handle(looked(held(3, renewals // 2))) == []
+        assert kinds(standby.handle(Tick(), standby.machine.deadline())) == [Look]
 
 
 def test_a_standby_takes_over_a_lease_after_the_last_change(standby: Bench) -> None:
-    standby.told(Tick(), 100.0)
-    standby.told(Looked(held(3)), 100.3)
+    standby.handle(Tick(), 100.0)
+    standby.handle(looked(held(3)), 100.3)
     while kinds(standby.effects) != [Acquire]:
-        standby.told(Tick(), standby.machine.deadline())
-        standby.told(Looked(held(3)))
+        standby.handle(Tick(), standby.machine.deadline())
+        standby.handle(looked(held(3)))
     assert standby.effects[0].number == 4
     assert standby.now == pytest.approx(100.3 + LEASE * (1 + MARGIN))
-    [activate] = standby.told(Acquired(4))
+    [activate] = standby.handle(Done(Acquire(4, "")))
     assert activate.waited_seconds == pytest.approx(LEASE * (1 + MARGIN))
 
 
 def test_a_longer_lease_of_the_holder_is_respected(standby: Bench) -> None:
-    standby.told(Tick(), 100.0)
-    standby.told(Looked(held(3, lease=20.0)))
+    standby.handle(Tick(), 100.0)
+    standby.handle(looked(held(3, lease=20.0)))
     while kinds(standby.effects) != [Acquire]:
-        standby.told(Tick(), standby.machine.deadline())
-        standby.told(Looked(held(3, lease=20.0)))
+        standby.handle(Tick(), standby.machine.deadline())
+        standby.handle(looked(held(3, lease=20.0)))
     assert standby.now >= 122.0
 
 
-def test_a_look_that_began_too_early_proves_nothing(standby: Bench) -> None:
-    """It was under way for long; the claim may have been renewed since."""
-    standby.told(Tick(), 100.0)
-    standby.told(Looked(held(3)))
-    standby.told(Tick(), standby.machine.deadline())
-    assert kinds(standby.told(Looked(held(3)), 110.0)) == [Look]
-    assert kinds(standby.told(Looked(held(3)), 110.0)) == [Acquire]
+def test_a_read_that_began_too_early_proves_nothing(standby: Bench) -> None:
+    """It took long, and the claim may have been renewed since."""
+    standby.handle(Tick(), 100.0)
+    standby.handle(looked(held(3)))
+    standby.handle(Tick(), standby.machine.deadline())
+    assert kinds(standby.handle(looked(held(3)), 110.0)) == [Look]
+    assert kinds(standby.handle(looked(held(3)), 110.0)) == [Acquire]
 
 
-def test_losing_the_race_is_waiting_on(standby: Bench) -> None:
-    standby.told(Tick(), 100.0)
-    standby.told(Looked(NewestLease(3, "other", 0, LEASE, "released")))
+def test_a_process_that_loses_the_race_keeps_waiting(standby: Bench) -> None:
+    standby.handle(Tick(), 100.0)
+    standby.handle(looked(NewestLease(3, "other", 0, LEASE, "released")))
     assert kinds(standby.effects) == [Acquire]
-    assert kinds(standby.told(NotAcquired(4, "somebody else was faster"))) == [Note]
+    assert kinds(standby.handle(Failed(Acquire(4, ""), "another process was faster"))) == [Note]
     assert standby.machine.state.phase == "waiting"
-    assert kinds(standby.told(Tick(), standby.machine.deadline())) == [Look]
-    assert standby.told(Looked(held(4))) == []
+    assert kinds(standby.handle(Tick(), standby.machine.deadline())) == [Look]
+    assert standby.handle(looked(held(4))) == []
 
 
 @pytest.mark.parametrize(("condition", "order"), [("released", Acquire), ("finished", StandDown)])
-def test_a_claim_that_is_given_back_is_taken_at_once(
+def test_a_released_claim_is_taken_over_at_once(
     standby: Bench, condition: Any, order: type
 ) -> None:
-    standby.told(Tick(), 100.0)
-    assert kinds(standby.told(Looked(NewestLease(3, "a", 9, LEASE, condition)))) == [order]
+    standby.handle(Tick(), 100.0)
+    assert kinds(standby.handle(looked(NewestLease(3, "a", 9, LEASE, condition)))) == [order]
 
 
-def test_a_run_that_is_over_is_nobodys_to_go_on_with(first: Bench) -> None:
-    """Else a process that starts again late would keep the run's end from its launcher."""
-    first.told(Tick(), 100.0)
-    assert kinds(first.told(Looked(NewestLease(3, "a", 9, LEASE, "finished")))) == [StandDown]
+def test_a_finished_run_is_not_continued(first: Bench) -> None:
+    """Otherwise, a process that restarts late would hide the run's end from its launcher."""
+    first.handle(Tick(), 100.0)
+    assert kinds(first.handle(looked(NewestLease(3, "a", 9, LEASE, "finished")))) == [StandDown]
 
 
 def test_a_plain_start_that_has_waited_ends_with_the_run(first: Bench) -> None:
-    first.told(Tick(), 100.0)
-    first.told(Looked(held(3)))
-    first.told(Tick(), first.machine.deadline())
-    assert kinds(first.told(Looked(NewestLease(3, "a", 9, LEASE, "finished")))) == [StandDown]
+    first.handle(Tick(), 100.0)
+    first.handle(looked(held(3)))
+    first.handle(Tick(), first.machine.deadline())
+    assert kinds(first.handle(looked(NewestLease(3, "a", 9, LEASE, "finished")))) == [StandDown]
 
 
 @pytest.mark.parametrize("finished", [False, True])
-def test_who_ends_gives_its_claim_back(first: Bench, finished: bool) -> None:
+def test_a_process_that_ends_releases_its_claim(first: Bench, finished: bool) -> None:
     acting(first)
-    [back] = first.told(HolderLeaves(finished), 100.5)
+    [back] = first.handle(HolderLeaves(finished), 100.5)
     assert (type(back), back.number, back.finished) == (GiveBack, 1, finished)
     assert not first.machine.holds(100.5)
 
 
-def test_a_standby_that_ends_has_nothing_to_give_back(standby: Bench) -> None:
-    standby.told(Tick(), 100.0)
-    assert standby.told(HolderLeaves(False)) == []
+def test_a_standby_that_ends_has_no_claim_to_release(standby: Bench) -> None:
+    standby.handle(Tick(), 100.0)
+    assert standby.handle(HolderLeaves(False)) == []
 
 
-def test_a_storage_that_has_lost_claims_is_not_believed(standby: Bench) -> None:
-    """An empty mount point must not make a second first one."""
-    standby.told(Tick(), 100.0)
-    standby.told(Looked(held(3)))
+def test_storage_that_has_lost_claims_is_not_trusted(standby: Bench) -> None:
+    """An empty mount point must not lead to a second first claim."""
+    standby.handle(Tick(), 100.0)
+    standby.handle(looked(held(3)))
     for _ in range(100):
-        standby.told(Tick(), standby.machine.deadline())
-        assert Acquire not in kinds(standby.told(Looked(NOBODY)))
+        standby.handle(Tick(), standby.machine.deadline())
+        assert Acquire not in kinds(standby.handle(looked(NOBODY)))
     assert standby.machine.state.troubled
 
 
-def test_a_storage_out_of_reach_is_told_of_once(standby: Bench) -> None:
-    standby.told(Tick(), 100.0)
+def test_unreachable_storage_is_logged_once(standby: Bench) -> None:
+    standby.handle(Tick(), 100.0)
     notes = []
     for _ in range(20):
-        notes += standby.told(LookFailed("stale file handle"))
-        standby.told(Tick(), standby.machine.deadline())
+        notes += standby.handle(look_failed("stale file handle"))
+        standby.handle(Tick(), standby.machine.deadline())
     assert len(notes) == 1
-    standby.told(Looked(held(3)))
-    standby.told(Tick(), standby.machine.deadline())
-    assert len(standby.told(LookFailed("stale file handle"))) == 1
+    standby.handle(looked(held(3)))
+    standby.handle(Tick(), standby.machine.deadline())
+    assert len(standby.handle(look_failed("stale file handle"))) == 1
 
 
 class Storage:
-    """The claims, as all see them."""
+    """The claims, as all processes see them."""
 
     def __init__(self) -> None:
         self.claims: dict[int, tuple[str, int, Any]] = {}
@@ -263,26 +267,23 @@ class Storage:
     def carry_out(self, who: str, order: Any) -> Any:
         match order:
             case Look():
-                return Looked(self.standing())
+                return Done(order, self.standing())
             case Acquire(number):
                 if number in self.claims:
-                    return NotAcquired(number, "it exists")
+                    return Failed(order, "it exists")
                 self.claims[number] = (who, 0, "held")
-                return Acquired(number)
+                return Done(order)
             case Renew(number, renewals):
                 self.claims[number] = (who, renewals, "held")
-                return Renewed(renewals, max(self.claims))
+                return Done(order, NewestClaim(max(self.claims)))
             case GiveBack(number, finished):
                 renewals = self.claims[number][1]
                 self.claims[number] = (who, renewals, "finished" if finished else "released")
                 return None
 
 
-FAILED = {Look: LookFailed, Acquire: NotAcquired, Renew: RenewFailed}
-
-
 class Contenders:
-    """Processes with clocks of their own, a slow storage, pauses and crashes, all at random."""
+    """Processes with separate clocks, slow storage, random pauses and crashes."""
 
     def __init__(self, seed: int, count: int) -> None:
         self.rng = random.Random(seed)
@@ -334,7 +335,7 @@ class Contenders:
         machine = self.machines[name]
         deadline = machine.deadline()
         if machine.state.phase == "over":
-            del self.machines[name]  # its supervisor starts it again, and it waits
+            del self.machines[name]  # its supervisor restarts it, and it waits
             self.at(self.rng.uniform(0.5, 8.0), lambda: self.begin(waits=False))
         elif deadline is not None:
             offset, rate = self.clocks[name]
@@ -348,9 +349,7 @@ class Contenders:
         def reach() -> None:
             answer = self.storage.carry_out(name, order) if reached or not fails else None
             if fails:
-                arguments = [getattr(order, f) for f in ("number",) if isinstance(order, Acquire)]
-                arguments += [order.renewals] if isinstance(order, Renew) else []
-                answer = FAILED[type(order)](*arguments, "the storage fails")
+                answer = Failed(order, "the storage fails")
             if answer is not None:
                 self.at(self.rng.uniform(0.0, self.slow), lambda: self.tell(name, answer))
 
@@ -388,7 +387,7 @@ class Contenders:
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_two_never_act_at_once_and_one_does_in_the_end(count: int) -> None:
+def test_two_processes_never_act_at_once_and_one_finally_does(count: int) -> None:
     seen: Counter[str] = Counter()
     for seed in range(300):
         world = Contenders(seed, count)

@@ -1,31 +1,31 @@
-"""Rounds of a shard: opening, asking, folding, settling (rules 2, 3, 4, 6)."""
+"""Rounds of a shard: opening, requesting, folding, merging (rules 2, 3, 4, 6)."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from decoupled_diloco.protocol import Version
-from decoupled_diloco.protocol.effects import (
+from decoupled_diloco.protocol.rounds import MERGE_PAUSE_SECONDS
+from decoupled_diloco.protocol.words import (
     Broadcast,
+    Failed,
     Fold,
+    GivenUp,
+    Leave,
     Merge,
+    Outcome,
+    Published,
+    Pull,
+    Received,
     RoundFinished,
     RoundOpened,
     Unexpect,
 )
-from decoupled_diloco.protocol.events import MergeFailed, Received
-from decoupled_diloco.protocol.messages import (
-    GivenUp,
-    Leave,
-    Outcome,
-    Published,
-    Pull,
-)
-from decoupled_diloco.protocol.syncer_rounds import MERGE_PAUSE_SECONDS
+from unit.protocol.conftest import merge_of
 from unit.protocol.rounds import DELIVERY_SECONDS, opened, outcomes, states, tick_at
 
 
-def test_rule_2_rounds_are_limited_and_what_is_due_waits_with_its_tick(shard_bench: Any) -> None:
+def test_rule_2_rounds_are_limited_and_due_fragments_wait_with_their_tick(shard_bench: Any) -> None:
     """Rule 2: at most ⌈τ·P/H⌉ hold a slot, until they merge; the rest waits in order."""
     bench = shard_bench("a", fragments=4, period=4, overlap=2)
     for _ in range(4):
@@ -38,11 +38,13 @@ def test_rule_2_rounds_are_limited_and_what_is_due_waits_with_its_tick(shard_ben
     assert bench.orders(Merge)
     assert not bench.orders(RoundOpened), "it is not merged yet"
     bench.merged(1)
-    assert [pull.tick for pull in bench.messages(Pull)] == [3], "asked for the tick that was due"
+    assert [pull.tick for pull in bench.messages(Pull)] == [3], (
+        "requested for the tick at which it was due"
+    )
 
 
 def waiting_for_a_slot(shard_bench: Any) -> Any:
-    """One slot; the round of fragment 1 has one of its two, that of fragment 2 is due."""
+    """One slot: the round of fragment 1 has one of its two learners, and fragment 2 is due."""
     bench = shard_bench("a", "b", fragments=4, period=4, overlap=1, quorum=2)
     for learner in "abab":
         bench.step(learner)
@@ -52,8 +54,8 @@ def waiting_for_a_slot(shard_bench: Any) -> Any:
     return bench
 
 
-def test_rule_2_a_slot_is_given_back_at_the_end_of_the_delivery_window(shard_bench: Any) -> None:
-    """Rule 2: held at most for τ·ξ_step: what lacks its quorum holds nobody up, and waits on."""
+def test_rule_2_a_slot_is_released_at_the_end_of_the_delivery_window(shard_bench: Any) -> None:
+    """Rule 2: after τ·ξ_step, a round without its quorum blocks no other, and waits on."""
     bench = waiting_for_a_slot(shard_bench)
     tick_at(bench, 0.99)
     assert not bench.orders(RoundOpened)
@@ -66,7 +68,7 @@ def test_rule_2_a_slot_is_given_back_at_the_end_of_the_delivery_window(shard_ben
 
 
 def test_rule_2_the_delivery_window_is_that_of_the_fastest_learner(shard_bench: Any) -> None:
-    """Rule 4: τ·ξ_step; the opening's record tells it."""
+    """Rule 4: τ·ξ_step; the opening's record contains it."""
     bench = shard_bench("fast", "slow", fragments=1, period=2, overlap=3)
     bench.step("slow", seconds=7.0)
     bench.step("fast", 3.5, seconds=0.5)
@@ -99,7 +101,7 @@ def test_a_round_from_the_tick_to_the_published_copy(shard_bench: Any) -> None:
     bench.step("a")
     bench.step("b")
     bench.step("a")
-    assert bench.asked() == ["a", "b"]
+    assert bench.requested() == ["a", "b"]
     bench.body("a")
     assert bench.orders(Fold)
     assert not bench.orders(Merge)
@@ -116,8 +118,8 @@ def test_a_round_from_the_tick_to_the_published_copy(shard_bench: Any) -> None:
     assert [participant.state for participant in finished.participants] == ["folded", "folded"]
 
 
-def test_rule_4_a_round_merges_as_soon_as_everybody_asked_has_delivered(shard_bench: Any) -> None:
-    """Rule 4: the delivery window is not waited for."""
+def test_rule_4_a_round_merges_as_soon_as_all_requests_are_delivered(shard_bench: Any) -> None:
+    """Rule 4: it does not wait for the delivery window."""
     bench = opened(shard_bench, "a", "b", "c")
     for learner in "ab":
         bench.body(learner, at=0.1)
@@ -129,7 +131,7 @@ def test_rule_4_a_round_merges_as_soon_as_everybody_asked_has_delivered(shard_be
 def test_rule_4_with_its_quorum_a_round_merges_when_the_delivery_window_is_over(
     shard_bench: Any,
 ) -> None:
-    """Rule 4: not before, and without who is still under way."""
+    """Rule 4: not before, and without uploads in progress."""
     bench = opened(shard_bench, "a", "b")
     bench.body("a")
     assert bench.machine.deadline() == DELIVERY_SECONDS
@@ -137,15 +139,15 @@ def test_rule_4_with_its_quorum_a_round_merges_when_the_delivery_window_is_over(
     assert not bench.orders(Merge)
     tick_at(bench, DELIVERY_SECONDS)
     assert bench.orders(Merge)
-    assert not bench.orders(Unexpect), "its upload goes on"
+    assert not bench.orders(Unexpect), "its upload continues"
     bench.merged()
     (finished,) = bench.orders(RoundFinished)
     assert states(finished) == {"a": "folded", "b": "late"}
-    assert outcomes(bench) == [("a", "accepted")], "b is told at last, not now"
+    assert outcomes(bench) == [("a", "accepted")], "b's outcome comes later"
 
 
-def test_rule_4_who_declines_is_not_waited_for(shard_bench: Any) -> None:
-    """Rule 4: all who can still deliver have."""
+def test_rule_4_a_round_does_not_wait_after_a_decline(shard_bench: Any) -> None:
+    """Rule 4: all learners that can still deliver have."""
     bench = opened(shard_bench, "a", "b")
     bench.body("a")
     bench.decline("b")
@@ -166,7 +168,7 @@ def test_rule_4_with_all_as_quorum_a_round_waits_for_all(shard_bench: Any) -> No
 
 
 def test_rule_4_without_its_quorum_a_round_merges_with_the_kth_delivery(shard_bench: Any) -> None:
-    """Rule 4: the window is over long since; the third is not waited for."""
+    """Rule 4: the window is long over; the third learner is not waited for."""
     bench = opened(shard_bench, "a", "b", "c", quorum=2)
     bench.body("a")
     tick_at(bench, DELIVERY_SECONDS)
@@ -199,10 +201,10 @@ def test_rule_4_one_learner_counts_once_for_the_quorum(shard_bench: Any) -> None
     assert bench.orders(Merge)
 
 
-def test_rule_4_too_few_that_can_deliver_give_the_round_up_and_it_is_due_again(
+def test_rule_4_a_round_with_too_few_learners_is_abandoned_and_due_again(
     shard_bench: Any,
 ) -> None:
-    """Rule 4: fewer than K of the asked can still deliver; at the next tick, not at once."""
+    """Rule 4: fewer than K can still deliver; due at the next tick, not at once."""
     bench = shard_bench("a", "b", fragments=1, period=8, quorum=2)
     for _ in range(8):
         bench.step("a")
@@ -218,8 +220,8 @@ def test_rule_4_too_few_that_can_deliver_give_the_round_up_and_it_is_due_again(
     assert bench.machine.state.rounds[0].tick == 9
 
 
-def test_rule_4_a_round_that_more_learners_may_join_is_not_given_up(shard_bench: Any) -> None:
-    """Rule 4: who has not reported yet may come in while too few are."""
+def test_rule_4_a_round_that_more_learners_may_join_is_not_abandoned(shard_bench: Any) -> None:
+    """Rule 4: a learner without a report so far may still qualify."""
     bench = shard_bench("a", "b", "c", fragments=1, period=2, quorum=2)
     for learner in "abcab":
         bench.step(learner, 1.0)
@@ -227,29 +229,29 @@ def test_rule_4_a_round_that_more_learners_may_join_is_not_given_up(shard_bench:
     bench.decline("b", "behind")
     assert not bench.orders(RoundFinished)
     bench.step("c")
-    assert bench.asked() == ["c"]
+    assert bench.requested() == ["c"]
     bench.body("c")
     assert bench.orders(Merge)
 
 
-def test_rule_4_without_k_live_learners_a_round_waits_for_who_comes(shard_bench: Any) -> None:
-    """Rule 4: the clock stands as well; nothing would be due at a next tick."""
+def test_rule_4_without_k_live_learners_a_round_waits_for_new_ones(shard_bench: Any) -> None:
+    """Rule 4: the clock has stopped too; nothing would be due at a next tick."""
     bench = shard_bench("a", "b", "c", fragments=1, period=2, quorum=2)
     for learner in "abcab":
         bench.step(learner, 1.0)
     bench.body("a")
     for learner in "bc":
-        bench.told(Received(learner, Leave("enough")))
+        bench.handle(Received(learner, Leave("enough")))
         assert not bench.orders(RoundFinished)
     bench.greet("d")
     bench.step("d")
-    assert bench.asked() == ["d"]
+    assert bench.requested() == ["d"]
     bench.body("d")
     assert bench.orders(Merge)
 
 
-def test_rule_4_what_is_folded_when_a_round_is_given_up_is_kept(shard_bench: Any) -> None:
-    """Rule 4: a contribution belongs to its fragment: it is asked for once, and merged later."""
+def test_rule_4_folded_contributions_of_an_abandoned_round_are_kept(shard_bench: Any) -> None:
+    """Rule 4: a contribution belongs to its fragment: requested once, and merged later."""
     bench = shard_bench("a", "b", fragments=1, period=8, quorum=2)
     for _ in range(8):
         bench.step("a")
@@ -258,10 +260,10 @@ def test_rule_4_what_is_folded_when_a_round_is_given_up_is_kept(shard_bench: Any
     bench.body("a")
     bench.decline("b", "behind")
     assert outcomes(bench) == [("b", "refused")]
-    assert bench.messages(GivenUp) == [GivenUp(0, "too few learners are left for the quorum")]
+    assert bench.messages(GivenUp) == [GivenUp(0, "too few learners remain for the quorum")]
     bench.step("a")
     bench.step("b")
-    assert bench.asked() == ["b"], "what a has is folded already"
+    assert bench.requested() == ["b"], "a's contribution is folded already"
     bench.body("b")
     assert bench.orders(Merge)
     bench.merged()
@@ -270,8 +272,8 @@ def test_rule_4_what_is_folded_when_a_round_is_given_up_is_kept(shard_bench: Any
     assert outcomes(bench) == [("a", "accepted"), ("b", "accepted")]
 
 
-def test_rule_4_what_is_under_way_when_a_round_is_given_up_goes_on(shard_bench: Any) -> None:
-    """Rule 4: it counts for the next round, and nobody is asked twice."""
+def test_rule_4_uploads_of_an_abandoned_round_continue(shard_bench: Any) -> None:
+    """Rule 4: they count for the next round, and no learner is asked twice."""
     bench = opened(shard_bench, "a", "b", "c", quorum=3)
     bench.decline("a", "behind")
     assert outcomes(bench) == [("a", "refused")]
@@ -281,15 +283,15 @@ def test_rule_4_what_is_under_way_when_a_round_is_given_up_goes_on(shard_bench: 
     assert bench.orders(Fold)
     for learner in "abc":
         bench.step(learner)
-    assert bench.asked() == ["a"], "c is under way still, and in arrears"
+    assert bench.requested() == ["a"], "c is still in progress, and has a backlog"
     bench.body("a")
     bench.body("c")
     assert bench.orders(Merge)
-    assert not bench.asked(), "c has delivered what it has: its arrears are none"
+    assert not bench.requested(), "c has delivered everything: it has no backlog"
 
 
-def test_rule_4_without_any_weight_the_round_is_given_up(shard_bench: Any) -> None:
-    """Rule 4: Σw = 0; who sent no tokens is refused, all hear that the round is given up."""
+def test_rule_4_a_round_without_any_weight_is_abandoned(shard_bench: Any) -> None:
+    """Rule 4: Σw = 0; contributions without tokens are refused."""
     bench = opened(shard_bench, "a", "b")
     for learner in "ab":
         bench.body(learner, tokens=0)
@@ -300,20 +302,20 @@ def test_rule_4_without_any_weight_the_round_is_given_up(shard_bench: Any) -> No
 
 
 def fail_merge(bench: Any) -> None:
-    """Everybody is asked, delivers, and the worker cannot merge."""
-    if not bench.asked():
+    """All learners are asked and deliver, and the worker cannot merge."""
+    if not bench.requested():
         tick_at(bench, bench.machine.state.fragments[0].retry_at)
     bench.body("a")
     round = bench.machine.state.rounds[0]
-    bench.told(MergeFailed(round.number, 0, "no memory"))
+    bench.handle(Failed(merge_of(round.number, 0), "no memory"))
 
 
 def test_rule_4_after_a_failed_merge_the_fragment_pauses(shard_bench: Any) -> None:
-    """What was folded is gone, its learner told so; a full disk is not hammered upon."""
+    """The folded contributions are lost, with outcomes; a full disk is not retried at once."""
     bench = opened(shard_bench, "a")
     fail_merge(bench)
     assert outcomes(bench) == [("a", "abandoned")]
-    assert bench.messages(GivenUp) == [GivenUp(0, "no memory")], "nobody waits for the version"
+    assert bench.messages(GivenUp) == [GivenUp(0, "no memory")], "no learner waits for the version"
     (finished,) = bench.orders(RoundFinished)
     assert (finished.verdict, finished.reason, finished.version) == ("abandoned", "no memory", None)
     entry = bench.machine.state.fragments[0]
@@ -334,7 +336,7 @@ def test_rule_2_after_a_failed_merge_the_latest_tick_is_due(shard_bench: Any) ->
     for _ in range(4):
         bench.step("a")
     bench.body("a")
-    bench.told(MergeFailed(1, 0, "no memory"))
+    bench.handle(Failed(merge_of(1, 0), "no memory"))
     tick_at(bench, MERGE_PAUSE_SECONDS[0])
     assert [order.tick for order in bench.orders(RoundOpened)] == [6]
 
@@ -356,16 +358,16 @@ def test_rule_4_the_pause_doubles_up_to_a_minute_and_ends_with_a_merge(shard_ben
     assert bench.machine.state.fragments[0].retry_at == bench.now + 1.0
 
 
-def test_rule_4_a_pause_holds_up_no_other_fragment(shard_bench: Any) -> None:
+def test_rule_4_a_pause_blocks_no_other_fragment(shard_bench: Any) -> None:
     bench = shard_bench("a", fragments=2, period=2, overlap=1)
     bench.step("a")
     bench.body("a", 1)
-    bench.told(MergeFailed(1, 1, "no memory"))
+    bench.handle(Failed(merge_of(1, 1), "no memory"))
     bench.step("a")
     assert [order.fragment for order in bench.orders(RoundOpened)] == [0]
 
 
-def test_rule_4_what_arrives_during_a_merge_that_fails_is_not_lost_with_it(
+def test_rule_4_arrivals_during_a_failed_merge_are_not_lost(
     shard_bench: Any,
 ) -> None:
     """It was not in the accumulator that failed."""
@@ -374,14 +376,14 @@ def test_rule_4_what_arrives_during_a_merge_that_fails_is_not_lost_with_it(
     tick_at(bench, DELIVERY_SECONDS)
     bench.body("b")
     assert bench.orders(Fold)
-    bench.told(MergeFailed(1, 0, "no memory"))
+    bench.handle(Failed(merge_of(1, 0), "no memory"))
     assert outcomes(bench) == [("a", "abandoned")]
     assert [ask.learner for ask in bench.machine.state.fragments[0].folded] == ["b"]
 
 
-def test_a_merge_of_another_round_is_none(shard_bench: Any) -> None:
+def test_a_merge_of_another_round_is_ignored(shard_bench: Any) -> None:
     bench = opened(shard_bench, "a")
     bench.body("a")
-    assert not bench.told(MergeFailed(7, 0, "no memory"))
+    assert not bench.handle(Failed(merge_of(7, 0), "no memory"))
     assert not bench.orders(RoundFinished)
     assert bench.merged()

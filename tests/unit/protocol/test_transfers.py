@@ -1,4 +1,4 @@
-"""Who gives its state to whom: the coordinator's part, and both learners'."""
+"""State transfers: the coordinator's side, and both learners'."""
 
 from __future__ import annotations
 
@@ -7,164 +7,164 @@ from typing import Any
 import pytest
 
 from decoupled_diloco.protocol import CoordinatorMachine, LearnerMachine, Options, Version
-from decoupled_diloco.protocol.effects import Ready, Recovered, Send
-from decoupled_diloco.protocol.events import (
+from decoupled_diloco.protocol.features.transfer import DONORS_MAX, OFFER_SECONDS, STALL_SECONDS
+from decoupled_diloco.protocol.words import (
+    COORDINATOR,
     Began,
-    Connected,
-    Fetched,
-    Joining,
-    Lost,
-    Received,
-    StepFinished,
-    Tick,
-)
-from decoupled_diloco.protocol.messages import Progress, Published, Welcome
-from decoupled_diloco.protocol.peers import COORDINATOR
-from decoupled_diloco.protocol.transfer.effects import (
+    ChunkArrived,
+    ChunkTaken,
     CloseRelay,
+    Connected,
     CopyState,
+    Done,
     DropState,
+    Failed,
     FetchState,
     ForgetState,
-    OpenRelay,
-    RelayOn,
-    RelayState,
-)
-from decoupled_diloco.protocol.transfer.events import (
-    ChunkArrived,
-    StateArrived,
-    StateCopied,
-    StateFailed,
-)
-from decoupled_diloco.protocol.transfer.learner import DONORS_MAX, OFFER_SECONDS, STALL_SECONDS
-from decoupled_diloco.protocol.transfer.messages import (
-    ChunkTaken,
+    Holding,
+    Joining,
+    Lost,
     NoTransfer,
+    OpenRelay,
+    Progress,
+    Published,
+    Ready,
+    Received,
+    Recovered,
+    RelayOn,
     RelayOpened,
-    RelayWanted,
+    RelayState,
+    Send,
+    StateCopied,
     StateDeclined,
     StateOffered,
     StateUnwanted,
     StateWanted,
+    StepFinished,
+    Tick,
     Trains,
     TransferLost,
     TransferReady,
     TransferWanted,
+    Welcome,
 )
-from decoupled_diloco.protocol.versions import Holding
+from unit.protocol.conftest import fetch_of
 
 SEEN = (Holding(0, Version(1, 3)),)
 
 
+def fetch_state(attempt: int) -> FetchState:
+    """Return the order that an answer contains; a learner reads only these fields."""
+    return FetchState("", attempt, 0, 0, "", "", "")
+
+
 class Hall:
-    """A coordinator with learners that are let in."""
+    """A coordinator with admitted learners."""
 
     def __init__(self, *training: str, joiner: str = "joiner", clock: int = 5) -> None:
         self.machine = CoordinatorMachine(Options(fragments=1, period=4))
         for number, name in enumerate([*training, joiner]):
             self.machine.handle(0.0, Connected(name, Joining(name, "learner", "f", ""), number))
         for name in training:
-            self.said(name, Trains(True))
+            self.sent(name, Trains(True))
         self.machine.handle(0.0, Received("shard-0", Progress(clock, 8)))
 
-    def said(self, who: str, message: Any) -> list[Any]:
-        """Somebody says something; what is sent, and the other orders."""
+    def sent(self, who: str, message: Any) -> list[Any]:
+        """A learner sends a message; return what is sent, and the other orders."""
         effects = self.machine.handle(0.0, Received(who, message, who))
         self.machine.check()
         return [(e.peer, e.message) if isinstance(e, Send) else e for e in effects]
 
 
-def test_the_first_by_name_that_trains_gives_and_to_one_at_a_time() -> None:
+def test_the_first_training_learner_by_name_shares_with_one_at_a_time() -> None:
     hall = Hall("b", "a")
-    assert hall.said("joiner", TransferWanted(1, SEEN)) == [("a", StateWanted("joiner", 1, SEEN))]
+    assert hall.sent("joiner", TransferWanted(1, SEEN)) == [("a", StateWanted("joiner", 1, SEEN))]
     hall.machine.handle(0.0, Connected("other", Joining("other", "learner", "f", ""), 9))
-    assert hall.said("other", TransferWanted(1, SEEN)) == [("b", StateWanted("other", 1, SEEN))]
-    offered = StateOffered("joiner", 1, 10, 100, "digest", "http://a:1", "key")
-    named = TransferReady("a", 1, 10, 100, "digest", "http://a:1", "key")
-    assert hall.said("a", offered) == [("joiner", named)]
-    assert hall.said("joiner", Trains(True)) == [("a", StateUnwanted("joiner", 1))]
+    assert hall.sent("other", TransferWanted(1, SEEN)) == [("b", StateWanted("other", 1, SEEN))]
+    named = TransferReady("a", 1, 10, 100, "digest")
+    first, *_ = hall.sent("a", StateOffered("joiner", 1, 10, 100, "digest"))
+    assert first == ("joiner", named)
+    assert hall.sent("joiner", Trains(True))[-1] == ("a", StateUnwanted("joiner", 1))
 
 
-def test_nobody_gives_where_the_run_has_only_begun_or_nobody_else_trains() -> None:
-    ((who, message),) = Hall("a", clock=0).said("joiner", TransferWanted(1, SEEN))
+def test_no_provider_at_the_start_or_without_other_learners() -> None:
+    ((who, message),) = Hall("a", clock=0).sent("joiner", TransferWanted(1, SEEN))
     assert (who, message) == ("joiner", NoTransfer("the run has only begun", 1))
-    assert Hall().said("joiner", TransferWanted(1, SEEN)) == [
-        ("joiner", NoTransfer("no other learner is there that trains", 1))
+    assert Hall().sent("joiner", TransferWanted(1, SEEN)) == [
+        ("joiner", NoTransfer("no other learner is training", 1))
     ]
-    assert Hall("a").said("joiner", TransferWanted(2, SEEN, ("a",))) == [
-        ("joiner", NoTransfer("nobody is left", 2))
+    assert Hall("a").sent("joiner", TransferWanted(2, SEEN, ("a",))) == [
+        ("joiner", NoTransfer("no provider is left", 2))
     ]
 
 
-def test_who_does_not_listen_is_relayed_a_few_chunks_at_a_time() -> None:
+def test_a_shard_relays_a_few_chunks_at_a_time() -> None:
     hall = Hall("a")
-    hall.said("joiner", TransferWanted(1, SEEN))
-    _, opened, *told = hall.said("a", StateOffered("joiner", 1, 10, 100, "digest", ""))
+    hall.sent("joiner", TransferWanted(1, SEEN))
+    _, opened, *opened_messages = hall.sent("a", StateOffered("joiner", 1, 10, 100, "digest"))
     path = "/relay/joiner/a/1"
-    assert opened == OpenRelay("joiner", "a", 1, path, 10, 100, "its donor does not listen")
-    assert told == [(who, RelayOpened("joiner", 1, path)) for who in ("a", "joiner")]
-    assert hall.said("joiner", ChunkTaken(1, 3)) == [RelayOn(path, 3, "joiner has it")]
-    assert hall.said("joiner", RelayWanted(1)) == [], "it is there already"
-    assert hall.said("joiner", Trains(False)) == [
+    assert opened == OpenRelay("joiner", "a", 1, path, 10, 100, "its copy is ready")
+    assert opened_messages == [(who, RelayOpened("joiner", 1, path)) for who in ("a", "joiner")]
+    assert hall.sent("joiner", ChunkTaken(1, 3)) == [RelayOn(path, 3, "joiner has it")]
+    assert hall.sent("joiner", Trains(False)) == [
         CloseRelay(path, "joiner trains"),
         ("a", StateUnwanted("joiner", 1)),
     ]
 
 
-def test_a_donor_that_goes_or_declines_is_told_to_the_joiner() -> None:
+def test_the_joiner_is_notified_when_its_provider_leaves_or_declines() -> None:
     hall = Hall("a", "b")
-    hall.said("joiner", TransferWanted(1, SEEN))
+    hall.sent("joiner", TransferWanted(1, SEEN))
     effects = hall.machine.handle(0.0, Lost("a", "a"))
     (effect,) = [each for each in effects if isinstance(each, Send)]
-    assert effect == Send("joiner", TransferLost("a", 1, "a is gone"), "a is gone")
-    assert hall.said("joiner", TransferWanted(2, SEEN, ("a",))) == [
+    assert effect == Send("joiner", TransferLost("a", 1, "a has left"), "a has left")
+    assert hall.sent("joiner", TransferWanted(2, SEEN, ("a",))) == [
         ("b", StateWanted("joiner", 2, SEEN))
     ]
-    assert hall.said("b", StateDeclined("joiner", 2, "busy")) == [
+    assert hall.sent("b", StateDeclined("joiner", 2, "busy")) == [
         ("joiner", TransferLost("b", 2, "busy"))
     ]
-    assert hall.said("b", StateOffered("joiner", 2, 1, 1, "", "")) == [
+    assert hall.sent("b", StateOffered("joiner", 2, 1, 1, "")) == [
         ("b", StateUnwanted("joiner", 2))
-    ], "an offer that comes too late"
+    ], "an offer that arrives too late"
 
 
 @pytest.mark.parametrize("sizes", [(0, 100), (10, 2**53), (2**53, 100)])
-def test_sizes_that_no_state_has_are_declined_before_a_relay_reckons_with_them(
+def test_impossible_sizes_are_declined_before_a_relay_uses_them(
     sizes: tuple[int, int],
 ) -> None:
     hall = Hall("a")
-    hall.said("joiner", TransferWanted(1, SEEN))
-    ((who, lost),) = hall.said("a", StateOffered("joiner", 1, *sizes, "digest", ""))
-    assert (who, lost.donor, lost.attempt) == ("joiner", "a", 1)
-    assert f"a head of {sizes[0]} bytes and a state of {sizes[1]} cannot be given" in lost.reason
+    hall.sent("joiner", TransferWanted(1, SEEN))
+    ((peer, lost),) = hall.sent("a", StateOffered("joiner", 1, *sizes, "digest"))
+    assert (peer, lost.donor, lost.attempt) == ("joiner", "a", 1)
+    assert f"head_nbytes={sizes[0]} and nbytes={sizes[1]} must be" in lost.reason
 
 
 class Joiner:
-    """A learner that begins with nothing, every copy fetched."""
+    """A learner that starts without state, with every copy fetched."""
 
     def __init__(self) -> None:
         self.machine = LearnerMachine(Options(fragments=1, period=4), "joiner", 1, "nonce")
         self.now = 0.0
-        self.told(Began(why="it has no checkpoint of its own", seeks_donor=True, gives=True))
-        self.told(Connected(COORDINATOR))
-        self.told(Connected("shard-0"))
-        self.told(Received("shard-0", Welcome(0, 1, 3, 0, 3, 1)))
+        self.handle(Began(why="it has no checkpoint", seeks_donor=True, gives=True))
+        self.handle(Connected(COORDINATOR))
+        self.handle(Connected("shard-0"))
+        self.handle(Received("shard-0", Welcome(0, 1, 3, 0, 3, 1)))
         copy = Published(0, Version(1, 3), None, "digest", "", "/w", 3)
-        self.first = self.told(Received("shard-0", copy))
-        assert not self.told(Fetched(0, Version(1, 3))), "it waits for its donor"
+        self.first = self.handle(Received("shard-0", copy))
+        assert not self.handle(Done(fetch_of(0, Version(1, 3)))), "it waits for its provider"
 
-    def told(self, event: Any, at: float | None = None) -> list[Any]:
-        """Tells the machine a fact."""
+    def handle(self, event: Any, at: float | None = None) -> list[Any]:
+        """Pass a fact to the machine."""
         self.now = self.now if at is None else at
         effects = self.machine.handle(self.now, event)
         self.machine.check()
         return effects
 
-    def named(self, attempt: int, donor: str = "a", address: str = "http://a:1") -> list[Any]:
-        """A donor is named."""
-        return self.told(
-            Received(COORDINATOR, TransferReady(donor, attempt, 10, 100, "d", address, "key"))
-        )
+    def named(self, attempt: int, donor: str = "a") -> list[Any]:
+        """Name a provider and open its relay."""
+        assert not self.handle(Received(COORDINATOR, TransferReady(donor, attempt, 10, 100, "d")))
+        return self.handle(Received(COORDINATOR, RelayOpened("joiner", attempt, "/relay")))
 
 
 def messages(effects: list[Any]) -> list[Any]:
@@ -175,17 +175,17 @@ def messages(effects: list[Any]) -> list[Any]:
     ]
 
 
-def test_a_joiner_names_the_versions_that_it_was_told_of() -> None:
+def test_a_joiner_lists_the_announced_versions() -> None:
     assert messages(Joiner().first) == [TransferWanted(1, SEEN)]
 
 
-def test_a_joiner_begins_once_the_state_is_here() -> None:
+def test_a_joiner_starts_once_the_state_has_arrived() -> None:
     joiner = Joiner()
     (fetch,) = joiner.named(1)
-    assert fetch == FetchState("a", 1, 10, 100, "d", "http://a:1", "", "a serves it", "key")
-    joiner.told(ChunkArrived(1, 0, 10), at=STALL_SECONDS - 1)
-    joiner.told(Tick(), at=STALL_SECONDS + 1)
-    recovered, ready, trains = joiner.told(StateArrived(1))
+    assert fetch == FetchState("a", 1, 10, 100, "d", "/relay", "a shard relays it")
+    joiner.handle(ChunkArrived(1, 0, 10), at=STALL_SECONDS - 1)
+    joiner.handle(Tick(), at=STALL_SECONDS + 1)
+    recovered, ready, trains = joiner.handle(Done(fetch_state(1)))
     assert isinstance(recovered, Recovered)
     assert isinstance(ready, Ready)
     assert (recovered.way, recovered.donor, recovered.nbytes) == ("donor", "a", 100)
@@ -193,96 +193,92 @@ def test_a_joiner_begins_once_the_state_is_here() -> None:
     assert trains.message == Trains(True)
 
 
-def test_a_donor_out_of_reach_is_relayed_and_the_relay_told_what_is_here() -> None:
+def test_the_relay_receives_acknowledgements() -> None:
     joiner = Joiner()
     joiner.named(1)
-    assert messages(joiner.told(StateFailed(1, "no route"))) == [RelayWanted(1)]
-    (fetch,) = joiner.told(Received(COORDINATOR, RelayOpened("joiner", 1, "/relay")))
-    assert fetch.path == "/relay"
-    assert messages(joiner.told(ChunkArrived(1, 2, 10))) == [ChunkTaken(1, 2)]
+    assert messages(joiner.handle(ChunkArrived(1, 2, 10))) == [ChunkTaken(1, 2)]
 
 
 @pytest.mark.parametrize("how", ["lost", "stalls", "corrupt"])
-def test_another_takes_over_with_a_fresh_copy(how: str) -> None:
+def test_another_provider_takes_over_with_a_fresh_copy(how: str) -> None:
     joiner = Joiner()
-    joiner.named(1, address="")
-    joiner.told(Received(COORDINATOR, RelayOpened("joiner", 1, "/relay")))
+    joiner.named(1)
     if how == "lost":
-        effects = joiner.told(Received(COORDINATOR, TransferLost("a", 1, "a is gone")))
+        effects = joiner.handle(Received(COORDINATOR, TransferLost("a", 1, "a has left")))
     elif how == "stalls":
-        effects = joiner.told(Tick(), at=STALL_SECONDS)
+        effects = joiner.handle(Tick(), at=STALL_SECONDS)
     else:
-        effects = joiner.told(StateFailed(1, "another digest"))
+        effects = joiner.handle(Failed(fetch_state(1), "another digest"))
     assert any(isinstance(effect, DropState) for effect in effects)
     assert messages(effects) == [TransferWanted(2, SEEN, ("a",))]
-    assert not joiner.told(StateArrived(1)), "what belongs to the first asking is void"
+    assert not joiner.handle(Done(fetch_state(1))), "answers to the first request are void"
     (fetch,) = joiner.named(2, "b")
     assert (fetch.donor, fetch.attempt) == ("b", 2)
 
 
-def test_a_joiner_does_not_wait_for_ever() -> None:
+def test_a_joiner_does_not_wait_forever() -> None:
     joiner = Joiner()
     for attempt in range(1, DONORS_MAX):
-        joiner.told(Received(COORDINATOR, TransferLost(f"d{attempt}", attempt, "gone")))
-    effects = joiner.told(Received(COORDINATOR, TransferLost("d", DONORS_MAX, "gone")))
+        joiner.handle(Received(COORDINATOR, TransferLost(f"d{attempt}", attempt, "gone")))
+    effects = joiner.handle(Received(COORDINATOR, TransferLost("d", DONORS_MAX, "gone")))
     assert [e.way for e in effects if isinstance(e, Recovered)] == ["published"]
     silent = Joiner()
     deadline = silent.machine.deadline()
     assert deadline == OFFER_SECONDS + STALL_SECONDS
-    effects = silent.told(Tick(), at=deadline)
+    effects = silent.handle(Tick(), at=deadline)
     (recovered,) = [e for e in effects if isinstance(e, Recovered)]
-    assert recovered.why.endswith("nobody has offered its state in time")
+    assert recovered.why.endswith("no learner offered its state in time")
 
 
-def test_a_coordinator_that_has_forgotten_is_asked_again() -> None:
+def test_a_restarted_coordinator_is_asked_again() -> None:
     joiner = Joiner()
-    assert messages(joiner.told(Connected(COORDINATOR))) == [TransferWanted(2, SEEN)]
+    assert messages(joiner.handle(Connected(COORDINATOR))) == [TransferWanted(2, SEEN)]
 
 
-def test_a_donor_copies_at_a_boundary_at_which_it_has_seen_the_versions(
+def test_a_provider_copies_at_a_boundary_with_the_versions_applied(
     learner_bench: Any,
 ) -> None:
     bench = learner_bench()
     bench.step()
     seen = (Holding(0, Version(1, 1)),)
-    bench.told(Received(COORDINATOR, StateWanted("joiner", 1, seen)))
+    bench.handle(Received(COORDINATOR, StateWanted("joiner", 1, seen)))
     assert not [e for e in bench.step() if isinstance(e, CopyState)], "it holds 1.0"
     bench.publish(Version(1, 1), Version(1, 0))
     bench.fetched(Version(1, 1))
     (copy,) = [e for e in bench.step() if isinstance(e, CopyState)]
     assert (copy.learner, copy.attempt) == ("joiner", 1)
     assert not [e for e in bench.step() if isinstance(e, CopyState)], "once"
-    effects = bench.told(StateCopied("joiner", 1, 10, 100, "d", ""))
-    assert messages(effects) == [StateOffered("joiner", 1, 10, 100, "d", "")]
-    effects = bench.told(Received(COORDINATOR, RelayOpened("joiner", 1, "/relay")))
+    effects = bench.handle(Done(CopyState("joiner", 1, ""), StateCopied(10, 100, "d")))
+    assert messages(effects) == [StateOffered("joiner", 1, 10, 100, "d")]
+    effects = bench.handle(Received(COORDINATOR, RelayOpened("joiner", 1, "/relay")))
     assert effects == [RelayState("joiner", 1, "/relay", "a shard relays it")]
-    effects = bench.told(Received(COORDINATOR, StateUnwanted("joiner", 1)))
+    effects = bench.handle(Received(COORDINATOR, StateUnwanted("joiner", 1)))
     assert [type(effect) for effect in effects] == [ForgetState]
 
 
-def test_a_donor_does_not_keep_copies_for_a_coordinator_that_has_forgotten_them(
+def test_a_provider_drops_copies_that_a_restarted_coordinator_does_not_know(
     learner_bench: Any,
 ) -> None:
     bench = learner_bench()
     bench.step()
-    bench.told(Received(COORDINATOR, StateWanted("joiner", 1, ())))
+    bench.handle(Received(COORDINATOR, StateWanted("joiner", 1, ())))
     bench.step()
-    bench.told(StateCopied("joiner", 1, 10, 100, "d", ""))
-    (forget,) = bench.told(Connected(COORDINATOR))
+    bench.handle(Done(CopyState("joiner", 1, ""), StateCopied(10, 100, "d")))
+    (forget,) = bench.handle(Connected(COORDINATOR))
     assert isinstance(forget, ForgetState)
-    assert not bench.machine.state.givings
+    assert not bench.machine.state.state_requests
 
 
-def test_a_donor_that_is_behind_for_too_long_declines(learner_bench: Any) -> None:
+def test_a_provider_that_is_behind_for_too_long_declines(learner_bench: Any) -> None:
     bench = learner_bench()
     bench.step()
-    bench.told(Received(COORDINATOR, StateWanted("joiner", 1, (Holding(0, Version(9, 9)),))))
-    effects = bench.told(StepFinished(8), bench.now + OFFER_SECONDS)
+    bench.handle(Received(COORDINATOR, StateWanted("joiner", 1, (Holding(0, Version(9, 9)),))))
+    effects = bench.handle(StepFinished(8), bench.now + OFFER_SECONDS)
     (declined,) = messages(effects)
     assert isinstance(declined, StateDeclined)
 
 
-def test_who_has_not_trained_gives_nothing(learner_bench: Any) -> None:
+def test_a_learner_that_has_not_trained_shares_nothing(learner_bench: Any) -> None:
     bench = learner_bench()
-    (declined,) = messages(bench.told(Received(COORDINATOR, StateWanted("joiner", 1, ()))))
-    assert declined == StateDeclined("joiner", 1, "it does not train, or no more")
+    (declined,) = messages(bench.handle(Received(COORDINATOR, StateWanted("joiner", 1, ()))))
+    assert declined == StateDeclined("joiner", 1, "it is not training")

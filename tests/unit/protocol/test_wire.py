@@ -1,4 +1,4 @@
-"""Everything that machines say, hear or order survives JSON; nothing else gets in."""
+"""Everything that machines send, receive or order survives JSON; nothing else is accepted."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoupled_diloco.errors import ProtocolError
-from decoupled_diloco.protocol import effects, events, messages
-from decoupled_diloco.protocol.messages import Hello, Pull, StepReport
-from decoupled_diloco.protocol.versions import Asking, Holding, Version
+from decoupled_diloco.protocol import words
 from decoupled_diloco.protocol.wire import (
     INTEGER_MAX,
     ITEMS_MAX,
@@ -23,11 +21,12 @@ from decoupled_diloco.protocol.wire import (
     decode,
     encode,
 )
+from decoupled_diloco.protocol.words import Asking, Hello, Holding, Pull, StepReport, Version
 
 CLASSES: list[type] = sorted(
     {
         value
-        for module in (messages, events, effects)
+        for module in (words,)
         for value in vars(module).values()
         if isinstance(value, type) and dataclasses.is_dataclass(value)
     },
@@ -83,7 +82,7 @@ HELLO = encode(Hello("a", 1, "n", "learner", 0, 0, None, (Holding(0, Version(1, 
 @pytest.mark.parametrize(
     ("data", "complaint"),
     [
-        ([], "message is list, not an object"),
+        ([], "message is list, expected an object"),
         (None, "message is NoneType"),
         ({}, "message has type 'None'"),
         ({"type": "Tick"}, "message has type 'Tick', expected"),
@@ -91,28 +90,28 @@ HELLO = encode(Hello("a", 1, "n", "learner", 0, 0, None, (Holding(0, Version(1, 
         ({"type": "x" * 1000}, "expected"),
         ({**GOOD, "more": 1}, "unknown fields ['more']"),
         ({"type": "StepReport", "step": 3, "tokens": 1}, "missing ['seconds']"),
-        ({**GOOD, "step": "3"}, "StepReport.step is str, not an integer"),
-        ({**GOOD, "step": True}, "StepReport.step is bool, not an integer"),
-        ({**GOOD, "step": 3.0}, "StepReport.step is float, not an integer"),
-        ({**GOOD, "step": -1}, "StepReport.step is -1, outside 0 to 2^53"),
-        ({**GOOD, "tokens": 2**53 + 1}, "outside 0 to 2^53"),
-        ({**GOOD, "seconds": float("nan")}, "StepReport.seconds is nan, not finite"),
-        ({**GOOD, "seconds": float("inf")}, "not finite"),
-        ({**GOOD, "seconds": None}, "not a number"),
-        ({**PULL, "final": 1}, "Pull.final is int, not true or false"),
-        ({**PULL, "base": None}, "Pull.base is NoneType, not an object"),
+        ({**GOOD, "step": "3"}, "StepReport.step is str, expected an integer"),
+        ({**GOOD, "step": True}, "StepReport.step is bool, expected an integer"),
+        ({**GOOD, "step": 3.0}, "StepReport.step is float, expected an integer"),
+        ({**GOOD, "step": -1}, "StepReport.step=-1 must be 0 to 2^53"),
+        ({**GOOD, "tokens": 2**53 + 1}, "must be 0 to 2^53"),
+        ({**GOOD, "seconds": float("nan")}, "StepReport.seconds=nan must be finite"),
+        ({**GOOD, "seconds": float("inf")}, "must be finite"),
+        ({**GOOD, "seconds": None}, "expected a number"),
+        ({**PULL, "final": 1}, "Pull.final is int, expected true or false"),
+        ({**PULL, "base": None}, "Pull.base is NoneType, expected an object"),
         ({**PULL, "base": {"type": "Version", "term": 1}}, "missing ['counter']"),
-        ({**PULL, "ask": 5}, "Pull.ask is int, not an object"),
-        ({**PULL, "coming": [True]}, "Pull.coming[0] is bool, not an integer"),
-        ({**PULL, "path": "x" * (TEXT_CHARACTERS_MAX + 1)}, "Pull.path is not a text"),
+        ({**PULL, "ask": 5}, "Pull.ask is int, expected an object"),
+        ({**PULL, "coming": [True]}, "Pull.coming[0] is bool, expected an integer"),
+        ({**PULL, "path": "x" * (TEXT_CHARACTERS_MAX + 1)}, "Pull.path must be a text"),
         ({**HELLO, "role": "boss"}, "Hello.role is 'boss', expected one of"),
-        ({**HELLO, "held": {}}, "Hello.held is not a list"),
-        ({**HELLO, "held": [1]}, "Hello.held[0] is int, not an object"),
-        ({**HELLO, "held": [None] * (ITEMS_MAX + 1)}, "not a list of at most"),
+        ({**HELLO, "held": {}}, "Hello.held must be a list"),
+        ({**HELLO, "held": [1]}, "Hello.held[0] is int, expected an object"),
+        ({**HELLO, "held": [None] * (ITEMS_MAX + 1)}, "must be a list of at most"),
         ({**HELLO, "run_step": "no"}, "Hello.run_step is str"),
     ],
 )
-def test_what_is_wrong_is_refused_and_named(data: object, complaint: str) -> None:
+def test_invalid_input_is_refused_with_the_field(data: object, complaint: str) -> None:
     with pytest.raises(ProtocolError) as caught:
         decode(data, [StepReport, Pull, Hello])
     assert complaint in str(caught.value)

@@ -17,8 +17,9 @@ from decoupled_diloco.merge import (
     layout_of,
     tensors_of,
 )
-from decoupled_diloco.protocol.versions import Asking, Version
-from decoupled_diloco.ranks.carrier import CarriedValues, Carrier, raised
+from decoupled_diloco.protocol.words import Asking, Version
+from decoupled_diloco.ranks.store import CarriedValues
+from decoupled_diloco.ranks.sync_ranks import Carrier, raised
 from decoupled_diloco.syncer.fragments import ShardTensors
 from decoupled_diloco.transport.base import Client
 
@@ -44,7 +45,7 @@ async def test_a_carrier_sends_and_fetches_only_buffers_that_have_changed() -> N
     model = nn.BatchNorm1d(4)
     model.register_buffer("mask", torch.ones(64, 64))
     layout = layout_of(model)
-    plan = plan_of(layout, RunConfig(run={"budget_steps": 8}, sync={"fragments": 1}))
+    plan = plan_of(layout, RunConfig(run={"max_steps": 8}, sync={"fragments": 1}))
     (part,), numel = plan.fragments, layout.numel
     begin = gather(part, tensors_of(model, layout))
     held, wire = CarriedValues(), Wire()

@@ -13,7 +13,7 @@ from decoupled_diloco import Learner
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.ranks.group import (
     RankGroup,
-    chosen_carriers,
+    chosen_sync_ranks,
     is_sharded,
     ranks_of_this_job,
 )
@@ -42,13 +42,13 @@ def test_ranks_without_a_process_group_are_refused(monkeypatch: pytest.MonkeyPat
     )
 
 
-@pytest.mark.parametrize("carriers", [0, 3, "some", None, True, 1.5])
-def test_carriers_that_are_not_there_are_refused(carriers: object) -> None:
+@pytest.mark.parametrize("sync_ranks", [0, 3, "some", None, True, 1.5])
+def test_sync_ranks_that_are_not_there_are_refused(sync_ranks: object) -> None:
     with pytest.raises(ConfigError) as error:
-        chosen_carriers(carriers, ["here", "there"])
+        chosen_sync_ranks(sync_ranks, ["here", "there"])
     assert str(error.value) == (
-        f"carriers={carriers!r}: give 1 to 2, as this learner has 2 ranks, or 'hosts' (one on "
-        "each) or 'all'"
+        f"sync_ranks={sync_ranks!r} is out of range: pass 1 to 2, because this learner has 2 "
+        "ranks, or 'hosts' (one per host) or 'all'"
     )
 
 

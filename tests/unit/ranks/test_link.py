@@ -17,11 +17,10 @@ from decoupled_diloco.config.method import plan_of
 from decoupled_diloco.errors import ConfigError, TransportError
 from decoupled_diloco.merge import block_digests, codec, layout_of
 from decoupled_diloco.merge.plan import MergePlan
-from decoupled_diloco.ranks import link as module
-from decoupled_diloco.ranks.boxes import Box
-from decoupled_diloco.ranks.carrier import CarriedValues, Carrier
-from decoupled_diloco.ranks.link import CarrierLink, LeaderLink
-from decoupled_diloco.ranks.redistribute import Sharding
+from decoupled_diloco.ranks import sync_ranks as module
+from decoupled_diloco.ranks.redistribute import Box, Sharding
+from decoupled_diloco.ranks.store import CarriedValues
+from decoupled_diloco.ranks.sync_ranks import Carrier, CarrierLink, LeaderLink
 from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.http_server import HttpServer
 from decoupled_diloco.transport.tokens import Tokens
@@ -31,7 +30,7 @@ NUMEL = 200_000
 
 def plan() -> MergePlan:
     layout = layout_of(nn.Linear(NUMEL, 1, bias=False))
-    return plan_of(layout, RunConfig(run={"budget_steps": 8}, sync={"fragments": 1}))
+    return plan_of(layout, RunConfig(run={"max_steps": 8}, sync={"fragments": 1}))
 
 
 class End:
@@ -88,7 +87,7 @@ async def test_what_was_asked_on_a_link_that_breaks_fails_and_a_new_link_comes()
         await asyncio.sleep(0.2)
         assert end.leader._channel is not None
         end.leader._channel.shut("cut")
-        with pytest.raises(TransportError, match="the link to a carrier broke"):
+        with pytest.raises(TransportError, match="the link to a sync rank broke"):
             await waits
         end.values.put(8, own + 1)
         answer = await end.leader.ask(digests_of(8))
@@ -96,14 +95,14 @@ async def test_what_was_asked_on_a_link_that_breaks_fails_and_a_new_link_comes()
 
 
 async def test_what_was_asked_on_a_link_fails_when_it_is_made_again() -> None:
-    """The carrier has found the old one dead first."""
+    """The sync rank has found the old one dead first."""
     async with linked() as end:
         waits = asyncio.ensure_future(end.leader.ask(digests_of(8)))
         await asyncio.wait([waits], timeout=0.2)
         client = HttpClient(token="key")
         await client.connect(end.address, "learner", "rank-1")
         async with asyncio.timeout(10):
-            with pytest.raises(TransportError, match="the carrier has made it again"):
+            with pytest.raises(TransportError, match="the sync rank has connected again"):
                 await waits
         await client.close()
 
@@ -143,4 +142,4 @@ async def test_a_leader_that_cannot_be_reached_is_named(monkeypatch: pytest.Monk
     (failure,) = end.failures
     assert isinstance(failure, ConfigError)
     assert "rank 1 cannot reach rank 0 at http://127.0.0.1:9" in str(failure)
-    assert "leave out carriers=" in str(failure)
+    assert "leave out sync_ranks=" in str(failure)

@@ -15,8 +15,15 @@ from torch import Tensor
 
 from decoupled_diloco.merge import Fragment, gather
 from decoupled_diloco.merge.fragments import Piece
-from decoupled_diloco.ranks.boxes import Box, at, boxes_of_range, rows_of_range
-from decoupled_diloco.ranks.redistribute import HeldRows, Redistribution, Sharding
+from decoupled_diloco.ranks.redistribute import (
+    Box,
+    HeldRows,
+    Redistribution,
+    Sharding,
+    at,
+    boxes_of_range,
+    rows_of_range,
+)
 from decoupled_diloco.runtime import blocking
 
 

@@ -14,10 +14,9 @@ from decoupled_diloco.config.method import plan_of
 from decoupled_diloco.merge import block_ranges, codec, joined_digest, layout_of
 from decoupled_diloco.merge.codec import digested_by
 from decoupled_diloco.merge.plan import MergePlan
-from decoupled_diloco.ranks.boxes import Box
-from decoupled_diloco.ranks.carrier import CarriedValues, Carrier
-from decoupled_diloco.ranks.carriers import cut_for
-from decoupled_diloco.ranks.redistribute import Sharding
+from decoupled_diloco.ranks.redistribute import Box, Sharding
+from decoupled_diloco.ranks.store import CarriedValues
+from decoupled_diloco.ranks.sync_ranks import Carrier, cut_for
 from decoupled_diloco.transport.http_client import HttpClient
 
 NUMEL = 200_000
@@ -26,8 +25,8 @@ COPY, PUBLISHED, BEFORE, LEAVES, BACK = range(1, 6)
 
 def plan(**sync: Any) -> MergePlan:
     layout = layout_of(nn.Linear(NUMEL, 1, bias=False))
-    sync = {"fragments": 1, **(sync or {"uplink_codec": "int2"})}
-    return plan_of(layout, RunConfig(run={"budget_steps": 8}, sync=sync))
+    sync = {"fragments": 1, **(sync or {"codec": {"uplink": "int2"}})}
+    return plan_of(layout, RunConfig(run={"max_steps": 8}, sync=sync))
 
 
 class Carriers:
@@ -93,5 +92,5 @@ async def test_several_residuals_are_kept_as_their_sum(tmp_path: Path) -> None:
 def test_a_fragment_that_one_codec_of_the_ladder_cannot_be_cut_in_has_one_carrier() -> None:
     sharding = Sharding(((1,),), ((Box((0,), (1,)),) * 2,), (0, 1))
     with digested_by(64):  # groups of 128
-        assert cut_for(plan(uplink_codecs=["bf16", "int2"]), sharding).uncut == (0,)
-        assert cut_for(plan(uplink_codec="bf16"), sharding).uncut == ()
+        assert cut_for(plan(codec={"uplink": ["bf16", "int2"]}), sharding).uncut == (0,)
+        assert cut_for(plan(codec={"uplink": "bf16"}), sharding).uncut == ()

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 
 from decoupled_diloco.learner.store import ModuleStore, Rounded
 from decoupled_diloco.merge import gather, layout_of, partition, tensors_of
-from decoupled_diloco.ranks.boxes import Box
-from decoupled_diloco.ranks.carrier import CarriedValues
 from decoupled_diloco.ranks.model import RankModel
-from decoupled_diloco.ranks.redistribute import Sharding
-from decoupled_diloco.ranks.tensors import HELD, RankTensors
+from decoupled_diloco.ranks.redistribute import Box, Sharding
+from decoupled_diloco.ranks.store import HELD, CarriedValues
+from decoupled_diloco.ranks.tensors import RankTensors
 from decoupled_diloco.runtime import blocking
 from fake_side_stream import FakeSideStream, MetaSideStream, OnOneDevice
 

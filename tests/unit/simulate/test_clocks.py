@@ -1,4 +1,4 @@
-"""A virtual process's own clock, which may have leapt ahead."""
+"""The clock of a virtual process, which may jump ahead."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import asyncio
 import pytest
 
 from decoupled_diloco.runtime.disk import Disk
-from decoupled_diloco.simulate.choices import Choices
-from decoupled_diloco.simulate.clockwork import Clockwork
-from decoupled_diloco.simulate.runtime import VirtualLoop, VirtualProcess
+from decoupled_diloco_lab.simulate.choices import Choices
+from decoupled_diloco_lab.simulate.clockwork import Clockwork
+from decoupled_diloco_lab.simulate.runtime import VirtualLoop, VirtualProcess
 
 
 @pytest.fixture
 def loop() -> VirtualLoop:
-    """Of a process that does nothing of itself."""
+    """The loop of an idle process."""
     process = VirtualProcess("shard-0", Clockwork(), Choices(0))
     process.boot(lambda: asyncio.sleep(0), Disk())
     assert process.loop is not None
@@ -27,8 +27,8 @@ def run_all(loop: VirtualLoop) -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.1, 1000.0, 1e6 / 3, 7e9 / 11])
-def test_who_is_woken_at_a_deadline_has_reached_it(loop: VirtualLoop, seconds: float) -> None:
-    """Else it would be woken for it at the same instant, for ever."""
+def test_a_timer_never_runs_before_its_deadline(loop: VirtualLoop, seconds: float) -> None:
+    """Otherwise its callback would set it again for the same instant, forever."""
     loop.process.leap(seconds)
     woken: list[tuple[float, float, float]] = []
 
@@ -44,7 +44,7 @@ def test_who_is_woken_at_a_deadline_has_reached_it(loop: VirtualLoop, seconds: f
         assert world == pytest.approx(delay, abs=1e-6)
 
 
-def test_a_leap_brings_deadlines_nearer_and_none_too_early(loop: VirtualLoop) -> None:
+def test_a_clock_jump_advances_timers_but_none_runs_early(loop: VirtualLoop) -> None:
     woken: list[tuple[float, float]] = []
     for deadline in (5.0, 50.0, 500.0):
         loop.call_at(deadline, lambda: woken.append((loop.time(), loop.clockwork.now)))

@@ -1,4 +1,4 @@
-"""What must happen in a world without faults, and what need not."""
+"""Which progress the checkers require in a world without faults."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from decoupled_diloco.protocol.events import FetchFailed
-from decoupled_diloco.protocol.versions import Version
-from decoupled_diloco.simulate.liveness import is_ending, must_be_heard, must_go_on
-from decoupled_diloco.simulate.scene import Mishaps, Scene, draw, heal
-from decoupled_diloco.simulate.shrink import Changes
-from decoupled_diloco.simulate.worlds import must_end
+from decoupled_diloco.protocol.words import Failed, Fetch, Version
+from worlds.liveness import is_ending, must_be_merged, must_go_on
+from worlds.scene import Mishaps, Scene, draw, heal
+from worlds.shrink import Changes
+from worlds.worlds import must_end
 
 OPTIONS = {
     "fragments": 2,
@@ -40,7 +39,7 @@ Begin = Callable[..., Scene]
 
 @pytest.fixture
 def begin(tmp_path: Path) -> Iterator[Begin]:
-    """A world of three learners, without faults."""
+    """Draw a world of three learners, without faults."""
     with ExitStack() as stack:
 
         def begun(options: dict[str, Any], **learners: Any) -> Scene:
@@ -58,9 +57,9 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
         yield begun
 
 
-def test_who_lost_its_power_before_the_end_is_evicted_in_it(begin: Begin) -> None:
-    """Its lease runs out in the closing sweep: what its fault has led to is not over before."""
-    scene = begin({"budget_steps": 12})
+def test_a_learner_that_lost_power_before_the_end_is_evicted_during_it(begin: Begin) -> None:
+    """Its lease expires in the closing sweep: the consequences of its fault are not over before."""
+    scene = begin({"max_steps": 12})
     system = scene.system
     system.run(until=10.5)
     system.crash(system.learners["learner-1"], silent=True)
@@ -70,23 +69,24 @@ def test_who_lost_its_power_before_the_end_is_evicted_in_it(begin: Begin) -> Non
     must_end(scene)
 
 
-@pytest.mark.parametrize(("latency", "heard"), [(0.4, True), (0.6, False)])
-def test_who_asks_for_copies_that_are_superseded_need_not_be_heard(
-    begin: Begin, latency: float, heard: bool
+@pytest.mark.parametrize(("latency", "merged"), [(0.4, True), (0.6, False)])
+def test_a_learner_whose_copies_are_always_superseded_need_not_be_merged(
+    begin: Begin, latency: float, merged: bool
 ) -> None:
-    """A fragment has a new version every second: so long it takes to be told of one and to ask."""
+    """A fragment has a new version every second, and the round trip takes about as long."""
     scene = begin({"period": 1, "overlap": 0}, latency=latency)
-    assert must_be_heard(scene, "learner-0") is heard
+    assert must_be_merged(scene, "learner-0") is merged
 
 
 @pytest.mark.parametrize(("latency", "more"), [(0.1, 0.0), (3.0, 7.0)])
-def test_only_who_is_so_far_away_that_copies_make_way_has_more_time_for_each_of_them(
+def test_only_a_distant_learner_has_more_time_for_each_superseded_copy(
     begin: Begin, latency: float, more: float
 ) -> None:
     bounds = begin({}, latency=latency).bounds
     learner = bounds.learners[0]
     before = bounds.behind_seconds_max(learner, 5.0)
+    failed = Failed(Fetch(0, 0, Version(1, 1), "", True, "", ""), "withdrawn")
     for now in (4.0, 6.0):
-        bounds(learner.name, now, FetchFailed(0, Version(1, 1), "withdrawn"), ())
+        bounds(learner.name, now, failed, ())
     found = bounds.behind_seconds_max(learner, 5.0) - before
     assert found == pytest.approx(more, abs=0.01)

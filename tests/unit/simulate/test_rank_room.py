@@ -1,4 +1,4 @@
-"""Where the virtual ranks of a learner meet."""
+"""The rendezvous of a learner's virtual ranks."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from decoupled_diloco.config import RunConfig
 from decoupled_diloco.errors import ConfigError, TransportError
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.runtime.disk import Disk
-from decoupled_diloco.simulate.choices import Choices
-from decoupled_diloco.simulate.clockwork import Clockwork
-from decoupled_diloco.simulate.network import Network
-from decoupled_diloco.simulate.rank_room import Room, RoomGroup
-from decoupled_diloco.simulate.runtime import VirtualProcess
-from decoupled_diloco.simulate.system import System
+from decoupled_diloco_lab.simulate.choices import Choices
+from decoupled_diloco_lab.simulate.clockwork import Clockwork
+from decoupled_diloco_lab.simulate.network import Network
+from decoupled_diloco_lab.simulate.rank_room import Room, RoomGroup
+from decoupled_diloco_lab.simulate.runtime import VirtualProcess
+from decoupled_diloco_lab.simulate.system import System
 
 Work = Callable[[RoomGroup], Coroutine[Any, Any, Any]]
 
 
 class Ranks:
-    """Processes that meet in a room, and what each has come to."""
+    """Processes in a room, and the result of each."""
 
     def __init__(self, size: int) -> None:
         self.clockwork = Clockwork()
@@ -56,12 +56,12 @@ async def twice(group: RoomGroup) -> list[Any]:
     return [first, await group.exchanged({"rank": 10 * group.rank})]
 
 
-def test_each_hears_what_all_have_said() -> None:
+def test_each_rank_receives_the_documents_of_all_ranks() -> None:
     ranks = Ranks(3)
     ranks.begin(twice)
     ranks.go(1.0)
-    said = [[{"rank": 0}, {"rank": 1}, {"rank": 2}], [{"rank": 0}, {"rank": 10}, {"rank": 20}]]
-    assert ranks.results == dict.fromkeys(range(3), said)
+    sent = [[{"rank": 0}, {"rank": 1}, {"rank": 2}], [{"rank": 0}, {"rank": 10}, {"rank": 20}]]
+    assert ranks.results == dict.fromkeys(range(3), sent)
 
 
 async def swap(group: RoomGroup) -> list[float]:
@@ -71,14 +71,14 @@ async def swap(group: RoomGroup) -> list[float]:
     return list(out.tolist())
 
 
-def test_each_gets_its_part_of_what_all_give() -> None:
+def test_all_to_all_delivers_each_rank_its_parts() -> None:
     ranks = Ranks(2)
     ranks.begin(swap)
     ranks.go(1.0)
     assert ranks.results == {0: [0.0, 10.0], 1: [1.0, 11.0]}
 
 
-def test_whoever_is_cut_off_has_the_others_wait() -> None:
+def test_other_ranks_wait_for_one_that_is_cut_off() -> None:
     ranks = Ranks(2)
     ranks.network.cut(ranks.ranks[0], ranks.ranks[1])
     ranks.begin(twice)
@@ -95,7 +95,7 @@ async def alone(group: RoomGroup) -> Any:
     return await group.exchanged({})
 
 
-def test_whoever_dies_fails_what_the_others_wait_for() -> None:
+def test_the_death_of_a_rank_fails_the_collectives_of_the_others() -> None:
     ranks = Ranks(3)
     ranks.begin(alone)
     ranks.go(1.0)
@@ -118,18 +118,18 @@ async def in_order(group: RoomGroup) -> list[Any]:
     return [last, *done]
 
 
-def test_a_strand_does_one_thing_after_the_other() -> None:
+def test_a_strand_runs_coroutines_in_order() -> None:
     ranks = Ranks(1)
     ranks.begin(in_order)
     ranks.go(10.0)
     assert ranks.results == {0: [3, 1, 2, 3]}
 
 
-def test_settings_that_cut_a_model_are_refused_in_virtual_time(tmp_path: Path) -> None:
+def test_settings_that_divide_a_model_are_rejected_in_virtual_time(tmp_path: Path) -> None:
     config = RunConfig(
-        run={"learners": 1, "budget_steps": 4},
+        run={"learners": 1, "max_steps": 4},
         learner={"ranks": 2, "parallelism": "ddp"},
-        data={"leases": False},
+        data={"elastic": False},
     )
     with pytest.raises(ConfigError, match="would be ignored"):
         System(config, [], tmp_path)

@@ -1,4 +1,4 @@
-"""Scenario files: what they mean, and one clear sentence for what they cannot mean."""
+"""Scenario files: their meaning, and one clear sentence for each mistake."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from pathlib import Path
 import pytest
 
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.config.files import shipped
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.simulate.choices import Choices
-from decoupled_diloco.simulate.scenario import Scenario, dump_scenario, load_scenario
-from decoupled_diloco.simulate.scenario_file import RUN_TABLES, ScenarioFile
+from decoupled_diloco_lab import SCENARIOS
+from decoupled_diloco_lab.simulate.choices import Choices
+from decoupled_diloco_lab.simulate.scenario import Scenario, dump_scenario, load_scenario
+from decoupled_diloco_lab.simulate.scenario_file import RUN_TABLES, ScenarioFile
 
 RUN = """
 [run]
-budget_steps = 100
+max_steps = 100
 
 [sync]
 fragments = 4
-period = 4
-overlap = 1
+sync_every = 4
+overlap_steps = 1
 
 [syncer]
 shards = 2
@@ -71,7 +71,7 @@ def random(**keys: object) -> str:
     return event(**keys).replace("[[events]]", "[[random]]")
 
 
-def test_groups_are_the_runs_learners_in_their_order(tmp_path: Path) -> None:
+def test_groups_become_the_runs_learners_in_order(tmp_path: Path) -> None:
     scenario = load(tmp_path, RUN + GROUPS)
     assert scenario.config.run.learners == 3
     assert [g.name for g in scenario.members.values()] == ["europe", "europe", "asia"]
@@ -80,7 +80,7 @@ def test_groups_are_the_runs_learners_in_their_order(tmp_path: Path) -> None:
     assert scenario.links["cable"].down_bytes_per_second == float("inf")
 
 
-def test_the_run_is_called_like_the_scenario(tmp_path: Path) -> None:
+def test_the_run_has_the_name_of_the_scenario(tmp_path: Path) -> None:
     run = load(tmp_path, RUN + GROUPS).config.run
     assert (run.name, str(run.folder)) == ("story", "runs/story")
     run = load(tmp_path, 'name = "other"\n' + RUN + GROUPS).config.run
@@ -89,56 +89,56 @@ def test_the_run_is_called_like_the_scenario(tmp_path: Path) -> None:
     assert (run.name, str(run.folder)) == ("story", "here")
 
 
-def test_without_groups_the_pace_is_the_workloads(tmp_path: Path) -> None:
+def test_without_groups_the_workload_sets_the_pace(tmp_path: Path) -> None:
     scenario = load(tmp_path, RUN.replace("0.5", "[1.0, 2.0, 3.0, 4.0]"))
     assert [g.step_seconds for g in scenario.members.values()] == [1.0, 2.0, 3.0, 4.0]
     scenario = load(tmp_path, RUN)
     assert [g.step_seconds for g in scenario.members.values()] == [0.5] * 4
 
 
-def test_a_run_is_a_file_beside_it_or_a_shipped_recipe(tmp_path: Path) -> None:
+def test_the_run_may_be_a_file_or_a_shipped_recipe(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(RUN + '\n[[faults]]\nat = 0.5\nkill = "learner-1"\n')
-    scenario = load(tmp_path, 'run = "mine.toml"\nset = ["sync.period=8"]\n')
-    assert scenario.config.sync.period == 8
+    scenario = load(tmp_path, 'run = "mine.toml"\nset = ["sync.sync_every=8"]\n')
+    assert scenario.config.sync.sync_every == 8
     assert [(h.kind, h.at_share, h.for_seconds) for h in scenario.happenings] == [
         ("kill", 0.5, 0.5)
     ]
-    recipe = load(tmp_path, 'run = "diloco"\nset = ["run.budget_steps=7"]\n')
+    recipe = load(tmp_path, 'run = "diloco"\nset = ["run.max_steps=7"]\n')
     assert recipe.config.sync.wait == "at_overlap"
-    assert recipe.config.run.budget_steps == 7
+    assert recipe.config.run.max_steps == 7
 
 
-def test_the_command_line_wins(tmp_path: Path) -> None:
+def test_the_command_line_overrides_the_scenario(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(RUN)
-    (tmp_path / "other.toml").write_text(RUN.replace("period = 4", "period = 6"))
-    text = 'run = "mine.toml"\nset = ["outer.lr=0.5", "sync.overlap=2"]\nseed = 3\n'
+    (tmp_path / "other.toml").write_text(RUN.replace("sync_every = 4", "sync_every = 6"))
+    text = 'run = "mine.toml"\nset = ["outer.lr=0.5", "sync.overlap_steps=2"]\nseed = 3\n'
     scenario = load(
-        tmp_path, text, run=tmp_path / "other.toml", overrides=["sync.overlap=3"], seed=9
+        tmp_path, text, run=tmp_path / "other.toml", overrides=["sync.overlap_steps=3"], seed=9
     )
-    assert scenario.config.sync.period == 6
+    assert scenario.config.sync.sync_every == 6
     assert scenario.config.outer.lr == 0.5
-    assert scenario.config.sync.overlap == 3
+    assert scenario.config.sync.overlap_steps == 3
     assert (scenario.seed, scenario.config.run.seed) == (9, 9)
     assert load(tmp_path, text).seed == 3
 
 
-def test_targets_mean_processes(tmp_path: Path) -> None:
+def test_targets_resolve_to_processes(tmp_path: Path) -> None:
     names = ["learner-1", "europe", "cable", "learners", "shard-0", "shard-1", "coordinator"]
     text = RUN + GROUPS + "".join(event(at_seconds=5.0, kind="pause", target=n) for n in names)
     targets = {h.target.name: h.target.processes for h in load(tmp_path, text).happenings[1:]}
-    everybody = ("learner-0", "learner-1", "learner-2")
+    all_learners = ("learner-0", "learner-1", "learner-2")
     assert targets == {
         "learner-1": ("learner-1",),
         "europe": ("learner-0", "learner-1"),
         "cable": ("learner-0", "learner-1"),
-        "learners": everybody,
+        "learners": all_learners,
         "shard-0": ("shard-0", "coordinator"),
         "shard-1": ("shard-1",),
         "coordinator": ("coordinator",),
     }
 
 
-def test_at_random_each_learner_fails_by_itself_but_a_link_as_one(tmp_path: Path) -> None:
+def test_random_faults_hit_learners_one_by_one_but_a_link_as_a_whole(tmp_path: Path) -> None:
     common = {"mean_seconds_between": 5.0, "repair_seconds": 1.0}
     text = RUN + GROUPS
     text += random(kind="kill", targets=["europe"], **common)
@@ -151,7 +151,7 @@ def test_at_random_each_learner_fails_by_itself_but_a_link_as_one(tmp_path: Path
     ]
 
 
-def test_a_resolved_scenario_means_the_same(tmp_path: Path) -> None:
+def test_a_dumped_scenario_is_equivalent(tmp_path: Path) -> None:
     text = RUN + GROUPS + event(at_seconds=3.0, kind="slow", target="europe", factor=2.0)
     text += random(
         kind="throttle",
@@ -166,19 +166,19 @@ def test_a_resolved_scenario_means_the_same(tmp_path: Path) -> None:
         assert getattr(after, part) == getattr(before, part), part
 
 
-@pytest.mark.parametrize("name", sorted(shipped("scenarios")))
-def test_a_shipped_scenario_loads_and_tells_its_story(name: str) -> None:
-    path = shipped("scenarios")[name]
+@pytest.mark.parametrize("name", sorted(SCENARIOS.files()))
+def test_a_shipped_scenario_loads_and_names_its_command(name: str) -> None:
+    path = SCENARIOS.files()[name]
     scenario = load_scenario(path)
     assert scenario.config.run.name == name
     assert path.read_text().startswith("# ")
-    ways = (f"ddiloco simulate scenarios/{name}.toml", f"ddiloco chaos {name}")
-    assert any(way in path.read_text() for way in ways)
+    commands = (f"ddiloco simulate {name}", f"ddiloco chaos {name}")
+    assert any(command in path.read_text() for command in commands)
     assert load_scenario(path, seed=5).config.run.seed == 5
 
 
-def test_there_are_scenarios() -> None:
-    assert set(shipped("scenarios")) >= {
+def test_all_scenarios_are_shipped() -> None:
+    assert set(SCENARIOS.files()) >= {
         "evening-rush",
         "flaky-link",
         "mixed-speeds",
@@ -201,18 +201,19 @@ MISTAKES = [
     ),
     (
         event(kind="kill", target="learner-7", at_step=5),
-        "target='learner-7' of kind='kill' in [[events]] names nobody: did you mean 'learner-",
+        "target='learner-7' of kind='kill' in [[events]] is not a valid target: did you mean "
+        "'learner-",
     ),
     (
         event(kind="kill", target="atlantis", at_step=5),
-        "names nobody: choose one of 'learner-0'",
+        "is not a valid target: choose one of 'learner-0'",
     ),
     (
         event(**KILL, at_step=5, at_seconds=5.0),
-        "kind='kill' target='learner-1' in [[events]] has two times: give one of at_seconds and "
+        "kind='kill' target='learner-1' in [[events]] has two starts: set one of at_seconds and "
         "at_step",
     ),
-    (event(**KILL), "in [[events]] has no time: give one of at_seconds and at_step"),
+    (event(**KILL), "in [[events]] has no start: set one of at_seconds and at_step"),
     (
         event(**KILL, at_seconds=-1.0),
         "at_seconds=-1.0 in [[events]] is out of range: it must be at least 0",
@@ -223,7 +224,7 @@ MISTAKES = [
     ),
     (
         event(**KILL, at_step=5, for_seconds=2.0, until_step=8),
-        "has two ends: give one of for_seconds and until_step",
+        "has two ends: set one of for_seconds and until_step",
     ),
     (
         event(**KILL, at_step=5, until_step=5),
@@ -231,8 +232,7 @@ MISTAKES = [
     ),
     (
         event(**KILL, at_step=100),
-        "at_step=100 in [[events]] is not before the run's end: lower it, or raise "
-        "budget_steps=100",
+        "at_step=100 in [[events]] must be below max_steps=100: lower at_step, or raise max_steps",
     ),
     (
         event(**KILL, at_step=5, factor=2.0),
@@ -240,15 +240,16 @@ MISTAKES = [
     ),
     (
         event(kind="slow", target="europe", at_step=5),
-        "lacks 'factor': say how many times slower, for example 4",
+        "lacks 'factor': add it, for example factor = 4 for 4 times slower",
     ),
     (
         event(kind="slow", target="shard-0", at_step=5, factor=2.0),
-        "is no learner: name a learner or a group of them",
+        "is not a learner: use a learner or a group of learners",
     ),
     (
         event(kind="throttle", target="asia", at_step=5, factor=2.0),
-        "has no bandwidth to take from: give its learners a link of [[links]] with up or down",
+        "has no bandwidth limit: set link for its learners to an entry of [[links]] with up or "
+        "down",
     ),
     (
         event(kind="break", target="asia", at_step=5, for_seconds=2.0),
@@ -256,12 +257,12 @@ MISTAKES = [
     ),
     (
         event(kind="join", target="learner-0", at_step=5),
-        "kind='join' of learner-0 in [[events]] would be ignored, because it is there already: "
+        "kind='join' of learner-0 in [[events]] would be ignored, because it is present already: "
         "set present=false in its group of [[learners]], or let it leave before",
     ),
     (
         event(kind="leave", target="asia", at_step=5),
-        "kind='leave' of learner-2 at 5 in [[events]] would be ignored, because it is not there "
+        "kind='leave' of learner-2 at 5 in [[events]] would be ignored, because it is not present "
         "then: let it join before",
     ),
     (
@@ -271,25 +272,26 @@ MISTAKES = [
     ),
     (
         "\n[[learners]]\npresent = false\n",
-        "learner-3 is not present at the start and never joins: add a join of it to [[events]]",
+        "learner-3 is not present at the start and never joins: add an event with kind='join' for "
+        "it to [[events]]",
     ),
     (
         '\n[[learners]]\nlink = "cabel"\n',
-        "link='cabel' in [[learners]] names no link: did you mean 'cable'?",
+        "link='cabel' in [[learners]] is not a valid link: did you mean 'cable'?",
     ),
     ("\n[[learners]]\ncount = 0\n", "count=0 in [[learners]] is out of range"),
     ("\n[[learners]]\nspeed = 2\n", "unknown key 'speed' in [[learners]]"),
     (
         '\n[[learners]]\nname = "cable"\n',
-        "two [[learners]] or [[links]] are called 'cable': rename one of them",
+        "two [[learners]] or [[links]] have the name 'cable': rename one of them",
     ),
     (
         '\n[[learners]]\nname = "learner-0"\n',
-        "the name 'learner-0' is taken by the run itself: choose another",
+        "the name 'learner-0' is reserved: choose another",
     ),
     (
         '\n[[links]]\nname = "x"\nup = "10Mb"\n',
-        "in [[links]], '10Mb' is no bandwidth: write a number above 0 and a unit, such as "
+        "in [[links]], '10Mb' is not a valid bandwidth: write a number above 0 and a unit, such as "
         "'10Mbit/s' or '1.5 MB/s'",
     ),
     (
@@ -298,7 +300,7 @@ MISTAKES = [
     ),
     (
         random(kind="kill", targets=["nobody"], mean_seconds_between=1.0, repair_seconds=1.0),
-        "'nobody' in targets of kind='kill' in [[random]] names nobody",
+        "'nobody' in targets of kind='kill' in [[random]] is not a valid target",
     ),
     (
         random(kind="join", targets=["asia"], mean_seconds_between=1.0, repair_seconds=1.0),
@@ -306,21 +308,21 @@ MISTAKES = [
     ),
     (
         random(kind="kill", targets=["europe"], mean_seconds_between=1.0),
-        "in [[random]] lacks 'repair_seconds': say how long it lasts",
+        "in [[random]] lacks 'repair_seconds': add its mean duration",
     ),
 ]
 
 
 @pytest.mark.parametrize(("text", "message"), MISTAKES)
-def test_a_mistake_is_told_in_a_sentence(tmp_path: Path, text: str, message: str) -> None:
+def test_each_mistake_has_a_one_line_error(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, RUN + GROUPS + text)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_return_is_not_taken_for_a_second_coming(tmp_path: Path) -> None:
-    """What is undone on the other scale leaves open who is there: nothing is refused then."""
+def test_an_unknown_presence_is_not_rejected(tmp_path: Path) -> None:
+    """An event that ends on the other scale leaves it open whether the learner is present."""
     leave = event(kind="leave", target="europe", at_seconds=5.0, until_step=50)
     again = event(kind="leave", target="europe", at_seconds=90.0)
     assert len(load(tmp_path, RUN + GROUPS + leave + again).happenings) == 3
@@ -329,37 +331,37 @@ def test_a_return_is_not_taken_for_a_second_coming(tmp_path: Path) -> None:
 
 
 WHOLE_MISTAKES = [
-    ("seed = 1\n", "names no run: give one on the command line"),
-    ("run = 3\n", "run=3 is neither a path in quotes nor a table"),
+    ("seed = 1\n", "names no run: pass one on the command line"),
+    ("run = 3\n", "run=3 is neither a quoted path nor a table"),
     ('run = "none.toml"\n', "none.toml does not exist"),
     ('run = "nonesuch"\n', "'nonesuch' is neither a file nor a shipped recipe"),
-    ('run = "diloco"\n[sync]\nperiod = 3\n', "[sync] beside run='diloco' would be ignored"),
-    ('set = ["a.b=1"]\n' + RUN, "set beside the run's own tables says the same twice"),
+    ('run = "diloco"\n[sync]\nsync_every = 3\n', "[sync] with run='diloco' would be ignored"),
+    ('set = ["a.b=1"]\n' + RUN, "set cannot be combined with a [run] table"),
     (
         RUN.replace("[run]", "[run]\nlearners = 5") + GROUPS,
-        "run.learners=5, but the [[learners]] of the scenario are 3: take run.learners out",
+        "run.learners=5, but the [[learners]] of the scenario add up to 3: remove run.learners",
     ),
     (
         "until_seconds = 9.0\n" + RUN + GROUPS + event(**KILL, at_seconds=9.0),
-        "at_seconds=9 in [[events]] is not before the scenario's end: lower it, or raise "
-        "until_seconds=9",
+        "at_seconds=9 in [[events]] must be below until_seconds=9: lower at_seconds, or raise "
+        "until_seconds",
     ),
     (
         RUN.replace("step_seconds = 0.5", "step_seconds = [0.5]"),
-        "step_seconds in [workload.options] lists 1, but there are 4 learners",
+        "step_seconds in [workload.options] has 1 entries for 4 learners",
     ),
 ]
 
 
 @pytest.mark.parametrize(("text", "message"), WHOLE_MISTAKES)
-def test_a_file_that_makes_no_scenario(tmp_path: Path, text: str, message: str) -> None:
+def test_a_file_that_is_not_a_valid_scenario(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, text)
     assert message in str(caught.value)
 
 
-def test_no_scenario_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="give the path of a scenario's TOML file"):
+def test_a_missing_scenario_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="pass the path of a scenario's TOML file"):
         load_scenario(tmp_path / "none.toml")
 
 
@@ -369,21 +371,23 @@ def test_targets_may_be_all_shards_and_the_evaluator(tmp_path: Path) -> None:
     targets = [h.target for h in load(tmp_path, text).happenings]
     assert targets[0].members == (("shard-0", "coordinator"), ("shard-1",))
     assert targets[1].members == (("evaluator",),)
-    with pytest.raises(ConfigError, match="names nobody"):
+    with pytest.raises(ConfigError, match="is not a valid target"):
         load(tmp_path, text.replace("[run]", "[run]\nevaluator = false"))
 
 
 @pytest.mark.parametrize(
     ("choose", "count"), [("one", 1), ("minority", 1), ("majority", 3), ("all", 4)]
 )
-def test_chance_chooses_so_many_of_a_group(tmp_path: Path, choose: str, count: int) -> None:
+def test_a_random_choice_hits_the_right_number_of_a_group(
+    tmp_path: Path, choose: str, count: int
+) -> None:
     text = RUN + event(at_seconds=5.0, kind="kill", target="learners", choose=choose)
     (happening,) = load(tmp_path, text).happenings
     struck = {happening.target.some(happening.choose, Choices(seed)) for seed in range(50)}
     assert {len(target.processes) for target in struck} == {count}
     assert len(struck) == (1 if count == 4 else 4)
-    everybody = [target.processes for target in struck]
-    assert all(list(names) == sorted(names) for names in everybody), "in the group's own order"
+    chosen = [target.processes for target in struck]
+    assert all(list(names) == sorted(names) for names in chosen), "in the order of the group"
 
 
 def test_shard_0_and_the_coordinator_are_chosen_together(tmp_path: Path) -> None:
@@ -403,7 +407,7 @@ def test_a_group_may_fail_together_at_random(tmp_path: Path) -> None:
     assert happening is not None
     assert len(happening.target.processes) == 3
     again = recurrence.next(recurrence.choices(7), 100.0)
-    assert again == (at, over_at, happening), "it follows from the seed"
+    assert again == (at, over_at, happening), "the seed determines it"
 
 
 def test_repairs_may_be_heavy_tailed(tmp_path: Path) -> None:
@@ -412,22 +416,25 @@ def test_repairs_may_be_heavy_tailed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="lacks 'repair_shapes'"):
         load(tmp_path, text)
     for recurrence in load(tmp_path, text + "repair_shapes = [2.0, 0.5]").recurrences:
-        coming = recurrence.next(recurrence.choices(1), 0.0)
-        assert coming is not None
-        assert coming[2].for_seconds == coming[1] - coming[0] > 0
+        upcoming = recurrence.next(recurrence.choices(1), 0.0)
+        assert upcoming is not None
+        assert upcoming[2].for_seconds == upcoming[1] - upcoming[0] > 0
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"kind": "loss"}, "lacks 'share': say how much of what the link carries"),
+        (
+            {"kind": "loss"},
+            "lacks 'share': add it, for example share = 0.01 for 1 % of the link's traffic",
+        ),
         ({"kind": "delay"}, "lacks 'delay_seconds'"),
         ({"kind": "clock-jump"}, "lacks 'jump_seconds'"),
         ({"kind": "kill", "share": 0.5}, "share=0.5 in .* would be ignored with kind='kill'"),
         ({"kind": "pause", "direction": "up"}, "would be ignored with kind='pause'"),
         ({"kind": "restart", "for_seconds": 3.0}, "would be ignored with kind='restart'"),
-        ({"kind": "disk-full"}, "has no disk of its own: name a shard"),
-        ({"kind": "loss", "share": 0.1, "target": "shard-0"}, "is no learner"),
+        ({"kind": "disk-full"}, "has no separate disk: use a shard"),
+        ({"kind": "loss", "share": 0.1, "target": "shard-0"}, "is not a learner"),
     ],
 )
 def test_each_kind_has_its_own_keys(tmp_path: Path, keys: dict[str, object], message: str) -> None:
@@ -436,7 +443,7 @@ def test_each_kind_has_its_own_keys(tmp_path: Path, keys: dict[str, object], mes
         load(tmp_path, RUN + event(**keys))
 
 
-def test_every_kind_survives_being_written_out(tmp_path: Path) -> None:
+def test_every_kind_survives_a_dump_and_a_load(tmp_path: Path) -> None:
     text = RUN + "".join(
         event(at_seconds=5.0, target="learner-1", **keys)
         for keys in (
@@ -451,22 +458,22 @@ def test_every_kind_survives_being_written_out(tmp_path: Path) -> None:
     assert load(tmp_path, dump_scenario(first)).happenings == first.happenings
 
 
-def test_a_standby_may_be_struck_where_there_is_one(tmp_path: Path) -> None:
+def test_a_standby_may_be_a_target_where_one_exists(tmp_path: Path) -> None:
     text = RUN + event(at_seconds=5.0, kind="kill", target="shard-1-standby")
-    with pytest.raises(ConfigError, match="names nobody"):
+    with pytest.raises(ConfigError, match="is not a valid target"):
         load(tmp_path, text)
-    scenario = load(tmp_path, text, overrides=["syncer.standbys=1"])
+    scenario = load(tmp_path, text, overrides=["syncer.standby=true"])
     assert scenario.happenings[0].target.processes == ("shard-1-standby",)
 
 
-def test_chance_may_choose_somebody_who_is_not_there(tmp_path: Path) -> None:
+def test_a_random_choice_may_hit_a_learner_that_is_absent(tmp_path: Path) -> None:
     kill = {"kind": "kill", "target": "learners", "for_seconds": 9.0}
     text = RUN + "".join(event(at_seconds=at, choose="one", **kill) for at in (5.0, 6.0))
     assert len(load(tmp_path, text).happenings) == 2
-    with pytest.raises(ConfigError, match="it is not there then"):
+    with pytest.raises(ConfigError, match="it is not present then"):
         load(tmp_path, text.replace("choose = 'one'\n", ""))
 
 
-def test_every_table_of_a_run_may_stand_in_a_scenario() -> None:
+def test_a_scenario_may_contain_every_table_of_a_run() -> None:
     tables = {field.alias or name for name, field in RunConfig.model_fields.items()}
     assert tables <= set(RUN_TABLES) <= set(ScenarioFile.model_fields)

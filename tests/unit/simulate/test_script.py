@@ -1,4 +1,4 @@
-"""Scenarios carried out: what overlaps, and what befalls a process that is not there."""
+"""Execution of scenarios: overlapping faults, and faults of processes that are down."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 
 from decoupled_diloco.errors import ProtocolError
-from decoupled_diloco.observe.tape import TapeReader
-from decoupled_diloco.simulate.hosts import LearnerHost
-from decoupled_diloco.simulate.protocol_run import ProtocolRun
-from decoupled_diloco.simulate.scenario import load_scenario
 from decoupled_diloco.syncer.durable import DURABLE
+from decoupled_diloco.tape import TapeReader
+from decoupled_diloco_lab.simulate.hosts import LearnerHost
+from decoupled_diloco_lab.simulate.protocol_run import ProtocolRun
+from decoupled_diloco_lab.simulate.scenario import load_scenario
 
 HEAD = """
 parameters = 1000
 until_seconds = 60
-run = { budget_steps = 10000 }
-sync = { fragments = 2, period = 4, overlap = 1 }
+run = { max_steps = 10000 }
+sync = { fragments = 2, sync_every = 4, overlap_steps = 1 }
 [[learners]]
 count = 3
 """
@@ -31,7 +31,7 @@ Begin = Callable[..., ProtocolRun]
 
 @pytest.fixture
 def begin() -> Iterator[Begin]:
-    """Begins runs of scenarios, and ends them with the test."""
+    """Start runs of scenarios, and close them after the test."""
     with ExitStack() as stack:
 
         def begun(path: Path, tape: Path | None = None, **arguments: Any) -> ProtocolRun:
@@ -43,7 +43,7 @@ def begin() -> Iterator[Begin]:
 
 
 def begun(begin: Begin, folder: Path, *events: str) -> tuple[ProtocolRun, LearnerHost]:
-    """The run of a scenario with these events, each "kind from seconds"; and its learner-1."""
+    """Start a run with these events, each "kind start duration", and return its learner-1, too."""
     text = HEAD
     for event in events:
         kind, at, seconds = event.split()
@@ -56,7 +56,7 @@ def begun(begin: Begin, folder: Path, *events: str) -> tuple[ProtocolRun, Learne
 
 
 def test_a_pause_ends_with_its_process(begin: Begin, tmp_path: Path) -> None:
-    """A new process does not stand, and stands no longer than its own pause lasts."""
+    """A new process is not paused, and only its own pause affects it."""
     run, learner = begun(begin, tmp_path, "pause 10 20", "kill 12 1", "pause 15 2")
     seen = []
     for instant in (11.0, 14.0, 16.0, 18.0, 31.0):
@@ -74,9 +74,7 @@ def test_pauses_that_overlap_end_with_the_last(begin: Begin, tmp_path: Path) -> 
     assert not learner.paused
 
 
-def test_what_lasts_is_told_when_it_begins_and_when_it_is_undone(
-    begin: Begin, tmp_path: Path
-) -> None:
+def test_a_lasting_fault_is_recorded_at_its_start_and_its_end(begin: Begin, tmp_path: Path) -> None:
     text = HEAD
     for kind, at in (("cut", 10), ("kill", 15)):
         text += f'[[events]]\nkind = "{kind}"\ntarget = "learner-1"\nat_seconds = {at}\n'
@@ -85,20 +83,20 @@ def test_what_lasts_is_told_when_it_begins_and_when_it_is_undone(
     run = begin(tmp_path / "scenario.toml", tmp_path / "run")
     run.system.run(until=50.0)
     run.close()
-    told = [
+    recorded = [
         (record.at, record.type, record.data["kind"])
         for record in TapeReader(tmp_path / "run")
         if record.type in ("FaultInjected", "FaultEnded")
     ]
-    assert told == [
+    assert recorded == [
         (10.0, "FaultInjected", "cut"),
         (15.0, "FaultInjected", "kill"),
         (30.0, "FaultEnded", "cut"),
     ]
 
 
-def refused(run: ProtocolRun, learner: LearnerHost) -> None:
-    """The learner's process ends of itself; its supervisor is about to start it again."""
+def crash_by_itself(run: ProtocolRun, learner: LearnerHost) -> None:
+    """Let the learner's process fail, so that its supervisor is about to restart it."""
     run.system.run(until=10.2)
     learner._gone(ProtocolError.exit_code, silent=False)
     run.system.run(until=10.3)
@@ -107,25 +105,24 @@ def refused(run: ProtocolRun, learner: LearnerHost) -> None:
     assert child.restart_at > 10.5
 
 
-def test_who_is_killed_for_good_is_not_started_by_its_supervisor(
+def test_a_process_killed_for_good_is_not_restarted_by_its_supervisor(
     begin: Begin, tmp_path: Path
 ) -> None:
     run, learner = begun(begin, tmp_path, "kill 10.5 inf")
-    refused(run, learner)
+    crash_by_itself(run, learner)
     run.system.run(until=20.0)
     assert not learner.alive
     assert learner.life == 1
     run, learner = begun(begin, tmp_path, "kill 10.5 5")
-    refused(run, learner)
+    crash_by_itself(run, learner)
     run.system.run(until=20.0)
     assert learner.alive
     assert learner.life == 2
 
 
-def test_who_left_and_had_become_slower_leaves_no_step_time_behind(
-    begin: Begin, tmp_path: Path
-) -> None:
-    """A storm in which the fastest goes while nobody else has reported a step's length."""
+@pytest.mark.long
+def test_the_step_time_of_a_learner_that_left_is_forgotten(begin: Begin, tmp_path: Path) -> None:
+    """The fastest learner leaves before any other has reported its step time."""
     text = HEAD.replace("count = 3", "count = 2\n[[learners]]\ncount = 3\nstep_seconds = 1.3")
     for kind, mean in (("kill", 60), ("vanish", 80), ("leave", 30)):
         text += f'[[random]]\nkind = "{kind}"\ntargets = ["learners"]\n'
@@ -148,7 +145,7 @@ at_seconds = 10.0
 """
 
 
-def told(
+def run_with_event(
     begin: Begin, folder: Path, kind: str, target: str, keys: str, seconds: float
 ) -> ProtocolRun:
     text = HEAD.replace("count = 3", "count = 3\nlink = 'wire'")
@@ -161,37 +158,37 @@ def told(
 
 
 def test_a_full_disk_costs_rounds_only(begin: Begin, tmp_path: Path) -> None:
-    run = told(begin, tmp_path, "disk-full", "shard-0", "for_seconds = 20.0", 9.9)
+    run = run_with_event(begin, tmp_path, "disk-full", "shard-0", "for_seconds = 20.0", 9.9)
     merged, clock = run.tally.merged, run.script.clock
     run.system.run(until=29.9)
-    assert run.tally.merged == merged, "nothing is merged that cannot be kept"
-    assert run.script.clock > clock + 15, "training goes on"
+    assert run.tally.merged == merged, "nothing is merged that cannot be written"
+    assert run.script.clock > clock + 15, "training continues"
     run.system.run(until=60.0)
-    assert run.tally.merged > merged, "after the pause that the last failure led to"
+    assert run.tally.merged > merged, "merges continue after the pause of the last failure"
 
 
 def test_a_lost_disk_is_empty_when_its_shard_comes_back(begin: Begin, tmp_path: Path) -> None:
-    run = told(begin, tmp_path, "disk-lost", "shard-0", "for_seconds = 5.0", 9.9)
+    run = run_with_event(begin, tmp_path, "disk-lost", "shard-0", "for_seconds = 5.0", 9.9)
     disk = run.system.folder / DURABLE / "shard-0"
     assert any(disk.iterdir())
     run.system.run(until=12.0)
     assert not disk.exists()
     assert not run.system.shards[0].alive
     run.system.run(until=30.0)
-    assert any(disk.iterdir()), "the learners' copies are kept again"
+    assert any(disk.iterdir()), "the learners' copies are written again"
 
 
-def test_told_to_end_and_started_again(begin: Begin, tmp_path: Path) -> None:
-    run = told(begin, tmp_path, "restart", "learner-1", "", 20.0)
+def test_a_restart_ends_a_process_and_starts_it_again(begin: Begin, tmp_path: Path) -> None:
+    run = run_with_event(begin, tmp_path, "restart", "learner-1", "", 20.0)
     learner = run.system.learners["learner-1"]
     assert learner.alive
     assert learner.life == 2
-    run = told(begin, tmp_path, "restart", "shard-0", "", 20.0)
+    run = run_with_event(begin, tmp_path, "restart", "shard-0", "", 20.0)
     assert run.system.shards[0].life == 2
 
 
-def test_a_clock_that_leaps_costs_nobody_else_anything(begin: Begin, tmp_path: Path) -> None:
-    run = told(begin, tmp_path, "clock-jump", "shard-0", "jump_seconds = 1000.0", 30.0)
+def test_a_clock_jump_evicts_no_learner(begin: Begin, tmp_path: Path) -> None:
+    run = run_with_event(begin, tmp_path, "clock-jump", "shard-0", "jump_seconds = 1000.0", 30.0)
     shard = run.system.shards[0]
     assert shard.loop is not None
     assert shard.loop.time() == 1030.0
@@ -200,11 +197,11 @@ def test_a_clock_that_leaps_costs_nobody_else_anything(begin: Begin, tmp_path: P
     assert run.script.clock > 25
 
 
-def test_a_link_may_be_slow_to_answer_lossy_or_corrupting_for_a_while(
-    begin: Begin, tmp_path: Path
-) -> None:
+def test_delay_and_loss_of_a_link_are_temporary(begin: Begin, tmp_path: Path) -> None:
     for kind, keys in (("delay", "delay_seconds = 0.3"), ("loss", "share = 0.3")):
-        run = told(begin, tmp_path, kind, "learner-1", f"{keys}\nfor_seconds = 15.0", 20.0)
+        run = run_with_event(
+            begin, tmp_path, kind, "learner-1", f"{keys}\nfor_seconds = 15.0", 20.0
+        )
         link = run.system.learners["learner-1"].link
         expected = (0.31, 0.0) if kind == "delay" else (0.01, 0.3)
         assert (link.latency, link.loss) == pytest.approx(expected)
@@ -214,19 +211,21 @@ def test_a_link_may_be_slow_to_answer_lossy_or_corrupting_for_a_while(
         assert run.script.clock > 25
 
 
-def test_what_a_corrupting_link_carries_is_refused(begin: Begin, tmp_path: Path) -> None:
-    run = told(begin, tmp_path, "corrupt", "learners", "share = 0.99\nfor_seconds = 15.0", 9.9)
+def test_corrupted_payloads_are_rejected(begin: Begin, tmp_path: Path) -> None:
+    run = run_with_event(
+        begin, tmp_path, "corrupt", "learners", "share = 0.99\nfor_seconds = 15.0", 9.9
+    )
     merged = run.tally.merged
     run.system.run(until=24.0)
-    assert run.tally.merged <= merged + 2, "spoilt bodies are not merged"
+    assert run.tally.merged <= merged + 2, "corrupted payloads are not merged"
     run.system.run(until=50.0)
     assert run.tally.merged > merged + 5
 
 
 def test_a_cut_in_one_direction(begin: Begin, tmp_path: Path) -> None:
-    """The shard no longer hears the learner; the learner hears, and takes what it is told."""
+    """The shard receives nothing from the learner, but the learner still receives messages."""
     keys = 'direction = "up"\nfor_seconds = 60.0'
-    run = told(begin, tmp_path, "cut", "learner-1", keys, 15.0)
+    run = run_with_event(begin, tmp_path, "cut", "learner-1", keys, 15.0)
     learner, shard = run.system.learners["learner-1"], run.system.shards[0]
     assert run.system.network.is_silent(learner, shard)
     assert not run.system.network.is_silent(shard, learner)
@@ -235,15 +234,13 @@ def test_a_cut_in_one_direction(begin: Begin, tmp_path: Path) -> None:
     assert learner.alive
 
 
-def test_chance_chooses_whom_an_event_strikes(begin: Begin, tmp_path: Path) -> None:
-    run = told(begin, tmp_path, "kill", "learners", 'choose = "majority"', 12.0)
+def test_an_event_may_hit_a_random_majority(begin: Begin, tmp_path: Path) -> None:
+    run = run_with_event(begin, tmp_path, "kill", "learners", 'choose = "majority"', 12.0)
     assert sum(learner.alive for learner in run.system.learners.values()) == 1
 
 
-def test_who_was_told_to_come_back_does_so_however_long_it_takes_to_go(
-    begin: Begin, tmp_path: Path
-) -> None:
-    """It stands, so it is killed; by then it has been told to come back."""
+def test_a_process_that_is_slow_to_stop_still_comes_back(begin: Begin, tmp_path: Path) -> None:
+    """It is paused, so it must be killed. Its restart has been requested by then."""
     run, learner = begun(begin, tmp_path, "pause 10 40", "leave 11 1")
     run.system.run(until=13.0)
     assert learner.alive

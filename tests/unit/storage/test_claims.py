@@ -1,4 +1,4 @@
-"""A claim is made once, by one process, whole."""
+"""A claim is created once, by one process, atomically."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from decoupled_diloco.errors import StorageError
-from decoupled_diloco.protocol.shard_lease import Condition, NewestLease
+from decoupled_diloco.protocol.words import Condition, NewestLease
 from decoupled_diloco.runtime import Runtime, within
-from decoupled_diloco.simulate.choices import Choices
-from decoupled_diloco.simulate.disk import Loss, SimulatedDisk, remains
 from decoupled_diloco.storage.claims import ClaimStore, create_once, newest_number, numbered
+from decoupled_diloco_lab.simulate.choices import Choices
+from decoupled_diloco_lab.simulate.disk import Loss, SimulatedDisk, remains
 
 RACES = 100
 
@@ -36,7 +36,7 @@ def store(tmp_path: Path) -> ClaimStore:
     return ClaimStore(tmp_path / "claims" / "shard-1", "me", 5.0, "shard-1")
 
 
-def test_of_processes_that_race_exactly_one_wins(tmp_path: Path) -> None:
+def test_exactly_one_of_several_racing_processes_wins(tmp_path: Path) -> None:
     folder = tmp_path / "shard-1"
     contenders = [
         subprocess.Popen(
@@ -64,11 +64,11 @@ def test_of_processes_that_race_exactly_one_wins(tmp_path: Path) -> None:
     assert not list(folder.glob(".*")), "nothing is left in the making"
 
 
-def test_nobody_has_made_a_claim(store: ClaimStore) -> None:
+def test_an_empty_store_has_no_claim(store: ClaimStore) -> None:
     assert store.look() == NewestLease(0, "", 0, 0.0, "held")
 
 
-def test_the_newest_claim_counts_and_what_its_holder_counts_to(store: ClaimStore) -> None:
+def test_the_newest_claim_and_its_renewals_are_returned(store: ClaimStore) -> None:
     assert store.claim(1)
     other = ClaimStore(store.folder, "other", 9.0, "shard-1-standby")
     assert not other.claim(1)
@@ -83,8 +83,8 @@ def test_the_newest_claim_counts_and_what_its_holder_counts_to(store: ClaimStore
     assert store.look().condition == "released"
 
 
-def test_a_claim_that_is_gone_cannot_be_renewed(store: ClaimStore) -> None:
-    """The storage was unmounted: what lies below it is another folder."""
+def test_a_missing_claim_cannot_be_renewed(store: ClaimStore) -> None:
+    """The storage was unmounted: the mount point is another folder."""
     assert store.claim(1)
     numbered(store.folder, 1).unlink()
     with pytest.raises(StorageError, match=r"00000001\.renewals cannot be written"):
@@ -92,7 +92,7 @@ def test_a_claim_that_is_gone_cannot_be_renewed(store: ClaimStore) -> None:
 
 
 @pytest.mark.parametrize("text", ["", '{"nonce": "x"', "[]", '{"nonce": "x"}'])
-def test_a_torn_claim_is_nobodys_to_pass_over(store: ClaimStore, text: str) -> None:
+def test_a_torn_claim_is_an_error(store: ClaimStore, text: str) -> None:
     assert store.claim(1)
     numbered(store.folder, 2).write_text(text)
     with pytest.raises(StorageError, match=r"00000002\.json cannot be read"):
@@ -102,7 +102,7 @@ def test_a_torn_claim_is_nobodys_to_pass_over(store: ClaimStore, text: str) -> N
 
 @pytest.mark.parametrize("text", ["", "\0\0\0", "{}", '{"renewals": 3, "condition": "lent"}'])
 def test_a_renewal_that_a_power_loss_has_torn_counts_as_none(store: ClaimStore, text: str) -> None:
-    """Nothing waits for the disk to have it; a standby must not wait forever."""
+    """Renewals are not synced to disk, and a standby must not wait forever."""
     assert store.claim(1)
     store.renew(1, 7)
     (store.folder / "00000001.renewals").write_text(text)
@@ -112,9 +112,7 @@ def test_a_renewal_that_a_power_loss_has_torn_counts_as_none(store: ClaimStore, 
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_wherever_the_power_is_lost_a_claim_is_whole_or_not_there(
-    tmp_path: Path, seed: int
-) -> None:
+def test_after_a_power_failure_a_claim_is_complete_or_absent(tmp_path: Path, seed: int) -> None:
     whole = SimulatedDisk(tmp_path)
     with within(Runtime(whole)):
         assert create_once(tmp_path / "claims" / "00000001.json", "what it says", "me")
@@ -125,8 +123,8 @@ def test_wherever_the_power_is_lost_a_claim_is_whole_or_not_there(
     assert found.get(Path("claims/00000001.json")) == b"what it says", "it was confirmed"
 
 
-def test_a_claim_in_the_making_is_none(store: ClaimStore) -> None:
-    """A process died while it was writing."""
+def test_an_unfinished_claim_does_not_count(store: ClaimStore) -> None:
+    """A process died while it wrote the file."""
     assert store.claim(1)
     (store.folder / ".00000002.json.other.part").write_text('{"nonce": "oth')
     assert store.look().number == 1
@@ -140,7 +138,7 @@ def test_a_file_is_created_once_and_never_replaced(tmp_path: Path) -> None:
     assert path.read_text() == "one"
 
 
-def test_a_storage_that_refuses_is_told(tmp_path: Path) -> None:
+def test_a_storage_failure_raises(tmp_path: Path) -> None:
     (tmp_path / "shard-1").write_text("no folder")
     store = ClaimStore(tmp_path / "shard-1", "me", 5.0, "shard-1")
     with pytest.raises(StorageError, match="cannot be created"):
@@ -149,8 +147,8 @@ def test_a_storage_that_refuses_is_told(tmp_path: Path) -> None:
         store.look()
 
 
-def test_an_empty_mount_point_is_no_storage(store: ClaimStore) -> None:
-    """Else a process would make a first claim there, beside the real one."""
+def test_an_empty_mount_point_is_an_error(store: ClaimStore) -> None:
+    """Otherwise a process would create a first claim there, in addition to the real one."""
     assert store.claim(1)
     shutil.rmtree(store.folder.parent)
     for ask in (store.look, store.newest, lambda: store.claim(2)):
@@ -162,7 +160,7 @@ def test_an_empty_mount_point_is_no_storage(store: ClaimStore) -> None:
 @pytest.mark.parametrize(
     ("before", "after"), [("finished", "released"), ("released", "released"), ("held", "held")]
 )
-def test_a_run_that_was_over_may_go_on(
+def test_a_finished_run_can_be_reopened(
     store: ClaimStore, before: Condition, after: Condition
 ) -> None:
     store.reopen()

@@ -1,4 +1,4 @@
-"""The data ledger on disk: what was entered is there again, and the run may go back."""
+"""The data ledger on disk: entries are restored, and a run can return to an earlier state."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from decoupled_diloco.errors import StorageError
-from decoupled_diloco.observe.data_ledger import read_data
-from decoupled_diloco.protocol.data_leases.coordinator import LeaseBook, apply, copied
-from decoupled_diloco.protocol.data_leases.ledger import (
+from decoupled_diloco.protocol.features.data import LeaseBook, apply, copied
+from decoupled_diloco.protocol.words import (
     DataDescribed,
     Leased,
     LedgerEntry,
@@ -18,6 +17,7 @@ from decoupled_diloco.protocol.data_leases.ledger import (
     Settled,
     TakenBack,
 )
+from decoupled_diloco.run_model.data import read_data
 from decoupled_diloco.storage.data_ledger import Basis, DataLedger, ledger_files, read_ledger
 from decoupled_diloco.storage.journal import Journal
 
@@ -39,7 +39,7 @@ def book_of(entries: list[LedgerEntry]) -> LeaseBook:
     return book
 
 
-def test_a_new_coordinator_has_the_leases_of_the_last_one(tmp_path: Path) -> None:
+def test_a_new_coordinator_reads_the_leases_of_the_last_one(tmp_path: Path) -> None:
     path = tmp_path / "data.ledger"
     ledger = DataLedger(tmp_path, LeaseBook())
     ledger.append(ENTRIES[:3])
@@ -49,7 +49,7 @@ def test_a_new_coordinator_has_the_leases_of_the_last_one(tmp_path: Path) -> Non
     assert DataLedger(tmp_path, LeaseBook()).book == book_of(ENTRIES)
 
 
-def test_what_was_torn_was_never_told(tmp_path: Path) -> None:
+def test_a_torn_entry_was_never_sent(tmp_path: Path) -> None:
     path = tmp_path / "data.ledger"
     ledger = DataLedger(tmp_path, LeaseBook())
     for entry in ENTRIES:
@@ -63,7 +63,7 @@ def test_what_was_torn_was_never_told(tmp_path: Path) -> None:
     assert list(read_ledger(path)) == ENTRIES
 
 
-def test_a_run_that_goes_back_forgets_what_was_entered_since(tmp_path: Path) -> None:
+def test_a_run_that_goes_back_drops_later_entries(tmp_path: Path) -> None:
     path = tmp_path / "data.ledger"
     ledger = DataLedger(tmp_path, LeaseBook())
     ledger.append(ENTRIES)
@@ -78,7 +78,7 @@ def test_a_run_that_goes_back_forgets_what_was_entered_since(tmp_path: Path) -> 
     assert Basis(before) in list(read_ledger(path))
 
 
-def test_a_ledger_that_is_gone_is_begun_again_from_the_coordinators_state(tmp_path: Path) -> None:
+def test_a_missing_ledger_is_recreated_from_the_coordinators_state(tmp_path: Path) -> None:
     book = book_of(ENTRIES)
     ledger = DataLedger(tmp_path, book)
     ledger.close()
@@ -91,12 +91,12 @@ def test_an_entry_of_another_version_is_named(tmp_path: Path) -> None:
     journal = Journal(path)
     journal.append({"entries": [{"type": "Borrowed", "lease": 1}]})
     journal.close()
-    with pytest.raises(StorageError, match=r"data\.ledger cannot be understood .*'Borrowed'"):
+    with pytest.raises(StorageError, match=r"data\.ledger has an unknown format .*'Borrowed'"):
         DataLedger(tmp_path, LeaseBook())
 
 
 def test_a_large_ledger_is_read_in_little_time(tmp_path: Path) -> None:
-    """A coordinator that starts again reads all of it before it lets anybody in."""
+    """A restarted coordinator reads all of it before it admits a learner."""
     ledger = DataLedger(tmp_path, LeaseBook())
     many: list[LedgerEntry] = [DataDescribed(10_000)]
     for number in range(1, 10_001):
@@ -108,13 +108,13 @@ def test_a_large_ledger_is_read_in_little_time(tmp_path: Path) -> None:
     assert time.process_time() - began < 5.0
 
 
-def test_a_coordinator_that_takes_over_has_a_file_of_its_own(tmp_path: Path) -> None:
-    """What the one before still writes then changes nothing of what counts."""
+def test_a_coordinator_that_takes_over_uses_its_own_file(tmp_path: Path) -> None:
+    """Later writes of the previous coordinator then have no effect."""
     first = DataLedger(tmp_path, LeaseBook(), claim=1)
     first.append(ENTRIES[:3])
-    told = book_of(ENTRIES[:4])  # its state was written, its ledger was not: it has stopped
-    second = DataLedger(tmp_path, told, ENTRIES[3:4], claim=2)
-    assert second.book == told
+    book = book_of(ENTRIES[:4])  # its state was written, its ledger was not: it has stopped
+    second = DataLedger(tmp_path, book, ENTRIES[3:4], claim=2)
+    assert second.book == book
     second.append(ENTRIES[4:])
     first.append(ENTRIES[3:4])
     first.close()
@@ -129,7 +129,7 @@ def test_a_coordinator_that_takes_over_has_a_file_of_its_own(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("since", [3, 1], ids=["none of them is there", "some are there"])
-def test_what_a_dead_coordinator_had_told_and_not_entered_is_not_lost(
+def test_entries_sent_but_not_written_by_a_dead_coordinator_are_kept(
     tmp_path: Path, since: int
 ) -> None:
     first = DataLedger(tmp_path, LeaseBook(), claim=1)

@@ -1,4 +1,4 @@
-"""Small files are whole or as they were."""
+"""Small files are replaced atomically."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from decoupled_diloco.errors import StorageError
 from decoupled_diloco.storage.files import write_text
 
 
-def test_the_disk_has_text_and_name_before_it_returns(
+def test_text_and_name_are_durable_on_return(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, forced = tmp_path / "state.json", []
@@ -25,7 +25,7 @@ def test_the_disk_has_text_and_name_before_it_returns(
     assert path.read_text() == "one"
 
 
-def test_a_failure_leaves_what_was_there(tmp_path: Path) -> None:
+def test_a_failure_keeps_the_old_text(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     write_text(path, "one")
     (tmp_path / "state.part").mkdir()

@@ -1,4 +1,4 @@
-"""The write-ahead journal: every record is whole, or not there."""
+"""The write-ahead journal: every record is complete or absent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RECORDS = [({"n": 1}, b"one"), ({"n": 2}, b""), ({"n": 3, "text": "drei"}, bytes
 
 
 def written(path: Path) -> list[int]:
-    """Writes the records; where each ends."""
+    """Write the records and return the end of each."""
     journal, ends = Journal(path), []
     for fields, body in RECORDS:
         journal.append(fields, body)
@@ -31,7 +31,7 @@ def test_records_come_back_in_order(tmp_path: Path) -> None:
     assert found == [JournalRecord(fields, body) for fields, body in RECORDS]
 
 
-def test_cut_at_any_byte_what_is_whole_before_it_is_there(tmp_path: Path) -> None:
+def test_a_journal_truncated_at_any_byte_keeps_the_whole_records(tmp_path: Path) -> None:
     path = tmp_path / "a.journal"
     ends = written(path)
     content = path.read_bytes()
@@ -51,7 +51,7 @@ def test_a_flipped_bit_ends_the_journal_before_its_record(tmp_path: Path) -> Non
 
 
 def test_any_changed_byte_of_a_record_ends_the_journal_before_it(tmp_path: Path) -> None:
-    """Also where what it says is still JSON: no other digest covers the fields."""
+    """Also if its text is still JSON: no other digest covers the fields."""
     path = tmp_path / "a.journal"
     ends = written(path)
     content = path.read_bytes()
@@ -62,7 +62,7 @@ def test_any_changed_byte_of_a_record_ends_the_journal_before_it(tmp_path: Path)
         assert [record.fields["n"] for record in JournalReader(path)] == [1, 2], place
 
 
-def test_opened_again_after_a_torn_write_it_goes_on_behind_the_last_whole_record(
+def test_after_a_torn_write_it_continues_after_the_last_whole_record(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "a.journal"
@@ -75,7 +75,7 @@ def test_opened_again_after_a_torn_write_it_goes_on_behind_the_last_whole_record
     assert [record.fields["n"] for record in JournalReader(path)] == [1, 2, 4]
 
 
-def test_a_full_disk_costs_the_record_and_nothing_else(
+def test_a_full_disk_loses_only_the_failed_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "a.journal"
@@ -94,7 +94,7 @@ def test_a_full_disk_costs_the_record_and_nothing_else(
     assert [record.fields["n"] for record in JournalReader(path)] == [1, 3]
 
 
-def test_what_is_no_file_is_named(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_file_is_named_in_the_error(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="cannot be opened"):
         Journal(tmp_path)
     with pytest.raises(StorageError, match="cannot be read"):

@@ -1,4 +1,4 @@
-"""Nested state as tensors and JSON: what goes in comes out, and what cannot be kept is named."""
+"""Nested state as tensors and JSON: round trips, and errors for values that cannot be saved."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DTYPES = (
 
 
 def kept(state: Any, tmp_path: Path) -> Any:
-    """The state after a way over the disk."""
+    """Write the state to disk and read it."""
     tensors, text = pack(state)
     save_sealed(tmp_path / "state", on_host(tensors), {"text": text})
     tensors, texts = load_sealed(tmp_path / "state")
@@ -55,11 +55,11 @@ def kept(state: Any, tmp_path: Path) -> Any:
         OrderedDict(b=1, a=2),
     ],
 )
-def test_plain_values_come_back_as_they_were(state: Any, tmp_path: Path) -> None:
+def test_plain_values_round_trip(state: Any, tmp_path: Path) -> None:
     assert kept(state, tmp_path) == state
 
 
-def test_numbers_that_json_lacks_come_back(tmp_path: Path) -> None:
+def test_non_finite_numbers_round_trip(tmp_path: Path) -> None:
     nan, *rest = kept([math.nan, math.inf, -math.inf, -0.0], tmp_path)
     assert math.isnan(nan)
     assert rest == [math.inf, -math.inf, -0.0]
@@ -67,7 +67,7 @@ def test_numbers_that_json_lacks_come_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_tensors_of_any_dtype_and_shape_come_back(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_tensors_of_any_dtype_and_shape_round_trip(dtype: torch.dtype, tmp_path: Path) -> None:
     values = torch.arange(6).to(dtype)
     state = {"vector": values, "matrix": values.view(2, 3), "0-dim": values[1].clone()}
     state |= {"empty": values[:0], "turned": values.view(2, 3).t()}
@@ -78,7 +78,7 @@ def test_tensors_of_any_dtype_and_shape_come_back(dtype: torch.dtype, tmp_path: 
         assert torch.equal(back[name].double(), tensor.double())
 
 
-def test_complex_tensors_and_arrays_come_back(tmp_path: Path) -> None:
+def test_complex_tensors_and_arrays_round_trip(tmp_path: Path) -> None:
     values = torch.tensor([1 + 2j, -3j])
     generator = np.random.default_rng(3)
     state = {
@@ -100,7 +100,7 @@ def test_complex_tensors_and_arrays_come_back(tmp_path: Path) -> None:
     assert back["generator"] == state["generator"]
 
 
-def test_a_tensor_that_is_shared_is_kept_once_and_shared_again(tmp_path: Path) -> None:
+def test_a_shared_tensor_is_stored_once_and_shared_again(tmp_path: Path) -> None:
     shared = torch.randn(3)
     state = {"a": shared, "b": [shared.view(3)], "part": shared[:2], "equal": shared.clone()}
     assert len(pack(state)[0]) == 3
@@ -110,7 +110,7 @@ def test_a_tensor_that_is_shared_is_kept_once_and_shared_again(tmp_path: Path) -
     assert torch.equal(back["part"], shared[:2])
 
 
-def test_the_copy_on_the_host_is_one(tmp_path: Path) -> None:
+def test_the_copy_on_the_host_is_independent(tmp_path: Path) -> None:
     state = {"tensor": torch.ones(2), "list": [1]}
     copy = on_host(state)
     state["tensor"].zero_()
@@ -119,7 +119,7 @@ def test_the_copy_on_the_host_is_one(tmp_path: Path) -> None:
     assert copy["list"] == [1]
 
 
-def test_the_next_copy_lies_where_the_last_one_did_as_far_as_it_fits() -> None:
+def test_the_next_copy_reuses_matching_memory() -> None:
     state = {"a": torch.ones(3), "b": torch.ones(2, 2).t(), "c": torch.ones(1)}
     memory = host_memory(state)()
     places = {name: tensor.data_ptr() for name, tensor in memory.items()}
@@ -133,7 +133,7 @@ def test_the_next_copy_lies_where_the_last_one_did_as_far_as_it_fits() -> None:
     assert memory.keys() == {"0", "1"}, "what is not needed is given back"
 
 
-def test_an_optimizer_goes_on_bit_by_bit(tmp_path: Path) -> None:
+def test_an_optimizer_continues_bit_by_bit(tmp_path: Path) -> None:
     torch.manual_seed(0)
     models = [nn.Linear(4, 3), nn.Linear(4, 3)]
     models[1].load_state_dict(models[0].state_dict())
@@ -166,25 +166,25 @@ def test_an_optimizer_goes_on_bit_by_bit(tmp_path: Path) -> None:
         ({"m": torch.empty(2, device="meta")}, r"state\['m'\] is a .* on meta"),
     ],
 )
-def test_what_cannot_be_kept_is_named(state: Any, where: str) -> None:
+def test_a_value_that_cannot_be_saved_is_named_in_the_error(state: Any, where: str) -> None:
     with pytest.raises(ConfigError, match=where):
         pack(state)
 
 
-def test_a_state_that_contains_itself_is_refused() -> None:
+def test_a_state_that_contains_itself_is_rejected() -> None:
     state: dict[str, Any] = {}
     state["self"] = [state]
-    with pytest.raises(ConfigError, match="or in itself"):
+    with pytest.raises(ConfigError, match="or contains itself"):
         pack(state)
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"tensor": "9"}', '{"module": "os"}', '{"dict": [1]}'])
-def test_a_text_that_is_no_state_is_refused(text: str) -> None:
+def test_text_that_is_not_a_state_is_rejected(text: str) -> None:
     with pytest.raises(StorageError, match="cannot be read"):
         unpack({}, text)
 
 
-def test_every_byte_of_a_sealed_file_is_checked(tmp_path: Path) -> None:
+def test_every_byte_of_a_sealed_file_is_verified(tmp_path: Path) -> None:
     path = tmp_path / "sealed"
     save_sealed(path, {"a": torch.arange(3.0), "b": torch.ones(2)}, {"text": "hello"})
     assert load_sealed(path)[1] == {"text": "hello"}
@@ -207,16 +207,16 @@ def test_every_byte_of_a_sealed_file_is_checked(tmp_path: Path) -> None:
             load_sealed(path)
 
 
-def test_a_file_without_a_seal_is_refused(tmp_path: Path) -> None:
+def test_a_file_without_a_seal_is_rejected(tmp_path: Path) -> None:
     from decoupled_diloco.storage.weights import save_weights
 
     save_weights(tmp_path / "w", {"a": torch.ones(1)}, {"text": json.dumps(1)})
-    with pytest.raises(StorageError, match="metadata is not what was written"):
+    with pytest.raises(StorageError, match="metadata does not match its digest"):
         load_sealed(tmp_path / "w")
 
 
-def test_wrapper_subclasses_come_back_as_they_were(tmp_path: Path) -> None:
-    """Their memory is inside them: data pointer 0 does not make two of them one."""
+def test_wrapper_subclasses_round_trip(tmp_path: Path) -> None:
+    """Their memory is inside them: two wrappers with data pointer 0 are not the same tensor."""
     one, other = Wrapped(torch.full((2, 3), 1.5)), Wrapped(torch.zeros(2, 3))
     back = kept({"a": one, "b": [other, one]}, tmp_path)
     assert type(back["a"]) is type(back["b"][0]) is Wrapped
@@ -225,16 +225,16 @@ def test_wrapper_subclasses_come_back_as_they_were(tmp_path: Path) -> None:
     assert back["a"].inner.data_ptr() == back["b"][1].inner.data_ptr()
 
 
-def test_a_wrapper_whose_class_nobody_can_look_up_is_refused() -> None:
+def test_a_wrapper_whose_class_cannot_be_looked_up_is_rejected() -> None:
     class Local(Wrapped):
         pass
 
-    with pytest.raises(ConfigError, match=r"state\['m'\] is a .*Local, which cannot be kept: de"):
+    with pytest.raises(ConfigError, match=r"state\['m'\] is a .*Local, which cannot be saved: de"):
         pack({"m": Local(torch.ones(2))})
 
 
 @pytest.mark.parametrize("name", ["os:path", "builtins:object", "no.such:Tensor", "torch:Tensor"])
-def test_only_wrapper_subclasses_are_made_again(name: str) -> None:
+def test_only_wrapper_subclasses_are_restored(name: str) -> None:
     text = json.dumps({"wrapper": [name, [1], [1], None, {"dict": []}]})
     with pytest.raises(StorageError):
         unpack({}, text)

@@ -1,4 +1,4 @@
-"""Weights on disk: whole or not there, tied ones once, errors that name the file."""
+"""Weights on disk: atomic writes, tied weights written once, errors with the file's name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from decoupled_diloco.storage import weights
 from decoupled_diloco.storage.weights import load_metadata, load_weights, save_weights
 
 
-def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+def test_save_and_load_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "new folder" / "weights.safetensors"
     tensors = {
         "matrix": torch.randn(3, 4),
@@ -38,7 +38,7 @@ def test_a_file_without_metadata(tmp_path: Path) -> None:
     assert load_metadata(tmp_path / "w") == {}
 
 
-def test_tied_weights_are_written_once_and_come_back_tied(tmp_path: Path) -> None:
+def test_tied_weights_are_written_once_and_restored(tmp_path: Path) -> None:
     model = nn.ModuleDict({"embedding": nn.Embedding(8, 4), "head": nn.Linear(4, 8, bias=False)})
     model["head"].weight = model["embedding"].weight
     path = tmp_path / "tied.safetensors"
@@ -76,7 +76,7 @@ def test_saving_leaves_gradients_and_tensors_alone(tmp_path: Path) -> None:
     assert not load_weights(tmp_path / "w")["a"].requires_grad
 
 
-def test_a_missing_file_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_raises(tmp_path: Path) -> None:
     for load in (load_weights, load_metadata):
         with pytest.raises(StorageError) as error:
             load(tmp_path / "none")
@@ -84,34 +84,34 @@ def test_a_missing_file_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", [0, 4, 20, 200, 4000])
-def test_a_torn_file_is_told(tmp_path: Path, kept: int) -> None:
+def test_a_torn_file_raises(tmp_path: Path, kept: int) -> None:
     path = tmp_path / "torn"
     save_weights(path, {"a": torch.ones(1000), "b": torch.ones(10)})
     with path.open("r+b") as file:
         file.truncate(kept)
-    with pytest.raises(StorageError, match=r"torn is torn or no safetensors file: "):
+    with pytest.raises(StorageError, match=r"torn is torn or not a safetensors file: "):
         load_weights(path)
 
 
 @pytest.mark.parametrize("content", [b"PK\x03\x04 a pickle in a zip archive", b"\x80\x04." * 100])
-def test_another_kind_of_file_is_told(tmp_path: Path, content: bytes) -> None:
+def test_another_kind_of_file_raises(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "model.pt"
     path.write_bytes(content)
-    with pytest.raises(StorageError, match=r"model\.pt is torn or no safetensors file: "):
+    with pytest.raises(StorageError, match=r"model\.pt is torn or not a safetensors file: "):
         load_weights(path)
 
 
-def test_a_folder_is_told(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="is torn or no safetensors file: "):
+def test_a_folder_raises(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="is torn or not a safetensors file: "):
         load_weights(tmp_path)
 
 
 @pytest.mark.parametrize("aliases", ["[1]", "{", '{"b": "nowhere"}', '{"b": [1]}'])
-def test_aliases_that_make_no_sense_are_told(tmp_path: Path, aliases: str) -> None:
+def test_invalid_aliases_raise(tmp_path: Path, aliases: str) -> None:
     from safetensors.torch import save_file
 
     save_file({"a": torch.ones(1)}, tmp_path / "w", {weights.ALIASES_KEY: aliases})
-    with pytest.raises(StorageError, match="w is torn or no safetensors file"):
+    with pytest.raises(StorageError, match="w is torn or not a safetensors file"):
         load_weights(tmp_path / "w")
 
 
@@ -132,14 +132,14 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_no_other(
     assert [entry.name for entry in tmp_path.iterdir()] == ["w"]
 
 
-def test_a_folder_in_the_way_is_told(tmp_path: Path) -> None:
+def test_a_folder_at_the_path_raises(tmp_path: Path) -> None:
     (tmp_path / "w").mkdir()
     with pytest.raises(StorageError, match="w cannot be written: "):
         save_weights(tmp_path / "w", {"a": torch.ones(1)})
     assert [entry.name for entry in tmp_path.iterdir()] == ["w"]
 
 
-def test_a_file_where_the_folder_should_be_is_told(tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_folder_raises(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="cannot be written: "):
         save_weights(tmp_path / "file" / "w", {"a": torch.ones(1)})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any, cast
@@ -16,16 +15,16 @@ from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.method import public_text
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.merge import layout_of
-from decoupled_diloco.observe.data_ledger import read_data
-from decoupled_diloco.observe.tape import TapeWriter
-from decoupled_diloco.protocol import messages as say
-from decoupled_diloco.protocol.data_leases.messages import DataReport
+from decoupled_diloco.protocol import words
 from decoupled_diloco.protocol.wire import decode, encode
+from decoupled_diloco.protocol.words import DataReport
+from decoupled_diloco.run_model.data import read_data
 from decoupled_diloco.runtime import now
+from decoupled_diloco.storage.coordinator_states import STATES
 from decoupled_diloco.syncer import coordinator
 from decoupled_diloco.syncer.coordinator import CoordinatorHost
-from decoupled_diloco.syncer.coordinator_disk import FILE, JOINED, newest_state
 from decoupled_diloco.syncer.shard_lease import NoStandby
+from decoupled_diloco.tape import TapeWriter
 from decoupled_diloco.transport.base import Channel
 from decoupled_diloco.transport.bodies import BodyBooks
 from decoupled_diloco.transport.limits import Limits
@@ -70,15 +69,16 @@ class Life:
         shard_lease = NoStandby()
         shard_lease.number, shard_lease.nonce = claim, str(claim)
         self.tasks: list[asyncio.Task[None]] = []
+        self.failures: list[BaseException] = []
         config = self.config = RunConfig(
-            run={"name": "test", "folder": folder, "budget_steps": 10}, sync={"fragments": 1}
+            run={"name": "test", "folder": folder, "max_steps": 10}, sync={"fragments": 1}
         )
         self.host = CoordinatorHost(
             config,
             ("http://127.0.0.1:1",),
             folder,
             lambda header: TapeWriter(folder / "tape", "coordinator", header),
-            self.spawn,
+            self.failures.append,
             BodyBooks(ReceivePool(1 << 20), Limits()),
             shard_lease,
         )
@@ -90,7 +90,7 @@ class Life:
     def ask(self, name: str, nonce: str = "n") -> Line:
         """Somebody asks to join; the answer may take until the disk has it."""
         line = Line()
-        join = say.Join(name, nonce, "learner", LAYOUT)
+        join = words.Join(name, nonce, "learner", LAYOUT)
         self.spawn(self.host.serve_join(cast("Channel", line), join))
         return line
 
@@ -106,36 +106,42 @@ class Life:
 
     async def crash(self) -> None:
         """Ends it without a word, as a kill does; what is on the disk stays as it is."""
-        self.host.close()
+        closing = asyncio.ensure_future(self.host.close())
         for task in self.tasks:
             task.cancel()
         before = [(path, path.read_bytes()) for path in self.files()]
-        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await asyncio.gather(closing, *self.tasks, return_exceptions=True)
         await asyncio.sleep(0.05)
+        for path in self.files():
+            path.unlink()
         for path, content in before:
             path.write_bytes(content)
         self.host.tape.close()
         self.host._ledger.close()
 
     def files(self) -> list[Path]:
-        return [path for path in (self.folder / FILE, self.folder / JOINED) if path.exists()]
+        return sorted((self.folder / STATES).glob("*.json"))
 
     @property
-    def kept_entries(self) -> int:
-        """Entries of the ledger that led to the state on the disk."""
-        document = json.loads(newest_state(self.folder).read_text())
-        return int(document["state"]["data"]["entries"])
+    def _documents(self) -> list[dict[str, Any]]:
+        return [json.loads(path.read_text()) for path in self.files()]
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The state that was written whole last."""
+        return [each["state"] for each in self._documents if "state" in each][-1]
 
     @property
     def lines(self) -> list[str]:
-        """The learners whose records lie beside the state."""
-        path = self.folder / JOINED
-        return [json.loads(x)[0] for x in path.read_text().splitlines()] if path.exists() else []
+        """The learners whose records were written beside that state since then."""
+        names: list[str] = []
+        for each in self._documents:
+            names = [] if "state" in each else [*names, *each["joined"]]
+        return names
 
     @property
     def whole(self) -> list[str]:
-        """The learners in the state that was written whole."""
-        return sorted(json.loads((self.folder / FILE).read_text())["state"]["learners"])
+        return sorted(self.state["learners"])
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -177,7 +183,7 @@ async def test_a_second_live_process_with_an_id_may_ask_again(begin: Begin) -> N
     await asyncio.sleep(0)
     first.last_received = now() + 60.0
     await until(lambda: second.sent)
-    refusal = decode(second.sent[0], (say.JoinRefused,))
+    refusal = decode(second.sent[0], (words.JoinRefused,))
     assert refusal.retry
     assert "its process is alive" in refusal.reason
 
@@ -188,12 +194,12 @@ async def test_those_that_ask_during_a_write_share_the_next_one(
     life = begin()
     await life.join("a")
     writes: list[list[str]] = []
-    append = life.host._disk.append
+    append = life.host._states.append
     monkeypatch.setattr(
-        life.host._disk, "append", lambda lines: writes.append(list(lines)) or append(lines)
+        life.host._states, "append", lambda records: writes.append(list(records)) or append(records)
     )
     await life.join("b", "d", "c")
-    assert [[json.loads(line)[0] for line in lines] for lines in writes] == [["b"], ["c", "d"]]
+    assert writes == [["b"], ["c", "d"]]
     assert life.lines == ["b", "c", "d"]
 
 
@@ -204,15 +210,15 @@ async def test_nobody_hears_of_a_join_before_the_disk_has_it(
     await life.join("a")
     line = Line()
     told: list[int | None] = []
-    append = life.host._disk.append
+    append = life.host._states.append
 
-    def noted(lines: list[str]) -> None:
+    def noted(records: dict[str, Any]) -> None:
         told.append(line.epoch)
-        append(lines)
+        append(records)
         told.append(line.epoch)
 
-    monkeypatch.setattr(life.host._disk, "append", noted)
-    join = say.Join("b", "n", "learner", LAYOUT)
+    monkeypatch.setattr(life.host._states, "append", noted)
+    join = words.Join("b", "n", "learner", LAYOUT)
     life.spawn(life.host.serve_join(cast("Channel", line), join))
     await until(lambda: line.epoch)
     assert told == [None, None]
@@ -222,7 +228,7 @@ async def test_a_join_beside_a_change_of_the_whole_state_is_written_with_it(begi
     life = begin()
     await life.join("a")
     await life.join("b")
-    hello = say.ShardHello(0, "n", life.host._settings)
+    hello = words.ShardHello(0, "n", life.host._settings)
     line = life.ask("c")  # its write begins first
     other = life.ask("d")
     await asyncio.sleep(0)
@@ -245,67 +251,31 @@ async def test_a_crash_between_line_and_rewrite_forgets_nobody(begin: Begin) -> 
     assert again.whole == ["a", "b"], "the next life adds nothing to another's lines"
 
 
-async def test_a_crash_between_rewrite_and_forgetting_the_lines_takes_nobody_back(
-    begin: Begin, tmp_path: Path
-) -> None:
-    life = begin()
-    await life.join("a")
-    await life.join("b")
-    shutil.copy(tmp_path / JOINED, tmp_path / "older")
-    await life.crash()
-    again = begin()
-    await again.join("b", nonce="another process")
-    await again.crash()
-    shutil.copy(tmp_path / "older", tmp_path / JOINED)  # deleting it had not come to the disk
-    assert begin().epochs == {"a": 1, "b": 2}
-
-
-async def test_a_torn_last_line_counts_for_nothing_and_is_not_continued(
-    begin: Begin, tmp_path: Path
-) -> None:
-    life = begin()
-    await life.join("a")
-    await life.join("b")
-    await life.join("c")
-    await life.crash()
-    text = (tmp_path / JOINED).read_text()
-    (tmp_path / JOINED).write_text(text[:-7])
-    again = begin()
-    assert again.epochs == {"a": 1, "b": 1}
-    (line,) = await again.join("c")
-    assert line.epoch == 1, "nobody was told of the torn one"
-    assert (again.whole, again.lines) == (["a", "b", "c"], [])
-    await again.join("d")
-    assert again.lines == ["d"]
-
-
-async def test_a_line_that_is_spoilt_is_told_of_and_not_skipped(
-    begin: Begin, tmp_path: Path
-) -> None:
+async def test_a_line_that_is_spoilt_is_told_of_and_not_skipped(begin: Begin) -> None:
     life = begin()
     await life.join("a")
     await life.join("b")
     await life.crash()
-    (tmp_path / JOINED).write_text('["b", {"epoch"\n')
-    with pytest.raises(StorageError, match="move the run folder away to begin anew"):
+    life.files()[-1].write_text('{"joined": {"b": {"epoch"')
+    with pytest.raises(StorageError, match="move the run folder away to start a new run"):
         begin()
 
 
-async def test_what_could_not_be_added_is_written_whole_once_there_is_room(
+async def test_what_could_not_be_added_is_written_once_there_is_room(
     begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(coordinator, "RETRY_SECONDS", 0.01)
     life = begin()
     await life.join("a")
-    (tmp_path / JOINED).mkdir()
+    taken = tmp_path / STATES / ".00000002.json.0.part"
+    taken.mkdir()
     first = life.ask("b")
     await until(lambda: life.host._writing)
     second = life.ask("c")
     await until(lambda: "c" in life.epochs)
-    (tmp_path / JOINED).rmdir()
+    taken.rmdir()
     await until(lambda: first.epoch and second.epoch)
     assert sorted({*life.whole, *life.lines}) == ["a", "b", "c"]
-    assert "b" in life.whole
 
 
 async def test_an_order_that_waited_for_the_disk_is_not_for_a_newer_process(tmp_path: Path) -> None:
@@ -313,15 +283,15 @@ async def test_an_order_that_waited_for_the_disk_is_not_for_a_newer_process(tmp_
     life = Life(tmp_path)
     host, told = life.host, dict[str, list[Any]]()
     settings = public_text(life.config)
-    host._writing = True  # a disk that takes its time
+    host._driver._is_waiting = True  # a disk that takes its time
     for nonce in ("first", "second"):
         told[nonce] = []
-        host.shard_greeted(say.ShardHello(0, nonce, settings, 0), told[nonce].append)
-    host._writing = False
-    host._carry_out()
+        host.shard_greeted(words.ShardHello(0, nonce, settings, 0), told[nonce].append)
+    host._driver._is_waiting = False
+    host._driver._go_on()
     await until(lambda: bool(told["second"]))
     terms = {
-        nonce: [m.term for m in messages if isinstance(m, say.ShardAdmitted)]
+        nonce: [m.term for m in messages if isinstance(m, words.ShardAdmitted)]
         for nonce, messages in told.items()
     }
     assert terms == {"first": [], "second": [2]}
@@ -354,7 +324,7 @@ async def test_what_is_decided_while_the_state_is_written_is_in_the_ledger_of_th
     life = begin()
     monkeypatch.setattr(life.host._ledger, "append", out_of_order)
     life.ask("a", "another process")
-    await until(lambda: life.host._orders and '"epoch": 2' in (tmp_path / FILE).read_text())
+    await until(lambda: life.host._driver.waiting and life.state["learners"]["a"]["epoch"] == 2)
     await life.crash()
     begin()
     account = read_data(tmp_path)
@@ -372,7 +342,7 @@ async def test_what_is_decided_while_the_ledger_is_written_is_in_that_of_the_nex
     monkeypatch.setattr(life.host._ledger, "append", out_of_order)
     for line in lines:
         line.speak(DataReport(parts=4, want=1, leases=()))
-    await until(lambda: life.host._orders and life.kept_entries == 3)
+    await until(lambda: life.host._driver.waiting and life.state["data"]["entries"] == 3)
     await life.crash()
     begin(claim=2)
     account = read_data(tmp_path)

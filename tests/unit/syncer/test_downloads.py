@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from decoupled_diloco.protocol.versions import Version
+from decoupled_diloco.protocol.words import Version
 from decoupled_diloco.syncer.bodies import Downloads
 from decoupled_diloco.syncer.fragments import PublishedCopy
 from decoupled_diloco.transport.bodies import BodyBooks

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from decoupled_diloco.errors import MergeError, ProtocolError
 from decoupled_diloco.merge import codec, digest, layout_of, make_outer
 from decoupled_diloco.merge.plan import MergePlan, values_of
-from decoupled_diloco.protocol.versions import Asking
+from decoupled_diloco.protocol.words import Asking
 from decoupled_diloco.syncer.fragments import ShardTensors
 
 N = 12

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from decoupled_diloco.protocol.messages import Published
-from decoupled_diloco.protocol.versions import Holding, Version
+from decoupled_diloco.protocol.words import Holding, Published, Version
 from decoupled_diloco.syncer.seals import Seals
 
 KEY = "0123456789abcdef" * 2

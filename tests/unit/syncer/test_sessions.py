@@ -3,33 +3,53 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from decoupled_diloco.errors import ProtocolError, TransportError
-from decoupled_diloco.protocol import messages as say
-from decoupled_diloco.protocol.checkpoints.coordinator import LEAD_MAX
-from decoupled_diloco.protocol.checkpoints.events import CheckpointHeard
-from decoupled_diloco.protocol.events import Connected, Lost
+from decoupled_diloco.protocol import words
+from decoupled_diloco.protocol.features.checkpoint import LEAD_MAX
 from decoupled_diloco.protocol.wire import numbered
-from decoupled_diloco.syncer.sessions import Sessions
+from decoupled_diloco.protocol.words import Accept, CheckpointHeard, Connected, Lost
+from decoupled_diloco.syncer.connections import Sessions, ShardDriver
 from decoupled_diloco.transport.base import Channel
 from memory_transport import MemoryClient, MemoryNetwork, MemoryServer
 
 
+class Told:
+    """In the driver's place: notes what the machine would be told."""
+
+    def __init__(self, checkpoint: int) -> None:
+        self.facts: list[Any] = []
+        self.machine = SimpleNamespace(state=SimpleNamespace(checkpoint=checkpoint))
+
+    def tell(self, event: Any) -> None:
+        self.facts.append(event)
+
+    def spawn(self, work: Any) -> Any:
+        return asyncio.ensure_future(work)
+
+
+def sessions_of(
+    driver: Told, said: Callable[[str, Any], None] = lambda learner, message: None
+) -> Sessions:
+    return Sessions(cast("ShardDriver", driver), said)
+
+
+def let_in(sessions: Sessions, connection: int, learner: str) -> None:
+    sessions._accept(Accept(connection, learner, 1, "it may"))
+
+
 async def greet(checkpoint: int) -> list[Any]:
     """What a shard that knows of checkpoint 7 is told when somebody greets with this number."""
-    told: list[Any] = []
+    driver = Told(7)
     served = asyncio.get_running_loop().create_future()
-    sessions = Sessions(
-        handle=told.append,
-        said=lambda learner, message: None,
-        spawn=lambda work: asyncio.ensure_future(work),
-        checkpoint=lambda: 7,
-    )
+    sessions = sessions_of(driver)
 
-    hello = say.Hello("a", 1, "n", "learner", 0, 0, None, ())
+    hello = words.Hello("a", 1, "n", "learner", 0, 0, None, ())
 
     async def serve(channel: Channel) -> None:
         try:
@@ -47,7 +67,7 @@ async def greet(checkpoint: int) -> list[Any]:
     await server.stop()
     if not isinstance(error, TransportError):
         raise error
-    return told
+    return driver.facts
 
 
 def test_a_newer_number_is_heard_before_the_greeting() -> None:
@@ -58,32 +78,28 @@ def test_a_newer_number_is_heard_before_the_greeting() -> None:
 
 
 async def test_a_newer_number_is_heard_before_the_message_that_brings_it() -> None:
-    told: list[Any] = []
-
     class Talkative(Line):
-        said = [numbered(say.StepReport(1, 8, 1.0), 8)]  # noqa: RUF012
+        said = [numbered(words.StepReport(1, 8, 1.0), 8)]  # noqa: RUF012
 
         async def receive(self) -> dict[str, object]:
             return self.said.pop() if self.said else await super().receive()
 
-    def handle(event: Any) -> None:
-        told.append(event)
-        if isinstance(event, Connected):
-            sessions.accept(event.connection, "a", 1)
+    class LetsIn(Told):
+        def tell(self, event: Any) -> None:
+            super().tell(event)
+            if isinstance(event, Connected):
+                let_in(sessions, event.connection, "a")
 
-    sessions = Sessions(
-        handle=handle,
-        said=lambda learner, message: told.append(message),
-        spawn=lambda work: asyncio.ensure_future(work),
-        checkpoint=lambda: 7,
-    )
-    hello = say.Hello("a", 1, "n", "learner", 0, 0, None, ())
+    driver = LetsIn(7)
+    told = driver.facts
+    sessions = sessions_of(driver, lambda learner, message: told.append(message))
+    hello = words.Hello("a", 1, "n", "learner", 0, 0, None, ())
     serving = asyncio.ensure_future(sessions.serve(cast("Channel", Talkative()), hello, 7))
-    while not any(isinstance(event, say.StepReport) for event in told):  # noqa: ASYNC110
+    while not any(isinstance(event, words.StepReport) for event in told):  # noqa: ASYNC110
         await asyncio.sleep(0)
     serving.cancel()
     await asyncio.gather(serving, return_exceptions=True)
-    assert [type(event) for event in told[:3]] == [Connected, CheckpointHeard, say.StepReport]
+    assert [type(event) for event in told[:3]] == [Connected, CheckpointHeard, words.StepReport]
 
 
 def test_a_number_far_ahead_breaks_the_connection_and_changes_nothing() -> None:
@@ -115,18 +131,13 @@ class Syncer:
     """Sessions of a machine that has been told of who greets, and has not answered yet."""
 
     def __init__(self) -> None:
-        self.told: list[Any] = []
+        self.driver = Told(0)
         self.tasks: list[asyncio.Task[None]] = []
-        self.sessions = Sessions(
-            handle=self.told.append,
-            said=lambda learner, message: None,
-            spawn=lambda work: asyncio.ensure_future(work),
-            checkpoint=lambda: 0,
-        )
+        self.sessions = sessions_of(self.driver)
 
     async def greet(self, learner: str) -> Line:
         line = Line()
-        hello = say.Hello(learner, 1, "n", "learner", 0, 0, None, ())
+        hello = words.Hello(learner, 1, "n", "learner", 0, 0, None, ())
         serving = self.sessions.serve(cast("Channel", line), hello, 0)
         self.tasks.append(asyncio.ensure_future(serving))
         await asyncio.sleep(0)
@@ -137,7 +148,7 @@ class Syncer:
         await asyncio.wait(self.tasks, timeout=0.01, return_when=asyncio.FIRST_COMPLETED)
 
     def disconnected(self) -> list[str]:
-        return [event.peer for event in self.told if isinstance(event, Lost)]
+        return [event.peer for event in self.driver.facts if isinstance(event, Lost)]
 
     async def end(self) -> None:
         for task in self.tasks:
@@ -149,7 +160,7 @@ async def test_a_broadcast_is_one_text_for_all_who_are_there() -> None:
     syncer = Syncer()
     lines = [await syncer.greet(f"l{number}") for number in range(50)]
     for number in range(50):
-        syncer.sessions.accept(number + 1, f"l{number}", 1)
+        let_in(syncer.sessions, number + 1, f"l{number}")
     for _ in syncer.sessions.broadcast({"type": "Ending"}):
         pass
     sent = [message for line in lines for message in line.sent]
@@ -164,7 +175,7 @@ async def test_who_is_gone_before_it_was_let_in_is_told_of_once_it_is() -> None:
     line = await syncer.greet("a")
     await syncer.part(line)
     assert syncer.disconnected() == []
-    syncer.sessions.accept(1, "a", 1)
+    let_in(syncer.sessions, 1, "a")
     assert syncer.disconnected() == ["a"]
     assert syncer.sessions.sessions == {}
     await syncer.end()
@@ -175,8 +186,8 @@ async def test_who_has_greeted_anew_is_not_gone() -> None:
     line = await syncer.greet("a")
     await syncer.part(line)
     await syncer.greet("a")
-    syncer.sessions.accept(1, "a", 1)
-    syncer.sessions.accept(2, "a", 1)
+    let_in(syncer.sessions, 1, "a")
+    let_in(syncer.sessions, 2, "a")
     assert syncer.disconnected() == []
     assert syncer.sessions.sessions["a"].connection == 2
     await syncer.end()

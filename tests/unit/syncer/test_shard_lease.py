@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 
 from decoupled_diloco.errors import LeaseError, StorageError
-from decoupled_diloco.observe.tape import TapeWriter
 from decoupled_diloco.protocol.shard_lease import ShardLeaseMachine
 from decoupled_diloco.runtime.disk import Disk
 from decoupled_diloco.storage.claims import ClaimStore
-from decoupled_diloco.syncer.coordinator_disk import FILE, STATES, STATES_KEPT, CoordinatorDisk
 from decoupled_diloco.syncer.shard_lease import NO_STANDBY, ShardLease
+from decoupled_diloco.tape import TapeWriter
 from replay import assert_replays
 
 LEASE_SECONDS = 0.6
@@ -261,70 +260,3 @@ async def test_a_storage_that_is_gone_for_a_moment_is_no_reason_to_end(folder: P
 def test_one_process_alone_has_no_fence() -> None:
     assert NO_STANDBY.holds()
     assert NO_STANDBY.fenced(lambda: 7)() == 7
-
-
-async def test_a_coordinator_that_was_replaced_writes_nothing_that_is_read(folder: Path) -> None:
-    first, second = contender(folder, "first"), contender(folder, "standby")
-    assert await first.gained()
-    old = CoordinatorDisk(folder, first)
-    assert not old.find().exists()
-    old.write("one")
-    first.number = 1
-    await first.end(finished=False)
-    assert await second.gained()
-    new = CoordinatorDisk(folder, second)
-    assert new.find().read_text() == "one"
-    new.write("two")
-    with pytest.raises(LeaseError, match="another coordinator has gone on"):
-        old.write("another two")
-    for number in range(10):
-        new.write(f"state {number}")
-    with pytest.raises(LeaseError, match="another coordinator has gone on"):
-        old.write("a number that is free again")
-    assert len(list((folder / STATES).glob("*.json"))) <= STATES_KEPT + 1
-    third = contender(folder, "third")
-    await second.end(finished=False)
-    assert await third.gained()
-    assert (folder / FILE).read_text() == "state 9"
-    await third.end(finished=False)
-
-
-async def test_a_read_that_fails_does_not_replace_a_coordinator(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its state is written when it looks for a newer one; then it writes the state again."""
-    shard_lease = contender(folder, "first")
-    assert await shard_lease.gained()
-    disk = CoordinatorDisk(folder, shard_lease)
-    disk.find()
-    disk.write("one")
-    fail_once(monkeypatch, "names", errno.EIO)
-    with pytest.raises(StorageError, match="Input/output error"):
-        disk.write("two")
-    disk.write("two")
-    assert CoordinatorDisk(folder, shard_lease).find().read_text() == "two"
-    await shard_lease.end(finished=False)
-
-
-async def test_a_coordinator_goes_on_from_the_only_file_of_an_earlier_kind(folder: Path) -> None:
-    (folder / FILE).write_text("of a run without standbys")
-    shard_lease = contender(folder, "first")
-    assert await shard_lease.gained()
-    disk = CoordinatorDisk(folder, shard_lease)
-    assert disk.find().read_text() == "of a run without standbys"
-    disk.write("one")
-    assert CoordinatorDisk(folder, shard_lease).find().read_text() == "one"
-    await shard_lease.end(finished=False)
-
-
-async def test_a_run_that_goes_on_without_standbys_forgets_the_numbered_states(
-    folder: Path,
-) -> None:
-    shard_lease = contender(folder, "first")
-    assert await shard_lease.gained()
-    CoordinatorDisk(folder, shard_lease).write("with")
-    await shard_lease.end(finished=False)
-    alone = CoordinatorDisk(folder, NO_STANDBY)
-    assert alone.find().read_text() == "with"
-    alone.write("without")
-    assert CoordinatorDisk(folder, NO_STANDBY).find().read_text() == "without"

@@ -8,19 +8,20 @@ import aiohttp
 import pytest
 
 from decoupled_diloco.errors import AccessError, ConfigError, ProtocolError, TransportError
-from decoupled_diloco.observe.segments import (
+from decoupled_diloco.syncer import tapes
+from decoupled_diloco.syncer.tapes import TapeDocuments, read_piece
+from decoupled_diloco.tape.segments import (
     compress_later,
     end_segment,
     open_to_append,
     segments_of,
 )
-from decoupled_diloco.observe.sources import TAPE_PATH, SyncerSource
-from decoupled_diloco.syncer import tapes
-from decoupled_diloco.syncer.tapes import TapeDocuments, read_piece
-from decoupled_diloco.transport.documents import NoSuchDocumentError, fetch
+from decoupled_diloco.tape.sources import TAPE_PATH, SyncerSource
+from decoupled_diloco.transport.documents import NoSuchDocumentError
+from decoupled_diloco.transport.fetch import fetch
 from decoupled_diloco.transport.http_server import HttpServer
 from decoupled_diloco.transport.tokens import Tokens
-from unit.observe.worlds import write_world
+from unit.show.worlds import write_world
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +197,7 @@ async def test_a_shard_that_is_out_of_reach_is_told_and_the_others_are_read(serv
     await in_thread(source.poll)
     await servers[1].stop()
     assert await in_thread(source.poll) == []
-    assert "shard 1 is out of reach" in source.problems()[0]
+    assert "shard 1 is unreachable" in source.problems()[0]
 
 
 @pytest.mark.parametrize("longer", ["one", "all"])
@@ -274,7 +275,7 @@ async def test_another_server_is_told_apart(servers):
 
 async def test_a_token_that_cannot_be_one_is_not_repeated(servers):
     for token in ("two\nlines", "schlüssel€"):
-        with pytest.raises(ConfigError, match="characters that no token has") as caught:
+        with pytest.raises(ConfigError, match="the token has invalid characters") as caught:
             await in_thread(fetch, servers[0].address, TAPE_PATH, {}, token)
         assert token not in str(caught.value)
 
@@ -302,5 +303,5 @@ def test_nobody_there_is_a_sentence_with_a_way_out():
     ],
 )
 def test_what_is_no_address_is_said(address):
-    with pytest.raises(ConfigError, match="no address of a syncer"):
+    with pytest.raises(ConfigError, match="not a valid syncer address"):
         fetch(address, TAPE_PATH, {}, None)

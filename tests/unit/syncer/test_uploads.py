@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import pytest
 import torch
@@ -13,10 +13,8 @@ from torch import nn
 from decoupled_diloco.merge import as_bytes, body_digest, digest, layout_of, make_outer
 from decoupled_diloco.merge.packing import packed
 from decoupled_diloco.merge.plan import MergePlan
-from decoupled_diloco.protocol import effects as do
-from decoupled_diloco.protocol import events as fact
-from decoupled_diloco.protocol import messages as say
-from decoupled_diloco.protocol.versions import Asking, Version
+from decoupled_diloco.protocol import words
+from decoupled_diloco.protocol.words import Asking, Version
 from decoupled_diloco.syncer.bodies import DECODED_MAX, Uploads
 from decoupled_diloco.syncer.fragments import ShardTensors
 from decoupled_diloco.transport.bodies import BodyBooks
@@ -48,31 +46,28 @@ class Shard:
         self.bodies = BodyBooks(ReceivePool(1 << 20), Limits(stall_seconds=0.02))
         self.told: list[Any] = []
         self.tasks: list[asyncio.Task[None]] = []
-        self.intake = Uploads(
-            ShardTensors(plan, (0,)),
-            self.bodies,
-            spawn=self._spawn,
-            in_worker=self._in_worker,
-            handle=self.told.append,
-            stopping=lambda: False,
-        )
+        self.stopped = False
+        self.intake = Uploads(ShardTensors(plan, (0,)), self.bodies, cast(Any, self), self)
         self.body = plan.uplink.encode(torch.linspace(-1, 1, N))
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def tell(self, event: Any) -> None:
+        self.told.append(event)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         self.tasks.append(asyncio.ensure_future(work))
         return self.tasks[-1]
 
-    async def _in_worker(self, task: Callable[[], _T]) -> _T:
+    async def run(self, task: Callable[[], _T]) -> _T:
         return task()
 
     def expect(self, learner: str, number: int = 1) -> None:
         path = f"/up/{learner}/{number}"
         self.intake.expect(
-            do.Expect(path, learner, 1, 1, 0, Asking(1, number), "it is asked", "fp32")
+            words.Expect(path, learner, 1, 1, 0, Asking(1, number), "it is asked", "fp32")
         )
 
     def announce(self, learner: str, number: int = 1) -> None:
-        upload = say.Upload(0, Asking(1, number), Version(1, 0), 2, 64, digest(self.body))
+        upload = words.Upload(0, Asking(1, number), Version(1, 0), 2, 64, digest(self.body))
         self.intake.announce(learner, upload)
 
     async def put(self, learner: str, number: int = 1, nbytes: int = 4 * N) -> None:
@@ -97,7 +92,7 @@ async def test_few_contributions_are_decoded_at_a_time(monkeypatch: pytest.Monke
         shard.intake._tensors, "verify", lambda *arguments: decoded.append("one") or 1.0
     )
     monkeypatch.setattr(shard.intake._tensors, "alike", lambda *arguments: ())
-    shard.intake._in_worker = in_worker
+    shard.run = in_worker  # type: ignore[method-assign]
     names = [f"learner-{number}" for number in range(5)]
     for name in names:
         shard.expect(name)
@@ -149,7 +144,7 @@ async def test_body_and_announcement_may_come_in_any_order(
         shard.announce("a")
         await settle()
     (event,) = shard.told
-    assert isinstance(event, fact.BodyArrived)
+    assert isinstance(event, words.BodyArrived)
     assert (event.learner, event.ask, event.steps, event.tokens) == ("a", Asking(1, 1), 2, 64)
 
 
@@ -162,14 +157,14 @@ async def test_a_body_that_stops_coming_is_told_of_though_it_was_never_announced
         while not shard.told:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     (event,) = shard.told
-    assert isinstance(event, fact.BodyCorrupt)
+    assert isinstance(event, words.BodyCorrupt)
     assert "5 of 48 bytes arrived" in event.reason
 
 
 async def test_a_body_that_is_not_expected_any_more_says_nothing(shard: Shard) -> None:
     shard.expect("a")
     shard.announce("a")
-    shard.intake.unexpect("/up/a/1", "it was asked anew")
+    shard.intake._unexpect(words.Unexpect("/up/a/1", "it was asked anew"))
     shard.expect("a", 2)
     shard.announce("a", 1)
     await settle()
@@ -182,7 +177,7 @@ async def test_a_body_that_is_not_expected_any_more_says_nothing(shard: Shard) -
 async def test_memory_of_a_body_that_is_refused_goes_back(shard: Shard) -> None:
     shard.expect("a")
     await shard.put("a")
-    shard.intake.unexpect("/up/a/1", "its learner is gone")
+    shard.intake._unexpect(words.Unexpect("/up/a/1", "its learner is gone"))
     await settle()
     assert shard.bodies.pool.in_use == 0
 
@@ -212,7 +207,7 @@ async def test_a_body_may_leave_out_the_buffers_of_its_base(shard: Shard) -> Non
         path = f"/up/a/{number}"
         shard.expect("a", number)
         key = shard.intake.url(path).removeprefix("/bodies/")
-        upload = say.Upload(0, Asking(1, number), base, 2, 64, body_digest(body, wire))
+        upload = words.Upload(0, Asking(1, number), base, 2, 64, body_digest(body, wire))
         shard.intake.announce("a", upload)
         nbytes = sent.numel()
         stream = shard.bodies.open(key, "a", (0, nbytes), nbytes, take_over=False)
@@ -220,9 +215,9 @@ async def test_a_body_may_leave_out_the_buffers_of_its_base(shard: Shard) -> Non
             stream.write(sent.numpy().tobytes())
         await settle()
     arrived, nonsense, unknown = shard.told
-    assert isinstance(arrived, fact.BodyArrived)
+    assert isinstance(arrived, words.BodyArrived)
     assert arrived.nbytes == short.numel()
     assert kept == {"/up/a/0": bytes(as_bytes(body).numpy())}
-    assert "packed body names more buffers than the fragment has" in nonsense.reason
-    assert "the version that it was made from is not known" in unknown.reason
+    assert "packed payload includes more buffers than the fragment has" in nonsense.reason
+    assert "its base version is not known" in unknown.reason
     assert shard.bodies.pool.in_use == 0

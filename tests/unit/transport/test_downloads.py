@@ -1,4 +1,4 @@
-"""How often, and how much at once, one principal may fetch of what a server offers."""
+"""Limits on how often, and how much at once, one principal may fetch of a server's offers."""
 
 from __future__ import annotations
 
@@ -42,12 +42,13 @@ def refused(bodies: BodyBooks, key: str = "x") -> str:
     return refusal.value.text
 
 
-def test_a_body_is_fetched_so_often_and_then_once_more_a_minute() -> None:
+def test_fetches_of_a_payload_are_limited_and_one_more_is_allowed_per_minute() -> None:
     bodies, clock = offering("x")
     fetch(bodies)
     fetch(bodies)
-    assert "'a' has fetched /bodies/x 2 times, the limit: one more is given every 60 s" in refused(
-        bodies
+    assert (
+        "'a' has fetched /bodies/x 2 times, the limit: one more is allowed every 60 s"
+        in refused(bodies)
     )
     clock.now += 60.0
     fetch(bodies)
@@ -55,7 +56,7 @@ def test_a_body_is_fetched_so_often_and_then_once_more_a_minute() -> None:
     fetch(bodies, "b")
 
 
-def test_what_was_not_sent_does_not_count_and_parts_count_as_parts() -> None:
+def test_unsent_bytes_do_not_count_and_parts_count_proportionally() -> None:
     bodies, _ = offering("x")
     for _ in range(10):
         fetch(bodies, sent=NBYTES // 10)
@@ -64,7 +65,7 @@ def test_what_was_not_sent_does_not_count_and_parts_count_as_parts() -> None:
     refused(bodies)
 
 
-def test_what_is_under_way_counts_whole() -> None:
+def test_downloads_in_progress_count_in_full() -> None:
     bodies, _ = offering("x")
     downloads = [bodies.fetch("x", "a", (0, NBYTES)) for _ in range(2)]
     refused(bodies)
@@ -73,18 +74,18 @@ def test_what_is_under_way_counts_whole() -> None:
     fetch(bodies)
 
 
-def test_a_principal_fetches_only_so_many_bodies_at_once() -> None:
+def test_concurrent_payloads_per_principal_are_limited() -> None:
     bodies, _ = offering("x", "y", "z")
     first = bodies.fetch("x", "a", (0, 10))
     bodies.fetch("y", "a", (0, 10))
     bodies.fetch("y", "a", (10, 20))
-    assert "'a' fetches 2 bodies in 3 requests at once, the limit" in refused(bodies, "z")
+    assert "'a' fetches 2 payloads in 3 requests at once, the limit" in refused(bodies, "z")
     bodies.fetch("z", "b", (0, 10))
     first.close()
     bodies.fetch("z", "a", (0, 10))
 
 
-def test_a_principal_has_only_so_many_requests_open() -> None:
+def test_concurrent_requests_per_principal_are_limited() -> None:
     bodies, _ = offering("x")
     for start in range(LIMITS.streams_per_principal):
         bodies.fetch("x", "a", (start, start + 1))
@@ -92,7 +93,7 @@ def test_a_principal_has_only_so_many_requests_open() -> None:
     fetch(bodies, "b")
 
 
-def test_with_the_body_its_counts_are_forgotten() -> None:
+def test_withdrawing_a_payload_drops_its_counts() -> None:
     bodies, _ = offering("x")
     fetch(bodies)
     fetch(bodies)

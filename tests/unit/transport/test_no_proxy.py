@@ -1,4 +1,4 @@
-"""Which hosts are dialled without the environment's proxy."""
+"""Hosts that are dialed without the environment's proxy."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def proxy(monkeypatch: pytest.MonkeyPatch) -> None:
         ("", "localhost"),
     ],
 )
-def test_a_host_that_no_proxy_names_is_dialled_directly(
+def test_a_host_in_no_proxy_is_dialed_directly(
     monkeypatch: pytest.MonkeyPatch, no_proxy: str, host: str
 ) -> None:
     monkeypatch.setenv("no_proxy", no_proxy)
@@ -56,7 +56,7 @@ def test_a_host_that_no_proxy_names_is_dialled_directly(
         (",", "syncer"),
     ],
 )
-def test_other_hosts_are_dialled_through_the_proxy(
+def test_other_hosts_are_dialed_through_the_proxy(
     monkeypatch: pytest.MonkeyPatch, no_proxy: str, host: str
 ) -> None:
     monkeypatch.setenv("no_proxy", no_proxy)

@@ -7,7 +7,7 @@ import pytest
 from decoupled_diloco.transport.pool import PoolBody, ReceivePool
 
 
-async def test_waits_in_order_and_never_exceeds_the_bound() -> None:
+async def test_requests_wait_in_order_and_never_exceed_the_bound() -> None:
     pool = ReceivePool(10)
     first = await pool.acquire(6)
     order: list[str] = []
@@ -18,7 +18,9 @@ async def test_waits_in_order_and_never_exceeds_the_bound() -> None:
         return body
 
     large = asyncio.create_task(want("large", 8))
-    small = asyncio.create_task(want("small", 1))  # Would fit now, but must not starve the large.
+    small = asyncio.create_task(
+        want("small", 1)
+    )  # Would fit now, but must not starve the large one.
     await asyncio.sleep(0)
     assert (order, pool.waiting, pool.in_use) == ([], 2, 6)
     first.release()
@@ -29,7 +31,7 @@ async def test_waits_in_order_and_never_exceeds_the_bound() -> None:
     assert pool.in_use == 0
 
 
-async def test_larger_than_the_pool_is_admitted_alone() -> None:
+async def test_a_request_larger_than_the_pool_is_admitted_alone() -> None:
     pool = ReceivePool(10)
     first = await pool.acquire(1)
     huge = asyncio.create_task(pool.acquire(100))
@@ -45,21 +47,21 @@ async def test_larger_than_the_pool_is_admitted_alone() -> None:
     (await next_one).release()
 
 
-async def test_memory_is_used_again_for_the_same_size() -> None:
+async def test_memory_is_reused_for_the_same_size() -> None:
     pool = ReceivePool(100)
     body = await pool.acquire(40)
     storage = body._storage
     body.release()
-    body.release()  # Twice is fine.
+    body.release()  # May be called twice.
     again = await pool.acquire(40)
     assert again._storage is storage
     again.release()
-    other = await pool.acquire(90)  # The idle buffer must make room.
+    other = await pool.acquire(90)  # The idle buffer must be dropped.
     assert pool._idle_bytes == 0
     other.release()
 
 
-async def test_memory_that_somebody_still_looks_at_is_not_used_again() -> None:
+async def test_memory_with_an_exported_view_is_not_reused() -> None:
     pool = ReceivePool(100)
     body = await pool.acquire(40)
     storage, look = body._storage, memoryview(body.buffer)
@@ -89,8 +91,8 @@ async def test_cancelled_waiters_leave_no_trace() -> None:
     waiting[0].cancel()
     await asyncio.sleep(0)
     assert pool.waiting == 2
-    first.release()  # Grants the second at once ...
-    waiting[1].cancel()  # ... which is cancelled before it runs: its grant must go on.
+    first.release()  # Assigns the buffer to the second at once ...
+    waiting[1].cancel()  # ... which is cancelled before it runs: its buffer must go to the next.
     body = await waiting[2]
     body.release()
     assert (pool.in_use, pool.waiting) == (0, 0)

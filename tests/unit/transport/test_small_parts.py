@@ -33,13 +33,13 @@ def test_backoff_grows_to_its_cap_with_jitter() -> None:
     assert backoff.next() <= 0.2
 
 
-def test_backoff_is_brisk_at_first_and_leaves_in_peace_who_is_gone_for_long() -> None:
+def test_backoff_is_brisk_at_first_and_slow_after_a_long_absence() -> None:
     backoff = Backoff(random.Random(1), brisk_seconds=60.0)
     delays = [backoff.next() for _ in range(400)]
     first = next(i for i in range(len(delays)) if sum(delays[:i]) >= 60.0)
     assert max(delays[:first]) <= BRISK_CAP_SECONDS
     assert max(delays[first:]) > 4.5
-    assert sum(delays[:first]) / first > 0.3, "it does not hammer"
+    assert sum(delays[:first]) / first > 0.3, "the attempts are not too frequent"
     backoff.reset()
     assert max(backoff.next() for _ in range(100)) <= BRISK_CAP_SECONDS
 
@@ -79,7 +79,9 @@ def test_tokens_per_principal() -> None:
     assert tokens.authorize("Bearer 2", "b") == "b"
     assert refused(tokens, "Bearer 1", "b") == 403
     assert refused(tokens, "Bearer 3", "b") == 401
-    assert refused(Tokens(principals={}), "Bearer 3", "b") == 401  # Nobody, rather than everybody.
+    assert (
+        refused(Tokens(principals={}), "Bearer 3", "b") == 401
+    )  # It admits no peer, not every peer.
 
 
 @pytest.mark.parametrize("name", ["", ".a", "a/b", "a b", "a\n", "é", "x" * 129])
@@ -141,7 +143,7 @@ def test_range_headers() -> None:
 
 def test_silence_does_not_count_a_pause_of_this_process() -> None:
     silence = Silence(step_seconds=1.0, now=0.0)
-    assert silence.observe(1.0, heard=1) == 0
-    assert silence.observe(2.0, heard=1) == 1
-    assert silence.observe(100.0, heard=1) == 3
-    assert silence.observe(101.0, heard=2) == 0
+    assert silence.observe(1.0, marker=1) == 0
+    assert silence.observe(2.0, marker=1) == 1
+    assert silence.observe(100.0, marker=1) == 3
+    assert silence.observe(101.0, marker=2) == 0

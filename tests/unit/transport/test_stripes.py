@@ -11,7 +11,7 @@ MIB = 1 << 20
 
 
 def drive(controller: StripeController, rate_of: dict[int, float], rtt: float, n: int) -> list[int]:
-    """Move n bodies of 64 MiB over a link whose rate depends on the count only."""
+    """Move n payloads of 64 MiB over a link whose rate depends only on the count."""
     counts = []
     for _ in range(n):
         count = controller.choose(64 * MIB, rtt)
@@ -20,11 +20,11 @@ def drive(controller: StripeController, rate_of: dict[int, float], rtt: float, n
     return counts
 
 
-def test_small_bodies_take_one_connection() -> None:
+def test_small_payloads_use_one_connection() -> None:
     assert StripeController().choose(100_000, 0.2) == 1
 
 
-def test_few_bytes_are_not_spread_thin() -> None:
+def test_few_bytes_use_few_connections() -> None:
     assert StripeController().choose(512 << 10, 0.2) == 4
 
 
@@ -44,8 +44,8 @@ def test_climbs_until_the_link_is_full(saturates_at: int, rtt: float) -> None:
     assert counts[200:].count(saturates_at) > 80, counts
 
 
-def test_it_does_not_hurry_to_try_fewer_connections_than_it_began_with() -> None:
-    """On a long link a try with fewer costs several times what it could save."""
+def test_fewer_connections_than_initially_are_tried_late() -> None:
+    """On a long link a trial with fewer connections costs several times its possible gain."""
     rates = {count: float(min(count, 16)) for count in COUNTS}
     counts = drive(StripeController(), rates, 0.05, 16)
     assert set(counts) == {16, 32}
@@ -59,7 +59,7 @@ def test_notices_that_the_link_changed() -> None:
     assert controller.count == 32
 
 
-def test_noise_does_not_drive_it_far_from_the_best() -> None:
+def test_noise_keeps_the_count_near_the_best() -> None:
     rng, controller, seen = random.Random(0), StripeController(), []
     for _ in range(300):
         count = controller.choose(64 * MIB, 0.05)

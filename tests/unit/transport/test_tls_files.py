@@ -1,4 +1,4 @@
-"""Files of certificates: what is wrong with them is said in a sentence; whom they speak for."""
+"""Certificate files: errors in one sentence, and the principals of a certificate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import encrypted
 from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.launch.certificates import CertificateFolder
 from decoupled_diloco.transport import tls
-from decoupled_diloco.transport.tls import LiveTls, ServerTls, Tls
+from decoupled_diloco.transport.tls import LiveTls, ServerTLSConfig, TLSConfig
 from decoupled_diloco.transport.tokens import RequestRefusal, Tokens
 
 
@@ -76,7 +76,7 @@ def test_a_renewed_certificate_keeps_key_and_names(folder: Path) -> None:
     LiveTls(encrypted.served(folder))
 
 
-def test_nothing_outlives_its_authority(folder: Path) -> None:
+def test_certificates_expire_with_their_ca(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"longer than the authority lives.*renew"):
         CertificateFolder(folder).renew([], 4000)
     CertificateFolder(folder).renew(["authority"], 5000)
@@ -84,7 +84,7 @@ def test_nothing_outlives_its_authority(folder: Path) -> None:
     assert days_left(folder)["learner-0"] == 4000
 
 
-def test_the_authority_signs_nothing_that_signs(folder: Path) -> None:
+def test_the_ca_signs_no_other_ca(folder: Path) -> None:
     authority = x509.load_pem_x509_certificate((folder / "authority.pem").read_bytes())
     syncer = x509.load_pem_x509_certificate((folder / "syncer.pem").read_bytes())
     of = [c.extensions.get_extension_for_class(x509.BasicConstraints) for c in (authority, syncer)]
@@ -93,19 +93,19 @@ def test_the_authority_signs_nothing_that_signs(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["authority", "syncer", "a/b", "", "../x", "-x"])
-def test_what_can_be_no_id(folder: Path, name: str) -> None:
+def test_invalid_ids_are_rejected(folder: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="can be no id"):
         CertificateFolder(folder).add([name], 1)
 
 
 @pytest.mark.parametrize("host", ["http://x", "x:70", "ü.example", ""])
-def test_what_is_no_host(tmp_path: Path, host: str) -> None:
+def test_invalid_hosts_are_rejected(tmp_path: Path, host: str) -> None:
     with pytest.raises(ConfigError, match="is no host"):
         CertificateFolder(tmp_path / "new").begin([host], 1)
     assert not (tmp_path / "new").exists()
 
 
-def test_a_folder_without_what_is_needed(folder: Path, tmp_path: Path) -> None:
+def test_an_incomplete_certificate_folder_is_rejected(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no authority\.pem: make one"):
         CertificateFolder(tmp_path).listing()
     with pytest.raises(ConfigError, match="has no certificate 'learner-7'"):
@@ -115,30 +115,33 @@ def test_a_folder_without_what_is_needed(folder: Path, tmp_path: Path) -> None:
         CertificateFolder(folder).add(["learner-7"], 1)
 
 
-def test_half_of_a_pair_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"certificate='c.pem' has no key: give both"):
-        Tls(certificate="c.pem")
-    with pytest.raises(ConfigError, match=r"key='c.key' has no certificate"):
-        Tls("a.pem", key="c.key")
-    with pytest.raises(ConfigError, match="neither authority nor certificate"):
-        Tls()
+def test_a_certificate_without_its_key_is_rejected() -> None:
+    with pytest.raises(ConfigError, match=r"cert='c.pem' has no key: set both"):
+        TLSConfig(cert="c.pem")
+    with pytest.raises(ConfigError, match=r"key='c.key' has no cert"):
+        TLSConfig("a.pem", key="c.key")
+    with pytest.raises(ConfigError, match="neither ca_cert nor cert"):
+        TLSConfig()
 
 
-def test_files_that_cannot_be_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_files_are_rejected(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tls, "EXCHANGE_SECONDS", 0.0)
     (folder / "text").write_text("no certificate")
     for files, words in (
-        (Tls(folder / "gone.pem"), "authority=.*gone.pem' cannot be read: No such file"),
-        (Tls(folder / "text"), "authority=.*text' holds no certificate in PEM"),
-        (Tls(None, folder / "syncer.pem", folder / "gone"), "key=.*gone' cannot be read"),
-        (Tls(None, folder / "text", folder / "syncer.key"), "are not a certificate and its key"),
+        (TLSConfig(folder / "gone.pem"), "ca_cert=.*gone.pem' cannot be read: No such file"),
+        (TLSConfig(folder / "text"), "ca_cert=.*text' contains no PEM certificate"),
+        (TLSConfig(None, folder / "syncer.pem", folder / "gone"), "key=.*gone' cannot be read"),
         (
-            ServerTls(folder / "syncer.pem", folder / "learner-0.key"),
-            "learner-0.key' does not belong to certificate=.*syncer.pem",
+            TLSConfig(None, folder / "text", folder / "syncer.key"),
+            "are not a PEM certificate and its key",
         ),
         (
-            ServerTls(folder / "syncer.pem", folder / "syncer.key", folder / "gone"),
-            "client_authority=.*cannot be read",
+            ServerTLSConfig(folder / "syncer.pem", folder / "learner-0.key"),
+            "learner-0.key' does not match cert=.*syncer.pem",
+        ),
+        (
+            ServerTLSConfig(folder / "syncer.pem", folder / "syncer.key", folder / "gone"),
+            "client_ca_cert=.*cannot be read",
         ),
     ):
         with pytest.raises(ConfigError, match=words):
@@ -151,7 +154,7 @@ def torn(path: Path) -> bytes:
 
 @pytest.mark.parametrize("name", ["syncer.pem", "syncer.key"])
 @pytest.mark.parametrize("state", ["old", "torn", "empty", "missing"])
-def test_a_process_that_starts_while_files_are_exchanged_waits_until_they_fit(
+def test_a_starting_process_waits_until_exchanged_files_match(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, state: str
 ) -> None:
     new = encrypted.made(tmp_path / "new")
@@ -175,17 +178,17 @@ def test_a_process_that_starts_while_files_are_exchanged_waits_until_they_fit(
     assert live.shows
 
 
-def test_files_that_never_fit_are_refused_after_a_while(
+def test_files_that_never_match_are_rejected_after_a_while(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     shutil.copy(encrypted.made(tmp_path / "new") / "syncer.key", folder)
     monkeypatch.setattr(tls, "EXCHANGE_SECONDS", 0.3)
-    with pytest.raises(ConfigError, match="does not belong to"):
+    with pytest.raises(ConfigError, match="does not match"):
         LiveTls(encrypted.served(folder))
     assert sum("waiting" in message for message in caplog.messages) <= 1
 
 
-def test_a_key_with_a_passphrase_asks_nobody(folder: Path) -> None:
+def test_a_key_with_a_passphrase_is_rejected_without_a_prompt(folder: Path) -> None:
     key = serialization.load_pem_private_key((folder / "syncer.key").read_bytes(), None)
     closed = key.private_bytes(
         serialization.Encoding.PEM,
@@ -197,9 +200,9 @@ def test_a_key_with_a_passphrase_asks_nobody(folder: Path) -> None:
         LiveTls(encrypted.served(folder))
 
 
-def test_a_certificate_of_another_time_is_refused_at_the_start(folder: Path) -> None:
+def test_an_expired_or_future_certificate_is_rejected_at_the_start(folder: Path) -> None:
     for later, words in (
-        (encrypted.PAST, "has expired on"),
+        (encrypted.PAST, "expired on"),
         (encrypted.FUTURE, "not valid before"),
     ):
         with encrypted.another_day(later):
@@ -208,7 +211,7 @@ def test_a_certificate_of_another_time_is_refused_at_the_start(folder: Path) -> 
             LiveTls(encrypted.dialled(folder, "learner-0"))
 
 
-def test_a_context_is_made_again_only_when_a_file_has_changed(folder: Path) -> None:
+def test_a_context_is_created_again_only_when_a_file_has_changed(folder: Path) -> None:
     live = LiveTls(encrypted.dialled(folder, "learner-0"))
     first = live.context()
     assert live.context() is first
@@ -218,7 +221,7 @@ def test_a_context_is_made_again_only_when_a_file_has_changed(folder: Path) -> N
     (folder / "learner-0.pem").unlink()
     kept = live.context()
     shutil.copy(folder / "learner-1.pem", folder / "learner-0.pem")
-    assert live.context() is kept, "its key is another's"
+    assert live.context() is kept, "the key belongs to another certificate"
 
 
 @pytest.mark.parametrize(
@@ -236,7 +239,7 @@ def test_a_context_is_made_again_only_when_a_file_has_changed(folder: Path) -> N
         (None, "learner-0", 401),
     ],
 )
-def test_whom_a_certificate_speaks_for(
+def test_principals_of_a_certificate(
     names: tuple[str, ...] | None, principal: str, status: int | None
 ) -> None:
     tokens = Tokens(certificates=True)
@@ -250,6 +253,6 @@ def test_whom_a_certificate_speaks_for(
         assert caught.value.status == status
 
 
-def test_names_of_a_certificate_mean_nothing_where_none_is_wanted() -> None:
-    """Whoever the system trusts might have signed it."""
+def test_certificate_names_are_ignored_if_no_certificate_is_required() -> None:
+    """Any CA that the system trusts might have signed it."""
     assert Tokens("secret").authorize("Bearer secret", "learner-1", ("learner-0",)) == "learner-1"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.workloads import BUILT_IN, Workload, load_workload
+from decoupled_diloco.workloads import BUILT_IN, OF_THE_LAB, Workload, load_workload
 
 OWN = '''
 import torch
@@ -68,8 +68,19 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
-def test_built_in_workloads(name: str) -> None:
+@pytest.mark.parametrize("name", OF_THE_LAB)
+def test_a_workload_whose_distribution_is_missing_says_how_to_install_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("decoupled_diloco.workloads.entry_points", lambda **_: [])
+    with pytest.raises(
+        ConfigError, match=rf"'{name}' is not installed: pip install 'decoupled-diloco\[lab\]'"
+    ):
+        load_workload(name, {})
+
+
+@pytest.mark.parametrize("name", [*BUILT_IN, *OF_THE_LAB])
+def test_workloads_with_a_name(name: str) -> None:
     workload = load_workload(name, {"seed": 3, "total_steps": 100})
     assert isinstance(workload, Workload)
 

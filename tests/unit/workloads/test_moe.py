@@ -14,7 +14,7 @@ from torch import Tensor
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.merge import layout_of
 from decoupled_diloco.merge.fragments import partition
-from decoupled_diloco.workloads.moe import (
+from decoupled_diloco_lab.workloads.moe import (
     MixtureOfExperts,
     MoeOptions,
     MoeWorkload,

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.workloads import load_workload, vit
-from decoupled_diloco.workloads.vit import VitOptions, VitWorkload, patches_of, shifted
+from decoupled_diloco.workloads import load_workload
+from decoupled_diloco_lab.workloads import vit
+from decoupled_diloco_lab.workloads.vit import VitOptions, VitWorkload, patches_of, shifted
 
 TINY: dict[str, Any] = {"layers": 1, "width": 32, "heads": 2, "batch_size": 16}
 
@@ -146,9 +147,9 @@ def test_without_scikit_learn_the_way_out_is_told(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ConfigError) as error:
         load_workload("vit", {})
     assert str(error.value) == (
-        "workload 'vit' needs the images of scikit-learn, which is not installed: "
-        "install the extra \"vision\": pip install 'decoupled-diloco[vision]', in a clone: "
-        "pip install -e '.[vision]'"
+        "workload 'vit' requires the images of scikit-learn, which is not installed: "
+        "install the extra \"vision\" with pip install 'decoupled-diloco[vision]', or in "
+        "a clone with pip install -e 'packages/lab[vision]'"
     )
 
 
@@ -157,7 +158,7 @@ def test_a_share_smaller_than_a_batch_is_told() -> None:
     with pytest.raises(ConfigError) as error:
         next(workload.batches(0, 4))
     assert str(error.value) == (
-        "part 0 of 4 has 359 images, fewer than batch_size=500: lower learners or batch_size"
+        "batch_size=500 exceeds the 359 images of partition 0 of 4: lower learners or batch_size"
     )
 
 

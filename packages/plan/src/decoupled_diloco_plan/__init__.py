@@ -1,1 +1,1 @@
-"""A run before it is made: which links and settings, and the goodput of a whole cluster."""
+"""Capacity planning: the links and settings that a run needs, and the goodput of a cluster."""

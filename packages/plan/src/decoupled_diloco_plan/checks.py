@@ -1,4 +1,4 @@
-"""Numbers that cannot be are refused in one sentence: name, value, limit."""
+"""Range checks that report name, value and limit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from decoupled_diloco.errors import ConfigError
 
 
 def above(limit: float, **values: float) -> None:
-    """Raises ConfigError for a value that is not above the limit, or not finite."""
+    """Raise ConfigError if a value is not above the limit, or not finite."""
     for name, value in values.items():
         _finite(name, value)
         if not value > limit:
@@ -18,7 +18,7 @@ def above(limit: float, **values: float) -> None:
 
 
 def at_least(least: float, **values: float) -> None:
-    """Raises ConfigError for a value below the least that can be, or one that is not finite."""
+    """Raise ConfigError if a value is below `least`, or not finite."""
     for name, value in values.items():
         _finite(name, value)
         if not value >= least:
@@ -27,4 +27,4 @@ def at_least(least: float, **values: float) -> None:
 
 def _finite(name: str, value: float) -> None:
     if not math.isfinite(value):
-        raise ConfigError(f"{name}={value:g} is no number to reckon with: give a finite one")
+        raise ConfigError(f"{name}={value:g} is not finite: give a finite number")

@@ -1,4 +1,4 @@
-"""The commands that this distribution adds to `ddiloco`: light, until one of them runs."""
+"""The commands that this distribution adds to `ddiloco`; heavy imports wait until one runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from decoupled_diloco_plan.goodput.options import GoodputOptions
 
 @command(PlanOptions)
 def plan(options: PlanOptions) -> None:
-    """Which link, which settings: utilisation, traffic, cost; or what setting reaches an aim."""
+    """Predict utilization, traffic and cost on given links, or find settings for a utilization."""
     from decoupled_diloco_plan.bandwidth.command import run
 
     run(options)
@@ -17,7 +17,7 @@ def plan(options: PlanOptions) -> None:
 
 @command(GoodputOptions)
 def goodput(options: GoodputOptions) -> None:
-    """What failures cost a cluster: goodput, uptime, and where the rest of the chip-time goes."""
+    """Simulate a cluster with failures: goodput, uptime, and where the chip time goes."""
     from decoupled_diloco_plan.goodput.command import run
 
     run(options)

@@ -1,4 +1,4 @@
-"""What both commands write: tables, JSON, pictures."""
+"""Output of both commands: JSON and pictures."""
 
 from __future__ import annotations
 
@@ -12,47 +12,49 @@ from decoupled_diloco.errors import ConfigError, StorageError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-STDOUT = Path("-")
 PICTURES = (".png", ".svg", ".pdf")
 
 
-def check_files(json_to: Path | None, *pictures: Path | None) -> None:
-    """Tells what could not be written before the work, not after it.
+def check_files(out: Path | None, *pictures: Path | None) -> None:
+    """Check before the work that the output files can be written.
 
     Raises:
-        ConfigError: a picture has no ending of `PICTURES`.
-        StorageError: it is a folder, or in none.
+        ConfigError: A picture's suffix is not one of `PICTURES`.
+        StorageError: A path is a folder, or its parent folder does not exist.
     """
     for path in pictures:
         if path is not None and path.suffix.lower() not in PICTURES:
             raise ConfigError(
-                f"picture {path} does not end in {', '.join(PICTURES)}: give such a file"
+                f"picture {path} does not end in {', '.join(PICTURES)}: use one of these suffixes"
             )
-    for path in (json_to, *pictures):
-        if path is None or path == STDOUT:
+    for path in (out, *pictures):
+        if path is None:
             continue
         if path.is_dir():
-            raise StorageError(f"cannot write {path}: it is a folder, give a file in it")
+            raise StorageError(f"cannot write {path}: it is a folder; give a file in it")
         if not path.parent.is_dir():
-            raise StorageError(f"cannot write {path}: there is no folder {path.parent}, make it")
+            raise StorageError(
+                f"cannot write {path}: folder {path.parent} does not exist; create it"
+            )
 
 
-def write_json(value: Any, to: Path | None) -> None:
-    """Writes JSON, if that was asked for: to a file, or, where that is ``-``, to stdout."""
-    if to is None:
+def write_json(value: Any, *, printed: bool, out: Path | None) -> None:
+    """Write JSON to stdout if ``printed``, and to the file ``out`` if given."""
+    if out is None and not printed:
         return
     text = json.dumps(value, indent=1, allow_nan=False) + "\n"
-    if to == STDOUT:
+    if printed:
         sys.stdout.write(text)
+    if out is None:
         return
     try:
-        to.write_text(text, encoding="utf-8")
+        out.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise StorageError(f"cannot write {to}: {error}") from error
+        raise StorageError(f"cannot write {out}: {error}") from error
 
 
 def save_picture(figure: Figure, path: Path) -> None:
-    """Draws a figure on white; its format is that of the file's ending."""
+    """Save a figure on a white background; the file's suffix selects the format."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     FigureCanvasAgg(figure)

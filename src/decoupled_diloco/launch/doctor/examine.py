@@ -6,10 +6,7 @@ A check that hangs is left behind in its thread and said to hang; the others go 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import shlex
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,27 +19,20 @@ import torch
 from decoupled_diloco._version import __version__
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.addresses import alternatives, reached_by
-from decoupled_diloco.errors import ConfigError, Error, StorageError
-from decoupled_diloco.launch.command import require_commands
+from decoupled_diloco.errors import ConfigError, DilocoError
 from decoupled_diloco.launch.data import require_data
 from decoupled_diloco.launch.devices import environment_of, kind_of
 from decoupled_diloco.launch.doctor import facts, machine
 from decoupled_diloco.launch.doctor import syncer as judge
 from decoupled_diloco.launch.doctor.machine import Finding, error, ok, warning
-from decoupled_diloco.launch.folder import read_token
-from decoupled_diloco.launch.secrets import accepted_tokens, served_tls
-from decoupled_diloco.observe.advice import advice_of
-from decoupled_diloco.observe.reader import TapeReader
-from decoupled_diloco.observe.run_model import RunModel
 from decoupled_diloco.transport.reach import LookTrouble, Seen, listens, look
-from decoupled_diloco.transport.tls import LiveTls, Tls
+from decoupled_diloco.transport.tls import TLSConfig
 from decoupled_diloco.workloads import Workload, workload_of
 
 SECONDS_MAX = 15.0
 MODEL_SECONDS = 6.0
 DATA_SECONDS = 3.0
 DISK_SECONDS = 3.0
-TAPE_SECONDS = 3.0
 THREAD = "check"
 
 _T = TypeVar("_T")
@@ -56,7 +46,7 @@ class Examined:
     syncer: tuple[str, ...]  # addresses of shards; empty: the run is to be on this machine alone
     token: str | None
     started: float
-    tls: Tls | None = None
+    tls: TLSConfig | None = None
 
     @property
     def left_seconds(self) -> float:
@@ -67,7 +57,6 @@ class Examined:
 def examine(case: Examined) -> Iterator[Finding]:
     """Looks at everything that the case is about, and says at once what was found."""
     config, cores = case.config, facts.cores()
-    yield machine.judge_python(sys.version_info[:3])
     yield machine.judge_torch(facts.torch_facts())
     if config is not None:
         learners = 1 if case.syncer else config.run.learners
@@ -78,17 +67,13 @@ def examine(case: Examined) -> Iterator[Finding]:
     yield machine.judge_threads(omp, torch.get_num_threads(), cores)
     process_bytes = facts.process_bytes()
     model: facts.ModelFacts | None = None
-    if config is not None:
-        if config.workload is None:
-            yield _commands(config)
-        else:
-            workload, model, finding = _model(config, config.workload.name)
-            yield finding
-            if workload is not None:
-                yield _data(config, config.workload.name, workload)
-        yield from _former(config)
+    if config is not None and config.workload is not None:
+        workload, model, finding = _model(config, config.workload.name)
+        yield finding
+        if workload is not None:
+            yield _data(config, config.workload.name, workload)
     yield _memory(case, model, process_bytes)
-    yield _disk(config, model)
+    yield _disk(case, model)
     yield machine.judge_clock(facts.clock_facts())
     if case.syncer:
         yield from _syncer(case, model)
@@ -102,19 +87,10 @@ def _devices(config: RunConfig, learners: int) -> Finding:
         kind, _ = kind_of(config)
         shares = [environment_of(config, index) for index in range(learners)]
     except ConfigError as problem:
-        if config.where.engine != "local":  # they run elsewhere
-            return warning("device", str(problem), f"ignore it if {config.where.engine} has them")
+        if config.launch.backend != "local":  # they run elsewhere
+            return warning("device", str(problem), f"ignore it if {config.launch.backend} has them")
         return error("device", str(problem), "correct [learner] of the file")
     return machine.judge_devices(kind, config.learner.device, shares)
-
-
-def _commands(config: RunConfig) -> Finding:
-    """Whether the programs that the learners and the evaluator run are here."""
-    try:
-        require_commands(config)
-    except ConfigError as problem:
-        return error("command", str(problem), "correct the command in the file")
-    return ok("command", shlex.join(config.learner.command))
 
 
 def _model(
@@ -146,23 +122,9 @@ def _data(config: RunConfig, name: str, workload: Workload) -> Finding:
     except TimeoutError:
         text = f"{name} gives no batch within {DATA_SECONDS:g} s"
         return warning("data", text, "each learner waits as long when it starts")
-    except Error as problem:
+    except DilocoError as problem:
         return error("data", str(problem), "correct [workload.options] or run.learners")
     return ok("data", f"each learner has batches, of {tokens} tokens")
-
-
-def _former(config: RunConfig) -> Iterator[Finding]:
-    """What the tape says of the run so far, if it was started before."""
-
-    def read() -> list[str]:
-        run = RunModel()
-        run.take_all(TapeReader(config.run.folder))
-        return advice_of(run)
-
-    with contextlib.suppress(ConfigError, StorageError, TimeoutError):  # no tape, or a long one
-        for sentence in limited(TAPE_SECONDS, read):
-            text, _, advice = sentence.rpartition(": ")
-            yield warning("so far", text, advice)
 
 
 def _memory(case: Examined, model: facts.ModelFacts | None, process_bytes: int) -> Finding:
@@ -178,7 +140,11 @@ def _memory(case: Examined, model: facts.ModelFacts | None, process_bytes: int) 
     return machine.judge_memory(facts.memory_available(), need)
 
 
-def _disk(config: RunConfig | None, model: facts.ModelFacts | None) -> Finding:
+def _disk(case: Examined, model: facts.ModelFacts | None) -> Finding:
+    config, need = case.config, 0
+    if config is not None and model is not None:
+        learners = 1 if case.syncer else config.run.learners
+        need = machine.disk_need_of(model, config, learners=learners, everything=not case.syncer)
     folder = Path.cwd() if config is None else Path(config.run.folder)
     try:
         found = limited(DISK_SECONDS, lambda: facts.disk_facts(folder))
@@ -186,29 +152,19 @@ def _disk(config: RunConfig | None, model: facts.ModelFacts | None) -> Finding:
         text = f"a few MiB at {folder} are not on disk within {DISK_SECONDS:g} s"
         advice = "choose a folder on a local disk with --set run.folder=…"
         return warning("disk", text, advice)
-    except Error as problem:
+    except DilocoError as problem:
         return error("disk", str(problem), "choose another folder with --set run.folder=…")
-    return machine.judge_disk(found, model)
+    return machine.judge_disk(found, need)
 
 
 def _here(config: RunConfig) -> Iterator[Finding]:
-    """What the syncer needs on this machine: ports, secrets, initial weights."""
+    """What the syncer needs on this machine: ports, initial weights."""
     settings = config.syncer
-    processes = settings.shards * (1 + settings.standbys)
+    processes = settings.shards * (1 + settings.standby)
     ports = range(settings.port, settings.port + processes) if settings.port else ()
     yield machine.judge_ports(
         settings.host, {port: facts.port_problem(settings.host, port) for port in ports}
     )
-    try:
-        accepted_tokens(config, read_token(settings.token_file))
-    except ConfigError as problem:
-        yield error("secrets", str(problem), "correct [syncer] of the file")
-    try:
-        served = served_tls(config)
-        if served is not None:
-            yield judge.judge_certificate(LiveTls(served).left_seconds or 0.0)
-    except ConfigError as problem:
-        yield error("certificate", str(problem), "correct [tls] of the file")
     weights = config.sync.initial_weights
     if weights is not None and not weights.is_file():
         text = f"initial_weights={str(weights)!r} does not exist"
@@ -221,7 +177,7 @@ def _syncer(case: Examined, model: facts.ModelFacts | None) -> Iterator[Finding]
     seen, shards = asyncio.run(look_at_all(case.syncer, case.token, seconds, case.tls))
     yield from judge.judge_seen(seen, __version__)
     config = case.config
-    yield from judge.judge_rates(seen, model, config.sync.overlap if config else 0)
+    yield from judge.judge_rates(seen, model, config.sync.overlap_steps if config else 0)
     if shards:
         yield judge.judge_shards(case.syncer[0], shards)
     if config is not None and seen.run is not None:
@@ -229,7 +185,7 @@ def _syncer(case: Examined, model: facts.ModelFacts | None) -> Iterator[Finding]
 
 
 async def look_at_all(
-    addresses: tuple[str, ...], token: str | None, seconds: float, tls: Tls | None = None
+    addresses: tuple[str, ...], token: str | None, seconds: float, tls: TLSConfig | None = None
 ) -> tuple[Seen, dict[str, LookTrouble | None]]:
     """The first of the addresses in depth, and whether all shards can be reached."""
     seen = await look(addresses[0], token, seconds, tls)

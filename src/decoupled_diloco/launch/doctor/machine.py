@@ -10,10 +10,9 @@ from typing import Literal
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.method import options_of
 from decoupled_diloco.launch.doctor.facts import ClockFacts, DiskFacts, ModelFacts, TorchFacts
-from decoupled_diloco.observe.words import many
+from decoupled_diloco.run_model.words import many
 from decoupled_diloco.units import GIB, MIB, format_bytes, format_count, format_duration
 
-PYTHON_MIN = (3, 11)
 TORCH_MIN = (2, 6)
 
 MEMORY_SHARE_MAX = 0.8
@@ -66,13 +65,6 @@ class MemoryNeed:
     def total(self) -> int:
         others = self.syncer_bytes + self.evaluator_bytes + self.fork_server_bytes
         return self.learners * self.learner_bytes + others
-
-
-def judge_python(version: tuple[int, ...]) -> Finding:
-    text = ".".join(map(str, version[:3]))
-    if version < PYTHON_MIN:
-        return error("python", text, "install Python 3.11 or later")
-    return ok("python", text)
 
 
 def judge_torch(facts: TorchFacts) -> Finding:
@@ -147,21 +139,32 @@ def judge_threads(setting: str | None, torch_threads: int, cores: float) -> Find
     return ok("threads", text)
 
 
+SHARD_BYTES_PER_PARAMETER = 26
+"""Memory of all shards together at most, as measured (`benchmarks/results/shard_memory`)."""
+
+SHARD_DISK_BYTES_PER_PARAMETER = 24
+"""Disk space of all shards' checkpoints and journals at least; at most it is 120."""
+
+
 def need_of(
     model: ModelFacts, config: RunConfig, *, process_bytes: int, learners: int, everything: bool
 ) -> MemoryNeed:
-    """What the processes on this machine take, without batches and activations.
+    """Return the memory that the processes on this machine need, at most, without activations.
 
     Args:
-        process_bytes: Of a process that has only loaded Python and torch.
-        learners: How many of them run here.
-        everything: Shards, evaluator and the fork server are here too.
+        model: Sizes of the model.
+        config: The run's settings.
+        process_bytes: Memory of a process that has only loaded Python and torch.
+        learners: Number of learners on this machine.
+        everything: Whether shards, evaluator and the fork server are on this machine too.
     """
     numel = model.layout.numel
     at_once = options_of(config).open_rounds_max + 1
     in_flight = at_once * (model.fragment_bytes + 8 * model.fragment_numel)
     trained = model.model_bytes + model.gradient_bytes + model.optimizer_bytes
-    syncer = config.syncer.shards * process_bytes + 16 * numel
+    checkpoint = _checkpoint_bytes(model) if config.learner.checkpoint_interval_seconds else 0
+    residual = 4 * numel if config.sync.codec.feedback is not None else 0
+    syncer = config.syncer.shards * process_bytes + SHARD_BYTES_PER_PARAMETER * numel
     syncer += min(
         config.syncer.shards * config.syncer.pool_mib * MIB,
         config.run.learners * at_once * model.fragment_bytes,
@@ -169,11 +172,27 @@ def need_of(
     evaluator = process_bytes + model.model_bytes + 4 * numel
     return MemoryNeed(
         learners=learners,
-        learner_bytes=process_bytes + trained + 4 * numel + in_flight,
+        learner_bytes=process_bytes + trained + 4 * numel + residual + checkpoint + in_flight,
         syncer_bytes=syncer if everything else 0,
         evaluator_bytes=evaluator if everything and config.run.evaluator else 0,
         fork_server_bytes=process_bytes if everything and config.run.fork_server else 0,
     )
+
+
+def _checkpoint_bytes(model: ModelFacts) -> int:
+    """Return the size of one learner's checkpoint: model and optimizer."""
+    return model.model_bytes + model.optimizer_bytes
+
+
+def disk_need_of(model: ModelFacts, config: RunConfig, *, learners: int, everything: bool) -> int:
+    """Return the bytes that the run folder needs at least, without tapes and logs."""
+    numel, need = model.layout.numel, 0
+    if everything:
+        need += 8 * numel  # the shards' shares of the result, and the assembled weights
+        need += SHARD_DISK_BYTES_PER_PARAMETER * numel if config.syncer.persist else 0
+    if config.learner.checkpoint_interval_seconds:
+        need += 2 * _checkpoint_bytes(model) * learners  # the newest one, and one being written
+    return need
 
 
 def judge_memory(available: int, need: MemoryNeed | None) -> Finding:
@@ -206,22 +225,20 @@ def judge_model(name: str, model: ModelFacts) -> Finding:
     )
 
 
-def judge_disk(facts: DiskFacts, model: ModelFacts | None) -> Finding:
-    """Room and speed where the run folder is."""
-    # The shards' shares and the assembled weights, fp32.
-    weights = 0 if model is None else 8 * model.layout.numel
+def judge_disk(facts: DiskFacts, need: int) -> Finding:
+    """Compare space and speed of the run folder's disk with what the run needs, in bytes."""
     text = (
         f"{format_bytes(facts.free_bytes)} free at {facts.folder}, "
         f"{format_bytes(facts.bytes_per_second)}/s, a sync takes "
         f"{format_duration(facts.sync_seconds)}"
     )
-    if facts.free_bytes < weights:
+    if facts.free_bytes < need:
         return error(
             "disk",
-            f"{text}; the weights take {format_bytes(weights)}",
+            f"{text}; weights, journals and checkpoints need {format_bytes(need)} or more",
             "make room, or choose another folder with --set run.folder=…",
         )
-    if facts.free_bytes < weights + DISK_BYTES_MIN:
+    if facts.free_bytes < need + DISK_BYTES_MIN:
         return warning(
             "disk", text, "make room for tapes and logs: a run goes on without, its report does not"
         )

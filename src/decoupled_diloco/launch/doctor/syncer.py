@@ -31,10 +31,10 @@ ADVICE = {
     "unreachable": "check the network, or the VPN, of both machines",
     "timeout": "a firewall may drop it: open the shards' ports there, or tunnel them (ssh -L)",
     "silent": "the process may be stopped, or be something else than a syncer: look at its log",
-    "tls": "write http:// for a syncer without TLS; else give what it wants: --authority, and "
-    "--certificate and --key if it asks for them (ddiloco certificates makes them)",
+    "tls": "write http:// for a syncer without TLS; else give what it wants: --ca-cert, and "
+    "--cert and --key if it asks for them (ddiloco certs makes them)",
     "stranger": "something else listens there: correct the address (the syncer prints its own)",
-    "token": "give the run's secret with --token-file: `ddiloco syncer` prints where it is",
+    "token": "give the run's secret with --auth-token-file: `ddiloco syncer` prints where it is",
     "busy": "others measure just now: ask again in a while",
     "older": "install the same version here and there",
     "broken": "look for a proxy or firewall on the way that ends connections, or passes no "
@@ -136,7 +136,7 @@ def judge_round_trips(seconds: tuple[float, ...]) -> Finding:
         return warning(
             "round trip",
             f"{text}: uneven",
-            "a busy syncer or link; raise sync.overlap if rounds are late",
+            "a busy syncer or link; raise sync.overlap_steps if rounds are late",
         )
     return ok("round trip", text)
 

@@ -1,1 +1,1 @@
-"""Which link, which settings: utilisation, traffic, memory and cost of a run before it is made."""
+"""Prediction of utilization, traffic, memory and cost of a run from its links and settings."""

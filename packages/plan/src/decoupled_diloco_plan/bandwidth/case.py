@@ -1,6 +1,6 @@
-"""One case: a model on chips, the method with its wire formats, and a network.
+"""A case: a model on chips, the method with its wire formats, and a network.
 
-And what all of its rounds would ask of the links.
+`demands` gives the load that all of its rounds would put on the links.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from decoupled_diloco_plan.bandwidth.network import Network
 from decoupled_diloco_plan.checks import above, at_least
 
 PUBLISHED_STEP_SECONDS_PER_PARAMETER = 0.8 / 10e9
-"""Streaming DiLoCo's 10B model takes 0.8 s a step: taken where no step time is given."""
+"""Step time of Streaming DiLoCo's 10B model (0.8 s) per parameter, used if none is given."""
 
 PUBLISHED_LAYERS = ((1e9, 24), (10e9, 48))
-"""Its models of 1B and 10B: depth is taken to go with a power of the size, the 0.3rd."""
+"""Its 1B and 10B models, parameters and layers: depth is assumed to grow with size to the 0.3."""
 
 _BITS = re.compile(r"(\d+(?:\.\d+)?)\s*-?bits?")
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What one learner trains, and how fast."""
+    """The model that each learner trains, and its step time."""
 
     params: float
     layers: int
@@ -44,17 +44,17 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How an element travels."""
+    """Encoding of an element on the wire."""
 
-    name: str  # a codec of the project, or "5bit" for one that is only thought of
-    bits: float  # of one element, scales and all else included
+    name: str  # a codec of the project, or for example "5bit" for a hypothetical format
+    bits: float  # per element, including scales and other overhead
 
 
 def wire_format(text: str) -> Format:
-    """A codec of the project by its name, or a number of bits.
+    """Return the format of a codec of the project, or of a number of bits.
 
     Raises:
-        ConfigError: there is no such codec.
+        ConfigError: The codec does not exist, or the number of bits is out of range.
 
     >>> wire_format("bf16").bits, wire_format("4.5bit").bits, wire_format("int4")
     (16.0, 4.5, Format(name='int4', bits=4.125))
@@ -64,8 +64,8 @@ def wire_format(text: str) -> Format:
     match = _BITS.fullmatch(text.strip())
     if match is None:
         raise ConfigError(
-            f"wire format {text!r} is unknown: {suggestion(text, codec_names())}; one that is "
-            "only thought of is written as '4bit'"
+            f"wire format {text!r} is unknown: {suggestion(text, codec_names())}; a "
+            "hypothetical format is written as '4bit'"
         )
     bits = float(match[1])
     if not 0 < bits <= 32:
@@ -74,12 +74,12 @@ def wire_format(text: str) -> Format:
 
 
 def assumed_step_seconds(params: float) -> float:
-    """The step of a model for which none is given."""
+    """Return the assumed step time of a model for which none is given."""
     return params * PUBLISHED_STEP_SECONDS_PER_PARAMETER
 
 
 def assumed_layers(params: float) -> int:
-    """The layers of a model for which none are given.
+    """Return the assumed number of layers of a model for which none is given.
 
     >>> assumed_layers(1e9), assumed_layers(10e9)
     (24, 48)
@@ -91,10 +91,10 @@ def assumed_layers(params: float) -> int:
 def step_seconds_of(
     params: float, tokens_per_step: float, chips: float, flops_per_chip: float
 ) -> float:
-    """A step's length by arithmetic, 6·N·B / (R·Q): N parameters, B tokens, R chips of Q FLOP/s.
+    """Return the ideal step time 6·N·B / (R·Q): N parameters, B tokens, R chips of Q FLOP/s.
 
     Source:
-        Scaling Laws for DiLoCo (arXiv 2503.09799), its wall-clock model.
+        Scaling Laws for DiLoCo (arXiv 2503.09799), the wall-clock model.
     """
     above(0, tokens_per_step=tokens_per_step, chips=chips, flops=flops_per_chip)
     return 6 * params * tokens_per_step / (chips * flops_per_chip)
@@ -102,24 +102,24 @@ def step_seconds_of(
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is simulated.
+    """Input of a simulation.
 
     Raises:
-        ConfigError: no run could be so; it says which number, its limit and the way out.
+        ConfigError: A value does not form a valid run; the message has the value, limit and fix.
     """
 
     model: Model
-    # the method's numbers; with `wait="at_overlap"` learners stop for what is late
+    # settings of the method; with `wait="at_overlap"` learners stop until late merges arrive
     options: Options
     network: Network
-    # how an element travels to the syncer
+    # wire format of the uplink
     up: Format = field(default_factory=lambda: wire_format("bf16"))
-    down: Format = field(default_factory=lambda: wire_format("bf16"))  # how it travels back
-    # share of a link's rate that bodies fill, above 0, at most 1
+    down: Format = field(default_factory=lambda: wire_format("bf16"))  # of the downlink
+    # share of a link's rate that payloads fill, above 0, at most 1
     link_share: float = measured.LINK_SHARE
     # share of a step that the exchange costs the training loop
     step_overhead: float = measured.STEP_OVERHEAD
-    # what processes take for a body besides moving and merging it
+    # processing time per payload, without transfer and merge
     handling_seconds: float = measured.HANDLING_SECONDS
 
     def __post_init__(self) -> None:
@@ -135,16 +135,18 @@ class Case:
             raise ConfigError(f"grace_margin={o.grace_margin:g} is out of range: 0 to below 1")
         if o.quorum > learners:
             raise ConfigError(
-                f"quorum={o.quorum} exceeds learners={learners}: lower the quorum or plan more "
+                f"quorum={o.quorum} exceeds learners={learners}: lower the quorum or plan for more "
                 "learners"
             )
         if o.overlap >= o.period:
             raise ConfigError(
-                f"overlap={o.overlap} is not below period={o.period}: lower it or raise the period"
+                f"overlap={o.overlap} must be below period={o.period}: lower overlap or raise "
+                "period"
             )
         if o.shards > o.fragments:
             raise ConfigError(
-                f"shards={o.shards} exceeds fragments={o.fragments}: a shard needs a fragment"
+                f"shards={o.shards} exceeds fragments={o.fragments}: each shard needs a fragment; "
+                "lower shards or raise fragments"
             )
 
     @property
@@ -153,28 +155,28 @@ class Case:
 
     @property
     def hosts(self) -> list[int]:
-        """The place of each shard."""
+        """The place of each shard, as an index into the network's places."""
         shards = self.options.shards
         return [self.network.host(shard, shards) for shard in range(shards)]
 
     @property
     def tick_seconds(self) -> float:
-        """A step of the K-th fastest learner: the pace of the run's clock."""
+        """Step time of the K-th fastest learner, which is the pace of the run's clock."""
         return self.network.kth(self.network.paces(self.model.step_seconds), self.options.quorum)
 
     def scaled(self, factor: float) -> Case:
-        """The same with more or less bandwidth on the sites' links."""
+        """Return the case with the bandwidth of the sites' links multiplied by `factor`."""
         return replace(self, network=self.network.scaled(factor))
 
     def with_options(self, **changed: Any) -> Case:
-        """The same with other numbers of the method."""
+        """Return the case with some settings of the method changed."""
         return replace(self, options=replace(self.options, **changed))
 
 
 def demands(case: Case) -> dict[tuple[str, str], float]:
-    """All rounds' bytes over what a link carries meanwhile, by place and direction.
+    """Return the bytes of all rounds over a link's capacity, by place and direction.
 
-    Above 1 some do not fit.
+    Above 1 the link cannot carry all rounds.
     """
     o, network = case.options, case.network
     moved: dict[tuple[int, str], float] = {}
@@ -202,5 +204,5 @@ def demands(case: Case) -> dict[tuple[str, str], float]:
 
 
 def demand(case: Case) -> float:
-    """The largest of `demands`; 0 where nothing crosses a link."""
+    """Return the largest of `demands`; 0 if no traffic crosses a link."""
     return max(demands(case).values(), default=0.0)

@@ -1,4 +1,4 @@
-"""`ddiloco plan`: from what was said to a plan, and out with it."""
+"""`ddiloco plan`: make a plan from the options, and print it."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from decoupled_diloco_plan.bandwidth.document import Plan, document, print_plan,
 from decoupled_diloco_plan.bandwidth.inputs import Inputs, read_inputs, size_of
 from decoupled_diloco_plan.bandwidth.network import SPREAD, slowest
 from decoupled_diloco_plan.bandwidth.options import METHODS, PARTITIONS, SOURCES, PlanOptions
-from decoupled_diloco_plan.bandwidth.search import Proposal, look, propose
-from decoupled_diloco_plan.output import STDOUT, check_files, write_json
+from decoupled_diloco_plan.bandwidth.search import Proposal, evaluate, propose
+from decoupled_diloco_plan.output import check_files, write_json
 
 DEFAULT_PERIOD, DEFAULT_FRAGMENTS, DEFAULT_OVERLAP = 24, 24, 2
-"""The paper's, where nothing is proposed."""
+"""The paper's values, used if no setting is searched for."""
 
 OF_MODEL = ("params", "layers", "step_seconds")
 OF_PUBLISHED = (*OF_MODEL, "period")
-"""What the published tables are made of."""
+"""Options that the published tables need."""
 
 
 def run(options: PlanOptions) -> None:
     _known("--method", options.method, METHODS)
-    check_files(options.json_to, options.plot)
+    check_files(options.out, options.plot)
     if options.method == "published":
         _published(options)
     else:
@@ -37,14 +37,14 @@ def run(options: PlanOptions) -> None:
 
 
 def _published(options: PlanOptions) -> None:
-    wanted = {*OF_PUBLISHED, "method", "system", "table", "json_to", "utilization"}
+    wanted = {*OF_PUBLISHED, "method", "system", "table", "as_json", "out", "utilization"}
     for name in options.model_fields_set - wanted:
         raise ConfigError(
-            f"{option_of(PlanOptions, name)} would be ignored with --method published: leave it out"
+            f"{option_of(PlanOptions, name)} cannot be combined with --method published: omit it"
         )
     lacking = [option_of(PlanOptions, n) for n in OF_PUBLISHED if getattr(options, n) is None]
     if lacking:
-        raise ConfigError(f"--method published lacks {', '.join(lacking)}: give them")
+        raise ConfigError(f"--method published requires {', '.join(lacking)}: add them")
     if options.table is not None:
         _known("--table", options.table, SOURCES)
     rows = published.rows(
@@ -54,44 +54,44 @@ def _published(options: PlanOptions) -> None:
         source=options.table,  # type: ignore[arg-type]
         targets=published.TARGETS if options.utilization is None else (options.utilization,),
     )
-    if options.json_to != STDOUT:
+    if not options.as_json:
         print_published(rows, make_console())
-    write_json([asdict(row) for row in rows], options.json_to)
+    write_json([asdict(row) for row in rows], printed=options.as_json, out=options.out)
 
 
 def _own(options: PlanOptions) -> None:
     for name in ("system", "table"):
         if name in options.given:
             raise ConfigError(
-                f"--{name} is for --method published: leave it out, or say --method published"
+                f"--{name} requires --method published: add --method published, or omit --{name}"
             )
     plan = make_plan(options)
     if options.plot is not None:
         _save_plot(plan)
-    if options.json_to != STDOUT:
+    if not options.as_json:
         print_plan(plan, make_console())
-    if options.json_to is not None:
-        write_json(document(plan), options.json_to)
+    if options.as_json or options.out is not None:
+        write_json(document(plan), printed=options.as_json, out=options.out)
 
 
 def make_plan(options: PlanOptions) -> Plan:
-    """The plan of what was given on the command line."""
+    """Make the plan for the options of the command line."""
     inputs = read_inputs(options)
     aim = inputs.options.utilization
     if aim is None:
-        found = _look(inputs)
+        found = _evaluate_given(inputs)
     else:
         found = propose(inputs.model, inputs.network, inputs.options, prices=inputs.prices)
     _check_partition(inputs, found.case.options.fragments)
     return Plan(inputs, found, aim)
 
 
-def _look(inputs: Inputs) -> Proposal:
-    """What was given, and the paper's numbers where nothing was."""
+def _evaluate_given(inputs: Inputs) -> Proposal:
+    """Evaluate the given setting, with the paper's values for options that are missing."""
     given = inputs.options
     formats = wire_format(given.up or "bf16"), wire_format(given.down or "bf16")
     case = Case(inputs.model, _options(inputs), inputs.network, *formats, given.link_share)
-    return look(case, inputs.prices)
+    return evaluate(case, inputs.prices)
 
 
 def _options(inputs: Inputs) -> Options:
@@ -117,13 +117,13 @@ def _options(inputs: Inputs) -> Options:
 
 
 def _check_partition(inputs: Inputs, fragments: int) -> None:
-    """Whole layers make no more fragments than there are."""
+    """Check that a partition into whole layers has at least `fragments` parts."""
     given, layers = inputs.options, inputs.model.layers
     _known("--partition", given.partition, PARTITIONS)
     if given.whole_layers and fragments > layers + 2:
         raise ConfigError(
-            f"fragments={fragments} exceeds the {layers} layers, the embedding and the head of "
-            f"partition={given.partition!r}: lower the fragments, or cut by 'balanced'"
+            f"fragments={fragments} exceeds the {layers} layers, the embedding and the head with "
+            f"partition={given.partition!r}: lower --fragments, or use --partition balanced"
         )
 
 
@@ -133,7 +133,8 @@ def _known(option: str, word: str, known: Iterable[str]) -> None:
 
 
 def _save_plot(plan: Plan) -> None:
-    from decoupled_diloco_plan.bandwidth.plots import save_curves  # matplotlib takes a while
+    # matplotlib is slow to import, so only --plot pays for it
+    from decoupled_diloco_plan.bandwidth.plots import save_curves
 
     case, path = plan.case, plan.inputs.options.plot
     assert path is not None

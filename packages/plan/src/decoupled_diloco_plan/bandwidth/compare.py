@@ -1,8 +1,9 @@
-"""The same model on the same links by other methods, and the bandwidth that each of them needs.
+"""The same model on the same links with other methods, and the bandwidth that each method needs.
 
-The others reduce in rings over the sites, as is usual: 2 (1 - 1/n) of what is reduced goes out of
-each of n sites and comes in, as fast as the slowest link; `timeline` says how much of it compute
-hides. Learners of a site that share its link have reduced among themselves before, at no cost.
+The other methods reduce in rings over the sites. Each of n sites sends and receives 2 (1 - 1/n)
+times the reduced bytes at the rate of the slowest link. `published.utilization` models how much of
+a reduction is hidden by compute. Learners that share a site's link reduce locally first, at no
+cost.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from decoupled_diloco_plan.bandwidth.published import SYSTEMS, Schedule, schedul
 from decoupled_diloco_plan.bandwidth.rounds import simulate
 
 GRADIENT_BITS = 16
-"""The others reduce bf16, as the published tables do."""
+"""Bits per element of the other methods' reductions: bf16, as in the published tables."""
 
 DECOUPLED = "decoupled"
 OTHERS = {
@@ -26,63 +27,63 @@ OTHERS = {
     "diloco": SYSTEMS["diloco"],
     "streaming": SYSTEMS["streaming-overlap"],
 }
-"""What of the published systems they are."""
+"""Other methods, by name, as systems of the published tables."""
 
 TARGETS = (0.5, 0.75, 0.9, 0.95, 0.99)
 
 PER_DECADE = 8
 DECADES = 3
-"""Bandwidths that are tried are so many decades away from the given one, in both directions."""
+"""Decades of bandwidth on each side of the given one, and points per decade, in curves."""
 
 FIRST_DECADES = 6
 STEPS_PER_DECADE = 240
-"""Where the bandwidth of a target is looked for, and how finely: a step is 1 %."""
+"""Search range of a target's bandwidth in decades, and its resolution: a step is 1 %."""
 
 Share = Callable[[float], float]
-"""Utilisation when all sites' links are so many times as fast."""
+"""Utilization as a function of a factor on the rate of all sites' links."""
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """A system on the given links."""
+class SystemResult:
+    """Result of one system on the given links."""
 
     system: str  # `DECOUPLED`, or one of `OTHERS`
-    # share of the time in which compute goes on; of a decoupled run, times the share of its rounds
-    # that take place
+    # share of the time in which compute runs; for a decoupled run, times the share of its completed
+    # rounds
     utilization: float
-    step_seconds: float  # wall-clock in which all learners together do as many steps as they are
-    gbit_per_second: float  # mean, out of the busiest place
+    step_seconds: float  # mean wall-clock time per step over all learners
+    gbit_per_second: float  # mean rate out of the busiest place
     period: int
     overlap: int
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """The bandwidth at which a system reaches a utilisation; None if no bandwidth does."""
+    """The bandwidth at which a system reaches a utilization; None if no bandwidth is enough."""
 
     system: str
     utilization: float
     gbit_per_second: float | None
 
 
-def standings(case: Case) -> list[Standing]:
-    """All systems side by side, with the setting's H."""
+def compare_systems(case: Case) -> list[SystemResult]:
+    """Return the results of all systems with the setting's H."""
     found = []
     for system in OTHERS:
         schedule, share = _schedule(system, case), ring_utilization(system, case)
         step = _mean_pace(case) / share
         rate = gbit(_ring_bytes(case) / schedule.period / step)
-        found.append(Standing(system, share, step, rate, schedule.period, schedule.overlap))
+        found.append(SystemResult(system, share, step, rate, schedule.period, schedule.overlap))
     rounds, o = simulate(case), case.options
     busiest = gbit(max(t.mean for t in rounds.traffic if t.direction == "up"))
     ours = (rounds.utilization, rounds.pace_seconds, busiest, o.period, o.overlap)
-    return [*found, Standing(DECOUPLED, *ours)]
+    return [*found, SystemResult(DECOUPLED, *ours)]
 
 
 def curves(case: Case) -> dict[str, list[tuple[float, float]]]:
-    """Utilisation over bandwidth for each system: points of bytes a second and share.
+    """Return utilization over bandwidth per system, as points (bytes per second, share).
 
-    The bandwidth is that of the slowest site's slower direction; all sites' links go with it.
+    The bandwidth is that of the slowest site's slower direction; all sites' links scale with it.
     """
     base, ends = slowest(case.network.sites).least, DECADES * PER_DECADE
     factors = [10 ** (i / PER_DECADE) for i in range(-ends, ends + 1)]
@@ -93,7 +94,7 @@ def curves(case: Case) -> dict[str, list[tuple[float, float]]]:
 
 
 def needs(case: Case) -> list[Need]:
-    """The bandwidth of the slowest link for each system and target, to a hundredth."""
+    """Return the bandwidth of the slowest link per system and target, to 1 %."""
     base = slowest(case.network.sites).least
     return [
         Need(system, target, None if factor is None else gbit(base * factor))
@@ -104,17 +105,17 @@ def needs(case: Case) -> list[Need]:
 
 
 def gbit(bytes_per_second: float) -> float:
-    """Bytes a second as Gbit/s."""
+    """Convert bytes per second to Gbit/s."""
     return 8 * bytes_per_second / 1e9
 
 
 def _schedule(system: str, case: Case) -> Schedule:
-    """What a system of `OTHERS` reduces when."""
+    """Return the reductions of a system of `OTHERS` in each phase of the period."""
     return schedule_of(OTHERS[system], case.model.layers, case.options.period)
 
 
 def ring_utilization(system: str, case: Case) -> float:
-    """Compute utilisation of one of `OTHERS`, where all wait for the slowest learner."""
+    """Return the compute utilization of one of `OTHERS`; all wait for the slowest learner."""
     network, n = case.network, _ring_size(case)
     longest = max(network.paces(case.model.step_seconds))
     busy = _mean_pace(case) / longest
@@ -131,14 +132,14 @@ def ring_utilization(system: str, case: Case) -> float:
 
 
 def _mean_pace(case: Case) -> float:
-    """A step of the average learner."""
+    """Return the mean step time over all learners."""
     network = case.network
     paces = zip(network.paces(case.model.step_seconds), network.sites, strict=True)
     return sum(pace * site.learners for pace, site in paces) / network.learners
 
 
 def _ring_size(case: Case) -> int:
-    """Members of the ring: sites, or learners that have links of their own."""
+    """Return the number of ring members: sites, or learners that have separate links."""
     sites = case.network.sites
     if len(sites) == 1 and sites[0].link.shared:
         return 1
@@ -146,12 +147,12 @@ def _ring_size(case: Case) -> int:
 
 
 def _ring_bytes(case: Case) -> float:
-    """What a ring moves over each link and direction for one reduction of the whole model."""
+    """Return the bytes that a reduction of the whole model moves per link and direction."""
     return 2 * (1 - 1 / _ring_size(case)) * case.model.params * GRADIENT_BITS / 8
 
 
 def _shares(case: Case) -> dict[str, Share]:
-    """Each system's utilisation as a function of how many times faster the links are."""
+    """Return each system's utilization as a function of the factor on the link rates."""
 
     def ring(system: str) -> Share:
         return lambda factor: ring_utilization(system, case.scaled(factor))
@@ -159,7 +160,7 @@ def _shares(case: Case) -> dict[str, Share]:
     def decoupled(factor: float) -> float:
         scaled = case.scaled(factor)
         full = demand(scaled)
-        if full > 1:  # Nothing carries more than it can; queues would only take time to simulate.
+        if full > 1:  # The links are the limit. Simulating the growing queues would only take time.
             return 1 / full / (1 + measured.STEP_OVERHEAD)
         return simulate(scaled).utilization
 
@@ -168,7 +169,7 @@ def _shares(case: Case) -> dict[str, Share]:
 
 
 def _first(share: Share, target: float) -> float | None:
-    """The smallest factor that reaches the target, to a hundredth; None if none does."""
+    """Return the smallest factor that reaches the target, to 1 %; None if none does."""
     steps = FIRST_DECADES * STEPS_PER_DECADE
     low, high = -steps, steps
     if share(_factor(high)) < target:

@@ -1,4 +1,4 @@
-"""A plan as one JSON document, every number with its unit in its name; and as tables."""
+"""Output of a plan: one JSON document with the unit in the name of each number, and tables."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 from rich.table import Table
 
-from decoupled_diloco.observe.terminal import SteadyConsole, named_values, plain_table
-from decoupled_diloco.observe.words import listing
+from decoupled_diloco.run_model.words import listing
+from decoupled_diloco.show.console import SteadyConsole, named_values, plain_table
 from decoupled_diloco.units import format_bytes, format_duration, format_rate
 from decoupled_diloco_plan.bandwidth import compare, measured
 from decoupled_diloco_plan.bandwidth.case import Case
-from decoupled_diloco_plan.bandwidth.compare import Standing, gbit, needs
-from decoupled_diloco_plan.bandwidth.inputs import Inputs, told
+from decoupled_diloco_plan.bandwidth.compare import SystemResult, gbit, needs
+from decoupled_diloco_plan.bandwidth.inputs import Inputs, summary
 from decoupled_diloco_plan.bandwidth.network import slowest
 from decoupled_diloco_plan.bandwidth.predict import Prediction
 from decoupled_diloco_plan.bandwidth.published import PublishedRow, Reach, WallClock, wall_clock
@@ -24,7 +24,7 @@ from decoupled_diloco_plan.bandwidth.search import PERIODS, Proposal
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that was found."""
+    """The inputs, the setting that was evaluated or proposed, and the target utilization."""
 
     inputs: Inputs
     found: Proposal
@@ -32,7 +32,7 @@ class Plan:
 
     @property
     def case(self) -> Case:
-        """The setting, and the network with the place of the shards."""
+        """The setting, and the network with the location of the shards."""
         return self.found.case
 
     @property
@@ -40,27 +40,28 @@ class Plan:
         return self.found.prediction
 
     @cached_property
-    def standings(self) -> list[Standing]:
-        return compare.standings(self.case)
+    def systems(self) -> list[SystemResult]:
+        return compare.compare_systems(self.case)
 
     def clocks(self) -> dict[str, tuple[float, WallClock | None]]:
-        """Seconds for the token budget, by our model and by that of Scaling Laws.
+        """Return each system's seconds for the token budget, by our model and by Scaling Laws.
 
-        The latter only if chips and what they do are given. Empty without a budget.
+        The second value is None unless `chips` and `flops` are given. The result is empty without a
+        token budget.
         """
         given = self.inputs.options
         if given.tokens is None or given.tokens_per_step is None:
             return {}
         steps = given.tokens / given.tokens_per_step
-        return {s.system: (steps * s.step_seconds, self._clock_of(s)) for s in self.standings}
+        return {s.system: (steps * s.step_seconds, self._clock_of(s)) for s in self.systems}
 
-    def _clock_of(self, standing: Standing) -> WallClock | None:
+    def _clock_of(self, result: SystemResult) -> WallClock | None:
         given, link = self.inputs.options, slowest(self.case.network.sites)
         if given.chips is None or given.flops is None:
             return None
         assert given.tokens is not None
         assert given.tokens_per_step is not None
-        single = standing.system == "data-parallel"
+        single = result.system == "data-parallel"
         return wall_clock(
             params=self.case.model.params,
             tokens=given.tokens,
@@ -68,19 +69,19 @@ class Plan:
             chips=given.chips,
             flops_per_chip=given.flops,
             learners=1 if single else self.case.network.learners,
-            period=standing.period,
+            period=result.period,
             between=Reach(link.least * self.case.link_share, 2 * link.latency_seconds),
         )
 
 
 def measured_on() -> str:
-    """Where the error bars come from, in words."""
+    """Describe the measurements behind the error bars."""
     low, high = measured.MEASURED_MBIT
     return f"real runs of two learners on a link of {low:g} to {high:g} Mbit/s"
 
 
 def document(plan: Plan) -> dict[str, Any]:
-    """The plan as plain JSON values."""
+    """Return the plan as plain JSON values."""
     return {
         "assumed": list(plan.inputs.assumed),
         "model": asdict(plan.case.model),
@@ -102,7 +103,7 @@ def document(plan: Plan) -> dict[str, Any]:
             }
             for t in plan.prediction.rounds.traffic
         ],
-        "systems": [asdict(each) for each in plan.standings],
+        "systems": [asdict(each) for each in plan.systems],
         "bandwidth": [asdict(each) for each in compare.needs(plan.case)],
         "wall_clock": [
             {
@@ -184,7 +185,7 @@ def _prediction(p: Prediction) -> dict[str, Any]:
 
 
 def _finite(value: float) -> float | None:
-    """JSON knows no infinity."""
+    """Return None for infinity, which JSON cannot represent."""
     return value if abs(value) < float("inf") else None
 
 
@@ -198,23 +199,23 @@ PAPERS = {
 
 
 def print_published(rows: Sequence[PublishedRow], console: SteadyConsole) -> None:
-    """The rebuilt rows, a line for each system."""
+    """Print the reproduced rows, one line per system."""
     targets = sorted({row.utilization for row in rows})
     table = plain_table("system", "H", *(f"{100 * target:g} %" for target in targets))
     for system in dict.fromkeys(row.system for row in rows):
         cells = {row.utilization: row for row in rows if row.system == system}
         numbers = [_rate(cells[target].gbit_per_second) for target in targets]
         table.add_row(system, str(cells[targets[0]].period), *numbers)
-    console.print("Gbit/s that reach a compute utilisation:\n")
+    console.print("Gbit/s that reach a compute utilization:\n")
     console.print(table)
     for row in {row.source: row for row in rows}.values():
         console.say(f"\nvolume {row.volume:g}·N·bits, fitted to {PAPERS[row.source]}", "dim")
 
 
 def print_plan(plan: Plan, console: SteadyConsole) -> None:
-    """The plan, in the order in which one asks."""
+    """Print the plan: inputs, setting, prediction, then a comparison with other systems."""
     say = console.say
-    say(told(plan.case.model, plan.case.network))
+    say(summary(plan.case.model, plan.case.network))
     for each in plan.inputs.assumed:
         say(f"assumed: {each}", "dim")
     say("")
@@ -226,7 +227,7 @@ def print_plan(plan: Plan, console: SteadyConsole) -> None:
     console.print(_traffic_table(plan))
     say("\nOn the same links, with the same H:\n")
     console.print(_systems_table(plan))
-    say("\nGbit/s of the slowest link that reach a utilisation (all links go with it):\n")
+    say("\nGbit/s of the slowest link that reach a utilization (all links scale with it):\n")
     console.print(_needs_table(plan))
     say(f"\n{_error_line(plan)}", "dim")
 
@@ -235,18 +236,18 @@ def _say_aim(plan: Plan, say: Callable[[str], None]) -> None:
     found, aim = plan.found, plan.aim
     if aim is None:
         if found.binds:
-            say(f"rounds are not back in time, limited by {found.binds}\n")
+            say(f"rounds do not finish in time, limited by {found.binds}\n")
         return
     got = _percent(plan.prediction.utilization)
     if not found.reached:
         say(
-            f"settings that reach {100 * aim:g} %: none does; the best is {got}, limited by "
+            f"no setting reaches {100 * aim:g} %; the best reaches {got}, limited by "
             f"{found.binds}\n"
         )
     elif found.binds:
         say(f"reaches {100 * aim:g} % ({got}); a shorter period is limited by {found.binds}\n")
     else:
-        say(f"reaches {100 * aim:g} % ({got}) at the first setting tried: no link binds\n")
+        say(f"reaches {100 * aim:g} % ({got}) at the first setting tried: no link is a limit\n")
 
 
 def _setting_rows(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -262,79 +263,79 @@ def _setting_rows(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _why(plan: Plan) -> str:
-    """Where the numbers of a proposal come from, and what speaks for them."""
+    """Explain how the numbers of a proposed setting were chosen."""
     o = plan.case.options
     known = (
-        "the paper's own"
+        "the paper's value"
         if o.period <= PERIODS[0]
         else f"longer than the paper's {PERIODS[0]}: {_period_losses()}"
         if o.period <= PUBLISHED_PERIOD
-        else f"longer than any published period of such a method ({PUBLISHED_PERIOD}): try it small"
+        else f"longer than any published period ({PUBLISHED_PERIOD}): test it on a small model"
     )
     return (
-        f"H is the shortest of {PERIODS[0]}, {PERIODS[1]} … {PERIODS[-1]} that the links bear, "
-        f"{known}; τ the shortest that leaves slack, {_percent(o.overlap / o.period)} of H (the "
-        "paper's: 8.3 %)" + "".join(f"; {each}" for each in _wire_losses(plan.case))
+        f"H is the shortest of {PERIODS[0]}, {PERIODS[1]} … {PERIODS[-1]} that links support, "
+        f"{known}; τ is the shortest that leaves slack, {_percent(o.overlap / o.period)} of H "
+        "(paper: 8.3 %)" + "".join(f"; {each}" for each in _wire_losses(plan.case))
     )
 
 
 def _period_losses() -> str:
-    """What is known of the loss that a long period costs."""
+    """Describe the measured loss increase of long periods."""
     known = measured.PERIOD_LOSS_PERCENT
     periods, losses = [f"{period}" for period in known], [f"{known[p]:.1f}" for p in known]
     return (
-        f"at H = {listing(periods)} the loss of a GPT of 0.2 M parameters was {listing(losses)} % "
+        f"at H = {listing(periods)} the loss of a 0.2 M parameter GPT was {listing(losses)} % "
         "higher after 600 steps"
     )
 
 
 def _wire_losses(case: Case) -> Iterator[str]:
-    """What is known of the loss that few bits cost."""
+    """Yield the measured loss change of each low-bit wire format."""
     for name in sorted({case.up.name, case.down.name} & measured.WIRE_LOSS_PERCENT.keys()):
         mean, low, high = measured.WIRE_LOSS_PERCENT[name]
         yield (
-            f"{name}: as good as bf16 in the paper's text (55.3 beside 55.4); here the loss of a "
-            f"GPT of 0.2 M parameters differed by {mean:.1f} % ({low:.1f} to {high:.1f})"
+            f"{name}: on par with bf16 in the paper (55.3 and 55.4); in our tests the loss of a "
+            f"0.2 M parameter GPT differed by {mean:.1f} % ({low:.1f} to {high:.1f})"
         )
 
 
 def _prediction_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     p, r = plan.prediction, plan.prediction.rounds
     yield (
-        "utilisation",
+        "utilization",
         f"{_percent(p.utilization)} ({_percent(p.utilization_low)} to "
         f"{_percent(p.utilization_high)}): learners step {_percent(r.compute)} of the time, "
         f"{_percent(r.kept)} of the due rounds take place",
     )
-    yield "a step takes", format_duration(r.step_seconds)
+    yield "step time", format_duration(r.step_seconds)
     if len(set(plan.case.network.paces(plan.case.model.step_seconds))) > 1:
-        yield "rounds that a site is in", ", ".join(_shares(plan))
+        yield "participation per site", ", ".join(_shares(plan))
     yield (
-        "a learner moves in a step",
+        "traffic per learner and step",
         f"{format_bytes(p.up_bytes)} up, {format_bytes(p.down_bytes)} down",
     )
     yield "slack, grace window", f"{_signed(p.grace.slack)}, {_signed(p.grace.seconds)}"
     yield (
-        "a merge is applied after",
+        "merge applied after",
         f"{r.delay_steps:.1f} steps (mean; at most {r.delay_steps_max:g}), which discards "
         f"{_percent(p.discarded)} of the tokens",
     )
-    yield "a fragment's age before that", f"up to {p.age_steps:.0f} steps"
+    yield "fragment age before that", f"up to {p.age_steps:.0f} steps"
     yield (
-        "a shard needs",
+        "per shard",
         f"{format_bytes(p.memory_bytes)} of memory, {_percent(r.shard_busy)} of a core "
         f"(all shards: {p.cores:.2g} cores)",
     )
-    joined = "" if p.join_seconds else " (it is beside the syncer)"
+    joined = "" if p.join_seconds else " (same site as the syncer)"
     yield (
-        "a new learner joins within",
-        f"{format_duration(p.join_seconds)}, {p.join_steps:.0f} steps of the others{joined}",
+        "time for a learner to join",
+        f"{format_duration(p.join_seconds)}, {p.join_steps:.0f} steps of other learners{joined}",
     )
     if p.cost is not None:
-        yield "a million tokens cost", f"{p.cost:.4g}"
+        yield "cost per million tokens", f"{p.cost:.4g}"
     for system, (seconds, clock) in plan.clocks().items():
         laws = "" if clock is None else f" (Scaling Laws: {format_duration(clock.total)})"
-        yield f"the token budget, {system}", format_duration(seconds) + laws
+        yield f"token budget, {system}", format_duration(seconds) + laws
 
 
 def _shares(plan: Plan) -> Iterator[str]:
@@ -344,7 +345,7 @@ def _shares(plan: Plan) -> Iterator[str]:
 
 
 def _traffic_table(plan: Plan) -> Table:
-    table = plain_table("link", "direction", "mean Gbit/s", "peak (one step)", "bodies may fill")
+    table = plain_table("link", "direction", "mean Gbit/s", "peak (one step)", "usable rate")
     for t in plan.prediction.rounds.traffic:
         fills = format_rate(t.capacity) if t.capacity < float("inf") else "no limit"
         error = plan.prediction.traffic_error * gbit(t.mean)
@@ -354,8 +355,8 @@ def _traffic_table(plan: Plan) -> Table:
 
 
 def _systems_table(plan: Plan) -> Table:
-    table = plain_table("system", "utilisation", "a step takes", "Gbit/s", "H", "τ")
-    for s in plan.standings:
+    table = plain_table("system", "utilization", "step time", "Gbit/s", "H", "τ")
+    for s in plan.systems:
         step = format_duration(s.step_seconds)
         numbers = (f"{s.gbit_per_second:.3g}", str(s.period), str(s.overlap))
         table.add_row(s.system, _percent(s.utilization), step, *numbers)
@@ -376,20 +377,20 @@ def _error_line(plan: Plan) -> str:
     wait = "wait" if plan.case.options.wait == "at_overlap" else "never wait"
     return (
         f"Error bars: with learners that {wait}, {measured_on()} differed by up to "
-        f"{100 * p.error:.1f} points of utilisation and {100 * p.traffic_error:.0f} % of traffic "
-        "(benchmarks/results/plan_real); for other links and models this is extrapolated. What the "
-        "other systems reach was not measured."
+        f"{100 * p.error:.1f} points of utilization and {100 * p.traffic_error:.0f} % of traffic "
+        "(benchmarks/results/plan_real). For other links and models the errors are extrapolated. "
+        "The other systems were not measured."
     )
 
 
 def _rate(gbit_per_second: float | None) -> str:
-    return "none does" if gbit_per_second is None else f"{gbit_per_second:.3g}"
+    return "none" if gbit_per_second is None else f"{gbit_per_second:.3g}"
 
 
 def _signed(seconds: float) -> str:
-    """A time that may be below zero, or without end where no round comes back."""
+    """Format a time that may be negative, or infinite if no round completes."""
     if abs(seconds) == float("inf"):
-        return "none: no round comes back"
+        return "none: no round completes"
     return f"{'-' if seconds < 0 else ''}{format_duration(abs(seconds))}"
 
 

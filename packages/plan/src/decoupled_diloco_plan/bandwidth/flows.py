@@ -1,7 +1,7 @@
-"""Transfers that share links: every one gets its fair part, and what one cannot use the others do.
+"""Transfers that share links with max-min fairness.
 
-Rates are max-min fair: the link with the least for each of its transfers is filled first, then the
-next one with what is left. Transfers of learners of one site that begin together are one `Flow`.
+The link with the lowest rate per transfer is filled first, then the next one with what is left.
+Transfers of one site's learners that start together are one `Flow`.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from numpy.typing import NDArray
 Vector = NDArray[np.float64]
 
 BINS_MAX = 20_000
-"""The peak of a longer time is looked for in so many intervals at its end."""
+"""Most bins, at the end of the interval, in which the peak is searched."""
 
 EVEN = 1e-9
-"""Links whose fair shares differ by less are equally tight."""
+"""Links are equally tight if their fair shares differ by less than this relative amount."""
 
 
 @dataclass(slots=True, eq=False)
 class Flow:
-    """Some transfers that are alike."""
+    """A group of identical transfers."""
 
     key: Any
-    links: tuple[int, ...]  # numbers of the links that it occupies; none: it is over at once
-    count: int  # how many transfers there are
-    left: float  # bytes that each still has to move
-    rate: float = 0.0  # bytes a second of each
+    links: tuple[int, ...]  # numbers of the links that it occupies; if empty, it ends at once
+    count: int  # number of transfers
+    left: float  # bytes that each transfer still has to move
+    rate: float = 0.0  # bytes per second of each transfer
 
 
 @dataclass(slots=True)
 class Flows:
-    """All transfers that are under way, on links that carry so many bytes a second each."""
+    """All active transfers; `capacities` are the links' rates in bytes per second."""
 
     capacities: Sequence[float]
     active: list[Flow] = field(default_factory=list)
@@ -52,13 +52,13 @@ class Flows:
         self._carried = np.zeros(len(self.capacities))
 
     def start(self, flow: Flow) -> None:
-        """One more; `advance` was called until now."""
+        """Add a flow. Call `advance` to the current time first."""
         self._settle()
         self.active.append(flow)
         self._stale = True
 
     def next_end(self) -> float:
-        """When the first of them is over, if nothing begins before."""
+        """Return the time at which the first flow ends, if no other flow starts before."""
         if self._stale:
             self._share()
         moving = self._rates > 0
@@ -67,7 +67,7 @@ class Flows:
         return self.now + float((self._left[moving] / self._rates[moving]).min())
 
     def advance(self, until: float) -> list[Flow]:
-        """Moves bytes until then, at most until `next_end`; gives what is over."""
+        """Move bytes until this time, at most until `next_end`; return the flows that ended."""
         if self._stale:
             self._share()
         seconds = until - self.now
@@ -84,7 +84,7 @@ class Flows:
         return done
 
     def _settle(self) -> None:
-        """Tells the transfers what they still have to move."""
+        """Write the remaining bytes back to the flows, before the arrays are rebuilt."""
         if not self._stale:
             for flow, left in zip(self.active, self._left.tolist(), strict=True):
                 flow.left = left
@@ -92,7 +92,7 @@ class Flows:
     def mean_and_peak(
         self, link: int, begin: float, end: float, bin_seconds: float
     ) -> tuple[float, float]:
-        """What a link carried in a time, bytes a second: the mean, and the largest interval's."""
+        """Return a link's mean rate, and the largest mean rate of one bin, in bytes per second."""
         count = min(BINS_MAX, max(1, round((end - begin) / bin_seconds)))
         edges = end - bin_seconds * np.arange(count, -1, -1)
         carried = [moved[link] for moved in self._moved]
@@ -102,13 +102,13 @@ class Flows:
         return float(mean), float(np.diff(moved).max() / bin_seconds)
 
     def _move(self, seconds: float) -> None:
-        """Takes from the transfers, and keeps what each link has carried so far."""
+        """Subtract the moved bytes, and record how much each link has carried so far."""
         self._left -= self._rates * seconds
         self._times.append(self.now + seconds)
         self._moved.append(self._moved[-1] + self._carried * seconds)
 
     def _share(self) -> None:
-        """Max-min fair rates; links that are equally tight are filled together."""
+        """Compute max-min fair rates; links that are equally tight are filled together."""
         self._stale = False
         counts = np.array([flow.count for flow in self.active], dtype=float)
         self._left = np.array([flow.left for flow in self.active])
@@ -134,7 +134,7 @@ class Flows:
             flow.rate = rate
 
     def _uses(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Which transfer occupies which link: their numbers, pair by pair."""
+        """Return pairs of flow number and link number: which flow occupies which link."""
         pairs = [(number, link) for number, f in enumerate(self.active) for link in f.links]
         table = np.array(pairs, dtype=np.int64).reshape(-1, 2)
         return table[:, 0], table[:, 1]

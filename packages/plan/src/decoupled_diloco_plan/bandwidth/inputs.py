@@ -1,4 +1,4 @@
-"""What a plan starts from, with what was assumed where nothing was said."""
+"""Inputs of a plan, and the values that were assumed for missing options."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from statistics import median
 from typing import Any
 
 from decoupled_diloco.config import RunConfig, load_config
-from decoupled_diloco.config.files import find_shipped
+from decoupled_diloco.config.files import RECIPES
+from decoupled_diloco.config.method import options_of
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.observe.tape import TapeReader, tapes_in
+from decoupled_diloco.tape import TapeReader, tapes_in
 from decoupled_diloco.units import format_count, format_duration
 from decoupled_diloco_plan.bandwidth.case import (
     Model,
@@ -37,7 +38,7 @@ from decoupled_diloco_plan.bandwidth.predict import Prices
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """A model on a network, what else was said, and what was assumed, in sentences."""
+    """A model on a network, the other options, and one sentence per assumed value."""
 
     options: PlanOptions
     model: Model
@@ -47,34 +48,34 @@ class Inputs:
 
 
 def read_inputs(options: PlanOptions) -> Inputs:
-    """What the command line and the run's file say.
+    """Read the command line and the run's configuration file.
 
     Raises:
-        ConfigError: something is missing, out of its range, or given twice.
+        ConfigError: A value is missing, out of range, or given twice.
     """
     assumed: list[str] = []
-    if (run := options.run) is not None:
-        config = load_config(find_shipped("recipes", run))
+    if (given := options.config) is not None:
+        config = load_config(RECIPES.find(given))
         options = options.after(_settings_of(config))
         if options.step_seconds is None and options.flops is None:
-            step = _taped(run, config.run.folder)
-            told = format_duration(step)
-            assumed.append(f"a step of {told}, as on the tape in {config.run.folder}")
+            step = _taped(given, config.run.folder)
+            shown = format_duration(step)
+            assumed.append(f"a step of {shown}, from the tape in {config.run.folder}")
             options = options.after({"step_seconds": step})
     model = _model(options, assumed)
     return Inputs(options, model, _network(options), _prices(options), tuple(assumed))
 
 
 def _model(options: PlanOptions, assumed: list[str]) -> Model:
-    """The model, with layers and step time assumed where they are not given."""
+    """Return the model; assume layers and step time where they are not given."""
     if options.params is None:
-        raise ConfigError("the model's size is missing: give --params, such as 12e9, or a RUN")
+        raise ConfigError("the model size is missing: give --params, such as 12e9, or a CONFIG")
     if options.tokens is not None and options.tokens_per_step is None:
-        raise ConfigError("--tokens needs --tokens-per-step, to know the number of steps: add it")
+        raise ConfigError("--tokens needs --tokens-per-step to compute the number of steps: add it")
     layers = options.layers
     if layers is None:
         layers = assumed_layers(options.params) if options.params > 0 else 1
-        assumed.append(f"{layers} layers, by the published models' depth (--layers)")
+        assumed.append(f"{layers} layers, from the depth of the published models (--layers)")
     step, why = _step_seconds(options, options.params)
     if why:
         assumed.append(f"a step of {format_duration(step)}{why}")
@@ -82,22 +83,22 @@ def _model(options: PlanOptions, assumed: list[str]) -> Model:
 
 
 def _step_seconds(options: PlanOptions, params: float) -> tuple[float, str]:
-    """A step, and where it is from if it was not given."""
+    """Return the step time, and its origin unless it was given."""
     chips, tokens = options.chips, options.tokens_per_step
     if options.step_seconds is not None:
         if None not in (options.flops, chips, tokens) and options.tokens is None:
             raise ConfigError(
-                "the step's length is given twice, by --step-seconds and by --flops with --chips: "
+                "the step time is given twice, by --step-seconds and by --flops with --chips: "
                 "leave one out"
             )
         return options.step_seconds, ""
     if options.flops is None:
-        why = ", as the published 10B model's 0.8 s (--step-seconds)"
+        why = ", scaled from the published 10B model's 0.8 s (--step-seconds)"
         return assumed_step_seconds(params), why
     if chips is None or tokens is None:
-        raise ConfigError("--flops gives the step with --chips and --tokens-per-step: add them")
+        raise ConfigError("--flops needs --chips and --tokens-per-step to give the step: add them")
     step = step_seconds_of(params, tokens, chips, options.flops)
-    return step, ": 6·N·B/(R·Q), nothing lost within a learner"
+    return step, ": 6·N·B/(R·Q), without losses inside a learner"
 
 
 def _prices(options: PlanOptions) -> Prices | None:
@@ -105,7 +106,7 @@ def _prices(options: PlanOptions) -> Prices | None:
         return None
     if options.chips is None or options.tokens_per_step is None:
         raise ConfigError(
-            "a cost per token needs --chips and --tokens-per-step besides the prices: add them"
+            "a cost per token needs --chips and --tokens-per-step in addition to prices: add them"
         )
     rates = (options.price_chip_hour or 0.0, options.price_gb or 0.0)
     return Prices(*rates, options.chips, options.tokens_per_step)
@@ -123,7 +124,9 @@ def _network(options: PlanOptions) -> Network:
     if options.site is not None:
         return _of_sites(options, place, hub)
     if options.link is None:
-        raise ConfigError("the link is missing: give --link, such as 2Gbit, or --site for each one")
+        raise ConfigError(
+            "the link is missing: give --link, such as 2Gbit, or --site for each site"
+        )
     link = parse_link(options.link, latency_seconds=options.latency, shared=not options.own)
     return Network(equal_sites(count, _given_or(learners, max(1, count)), link), place, hub)
 
@@ -131,44 +134,45 @@ def _network(options: PlanOptions) -> Network:
 def _of_sites(options: PlanOptions, place: str, hub: Link | None) -> Network:
     for name, value in (("sites", options.sites), ("link", options.link)):
         if value is not None:
-            raise ConfigError(f"--site says what --{name} says: give one of them")
+            raise ConfigError(f"--site cannot be combined with --{name}: give one of them")
     network = Network(tuple(map(parse_site, options.site or ())), place, hub)
     if options.learners not in (None, network.learners):
         raise ConfigError(
-            f"learners={options.learners}, but the sites have {network.learners}: give each "
-            "--site its part"
+            f"learners={options.learners}, but the sites have {network.learners}: leave --learners "
+            "out, or change the learners of each --site"
         )
     return network
 
 
 def _given_or(*values: int | None) -> int:
-    """The first that is given."""
+    """Return the first value that is given."""
     return next(value for value in values if value is not None)
 
 
 def _settings_of(config: RunConfig) -> Mapping[str, Any]:
-    """What a run's file says, by the names of the options."""
+    """Return the settings of a run's configuration file by the names of the options."""
     sync = config.sync
-    if sync.participants == "own":
+    if sync.participation == "async":
         raise ConfigError(
-            f"the run {config.run.name!r} has participants='own', which the planner does not know: "
-            "each merge of one learner goes down to all; plan it with participants='reported', and "
-            "the link's way down as many times slower as there are learners"
+            f"the run {config.run.name!r} has participation='async', which the planner does not "
+            "support, because each merge of one learner is sent to all learners: plan it with "
+            "participation='active', and divide the downlink's rate by the number of learners"
         )
-    same = ("quorum", "period", "fragments", "overlap", "grace_margin", "partition")
+    options = options_of(config)
+    same = ("quorum", "period", "fragments", "overlap", "grace_margin", "shards")
     return {
-        **{name: getattr(sync, name) for name in (*same, "wait", "apply", "alignment")},
+        **{name: getattr(options, name) for name in (*same, "wait", "apply", "alignment")},
         **model_of(config),
         "learners": config.run.learners,
-        "shards": config.syncer.shards,
-        "up": sync.uplink_codec,
-        "down": sync.downlink_codec,
+        "partition": sync.partition.scheme,
+        "up": sync.codec.uplinks[0],
+        "down": sync.codec.downlink,
     }
 
 
 def model_of(config: RunConfig) -> dict[str, Any]:
-    """The size of a run's model, and its step if it is paced."""
-    from decoupled_diloco.workloads import workload_of  # it imports torch
+    """Return the size of a run's model, and its step time if the workload is paced."""
+    from decoupled_diloco.workloads import workload_of  # imports torch
 
     workload = workload_of(config)
     tensors = {
@@ -185,7 +189,7 @@ def model_of(config: RunConfig) -> dict[str, Any]:
 
 
 def _taped(run: str, folder: Path) -> float:
-    """What a step took in a run that was made: the median learner's median."""
+    """Return the step time of a recorded run: the median of the learners' median steps."""
     medians = []
     tapes = [tape for tape in tapes_in(folder / "tape") if tape.name.startswith("learner-")]
     for path in tapes:
@@ -194,14 +198,14 @@ def _taped(run: str, folder: Path) -> float:
             medians.append(median(b - a for a, b in pairwise(ends)))
     if not medians:
         raise ConfigError(
-            f"{run} does not say how long a step takes, and {folder} has no tape of a run that "
-            "was made: give --step-seconds, as measured on the learners' machines"
+            f"{run} does not specify the step time, and {folder} has no tape of a finished run: "
+            "give --step-seconds, as measured on the learners' machines"
         )
     return median(medians)
 
 
 def size_of(params: float) -> str:
-    """Parameters as people say them.
+    """Format a number of parameters.
 
     >>> size_of(12e9), size_of(853_120)
     ('12B', '853k')
@@ -209,8 +213,8 @@ def size_of(params: float) -> str:
     return format_count(params).replace("G", "B")
 
 
-def told(model: Model, network: Network) -> str:
-    """What is planned, in one line."""
+def summary(model: Model, network: Network) -> str:
+    """Describe the planned model and network in one line."""
     n, m = len(network.sites), network.learners
     paces = sorted(set(network.paces(model.step_seconds)))
     ends = dict.fromkeys((paces[0], paces[-1]))

@@ -1,4 +1,4 @@
-"""Where learners and shards are, and the links between them."""
+"""Sites with learners, the location of the shards, and the links between them."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ from decoupled_diloco.units import parse_duration, parse_rate
 from decoupled_diloco_plan.checks import above, at_least
 
 SITE_FORM = "NAME:LEARNERS:UP[/DOWN][:LATENCY][:own][:step=TIME]"
-"""How a site is written."""
+"""Format of a `--site` value."""
 
 SPREAD, HUB = "spread", "hub"
-"""Shards divided evenly among the sites; all of them at a place without learners."""
+"""Shards divided evenly among the sites, and all shards at a separate place without learners."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What joins a place to all others."""
+    """The link that connects a place to the network."""
 
-    up: float  # bandwidth away from the place, bytes a second, greater than 0
-    down: float  # bandwidth towards it, bytes a second, greater than 0
-    # one way, to the middle of the network: two places are the sum of both apart
+    up: float  # bandwidth away from the place, bytes per second, greater than 0
+    down: float  # bandwidth towards it, bytes per second, greater than 0
+    # one way, to the middle of the network; the latency between two places is the sum of both
     latency_seconds: float = 0.0
-    shared: bool = True  # whether all learners of the place share it; False: each has one like it
+    shared: bool = True  # False: each learner of the place has a separate link of this rate
 
     def __post_init__(self) -> None:
         for name, rate in (("up", self.up), ("down", self.down)):
             if not rate > 0:
-                raise ConfigError(f"a link's {name}={rate:g} is no bandwidth: it must be above 0")
+                raise ConfigError(f"{name}={rate:g} of a link is out of range: it must be above 0")
         at_least(0, latency_seconds=self.latency_seconds)
 
     @property
     def least(self) -> float:
-        """Bandwidth of its slower direction."""
+        """Bandwidth of the slower direction, bytes per second."""
         return min(self.up, self.down)
 
     def scaled(self, factor: float) -> Link:
-        """The same link with more or less bandwidth."""
+        """Return the same link with its bandwidth multiplied by `factor`."""
         return replace(self, up=self.up * factor, down=self.down * factor)
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A place with learners; their inner step takes so long, or as long as the model's."""
+    """A place with learners; `step_seconds` replaces the model's step time there."""
 
     name: str
     learners: int
@@ -59,7 +59,7 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """The sites, and where the shards are."""
+    """The sites, and the location of the shards."""
 
     sites: tuple[Site, ...]  # at least one
     syncer: str = SPREAD  # `SPREAD`, `HUB`, or the name of a site
@@ -68,33 +68,33 @@ class Network:
     def __post_init__(self) -> None:
         names = [site.name for site in self.sites]
         if not names:
-            raise ConfigError("there is no site: give at least one, for example with --sites 4")
+            raise ConfigError("no site is given: give at least one, for example with --sites 4")
         if len(set(names)) < len(names):
-            raise ConfigError(f"two sites have one name: {', '.join(names)}")
+            raise ConfigError(f"site names are not unique: {', '.join(names)}: rename one")
         if self.syncer not in (SPREAD, HUB, *names):
             raise ConfigError(
-                f"syncer={self.syncer!r} is no place: choose {SPREAD!r}, {HUB!r} or one of "
+                f"--syncer-site {self.syncer!r} is not valid: give {SPREAD!r}, {HUB!r} or one of "
                 + ", ".join(names)
             )
         if (self.hub is not None) != (self.syncer == HUB):
             raise ConfigError(
-                "a hub's link goes with a syncer at the hub: leave --hub-link out, or say "
-                "--syncer hub"
+                "--hub-link and --syncer-site hub need each other: add the missing one, or omit "
+                "both"
             )
 
     @property
     def learners(self) -> int:
-        """M."""
+        """Number of learners M."""
         return sum(site.learners for site in self.sites)
 
     def paces(self, step_seconds: float) -> tuple[float, ...]:
-        """An inner step of each site's learners, where the model's takes so long."""
+        """Return the step time of each site's learners; `step_seconds` is the model's."""
         return tuple(
             step_seconds if site.step_seconds is None else site.step_seconds for site in self.sites
         )
 
     def kth(self, values: Sequence[float], quorum: int) -> float:
-        """The K-th smallest of the learners' values, one for each site: the quorum's."""
+        """Return the K-th smallest of the learners' values, given one value per site."""
         learners = 0
         for value, site in sorted(zip(values, self.sites, strict=True), key=lambda pair: pair[0]):
             learners += site.learners
@@ -104,7 +104,7 @@ class Network:
 
     @property
     def places(self) -> tuple[Link, ...]:
-        """The links of all sites, and of the hub, if there is one."""
+        """The links of all sites, then the hub's link if there is a hub."""
         links = tuple(site.link for site in self.sites)
         return links if self.hub is None else (*links, self.hub)
 
@@ -112,7 +112,7 @@ class Network:
         return (*(site.name for site in self.sites), *((HUB,) if self.hub else ()))
 
     def capacity(self, place: int, *, up: bool) -> float:
-        """Bytes a second of all that goes out of a place, or in."""
+        """Return the total bytes per second that can leave a place, or enter it."""
         link = self.places[place]
         own = place < len(self.sites) and not link.shared
         return (link.up if up else link.down) * (self.sites[place].learners if own else 1)
@@ -125,17 +125,17 @@ class Network:
         return [site.name for site in self.sites].index(self.syncer)
 
     def latency(self, a: int, b: int) -> float:
-        """One way between two places, seconds."""
+        """Return the one-way latency between two places, seconds."""
         return 0.0 if a == b else self.places[a].latency_seconds + self.places[b].latency_seconds
 
     def scaled(self, factor: float) -> Network:
-        """The same with more or less bandwidth on the sites' links; a hub's stays."""
+        """Return the network with all bandwidths but the hub's multiplied by `factor`."""
         sites = tuple(replace(site, link=site.link.scaled(factor)) for site in self.sites)
         return replace(self, sites=sites)
 
 
 def parse_link(text: str, *, latency_seconds: float = 0.0, shared: bool = True) -> Link:
-    """A link from UP, or UP/DOWN."""
+    """Parse a link from UP or UP/DOWN."""
     up, down = _split_rates(text)
     try:
         return Link(
@@ -146,14 +146,14 @@ def parse_link(text: str, *, latency_seconds: float = 0.0, shared: bool = True) 
 
 
 def _split_rates(text: str) -> tuple[str, str]:
-    """UP and DOWN; the slash of a unit such as Mbit/s is none of ours."""
+    """Split UP/DOWN; the slash of a unit such as Mbit/s is not a separator."""
     marked = text.replace("bit/s", "bit").replace("B/s", "B")
     up, slash, down = marked.partition("/")
     return up, down if slash else up
 
 
 def parse_site(text: str) -> Site:
-    """A site from NAME:LEARNERS:UP[/DOWN][:LATENCY][:own][:step=TIME]."""
+    """Parse a site from NAME:LEARNERS:UP[/DOWN][:LATENCY][:own][:step=TIME]."""
     name, *rest = text.split(":")
     steps = [each.removeprefix("step=") for each in rest if each.startswith("step=")]
     fields = [each for each in rest if each not in ("own", "shared") and "=" not in each]
@@ -161,7 +161,7 @@ def parse_site(text: str) -> Site:
     whole = bool(name) and len(fields) in (2, 3) and fields[0].isdecimal()
     if not whole or len(steps) > 1 or len(marked) > len(steps):
         raise ConfigError(
-            f"site {text!r} is not of the form {SITE_FORM}: write it as 'oslo:2:5Gbit/1Gbit:20ms'"
+            f"site {text!r} does not match {SITE_FORM}: write it as 'oslo:2:5Gbit/1Gbit:20ms'"
         )
     try:
         latency = parse_duration(fields[2]) if len(fields) == 3 else 0.0
@@ -173,7 +173,7 @@ def parse_site(text: str) -> Site:
 
 
 def equal_sites(count: int, learners: int, link: Link) -> tuple[Site, ...]:
-    """Sites that are alike, with learners divided among them."""
+    """Return identical sites, with the learners divided among them."""
     at_least(1, sites=count)
     if learners < count:
         raise ConfigError(

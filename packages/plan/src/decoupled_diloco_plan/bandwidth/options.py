@@ -1,4 +1,4 @@
-"""The options of `ddiloco plan`."""
+"""Options of `ddiloco plan`."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def _parsed(parse: Callable[[str], float], text: str) -> float:
 
 
 def _share(text: str) -> float:
-    """A share, also as a percentage."""
+    """Parse a share or a percentage."""
     number, percent, rest = text.strip().partition("%")
     try:
         if rest:
             raise ValueError
         return float(number) / (100 if percent else 1)
     except ValueError:
-        raise ValueError(f"{text!r} is no share: write 0.95, or 95%") from None
+        raise ValueError(f"{text!r} is not a valid share: write 0.95 or 95%") from None
 
 
 def _complete(names: Iterable[str]) -> Callable[[str], list[str]]:
@@ -57,138 +57,144 @@ _time: Any = partial(typer.Option, parser=partial(_parsed, parse_duration), meta
 
 
 class PlanOptions(CommandOptions):
-    """What is planned; what is None is open."""
+    """Options of `ddiloco plan`; ``None``: the planner chooses, or assumes a value."""
 
-    run: Annotated[str | None, typer.Argument(metavar="[RUN]", autocompletion=complete_recipe)] = (
-        None
-    )
-    """A run's TOML file or recipe, whose model, learners and settings are taken; options go before
-    it."""
+    config: Annotated[
+        str | None, typer.Argument(metavar="CONFIG", autocompletion=complete_recipe)
+    ] = None
+    """TOML file of a run, or name of a shipped recipe: plan with its model, learners and settings.
+    Options override them."""
 
     params: Annotated[float | None, _count(metavar="N")] = None
-    """Parameters, such as 12e9 or 12B."""
+    """Number of parameters, such as 12e9 or 12B."""
 
     layers: Annotated[int | None, _option(metavar="L")] = None
-    """Layers. Default: as deep as the published models."""
+    """Number of layers. Default: as in published models of the same size."""
 
     step_seconds: Annotated[float | None, _time()] = None
-    """One inner step of one learner, such as 0.8 or 800ms. Default: from --flops, --chips and
-    --tokens-per-step, from the tape of a RUN, or 0.08 s for each billion parameters."""
+    """Time of one inner step of a learner, such as 0.8 (seconds) or 800ms. Default: from --flops,
+    --chips and --tokens-per-step, from the tape of CONFIG's run, or 0.08 s per billion
+    parameters."""
 
     chips: Annotated[float | None, _count(metavar="R")] = None
-    """Chips of all learners together."""
+    """Number of chips of all learners together."""
 
     flops: Annotated[float | None, _count(metavar="Q")] = None
-    """What a chip really does, FLOP/s: 4e14, 400T."""
+    """Achieved FLOP/s of a chip, such as 4e14 or 400T."""
 
     tokens_per_step: Annotated[float | None, _count(metavar="B")] = None
-    """Tokens of one step of all learners together."""
+    """Tokens in one step of all learners together."""
 
     tokens: Annotated[float | None, _count(metavar="D")] = None
-    """Token budget, for the wall-clock; with --tokens-per-step."""
+    """Token budget, to predict the duration; requires --tokens-per-step."""
 
     sites: Annotated[int | None, _option(metavar="COUNT")] = None
-    """Sites that are alike, joined by --link."""
+    """Number of equal sites, each connected by --link."""
 
     site: Annotated[
         list[str] | None, _option(metavar="NAME:LEARNERS:UP[/DOWN][:LATENCY][:own][:step=TIME]")
     ] = None
-    """One site of several that differ, such as oslo:2:5Gbit/1Gbit:20ms:step=1.2s, where a step
-    takes its learners 1.2 s."""
+    """One of several different sites, such as oslo:2:5Gbit/1Gbit:20ms:step=1.2s, where a step of a
+    learner takes 1.2 s. Give it once per site."""
 
     learners: Annotated[int | None, _option(metavar="M")] = None
-    """Learners. Default: one for each site."""
+    """Number of learners. Default: one per site."""
 
     link: Annotated[str | None, _option(metavar="UP[/DOWN]")] = None
-    """A site's link, such as 2Gbit or 500Mbit/s / 1Gbit/s without the blanks."""
+    """Bandwidth of a site's link, such as 2Gbit or 500Mbit/1Gbit."""
 
     latency: Annotated[float, _time()] = 0.0
-    """One way from a site to the middle; two sites are twice that apart."""
+    """Latency from a site to the center, such as 0.02 (seconds) or 20ms. Two sites are twice as far
+    from each other."""
 
     own: Annotated[bool, _option("--own/--shared")] = False
-    """Each learner has such a link, or those of a site share one."""
+    """Give each learner its own link, or share one link per site."""
 
-    syncer: Annotated[str | None, _option(metavar="spread|hub|SITE")] = None
-    """Where the shards are: divided among the sites, at a place without learners (--hub-link), or
-    at a site such as site-0. Default: spread, or what is proposed; for a single site hub."""
+    syncer: Annotated[str | None, _option("--syncer-site", metavar="spread|hub|SITE")] = None
+    """Place of the shards: spread over the sites, at a hub without learners (--hub-link), or at one
+    site, such as site-0. Default: spread, or the proposed place; hub for a single site."""
 
     hub_link: Annotated[str | None, _option(metavar="UP[/DOWN]")] = None
-    """Link of the hub. Default: no limit."""
+    """Bandwidth of the hub's link. Default: no limit."""
 
     link_share: Annotated[float, _option(metavar="SHARE")] = measured.LINK_SHARE
-    """How much of a link bodies fill, as measured."""
+    """Share of a link's bandwidth that payloads reach, 0 to 1."""
 
     up: Annotated[str | None, _option(metavar="FORMAT", autocompletion=complete_formats)] = None
-    """Wire format of what learners send: a codec, or 4bit for one only thought of."""
+    """Uplink format: a codec, or 4bit for a hypothetical one."""
 
     down: Annotated[str | None, _option(metavar="FORMAT", autocompletion=complete_formats)] = None
-    """Wire format of what the syncer sends."""
+    """Downlink format: a codec, or 4bit for a hypothetical one."""
 
     period: Annotated[int | None, _option(metavar="H")] = None
-    """Steps between two syncs."""
+    """Steps between two syncs of a fragment."""
 
     fragments: Annotated[int | None, _option(metavar="P")] = None
-    """Fragments."""
+    """Number of fragments."""
 
     overlap: Annotated[int | None, _option(metavar="τ")] = None
-    """Steps until a merge is applied."""
+    """Steps between the start of a sync and its application."""
 
     quorum: Annotated[int, _option(metavar="K")] = 1
-    """Minimum quorum."""
+    """Minimum number of learners in a round."""
 
     shards: Annotated[int | None, _option(metavar="S")] = None
-    """Syncer shards."""
+    """Number of syncer shards."""
 
     grace_margin: Annotated[float, _option(metavar="γ")] = 0.8
-    """Share of the slack to wait in."""
+    """Share of the slack that the grace window uses, 0 to 1."""
 
     partition: Annotated[str, _option(metavar="NAME", autocompletion=_complete(PARTITIONS))] = (
         "balanced"
     )
-    """How parameters are cut: balanced, tensor, layer-strided, layer-sequential."""
+    """Partition of the parameters into fragments: balanced, tensor, layer-strided or
+    layer-sequential."""
 
     utilization: Annotated[
         float | None, _option(parser=partial(_parsed, _share), metavar="SHARE")
     ] = None
-    """Find me a setting that reaches this, such as 0.95. What is given stays."""
+    """Find settings that reach this utilization, such as 0.95. Given settings are kept."""
 
     price_chip_hour: Annotated[float | None, _option(metavar="PRICE")] = None
-    """Price of a chip for an hour, in any currency."""
+    """Price of a chip per hour, in any currency."""
 
     price_gb: Annotated[float | None, _option(metavar="PRICE")] = None
-    """Price of 10⁹ bytes that leave a site."""
+    """Price of 10⁹ bytes that leave a site, in the same currency."""
 
     method: Annotated[str, _option(metavar="NAME", autocompletion=_complete(METHODS))] = "own"
-    """own: our event-level model of rounds on your links; published: rebuild the published tables
-    of bandwidth against utilisation."""
+    """own: simulate the rounds on your links. published: rebuild the published tables of bandwidth
+    and utilization."""
 
     system: Annotated[
         str | None, _option(metavar="NAME[,NAME…]", autocompletion=_complete(SYSTEMS))
     ] = None
-    """With --method published: data-parallel, diloco, streaming, streaming-overlap,
+    """Systems for --method published: data-parallel, diloco, streaming, streaming-overlap,
     streaming-overlap-4bit. Default: all."""
 
     table: Annotated[str | None, _option(metavar="NAME", autocompletion=_complete(SOURCES))] = None
-    """With --method published: whose table, streaming-diloco or scaling-laws. Default: the one that
-    has the period; Streaming DiLoCo's is all at H=100."""
+    """With --method published: table of streaming-diloco or of scaling-laws. Default: the one with
+    the given --period; streaming-diloco for 100."""
 
-    json_to: Annotated[Path | None, _option("--json", metavar="FILE|-")] = None
-    """Write JSON; -: print nothing else."""
+    as_json: Annotated[bool, _option("--json")] = False
+    """Print JSON to standard output instead of tables."""
 
-    plot: Annotated[Path | None, _option(metavar="FILE.png")] = None
-    """Plot utilisation over bandwidth for each system."""
+    out: Annotated[Path | None, _option(metavar="FILE.json")] = None
+    """Also write the JSON to this file."""
+
+    plot: Annotated[Path | None, _option(metavar="FILE")] = None
+    """Plot the utilization of each system over the bandwidth: .png, .svg or .pdf."""
 
     wait: str = "never"
     apply: str = "on_arrival"
     alignment: str = "overwrite"
-    """Set by a run's file only."""
+    """Only CONFIG sets these."""
 
     def after(self, settings: Mapping[str, Any]) -> PlanOptions:
-        """What is given, and these where nothing is."""
-        told = {name: value for name, value in settings.items() if value is not None}
-        return PlanOptions(**{**told, **self.given})
+        """Return these options, with settings where no option was given."""
+        known = {name: value for name, value in settings.items() if value is not None}
+        return PlanOptions(**{**known, **self.given})
 
     @property
     def whole_layers(self) -> bool:
-        """Whether a fragment is a layer at least."""
+        """Whether a fragment consists of whole layers."""
         return self.partition.startswith("layer")

@@ -1,4 +1,4 @@
-"""Utilisation over bandwidth, a line for each system; told apart by dash and marker, not colour."""
+"""Plot of utilization over bandwidth; lines differ by dash and marker, not only by color."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def save_curves(
     given: float | None = None,
     error_of: str | None = None,
 ) -> None:
-    """Writes the plot as an image on white; its format is that of the file's ending.
+    """Write the plot on a white background; the file's suffix selects the format.
 
-    Points are bandwidth, bytes a second, and utilisation; a given bandwidth is marked, and the line
+    Points are (bandwidth in bytes per second, utilization). `given` marks a bandwidth. The line
     `error_of` gets the measured error as a band.
     """
     with rc_context(STYLE):
@@ -75,7 +75,7 @@ def save_curves(
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
         axes.set_ylim(0, 1.03)
         axes.set_xlabel("bandwidth of a site's link, Gbit/s")
-        axes.set_ylabel("utilisation, % of the time")
+        axes.set_ylabel("utilization, % of the time")
         axes.set_title(title, pad=18)
         axes.legend(handlelength=3.6, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
         save_picture(figure, path)

@@ -1,10 +1,10 @@
-"""One plan in numbers: utilisation, traffic, slack, staleness, memory, joining, cost."""
+"""Prediction for one setting: utilization, traffic, slack, staleness, memory, joining, cost."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from decoupled_diloco.protocol.grace import Grace, MovingAverage, Timing
+from decoupled_diloco.protocol.clock import Grace, MovingAverage, Timing
 from decoupled_diloco_plan.bandwidth import measured
 from decoupled_diloco_plan.bandwidth.case import Case
 from decoupled_diloco_plan.bandwidth.rounds import simulate
@@ -14,9 +14,9 @@ from decoupled_diloco_plan.checks import above, at_least
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What a chip costs for an hour and 10⁹ bytes out of a place, in any currency.
+    """Prices of a chip per hour and of 10⁹ bytes that leave a place, in any currency.
 
-    Chips and tokens of a step are those of all learners together, greater than 0.
+    `chips` and `tokens_per_step` are those of all learners together, greater than 0.
     """
 
     chip_hour: float
@@ -29,29 +29,29 @@ class Prices:
         above(0, chips=self.chips, tokens_per_step=self.tokens_per_step)
 
     def per_million_tokens(self, step_seconds: float, step_bytes: float) -> float:
-        """Cost of a million tokens, where a step sends so many bytes out of all places."""
+        """Return the cost of a million tokens if a step sends `step_bytes` out of all places."""
         compute = self.chips * self.chip_hour * step_seconds / 3600
         return 1e6 * (compute + self.gigabyte * step_bytes / 1e9) / self.tokens_per_step
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a setting comes to on a network."""
+    """Prediction for a setting on a network."""
 
     rounds: Rounds  # the steady state
-    grace: Grace  # slack and grace window of a round, by the protocol's own formula
-    up_bytes: float  # what a learner sends in one step, mean
-    down_bytes: float  # what it receives
-    discarded: float  # share of the trained tokens that overwriting throws away
+    grace: Grace  # slack and grace window of a round, by the protocol's formula
+    up_bytes: float  # bytes that a learner sends per step, mean
+    down_bytes: float  # bytes that a learner receives per step, mean
+    discarded: float  # share of the trained tokens that overwriting discards
     # steps since a fragment's values left their learners, just before the next apply
     age_steps: float
-    memory_bytes: float  # of one shard at most: process, fragments, bodies on their way
-    cores: float  # that all shards keep busy
-    # for a new learner to fetch the whole published copy, where it takes longest
+    memory_bytes: float  # of one shard, at most: process, fragments, payloads in transit
+    cores: float  # cores that all shards keep busy
+    # time for a new learner to fetch the whole published copy, at the slowest site
     join_seconds: float
-    cost: float | None  # of a million tokens; None without prices
-    error: float  # of the utilisation, as it was measured for such learners; 0 to 1
-    traffic_error: float  # of the traffic, as a share of it
+    cost: float | None  # per million tokens; None without prices
+    error: float  # measured error of the utilization for such learners, 0 to 1
+    traffic_error: float  # measured error of the traffic, as a share of it
 
     @property
     def utilization(self) -> float:
@@ -69,12 +69,12 @@ class Prediction:
 
     @property
     def join_steps(self) -> float:
-        """Steps of the others while a new learner fetches."""
+        """Steps of the other learners while a new learner fetches the weights."""
         return self.join_seconds / self.rounds.step_seconds
 
 
 def predict(case: Case, prices: Prices | None = None) -> Prediction:
-    """Simulates some periods and derives the rest; without prices it leaves the cost out."""
+    """Simulate some periods and derive all other values; without prices, `cost` is None."""
     rounds, o = simulate(case), case.options
     each = case.model.params * rounds.kept / o.period / 8
     period = o.period / max(rounds.kept, 1e-9)
@@ -96,7 +96,7 @@ def predict(case: Case, prices: Prices | None = None) -> Prediction:
 
 
 def _grace(case: Case, rounds: Rounds) -> Grace:
-    """Eq. 3, with the simulated times in the place of measured ones."""
+    """Return slack and grace window by Eq. 3, with simulated instead of measured times."""
     timing = Timing(
         quorum=MovingAverage(rounds.quorum_seconds),
         merge=MovingAverage(rounds.merge_seconds),
@@ -107,21 +107,24 @@ def _grace(case: Case, rounds: Rounds) -> Grace:
 
 
 def _memory(case: Case) -> float:
-    """Memory of the shard with the most fragments."""
+    """Return the memory of the shard with the most fragments, bytes."""
     o, fragment = case.options, case.fragment_params
-    bodies = case.network.learners * o.open_rounds_max * fragment * case.up.bits / 8
+    payloads = case.network.learners * o.open_rounds_max * fragment * case.up.bits / 8
     largest = -(-o.fragments // o.shards)
-    return measured.SHARD_BYTES + measured.SYNCER_BYTES * fragment * largest + bodies
+    return measured.SHARD_BYTES + measured.SYNCER_BYTES * fragment * largest + payloads
 
 
 def _cores(case: Case, rounds: Rounds) -> float:
-    """Folding and merging of all shards, per second of wall-clock."""
+    """Return the cores that folding and merging keep busy, over all shards."""
     numel = case.model.params * rounds.kept / case.options.period
     return measured.core_seconds(case.network.learners, numel) / rounds.step_seconds
 
 
 def _join_seconds(case: Case, rounds: Rounds) -> float:
-    """The whole copy over what the rounds leave free; at least a fair part of the link."""
+    """Return the time to fetch a whole copy with the bandwidth that the rounds leave free.
+
+    A joining learner gets at least a fair share of each link.
+    """
     network, hosts, free = case.network, case.hosts, {}
     for t in rounds.traffic:
         place = network.names().index(t.place)
@@ -134,6 +137,7 @@ def _join_seconds(case: Case, rounds: Rounds) -> float:
             continue
         own = min(free[site, "down"], there.link.down * case.link_share)
         far = max(away.count(host) / free[host, "up"] for host in set(away)) / len(hosts)
+        # Joining takes six one-way latencies.
         latency = 6 * max(network.latency(site, host) for host in away)
         slowest = max(slowest, whole * max(len(away) / len(hosts) / own, far) + latency)
     return slowest

@@ -1,23 +1,26 @@
-"""Published arithmetic: bandwidth against compute utilisation, and the time of a token budget.
+"""Published bandwidth tables and wall-clock model, reproduced.
 
-The tables say which of 50 bandwidths, spaced evenly in the logarithm from 0.1 to 1000 Gbit/s, is
-the first that reaches a compute utilisation. They are rebuilt from their assumptions: compute and
-reductions on one link, layer by layer. A step is 3L − 1 pieces of compute of equal length: L
-forward, then for each layer from the last to the first the gradient of its input (which the first
-needs none of) and that of its parameters. A layer's reduction may start when its parameters'
-gradient is there. Reductions share one link, first come first served; a step ends when what is due
-in it has arrived, and the next one waits. What is reduced are `volume · N · bits` bits, N being the
-parameters. The volume is fitted, not explained: one number for each of the two papers, none for a
-system, a size or a cell.
+A table cell is the smallest of 50 bandwidths that reaches a compute utilization. The bandwidths are
+spaced evenly in the logarithm from 0.1 to 1000 Gbit/s. The cells are recomputed from the papers'
+assumptions: compute and layer-by-layer reductions on one link.
+
+- A step has 3L − 1 pieces of compute of equal length: L forward, then two per layer from the last
+  to the first, for the gradients of its input and its parameters. The first layer needs no input
+  gradient.
+- A layer's reduction may start when its parameters' gradient is complete.
+- Reductions share one link in FIFO order. A step ends when all reductions due in it have arrived;
+  the next step waits for that.
+- A reduction moves `volume · N · bits` bits, where N is the number of parameters. The volume is
+  fitted, not derived: one number per paper, the same for all systems, sizes and cells.
 
 Source:
-    Streaming DiLoCo (arXiv 2501.18512), its table of simulated bandwidths at H = 100; Scaling Laws
-    for DiLoCo (arXiv 2503.09799), its table at other H, and its wall-clock.
+    Streaming DiLoCo (arXiv 2501.18512), the table of simulated bandwidths at H = 100; Scaling Laws
+    for DiLoCo (arXiv 2503.09799), the table at other H, and the wall-clock model.
 
 Symbols:
     L  layers
     H  steps between two reductions of the same layer
-    τ  steps that a reduction may take beyond the step it starts in
+    τ  steps that a reduction may take after the step in which it starts
 """
 
 from __future__ import annotations
@@ -33,27 +36,27 @@ from decoupled_diloco_plan.bandwidth.case import Model
 from decoupled_diloco_plan.checks import above, at_least
 
 PERIODS = 6
-"""The first half warms up, the second half is measured."""
+"""Simulated periods: the first half is warm-up, the second half is measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Which layers are reduced when."""
+    """The layers that are reduced in each phase of the period."""
 
     layers: int
     period: int
-    # layers whose reduction starts in a phase of the period, by phase
+    # layers whose reduction starts in a phase, by phase
     due: Mapping[int, Sequence[int]]
     overlap: int = 0
 
 
 def whole(layers: int, period: int) -> Schedule:
-    """All layers at once, in every H-th step: data-parallel (H = 1) and DiLoCo."""
+    """Reduce all layers at once in every H-th step: data-parallel (H = 1) and DiLoCo."""
     return Schedule(layers, period, {0: range(layers)})
 
 
 def strided(layers: int, period: int, fragment_layers: int, overlap: int) -> Schedule:
-    """Fragments of a few layers each, far from one another: Streaming DiLoCo.
+    """Reduce fragments of a few layers, far from one another: Streaming DiLoCo.
 
     Fragment p of P has the layers p, p + P, p + 2P …, and is due in the phase ⌊p·H/P⌋.
     """
@@ -65,7 +68,7 @@ def strided(layers: int, period: int, fragment_layers: int, overlap: int) -> Sch
 
 
 def gradient_seconds(layers: int, step_seconds: float) -> list[float]:
-    """When, within a step, each layer's gradient is there; the first layer's last.
+    """Return when, within a step, each layer's gradient is complete; the first layer is last.
 
     >>> gradient_seconds(2, 5.0)
     [5.0, 4.0]
@@ -78,12 +81,12 @@ def gradient_seconds(layers: int, step_seconds: float) -> list[float]:
 def utilization(
     schedule: Schedule, step_seconds: float, layer_seconds: float, latency_seconds: float = 0.0
 ) -> float:
-    """Share of the time in which compute goes on.
+    """Return the share of the time in which compute runs.
 
     Args:
         step_seconds: Length of a step without waiting, greater than 0.
-        layer_seconds: How long one layer's reduction occupies the link, 0 and up.
-        latency_seconds: From the end of a reduction on the link until its result is everywhere.
+        layer_seconds: Time that one layer's reduction occupies the link, 0 or more.
+        latency_seconds: Time from the end of a reduction on the link until all have its result.
 
     Source:
         Streaming DiLoCo (arXiv 2501.18512), the simulation of compute utilisation.
@@ -104,14 +107,15 @@ def utilization(
         now = max([now + step_seconds, *(end for due, end in awaited if due == step)])
         awaited = [(due, end) for due, end in awaited if due > step]
         following = min([_next(step, phases, schedule.period), *(due for due, _ in awaited)])
-        now += (following - step - 1) * step_seconds  # Nothing is awaited in between.
+        # No reduction is awaited in the steps between, so they take no extra time.
+        now += (following - step - 1) * step_seconds
         step = following
     measured = PERIODS - PERIODS // 2
     return measured * schedule.period * step_seconds / (marks[-1] - marks[PERIODS // 2])
 
 
 def _next(step: int, phases: Sequence[int], period: int) -> int:
-    """The next step in which something starts; phase 0 always counts."""
+    """Return the next step in which a reduction starts; phase 0 always counts."""
     base, phase = divmod(step, period)
     index = bisect_right(phases, phase)
     return base * period + (phases[index] if index < len(phases) else period)
@@ -120,26 +124,26 @@ def _next(step: int, phases: Sequence[int], period: int) -> int:
 Source = Literal["streaming-diloco", "scaling-laws"]
 
 GRID_GBIT = tuple(10.0 ** (-1.0 + 4.0 * i / 49.0) for i in range(50))
-"""The bandwidths that the tables choose from, Gbit/s."""
+"""Bandwidths of the tables, Gbit/s."""
 
 TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
-"""The compute utilisations of the tables' columns."""
+"""Compute utilizations of the tables' columns."""
 
 FRAGMENT_LAYERS = 3
-"""Layers of one of Streaming DiLoCo's fragments, strided."""
+"""Layers per strided fragment of Streaming DiLoCo."""
 
 PERIOD_OF_STREAMING = 100
-"""H of Streaming DiLoCo's whole table."""
+"""H of all rows of Streaming DiLoCo's table."""
 
 VOLUMES: dict[Source, float] = {"streaming-diloco": 0.832, "scaling-laws": 0.7225}
-"""What a reduction of N parameters moves, as a share of N · bits.
+"""Volume of a reduction of N parameters, as a share of N · bits.
 
-Each is the middle of the narrow range in which most cells are met. Data-parallel is the same row in
-both papers and has the first.
+Each is the middle of the narrow range that reproduces most cells. Data-parallel is the same row in
+both papers and uses the first value.
 """
 
 ROUNDING = 1e-9
-"""A utilisation that falls short by less has reached its target."""
+"""A utilization reaches its target if it falls short by less than this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,21 +167,21 @@ SYSTEMS = {
 
 @dataclass(frozen=True, slots=True)
 class PublishedRow:
-    """One cell: the smallest bandwidth of the grid that reaches a utilisation."""
+    """One cell: the smallest bandwidth of the grid that reaches a utilization."""
 
     system: str
     period: int  # H; 1 for data-parallel
     utilization: float  # the target, 0 to 1
-    # the bandwidth; None if the grid's largest one does not reach the target
+    # the bandwidth; None if the largest of the grid does not reach the target
     gbit_per_second: float | None
     source: Source
     volume: float  # share of N · bits that a reduction moves
 
 
 def source_of(system: str, period: int) -> Source:
-    """The paper whose table has such a row: Streaming DiLoCo's is all at H = 100.
+    """Return the paper whose table has this row; all of Streaming DiLoCo's is at H = 100.
 
-    DiLoCo with a period of one step is data-parallel, and needs what that does.
+    DiLoCo with a period of one step is data-parallel and needs the same bandwidth.
     """
     each = SYSTEMS[system]
     if not each.periodic or each.streams or period in (1, PERIOD_OF_STREAMING):
@@ -192,11 +196,11 @@ def rows(
     source: Source | None = None,
     targets: Sequence[float] = TARGETS,
 ) -> list[PublishedRow]:
-    """The rows of the tables for one model; by default from the paper whose table has this H."""
+    """Return the rows for one model; by default from the paper whose table has this H."""
     at_least(1, period=period)
     for target in targets:
         if not 0 < target <= 1:
-            raise ConfigError(f"utilization={target:g} is no share: it must be above 0, at most 1")
+            raise ConfigError(f"utilization={target:g} is out of range: above 0, at most 1")
     for system in systems:
         if system not in SYSTEMS:
             raise ConfigError(f"system {system!r} is unknown: {suggestion(system, SYSTEMS)}")
@@ -221,19 +225,19 @@ def _rows_of(
 
 
 def schedule_of(system: System, layers: int, period: int) -> Schedule:
-    """When which layers are reduced."""
+    """Return the layers that a system reduces in each phase."""
     if not system.streams:
         return whole(layers, period if system.periodic else 1)
     return strided(layers, period, FRAGMENT_LAYERS, system.overlap)
 
 
 BITS = 16
-"""bf16: the paper's N parameters in a reduction are 16 N bits."""
+"""Bits per parameter in the paper's reductions: bf16."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """A network as the model sees it: W in bytes a second, ε in seconds for each reduction."""
+    """A network in the wall-clock model: W in bytes per second, ε in seconds per reduction."""
 
     bandwidth: float
     latency_seconds: float
@@ -249,7 +253,7 @@ NETWORKS = {
 
 @dataclass(frozen=True, slots=True)
 class WallClock:
-    """Seconds for a whole training, by what they go into."""
+    """Seconds of a whole training run, by component."""
 
     compute: float
     within: float
@@ -257,7 +261,7 @@ class WallClock:
 
     @property
     def total(self) -> float:
-        """Nothing overlaps in this model."""
+        """Sum of all components; this model has no overlap."""
         return self.compute + self.within + self.between
 
 
@@ -272,10 +276,13 @@ def wall_clock(
     period: int,
     between: Reach,
 ) -> WallClock:
-    """T_comp = 6ND/(RQ); T_intra = (2N/W₀·(1 - M/R) + ε₀)·T; T_inter = (2N/W₁·(1 - 1/R) + ε₁)·T/H.
+    """Return the seconds of compute, of communication within learners, and between sites.
+
+    T_comp = 6ND/(RQ), T_intra = (2N/W₀·(1 - M/R) + ε₀)·T, T_inter = (2N/W₁·(1 - 1/R) + ε₁)·T/H.
 
     N params, D tokens, T = D/B steps of B tokens, R chips of Q FLOP/s, M learners, H period (both 1
-    for data-parallel), W₁ and ε₁ between the sites; within a learner the network is the high one.
+    for data-parallel). W₁ and ε₁ are those between the sites. Within a learner (W₀, ε₀) the network
+    is the "high" one of `NETWORKS`.
     """
     above(0, params=params, tokens=tokens, tokens_per_step=tokens_per_step)
     above(0, chips=chips, flops=flops_per_chip)

@@ -1,4 +1,4 @@
-"""What the rounds of a case come to, once they go on as ever."""
+"""Steady state of a case's rounds."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What a place's link carries in one direction."""
+    """Traffic of a place's link in one direction."""
 
     place: str  # a site's name, or "hub"
     direction: str  # "up": away from the place
-    mean: float  # bytes a second over the measured periods
-    peak: float  # the largest mean over one inner step's time, bytes a second
-    capacity: float  # bytes a second that bodies may fill
+    mean: float  # bytes per second over the measured periods
+    peak: float  # the largest mean over one inner step, bytes per second
+    capacity: float  # bytes per second that payloads may fill
 
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """The steady state."""
+    """Averages over the measured periods."""
 
-    # share of the time in which learners step; what `Learner.step` costs is taken off
+    # share of the time in which learners step, without the overhead of `Learner.step`
     compute: float
     merged: float  # share of the due rounds that took place
-    # that, times the share of their contributions that come: who still sends a fragment's last one,
-    # or has nothing new of it to contribute from, has no other
+    # `merged` times the share of requested contributions that arrive. A learner has none to send if
+    # its last one for the fragment is still in transit, or if it holds no newer copy to train from.
     kept: float
     delay_steps: float  # steps from a snapshot to the boundary at which its merge is applied, mean
     delay_steps_max: float  # the same, largest
@@ -33,12 +33,12 @@ class Rounds:
     quorum_seconds: float  # from a round's first report to its opening, mean
     shard_busy: float  # largest share of the time in which a shard's core folds and merges
     traffic: tuple[Traffic, ...]  # of each place and direction
-    step_seconds: float  # mean wall-clock of a step of the run's clock, which τ and H count
-    # wall-clock of a step of all learners together: of unequal ones, the harmonic mean
+    step_seconds: float  # mean wall-clock time per step of the run's clock, the unit of τ and H
+    # mean wall-clock time per step over all learners; for unequal learners the harmonic mean
     pace_seconds: float
-    participation: tuple[float, ...]  # of each site, share of the rounds that its learners are in
+    participation: tuple[float, ...]  # per site: share of the rounds that its learners are in
 
     @property
     def utilization(self) -> float:
-        """Steps that are taken, times rounds that take place: what the setting promises is 1."""
+        """Share of steps taken times share of rounds completed; 1 is ideal."""
         return self.compute * self.kept

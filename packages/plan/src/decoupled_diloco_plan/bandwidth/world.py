@@ -1,30 +1,36 @@
-"""Rounds of Decoupled DiLoCo as events: steps, uploads, merges, downloads, on links they share.
+"""Event simulation of Decoupled DiLoCo's rounds: steps, uploads, merges, downloads, shared links.
 
-Theory of operation. The clock has the pace of the K-th fastest learner. At a tick every fragment
-that is due opens a round at its shard, at most ⌈τ·P/H⌉ at once, the others in order; a fragment
-whose round is open opens the next one when that has merged, and skips its turn if it is due once
-more by then. A round is six one-way latencies and two transfers long:
+Theory of operation. The clock has the pace of the K-th fastest learner. At a tick, each fragment
+that is due opens a round at its shard. At most ⌈τ·P/H⌉ rounds are open at once; the others queue in
+order. If the fragment's last round is still open, the next one opens after it has merged. It is
+skipped if the fragment is due again by then. A round takes six one-way latencies and two transfers:
 
-| what | when |
+| event | time |
 |---|---|
-| the round opens | the K-th report is there: one latency after the step |
-| a learner is pulled | one latency later, if it finished a step since the last tick, or does so |
-|   | within the grace window, or missed this fragment's last round; its upload shares the links. |
-|   | It contributes once from each copy that it holds: without a newer one it is not asked |
-| its contribution is there | one latency after the last byte has left; it is folded in |
-| merged | when the last one is folded in, or K are and τ steps of the fastest learner are over, |
-|   | and the shard's core has done it. What comes later goes into the fragment's next round |
-| a learner fetches | it is told, and asks: two latencies; the download shares the links. At most |
-|   | ⌈τ·P/H⌉ come from a shard at a time, in order, each in its newest version |
-| applied | one latency after the last byte, at the next boundary; or, if it waits, τ steps on |
+| the round opens | when the K-th report arrives, one latency after the step |
+| a learner receives the request | one latency later, if it qualifies: it finished a step since the
+|
+|   | last tick, or does so within the grace window, or missed this fragment's last round. Its
+upload |
+|   | shares the links. It contributes once from each copy that it holds, so it needs a newer copy.
+|
+| its contribution arrives | one latency after the last byte has left; the shard folds it in |
+| the round merges | when all requested contributions are folded in, or K are and τ steps of the |
+|   | fastest learner are over, and the shard's core is done. Later ones join the next round. |
+| a learner fetches the copy | after a notice and a request (two latencies); the download shares the
+|
+|   | links. At most ⌈τ·P/H⌉ come from a shard at once, in order, each in its newest version. |
+| the copy is applied | one latency after the last byte, at the next boundary; a learner that waits
+|
+|   | applies it τ steps after the snapshot |
 
-Each body also costs its processes some time besides moving and merging it: `handling_seconds`.
+Each payload also costs its processes `handling_seconds`, in addition to transfer and merge.
 
-How long the window is says the protocol's own formula (`protocol/grace.py`), fed with the simulated
-times. Learners of a site do everything alike: where the links do not bear all rounds theirs have
-everybody's contribution or nobody's, the protocol's some of them.
-`tests/simulation/test_plan_against_protocol.py` compares the two on the same links,
-`benchmarks/plan_real.py` with real runs.
+The window's length comes from the protocol's formula (`protocol/clock.py`) with simulated times.
+All learners of a site behave alike. If the links cannot carry all rounds, a round of the simulation
+has the contributions of a whole site or none of them. A round of the protocol may have some of
+them. `tests/simulation/test_plan_against_protocol.py` compares both on the same links.
+`benchmarks/plan_real.py` compares the simulation with real runs.
 """
 
 from __future__ import annotations
@@ -37,7 +43,7 @@ from itertools import count
 from math import ceil, floor, gcd
 from typing import Any
 
-from decoupled_diloco.protocol.grace import Timing
+from decoupled_diloco.protocol.clock import Timing
 from decoupled_diloco_plan.bandwidth import measured
 from decoupled_diloco_plan.bandwidth.case import Case
 from decoupled_diloco_plan.bandwidth.flows import Flow, Flows
@@ -45,16 +51,19 @@ from decoupled_diloco_plan.bandwidth.steady import Rounds, Traffic
 
 ROUNDS_WARM = 48
 ROUNDS_MEASURED = 96
-"""At least so many rounds are due. Where the links bear everything in as many steps as
-the pattern of dues repeats in, else in whole periods: what is still on its way skips its turn."""
+"""Minimum number of due rounds in warm-up and measurement.
+
+If the links carry all rounds, the steps are a multiple of the pattern's length. Otherwise they are
+a multiple of the period, because a fragment whose round is still open skips its turn.
+"""
 
 ROUNDING = 1e-9
-"""Steps that are so nearly over are."""
+"""A step counts as over if at most this share of it is left."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Tick:
-    """A fragment is due: when each site took its snapshot, and when the shard hears of it."""
+    """A fragment is due. Per site: when it took its snapshot, and when its report arrives."""
 
     fragment: int
     step: int
@@ -75,7 +84,7 @@ class _Shard:
 
 @dataclass(slots=True, eq=False)
 class _Round:
-    """`awaited`: sites that were asked in it; `delivered`: learners that are folded in."""
+    """A round; `awaited` are sites with an open request, `delivered` counts folded learners."""
 
     tick: _Tick
     shard: _Shard
@@ -99,9 +108,13 @@ class _Round:
 class _Site:
     """The learners of one place.
 
-    `sending`: of these fragments an upload is under way; `spent`: they have contributed from the
-    copy that they hold; `asked_for`: the round that would ask them, had they a newer one.
-    `wanted`: copies that wait for their turn, by fragment; `fetching`: those that come.
+    Per fragment:
+
+    - `sending`: an upload is in transit.
+    - `spent`: they have contributed from the copy that they hold.
+    - `deferred`: the round whose request waits until they hold a newer copy.
+    - `wanted`: a copy that they will fetch later.
+    - `fetching`: a copy in transit.
     """
 
     number: int
@@ -116,7 +129,7 @@ class _Site:
     missed: set[int] = field(default_factory=set)
     sending: set[int] = field(default_factory=set)
     spent: set[int] = field(default_factory=set)
-    asked_for: dict[int, _Round] = field(default_factory=dict)
+    deferred: dict[int, _Round] = field(default_factory=dict)
     fetching: dict[int, _Round] = field(default_factory=dict)
     wanted: dict[int, _Round] = field(default_factory=dict)
 
@@ -124,7 +137,10 @@ class _Site:
 class World:
     """One simulation.
 
-    `more`: so many periods are measured; None: as few steps as the pattern of dues has.
+    Args:
+        case: The input.
+        more: Number of periods to measure. None measures as few steps as the pattern of due
+            fragments allows.
     """
 
     def __init__(self, case: Case, more: int | None = None) -> None:
@@ -157,20 +173,21 @@ class World:
         self.steps = ceil(ROUNDS_MEASURED * parts / fragments) * unit
         self.heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.numbers = count()
-        self.due = self.skipped = self.asked = self.unheard = 0
+        self.due = self.skipped = self.asked = self.unanswered = 0
         self.delays: list[float] = []
         self.merges: list[float] = []
         self.broadcasts: list[float] = []
         self.quorums: list[float] = []
 
     def run(self) -> Rounds:
-        """From the first step until every site has made those that are measured."""
+        """Simulate until every site has finished the measured steps."""
         if self.waits:
             for site in self.sites:
                 self._at(0.0, self._boundary, site, 0)
         else:
             self._at(0.0, self._clock, 0)
         while any(len(site.marks) < 2 for site in self.sites):
+            # Finished transfers leave their links before events at the same instant start others.
             soon = min(self.heap[0][0] if self.heap else float("inf"), self.flows.next_end())
             for flow in self.flows.advance(soon):
                 landed, round, site = flow.key
@@ -181,15 +198,16 @@ class World:
         return self._result()
 
     def _at(self, instant: float, function: Callable[..., None], *arguments: Any) -> None:
+        # The number keeps simultaneous events in order; functions cannot be compared.
         heapq.heappush(self.heap, (instant, next(self.numbers), function, arguments))
 
     @property
     def now(self) -> float:
-        """Seconds from the beginning."""
+        """Seconds since the start."""
         return self.flows.now
 
     def _away(self, site: _Site, shard: _Shard) -> float:
-        """One way between them, seconds."""
+        """Return the one-way latency between a site and a shard, seconds."""
         return self.network.latency(site.number, shard.host)
 
     def _shard_of(self, fragment: int) -> _Shard:
@@ -199,17 +217,17 @@ class World:
         return _Tick(fragment, step, ends, arrived, counts=step >= self.first_step)
 
     def _clock(self, step: int) -> None:
-        """The run's clock is at a step in which something happens."""
+        """Advance the run's clock to a step in which a fragment is due or a period starts."""
         if step in (self.first_step, self.first_step + self.steps):
             for site in self.sites:
                 site.marks.append(self.now)
         for fragment in self.options.due(step):
             away = [self._away(site, self._shard_of(fragment)) for site in self.sites]
-            told = [
+            notice = [
                 late if self._leads(site) else float("inf")
                 for site, late in zip(self.sites, away, strict=True)
             ]
-            lead = self.network.kth(told, self.options.quorum)
+            lead = self.network.kth(notice, self.options.quorum)
             ends = [
                 self._first_end(site.pace, step, lead - late)
                 for site, late in zip(self.sites, away, strict=True)
@@ -221,20 +239,20 @@ class World:
         self._at(ahead * self.tick, self._clock, ahead)
 
     def _leads(self, site: _Site) -> bool:
-        """Whether it is at least as fast as the clock."""
+        """Whether the site is at least as fast as the clock."""
         return site.pace <= self.tick
 
     def _first_end(self, pace: float, step: int, nearer: float) -> float:
-        """When a site's learners end the first step that is told of after the clock's last one.
+        """Return when a site's learners end their first step reported after the clock's last tick.
 
-        `nearer`: by how much reports come from there in less time than the one that is waited for.
+        `nearer` is how much less time reports from this site take than the K-th report, seconds.
         """
         if pace == self.tick:
             return step * pace
         return pace * (floor(((step - 1) * self.tick + nearer) / pace + ROUNDING) + 1)
 
     def _boundary(self, site: _Site, step: int) -> None:
-        """A site's learners have finished a step in which something happens."""
+        """End a step of a site's learners in which a fragment is due or applied."""
         site.step, site.at = step, self.now
         if step in (self.first_step, self.first_step + self.steps):
             site.marks.append(self.now)
@@ -242,10 +260,10 @@ class World:
             site.owed[fragment] = step + self.options.overlap
         if self.options.due(step):
             self._report(site, step)
-        self._go_on(site)
+        self._continue(site)
 
-    def _go_on(self, site: _Site) -> None:
-        """Waits for what is owed, or steps on to where something happens next."""
+    def _continue(self, site: _Site) -> None:
+        """Wait for an overdue merge, or step to the next boundary with an event."""
         site.holding = any(due <= site.step for due in site.owed.values())
         if site.holding:
             return
@@ -253,25 +271,25 @@ class World:
         self._at(self.now + (soon - site.step) * site.pace, self._boundary, site, soon)
 
     def _next_due(self, step: int) -> int:
-        """The next step with a fragment due; the first step of a period always counts."""
+        """Return the next step with a due fragment; the first step of a period always counts."""
         phases, period = self.options.due_by_phase, self.options.period
         ahead = range(step + 1, step + period + 1)
         return next(each for each in ahead if phases[each % period] or each % period == 0)
 
     def _report(self, site: _Site, step: int) -> None:
-        """When all sites have told a step, each shard's clock has reached it, K reports on."""
+        """Record a site's report; after all sites' reports, open the step's rounds on K reports."""
         reports = self.reports.setdefault(step, {})
         reports[site.number] = self.now
         if len(reports) < len(self.sites):
             return
         del self.reports[step]
-        told = [reports[each.number] for each in self.sites]
+        ends = [reports[each.number] for each in self.sites]
         for fragment in self.options.due(step):
             shard = self._shard_of(fragment)
             away = [self._away(each, shard) for each in self.sites]
-            arrived = list(map(operator.add, told, away))
+            arrived = list(map(operator.add, ends, away))
             opens = max(self.now, self.network.kth(arrived, self.options.quorum))
-            self._at(opens, self._is_due, self._tick_of(fragment, step, told, arrived))
+            self._at(opens, self._is_due, self._tick_of(fragment, step, ends, arrived))
 
     def _is_due(self, tick: _Tick) -> None:
         self.due += tick.counts
@@ -279,6 +297,7 @@ class World:
         if open_now is None:
             self._queue(tick)
             return
+        # Only the newest turn waits for the open round; the turn that it replaces is skipped.
         self.skipped += tick.counts and open_now.following is not None
         open_now.following = tick
 
@@ -294,7 +313,7 @@ class World:
             self._pull(shard.queue.pop(0))
 
     def _pull(self, round: _Round) -> None:
-        """Asks who has reported, and who will within the window."""
+        """Request contributions from sites that have reported, or will within the window."""
         fragment, reported, timing = round.fragment, round.tick.reported, round.shard.timing
         round.opened = True
         first = min(reported[s.number] for s in self.sites if self.waits or self._leads(s))
@@ -302,12 +321,13 @@ class World:
         timing.quorum.update(self.quorums[-1])
         window = timing.window(self.options.overlap, self.options.grace_margin, self.tick).seconds
         late = float("inf") if self.waits or self.alike else self.now + window
+        # A site that was not asked in the fragment's previous round is asked in any case.
         qualified = [
             self.now if fragment in site.missed else reported[site.number] for site in self.sites
         ]
         asked = [site for site in self.sites if qualified[site.number] <= late]
-        everybody = len(asked) == len(self.sites)
-        round.closed_at = max(self.now, *qualified) if everybody else late
+        all_asked = len(asked) == len(self.sites)
+        round.closed_at = max(self.now, *qualified) if all_asked else late
         round.downloads, round.awaited = len(self.sites), set(asked)
         round.delivered, self.late[fragment] = self.late[fragment], 0
         for site in self.sites:
@@ -318,32 +338,33 @@ class World:
         self._at(self.now + self.window, self._delivery_over, round)
 
     def _answer(self, round: _Round, site: _Site) -> None:
-        """A site hears the pull: what it sends already is its answer."""
+        """Handle a request at a site; an upload in transit is already the answer."""
         fragment = round.fragment
         self.asked += round.tick.counts * site.learners
         if fragment in site.sending:
-            self._not_heard(round, site)
+            self._count_unanswered(round, site)
         elif fragment in site.spent:
-            self._not_heard(site.asked_for.pop(fragment, None), site)
-            site.asked_for[fragment] = round
+            self._count_unanswered(site.deferred.pop(fragment, None), site)
+            site.deferred[fragment] = round
             if self.now - self.published.get(fragment, 0.0) > self.window:
-                round.awaited.discard(site)  # nobody waits for it who need not
+                # It had a whole window to fetch the last merge, so the round does not wait for it.
+                round.awaited.discard(site)
                 self._settle(round)
         else:
             self._send(round, site)
 
-    def _not_heard(self, round: _Round | None, site: _Site) -> None:
+    def _count_unanswered(self, round: _Round | None, site: _Site) -> None:
         if round is not None:
-            self.unheard += round.tick.counts * site.learners
+            self.unanswered += round.tick.counts * site.learners
 
     def _holds(self, site: _Site, fragment: int) -> None:
-        """A site has something to contribute from: it is asked, if its round has no quorum yet."""
+        """Answer the deferred request from the newer copy, unless its round has settled."""
         site.spent.discard(fragment)
-        round = site.asked_for.pop(fragment, None)
+        round = site.deferred.pop(fragment, None)
         if round is None:
             return
         if fragment in site.sending or (round.settled and site not in round.awaited):
-            self._not_heard(round, site)
+            self._count_unanswered(round, site)
         else:
             round.awaited.add(site)
             self._send(round, site)
@@ -355,7 +376,7 @@ class World:
         self._transfer(self._delivered, round, site)
 
     def _delivery_over(self, round: _Round) -> None:
-        """From here on the round waits for its quorum alone, and others may open meanwhile."""
+        """End the delivery window: the round waits only for its quorum, and frees its slot."""
         round.delivery_over = True
         self._settle(round)
         if not round.settled:
@@ -368,7 +389,7 @@ class World:
             self._open(round.shard)
 
     def _transfer(self, landed: Callable[..., None], round: _Round, site: _Site) -> None:
-        """A fragment begins to move: up, to be `_delivered`, or down, until it has `_arrived`."""
+        """Start moving a fragment: up, then call `_delivered`, or down, then call `_arrived`."""
         up, here, host = landed == self._delivered, site.number, round.shard.host
         if here == host:
             self._land(landed, round, site)
@@ -376,16 +397,16 @@ class World:
         away, towards = (here, host) if up else (host, here)
         bits = (self.case.up if up else self.case.down).bits
         nbytes = self.case.fragment_params * bits / 8 * (1 + measured.TRAFFIC_OVERHEAD)
-        links = (2 * away, 2 * towards + 1)
+        links = (2 * away, 2 * towards + 1)  # each place has its upload, then its download
         self.flows.start(Flow((landed, round, site), links, site.learners, nbytes))
 
     def _land(self, landed: Callable[..., None], round: _Round, site: _Site) -> None:
-        """Its last byte has left."""
+        """Schedule the arrival after the last byte has left."""
         there = self.now + self._away(site, round.shard) + self.case.handling_seconds
         self._at(there, landed, round, site)
 
     def _delivered(self, round: _Round, site: _Site) -> None:
-        """A contribution goes into its fragment's round, whichever that is by now."""
+        """Fold a contribution into the fragment's current round, which may be a later one."""
         seconds = measured.fold_seconds(self.case.fragment_params)
         self._work(round.shard, site.learners * seconds)
         site.sending.discard(round.fragment)
@@ -398,7 +419,7 @@ class World:
         self._settle(current)
 
     def _settle(self, round: _Round) -> None:
-        """Merges a round, if it need not wait for more."""
+        """Merge a round that does not need to wait for more contributions."""
         enough = round.delivered >= self.options.quorum
         if round.settled or not enough or (round.awaited and not round.delivery_over):
             return
@@ -407,7 +428,7 @@ class World:
         self._at(max(round.shard.core_free_at, round.closed_at), self._merged, round)
 
     def _work(self, shard: _Shard, seconds: float) -> None:
-        """Occupies a shard's core."""
+        """Occupy a shard's core."""
         shard.core_free_at = max(shard.core_free_at, self.now) + seconds
         if self.sites[0].marks:
             shard.busy_seconds += seconds
@@ -424,7 +445,7 @@ class World:
             self._queue(round.following)
 
     def _fetch(self, round: _Round, site: _Site) -> None:
-        """A site wants a copy; an older one that waits for its turn is not needed any more."""
+        """Queue a copy for a site; it replaces an older one in the queue."""
         if round.fragment in site.wanted:
             self._over(site.wanted[round.fragment])
         site.wanted[round.fragment] = round
@@ -441,7 +462,7 @@ class World:
                 flying += 1
 
     def _over(self, round: _Round) -> None:
-        """A site has a round's copy, or a newer one."""
+        """Record that a site has a round's copy, or a newer one."""
         round.downloads -= 1
         if round.downloads == 0:
             self.broadcasts.append(self.now - round.merged_at)
@@ -456,10 +477,10 @@ class World:
         self._holds(site, fragment)
         if site.owed.pop(fragment, None) is not None and site.holding:
             site.at = self.now
-            self._go_on(site)
+            self._continue(site)
 
     def _delay(self, round: _Round, site: _Site) -> int:
-        """Steps from the snapshot to the boundary at which the merge is applied."""
+        """Return the steps from the snapshot to the boundary at which the merge is applied."""
         if self.waits:
             steps = site.step if site.holding else site.step + (self.now - site.at) / site.pace
             steps -= round.tick.step
@@ -483,7 +504,7 @@ class World:
         return Rounds(
             compute=sum(map(operator.mul, taken, learners)) / all_learners,
             merged=merged,
-            kept=merged * (1.0 - self.unheard / max(1, self.asked)),
+            kept=merged * (1.0 - self.unanswered / max(1, self.asked)),
             delay_steps=_mean(self.delays),
             delay_steps_max=max(self.delays, default=float("inf")),
             merge_seconds=_mean(self.merges),
@@ -504,5 +525,5 @@ class World:
 
 
 def _mean(values: list[float]) -> float:
-    """The mean; infinite where nothing ever came to an end."""
+    """Return the mean, or infinity if there are no values."""
     return sum(values) / len(values) if values else float("inf")

@@ -1,6 +1,6 @@
-"""What failures cost a run of up to millions of chips: a simulation of whole clusters.
+"""Simulation of whole clusters: what failures cost a run of up to millions of chips.
 
-A *life* is what happens to one learner: chips fail, slices leave and come back, and the learner
-stands while it changes its size. A *system* says what the lives of several learners are together.
-Every chip-microsecond that is allocated is accounted for exactly, as useful or under one cause.
+`life` simulates one learner: chips fail, slices leave and return, and the learner pauses to change
+its size. `systems` combines the learners of one system. Every allocated chip-microsecond is
+accounted for exactly, as useful or under one cause.
 """

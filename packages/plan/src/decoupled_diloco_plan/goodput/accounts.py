@@ -1,4 +1,4 @@
-"""Where the chip-time went: exactly, in chip-microseconds.
+"""Exact accounts of chip-time, in chip-microseconds.
 
 Spans are arrays of shape (n, 5), int64: start, end, kind, chips, chips allocated.
 """
@@ -22,16 +22,16 @@ from decoupled_diloco_plan.goodput.life import (
 )
 
 CAUSES = {
-    "waiting": ("wait", "for others: a barrier, or a quorum that is not there"),
-    "downscale": ("down", "a learner stands while slices leave it"),
-    "upscale": ("up", "a learner stands while slices join it"),
-    "restart": ("restart", "training that is not elastic begins again"),
-    "lost_work": ("lost", "steps since the last checkpoint, or the step under way"),
-    "below_minimum": ("short", "a learner has fewer slices than it needs"),
-    "missing_chips": ("miss", "slices that are away, or back and not yet taken in"),
-    "stragglers": ("slow", "chips at the pace of the slowest of their learner"),
+    "waiting": ("wait", "waiting for other learners: a barrier, or a missing quorum"),
+    "downscale": ("down", "paused while slices leave a learner"),
+    "upscale": ("up", "paused while slices join a learner"),
+    "restart": ("restart", "restarts of non-elastic training"),
+    "lost_work": ("lost", "steps since the last checkpoint, or the interrupted step"),
+    "below_minimum": ("short", "paused because a learner has too few slices"),
+    "missing_chips": ("miss", "slices that are away, or have returned but not joined yet"),
+    "stragglers": ("slow", "chips slowed down by the slowest chip of their learner"),
 }
-"""Everything that is not useful: the head of its column, and in words."""
+"""All badput: column head and description per cause."""
 
 _CAUSE_OF = {
     DOWNSCALE: "downscale",
@@ -44,14 +44,14 @@ _CAUSE_OF = {
 
 @dataclass(slots=True)
 class Account:
-    """Chip-time of one simulated run, chip-microseconds; `check` says that nothing is missing."""
+    """Chip-time of one simulated run, in chip-microseconds; `check` verifies the total."""
 
     allocated: int = 0
     useful: int = 0
     badput: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0))
     tokens: int = 0  # useful chip-time at the pace of a learner whose slowdown is 1
     wall: int = 0  # microseconds
-    up: int = 0  # microseconds in which at least one learner steps; who waits for others does not
+    up: int = 0  # microseconds in which at least one learner steps and does not wait for others
     rounds: int = 0  # rounds of a barrier
 
     @property
@@ -65,34 +65,34 @@ class Account:
         return 100 * self.up / self.wall if self.wall else 0.0
 
     def move(self, cause: str, amount: int) -> None:
-        """What was taken as useful was not."""
+        """Move an amount from useful time to a cause."""
         self.useful -= amount
         self.badput[cause] += amount
 
     def check(self) -> None:
-        """Asserts that useful and all badput together are what was allocated, exactly."""
+        """Assert that useful time and all badput add up to the allocated time, exactly."""
         assert self.useful + sum(self.badput.values()) == self.allocated
         assert min(self.useful, *self.badput.values()) >= 0
 
 
 class Living(Protocol):
-    """What makes spans."""
+    """A source of spans."""
 
     spans: array[int]
 
     def advance(self, until: int) -> None:
-        """Makes spans up to this instant, or somewhat beyond."""
+        """Append spans up to this instant, or somewhat beyond."""
 
 
 @dataclass(slots=True)
 class Feed:
-    """The spans of one life in windows: each is cut where the window ends."""
+    """The spans of one life in windows; a span is split where a window ends."""
 
     life: Living
     _rest: Integers = field(default_factory=lambda: np.empty((0, 5), np.int64))
 
     def take(self, until: int) -> Integers:
-        """The spans from where the last window ended until this instant."""
+        """Return the spans from the end of the last window until this instant."""
         self.life.advance(until)
         made = np.array(self.life.spans, np.int64).reshape(-1, 5)
         self.life.spans = array("q")
@@ -105,7 +105,7 @@ class Feed:
 
 
 def enter(account: Account, spans: Integers) -> None:
-    """Books the spans of one learner; every run as useful."""
+    """Book the spans of one learner; all of its runs count as useful at first."""
     lengths = spans[:, 1] - spans[:, 0]
     allocated = int(np.dot(lengths, spans[:, 4]))
     there = lengths * spans[:, 3]
@@ -122,12 +122,13 @@ def runs_of(spans: Integers) -> Integers:
 
 
 def working(runs: Integers, waits: Integers) -> Integers:
-    """The intervals, shape (n, 2), in which a learner runs and does not wait for others.
+    """Return the intervals, shape (n, 2), in which a learner runs and does not wait for others.
 
     Args:
-        runs: spans in order and apart; or intervals of shape (n, 2).
-        waits: intervals of shape (n, 2), in order and apart.
+        runs: Spans, or intervals of shape (n, 2), in order and disjoint.
+        waits: Intervals of shape (n, 2), in order and disjoint.
     """
+    # The running sum is 1 exactly where a run is open (+1) and no wait is (-2).
     edges = (runs[:, 0], runs[:, 1], waits[:, 0], waits[:, 1])
     at = np.concatenate(edges)
     change = np.repeat((1, -1, -2, 2), [len(edge) for edge in edges])
@@ -138,17 +139,18 @@ def working(runs: Integers, waits: Integers) -> Integers:
 
 
 def stepping(runs: list[Integers]) -> tuple[Integers, Integers]:
-    """Instants at which the number of learners that step changes, and that number from then on."""
+    """Return the instants at which the number of stepping learners changes, and the new numbers."""
     starts = np.concatenate([run[:, 0] for run in runs])
     ends = np.concatenate([run[:, 1] for run in runs])
     at = np.concatenate([starts, ends])
     change = np.concatenate([np.ones_like(starts), -np.ones_like(ends)])
-    order = np.lexsort((change, at))  # who goes on at once leaves before it comes
+    # At equal instants ends sort before starts, so a run that continues does not count twice.
+    order = np.lexsort((change, at))
     return at[order], np.cumsum(change[order])
 
 
 def overlap(runs: Integers, starts: Integers, ends: Integers) -> Integers:
-    """For each run the microseconds inside these intervals, which are in order and disjoint."""
+    """Return each run's microseconds inside these intervals, which are in order and disjoint."""
     if not len(starts):
         return np.zeros(len(runs), np.int64)
     before = np.concatenate([[0], np.cumsum(ends - starts)])

@@ -1,4 +1,4 @@
-"""DiLoCo with a barrier: every H steps all learners wait for the last one."""
+"""DiLoCo with a barrier: every H steps, all learners wait for the last one."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from decoupled_diloco.protocol.clock import reached_at
-from decoupled_diloco.protocol.quorum import window_over
+from decoupled_diloco.protocol.clock import reached_at, window_over
 from decoupled_diloco_plan.goodput.accounts import Account, stepping, working
 from decoupled_diloco_plan.goodput.life import Integers
 from decoupled_diloco_plan.goodput.settings import Cluster, microseconds
@@ -19,9 +18,10 @@ JITTER_BLOCK = 1024
 
 @dataclass(slots=True)
 class _Runs:
-    """The runs of one learner that no round has used up: prefix sums before each, and at the end.
+    """The runs of one learner that no round has used up, with prefix sums of time and work.
 
-    Instants and lengths are microseconds, work is chip-microseconds.
+    `time` and `work` have the sums before each run, then the total. Instants and lengths are
+    microseconds, work is chip-microseconds.
     """
 
     starts: list[int] = field(default_factory=list)
@@ -37,39 +37,40 @@ class _Runs:
         self.work += (self.work[-1] + np.cumsum(lengths * runs[:, 3])).tolist()
 
     def time_at(self, instant: int) -> int:
-        """Time in runs before this instant."""
+        """Return the run time before this instant."""
         index = bisect_right(self.starts, instant) - 1
         if index < 0:
             return self.time[0]
         return min(self.time[index] + instant - self.starts[index], self.time[index + 1])
 
     def reached(self, time: int) -> int | None:
-        """When so much time in runs is over; ``None`` if that is not known yet."""
+        """Return the instant at which this run time is reached; ``None`` if it is not known yet."""
         if time > self.time[-1]:
             return None
         index = max(0, bisect_left(self.time, time) - 1)
         return self.starts[index] + time - self.time[index]
 
     def work_until(self, time: int) -> int:
-        """Work in so much time in runs."""
+        """Return the work in this run time."""
         index = max(0, bisect_left(self.time, time) - 1)
         if index >= len(self.chips):
             return self.work[-1]
         return self.work[index] + self.chips[index] * (time - self.time[index])
 
     def forget(self, instant: int) -> None:
-        """Drops the runs that were over before this instant."""
+        """Drop the runs that ended before this instant."""
         index = max(0, bisect_right(self.starts, instant) - 1)
         del self.starts[:index], self.chips[:index], self.time[:index], self.work[:index]
+        # No sum is kept between windows, only lengths, so the sums can restart from zero.
         time, work = self.time[0], self.work[0]
         self.time = [each - time for each in self.time]
         self.work = [each - work for each in self.work]
 
 
 class Barrier:
-    """Rounds of H steps, each as long as that of the last learner.
+    """Rounds of H steps; the last learner determines the length of each round.
 
-    A round is over when the protocol core says that a window with a quorum of everybody is.
+    A round ends when the protocol core closes a window whose quorum is all learners.
     """
 
     def __init__(self, cluster: Cluster, begin: int, rng: np.random.Generator) -> None:
@@ -94,7 +95,7 @@ class Barrier:
     def take(
         self, runs: Sequence[Integers], slow: Sequence[tuple[Integers, Integers]]
     ) -> list[Integers]:
-        """Goes through all rounds that are over in this window.
+        """Process all rounds that end in this window.
 
         Returns:
             For each learner the intervals in which it waited in these rounds.
@@ -112,7 +113,7 @@ class Barrier:
         return self._count_up(self._round_at)
 
     def close(self, account: Account, end: int) -> list[Integers]:
-        """Books every learner; in the round that has not ended, what it ran so far was useful.
+        """Book all learners; run time in the unfinished last round counts as useful.
 
         Returns:
             For each learner the intervals in which it waited in that round.
@@ -134,7 +135,7 @@ class Barrier:
         return waits
 
     def _count_up(self, until: int) -> list[Integers]:
-        """Counts when somebody stepped, up to an instant until which it is known who waited."""
+        """Count the time in which any learner stepped, up to an instant with known waits."""
         waits = [np.array(each, np.int64).reshape(-1, 2) for each in self._waits]
         steps = []
         for m, runs in enumerate(self._uncounted):
@@ -147,9 +148,9 @@ class Barrier:
         return waits
 
     def _one_round(self, edges: list[tuple[list[int], list[int]]]) -> bool:
-        """One round, if all of it is known."""
+        """Process one round; return False if its end is not known yet."""
         start, runs = self._round_at, self._runs
-        if not self._needs:
+        if not self._needs:  # kept while the round continues in the next window
             self._drawn = self._draw()
             self._needs = [
                 self._with_stragglers(need, edges[m], start) for m, need in enumerate(self._drawn)
@@ -175,17 +176,19 @@ class Barrier:
         return True
 
     def _draw(self) -> list[int]:
-        """Time in runs that every learner needs for its next H steps."""
+        """Draw the run time that each learner needs for its next H steps."""
         if not self._cluster.jitter:
             return [round(length) for length in self._lengths]
         if not self._jitter:
+            # jitter is the deviation of one step; the mean of H independent steps has 1/sqrt(H)
+            # of it. The lower bound keeps a normal variate's tail from giving negative times.
             share = self._cluster.jitter / self._cluster.period**0.5
             shape = (JITTER_BLOCK, len(self._lengths))
             self._jitter = list(np.maximum(0.2, 1 + share * self._rng.standard_normal(shape)))
         return [round(length) for length in self._lengths * self._jitter.pop()]
 
     def _with_stragglers(self, need: int, edges: tuple[list[int], list[int]], at: int) -> int:
-        """More time for a learner that has a straggler when the round begins."""
+        """Return the longer need of a learner that has a straggler when the round starts."""
         begins, ends = edges
         index = bisect_right(begins, at) - 1
         if self._cluster.stragglers is None or index < 0 or ends[index] <= at:

@@ -1,13 +1,14 @@
-"""Finds the constants that nobody has published, on the cells that may be used for it.
+"""Calibration of unpublished constants on the published cells marked for it.
 
     ddiloco goodput --calibrate
 
-Five lengths of time for ten cells: a step, a downscale, an upscale, its window, a restart. The
-least squares of the residuals, by Gauss's and Newton's method with Levenberg's damping; all
-simulations have the same seed, so that the residuals are smooth in the constants. The valley is
-flat: steps of 4 to 6 s with windows of 60 to 80 s do as well, to a tenth of a point.
+Five times are fitted on ten cells: a step, a downscale, an upscale, its window, and a restart. The
+method is least squares of the residuals (Gauss-Newton with Levenberg's damping). All simulations
+use the same seed, so the residuals are smooth in the constants. The minimum is flat: steps of 4 to
+6 s with windows of 60 to 80 s fit equally well, to a tenth of a point.
 
-Source: Decoupled DiLoCo (arXiv 2604.21428): goodput over chips at one interruption a chip and year.
+Source: Decoupled DiLoCo (arXiv 2604.21428): goodput over chips at one interruption per chip and
+year.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from decoupled_diloco_plan.goodput.systems import simulate
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One published number, percent; ``calibrate``: constants may be fitted on it."""
+    """A published goodput, percent; ``calibrate`` marks cells that may be used for fitting."""
 
     system: System
     chips: int
@@ -54,7 +55,7 @@ CELLS = (
 
 
 def published(cluster: Cluster) -> float | None:
-    """What was published for this cell, percent; ``None``: nothing."""
+    """Return the published goodput of a cluster, percent, or ``None``."""
     for cell in CELLS:
         same = (cell.system, cell.chips, cell.learners)
         if same == (cluster.system, cluster.chips, cluster.learners):
@@ -70,31 +71,31 @@ NAMES = (
     "restart_seconds",
 )
 MATTER = {"data-parallel": ("step_seconds", "restart_seconds"), "elastic": NAMES[:4]}
-"""For each system the constants on which it depends."""
+"""The constants that affect each system."""
 
 START = (5.0, 15.0, 15.0, 60.0, 80.0)
-"""Where the search begins: tens of seconds, as operators tell of such stops."""
+"""Start of the search: tens of seconds, as operators report for such pauses."""
 
 FAILURES = 50_000
 """Failures in the simulation of each cell."""
 
 ITERATIONS = 7
 DIFFERENCE = 0.15
-"""Step of each constant's logarithm for the derivative: large against what is left of chance."""
+"""Step in each constant's logarithm for the derivative: large compared with simulation noise."""
 
 DAMPING = 0.3
 
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """One cell: what was published, and what the constants give, percent."""
+    """A cell's published goodput, and the simulated one, percent."""
 
     cell: Cell
     goodput: float
 
     @property
     def points(self) -> float:
-        """How far above what was published."""
+        """Simulated minus published goodput, percentage points."""
         return self.goodput - self.cell.goodput
 
     def as_json(self) -> dict[str, Any]:
@@ -109,34 +110,34 @@ class Residual:
 
 
 def calibrated(
-    tell: Callable[[str], None] = lambda text: None,
+    report: Callable[[str], None] = lambda text: None,
     start: tuple[float, ...] = START,
     iterations: int = ITERATIONS,
     failures: int = FAILURES,
 ) -> Constants:
-    """The constants, from the cells marked for calibration alone."""
+    """Fit the constants, using only the cells marked for calibration."""
     cells = [cell for cell in CELLS if cell.calibrate]
-    found = np.log(np.array(start))
+    found = np.log(np.array(start))  # logarithms keep the times positive
     misses = _misses(found, cells, failures)
     for _ in range(iterations):
-        tell(_told(found, misses))
+        report(_progress_line(found, misses))
         slopes = _slopes(found, cells, misses, failures)
         normal = slopes.T @ slopes
         damped = normal + DAMPING * np.diag(np.diag(normal))
         found = found - np.linalg.solve(damped, slopes.T @ misses)
         misses = _misses(found, cells, failures)
-    tell(_told(found, misses))
+    report(_progress_line(found, misses))
     return _constants(found)
 
 
 def rounded(constants: Constants) -> Constants:
-    """The same to three digits, which is more than the published figures tell."""
+    """Round to three digits, which is more precise than the published figures."""
     values: dict[str, Any] = {name: float(f"{getattr(constants, name):.3g}") for name in NAMES}
     return replace(Constants(), **values)
 
 
 def residuals(constants: Constants, cells: tuple[Cell, ...] = CELLS) -> list[Residual]:
-    """What these constants give for the cells."""
+    """Return the residuals of these constants on the cells."""
     return [Residual(cell, _goodput(cell, constants)) for cell in cells]
 
 
@@ -146,7 +147,7 @@ def _constants(found: np.ndarray) -> Constants:
 
 
 def _slopes(found: np.ndarray, cells: list[Cell], misses: np.ndarray, failures: int) -> np.ndarray:
-    """Points for each constant's logarithm, shape (cells, constants)."""
+    """Return the change in points per constant's logarithm, shape (cells, constants)."""
     slopes = np.zeros((len(cells), len(NAMES)))
     for index, name in enumerate(NAMES):
         moved = found.copy()
@@ -168,7 +169,7 @@ def _goodput(cell: Cell, constants: Constants, failures: int = FAILURES) -> floa
     return simulate(cluster, max(seconds, 86400.0), seed=1).goodput
 
 
-def _told(found: np.ndarray, misses: np.ndarray) -> str:
+def _progress_line(found: np.ndarray, misses: np.ndarray) -> str:
     values = ", ".join(
         f"{name} {value:.3g}" for name, value in zip(NAMES, np.exp(found), strict=True)
     )

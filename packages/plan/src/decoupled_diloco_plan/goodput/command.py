@@ -1,4 +1,4 @@
-"""`ddiloco goodput`: which clusters were asked for, and what comes of them."""
+"""`ddiloco goodput`: simulate clusters with failures, and print their goodput."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from decoupled_diloco.cli.command_line import option_of
 from decoupled_diloco.cli.options import listed, make_console
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.observe.terminal import SteadyConsole
+from decoupled_diloco.show.console import SteadyConsole
 from decoupled_diloco.units import format_count, parse_count
 from decoupled_diloco_plan.checks import above
 from decoupled_diloco_plan.goodput import tables
@@ -29,7 +29,7 @@ from decoupled_diloco_plan.goodput.settings import (
     blocks_of,
 )
 from decoupled_diloco_plan.goodput.study import Effort, Row, cells, study
-from decoupled_diloco_plan.output import STDOUT, check_files, write_json
+from decoupled_diloco_plan.output import check_files, write_json
 
 SEVERAL = ("barrier", "decoupled")
 WITH_SYSTEMS: dict[str, tuple[str, ...]] = {
@@ -46,7 +46,7 @@ WITH_SYSTEMS: dict[str, tuple[str, ...]] = {
     "upscale_seconds": ("elastic", *SEVERAL),
     "join_seconds": ("decoupled",),
 }
-"""Options that are of some systems only."""
+"""Systems that each of these options applies to."""
 
 WITH_OPTIONS: dict[str, tuple[str, ...]] = {
     "slack_steps": ("slowdowns", "jitter"),
@@ -59,7 +59,7 @@ WITH_OPTIONS: dict[str, tuple[str, ...]] = {
     "join_seconds": ("scavenged_share",),
     "timeline_hours": ("timeline",),
 }
-"""Options that need another one, or one of several."""
+"""Options that need one of these other options."""
 
 OF_CLUSTER = (
     "quorum",
@@ -74,15 +74,15 @@ OF_CLUSTER = (
 """Options that are fields of `Cluster`."""
 
 TIMELINE_HOURS_MAX = 168.0
-"""A week: more is no picture any more."""
+"""One week; a longer timeline is not readable."""
 
 _option = partial(option_of, GoodputOptions)
 
 
 def run(options: GoodputOptions) -> None:
-    """Simulates row by row, and tells those that are done even if it is stopped."""
-    _refuse_what_is_ignored(options)
-    check_files(options.json_to, options.plot, options.timeline)
+    """Simulate row by row; if interrupted, print the finished rows."""
+    _reject_unused(options)
+    check_files(options.out, options.plot, options.timeline)
     if options.calibrate:
         _calibrate(options)
         return
@@ -99,25 +99,25 @@ def run(options: GoodputOptions) -> None:
         _simulate(clusters, Effort(options.seeds, options.seed, options.days), rows)
     except KeyboardInterrupt:
         if rows:
-            _tell(rows, options)
+            _output(rows, options)
         print(f"stopped: {len(rows)} of {len(clusters)} rows are done", file=sys.stderr)
         raise
-    _tell(rows, options)
+    _output(rows, options)
     _draw(rows, options)
 
 
 def _simulate(clusters: Sequence[Cluster], effort: Effort, rows: list[Row]) -> None:
-    """Adds the rows one by one, so that a user who stops it has those that are done."""
-    with _progress() as tell:
+    """Append the rows one by one, so that an interrupt keeps the finished ones."""
+    with _progress() as report:
         for cluster in clusters:
             what = f"{cluster.name}, {format_count(cluster.chips)} chips"
-            tell(f"row {len(rows) + 1} of {len(clusters)}: {what}")
+            report(f"row {len(rows) + 1} of {len(clusters)}: {what}")
             rows.append(study(cluster, effort))
 
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """A line on a terminal that says what is being simulated, and goes away."""
+    """Show a temporary status line on a terminal."""
     console = SteadyConsole(stderr=True)
     if not console.is_terminal:
         yield lambda text: None
@@ -126,17 +126,18 @@ def _progress() -> Iterator[Callable[[str], None]]:
         yield status.update
 
 
-def _tell(rows: Sequence[Row], options: GoodputOptions) -> None:
+def _output(rows: Sequence[Row], options: GoodputOptions) -> None:
     tokens = options.tokens_per_chip_second
-    if options.json_to != STDOUT:
+    if not options.as_json:
         tables.print_rows(rows, tokens, make_console())
-    write_json([row.as_json(tokens) for row in rows], options.json_to)
+    write_json([row.as_json(tokens) for row in rows], printed=options.as_json, out=options.out)
 
 
 def _draw(rows: Sequence[Row], options: GoodputOptions) -> None:
     if options.plot is None and options.timeline is None:
         return
-    from decoupled_diloco_plan.goodput import picture  # matplotlib takes a while
+    # matplotlib is slow to import, so only --plot and --timeline pay for it
+    from decoupled_diloco_plan.goodput import picture
 
     if options.plot is not None:
         picture.plot_goodput(rows, options.plot)
@@ -146,41 +147,43 @@ def _draw(rows: Sequence[Row], options: GoodputOptions) -> None:
 
 
 def _calibrate(options: GoodputOptions) -> None:
-    console, printed = make_console(), options.json_to == STDOUT
+    console, printed = make_console(), options.as_json
 
-    def tell(text: str) -> None:
+    def report(text: str) -> None:
         if not printed:
             console.print(text, style="dim")
 
-    found = rounded(calibrated(tell))
+    found = rounded(calibrated(report))
     rows = residuals(found)
     if not printed:
         tables.print_calibration(found, rows, console)
     document = {"constants": asdict(found), "cells": [row.as_json() for row in rows]}
-    write_json(document, options.json_to)
+    write_json(document, printed=printed, out=options.out)
 
 
-def _refuse_what_is_ignored(options: GoodputOptions) -> None:
-    """An option that the others leave nothing to do is a mistake."""
+def _reject_unused(options: GoodputOptions) -> None:
+    """Raise ConfigError for an option that has no effect with the other options."""
     given, systems = options.model_fields_set, _systems(options)
     if options.calibrate:
-        for name in sorted(given - {"calibrate", "json_to"}):
-            raise ConfigError(f"--calibrate fits published cells alone: leave out {_option(name)}")
+        for name in sorted(given - {"calibrate", "as_json", "out"}):
+            raise ConfigError(
+                f"--calibrate cannot be combined with {_option(name)}: it fits published cells only"
+            )
     for name in sorted(given & WITH_SYSTEMS.keys()):
         one = name == "learners" and "1" in listed(options.learners)
         if not one and not set(systems) & set(WITH_SYSTEMS[name]):
             raise ConfigError(
-                f"{_option(name)} is of {' and '.join(WITH_SYSTEMS[name])} only: leave it out, or "
-                "name the system with --system"
+                f"{_option(name)} is for {' and '.join(WITH_SYSTEMS[name])} only: omit it, or name "
+                "the system with --system"
             )
     for name in sorted(given & WITH_OPTIONS.keys()):
         if not any(getattr(options, other) for other in WITH_OPTIONS[name]):
             others = " or ".join(map(_option, WITH_OPTIONS[name]))
-            raise ConfigError(f"{_option(name)} does nothing without {others}")
+            raise ConfigError(f"{_option(name)} requires {others}")
 
 
 def _clusters(options: GoodputOptions) -> Iterator[Cluster]:
-    """The cells that were asked for."""
+    """Yield the clusters to simulate."""
     return cells(
         _systems(options),
         [_count(each, "--chips") for each in _several(options.chips, "--chips")],
@@ -209,14 +212,14 @@ def _picked(options: GoodputOptions, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _systems(options: GoodputOptions) -> list[System]:
-    """The systems that are named, or else all that are possible."""
+    """Return the named systems, or all systems that the options allow."""
     if not options.system:
         borrows = bool(options.scavenged_share)
         return [system for system in SYSTEMS if not (borrows and system == "barrier")]
     names = _several(options.system, "--system")
     for name in names:
         if name not in SYSTEMS:
-            raise ConfigError(f"--system {name!r} is none of {', '.join(SYSTEMS)}")
+            raise ConfigError(f"--system {name!r} is not valid: give one of {', '.join(SYSTEMS)}")
     return [system for system in SYSTEMS if system in names]
 
 
@@ -230,19 +233,21 @@ def _stragglers(options: GoodputOptions) -> Stragglers | None:
 def _preemption(text: str) -> Preemption:
     parts = [_number(part, "--preempt") for part in text.split(",")]
     if len(parts) != 3:
-        raise ConfigError(f"--preempt {text!r} is not START,HOURS,SHARE, as 2,0.5,0.25")
+        raise ConfigError(f"--preempt {text!r} is not START,HOURS,SHARE, such as 2,0.5,0.25")
     start, hours, share = parts
     return Preemption(start * 3600, hours * 3600, share)
 
 
 def _slowdowns(text: str) -> tuple[float, ...]:
-    """`1x4,1.18x4` as eight numbers."""
+    """Parse slowdowns; `1x4,1.18x4` are eight numbers."""
     found: list[float] = []
     for item in listed(text):
         value, _, times = item.partition("x")
         count = _count(times, "--slowdowns") if times else 1
         if count > 10_000:
-            raise ConfigError(f"--slowdowns {item!r} names more than 10000 learners")
+            raise ConfigError(
+                f"--slowdowns {item!r} is for more than 10000 learners: lower the count"
+            )
         found += [_number(value, "--slowdowns")] * count
     return tuple(found)
 
@@ -250,18 +255,20 @@ def _slowdowns(text: str) -> tuple[float, ...]:
 def _several(text: str, option: str) -> list[str]:
     items = list(dict.fromkeys(listed(text)))
     if not items:
-        raise ConfigError(f"{option} is empty: give one value, or several with commas")
+        raise ConfigError(f"{option} is empty: give one value, or several separated by commas")
     return items
 
 
 def _count(text: str, option: str) -> int:
-    """A whole number, perhaps with k, M or G, or a power of ten."""
+    """Parse a whole number with an optional suffix k, M or G, or an exponent."""
     try:
         value = parse_count(text)
     except ValueError as error:
         raise ConfigError(f"{option}: {error}") from None
     if not value.is_integer():
-        raise ConfigError(f"{option} {text!r} is no whole number: write such as 8, 150k or 2.4e6")
+        raise ConfigError(
+            f"{option} {text!r} is not a whole number: write a number such as 8, 150k or 2.4e6"
+        )
     return int(value)
 
 
@@ -269,4 +276,4 @@ def _number(text: str, option: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise ConfigError(f"{option}: {text!r} is no number") from None
+        raise ConfigError(f"{option} {text!r} is not a valid number") from None

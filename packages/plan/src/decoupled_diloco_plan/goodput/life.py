@@ -1,23 +1,25 @@
-"""One learner's life: it runs, stands while it changes its size, and runs on.
+"""Simulation of one learner: it runs, pauses to change its size, and runs again.
 
-Theory of operation. Time is cut into *spans*. In a span of kind `RUN` the learner steps with the
-chips that it has; in all others it stands.
+Theory of operation. Time is divided into *spans*. In a span of kind `RUN` the learner steps with
+the chips that it has. In all others it is paused.
 
-| in | comes | then |
+| state | event | effect |
 |---|---|---|
-| a run | a chip fails | at the end of the step under way, its slice leaves: `DOWNSCALE` |
-| a run | the window of a returned slice is over | at the step's end all returned join: `UPSCALE` |
-| a stop | a chip fails | its slice is left out of the same stop, which gets no longer |
-| a stop | a slice returns | it waits for its window |
-| the end of a stop | fewer slices than the minimum | `SHORT`, until enough have returned |
+| run | a chip fails | at the end of the current step its slice leaves: `DOWNSCALE` |
+| run | the window of a returned slice ends | at the end of the step all returned slices join:
+`UPSCALE` |
+| pause | a chip fails | its slice leaves in the same pause, which does not get longer |
+| pause | a slice returns | it waits for its window |
+| end of a pause | fewer slices than the minimum | `SHORT`, until enough slices have returned |
 
-Why a stop takes failures in: the published systems go on with 13 s between two failures and stops
-several times as long, which could not be if each failure made a stop begin anew. Not elastic
-training has one kind of stop, `RESTART`: its slice is replaced by a spare one, so it is whole
-again afterwards, and what ran since the last checkpoint is `LOST`.
+A failure during a pause does not restart the pause. The published systems progress with 13 s
+between failures and pauses several times as long, which would be impossible otherwise.
 
-A learner of n chips fails n times as often as one chip, so its failures are one Poisson process;
-which chip it was, and so which slice, is drawn for each. Nothing is kept for each chip.
+Non-elastic training has one kind of pause, `RESTART`. A spare slice replaces the failed one, so the
+learner is complete afterwards, and the work since the last checkpoint is `LOST`.
+
+A learner of n chips fails n times as often as one chip, so its failures are one Poisson process.
+The failed chip, and so its slice, is drawn for each failure. No state is kept per chip.
 """
 
 from __future__ import annotations
@@ -34,21 +36,22 @@ from numpy.typing import NDArray
 from decoupled_diloco_plan.goodput.settings import SECOND
 
 BLOCK = 4096
-"""Failures that are drawn at once."""
+"""Number of failures drawn at once."""
 
 FAR = 2.0**62
-"""No failure is later, microseconds: 146,000 years."""
+"""Latest instant of a failure, microseconds: 146,000 years."""
 
 Integers = NDArray[np.int64]
 Failures = Iterator[tuple[list[int], list[int], list[int]]]
-"""Blocks of failures in order of time: instants, slices and lengths of the repairs."""
+"""Blocks of failures in order of time: instants, slices and repair times."""
 
 
 @dataclass(frozen=True, slots=True)
 class Repair:
-    """The exponentiated Weibull distribution: F(x) = (1 − exp(−(x/σ)^k))^a, with σ from its mean.
+    """Exponentiated Weibull distribution: F(x) = (1 − exp(−(x/σ)^k))^a, with σ from the mean.
 
-    At power a = 1 it is Weibull's; with a tail k below 1 heavier than an exponential one.
+    With power a = 1 it is the Weibull distribution. With tail k below 1 its tail is heavier than
+    exponential.
 
     Source: Mudholkar and Srivastava, 1993.
     """
@@ -58,25 +61,26 @@ class Repair:
     tail: float
 
     def draw(self, rng: np.random.Generator, count: int) -> Integers:
-        """Lengths of so many repairs, microseconds."""
+        """Draw `count` repair times, microseconds."""
         return self.at(rng.random(count))
 
     def at(self, share: NDArray[np.float64]) -> Integers:
-        """The lengths that these shares of all repairs stay below, microseconds."""
+        """Return the quantiles for these shares, microseconds."""
         scale = self.mean_seconds / _mean(self.power, self.tail)
         seconds = scale * _quantile(share, self.power, self.tail)
         return np.rint(seconds * SECOND).astype(np.int64)
 
 
 def _quantile(share: NDArray[np.float64], power: float, tail: float) -> NDArray[np.float64]:
-    """The inverse of F for σ = 1."""
+    """Return the inverse of F for σ = 1."""
+    # Clip so that neither logarithm gets 0.
     below = np.clip(share, 1e-300, 1 - 1e-16) ** (1 / power)
     return np.asarray((-np.log1p(-np.minimum(below, 1 - 1e-16))) ** (1 / tail))
 
 
 @lru_cache
 def _mean(power: float, tail: float) -> float:
-    """The mean for σ = 1, by the midpoint rule over z = −log(1 − F), in which it is smooth."""
+    """Return the mean for σ = 1, by the midpoint rule over z = −log(1 − F), where it is smooth."""
     z = (np.arange(400_000) + 0.5) * 1e-4
     survival = -np.expm1(power * np.log1p(-np.exp(-z)))
     edges = np.arange(400_001) * 1e-4
@@ -85,7 +89,7 @@ def _mean(power: float, tail: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """The slices of one learner: as even as can be, the first ones a chip larger.
+    """The slices of one learner, as equal as possible; the first ones have one chip more.
 
     >>> Slices(10, 3).sizes()
     [4, 3, 3]
@@ -101,7 +105,7 @@ class Slices:
         return [self.size(which) for which in range(self.count)]
 
     def holding(self, chips: Integers) -> Integers:
-        """The slices that hold these chips, 0 to chips − 1."""
+        """Return the slices that hold these chips, numbered 0 to chips − 1."""
         size, larger = divmod(self.chips, self.count)
         first = larger * (size + 1)
         later = larger + (chips - first) // max(1, size)
@@ -111,7 +115,7 @@ class Slices:
 def failures(
     slices: Slices, mtbi_seconds: float, repair: Repair, rng: np.random.Generator
 ) -> Failures:
-    """The failures of one learner's chips, for ever."""
+    """Yield the failures of one learner's chips forever."""
     mean, now = mtbi_seconds * SECOND / slices.chips, 0.0
     while True:
         at = now + np.cumsum(rng.exponential(mean, BLOCK))
@@ -127,9 +131,10 @@ RUN, DOWNSCALE, UPSCALE, RESTART, LOST, SHORT = range(6)
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """How one learner answers to what happens; lengths of time in microseconds.
+    """Reaction of a learner to failures; times in microseconds.
 
-    ``spare``: it is whole again after each stop, having lost what ran since the last checkpoint.
+    With ``spare``, it is complete again after each pause, but loses the work since the last
+    checkpoint.
     """
 
     step: int
@@ -144,10 +149,10 @@ class Habits:
 
 @dataclass(slots=True)
 class Visits:
-    """Slices that leave by themselves, not because a chip fails.
+    """Slices that leave for other reasons than a failed chip.
 
-    Scavenged ones stay and stay away as ``stay`` and ``away`` draw. ``heap`` has (instant, slice,
-    how long it is away; −1: drawn).
+    ``stay`` and ``away`` draw how long scavenged slices stay and are away. ``heap`` has tuples
+    (instant, slice, time away); a time of −1 is drawn when the slice leaves.
     """
 
     stay: Callable[[], int] = lambda: NEVER
@@ -156,14 +161,14 @@ class Visits:
 
 
 class Life:
-    """One learner, from instant 0 on.
+    """One learner, from instant 0.
 
     Args:
-        slices: its own ones; scavenged ones come after them, with numbers from ``slices.count`` on.
-        habits: how it answers.
-        failures: what fails when.
-        visits: what leaves and comes besides.
-        scavenged: chips of each scavenged slice; all are there at first.
+        slices: Its own slices. Scavenged slices have the numbers from ``slices.count`` on.
+        habits: Its reactions.
+        failures: The failures of its chips.
+        visits: Slices that leave and return for other reasons.
+        scavenged: Chips of each scavenged slice; all are present at first.
     """
 
     def __init__(
@@ -175,7 +180,7 @@ class Life:
         scavenged: tuple[int, ...] = (),
     ) -> None:
         self.spans = array("q")
-        """What has happened: start, end, kind, chips in it, chips allocated; five numbers each."""
+        """The history, five numbers per span: start, end, kind, chips present, chips allocated."""
 
         self._slices, self._habits, self._failures = slices, habits, failures
         self._visits = visits or Visits()
@@ -198,18 +203,19 @@ class Life:
         self._more()
 
     def advance(self, until: int) -> None:
-        """Lives on until this instant, or as far beyond as the last span goes: none is cut."""
+        """Simulate until this instant, or beyond it to the end of the last span."""
         while self._clock < until:
             self._run()
             if self._clock < NEVER:
                 self._stop()
 
     def _run(self) -> None:
-        """Steps until something calls for a stop."""
+        """Step until something requires a pause."""
         habits, start = self._habits, self._clock
         at = self._next_stop()
         if at <= start:
             return
+        # Unless `sudden`, round up to the end of the step (floor of a negative number).
         end = at if habits.sudden else start - (start - at) // habits.step * habits.step
         self._clock = end = min(end, NEVER)
         kept = self._kept(end - start)
@@ -219,7 +225,7 @@ class Life:
             self.spans.extend((start + kept, end, LOST, self._chips, self._allocated))
 
     def _kept(self, length: int) -> int:
-        """What of a run that was interrupted is not lost."""
+        """Return the part of an interrupted run that is not lost."""
         habits = self._habits
         kept = length // habits.step * habits.step if habits.sudden else length
         if habits.spare and habits.checkpoint:
@@ -227,7 +233,7 @@ class Life:
         return kept
 
     def _stop(self) -> None:
-        """Stands, if slices leave or are due to join."""
+        """Pause if slices leave or are due to join."""
         habits, start = self._habits, self._clock
         if self._leave(start):
             kind, length = (RESTART if habits.spare else DOWNSCALE), habits.downscale
@@ -240,7 +246,7 @@ class Life:
             self._wait_for_more()
 
     def _stand(self, kind: int, end: int) -> None:
-        """A stop; who has returned at its start joins an upscale, or a restart."""
+        """Pause; slices that have returned at its start join in an upscale or a restart."""
         start = self._clock
         joining = [] if kind == DOWNSCALE else self._returned(start)
         if end > start:
@@ -251,7 +257,7 @@ class Life:
             self._join(which, end)
 
     def _wait_for_more(self) -> None:
-        """Stands until as many slices have returned as the minimum needs, and takes them in."""
+        """Pause until enough slices for the minimum have returned, then add them."""
         start, missing = self._clock, self._habits.minimum - self._members
         ready = sorted(self._returns)[:missing]
         end = max(start, ready[-1][0])
@@ -262,7 +268,7 @@ class Life:
         self._stand(UPSCALE, end + self._habits.upscale)
 
     def _next_stop(self) -> int:
-        """When the next upscale is due, or the next slice leaves that is there."""
+        """Return when the next upscale is due, or the next present slice leaves."""
         at = self._returns[0][0] + self._habits.window if self._returns else NEVER
         if self._visits.heap:
             at = min(at, self._visits.heap[0][0])
@@ -271,7 +277,7 @@ class Life:
         return min(at, self._times[self._next])
 
     def _leave(self, now: int) -> bool:
-        """Takes out the slices whose chips have failed, or that were taken, until now."""
+        """Remove slices that failed or were preempted until now; return whether any was present."""
         left = False
         while self._times[self._next] <= now:
             which = self._which[self._next]
@@ -303,7 +309,7 @@ class Life:
         heappush(self._returns, (until, which))
 
     def _returned(self, now: int) -> list[int]:
-        """The slices that are back now, but for those that are held elsewhere."""
+        """Return the slices that are back now, except those that are still preempted."""
         ready = []
         while self._returns and self._returns[0][0] <= now:
             _, which = heappop(self._returns)

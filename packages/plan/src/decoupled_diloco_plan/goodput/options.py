@@ -1,4 +1,4 @@
-"""The options of `ddiloco goodput`, in groups."""
+"""Options of `ddiloco goodput`, in groups."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from decoupled_diloco_plan.goodput.settings import SYSTEMS, Constants
 
 
 def complete_systems(incomplete: str) -> list[tuple[str, str]]:
-    """The systems, for the shell; after a comma the next one.
+    """Return the systems that complete a text, for the shell; after a comma, the next system.
 
     >>> complete_systems("elastic,b")
-    [('elastic,barrier', 'DiLoCo: every H steps all learners wait for the last one')]
+    [('elastic,barrier', 'DiLoCo: every H steps, all learners wait for the last one')]
     """
     before, comma, rest = incomplete.rpartition(",")
     return [(before + comma + k, text) for k, text in SYSTEMS.items() if k.startswith(rest)]
@@ -24,139 +24,142 @@ def complete_systems(incomplete: str) -> list[tuple[str, str]]:
 
 _option: Any = typer.Option
 _failures: Any = partial(typer.Option, rich_help_panel="Failures")
-_stops: Any = partial(typer.Option, rich_help_panel="Stops, by default as calibrated")
-_unequal: Any = partial(typer.Option, rich_help_panel="Unequal and borrowed chips")
+_stops: Any = partial(typer.Option, rich_help_panel="Stops (defaults are calibrated)")
+_unequal: Any = partial(typer.Option, rich_help_panel="Unequal and scavenged chips")
 _runs: Any = partial(typer.Option, rich_help_panel="Runs")
 _output: Any = partial(typer.Option, rich_help_panel="Output")
 _found = Constants()
 
 
 class GoodputOptions(CommandOptions):
-    """Which clusters are simulated, and for how long."""
+    """Options of `ddiloco goodput`."""
 
     chips: Annotated[str, _option(metavar="N[,N…]")] = "150k,300k,600k,1.2M,2.4M"
-    """Chips of the cluster, as 150k or 2.4M."""
+    """Number of chips in the cluster, such as 150k or 2.4M."""
 
     learners: Annotated[str, _option(metavar="M[,M…]")] = "8"
-    """Learners that barrier and decoupled cut it into."""
+    """Number of learners for barrier and decoupled."""
 
     system: Annotated[
-        str, _option(metavar="SYSTEM[,…]", autocompletion=complete_systems, show_default=False)
+        str, _option(metavar="NAME[,NAME…]", autocompletion=complete_systems, show_default=False)
     ] = ""
-    """One or several of data-parallel, elastic, barrier, decoupled. Default: all (without barrier
-    if --scavenged-share is given)."""
+    """Systems to simulate: data-parallel, elastic, barrier, decoupled. Default: all, but without
+    barrier if --scavenged-share is given."""
 
-    quorum: Annotated[int, _option()] = 1
-    """K: with fewer learners, steps of decoupled do not count."""
+    quorum: Annotated[int, _option(metavar="K")] = 1
+    """Minimum number of learners (K): with fewer, steps of decoupled do not count."""
 
-    period: Annotated[int, _option()] = 24
-    """H: a barrier waits after so many steps."""
+    period: Annotated[int, _option(metavar="H")] = 24
+    """Steps between two barriers (H)."""
 
     calibrate: Annotated[bool, _option("--calibrate")] = False
-    """Find the lengths of the stops on the published cells meant for it, and show what they give
-    for all; takes half a minute."""
+    """Fit the lengths of stops to published cells, and print the errors for all cells. Takes half a
+    minute."""
 
     mtbi_years: Annotated[float, _failures()] = 1.0
-    """Mean time between interruptions of one chip."""
+    """Mean time between two interruptions of a chip, in years."""
 
     slice_chips: Annotated[int, _failures()] = _found.slice_chips
-    """Chips that leave together when one of them fails."""
+    """Number of chips that leave together when one of them fails."""
 
     repair_seconds: Annotated[float, _failures()] = _found.repair_seconds
-    """Mean time until a slice is back."""
+    """Mean time until a slice is repaired, in seconds."""
 
     repair_power: Annotated[float, _failures()] = _found.repair_power
-    """Shape a of its exponentiated Weibull distribution."""
+    """Shape a of the exponentiated Weibull distribution of the repair time."""
 
     repair_tail: Annotated[float, _failures()] = _found.repair_tail
-    """Shape k of it, below 1 for a heavy tail."""
+    """Shape k of the same distribution; below 1, it has a heavy tail."""
 
     preempt: Annotated[list[str] | None, _failures(metavar="START,HOURS,SHARE")] = None
-    """A share of every learner's slices is taken START hours into the run, for HOURS; several times
-    for a schedule."""
+    """Take a SHARE of every learner's slices after START hours, for HOURS hours. Can be given
+    several times."""
 
     step_seconds: Annotated[float, _stops()] = _found.step_seconds
-    """Length of a step."""
+    """Time of a step, in seconds."""
 
     downscale_seconds: Annotated[float, _stops()] = _found.downscale_seconds
-    """How long a learner stands when slices leave it."""
+    """Time for which a learner stops when slices leave it, in seconds."""
 
     upscale_seconds: Annotated[float, _stops()] = _found.upscale_seconds
-    """How long a learner stands when slices join it."""
+    """Time for which a learner stops when slices join it, in seconds."""
 
     upscale_window_seconds: Annotated[float, _stops()] = _found.upscale_window_seconds
-    """How long a slice that is back waits for others to join with it."""
+    """Time for which a repaired slice waits for others, in seconds."""
 
     restart_seconds: Annotated[float, _stops()] = _found.restart_seconds
-    """How long training that is not elastic stands at a failure."""
+    """Time for which data-parallel training stops at a failure, in seconds."""
 
     checkpoint_seconds: Annotated[float, _stops()] = 0.0
-    """Seconds between two checkpoints of training that is not elastic, which loses the steps since;
-    0: a checkpoint in each step."""
+    """Time between two checkpoints of data-parallel training, in seconds; a failure loses the steps
+    since the last one. 0: one checkpoint per step."""
 
     sudden: Annotated[bool, _stops("--sudden")] = False
-    """The step in which a chip fails is lost."""
+    """Lose the step in which a chip fails."""
 
     minimum_share: Annotated[float, _stops()] = 0.0
-    """A learner needs this share of its slices to step."""
+    """Share of its slices that a learner requires to step, 0 to 1."""
 
     slowdowns: Annotated[str, _unequal(metavar="S[xCOUNT],…")] = ""
-    """How many times as long a step of each learner takes, as 1x4,1.18x4."""
+    """Factor on the step time of each learner, such as 1x4,1.18x4 for eight learners."""
 
     jitter: Annotated[float, _unequal()] = 0.0
-    """Standard deviation of a step, as a share of its length."""
+    """Standard deviation of the step time, as a share of it."""
 
     slack_steps: Annotated[int, _unequal()] = 0
-    """Steps that a learner goes on before a round that it waits for is over."""
+    """Steps for which a learner continues before it waits for a round."""
 
     grace: Annotated[bool, _unequal("--grace/--no-grace")] = True
-    """Whether rounds of decoupled stay open for slow learners as long as the slack allows."""
+    """Keep rounds of decoupled open for slow learners as long as the slack allows."""
 
     straggler_days: Annotated[float | None, _unequal()] = None
-    """Mean time between spells of slowness of one chip; none: no spells."""
+    """Mean time between two slow periods of a chip, in days. Default: no slow periods."""
 
     straggler_seconds: Annotated[float, _unequal()] = 600.0
-    """Length of such a spell."""
+    """Length of a slow period, in seconds."""
 
     straggler_slowdown: Annotated[float, _unequal()] = 0.2
-    """Share by which the steps of its learner are longer meanwhile."""
+    """Share by which steps of the learner are longer in a slow period."""
 
     scavenged_share: Annotated[float, _unequal()] = 0.0
-    """Further chips that come and go, as a share of all."""
+    """Additional chips that come and go, as a share of all chips."""
 
     scavenged_block_chips: Annotated[int, _unequal()] = 1024
-    """Chips of one scavenged block, which is a learner, or a slice of the only learner."""
+    """Number of chips in a scavenged block, which is a learner, or a slice of a single learner."""
 
     stay_seconds: Annotated[float | None, _unequal()] = None
-    """Mean time until a block is preempted. Default: as if 10 % of all machines, of 8 chips each,
-    were preempted in a day."""
+    """Mean time until a block is preempted, in seconds. Default: as if 10 % of all machines with 8
+    chips were preempted per day."""
 
     away_seconds: Annotated[float, _unequal()] = 0.0
-    """Mean time until the next one comes."""
+    """Mean time until the next block arrives, in seconds."""
 
     join_seconds: Annotated[float, _unequal()] = 1.0
-    """How long a new learner fetches the weights."""
+    """Time for which a new learner fetches the weights, in seconds."""
 
     seeds: Annotated[int, _runs()] = 6
-    """Runs of each cell."""
+    """Number of runs per cell."""
 
     seed: Annotated[int, _runs()] = 0
-    """The first one's seed."""
+    """Seed of the first run."""
 
     days: Annotated[float | None, _runs()] = None
-    """Length of each run; none: until the interval is at most ±0.3 points."""
+    """Length of each run, in days. Default: until the error is at most ±0.3 points."""
 
     tokens_per_chip_second: Annotated[float, _output()] = 1000.0
-    """Tokens that a chip trains in a second of steps."""
+    """Tokens that a chip trains per second of stepping."""
 
-    json_to: Annotated[Path | None, _output("--json", metavar="FILE")] = None
-    """Write the rows to this file; -: print them instead of the table."""
+    as_json: Annotated[bool, _output("--json")] = False
+    """Print JSON to standard output instead of tables."""
+
+    out: Annotated[Path | None, _output(metavar="FILE.json")] = None
+    """Also write the JSON to this file."""
 
     plot: Annotated[Path | None, _output(metavar="FILE")] = None
-    """Draw goodput over chips: .png, .svg, .pdf."""
+    """Plot the goodput over the number of chips: .png, .svg or .pdf."""
 
     timeline: Annotated[Path | None, _output(metavar="FILE")] = None
-    """Draw what each learner does in the table's last cell."""
+    """Plot what each learner does in the last cell of the table: .png, .svg or .pdf."""
 
     timeline_hours: Annotated[float, _output()] = 1.0
-    """Hours that --timeline draws."""
+    """Hours that --timeline shows."""

@@ -1,9 +1,9 @@
-"""Learners of unequal speed: how long each waits, by the protocol core's own rules.
+"""Waiting times of learners with unequal speed, by the protocol core's rules.
 
-When the clock ticks, when a round's window closes and how long the grace window is, the core
-decides (`clock.reached_at`, `quorum.window_over`, `grace.Timing`), tick by tick. That is some
-thousand calls, so it is done for some thousand ticks without failures, and its shares hold for the
-run; a month of a cluster has millions of ticks.
+The core decides, tick by tick, when the clock ticks, when a round's window closes and how long the
+grace window is (`clock.reached_at`, `clock.window_over`, `clock.Timing`). A month of a cluster has
+millions of ticks. So only some thousand ticks without failures are simulated, and the resulting
+shares are used for the whole run.
 """
 
 from __future__ import annotations
@@ -12,33 +12,31 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from decoupled_diloco.protocol.clock import reached_at
-from decoupled_diloco.protocol.grace import Timing
-from decoupled_diloco.protocol.quorum import window_over
+from decoupled_diloco.protocol.clock import Timing, reached_at, window_over
 from decoupled_diloco_plan.goodput.settings import Cluster
 
 TICKS = 2000
 MARGIN = 0.8
 SHORTEST = 0.2
-"""No step is shorter than this share of its mean."""
+"""Minimum length of a step, as a share of its mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What unequal speeds come to."""
+    """Effects of unequal speeds."""
 
-    useful: tuple[float, ...]  # for each learner the share of its time in steps; the rest it waits
-    # Ticks of the clock for each step that the fastest learner makes if it never waits.
+    useful: tuple[float, ...]  # per learner: share of its time in steps; the rest is waiting
+    # ticks of the clock per step of the fastest learner if it never waited
     against_fastest: float
-    took_part: tuple[float, ...]  # for each learner the share of the rounds that it was in
+    took_part: tuple[float, ...]  # per learner: share of the rounds that it was in
 
 
 def pace_of(cluster: Cluster, seed: int) -> Pace:
-    """Steps every learner through `TICKS` ticks.
+    """Step every learner through `TICKS` ticks.
 
-    A learner may not go on from step i before round i − `slack_steps` is over. One that steps by
-    itself between two ticks has something to report, and takes part if its report comes in time. Of
-    the cluster slowdowns, jitter, quorum, slack and grace count; its chips do not.
+    A learner may not continue from step i before round i − `slack_steps` ends. A learner that
+    finishes a step between two ticks reports it, and takes part if the report arrives in time. The
+    cluster's slowdowns, jitter, quorum, slack and grace are used; its chips are not.
     """
     rng = np.random.default_rng((seed, 7))
     mean = np.asarray(cluster.slowdowns or (1.0,) * cluster.learners)
@@ -73,10 +71,12 @@ def pace_of(cluster: Cluster, seed: int) -> Pace:
 
 
 def _reports(finished: np.ndarray, first: np.ndarray, after: float) -> np.ndarray:
-    """For each learner when it first finished a step after this instant.
+    """Return when each learner first finished a step after this instant.
 
-    `finished`: when each step was, shape (steps, learners); `first`: for each learner such a step
-    at an earlier instant, which is moved on.
+    Args:
+        finished: The end of each step, shape (steps, learners).
+        first: Per learner the index of such a step for an earlier instant; it is advanced in place.
+        after: The instant.
     """
     learners, last = np.arange(len(first)), len(finished) - 1
     while (behind := (first < last) & (finished[first, learners] <= after)).any():

@@ -1,6 +1,6 @@
-"""Pictures of a study: goodput over chips, and the first hours of one run.
+"""Figures of a study: goodput over chips, and the first hours of one run.
 
-They read in black and white: what matters is told by markers, dashes and hatching.
+They are readable in black and white: markers, dashes and hatching carry the information.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STYLES = {
     "barrier": ("#009E73", "-.", "D"),
     "decoupled": ("#0072B2", "-", "o"),
 }
-"""Colour, dashes and marker of each system."""
+"""Color, dashes and marker of each system."""
 
 SHADES = ("#0072B2", "#56B4E9", "#004166", "#7fb6d9")
 MARKERS = "o^P*Xdh<>p"
@@ -52,33 +52,33 @@ KINDS = {
     LOST: ("lost work", "#CC79A7", "xx"),
     SHORT: ("too few slices", "#ffffff", "..."),
 }
-"""Name, colour and hatching of what a learner does."""
+"""Name, color and hatching of each learner activity."""
 
 LANES_MAX = 32
 
 
 def plot_goodput(rows: Sequence[Row], path: Path) -> None:
-    """Goodput over chips, a line for each system and number of learners."""
+    """Plot goodput over chips, one line per system and number of learners."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     lines: dict[tuple[str, int], list[Row]] = {}
     for row in rows:
         lines.setdefault((row.cluster.system, row.cluster.learners), []).append(row)
     seen: dict[str, int] = {}
-    told = False
+    any_published = False
     for (system, learners), line in lines.items():
-        told |= _line(axes, system, learners, line, seen.setdefault(system, 0))
+        any_published |= _line(axes, system, learners, line, seen.setdefault(system, 0))
         seen[system] += 1
     _over_chips(axes, sorted({row.cluster.chips for row in rows}))
     handles, _ = axes.get_legend_handles_labels()
-    if told:
+    if any_published:
         handles.append(Line2D([], [], color="black", marker="x", linestyle="", label="published"))
     axes.legend(handles=handles, loc="lower left", frameon=False)
     save_picture(figure, path)
 
 
 def _line(axes: Axes, system: str, learners: int, line: Sequence[Row], index: int) -> bool:
-    """One line; whether published figures are beside it."""
+    """Draw one line; return whether it has published figures."""
     colour, dashes, marker = STYLES[system]
     if system == "decoupled":
         colour, marker = SHADES[index % len(SHADES)], MARKERS[index % len(MARKERS)]
@@ -118,7 +118,7 @@ def _over_chips(axes: Axes, chips: Sequence[int]) -> None:
 
 
 def plot_timeline(cluster: Cluster, hours: float, seed: int, path: Path) -> None:
-    """The first hours of one run: what each learner does, and how many chips step."""
+    """Plot the first hours of one run: each learner's activity, and the share of stepping chips."""
     lives, steps = _watched(cluster, hours, seed)
     begin = min(int(life[:, 0].min()) for life in lives if len(life))
     lanes = min(len(lives), LANES_MAX)
@@ -157,7 +157,7 @@ def _title(cluster: Cluster, lanes: int, learners: int) -> str:
 
 
 def _watched(cluster: Cluster, hours: float, seed: int) -> tuple[list[Integers], list[Integers]]:
-    """For each learner its spans, and the intervals in which it steps, shape (n, 2)."""
+    """Return each learner's spans, and the intervals in which it steps, shape (n, 2)."""
     spans: list[list[Integers]] = []
     waits: list[list[Integers]] = []
 
@@ -172,20 +172,20 @@ def _watched(cluster: Cluster, hours: float, seed: int) -> tuple[list[Integers],
 
 
 def _by_kind(life: Integers, steps: Integers) -> dict[int, Integers]:
-    """For each kind that occurs its intervals; who neither stands nor steps waits."""
+    """Return the intervals of each kind that occurs; a run without steps counts as waiting."""
     kinds = {kind: life[life[:, 2] == kind, :2] for kind in KINDS}
     kinds[WAITING], kinds[RUN] = working(runs_of(life), steps), steps
     return {kind: intervals for kind, intervals in kinds.items() if len(intervals)}
 
 
 def _chips(life: Integers, steps: Integers) -> Integers:
-    """The intervals in which one learner steps, and with how many chips, shape (n, 3)."""
+    """Return the intervals in which one learner steps, with its chips, shape (n, 3)."""
     index = np.searchsorted(life[:, 0], steps[:, 0], side="right") - 1
     return np.column_stack([steps, life[index, 3]])
 
 
 def _lane(axes: Axes, lane: int, kinds: dict[int, Integers], begin: int, unit: float) -> set[int]:
-    """What one learner does; the kinds that occur."""
+    """Draw the activity of one learner; return the kinds that occur."""
     for kind, intervals in kinds.items():
         _, colour, hatch = KINDS[kind]
         at = (intervals[:, 0] - begin) / SECOND / unit
@@ -202,7 +202,7 @@ def _lane(axes: Axes, lane: int, kinds: dict[int, Integers], begin: int, unit: f
 
 
 def _stepping(axes: Axes, steps: Sequence[Integers], begin: int, unit: float, chips: int) -> None:
-    """The share of the chips that step, over time."""
+    """Draw the share of the chips that step, over time."""
     runs = np.concatenate(steps)
     at = np.concatenate([runs[:, 0], runs[:, 1]])
     change = np.concatenate([runs[:, 2], -runs[:, 2]])
@@ -216,6 +216,6 @@ def _stepping(axes: Axes, steps: Sequence[Integers], begin: int, unit: float, ch
         color="#1c2024",
         linewidth=0.9,
     )
-    axes.set_ylabel("chips that\nstep (%)")
+    axes.set_ylabel("stepping\nchips (%)")
     axes.set_ylim(bottom=0)
     axes.grid(color="#e0e2e6", linewidth=0.8)

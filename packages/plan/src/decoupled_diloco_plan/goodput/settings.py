@@ -1,6 +1,6 @@
-"""What a simulated cluster is: its chips, how they fail, and how learners answer to it.
+"""Settings of a simulated cluster: its chips, their failures, and the reactions of its learners.
 
-Chips that are only borrowed are preempted as often as a cloud's cheap machines are.
+Scavenged chips are preempted as often as a cloud's preemptible machines.
 
 Source: Google Cloud's documentation of preemptible instances (2021): of such machines, "the average
 preemption rate varies between 5% and 15% per day" (another edition: "per seven days").
@@ -18,23 +18,23 @@ from decoupled_diloco_plan.checks import above, at_least
 
 System = Literal["data-parallel", "elastic", "barrier", "decoupled"]
 SYSTEMS: dict[System, str] = {
-    "data-parallel": "one learner, restarts at each failure",
-    "elastic": "one learner, goes on without the slices that failed",
-    "barrier": "DiLoCo: every H steps all learners wait for the last one",
-    "decoupled": "Decoupled DiLoCo: nobody waits",
+    "data-parallel": "one learner, restarts after each failure",
+    "elastic": "one learner, continues without the failed slices",
+    "barrier": "DiLoCo: every H steps, all learners wait for the last one",
+    "decoupled": "Decoupled DiLoCo: no learner waits",
 }
 ALONE = ("data-parallel", "elastic")
-"""Systems that are one learner."""
+"""Systems with a single learner."""
 
 SECOND = 1_000_000
-"""Instants and lengths of time are whole microseconds, so that accounts are exact."""
+"""Microseconds per second. Times are whole microseconds, so that accounts are exact."""
 
 YEAR_SECONDS = 365.25 * 86400
 CHIPS_MAX = 10**8
 BLOCKS_MAX = 10**6
 STEP_SECONDS_MIN = 1e-3
 FAILURE_SECONDS_MIN = 1e-3
-"""Shorter times between two failures of a cluster are not simulated: it could do nothing else."""
+"""Minimum time between two failures of a cluster; below it, only failures would be simulated."""
 
 
 STOPS = ("downscale_seconds", "upscale_seconds", "upscale_window_seconds", "restart_seconds")
@@ -43,25 +43,25 @@ REPAIRS = ("repair_seconds", "repair_power", "repair_tail")
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """The times that nobody has published, the same for every cluster.
+    """Unpublished times, the same for every cluster.
 
-    The first five are what `ddiloco goodput --calibrate` finds, to three digits. The others are
-    chosen beforehand, as operators tell of such machines, and are not fitted.
+    The first five were found by `ddiloco goodput --calibrate`, to three digits. The others are not
+    fitted. They were chosen beforehand, from what operators report about such machines.
     """
 
-    step_seconds: float = 4.76  # length of a step. An interruption takes effect between steps.
+    step_seconds: float = 4.76  # length of a step; an interruption takes effect between steps
     downscale_seconds: float = 15.9
     upscale_seconds: float = 13.7
-    # From a slice's return to the upscale that takes it in. Slices that return meanwhile share it.
+    # from a slice's return to the upscale that adds it; slices that return in the meantime share it
     upscale_window_seconds: float = 72.3
     restart_seconds: float = 82.1
-    # Chips that leave together when one of them fails: a pod of one interconnect.
+    # chips that leave together when one of them fails: a pod with one interconnect
     slice_chips: int = 256
-    # Mean time until a slice is back: most often it is replaced by a healthy one.
+    # mean time until a slice is back; most often it is replaced by a healthy one
     repair_seconds: float = 600.0
-    # First shape of the exponentiated Weibull distribution: above 1, no repair takes no time.
+    # first shape of the exponentiated Weibull distribution; above 1, very short repairs are rare
     repair_power: float = 2.0
-    repair_tail: float = 0.6  # its second shape, Weibull's own: below 1, the tail is heavy
+    repair_tail: float = 0.6  # second shape, that of Weibull; below 1, the tail is heavy
 
     def __post_init__(self) -> None:
         at_least(STEP_SECONDS_MIN, step_seconds=self.step_seconds)
@@ -88,16 +88,16 @@ class Stragglers:
 
 @dataclass(frozen=True, slots=True)
 class Scavenged:
-    """Chips that are there for a while: in blocks, each of which comes and goes by itself.
+    """Preemptible chips, in blocks that come and go independently.
 
-    A learner of a system with several is one block; with one learner, each block is a slice of it.
-    A block goes when it is preempted, and when one of its chips fails.
+    In a system with several learners a block is a learner. With one learner each block is a slice
+    of it. A block leaves when it is preempted or one of its chips fails.
     """
 
     chips: int
     blocks: int
     stay_seconds: float = 600.0
-    # Mean time that it stays away; 0: another one takes its place at once.
+    # mean time that a block is away; 0: another one replaces it at once
     away_seconds: float = 0.0
     join_seconds: float = 1.0
 
@@ -105,11 +105,11 @@ class Scavenged:
         at_least(1, scavenged_chips=self.chips, scavenged_blocks=self.blocks)
         if self.blocks > self.chips:
             raise ConfigError(
-                f"scavenged blocks={self.blocks} exceed scavenged chips={self.chips}: lower blocks"
+                f"scavenged blocks={self.blocks} exceeds scavenged chips={self.chips}: lower blocks"
             )
         if self.blocks > BLOCKS_MAX:
             raise ConfigError(
-                f"scavenged blocks={self.blocks} exceed {BLOCKS_MAX}: raise the chips of a block"
+                f"scavenged blocks={self.blocks} exceeds {BLOCKS_MAX}: raise the chips per block"
             )
         above(0, stay_seconds=self.stay_seconds)
         at_least(0, away_seconds=self.away_seconds, join_seconds=self.join_seconds)
@@ -117,7 +117,7 @@ class Scavenged:
 
 @dataclass(frozen=True, slots=True)
 class Preemption:
-    """A share of every learner's slices is taken at an instant, and given back later."""
+    """Preemption of a share of every learner's slices for a limited time."""
 
     at_seconds: float
     seconds: float
@@ -134,10 +134,10 @@ class Preemption:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """One cell of a table: which system on which chips; `GoodputOptions` tells what fields mean.
+    """One cell of a table: a system on a number of chips. `GoodputOptions` documents the fields.
 
     Raises:
-        ConfigError: It cannot be; the message names value, limit and way out.
+        ConfigError: A value is out of range; the message has the value, limit and fix.
     """
 
     system: System
@@ -145,17 +145,17 @@ class Cluster:
     learners: int = 1
     mtbi_seconds: float = YEAR_SECONDS
     constants: Constants = field(default_factory=Constants)
-    # K: with fewer learners stepping, the syncer's clock stands, and steps are not useful.
+    # K: while fewer learners step, the syncer's clock is stalled and steps are not useful
     quorum: int = 1
     period: int = 24
     minimum_share: float = 0.0
-    # Data-parallel: useful time between two checkpoints; 0: in the memory of others, each step.
+    # data-parallel: useful time between two checkpoints; 0: one per step, in other chips' memory
     checkpoint_seconds: float = 0.0
     sudden: bool = False
     slowdowns: tuple[float, ...] = ()
     jitter: float = 0.0
-    # Steps that a learner goes on before a round that it waits for is over: what transfers leave of
-    # the overlap τ. Only a quorum above 1 makes anybody wait.
+    # Steps that a learner can take before a round that it waits for ends: the part of the overlap τ
+    # that transfers leave. Learners wait only with a quorum above 1.
     slack_steps: int = 0
     grace: bool = True
     stragglers: Stragglers | None = None
@@ -164,26 +164,28 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if self.system not in SYSTEMS:
-            raise ConfigError(f"system={self.system!r} is none of {', '.join(SYSTEMS)}")
+            raise ConfigError(
+                f"system={self.system!r} is unknown: choose from {', '.join(SYSTEMS)}"
+            )
         at_least(1, chips=self.chips, learners=self.learners, period=self.period)
         chips = self.chips + (self.scavenged.chips if self.scavenged else 0)
         if chips > CHIPS_MAX:
             raise ConfigError(
-                f"chips={chips} exceeds {CHIPS_MAX}, beyond which accounts are not exact: lower "
+                f"chips={chips} exceeds {CHIPS_MAX}, the limit for exact accounts: lower "
                 "chips" + (" or the scavenged share" if self.scavenged else "")
             )
         above(0, mtbi_seconds=self.mtbi_seconds)
         if self.mtbi_seconds / self.chips < FAILURE_SECONDS_MIN:
             raise ConfigError(
-                f"mtbi_seconds={self.mtbi_seconds:g} is {self.mtbi_seconds / self.chips:.1g} s "
+                f"mtbi_seconds={self.mtbi_seconds:g} means {self.mtbi_seconds / self.chips:.1g} s "
                 f"between failures of {format_count(self.chips)} chips, less than "
-                f"{FAILURE_SECONDS_MIN:g}: raise mtbi, or lower chips"
+                f"{FAILURE_SECONDS_MIN:g}: raise mtbi or lower chips"
             )
         self._check_learners()
         if self.scavenged is not None and self.system == "barrier":
             raise ConfigError(
-                "scavenged chips cannot join system='barrier', where all learners must be there: "
-                "use elastic or decoupled"
+                "scavenged chips cannot be combined with system='barrier', which needs all "
+                "learners: use elastic or decoupled"
             )
         at_least(0, checkpoint_seconds=self.checkpoint_seconds, jitter=self.jitter)
         at_least(0, slack_steps=self.slack_steps)
@@ -193,49 +195,53 @@ class Cluster:
     def _check_learners(self) -> None:
         if self.alone and self.learners != 1:
             raise ConfigError(
-                f"learners={self.learners}: {self.system} is one learner; use barrier or decoupled"
+                f"learners={self.learners}: {self.system} has one learner; use barrier or decoupled"
             )
         if self.learners > self.slices:
             raise ConfigError(
-                f"learners={self.learners} exceed the {self.slices} slices of "
+                f"learners={self.learners} exceeds the {self.slices} slices of "
                 f"{format_count(self.chips)} chips: lower learners or slice_chips="
                 f"{self.constants.slice_chips}"
             )
         if not 1 <= self.quorum <= self.learners:
             raise ConfigError(
                 f"quorum={self.quorum} is out of range: 1 to learners={self.learners}; lower "
-                "quorum or cut into more learners"
+                "quorum or raise learners"
             )
         if self.slowdowns and len(self.slowdowns) != self.learners:
             raise ConfigError(
-                f"speeds are given for {len(self.slowdowns)} learners, learners={self.learners}: "
-                "give one for each"
+                f"slowdowns has {len(self.slowdowns)} values for learners={self.learners}: "
+                "give one per learner"
             )
         if any(not slowdown >= 1 for slowdown in self.slowdowns):
-            raise ConfigError("a slowdown is at least 1: how many times as long a step takes")
+            slowest = min(self.slowdowns)
+            raise ConfigError(
+                f"slowdown={slowest:g} is out of range: it must be at least 1, the relative step "
+                "time"
+            )
 
     @property
     def name(self) -> str:
-        """The system, and how many learners it is cut into."""
+        """The system, with its number of learners if there can be several."""
         return self.system if self.alone else f"{self.system} M={self.learners}"
 
     @property
     def alone(self) -> bool:
-        """Whether it is one learner by nature."""
+        """Whether the system always has one learner."""
         return self.system in ALONE
 
     @property
     def slices(self) -> int:
-        """Slices of all learners together."""
+        """Number of slices of all learners together."""
         return max(1, round(self.chips / self.constants.slice_chips))
 
     def chips_of(self, learner: int) -> int:
-        """Chips of one learner: as even as can be."""
+        """Return the chips of one learner; they are divided as equally as possible."""
         return self.chips // self.learners + (learner < self.chips % self.learners)
 
     @property
     def block_stay_seconds(self) -> float:
-        """Mean time that a scavenged block stays: until it is preempted, or a chip of it fails."""
+        """Mean time until a scavenged block leaves: it is preempted, or one of its chips fails."""
         terms = self.scavenged
         assert terms is not None
         failures = terms.chips / terms.blocks / self.mtbi_seconds
@@ -247,17 +253,17 @@ def microseconds(seconds: float) -> int:
 
 
 BLOCK_CHIPS = 1024
-"""A block is so many chips: four slices, the least that is worth a learner of its own."""
+"""Chips per block: four slices, the smallest useful learner."""
 
 MACHINE_CHIPS = 8
-"""Chips of one machine, which is preempted as a whole, and its block with it."""
+"""Chips of one machine; a preemption takes the whole machine, and its block with it."""
 
 PREEMPTED_A_DAY = (0.05, 0.10, 0.15)
-"""Share of the machines that are preempted in a day: the least, the middle and the most."""
+"""Share of the machines that are preempted per day: minimum, middle and maximum."""
 
 
 def stay_of(block_chips: int, preempted_a_day: float = PREEMPTED_A_DAY[1]) -> float:
-    """Mean seconds until the first machine of a block is preempted.
+    """Return the mean seconds until the first machine of a block is preempted.
 
     >>> round(stay_of(1024) / 3600, 1)
     1.8
@@ -274,9 +280,9 @@ def blocks_of(
     away_seconds: float = 0.0,
     join_seconds: float = 1.0,
 ) -> Scavenged:
-    """So many more chips, as a share of a cluster's, in blocks as even as can be.
+    """Return additional chips, as a share of a cluster's, in blocks as equal as possible.
 
-    They stay as long as `stay_of` says unless ``stay_seconds`` does.
+    ``stay_seconds`` defaults to `stay_of`.
     """
     if not (math.isfinite(share) and share > 0):
         raise ConfigError(f"scavenged share={share:g} is out of range: it must be above 0")

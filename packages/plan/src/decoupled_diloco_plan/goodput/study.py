@@ -1,4 +1,4 @@
-"""Rows of a table: each a cluster, simulated with several seeds for as long as it takes."""
+"""Rows of a table: clusters, each simulated with several seeds until the result is precise."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from decoupled_diloco_plan.goodput.systems import simulate
 
 DAY_SECONDS = 86400.0
 INTERVAL_POINTS = 0.3
-"""The horizon is doubled until the interval over seeds is at most plus or minus so much."""
+"""Target half-width of the interval over seeds; the horizon is extended until it is reached."""
 
 FAILURES_FIRST = 15_000
-"""Failures in the first horizon of a seed: so many that it seldom has to be longer, because an
-interval that one stops at when it is narrow is too narrow."""
+"""Failures in the first horizon of a seed. It is large enough that the horizon seldom has to be
+extended, because stopping at a narrow interval makes the interval too narrow."""
 
 FAILURES_FIRST_BARRIER = 5_000
-"""Its rounds make it slow to simulate, and even out more."""
+"""The same for a barrier, whose rounds are slow to simulate and average out more."""
 
 DOUBLINGS_MAX = 8
 DAYS_MIN, DAYS_MAX = 1.0, 3650.0
@@ -33,14 +33,14 @@ DAYS_GIVEN_MAX = 36525.0
 SEEDS_MAX = 1000
 
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
-"""Student's t for 95 %, at 1 to 9 degrees of freedom; beyond, 2."""
+"""Student's t for 95 %, at 1 to 9 degrees of freedom; 2 is used beyond."""
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How long to simulate.
+    """Number and length of the simulations.
 
-    ``days``: of each seed; ``None``: until the interval is narrow.
+    ``days`` is the length per seed; ``None`` simulates until the interval is narrow.
     """
 
     seeds: int = 6
@@ -59,7 +59,7 @@ class Effort:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One cluster and what came of it."""
+    """One cluster and its simulated accounts."""
 
     cluster: Cluster
     accounts: tuple[Account, ...]
@@ -73,7 +73,7 @@ class Row:
 
     @property
     def interval(self) -> float | None:
-        """Half the width of the 95 % interval of the mean (Student's t); ``None`` of one seed."""
+        """Half the width of the mean's 95 % interval (Student's t); ``None`` for one seed."""
         return half_width([account.goodput for account in self.accounts])
 
     @property
@@ -90,17 +90,17 @@ class Row:
         }
 
     def tokens_per_hour(self, tokens_per_chip_second: float) -> float:
-        """Tokens of useful steps, if a chip of a learner at full speed trains so many."""
+        """Return useful tokens per hour, for full-speed chips with this rate."""
         return 3600 * tokens_per_chip_second * self.chips_useful
 
     @property
     def chips_useful(self) -> float:
-        """Chips at full speed that would train as much."""
+        """Number of full-speed chips that would train as much."""
         return statistics.fmean(account.tokens / account.wall for account in self.accounts)
 
     @property
     def published(self) -> float | None:
-        """What was published for just this cluster, percent."""
+        """The published goodput of exactly this cluster, percent, or ``None``."""
         cluster = self.cluster
         plain = Cluster(
             cluster.system, cluster.chips, cluster.learners, constants=cluster.constants
@@ -130,7 +130,7 @@ class Row:
 
 
 def half_width(values: Sequence[float]) -> float | None:
-    """Half the width of the 95 % interval of a mean; ``None`` for a single value.
+    """Return half the width of a mean's 95 % interval; ``None`` for a single value.
 
     >>> round(half_width([1.0, 2.0, 3.0]), 2)
     2.48
@@ -143,7 +143,7 @@ def half_width(values: Sequence[float]) -> float | None:
 
 
 def study(cluster: Cluster, effort: Effort) -> Row:
-    """Simulates one cluster, as long as the interval is wide or for the days that are given."""
+    """Simulate one cluster for the given days, or until the interval is narrow."""
     _check_schedule(cluster, effort)
     days = effort.days or _first_days(cluster)
     for _ in range(DOUBLINGS_MAX):
@@ -154,6 +154,7 @@ def study(cluster: Cluster, effort: Effort) -> Row:
             break
         if effort.days is not None or 2 * days > DAYS_MAX:
             break
+        # The interval narrows with the square root of the simulated time.
         days *= min(4.0, max(1.5, (width / INTERVAL_POINTS) ** 2))
     unequal = cluster.system == "decoupled" and (cluster.slowdowns or cluster.jitter)
     pace = pace_of(cluster, effort.first_seed) if unequal else None
@@ -161,21 +162,21 @@ def study(cluster: Cluster, effort: Effort) -> Row:
 
 
 def _check_schedule(cluster: Cluster, effort: Effort) -> None:
-    """A schedule of preemptions is one of a run of known length."""
+    """Check that preemptions are within a run of known length."""
     for each in cluster.preemptions:
         if effort.days is None:
             raise ConfigError(
-                "preemptions have their instants in a run of known length: give days (--days)"
+                "preemptions have fixed instants, so the run needs a length: give days (--days)"
             )
         if each.at_seconds >= effort.days * DAY_SECONDS:
             raise ConfigError(
-                f"a preemption at {each.at_seconds / 3600:g} h comes after days={effort.days:g}: "
-                "give more days, or an earlier instant"
+                f"preemption at {each.at_seconds / 3600:g} h is after the end, "
+                f"days={effort.days:g}: raise days or choose an earlier instant"
             )
 
 
 def _first_days(cluster: Cluster) -> float:
-    """So many days that some thousand failures happen, and rare repairs end."""
+    """Return the first horizon: long enough for some thousand failures and for rare repairs."""
     failures = FAILURES_FIRST_BARRIER if cluster.system == "barrier" else FAILURES_FIRST
     seconds = failures * cluster.mtbi_seconds / cluster.chips
     return min(DAYS_MAX / 4, max(DAYS_MIN, seconds / DAY_SECONDS))
@@ -191,9 +192,9 @@ def cells(
     scavenged: Callable[[int], Scavenged] | None = None,
     **common: Any,
 ) -> Iterator[Cluster]:
-    """The cells of a table: systems of one learner once for each number of chips.
+    """Yield the cells of a table; a system with one learner has one cell per number of chips.
 
-    Learners, slowdowns and quorum are for systems that have them; the rest all of them share.
+    Learners, slowdowns and quorum are set only for systems that use them; `common` is set for all.
     """
     chips, learners = tuple(chips), tuple(learners)
     for system in systems:

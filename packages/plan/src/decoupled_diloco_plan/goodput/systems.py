@@ -1,15 +1,15 @@
-"""What the lives of several learners are together, in each system.
+"""Simulation of the learners of each system together.
 
-| system | learners | a failure stops | who waits |
+| system | learners | a failure stops | learners that wait |
 |---|---|---|---|
-| data-parallel | 1, not elastic | everything, for a restart | nobody |
-| elastic | 1 | everything, for a downscale | nobody |
-| barrier | M, elastic | its learner | all for the last one, every H steps |
-| decoupled | M, elastic | its learner | nobody, as long as K learners step |
+| data-parallel | 1, not elastic | everything, for a restart | none |
+| elastic | 1 | everything, for a downscale | none |
+| barrier | M, elastic | its learner | all, for the last one, every H steps |
+| decoupled | M, elastic | its learner | none while K learners step |
 
-What the protocol core decides is asked of it: when a clock stands, when a barrier's window closes,
-and, for unequal speeds, every tick (`pace`). That it stands is asked once for each number of
-learners: a month is millions of ticks, and the answer depends on nothing else.
+The protocol core decides when a clock is stalled, when a barrier's window closes, and, for unequal
+speeds, every tick (`pace`). The stall decision depends only on the number of stepping learners. It
+is evaluated once per number, because a month has millions of ticks.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from decoupled_diloco_plan.goodput.pace import pace_of
 from decoupled_diloco_plan.goodput.settings import Cluster, microseconds
 
 WARM_UP_REPAIRS = 6
-"""The account begins after so many mean repairs: at first all slices are there."""
+"""Warm-up in mean repair times: at first all slices are present."""
 
 WINDOW_FAILURES = 50_000
-"""Failures in one window: memory is that of a window, however many chips there are."""
+"""Expected failures per window; it bounds the memory, independent of the number of chips."""
 
 EXACT_MAX = 4 * 10**18
-"""Chip-microseconds of a window stay below it, so that its sums are exact in 64 bits."""
+"""Limit on the chip-microseconds of a window, so that its sums are exact in 64 bits."""
 
 
 class Guest:
-    """A scavenged block that is a learner of its own: it comes, fetches the weights, and goes."""
+    """A scavenged block that is a separate learner: it joins, fetches the weights, and leaves."""
 
     def __init__(self, cluster: Cluster, chips: int, rng: np.random.Generator) -> None:
         assert cluster.scavenged is not None
@@ -59,7 +59,7 @@ class Guest:
         self._clock = 0
 
     def advance(self, until: int) -> None:
-        """Comes and goes up to this instant."""
+        """Append spans up to this instant."""
         while self._clock < until:
             stay = _exponential(self._stay_seconds, self._rng)
             join = min(stay, microseconds(self._terms.join_seconds))
@@ -77,13 +77,15 @@ def simulate(
     seed: int,
     watch: Callable[[list[Integers], list[Integers]], None] | None = None,
 ) -> Account:
-    """One run.
+    """Simulate one run.
 
     Args:
-        seconds: how long, after a warm-up that is not counted.
-        watch: is given, window by window, for each learner its spans, and the intervals in which
-            it waited for others as far as they are known, shape (n, 2); at the end what is left of
-            the latter. What learners of unequal speed wait is a share, without instants.
+        cluster: The cluster.
+        seconds: Length of the run, after a warm-up that is not counted.
+        seed: Seed of the random numbers.
+        watch: Called per window with each learner's spans and known waiting intervals, shape (n,
+            2). The last call has the remaining waiting intervals. Waiting due to unequal speeds is
+            a share without instants, so it is not included.
     """
     warm_up = microseconds(WARM_UP_REPAIRS * cluster.constants.repair_seconds)
     begin = 0 if cluster.preemptions else warm_up
@@ -109,7 +111,7 @@ def simulate(
 
 
 def _window(cluster: Cluster) -> int:
-    """Microseconds of one window."""
+    """Return the length of a window, microseconds."""
     scavenged = cluster.scavenged
     chips = cluster.chips + (scavenged.chips if scavenged else 0)
     rate = cluster.chips / cluster.mtbi_seconds
@@ -121,12 +123,13 @@ def _window(cluster: Cluster) -> int:
 
 
 class _Books:
-    """Keeps the account of a run, window by window."""
+    """The account of a run, updated window by window."""
 
     def __init__(
         self, cluster: Cluster, seed: int, account: Account, begin: int, lives: int
     ) -> None:
         self._cluster, self._account = cluster, account
+        # Each learner has a separate generator per purpose, so a change to one keeps other draws.
         self._rngs = [np.random.default_rng((seed, m, 3)) for m in range(lives)]
         self._slow_until = [0] * lives
         self._slowdowns = [*(cluster.slowdowns or (1.0,) * cluster.learners)]
@@ -141,7 +144,7 @@ class _Books:
             self._barrier = Barrier(cluster, begin, np.random.default_rng((seed, 5)))
 
     def enter(self, spans: list[Integers], start: int, until: int) -> list[Integers]:
-        """Books one window; for each learner the intervals in which it waited, if known."""
+        """Book one window; return each learner's known waiting intervals."""
         runs = [runs_of(each) for each in spans]
         for each in spans:
             enter(self._account, each)
@@ -155,13 +158,13 @@ class _Books:
         return [halted] * len(runs)
 
     def close(self, end: int) -> list[Integers]:
-        """Books what is left when the run ends; for each learner where it waited besides."""
+        """Book the rest at the end of the run; return the remaining waiting intervals."""
         if self._barrier is not None:
             return self._barrier.close(self._account, end)
         return [np.empty((0, 2), np.int64)] * len(self._slowdowns)
 
     def _halted(self, runs: list[Integers], start: int, until: int) -> Integers:
-        """The intervals in which the syncer's clock stands, as the protocol core says."""
+        """Return the intervals in which the protocol core's rule stalls the syncer's clock."""
         at, count = stepping(runs)
         table = [stands(live, self._cluster.quorum) for live in range(len(runs) + 1)]
         edges = np.concatenate([[start], at, [until]])
@@ -171,7 +174,7 @@ class _Books:
     def _learner(
         self, m: int, runs: Integers, halted: Integers, slow: tuple[Integers, Integers]
     ) -> None:
-        """Takes from one learner's runs what was not useful after all."""
+        """Move the part of one learner's runs that was not useful to its causes."""
         account, chips = self._account, runs[:, 3]
         run = int(np.dot(runs[:, 1] - runs[:, 0], chips))
         waited = int(np.dot(overlap(runs, *halted.T), chips))
@@ -190,13 +193,14 @@ class _Books:
         return slowdown / (1 + slowdown)
 
     def _slow(self, m: int, start: int, until: int) -> tuple[Integers, Integers]:
-        """The intervals in which one learner has a straggler, in order and apart."""
+        """Return the intervals in which one learner has a straggler, in order and disjoint."""
         terms = self._cluster.stragglers
         if terms is None or m >= self._cluster.learners:
             return np.empty(0, np.int64), np.empty(0, np.int64)
         rng, chips = self._rngs[m], self._cluster.chips_of(m)
         count = rng.poisson(chips * (until - start) / microseconds(terms.interval_seconds))
         begins = np.sort(rng.integers(start, until, count))
+        # A spell that began in an earlier window continues in this one.
         if self._slow_until[m] > start:
             begins = np.concatenate([[start], begins])
         ends = begins + microseconds(terms.seconds)
@@ -205,13 +209,14 @@ class _Books:
         ends = np.maximum.accumulate(ends)
         if len(ends):
             self._slow_until[m] = int(ends[-1])
+        # Merge overlapping spells: one interval from each gap's end to the next gap's start.
         apart = np.concatenate([[True], begins[1:] > ends[:-1]]) if len(begins) else begins > 0
         last = np.concatenate([apart[1:], [True]]) if len(begins) else apart
         return begins[apart], np.minimum(ends[last], until)
 
 
 def _lives(cluster: Cluster, seed: int) -> list[Life | Guest]:
-    """Every learner, and after them the scavenged ones."""
+    """Return every learner, followed by the scavenged learners."""
     blocks = _blocks(cluster)
     if not blocks or cluster.alone:
         return [_life(cluster, m, seed, blocks) for m in range(cluster.learners)]
@@ -262,7 +267,7 @@ def habits_of(cluster: Cluster, slices: int) -> Habits:
 
 
 def _visits(cluster: Cluster, slices: int, rng: np.random.Generator) -> Visits:
-    """What leaves and comes by itself: preempted slices, scavenged blocks."""
+    """Return slices that leave without a failure: preempted slices and scavenged blocks."""
     taken = [
         (microseconds(each.at_seconds), which, microseconds(each.seconds))
         for each in cluster.preemptions
@@ -284,9 +289,10 @@ def _exponential(mean_seconds: float, rng: np.random.Generator) -> int:
 
 
 def _fraction(value: float) -> Fraction:
+    """Return the value as a ratio, to about 1e-6, so that shares of amounts are exact."""
     return Fraction(value).limit_denominator(10**6)
 
 
 def _part(amount: int, share: Fraction) -> int:
-    """So much of an amount, rounded down."""
+    """Return a share of an amount, rounded down."""
     return amount * share.numerator // share.denominator

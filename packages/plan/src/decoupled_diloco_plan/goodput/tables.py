@@ -1,10 +1,10 @@
-"""What `ddiloco goodput` prints."""
+"""Tables that `ddiloco goodput` prints."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from decoupled_diloco.observe.terminal import SteadyConsole, plain_table
+from decoupled_diloco.show.console import SteadyConsole, plain_table
 from decoupled_diloco.units import format_count
 from decoupled_diloco_plan.goodput.accounts import CAUSES
 from decoupled_diloco_plan.goodput.calibrate import NAMES, Residual
@@ -12,11 +12,11 @@ from decoupled_diloco_plan.goodput.settings import Constants
 from decoupled_diloco_plan.goodput.study import Row
 
 SHOWN_MIN = 0.05
-"""A cause is a column if any row has so much of it, percent."""
+"""A cause has a column if any row has at least this percentage of it."""
 
 
 def print_rows(rows: Sequence[Row], tokens_per_chip_second: float, console: SteadyConsole) -> None:
-    """A line for each row, then what the columns mean."""
+    """Print a line per row, then an explanation of the columns."""
     known = any(row.published is not None for row in rows)
     shown = [cause for cause in CAUSES if any(row.badput[cause] >= SHOWN_MIN for row in rows)]
     heads = ("chips", "goodput", *["publ."] * known, "uptime", "tokens/h")
@@ -40,14 +40,14 @@ def print_rows(rows: Sequence[Row], tokens_per_chip_second: float, console: Stea
 def _print_notes(
     rows: Sequence[Row], shown: Sequence[str], known: bool, console: SteadyConsole
 ) -> None:
-    """What the columns mean, and what unequal speeds come to."""
-    told = ["Percent of the allocated chip-time"]
+    """Explain the columns, and print the effects of unequal speeds."""
+    notes = ["Percent of the allocated chip-time"]
     if any(row.interval is not None for row in rows):
-        told.append("±: 95 % interval of the mean over seeds")
+        notes.append("±: 95 % interval of the mean over seeds")
     if known:
-        told.append("publ.: published for the same cluster")
-    told += [": ".join(CAUSES[cause]) for cause in shown]
-    console.print("; ".join(told), style="dim")
+        notes.append("publ.: published for the same cluster")
+    notes += [": ".join(CAUSES[cause]) for cause in shown]
+    console.print("; ".join(notes), style="dim")
     for row in rows:
         if row.pace is not None:
             console.print(_pace(row))
@@ -69,7 +69,7 @@ def _pace(row: Row) -> str:
 
 
 def print_calibration(found: Constants, rows: Sequence[Residual], console: SteadyConsole) -> None:
-    """The constants, and what they give for each published cell."""
+    """Print the constants, and the simulated goodput of each published cell."""
     table = plain_table("constant", "seconds", gap=1, left=("constant",))
     for name in NAMES:
         table.add_row(name.removesuffix("_seconds").replace("_", " "), f"{getattr(found, name):g}")

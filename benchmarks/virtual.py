@@ -1,0 +1,297 @@
+"""Runs in virtual time, one per cell of a table and seed, and plain training loops."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+from unittest.mock import patch
+
+import torch
+from evidence import keep, options
+from torch import Tensor
+
+from decoupled_diloco.config import RunConfig
+from decoupled_diloco.config.sync import bits_of
+from decoupled_diloco.merge.outer import NesterovSGD
+from decoupled_diloco.protocol.words import Apply, RoundFinished, StepFinished
+from decoupled_diloco.workloads import Workload, load_workload
+from decoupled_diloco_lab.simulate import LearnerSpec
+from decoupled_diloco_lab.simulate.training import train_virtually
+
+Row = dict[str, Any]
+Of = TypeVar("Of")
+
+SIZE = {"layers": 4, "width": 64, "heads": 4, "context": 128, "eval_batches": 32}
+SEQUENCES = 32
+"""Sequences in the global batch."""
+
+LEARNERS = 4
+RATES = {"adamw": 8e-3, "muon": 1.6e-2}
+"""Tuned inner learning rates."""
+
+
+class Watch:
+    """Counts from the tape: discarded tokens, rounds, their participants, and ages."""
+
+    def __init__(self, fragments: int) -> None:
+        self.fragments = fragments
+        self.rounds = 0
+        self.discarded: Counter[str] = Counter()
+        self.tokens: Counter[str] = Counter()
+        self.folded: Counter[str] = Counter()
+        self.ages: Counter[int] = Counter()
+
+    def __call__(self, who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
+        """Count one event and its effects."""
+        if isinstance(event, StepFinished):
+            self.tokens[who] += event.tokens
+        for effect in effects:
+            if isinstance(effect, Apply):
+                self.discarded[who] += effect.discarded_tokens
+            elif isinstance(effect, RoundFinished) and effect.verdict == "merged":
+                self.rounds += 1
+                folded = [p for p in effect.participants if p.state == "folded"]
+                self.folded.update(p.learner for p in folded)
+                self.ages.update(p.age for p in folded)
+
+    def discarded_percent(self, names: Sequence[str]) -> float:
+        """Return the share of discarded tokens; an overwritten fragment counts for 1/P."""
+        discarded = sum(self.discarded[name] for name in names) / self.fragments
+        return 100 * discarded / sum(self.tokens[name] for name in names)
+
+    def participation_percent(self, names: Sequence[str]) -> float:
+        """Return the mean share of all merged rounds with contributions of these learners."""
+        return 100 * sum(self.folded[name] for name in names) / (self.rounds * len(names))
+
+
+def trained(
+    workload: Workload, steps: int, parts: int, of: int, *, at_once: bool = False
+) -> dict[str, float]:
+    """Return the evaluation after a plain training loop over some parts of the data.
+
+    With ``at_once``, a step takes the batches of all parts as one batch.
+    """
+    model = workload.model()
+    optimizer = workload.optimizer(model)
+    streams = [workload.batches(part, of) for part in range(parts)]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for step in range(steps):
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * workload.schedule(step)
+        batches = [next(stream) for stream in streams]
+        if at_once:
+            batches = [tuple(map(torch.cat, zip(*batches, strict=True)))]
+        for batch in batches:
+            (workload.loss(model, batch) / len(batches)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return workload.evaluate(model)
+
+
+class Scheduled(NesterovSGD):
+    """Nesterov SGD whose rate or momentum changes linearly over all rounds."""
+
+    def __init__(
+        self, lr: float, momentum: float, *others: Any, until: Row, rounds: int, **more: Any
+    ) -> None:
+        super().__init__(lr, momentum, *others, **more)
+        self._from = {name: getattr(self, name) for name in until}
+        self._until = until
+        self._rounds = rounds
+        self._done = 0
+
+    def step(self, master: Tensor, gradient: Tensor) -> None:
+        part = min(1.0, self._done / (self._rounds - 1))
+        for name, end in self._until.items():
+            setattr(self, name, self._from[name] + part * (end - self._from[name]))
+        self._done += 1
+        super().step(master, gradient)
+
+    def state_dict(self) -> dict[str, Tensor]:  # a shard makes a new optimizer for each outer step
+        return {**super().state_dict(), "done": torch.tensor(self._done)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self._done = int(state["done"])
+        self.momentum = self.momentum or 0.9  # with momentum 0 the buffer would not be loaded
+        super().load_state_dict({name: state[name] for name in state if name != "done"})
+
+
+def global_steps(speeds: Sequence[float], steps: int) -> int:
+    """Return the fastest learner's steps while all learners together take this number."""
+    return round(steps / sum(min(speeds) / speed for speed in speeds))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run: number of learners (data-parallel: regions), batch and settings.
+
+    Attributes:
+        against: Cell that it is compared with; empty: none.
+        plain: Data-parallel training, without the method.
+        parts: Parts of the data that plain training takes; 0: all learners' parts.
+        batch: Batch per learner; 0: its share of the global batch.
+        rate: Inner learning rate; 0: the tuned one.
+        speeds: Seconds per step of each learner; `steps` then counts those of all learners.
+        until: Final values of entries in `outer` that change over the run.
+    """
+
+    against: str = ""
+    learners: int = LEARNERS
+    batch: int = 0
+    steps: int = 600
+    inner: str = "adamw"
+    rate: float = 0.0
+    plain: bool = False
+    parts: int = 0
+    workload: str = "gpt"
+    options: dict[str, Any] = field(default_factory=dict)
+    speeds: tuple[float, ...] = ()
+    sync: dict[str, Any] = field(default_factory=dict)
+    outer: dict[str, Any] = field(default_factory=dict)
+    until: dict[str, float] = field(default_factory=dict)
+
+    def config(self, seed: int) -> RunConfig:
+        """Return the settings of the run."""
+        size: dict[str, Any] = SIZE if self.workload != "vit" else {}
+        inner = {"optimizer": self.inner, "learning_rate": self.rate or RATES[self.inner]}
+        batch = self.batch or SEQUENCES // self.learners
+        budget = {"max_steps": self.steps}
+        if self.speeds:
+            budget = {"max_tokens": self.steps * batch * size["context"]}
+            size = {**size, "total_steps": global_steps(self.speeds, self.steps)}
+        return RunConfig(
+            run={"learners": self.learners, "seed": seed, **budget},
+            sync={"fragments": 24, "sync_every": 24, "overlap_steps": 2, **self.sync},
+            outer=self.outer,
+            data={"elastic": False},  # fixed parts, so that plain training gets the same batches
+            workload={
+                "name": self.workload,
+                "options": {**size, **inner, "batch_size": batch, **self.options},
+            },
+        )
+
+    def measure(self, seed: int) -> Row:
+        """Return its final evaluation."""
+        begun = time.monotonic()
+        found = self._plain(seed) if self.plain else self._decoupled(seed)
+        return {**found, "seconds": round(time.monotonic() - begun, 1)}
+
+    def _decoupled(self, seed: int) -> Row:
+        config = self.config(seed)
+        specs = [
+            LearnerSpec(name, step_seconds=speed, variance=0.05, latency=0.05)
+            for name, speed in zip(config.learner_ids, self.speeds, strict=bool(self.speeds))
+        ]
+        if not self.until:
+            return train_virtually(config, specs).evaluate()
+        rounds = self.steps // config.sync.sync_every
+        scheduled = partial(Scheduled, until=self.until, rounds=rounds)
+        with patch(f"{NesterovSGD.__module__}.NesterovSGD", scheduled):  # there is no such setting
+            return train_virtually(config, specs).evaluate()
+
+    def _plain(self, seed: int) -> Row:
+        settings = self.config(seed).workload
+        seeded = {**settings.options, "seed": seed, "total_steps": self.steps}
+        workload = load_workload(settings.name, seeded)
+        return trained(workload, self.steps, self.parts or self.learners, self.learners)
+
+    @property
+    def less(self) -> float:
+        """Reduction of traffic relative to fp32 gradients in every step, uplink and downlink."""
+        if self.plain:
+            return 1.0
+        sync = self.config(0).sync
+        merges = self.learners if sync.participation == "async" else 1
+        bits = bits_of(sync.codec.uplinks[0]) + merges * bits_of(sync.codec.downlink)
+        return 64 * sync.sync_every / bits
+
+
+def interval(values: Sequence[float]) -> dict[str, float]:
+    """Return mean and 95 % interval (Student's t)."""
+    mean = statistics.mean(values)
+    if len(values) < 2:
+        return {"mean": mean}
+    t = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}[len(values)]
+    half = t * statistics.stdev(values) / math.sqrt(len(values))
+    return {"mean": mean, "low": mean - half, "high": mean + half}
+
+
+def mean_of(rows: list[Row], name: str) -> Any:
+    """Return the mean of a column, or of each of its entries if it has several."""
+    if not isinstance(rows[0][name], dict):
+        return statistics.mean(row[name] for row in rows)
+    return {key: statistics.mean(row[name][key] for row in rows) for key in rows[0][name]}
+
+
+def gap_percent(rows: list[Row], others: list[Row]) -> dict[str, float]:
+    """Return by how many percent the losses exceed those of other runs with the same seeds."""
+    pairs = zip(rows, others, strict=True)
+    return interval([100 * (one["loss"] / other["loss"] - 1) for one, other in pairs])
+
+
+def measured(
+    kept: Path, cells: Iterable[str], seeds: Sequence[int], measure: Callable[[str, int], Row]
+) -> dict[str, list[Row]]:
+    """Return the rows of each cell, one per seed; runs recorded in the file are not repeated."""
+    lines = kept.read_text().splitlines() if kept.exists() else []
+    done = {(row["cell"], row["seed"]): row for row in map(json.loads, lines)}
+    names = list(cells)
+    for seed in seeds:
+        for cell in names:
+            if (cell, seed) not in done:
+                done[cell, seed] = row = {"cell": cell, "seed": seed, **measure(cell, seed)}
+                with kept.open("a") as file:
+                    print(json.dumps(row), file=file)
+                print(row, flush=True)
+    return {cell: [done[cell, seed] for seed in seeds] for cell in names}
+
+
+def compare(
+    folder: str,
+    cells: Mapping[str, Of],
+    measure: Callable[[Of, int, int], Row],
+    summary: Callable[[str, dict[str, list[Row]]], Row],
+    *,
+    steps: int,
+    config: dict[str, Any],
+) -> None:
+    """Run a whole benchmark: measure each cell with each seed, and save a summary.
+
+    Runs recorded in the file of ``--kept`` are not repeated, so the command can be stopped and
+    repeated.
+
+    Args:
+        folder: Name of the results folder.
+        cells: The cells, by name.
+        measure: Runs one cell with a seed for a number of steps.
+        summary: Summarizes a cell; it receives the rows of all cells.
+        steps: Steps of each run, unless the command line sets them.
+        config: Additional settings to save.
+    """
+    arguments = options(
+        seeds=[1, 2, 3], kept=Path(f"{folder}.jsonl"), steps=steps, name=folder, cells="."
+    )
+    torch.set_num_threads(1)
+    rows = measured(
+        arguments.kept,
+        [name for name in cells if re.search(arguments.cells, name)],
+        arguments.seeds,
+        lambda name, seed: measure(cells[name], seed, arguments.steps),
+    )
+    kept = keep(
+        arguments.name,
+        of=folder,
+        config={"steps": arguments.steps, "seeds": arguments.seeds, **SIZE, **config},
+        raw=[row for each in rows.values() for row in each],
+        result={name: summary(name, rows) for name in rows},
+    )
+    print(kept)

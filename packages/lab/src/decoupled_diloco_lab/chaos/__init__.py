@@ -1,0 +1,1 @@
+"""Inject a scenario's faults into real processes and links, then judge the tapes."""

@@ -1,1 +1,0 @@
-"""Faults on real processes and links, as a scenario tells them; and the verdict on the tapes."""

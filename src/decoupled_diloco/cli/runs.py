@@ -1,0 +1,61 @@
+"""Find the run that a command line means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from decoupled_diloco.errors import ConfigError
+
+RUNS = Path("runs")
+"""The folder in which runs are, unless their settings name another one."""
+
+
+def is_url(run: str) -> bool:
+    """Whether a RUN of a command line is the address of a running syncer."""
+    return run.startswith(("http://", "https://"))
+
+
+def chosen_run(run: str, example: str) -> str:
+    """Return the RUN of a command line; if it is empty, the newest run in runs/, printing its name.
+
+    Raises:
+        ConfigError: There is no run in runs/. The message shows ``example``, a command with a run.
+    """
+    from decoupled_diloco.launch.launch_folder import was_launched
+
+    if run:
+        return run
+    started = runs_in(RUNS)
+    if not started:
+        raise ConfigError(f"there is no run in runs/ here: name one, as in {example}")
+    # A start that failed leaves only a folder: a run with a tape, or one on a cluster, goes first.
+    newest = max(started, key=lambda run: (has_tape(run) or was_launched(run), started[run]))
+    typer.echo(f"run: {newest}, the newest in {RUNS}/", err=True)
+    return str(newest)
+
+
+def runs_in(folder: Path) -> dict[Path, float]:
+    """Return the runs in a folder, with the time at which each was started (seconds since 1970).
+
+    A run that was launched on a cluster may have only its launch folder here.
+    """
+    from decoupled_diloco.config.resume import RUN_FILE
+    from decoupled_diloco.launch.launch_folder import LAUNCH, was_launched
+
+    started: dict[Path, float] = {}
+    for path in folder.glob(f"*/{RUN_FILE}"):
+        name = path.parent.name
+        if name.endswith(LAUNCH) and not was_launched(path.parent):
+            continue  # written by a dry run
+        run = path.parent.with_name(name.removesuffix(LAUNCH))
+        started[run] = max(path.stat().st_mtime, started.get(run, 0.0))
+    return started
+
+
+def has_tape(run: Path) -> bool:
+    """Whether a shard has started to write the event tape."""
+    from decoupled_diloco.tape.records import FOLDER_NAME, MERGED_NAME
+
+    return (run / MERGED_NAME).exists() or any(run.glob(f"{FOLDER_NAME}/shard-*.jsonl"))

@@ -1,1 +1,0 @@
-"""What places a run's processes on more than one machine, and starts them again."""

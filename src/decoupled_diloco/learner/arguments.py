@@ -1,0 +1,116 @@
+"""Creates the parts of a learner from the arguments of its constructor."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from decoupled_diloco.errors import ConfigError, StorageError
+from decoupled_diloco.learner.checkpoint import OPTIMIZER, CheckpointFolder
+from decoupled_diloco.learner.checkpointer import Checkpointer
+from decoupled_diloco.learner.options import ParticipantOptions
+from decoupled_diloco.learner.transfers import StateTransfers
+from decoupled_diloco.monitor.measures import INSTALL
+from decoupled_diloco.runtime import runtime
+from decoupled_diloco.transport.tokens import read_secret
+
+if TYPE_CHECKING:
+    from decoupled_diloco.monitor.endpoint import MetricsEndpoint
+    from decoupled_diloco.monitor.step_log import StepLog
+    from decoupled_diloco.monitor.watched import WatchedLearner
+
+logger = logging.getLogger(__name__)
+
+
+def checkpointer_of(
+    options: ParticipantOptions,
+    model: torch.nn.Module,
+    objects: Mapping[str, Any],
+    kind: Callable[..., Checkpointer] = Checkpointer,
+) -> Checkpointer:
+    """Create what takes the checkpoints of a `Learner`.
+
+    Raises:
+        ConfigError: The learner has no name, or a state cannot be saved.
+        StorageError: The folder cannot be created, or the checkpoints cannot be read.
+    """
+    checkpoint = options.checkpoint
+    if checkpoint.folder is None:
+        return kind(options.participant_name, model, objects, None, 0.0)
+    if options.name is None:
+        raise ConfigError(
+            f"checkpoint={str(checkpoint.folder)!r} needs name=: pass a name that stays the same "
+            "when this learner restarts"
+        )
+    path = Path(checkpoint.folder) / options.name
+    try:
+        runtime().disk.make_folder(path)
+    except OSError as error:
+        raise StorageError(
+            f"checkpoint={str(checkpoint.folder)!r}: cannot create {path} ({error.strerror}): pass "
+            "a folder that this process can write to, or leave checkpoint= out"
+        ) from error
+    return kind(options.name, model, objects, CheckpointFolder(path), checkpoint.interval_seconds)
+
+
+def transfers_of(objects: Mapping[str, Any], shared: Sequence[str]) -> StateTransfers:
+    """Create what a `Learner` exchanges its state with other learners by.
+
+    Args:
+        objects: The optimizer and the other objects with a state, by name.
+        shared: Names of the objects to share.
+
+    Raises:
+        ConfigError: No object has one of the names.
+    """
+    known = {OPTIMIZER, *objects}
+    unknown = [name for name in shared if name not in known]
+    if unknown:
+        raise ConfigError(
+            f"StateSharing(objects={tuple(shared)!r}): {unknown[0]!r} is not one of "
+            f"{', '.join(sorted(known))}: add it to Checkpointing(state=…), or leave it out"
+        )
+    return StateTransfers({name: objects[name] for name in shared if name in objects})
+
+
+def endpoint_of(
+    address: str | None,
+    name: str,
+    token: str | None,
+    look: Callable[[Callable[[WatchedLearner], dict[str, Any]]], dict[str, Any]],
+) -> MetricsEndpoint | None:
+    """Create the endpoint at which Prometheus scrapes a `Learner`, if it has an address.
+
+    Raises:
+        ConfigError: The address is not valid, or is open to other machines without a token; or
+            prometheus-client is not installed.
+    """
+    if address is None:
+        return None
+    from decoupled_diloco.monitor.endpoint import MetricsEndpoint
+
+    try:
+        from decoupled_diloco.monitor.learner import learner_metrics
+    except ImportError:
+        raise ConfigError(
+            f"metrics_address={address!r} needs prometheus-client: {INSTALL}"
+        ) from None
+    return MetricsEndpoint(address, name, read_secret(token), partial(learner_metrics, look))
+
+
+def step_log_of(tracker: str | None, name: str) -> StepLog | None:
+    """Create what sends a `Learner`'s metrics to an experiment tracker, if it has one.
+
+    Raises:
+        ConfigError: The tracker is not known, or its library is not installed.
+    """
+    if tracker is None:
+        return None
+    from decoupled_diloco.monitor.step_log import StepLog
+
+    return StepLog(tracker, name, Path())

@@ -1,0 +1,212 @@
+"""What happens to a learner's parameters between two of its steps.
+
+At a boundary the machine hears that a step is finished (or that the loop looks again), and what it
+orders is done at once, on the training thread: staged copies are applied, due fragments are copied,
+checkpoints are taken. `Boundary` does that for the process that has the machine. In a learner of
+several ranks that is rank 0, and its store turns what is ordered into the plan of all ranks.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+
+from decoupled_diloco.learner.checkpoint import LearnerCheckpoint
+from decoupled_diloco.learner.checkpointer import Checkpointer, Counted, Written, held_fragment
+from decoupled_diloco.learner.membership import Membership, Waits
+from decoupled_diloco.learner.model import TrainedModel
+from decoupled_diloco.learner.shared import StepPlan
+from decoupled_diloco.learner.transfers import StateTransfers
+from decoupled_diloco.protocol.recovery import kept as kept_fragments
+from decoupled_diloco.protocol.words import Done, Failed, Made, Paused, StepFinished, TakeCheckpoint
+
+
+@dataclass(frozen=True)
+class LearnerProgress:
+    """How far a learner and its run are, at one boundary.
+
+    Attributes:
+        steps: The learner's own, those of earlier processes included if they are known.
+        tokens: The learner's own, as ``steps``.
+        discarded_tokens: Token-fragments whose training an overwrite threw away, divided by the
+            fragments.
+        global_step: The run's step.
+        budget_reached: Whether the run's budget is spent.
+        over: Whether every shard has finished.
+        refused: Why the syncer does not take this process any more; empty: it does.
+        goes_on: Whether another step is wanted.
+    """
+
+    steps: int = 0
+    tokens: int = 0
+    discarded_tokens: int = 0
+    global_step: int = 0
+    budget_reached: bool = False
+    over: bool = False
+    refused: str = ""
+    goes_on: bool = True
+
+
+class Boundary:
+    """See the module; used by the training thread.
+
+    Args:
+        membership: The process's membership of the run.
+        checkpointer: Takes its checkpoints.
+        transfers: What it gives to others and takes from them.
+        trained: The program's model.
+
+    Attributes:
+        stop_requested: No step waits any more, and `LearnerProgress.goes_on` is false.
+        applied: The version of each fragment that was taken since this was emptied, for the ranks
+            that follow this one.
+        untrained: Steps and tokens that the machine was told of, and that will not be trained: it
+            is told of a step ahead where several ranks have to agree.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        checkpointer: Checkpointer,
+        transfers: StateTransfers,
+        trained: TrainedModel,
+    ) -> None:
+        self.membership = membership
+        self.checkpointer = checkpointer
+        self.trained = trained
+        self.stop_requested = False
+        self.applied: dict[int, str] = {}
+        self.untrained = 0, 0
+        self._transfers = transfers
+
+    @property
+    def progress(self) -> LearnerProgress:
+        """As it is at this instant."""
+        membership, before = self.membership, self.checkpointer.counted
+        state, (steps, tokens) = membership.state, self.untrained
+        return LearnerProgress(
+            before.steps + state.step - steps,
+            before.tokens + state.tokens - tokens,
+            before.discarded_tokens + state.discarded_tokens // len(state.fragments),
+            membership.shared.machine.global_step,
+            state.ending,
+            state.over,
+            membership.background.refused,
+            self.goes_on,
+        )
+
+    def count_from(self, steps: int, tokens: int) -> None:
+        """Counts on from the numbers of an earlier process."""
+        own, before = self.membership.state, self.checkpointer.counted
+        counted = Counted(steps - own.step, tokens - own.tokens, before.discarded_tokens)
+        self.checkpointer.counted = counted
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether another step is wanted."""
+        state = self.membership.state
+        return not (self.stop_requested or state.ended or state.leaving)
+
+    def begin(self) -> None:
+        """The first one: what an earlier process has kept, then what is newer."""
+        membership, trained = self.membership, self.trained
+        restoring, provided = membership.background.restoring, False
+        config = membership.shared.config
+        trained.admit(membership.shared.tensors.plan, config.sync.merge.buffers != "local")
+        if restoring:
+            self.checkpointer.restore()
+        elif self._transfers.taken is not None:
+            self.checkpointer.adopt("the donor", self._transfers.taken)
+            self._transfers.taken = None
+            provided = True
+        self.at(Paused())
+        if provided and trained.copies is not None:
+            # The provider's optimizer keeps copies of the provider's weights.
+            trained.copies.reset(trained.module.parameters())
+
+    def at(self, event: StepFinished | Paused, loss: float | None = None) -> StepPlan:
+        """Carries a boundary out; its part of a checkpoint comes first."""
+        background, checkpointer = self.membership.background, self.checkpointer
+        checkpointer.changing = True
+        plan = background.tell(event, loss)
+        checkpointer.changing = False
+        if self.trained.last is not None:
+            self.trained.last.mark()
+        if plan.checkpoint is not None:
+            # The run's checkpoint holds what is here before anything newer is applied, so the
+            # machine orders the rest of this boundary only when it hears of it again.
+            self._keep_for_run(plan.checkpoint)
+            rest = background.tell(Paused())
+            plan = StepPlan(plan.orders + rest.orders, plan.hold or rest.hold)
+        if plan.applied:
+            fragments = self.membership.state.fragments
+            self.applied |= {p: str(fragments[p].held) for p in plan.applied}
+        return plan
+
+    def pause(self) -> tuple[int, ...]:
+        """Looks again without a step; returns the fragments that were applied."""
+        return self.at(Paused()).applied
+
+    def _keep_for_run(self, order: TakeCheckpoint) -> None:
+        """Takes this learner's part of a checkpoint of the run."""
+        background, written = self.membership.background, self.keep(order.number)
+
+        def tell(part: Written) -> None:
+            made = Done(order, Made(part.digest, part.nbytes))
+            background.tell_later(Failed(order, part.problem) if part.problem else made)
+
+        if written is None:
+            tell(Written("", 0, "it keeps no checkpoints"))
+        else:
+            written.add_done_callback(lambda done: tell(done.result()))
+
+    def keep(self, run_checkpoint: int | None = None) -> Future[Written] | None:
+        """Takes a checkpoint now; see `Learner.checkpoint`."""
+        outline = self.outline(run_checkpoint)
+        if outline is None:
+            return None
+        return self.checkpointer.take(outline, self.membership.background.sample)
+
+    def outline(self, run_checkpoint: int | None) -> LearnerCheckpoint | None:
+        """The numbers and published copies of this boundary; `None` before all are held."""
+        background, shared = self.membership.background, self.membership.shared
+        steps, tokens = self.untrained
+        with background.changed:
+            state, tensors = shared.machine.state, shared.tensors
+            sent = [None if view.sent is None else view.sent.ask for view in state.fragments]
+            fragments = [
+                held_fragment(kept, published, tensors.kept_residual(p, sent[p]))
+                for p, (kept, published) in enumerate(
+                    zip(kept_fragments(state), tensors.published, strict=False)
+                )
+                if published is not None
+            ]
+        if len(fragments) < len(shared.tensors.published):
+            return None
+        progress = self.progress
+        return LearnerCheckpoint(
+            learner=self.membership.name,
+            run=background.run_id,
+            epoch=shared.machine.epoch,
+            steps=progress.steps,
+            tokens=progress.tokens,
+            discarded_tokens=progress.discarded_tokens,
+            global_step=progress.global_step,
+            fragments=tuple(
+                replace(held, steps=max(0, held.steps - steps), tokens=max(0, held.tokens - tokens))
+                for held in fragments
+            ),
+            model={},
+            run_checkpoint=run_checkpoint,
+        )
+
+    async def hold(self, waits: Waits) -> tuple[int, ...]:
+        """Waits for what is due; only with the run's setting ``wait="at_overlap"``."""
+        membership, applied = self.membership, tuple[int, ...]()
+        with membership.background.changed:
+            while not self.stop_requested and membership.state.holding:
+                membership.raise_failure()
+                applied += self.pause()
+                if membership.state.holding:
+                    await waits.wait(1.0)
+        return applied

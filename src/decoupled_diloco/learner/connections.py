@@ -1,0 +1,497 @@
+"""A participant's connections: to the coordinator, by which it joins the run, and to each shard.
+
+Both are kept until the run is over: a connection that breaks is made again, and training continues
+meanwhile. All of this runs on the background's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast, get_args
+
+from decoupled_diloco.config.addresses import alternatives, reached_by
+from decoupled_diloco.errors import (
+    AccessError,
+    ConfigError,
+    DilocoError,
+    ProtocolError,
+    RunEndedError,
+    TransportError,
+)
+from decoupled_diloco.learner.options import Timeouts
+from decoupled_diloco.learner.shared import Context
+from decoupled_diloco.protocol import words
+from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.protocol.wire import decode, encode, number_of, numbered
+from decoupled_diloco.protocol.words import (
+    COORDINATOR,
+    CheckpointHeard,
+    LeasesGiven,
+    StateWanted,
+    shard_peer,
+)
+from decoupled_diloco.runtime import now, runtime
+from decoupled_diloco.tape.samples import LinkState
+from decoupled_diloco.transport.backoff import BRISK_SECONDS, CAP_SECONDS, Backoff
+from decoupled_diloco.transport.base import Channel, Client
+from decoupled_diloco.units import format_duration
+
+logger = logging.getLogger(__name__)
+
+AGAIN_SECONDS = 60.0
+"""How often it is said again that something is still out of order."""
+
+
+class TroubleLog:
+    """One thing that may be out of order: said at once, now and then again, and when it is over.
+
+    All of it are warnings: who has read of a trouble wants to read of its end, and a loop that has
+    set up no logging shows nothing less.
+
+    """
+
+    def __init__(self) -> None:
+        self._kind = ""
+        self._since = self._again_at = 0.0
+
+    def tell(self, kind: str, sentence: str) -> None:
+        """Says what is out of order, unless it has just done so.
+
+        Args:
+            kind: What, in words that stay the same while it lasts.
+            sentence: What to say; details may differ each time.
+        """
+        at = now()
+        if not self._kind:
+            self._since = at
+        if kind == self._kind and at < self._again_at:
+            return
+        lasting = f" (for {format_duration(at - self._since)})" if kind == self._kind else ""
+        logger.warning("%s%s", sentence, lasting)
+        self._kind, self._again_at = kind, at + AGAIN_SECONDS
+
+    def over(self, sentence: str) -> None:
+        """Says that it is in order again, if it was said not to be."""
+        if self._kind:
+            logger.warning("%s, after %s", sentence, format_duration(now() - self._since))
+        self._kind = ""
+
+
+def require_sense(message: words.ToLearner, shard: int, options: Options) -> None:
+    """Refuses what a shard says of a fragment that is not its own.
+
+    Raises:
+        ProtocolError: names the fragment.
+    """
+    named = [getattr(message, "fragment", None), *getattr(message, "coming", ())]
+    for fragment in (each for each in named if each is not None):
+        if fragment >= options.fragments or options.owner(fragment) != shard:
+            kind = type(message).__name__
+            text = f"{kind} is about fragment {fragment}, which is not shard {shard}'s"
+            raise ProtocolError(text)
+
+
+def require_sense_of_coordinator(
+    message: words.ToMember, options: Options, parts: int | None
+) -> None:
+    """Refuses what the coordinator says of fragments or parts of the data that do not exist.
+
+    Raises:
+        ProtocolError: names the first of them.
+    """
+    match message:
+        case StateWanted(seen=seen):
+            wrong = [held.fragment for held in seen if held.fragment >= options.fragments]
+            if wrong:
+                raise ProtocolError(f"StateWanted names fragment {wrong[0]}, which does not exist")
+        case LeasesGiven(leases=leases):
+            wrong = [lease.part for lease in leases if parts is None or lease.part >= parts]
+            if wrong:
+                raise ProtocolError(f"LeasesGiven names part {wrong[0]}, which does not exist")
+
+
+ENDED_SECONDS = 3.0
+"""How long the first join is tried although the run folder records the run's end: a syncer that
+starts in that folder may be about to replace the record."""
+
+CONFIRM_SECONDS = 5.0
+"""While the coordinator is out of reach, a shard that was lost as well is dialled only after this:
+both may be of another run by then, and the coordinator would say so."""
+
+_ANSWERS: tuple[type[Any], ...] = (words.Admitted, words.JoinRefused, words.Referred)
+
+TRAINING_GOES_ON = "training goes on, trying again"
+
+WAY_OUT = (
+    "training goes on without it, and it retries. To continue the run that this learner "
+    "is in, start the syncer with --resume; to take part in another one, start this process again"
+)
+
+
+@dataclass(frozen=True)
+class ProcessIdentity:
+    """Identity of this process in the run; ``device``: description of a learner's device."""
+
+    name: str
+    nonce: str
+    role: words.Role
+    device: str = ""
+
+
+class CoordinatorSession:
+    """Joins the run, and stays joined: the coordinator knows by the connection who is there.
+
+    What the coordinator says to the first join may be an error of the user's, and is raised. What
+    it says later never is: a process that was in the run goes on without it, tells why, and asks
+    again.
+
+    Args:
+        identity: Who this process is.
+        layout: Its layout as JSON text.
+        addresses: One or several shards' addresses; each knows where the coordinator is.
+        context: The background around it.
+        timeouts: How long to try.
+
+    Attributes:
+        refused: Why the run does not take this process back, in words; empty: it does.
+    """
+
+    def __init__(
+        self,
+        identity: ProcessIdentity,
+        layout: str,
+        addresses: tuple[str, ...],
+        context: Context,
+        timeouts: Timeouts,
+    ) -> None:
+        self.refused = ""
+        self._identity = identity
+        self._layout = layout
+        self._addresses = addresses
+        self._here = context
+        self._timeouts = timeouts
+        self._run = ""
+        self._channel: Channel | None = None
+        self._trouble = TroubleLog()
+        self._rng = runtime().rng()
+        self._joined = asyncio.Event()
+
+    def tell(self, message: words.Message) -> None:
+        """Sends a message, if the coordinator is there."""
+        if self._channel is not None:
+            self._channel.send(encode(message))
+
+    async def close(self) -> None:
+        """Ends the conversation when all that was said is on its way."""
+        if self._channel is not None:
+            await self._channel.close("goodbye")
+
+    async def confirmed(self, shard: int) -> None:
+        """Returns when a shard may be dialled: the run behind the addresses is still the same.
+
+        Shard 0 is in the coordinator's process. Others go on without it, so they are dialled after
+        a while, unless the coordinator answers and refuses.
+        """
+        while not self._joined.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._joined.wait(), CONFIRM_SECONDS)
+            if shard != 0 and not self.refused:
+                return
+
+    async def join(self, client: Client) -> Channel:
+        """Asks the coordinator to be let in, for as long as its patience lasts.
+
+        Raises:
+            AccessError: The token is not accepted.
+            ConfigError: The run refuses this process for good.
+            ProtocolError: What answers is no syncer.
+            TransportError: It took too long, or the run has ended.
+        """
+        backoff, began = Backoff(brisk_seconds=BRISK_SECONDS), now()
+        while True:
+            try:
+                channel = await self._ask_each(client)
+            except (AccessError, ConfigError):
+                raise
+            except ProtocolError as error:
+                raise ProtocolError(f"{error}: is this the syncer's address?") from error
+            except (_TryAgainError, TransportError) as error:
+                if isinstance(error, RunEndedError) and now() - began > ENDED_SECONDS:
+                    raise
+                name = self._identity.name
+                self._trouble.tell(
+                    "early",
+                    f"{name} is not in the run yet: {error}: trying again{self._how_long()}. A "
+                    "run that has ended has no syncer: its weights are in the syncer's run folder",
+                )
+                problem = f"the run could not be joined ({error})"
+            else:
+                self._trouble.over(f"{self._identity.name} is in the run")
+                return channel
+            self._here.check_patience(problem)
+            self._check_timeout(problem, now() - began)
+            await asyncio.sleep(self._at_most(backoff.next()))
+
+    async def stay(self, client: Client, channel: Channel) -> None:
+        """Listens to the coordinator, and joins again whenever the connection breaks.
+
+        Raises:
+            TransportError: Nobody was in reach for too long.
+        """
+        member: Channel | None = channel
+        while member is not None:
+            with contextlib.suppress(TransportError):
+                await self._converse(member)
+            member = await self._join_again(client)  # break: coordinator-not-rejoined
+
+    async def _join_again(self, client: Client) -> Channel | None:
+        """Until the run takes this process back, or is over."""
+        name, backoff = self._identity.name, Backoff(brisk_seconds=BRISK_SECONDS)
+        await asyncio.sleep(backoff.next())
+        while not self._here.leaving:
+            try:
+                channel = await self._ask_each(client)
+            except (AccessError, ConfigError, ProtocolError) as error:
+                self.refused = str(error)
+                self._trouble.tell(
+                    "refused", f"{name}: the syncer refuses this learner ({error}): {WAY_OUT}"
+                )
+                pause = self._rng.uniform(CAP_SECONDS / 2, CAP_SECONDS)
+            except _TryAgainError as error:
+                sentence = f"{name} is not back in the run yet: {error}: {TRAINING_GOES_ON}"
+                self._trouble.tell("waiting", sentence)
+                pause = backoff.next()
+            except TransportError as error:
+                self._trouble.tell(
+                    "alone", f"{name}: shard 0 is out of reach ({error}): {TRAINING_GOES_ON}"
+                )
+                pause = backoff.next()
+            else:
+                self.refused = ""
+                self._trouble.over(f"{name} is in the run again")
+                return channel
+            self._here.check_patience("the run could not be joined again")
+            await asyncio.sleep(self._at_most(pause))
+        return None
+
+    def _check_timeout(self, problem: str, seconds: float) -> None:
+        limit = self._timeouts.join
+        if limit is not None and seconds > limit:
+            raise TransportError(
+                f"{problem} in {seconds:.0f} s, Timeouts(join={limit:g}): start the syncer, "
+                f"correct its address ({', '.join(self._addresses)}), or raise the timeout (None: "
+                "forever). If the run has ended, its weights are in the syncer's run folder"
+            )
+
+    def _how_long(self) -> str:
+        limit = self._timeouts.join
+        return "" if limit is None else f" for {limit:g} s (Timeouts.join)"
+
+    def _at_most(self, pause: float) -> float:
+        """A pause that does not outlast anybody's patience."""
+        limits = (self._timeouts.join, self._timeouts.disconnect)
+        return min(pause, *(limit for limit in limits if limit is not None), CAP_SECONDS)
+
+    async def _converse(self, channel: Channel) -> None:
+        self._channel = channel
+        self._joined.set()
+        self._here.told(words.Connected(COORDINATOR))
+        try:
+            while True:
+                message = decode(await channel.receive(), words.TO_MEMBER)
+                self._here.heard_of_coordinator(message)
+        except ProtocolError as error:
+            await channel.close(str(error))
+        finally:
+            self._channel = None
+            self._joined.clear()
+            self._here.told(words.Lost(COORDINATOR))
+
+    async def _ask_each(self, client: Client) -> Channel:
+        """Joins by the first address that lets it; else what the last one said, or the refusal."""
+        failure: DilocoError | _TryAgainError | None = None
+        for address in self._addresses:
+            try:
+                return await self._join_once(client, address)
+            except (AccessError, ConfigError, ProtocolError) as error:
+                failure = error
+                break
+            except (_TryAgainError, TransportError) as error:
+                failure = error
+        assert failure is not None, "there is an address"
+        raise failure
+
+    async def _join_once(self, client: Client, address: str) -> Channel:
+        channel = await client.connect(address, self._identity.role, self._identity.name)
+        try:
+            return await self._ask(client, channel, address)
+        except BaseException:
+            await channel.close("not in the run")
+            raise
+
+    async def _ask(self, client: Client, channel: Channel, address: str) -> Channel:
+        identity = self._identity
+        me = (identity.name, identity.nonce, identity.role)
+        join = words.Join(*me, self._layout, self._run, identity.device)
+        channel.send(encode(join))
+        answer: Any = decode(await channel.receive(), _ANSWERS)
+        if isinstance(answer, words.Referred):
+            await channel.close("going to the coordinator")
+            return await self._follow(client, reached_by(answer.address, address), address)
+        if isinstance(answer, words.JoinRefused):
+            if answer.retry:
+                raise _TryAgainError(answer.reason)
+            raise ConfigError(answer.reason)
+        self._remember(reached_by(answer.shards[0], address) if answer.shards else "")
+        self._run = answer.run
+        self._here.admitted(answer, address)
+        return channel
+
+    async def _follow(self, client: Client, coordinator: str, referred_by: str) -> Channel:
+        """Joins where a shard says that the coordinator is; its standby may have taken over."""
+        *others, last = alternatives(coordinator)
+        if referred_by in (*others, last):
+            raise TransportError(f"{referred_by} refers to itself for the coordinator")
+        for address in others:
+            with contextlib.suppress(TransportError):
+                return await self._join_once(client, address)
+        return await self._join_once(client, last)
+
+    def _remember(self, coordinator: str) -> None:
+        """Where to join again, should the process that has let us in be gone by then."""
+        known = (*self._addresses, *filter(None, alternatives(coordinator)))
+        self._addresses = tuple(dict.fromkeys(known))
+
+
+class _TryAgainError(Exception):
+    """The coordinator refuses for a reason that may pass."""
+
+
+_TO_LEARNER = get_args(words.ToLearner)
+
+
+class ShardLinks:
+    """See the module.
+
+    Args:
+        identity: Who this process is.
+        context: The background around it.
+
+    Attributes:
+        addresses: Where each shard was reached last, or is to be; empty before the run is joined.
+        channels: The connections that stand, by shard.
+        refusals: Why shards do not take this process, in words, by shard.
+        alone_since: When a connection was lost last.
+    """
+
+    def __init__(self, identity: ProcessIdentity, context: Context) -> None:
+        self.addresses: list[str] = []
+        self.channels: dict[int, Channel] = {}
+        self.refusals: dict[int, str] = {}
+        self.alone_since = now()
+        self._identity = identity
+        self._here = context
+        self._rng = runtime().rng()
+
+    @property
+    def missing(self) -> list[str]:
+        """The addresses of shards that are not connected."""
+        return [a for shard, a in enumerate(self.addresses) if shard not in self.channels]
+
+    def say(self, shard: int, message: words.Message) -> None:
+        """Says something to a shard, if it is connected."""
+        channel = self.channels.get(shard)
+        if channel is not None:
+            channel.send(numbered(message, self._here.machine.state.checkpoint))
+
+    def stay(self) -> Iterator[Coroutine[Any, Any, None]]:
+        """A coroutine for each shard, which keeps its connection until the run is over."""
+        for shard, address in enumerate(self.addresses):
+            yield self._follow(shard, alternatives(address))
+
+    async def close(self) -> None:
+        """Closes all connections."""
+        channels = list(self.channels.values())
+        await asyncio.gather(*(channel.close("goodbye") for channel in channels))
+
+    async def _follow(self, shard: int, addresses: Sequence[str]) -> None:
+        """Nothing that a shard says ends the training."""
+        here = self._here
+        backoff, trouble = Backoff(brisk_seconds=BRISK_SECONDS), TroubleLog()
+        subject = f"{self._identity.name}: shard {shard}"
+        while not here.over:
+            await here.confirmed(shard)
+            pause = backoff.next()
+            try:
+                channel = await self._dial(shard, addresses)
+                await self._converse(shard, channel, backoff, trouble)
+            except (AccessError, ProtocolError) as error:
+                if not here.ready:
+                    raise
+                self.refusals[shard] = str(error)
+                trouble.tell("refuses", f"{subject} refuses this learner ({error}): {WAY_OUT}")
+                pause = self._rng.uniform(CAP_SECONDS / 2, CAP_SECONDS)
+            except TransportError as error:
+                if not here.leaving:
+                    sentence = f"{subject} is out of reach ({error}): {TRAINING_GOES_ON}"
+                    trouble.tell("out of reach", sentence)
+            await asyncio.sleep(pause)
+
+    async def _dial(self, shard: int, addresses: Sequence[str]) -> Channel:
+        """Connects to the one that answers; last of all to the one that did before."""
+        client, failure = self._here.client, cast("TransportError | None", None)
+        for address in sorted(addresses, key=lambda each: each == self.addresses[shard]):
+            try:
+                channel = await client.connect(address, self._identity.role, self._identity.name)
+            except AccessError:
+                raise
+            except TransportError as error:
+                failure = error
+            else:
+                self.addresses[shard] = address
+                return channel
+        assert failure is not None, "a shard has an address"
+        raise failure
+
+    async def _converse(
+        self, shard: int, channel: Channel, backoff: Backoff, trouble: TroubleLog
+    ) -> None:
+        """Listens to a shard until its connection breaks.
+
+        Raises:
+            AccessError: It does not take this process.
+            ProtocolError: It has said what cannot be.
+        """
+        here, name = self._here, self._identity.name
+        self.channels[shard] = channel
+        here.sample(LinkState(shard, True))
+        here.told(words.Connected(shard_peer(shard)))
+        try:
+            while True:
+                checkpoint = number_of(data := await channel.receive())
+                message = cast("words.ToLearner", decode(data, _TO_LEARNER))
+                machine = here.machine
+                require_sense(message, shard, machine.options)
+                if checkpoint > machine.state.checkpoint_heard:
+                    here.told(CheckpointHeard(checkpoint))  # break: copy-before-checkpoint
+                here.told(words.Received(shard_peer(shard), message))
+                if isinstance(message, words.Welcome):
+                    backoff.reset()
+                    self.refusals.pop(shard, None)
+                    trouble.over(f"{name}: shard {shard} is back")
+                if isinstance(message, words.Refusal) and message.final:
+                    raise AccessError(message.reason)
+        except (AccessError, ProtocolError) as error:
+            await channel.close(str(error))
+            raise
+        except TransportError as error:
+            logger.info("%s: shard %d: %s", name, shard, error)
+        finally:
+            del self.channels[shard]
+            self.alone_since = now()
+            here.sample(LinkState(shard, False))
+            here.told(words.Lost(shard_peer(shard)))  # break: learner-ignores-lost-link

@@ -1,0 +1,150 @@
+"""Payloads of a learner: contributions and copies to the shards, published copies from them.
+
+Runs on the background's event loop; encoding and decoding in its worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from decoupled_diloco.errors import ConfigError, MergeError, ProtocolError, TransportError
+from decoupled_diloco.learner.exchange import Capture, verified
+from decoupled_diloco.learner.shared import Context
+from decoupled_diloco.learner.store import Copied, HostCopy, Values
+from decoupled_diloco.merge import as_bytes, values_digest
+from decoupled_diloco.merge.plan import MergePlan, values_of
+from decoupled_diloco.protocol import words
+from decoupled_diloco.protocol.words import Done, Failed
+from decoupled_diloco.runtime import runtime
+from decoupled_diloco.shell.driver import executes
+
+_T = TypeVar("_T")
+
+FETCHES_PER_SHARD = 4
+"""Copies on their way from or to one shard at once: a joiner with many fragments takes them in
+turn, each over as many connections as the link rewards, in bounded memory."""
+
+
+def with_digest(values: Tensor) -> tuple[Tensor, str]:
+    """The same values, and what a shard is told of them."""
+    return values, values_digest(values)
+
+
+def fetched_nbytes(effect: words.Fetch, plan: MergePlan) -> int:
+    """The size of what is fetched.
+
+    Raises:
+        ProtocolError: the shard announced a size that no difference of this fragment has.
+    """
+    fragment = effect.fragment
+    if effect.whole:
+        return plan.whole_nbytes(fragment)
+    sizes = plan.downlink_sizes(fragment)
+    nbytes = effect.nbytes or sizes[-1]
+    if nbytes not in sizes:
+        raise ProtocolError(
+            f"fragment {fragment}: difference_nbytes={nbytes} was announced, {sizes[0]} to "
+            f"{sizes[-1]} are possible"
+        )
+    return nbytes
+
+
+class BodyExchange:
+    """Carries out what is ordered about bodies, and tells what has become of it.
+
+    Args:
+        context: The background around it.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._here = context
+        self._gates: defaultdict[int, asyncio.Semaphore] = defaultdict(
+            lambda: asyncio.Semaphore(FETCHES_PER_SHARD)
+        )
+
+    async def start(self) -> None:
+        """The client is there, and nothing is ordered yet."""
+
+    async def close(self) -> None:
+        """Nothing more is ordered; the client is still there."""
+
+    @executes(words.SendBody)
+    async def send_body(self, effect: words.SendBody, capture: Capture) -> None:
+        """Encodes a contribution, tells its digest, and delivers it."""
+
+        def encoded() -> tuple[Tensor, str, Tensor | None]:
+            body, digest, left = capture.encode(effect.codec)
+            return capture.packed(body, effect.codec), digest, left
+
+        try:
+            ready = isinstance(capture.copy, Copied)  # otherwise `values` waits for the device
+            body, digest, left = await self._computed(effect.fragment, encoded, in_place=ready)
+            self._encoded(effect, digest, left)
+            await self._put(effect.shard, effect.path, body)
+        except (ConfigError, TransportError, ProtocolError) as error:
+            self._here.told(Failed(effect, str(error)))
+
+    async def _computed(
+        self, fragment: int, task: Callable[[], _T], *, in_place: bool = True
+    ) -> _T:
+        numel = self._here.tensors.plan.fragments[fragment].numel
+        if in_place and runtime().works_in_place(numel):
+            return task()
+        return await self._here.in_worker(task)
+
+    def _encoded(self, effect: words.SendBody, digest: str, residual: Values | None) -> None:
+        with self._here.changed:
+            # break: encoding-loss-not-noted
+            self._here.tensors.encoded(effect.fragment, effect.ask, residual)
+            self._here.told(words.BodyEncoded(effect.fragment, effect.ask, digest))
+
+    @executes(words.SendCopy)
+    async def send_copy(self, effect: words.SendCopy, copy: HostCopy) -> None:
+        """Delivers a whole fragment that a shard has asked for."""
+        values, announced = await self._here.in_worker(lambda: with_digest(copy.values()))
+        self._here.send(effect.shard, words.Copy(effect.fragment, effect.attempt, announced))
+        try:
+            async with self._gates[effect.shard]:
+                await self._put(effect.shard, effect.path, as_bytes(values))
+        except (TransportError, ProtocolError) as error:
+            self._here.told(Failed(effect, str(error)))
+
+    async def _put(self, shard: int, url: str, body: Tensor) -> None:
+        await self._here.client.put(url, body.numpy().data, base=self._here.address_of(shard))
+
+    @executes(words.Fetch)
+    async def fetch(self, effect: words.Fetch) -> None:
+        """Gets a published copy, checks and stages it."""
+        tensors, fragment = self._here.tensors, effect.fragment
+        plan = tensors.plan
+        numel = plan.fragments[fragment].numel
+
+        def decoded(body: Tensor) -> Tensor:
+            if effect.whole:
+                # break: whole-copy-unverified
+                values = verified(values_of(body, numel), fragment, effect.digest)
+                return tensors.store.prepare(values)
+            return tensors.next_values(fragment, body, effect.digest)
+
+        try:
+            if not self._here.reaches(effect.shard):
+                raise TransportError("its shard is out of reach")  # or another run is there
+            nbytes = fetched_nbytes(effect, plan)
+            async with self._gates[effect.shard]:
+                body = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+                base = self._here.address_of(effect.shard)
+                await self._here.client.get(effect.path, body.numpy().data, base=base)
+                values = await self._computed(fragment, lambda: decoded(body))
+        except (TransportError, ProtocolError, MergeError) as error:
+            # break: failed-fetch-unreported
+            self._here.told(Failed(effect, str(error)))
+            return
+        with self._here.changed:
+            tensors.stage(fragment, values)
+            self._here.told(Done(effect))

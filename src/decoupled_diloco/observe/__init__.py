@@ -1,1 +1,0 @@
-"""Watching a run: the event tape, and everything that only reads it (progress, summary, report)."""

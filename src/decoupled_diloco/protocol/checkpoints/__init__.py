@@ -1,1 +1,0 @@
-"""Checkpoints of the whole run: consistent, and taken without a pause."""

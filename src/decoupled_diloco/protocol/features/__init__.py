@@ -1,0 +1,1 @@
+"""Features in addition to the method: state transfers, checkpoints and leased data."""

@@ -1,0 +1,204 @@
+"""What makes a contribution due: the shard's clock, or the learner's own steps.
+
+`ByClock` is the method (rules 2 to 4): a tick opens a fragment's round, and the round sends a
+request to each learner that qualifies. `ByOwnSteps` is Async Local-SGD (rule 21, ``participants =
+"own"``): every H own steps, a learner alone receives a request, and its payload opens a round that
+merges at once.
+
+These classes contain all differences between the two. `rounds`, `leaving` and `copies` take each
+such decision from `participation`, so that the rules are written once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import floor
+
+from decoupled_diloco.protocol.learner_state import LearnerState, ShardView
+from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.protocol.syncer_state import FragmentState, Member, Round, SyncerState
+
+TICKS_MARGIN = 0.5
+"""Assumed error of the learner's prediction of the shard's clock, in ticks.
+
+An extra fragment is occasionally snapshotted in vain. A missing one delays its round by up to a
+step.
+"""
+
+
+class ByClock:
+    """The shard's clock makes fragments due; all qualified learners take part."""
+
+    asks_during_merge = False
+    """Whether a fragment is requested during its merge, although the answer would be late."""
+
+    def due(self, options: Options, since: int, step: int) -> Sequence[tuple[int, int]] | None:
+        """Return which own steps after ``since`` make which fragments due; `None`: none can."""
+        return None
+
+    def may_open(self, entry: FragmentState) -> bool:
+        """Return whether a queued fragment's round may open."""
+        return True
+
+    def why_open(self, fragment: int, tick: int) -> str:
+        """Return why a round opens."""
+        return f"fragment {fragment} is due since step {tick}"
+
+    def why_closed(self, reason: str) -> str:
+        """Return why a round's window is over, given the window's own reason."""
+        return reason
+
+    def why_asked(
+        self, options: Options, state: SyncerState, round: Round, member: Member
+    ) -> str | None:
+        """Return why a learner that has reported a step qualifies for a round (rule 3)."""
+        assert member.reported_at is not None
+        if member.leaving_with is not None and round.fragment in member.leaving_with:
+            return "it is about to leave"
+        if round.leaver:
+            return f"{round.leaver} is about to leave, so all learners take part"
+        if options.participants == "all":
+            return "every live learner takes part"
+        if member.run_step >= round.tick:
+            return f"its step {member.run_step} has reached the round's tick {round.tick}"
+        if member.reported_at > round.previous_tick_at:
+            return "it reported a step after the previous tick"
+        if member.learner in state.fragments[round.fragment].missed:
+            # A learner whose steps take an exact multiple of the fastest learner's would otherwise
+            # always meet the same fragments, and never the others.
+            return "it missed this fragment's last round"
+        return None
+
+    def tick(self, state: SyncerState, member: Member, round: Round | None) -> int:
+        """Return the step for which a learner receives a request."""
+        return state.clock if round is None else round.tick
+
+    def folded(self, state: SyncerState, fragment: int) -> None:
+        """Do nothing: a folded contribution waits for the fragment's round."""
+
+    def keeps_turn(self, member: Member) -> bool:
+        """Return whether a learner that declined with a newer version is asked again."""
+        return member.pressed
+
+    def lost(self, member: Member, fragment: int) -> None:
+        """Do nothing: the fragment's round repeats a request that was lost with its connection."""
+
+    def is_late(self, round: Round) -> bool:
+        """Return whether a round merges only late contributions."""
+        return all(ask.age for ask in round.folded) and not round.final
+
+    def leaves(self, state: SyncerState, member: Member) -> None:
+        """Make the unmerged fragments of a leaving learner due first (rule 17)."""
+        first = [p for p in sorted(member.leaving_with or ()) if p not in state.rounds]
+        rest = {p: tick for p, tick in state.queue.items() if p not in first}
+        state.queue = dict.fromkeys(first, state.clock) | rest
+        state.again -= set(first)
+
+    def leaver_of(self, state: SyncerState, fragment: int) -> str:
+        """Return the leaving learner for which a fragment's round opens; empty: there is none."""
+        for member in state.members.values():
+            if member.leaving_with is not None and fragment in member.leaving_with:
+                return member.learner
+        return ""
+
+    def drains_at_once(self, member: Member) -> bool:
+        """Return whether a leaving learner gets requests for all fragments, outside of rounds."""
+        return False
+
+    def ticks_ahead(
+        self, options: Options, state: LearnerState, link: ShardView, now: float
+    ) -> tuple[int, int]:
+        """Return the first and last tick before the learner's next boundary."""
+        assert link.offset is not None
+        own = link.offset + state.step
+        tick_seconds = link.tick_seconds.value or 0.0
+        if options.wait == "at_overlap":
+            return (own, own)  # all learners are at the same step: exactly the one that is due
+        if link.clock_at is None or tick_seconds <= 0:
+            return (own, own)
+        clock = link.clock + (now - link.clock_at) / tick_seconds
+        if options.quorum == 1:
+            # With K = 1, this step's own report moves the clock to at least ``own``.
+            clock = clock if clock > own else float(own)
+        ahead = (state.step_seconds.value or 0.0) / tick_seconds
+        first = floor(clock - TICKS_MARGIN)
+        last = floor(clock + ahead + TICKS_MARGIN)
+        return (first, min(last, first + options.period - 1))
+
+    def differences_are_free(self, link: ShardView) -> bool:
+        """Return whether a learner fetches differences without waiting for a slot."""
+        return False
+
+
+class ByOwnSteps(ByClock):
+    """Each learner's own steps make its fragments due, for itself alone."""
+
+    # A merge in progress makes nothing late here: each contribution has its own round.
+    asks_during_merge = True
+
+    def due(self, options: Options, since: int, step: int) -> Sequence[tuple[int, int]] | None:
+        found: list[tuple[int, int]] = []
+        # break: own-steps-never-due
+        for own in range(max(since, step - options.period) + 1, step + 1):
+            found += [(own, p) for p in options.due(own)]  # break: asked-at-every-step
+        return found
+
+    def may_open(self, entry: FragmentState) -> bool:
+        return bool(entry.folded)  # break: empty-round-opened
+
+    def why_open(self, fragment: int, tick: int) -> str:
+        return "a contribution has arrived"
+
+    def why_closed(self, reason: str) -> str:
+        return "a contribution is merged on arrival"
+
+    def why_asked(
+        self, options: Options, state: SyncerState, round: Round, member: Member
+    ) -> str | None:
+        return None  # its own steps determine its requests
+
+    def tick(self, state: SyncerState, member: Member, round: Round | None) -> int:
+        return round.tick if round is not None and round.final else member.step
+
+    def folded(self, state: SyncerState, fragment: int) -> None:
+        if state.phase != "running":
+            return
+        round = state.rounds.get(fragment)
+        if round is None:
+            state.queue[fragment] = state.clock  # break: arrival-opens-no-round
+        else:  # the open round merges only earlier arrivals
+            round.next_tick = state.clock  # break: arrival-during-merge-waits
+
+    def keeps_turn(self, member: Member) -> bool:
+        return True  # no other round would repeat the request
+
+    def lost(self, member: Member, fragment: int) -> None:
+        member.backlog.add(fragment)  # break: broken-link-not-asked-again
+
+    def is_late(self, round: Round) -> bool:
+        return False  # with own rounds, being behind other learners' versions is normal
+
+    def leaves(self, state: SyncerState, member: Member) -> None:
+        member.backlog |= member.leaving_with or frozenset()
+
+    def leaver_of(self, state: SyncerState, fragment: int) -> str:
+        return ""
+
+    def drains_at_once(self, member: Member) -> bool:
+        return member.leaving_with is not None
+
+    def ticks_ahead(
+        self, options: Options, state: LearnerState, link: ShardView, now: float
+    ) -> tuple[int, int]:
+        return (state.step, state.step)
+
+    def differences_are_free(self, link: ShardView) -> bool:
+        return not link.crowded
+
+
+_PARTICIPATION = {"reported": ByClock(), "all": ByClock(), "own": ByOwnSteps()}
+
+
+def participation(options: Options) -> ByClock:
+    """Return the rules for how contributions become due in this run."""
+    return _PARTICIPATION[options.participants]

@@ -1,0 +1,387 @@
+"""The fold of the shards' tapes; see `run_model.model`."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from itertools import compress
+from typing import Any
+
+from decoupled_diloco.protocol import words
+from decoupled_diloco.protocol.words import Asking, Holding
+from decoupled_diloco.run_model.facts import (
+    TOOK_PART,
+    Asked,
+    LearnerLog,
+    ProcessLife,
+    RoundLog,
+    RunFacts,
+    ShardLog,
+    Stay,
+    TickLog,
+)
+from decoupled_diloco.run_model.learners import note_joined, note_loss
+from decoupled_diloco.tape.records import SECONDS_MAX
+from decoupled_diloco.units import format_duration
+
+INSTANT_SECONDS = 1e-6
+"""Instants of one shard closer than this count as equal: wall-clock seconds have no more digits,
+and any event takes longer. A learner that leaves at the instant when a window closes closed it."""
+
+BURST_SHARE = 0.5
+"""Reports that arrive faster than this share of the step time were delayed by an absent syncer."""
+
+LATE_ROUNDS_MAX = 8
+"""Number of latest rounds kept with details, because payloads may still arrive for them."""
+
+ROUNDS_MAX = 100
+"""Maximum number of rounds, lost rounds and ticks per shard with ``keep="now"``: the newest."""
+
+LEFT_AT_THE_END = "left: the run is over"
+"""A shard's reason for the eviction of a learner whose run has ended."""
+
+
+class ShardFold:
+    """Folds the records of one shard."""
+
+    def __init__(self, run: RunFacts, shard: ShardLog) -> None:
+        self._run, self._shard = run, shard
+        self._ended = deque[tuple[RoundLog, set[Asking]]](maxlen=LATE_ROUNDS_MAX)
+
+    def started(self) -> None:
+        """Start a new incarnation: it has no members, and open rounds are lost."""
+        shard = self._shard
+        for member in shard.members.values():
+            self._leave(member, f"{shard.name} was restarted")
+        for learner in self._run.learners.values():
+            learner.cut_from.discard(shard.name)
+        shard.lost += list(shard.open.values())
+        self._forget(shard.lost)
+        for known in (shard.members, shard.open, shard.paths, shard.folds):
+            known.clear()
+        shard.greeting, shard.moved, shard.phase = None, (-1, []), "starting"
+        self._run.clock_rate.clear()  # a restarted shard's clock may jump back and catch up
+
+    def take(self, value: Any) -> None:
+        shard = self._shard
+        match value:
+            case words.Received(_, words.ShardAdmitted() as admitted):
+                if admitted.term not in shard.terms:  # a new coordinator confirms the current term
+                    shard.terms.append(admitted.term)
+                shard.phase = "restoring" if admitted.begun else "waiting for learners"
+            case words.Received(_, words.Begin()):
+                shard.phase = "running"
+            case words.Received(_, words.EndOrdered()):
+                shard.phase = "closing"
+            case words.Connected(name, words.Hello(role="observer")):
+                self._run.observe_only(name)
+            case words.Connected(_, words.Hello() as hello, connection):
+                shard.greeting = (connection, hello)
+            case words.Accept():
+                self._accepted(value)
+            case words.Lost(learner):
+                self._member(learner).connected = False
+            case words.Heard(learners):
+                for name in shard.members.keys() & set(learners):
+                    self._seen(name)
+            case words.Evict(name, reason):
+                self._evicted(name, reason)
+            case words.Install(fragment, version):
+                shard.versions[fragment] = version
+            case words.Send(learner, words.Welcome(step=step, run_step=run_step)):
+                if learner in shard.members:
+                    shard.members[learner].offset = run_step - step
+            case words.Broadcast(words.Shifted(by)):
+                for member in shard.members.values():
+                    member.offset += by
+            case words.Send(learner, words.Shifted(by)) if learner in shard.members:
+                shard.members[learner].offset += by
+            case words.Broadcast(words.Finished()) | words.Stop():
+                shard.phase = "finished"
+                for name in shard.members:
+                    _is_over(self._run.learner(name))
+            case _:
+                self._message(value)
+
+    def _message(self, value: Any) -> None:
+        shard, learners, at = self._shard, self._run.learners, self._run.at
+        match value:
+            case words.Received(learner, Holding() | words.Leave()) if learner not in learners:
+                pass  # an observer
+            case words.Received(learner, words.StepReport() as report):
+                self._reported(((learner, report),))
+            case words.Reported(reports):
+                self._reported(reports)
+            case words.Received(learner, Holding(fragment, version)):
+                member = self._member(learner)
+                member.held[fragment] = max(version, member.held.get(fragment, version))
+                round = shard.last_merged.get(fragment)
+                if round and round.outcome.version == version:
+                    round.held_at.setdefault(learner, at)
+                self._seen(learner)
+            case words.Received(learner, words.Ahead(run_step)):
+                member = self._member(learner)
+                member.offset = max(member.offset, run_step - member.step)
+                self._seen(learner)
+            case words.Received(learner, words.Leave(reason)):
+                if self._member(learner).epoch in (0, learners[learner].epoch):
+                    learners[learner].left = reason
+            case words.BodyArrived(learner=learner, nbytes=nbytes):
+                self._run.learner(learner).bytes_up += nbytes
+                self._seen(learner)
+                for round, asks in self._ended:
+                    if value.ask in asks:
+                        round.late_bodies[learner] = at
+            case words.ClockAdvanced():
+                self._ticked(value)
+            case _:
+                self._round_record(value)
+
+    def _member(self, name: str) -> Stay:
+        """Return a learner's membership; a new one if it started before the part that was read."""
+        return self._shard.members.get(name) or Stay(name, 0, self._run.at)
+
+    def _accepted(self, accept: words.Accept) -> None:
+        shard, name, epoch, at = self._shard, accept.learner, accept.epoch, self._run.at
+        if name in self._run.observers:
+            return
+        self._seen(name)
+        member = shard.members.get(name)
+        if member is not None and member.epoch != epoch:
+            self._leave(member, f"its incarnation {epoch} has joined")
+            member = None
+        if member is None:
+            member = shard.members[name] = Stay(name, epoch, at, accept.why)
+            if self._run.whole:
+                shard.stays.append(member)
+        learner = self._run.learner(name)
+        if epoch > learner.epoch:
+            learner.epoch, learner.left = epoch, ""
+            learner.cut_from.clear()
+        self._add_remote_life(learner, epoch)
+        self._reachable_again(learner)
+        member.connected = True
+        if shard.greeting and shard.greeting[0] == accept.connection:
+            hello = shard.greeting[1]
+            member.step = max(member.step, hello.step)
+            member.held = {holding.fragment: holding.version for holding in hello.held}
+
+    def _add_remote_life(self, learner: LearnerLog, epoch: int) -> None:
+        """Add an incarnation of a learner whose tape is not available, at its admission."""
+        if learner.afar and epoch not in learner.life_of:
+            life = ProcessLife(self._run.at, self._run.at, overwritten=0)
+            learner.life_of[epoch] = life
+            learner.lives.append(life)
+
+    def _reachable_again(self, learner: LearnerLog) -> None:
+        if self._shard.name in learner.cut_from:
+            learner.cut_from.discard(self._shard.name)
+            if not learner.cut_from and learner.process == "training":
+                away = format_duration(self._run.at - learner.cut_at)
+                self._run.remark(learner.name, f"{learner.name} is live again after {away}")
+
+    def _evicted(self, name: str, reason: str) -> None:
+        at, member = self._run.at, self._shard.members.pop(name, None)
+        if member is not None:
+            self._leave(member, reason)
+        learner = self._run.learners.get(name)
+        if learner is None:
+            return
+        if self._run.whole:
+            learner.evictions.append((at, self._shard.name, reason))
+        learner.cut_at = learner.cut_at if learner.cut_from else at
+        learner.cut_from.add(self._shard.name)
+        if reason == LEFT_AT_THE_END:
+            _is_over(learner)
+
+    def _leave(self, member: Stay, reason: str) -> None:
+        shard, member.until, member.reason = self._shard, self._run.at, reason
+        oldest = min((round.opened_at for round in shard.open.values()), default=member.until)
+        shard.departed = [*(s for s in shard.departed if s.until >= oldest), member]
+
+    def _seen(self, name: str) -> None:
+        learner = self._run.learner(name)
+        learner.seen_at = max(self._run.at, learner.seen_at or 0.0)
+
+    def _reported(self, reports: Iterable[tuple[str, words.StepReport]]) -> None:
+        """Fold the step reports of one record, which move the clock together."""
+        # `clock_setter` needs the run steps before and after: a learner whose report passed the
+        # clock with this record has set the tick that follows.
+        moved = []
+        for name, report in reports:
+            member = self._member(name)
+            before = member.run_step
+            self._report(member, report)
+            moved.append((name, before, member.run_step))
+        self._shard.moved = (self._run.record.seq, moved)
+        self._run.token_rate.add(self._run.duration, self._run.tokens)
+
+    def _report(self, member: Stay, report: words.StepReport) -> None:
+        shard, at, name = self._shard, self._run.at, member.learner
+        learner = self._run.learner(name)
+        member.step, member.reported_at = max(member.step, report.step), at
+        member.step_seconds = report.seconds or member.step_seconds
+        if self._run.keep == "details":
+            shard.reports.setdefault(name, []).append((member.run_step, at))
+        self._seen(name)
+        for table, value in (
+            (learner.steps_of, report.step),
+            (learner.tokens_of, report.tokens),
+            (learner.discarded_of, report.discarded_tokens),
+        ):
+            table[member.epoch] = max(value, table.get(member.epoch, 0))
+        if learner.afar:
+            self._add_remote_steps(learner, member.epoch, report)
+        elif learner.lives:
+            life = learner.lives[-1]
+            life.reported = (
+                max(life.reported[0], report.step),
+                max(life.reported[1], report.tokens),
+            )
+        self._run.count_tokens(learner)
+        if learner.afar:
+            learner.rate.add(at, learner.tokens)
+
+    def _add_remote_steps(self, learner: LearnerLog, epoch: int, report: words.StepReport) -> None:
+        """Add the steps of a learner without a tape, spread over the time since its last step."""
+        if not learner.lives:
+            self._add_remote_life(learner, epoch)
+        life = learner.life_of.get(epoch)
+        if life is None:
+            return
+        steps, tokens = report.step - life.steps, report.tokens - life.tokens
+        if steps < 1 or tokens < 0:
+            return  # another shard's tape has already reported these steps
+        self._note_steps(life, steps, tokens, report.seconds)
+        life.overwritten = max(life.overwritten or 0, report.discarded_tokens)
+        if life.ready_at is None:
+            life.ready_at = self._run.at
+            learner.process = "training"
+            note_joined(self._run, learner)
+        if report.loss is not None:
+            note_loss(self._run, learner, self._run.global_step, report.loss)
+
+    def _note_steps(self, life: ProcessLife, steps: int, tokens: int, seconds: float) -> None:
+        life.last_at = at = self._run.at
+        if self._run.whole:
+            since = life.steps_at[-1] if life.steps_at else life.started_at
+            if not life.steps_at:
+                since = max(since, at - steps * seconds)
+            elif at - since >= BURST_SHARE * steps * seconds:
+                life.spread_burst()
+                life.burst_from = len(life.steps_at)
+            life.burst_step_seconds = seconds
+            life.steps_at += [since + (at - since) * (k + 1) / steps for k in range(steps)]
+            each, rest = divmod(tokens, steps)
+            life.step_tokens += [each + (k < rest) for k in range(steps)]
+            life.ledger.stepped(tokens)
+        life.steps += steps
+        life.tokens += tokens
+
+    def _ticked(self, tick: words.ClockAdvanced) -> None:
+        run, shard, clock, at = self._run, self._shard, tick.clock, self._run.at
+        quorum = int(run.settings_of("sync").get("quorum", 1))
+        setter = shard.clock_setter(run.record.cause, clock, quorum)
+        known = shard.life == 1 or any(tick.life == shard.life for tick in shard.ticks[-1:])
+        before = shard.clock if known else None
+        shard.ticks.append(TickLog(at, clock, before, tick.live, setter, tick.why, shard.life))
+        self._forget(shard.ticks)
+        life = shard.lives[-1]
+        life.ready_at = at if life.ready_at is None else life.ready_at
+        shard.clock, shard.clock_max = clock, max(clock, shard.clock_max)
+        run.clock_rate.add(at, run.step)
+        if shard.phase not in ("closing", "finished"):
+            shard.phase = "running"
+
+    def _forget(self, logs: list[Any]) -> None:
+        """Drop all but the newest entries, unless the model keeps the whole run."""
+        if not self._run.whole:
+            del logs[:-ROUNDS_MAX]
+
+    def _round_record(self, value: Any) -> None:
+        shard, at = self._shard, self._run.at
+        match value:
+            case words.RoundOpened():
+                round = self._round(value, at)
+                round.opened = value
+                shard.open[value.round] = round
+            case words.Expect(path=path, learner=learner, round=number, ask=ask, why=why) if number:
+                round = shard.open.get(number) or self._round(value, at)
+                shard.open[number] = round
+                round.asks.setdefault(learner, []).append(Asked(at, ask, why))
+                shard.paths[path] = (number, learner)
+            case words.Unexpect(path, why):
+                number, learner = shard.paths.pop(path, (-1, ""))
+                if number in shard.open:
+                    shard.open[number].fallen[learner] = (at, why)
+            case words.Fold(fragment=fragment, ask=ask):
+                shard.folds.setdefault(fragment, {})[ask] = (at, value)
+            case words.Merge(round=number, fragment=fragment):
+                shard.folds.pop(fragment, None)
+                if number in shard.open:
+                    shard.open[number].merging_at = at
+            case words.RoundFinished(finished_seconds=seconds):
+                if not 0 <= seconds < SECONDS_MAX:
+                    self._run.leave_out(f"a round of {seconds} s")
+                else:
+                    self._round_finished(value)
+
+    def _round(
+        self, event: words.RoundOpened | words.Expect | words.RoundFinished, at: float
+    ) -> RoundLog:
+        shard = self._shard
+        # The table is shared with `shard.folds` until the round ends: later folds appear in both.
+        folds = shard.folds.setdefault(event.fragment, {})
+        return RoundLog(shard.name, event.round, event.fragment, at, life=shard.life, folds=folds)
+
+    def _round_finished(self, result: words.RoundFinished) -> None:
+        shard, at = self._shard, self._run.at
+        round = shard.open.pop(result.round, None)
+        if round is None:
+            round = self._round(result, max(0.0, at - result.finished_seconds))
+        shard.paths = {p: asked for p, asked in shard.paths.items() if asked[0] != result.round}
+        round.result, round.finished_at = result, at
+        # A copy: the folds of an abandoned round stay in `shard.folds` for the fragment's next one.
+        round.folds = dict(round.folds)
+        self._note_live(round)
+        shard.rounds.append(round)
+        self._ended.append((round, {participant.ask for participant in result.participants}))
+        self._forget(shard.rounds)
+        if self._run.keep == "run" and len(shard.rounds) > LATE_ROUNDS_MAX:
+            shard.rounds[-LATE_ROUNDS_MAX - 1] = shard.rounds[-LATE_ROUNDS_MAX - 1].summed_up()
+        if not round.merged:
+            shard.abandoned += result.given_up
+            return
+        shard.merged += 1
+        if result.version is not None:
+            shard.versions[result.fragment] = result.version
+        shard.last_merged[result.fragment] = round
+        self._count(round)
+
+    def _note_live(self, round: RoundLog) -> None:
+        """Record the learners that were live when a round's window closed."""
+        shard, closed_at = self._shard, round.closed_at
+        until = round.finished_at if closed_at is None else closed_at + INSTANT_SECONDS
+        known = (*shard.departed, *shard.members.values())
+        present = [stay for stay in known if stay.since <= until < stay.until]
+        reachable = [stay.connected or not math.isinf(stay.until) for stay in present]
+        round.live = {s.learner: s.reported_at for s in compress(present, reachable)}
+        round.unreachable = tuple(s.learner for s in present if s.learner not in round.live)
+
+    def _count(self, round: RoundLog) -> None:
+        """Count for each learner whether it took part in a merged round, or why not."""
+        named = [*(p.learner for p in round.outcome.participants), *round.live, *self._run.learners]
+        for name in dict.fromkeys(named):
+            learner, reason = self._run.learner(name), round.reason_of(name)
+            learner.reasons[reason] += 1
+            learner.recent.append(reason)
+            if reason == TOOK_PART:
+                learner.accepted_at, learner.accepted_step = self._run.at, round.outcome.tick
+                learner.accepted[self._shard.name] = self._shard.merged
+
+
+def _is_over(learner: LearnerLog) -> None:
+    """Record the end of the run for a learner whose tape is not available."""
+    if learner.afar and learner.lives:
+        learner.lives[-1].over = True

@@ -1,0 +1,227 @@
+"""What a shard does with tensors: one worker, in the order of the orders, and what follows."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Coroutine
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from decoupled_diloco.errors import MergeError, StorageError
+from decoupled_diloco.protocol import words
+from decoupled_diloco.protocol.syncer import SyncerMachine
+from decoupled_diloco.protocol.syncer_state import remembered
+from decoupled_diloco.protocol.wire import decode, encode
+from decoupled_diloco.protocol.words import Done, Failed, ForgetCheckpoints, Made, TakeCheckpoint
+from decoupled_diloco.runtime import now, runtime
+from decoupled_diloco.shell.driver import Driver, at_decision, executes
+from decoupled_diloco.storage.files import size_of
+from decoupled_diloco.syncer.bodies import Downloads
+from decoupled_diloco.syncer.checkpoints import forget_checkpoints, part_file
+from decoupled_diloco.syncer.coordinator import RETRY_SECONDS
+from decoupled_diloco.syncer.durable import ShardDisk
+from decoupled_diloco.syncer.fragments import PublishedCopy, ShardTensors
+from decoupled_diloco.syncer.payloads import Payloads
+from decoupled_diloco.syncer.result import initial_values, save_share
+from decoupled_diloco.syncer.shard_lease import NoStandby, ShardLease
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+MEMORY_SECONDS = 1.0
+"""How old what a merge's record remembers of learners may be: they tell it again."""
+
+
+class Worker:
+    """Folds, merges, installs, and writes what must be on the disk before anybody hears of it.
+
+    Args:
+        driver: Of the shard's machine.
+        tensors: Its fragments.
+        disk: Where they are durable, if they are.
+        payloads: Where bodies are recorded, if they are.
+        folder: The run's.
+        initial_weights: The run's file of them, if it has one.
+        downloads: Takes what is published.
+        shard_lease: By which this process acts.
+    """
+
+    def __init__(
+        self,
+        driver: Driver[words.SyncerEvent, words.SyncerEffect],
+        tensors: ShardTensors,
+        *,
+        disk: ShardDisk | None,
+        payloads: Payloads | None,
+        folder: Path,
+        initial_weights: Path | None,
+        downloads: Downloads,
+        shard_lease: ShardLease | NoStandby,
+    ) -> None:
+        self.tensors = tensors
+        self.disk = disk
+        self._machine: SyncerMachine = driver.machine
+        self._executor = runtime().worker("merge")
+        self._payloads = payloads
+        self._folder = folder
+        self._initial_weights = initial_weights
+        self._downloads = downloads
+        self._shard_lease = shard_lease
+        self._remembered_at, self._remembered = -math.inf, dict[str, Any]()
+
+    async def run(self, task: Callable[[], _T]) -> _T:
+        """Runs a function in the worker's thread, after those that were given before."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, task)
+
+    def close(self) -> None:
+        """Ends the thread, and closes the disk."""
+        self._executor.shutdown(wait=True, cancel_futures=True)
+        if self.disk is not None:
+            self.disk.close()
+
+    @executes(words.Fold)
+    async def _fold(self, order: words.Fold) -> None:
+        counts = (order.steps, order.tokens, order.scale, order.discount)
+        await self.run(partial(self.tensors.fold, order.fragment, order.ask, *counts))
+
+    @executes(words.Drop)
+    async def _drop(self, order: words.Drop) -> None:
+        await self.run(partial(self.tensors.drop, order.ask))
+
+    @executes(words.Merge)
+    async def _merge(self, order: words.Merge) -> Done | Failed | None:
+        number, fragment = order.round, order.fragment
+        tensors, disk = self.tensors, self.disk
+        memory = self._memory()
+
+        def merge() -> PublishedCopy:
+            if disk is None:
+                copy = tensors.merge(fragment)
+            else:
+                copy = disk.merge(fragment, order.version, memory)  # break: published-before-disk
+            return tensors.published(fragment, order.version, copy)
+
+        fenced = self._shard_lease.fenced(merge)
+
+        def merge_or_forget() -> PublishedCopy:
+            try:
+                return fenced()
+            finally:
+                tensors.forget_folded(fragment)
+
+        try:
+            published = await self.run(merge_or_forget)
+        except (MergeError, StorageError) as error:
+            logger.warning("round %d of fragment %d: %s", number, fragment, error)
+            # break: failed-merge-unreported
+            return Failed(order, str(error))
+        self._downloads.offer(fragment, order.version, published)
+        return Done(order, Made(published.digest))
+
+    def _memory(self) -> dict[str, Any]:
+        """What a merge's record remembers; with thousands of learners it is made now and then."""
+        at = now()
+        if at >= self._remembered_at + MEMORY_SECONDS:
+            self._remembered_at, self._remembered = at, encode(remembered(self._machine.state))
+        return self._remembered | {"clock": self._machine.state.clock}
+
+    @at_decision(words.Install)
+    def _install(self, order: words.Install) -> None:
+        """At once: the orders of the same decision already tell where the copy is."""
+        tensors, fragment = self.tensors, order.fragment
+        tensors.install_received(fragment, order.digest)
+        tensors.installed(fragment, order.version)
+        copy = PublishedCopy(
+            torch.empty(0, dtype=torch.float32, device="cpu"),
+            tensors.whole(fragment),
+            order.digest,
+        )
+        self._downloads.offer(fragment, order.version, copy)
+
+    @executes(words.Install)
+    def _keep(self, order: words.Install, _: None) -> Coroutine[Any, Any, None] | None:
+        begins = self._machine.state.phase == "ready"
+        is_last = order.fragment == self._machine.owned[-1]
+        return self.keep_installed() if is_last and self.disk is not None and not begins else None
+
+    async def keep_installed(self, then: Callable[[], None] | None = None) -> None:
+        """Writes what all fragments are now; with something to do ``then``, until it can."""
+        disk = self.disk
+        assert disk is not None
+        while True:
+            versions = {p: f.version for p, f in self._machine.state.fragments.items() if f.version}
+            memory = encode(remembered(self._machine.state))
+            try:
+                await self.run(partial(disk.installed, versions, memory))
+                break
+            except StorageError as error:
+                logger.error("%s: nothing is merged until it can", error)
+            if then is None:
+                return
+            await asyncio.sleep(RETRY_SECONDS)
+        if then is not None:
+            then()
+
+    @executes(TakeCheckpoint)
+    def _checkpoint(self, order: TakeCheckpoint) -> Coroutine[Any, Any, Done | Failed]:
+        return self._take_checkpoint(order, encode(remembered(self._machine.state)))
+
+    async def _take_checkpoint(
+        self, order: TakeCheckpoint, memory: dict[str, Any]
+    ) -> Done | Failed:
+        """The part is what the worker has when this has come through its queue; rounds go on."""
+        disk = self.disk
+        if disk is None:
+            return Failed(order, "syncer.persist=false keeps nothing")
+        part = await self.run(lambda: disk.part(memory))
+        path = part_file(self._folder, order.number, self._machine.shard)
+        try:
+            write = self._shard_lease.fenced(partial(part.write, path))
+            digest = await asyncio.to_thread(write)
+            return Done(order, Made(digest, size_of(path)))
+        except OSError as error:
+            return Failed(order, str(error))
+
+    @executes(ForgetCheckpoints)
+    async def _forget_checkpoints(self, order: ForgetCheckpoints) -> None:
+        await asyncio.to_thread(forget_checkpoints, self._folder, order.keep, order.before)
+
+    @executes(words.LoadWeights)
+    async def _load_weights(self, order: words.LoadWeights) -> Done:
+        path, payloads, tensors = self._initial_weights, self._payloads, self.tensors
+        assert path is not None
+        values_of = initial_values(path, tensors.plan, tensors.owned)
+        kept = values_of if payloads is None else payloads.keep_file(values_of)
+        digests = await self.run(lambda: tuple((p, tensors.install(p, v)) for p, v in kept))
+        return Done(order, words.WeightsLoaded(digests))
+
+    async def save_share(self, then: Callable[[], None]) -> None:
+        """Writes this shard's share of the result, with something to do ``then``."""
+        versions = {p: str(f.version) for p, f in self._machine.state.fragments.items()}
+        save = partial(save_share, self._folder, self._machine.shard, self.tensors, versions)
+        await self.run(self._shard_lease.fenced(save))
+        if self.disk is not None:
+            self.disk.memory = encode(remembered(self._machine.state))
+            await self.run(self.disk.finish)
+        then()
+
+    async def recover(self, term: int) -> words.DiskRead | None:
+        """Reads what an earlier life has left on the disk; ``None``: nothing of use."""
+        disk, payloads = self.disk, self._payloads
+        assert disk is not None
+        found = await self.run(disk.recover)
+        if found and payloads is not None:
+            await self.run(lambda: payloads.keep_recovered(term))
+        for problem in disk.problems:
+            logger.warning("%s", problem)
+        copies = [words.DurableCopy(p, d.version, d.digest) for p, d in sorted(found.items())]
+        if not copies:
+            return None
+        memory = None if disk.memory is None else decode(disk.memory, [words.ShardMemory])
+        return words.DiskRead(tuple(copies), memory, disk.is_exact)

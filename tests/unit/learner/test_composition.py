@@ -1,0 +1,71 @@
+"""What a `Learner` is made of, for one rank and for many."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+from torch import nn
+
+from decoupled_diloco.errors import ConfigError, DilocoError
+from decoupled_diloco.learner.model import TrainedModel
+from decoupled_diloco.learner.party import Solo
+from decoupled_diloco.learner.store import ModuleStore
+from decoupled_diloco.participants import Learner, Observer
+from decoupled_diloco.ranks.seat import RankSeat
+
+ADDRESS = "http://127.0.0.1:1"
+
+
+class Later(Learner):
+    """A learner that does not join in its constructor."""
+
+    def _enter(self) -> None:
+        pass
+
+
+class Seated(Later):
+    """Rank 0 of a learner of several, whose other ranks hear of errors only."""
+
+    errors: ClassVar[list[DilocoError]]
+
+    def _seat_of(self, model: Any, *given: Any) -> Any:
+        store = ModuleStore(model)
+        heard = self.errors
+
+        class Seat(SimpleNamespace):
+            leads = True
+            group = SimpleNamespace(size=2)
+            tells_errors = RankSeat.tells_errors
+
+            def train(self, *given: Any) -> TrainedModel:
+                return TrainedModel(model, None, store.layout)
+
+            def leave(self, error: DilocoError) -> None:
+                heard.append(error)
+
+        return Seat(store=store, exchange=None, checkpointer=None)
+
+
+@pytest.mark.parametrize("kind", [Learner, Observer])
+def test_a_participant_is_one_class(kind: type) -> None:
+    assert kind.__mro__ == (kind, object)
+    assert "__new__" not in vars(kind)
+
+
+def test_a_learner_of_one_rank_has_a_party_of_its_own() -> None:
+    learner = Later(nn.Linear(2, 2), ADDRESS, name="a")
+    party = learner._party
+    assert isinstance(party, Solo)
+    assert party.boundary.membership is party.membership
+    assert learner.name == "a"
+    party.leave("", abrupt=True)
+
+
+def test_an_argument_that_is_wrong_on_rank_0_is_told_to_the_others() -> None:
+    heard: list[DilocoError] = []
+    Seated.errors = heard
+    with pytest.raises(ConfigError, match="checkpoint='kept' needs name=") as error:
+        Seated(nn.Linear(2, 2), ADDRESS, checkpoint="kept")
+    assert heard == [error.value]

@@ -1,0 +1,270 @@
+"""Text that people read uses plain words: pages, messages, help and docstrings.
+
+`CONTRIBUTING.md` has the style guide. This test finds the words that the guide forbids, and long
+sentences in pages. `REMAINING` lists the files that still have such words; add none to it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+FORBIDDEN = re.compile(
+    r"\b(who|whom|whoever|nobody|everybody|is told|are told|tells of|is no \w+|hand(?:s|ed)? in"
+    r"|so many|goes on with|for ever|by and by|else's|how-manieth|one's own|anew)\b(?!')",
+    re.IGNORECASE,
+)
+"""Words for persons used for processes, and turns of phrase that a reader has to translate."""
+
+ALLOWED: dict[str, str] = {}
+"""Files that may use these words, each with the reason."""
+
+SENTENCE_WORDS_MAX = 30
+
+REMAINING: dict[str, int] = {
+    "ARCHITECTURE.md": 5,
+    "CONTRIBUTING.md": 3,
+    "README.md": 1,
+    "docs/comparison.md": 1,
+    "docs/concepts/apply.md": 2,
+    "docs/concepts/versions.md": 1,
+    "docs/how-to/experiment-logs.md": 1,
+    "docs/how-to/kubernetes.md": 1,
+    "docs/how-to/little-traffic.md": 1,
+    "docs/how-to/monitoring.md": 3,
+    "docs/how-to/preemption.md": 8,
+    "docs/how-to/ranks.md": 2,
+    "docs/how-to/simulate.md": 1,
+    "docs/how-to/skypilot.md": 1,
+    "docs/how-to/slurm.md": 2,
+    "docs/how-to/tls.md": 1,
+    "docs/how-to/watch.md": 4,
+    "docs/limits.md": 2,
+    "docs/reference/resume.md": 2,
+    "docs/reference/tests.md": 11,
+    "docs/resilience.md": 2,
+    "docs/security.md": 4,
+    "packages/engines/src/decoupled_diloco_engines/kubernetes_objects.py": 1,
+    "packages/engines/src/decoupled_diloco_engines/ray.py": 2,
+    "packages/engines/src/decoupled_diloco_engines/ray_cluster.py": 2,
+    "packages/lab/src/decoupled_diloco_lab/chaos/brake.py": 1,
+    "packages/lab/src/decoupled_diloco_lab/simulate/crowd.py": 3,
+    "packages/lab/src/decoupled_diloco_lab/simulate/network.py": 2,
+    "packages/lab/src/decoupled_diloco_lab/simulate/script.py": 1,
+    "packages/lab/src/decoupled_diloco_lab/simulate/system.py": 1,
+    "packages/lab/src/decoupled_diloco_lab/simulate/weights_replay.py": 1,
+    "src/decoupled_diloco/__main__.py": 1,
+    "src/decoupled_diloco/cli/list.py": 1,
+    "src/decoupled_diloco/cli/logs.py": 1,
+    "src/decoupled_diloco/cli/runs.py": 2,
+    "src/decoupled_diloco/config/addresses.py": 1,
+    "src/decoupled_diloco/config/files.py": 3,
+    "src/decoupled_diloco/config/plugins.py": 1,
+    "src/decoupled_diloco/config/run.py": 1,
+    "src/decoupled_diloco/launch/__init__.py": 1,
+    "src/decoupled_diloco/launch/certificates.py": 4,
+    "src/decoupled_diloco/launch/collecting.py": 1,
+    "src/decoupled_diloco/launch/doctor/machine.py": 1,
+    "src/decoupled_diloco/launch/engine.py": 1,
+    "src/decoupled_diloco/launch/folder.py": 6,
+    "src/decoupled_diloco/launch/fork_server.py": 9,
+    "src/decoupled_diloco/launch/launch_folder.py": 2,
+    "src/decoupled_diloco/launch/local.py": 3,
+    "src/decoupled_diloco/launch/ports.py": 1,
+    "src/decoupled_diloco/launch/processes.py": 1,
+    "src/decoupled_diloco/launch/rank_processes.py": 3,
+    "src/decoupled_diloco/launch/resume.py": 3,
+    "src/decoupled_diloco/launch/roles.py": 2,
+    "src/decoupled_diloco/launch/run_logger.py": 2,
+    "src/decoupled_diloco/launch/secrets.py": 1,
+    "src/decoupled_diloco/launch/shard_role.py": 2,
+    "src/decoupled_diloco/launch/supervised.py": 2,
+    "src/decoupled_diloco/launch/supervisor.py": 3,
+    "src/decoupled_diloco/launch/termination.py": 5,
+    "src/decoupled_diloco/launch/timing.py": 3,
+    "src/decoupled_diloco/learner/background.py": 3,
+    "src/decoupled_diloco/learner/boundary.py": 1,
+    "src/decoupled_diloco/learner/checkpoint.py": 4,
+    "src/decoupled_diloco/learner/checkpointer.py": 2,
+    "src/decoupled_diloco/learner/connections.py": 6,
+    "src/decoupled_diloco/learner/exchange.py": 1,
+    "src/decoupled_diloco/learner/options.py": 1,
+    "src/decoupled_diloco/learner/party.py": 1,
+    "src/decoupled_diloco/learner/payloads.py": 1,
+    "src/decoupled_diloco/learner/reports.py": 1,
+    "src/decoupled_diloco/learner/sharded_state.py": 1,
+    "src/decoupled_diloco/learner/store.py": 1,
+    "src/decoupled_diloco/learner/transfers.py": 2,
+    "src/decoupled_diloco/merge/plan.py": 1,
+    "src/decoupled_diloco/monitor/endpoint.py": 1,
+    "src/decoupled_diloco/participants.py": 1,
+    "src/decoupled_diloco/protocol/adapt.py": 1,
+    "src/decoupled_diloco/protocol/features/data.py": 1,
+    "src/decoupled_diloco/protocol/features/transfer.py": 4,
+    "src/decoupled_diloco/protocol/fill.py": 1,
+    "src/decoupled_diloco/protocol/gate.py": 2,
+    "src/decoupled_diloco/protocol/members.py": 1,
+    "src/decoupled_diloco/protocol/words.py": 3,
+    "src/decoupled_diloco/ranks/checkpoints.py": 2,
+    "src/decoupled_diloco/ranks/group.py": 7,
+    "src/decoupled_diloco/ranks/model.py": 1,
+    "src/decoupled_diloco/ranks/party.py": 5,
+    "src/decoupled_diloco/ranks/redistribute.py": 3,
+    "src/decoupled_diloco/ranks/store.py": 6,
+    "src/decoupled_diloco/ranks/sync_ranks.py": 11,
+    "src/decoupled_diloco/run_model/model.py": 1,
+    "src/decoupled_diloco/run_model/words.py": 3,
+    "src/decoupled_diloco/show/explain.py": 5,
+    "src/decoupled_diloco/show/page/document.py": 1,
+    "src/decoupled_diloco/show/page/history.py": 1,
+    "src/decoupled_diloco/show/page/site.py": 2,
+    "src/decoupled_diloco/show/report.py": 1,
+    "src/decoupled_diloco/show/terminal.py": 1,
+    "src/decoupled_diloco/syncer/bodies.py": 5,
+    "src/decoupled_diloco/syncer/checkpoint_requests.py": 1,
+    "src/decoupled_diloco/syncer/checkpoints.py": 2,
+    "src/decoupled_diloco/syncer/connections.py": 5,
+    "src/decoupled_diloco/syncer/coordinator.py": 6,
+    "src/decoupled_diloco/syncer/durable.py": 4,
+    "src/decoupled_diloco/syncer/fragments.py": 2,
+    "src/decoupled_diloco/syncer/kept.py": 1,
+    "src/decoupled_diloco/syncer/link.py": 1,
+    "src/decoupled_diloco/syncer/payloads.py": 1,
+    "src/decoupled_diloco/syncer/seals.py": 3,
+    "src/decoupled_diloco/syncer/shard.py": 2,
+    "src/decoupled_diloco/syncer/shard_lease.py": 7,
+    "src/decoupled_diloco/syncer/tapes.py": 5,
+    "src/decoupled_diloco/tape/__init__.py": 2,
+    "src/decoupled_diloco/tape/reader.py": 1,
+    "src/decoupled_diloco/tape/records.py": 1,
+    "src/decoupled_diloco/tape/replay.py": 4,
+    "src/decoupled_diloco/tape/sources.py": 2,
+    "src/decoupled_diloco/tape/writer.py": 2,
+    "src/decoupled_diloco/transport/base.py": 2,
+    "src/decoupled_diloco/transport/door.py": 1,
+    "src/decoupled_diloco/transport/http_server.py": 1,
+    "src/decoupled_diloco/transport/reach.py": 1,
+    "src/decoupled_diloco/transport/tokens.py": 2,
+    "src/decoupled_diloco/workloads/__init__.py": 8,
+    "src/decoupled_diloco/workloads/base.py": 3,
+    "src/decoupled_diloco/workloads/text.py": 2,
+}
+"""Forbidden words that are left in a file."""
+
+LONG_SENTENCES: dict[str, int] = {
+    "ARCHITECTURE.md": 6,
+    "docs/comparison.md": 6,
+    "docs/concepts/apply.md": 2,
+    "docs/concepts/clock.md": 1,
+    "docs/concepts/round.md": 1,
+    "docs/costs.md": 3,
+    "docs/how-to/explain.md": 1,
+    "docs/how-to/own-data.md": 1,
+    "docs/limits.md": 1,
+    "docs/planning.md": 2,
+    "docs/reference/faults.md": 2,
+    "docs/reference/planning.md": 1,
+    "docs/resilience.md": 1,
+    "docs/tutorial/report.md": 1,
+}
+"""Long sentences that are left in a page."""
+
+
+def listed(*patterns: str) -> list[Path]:
+    """The files of the repository that match, without those that are ignored."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *patterns]
+    found = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    return [ROOT / name for name in found if (ROOT / name).is_file()]
+
+
+PAGES = listed(
+    "README.md",
+    "CONTRIBUTING.md",
+    "ARCHITECTURE.md",
+    "SECURITY.md",
+    "docs/*.md",
+    "packages/*/README.md",
+)
+SOURCES = listed("src/*.py", "packages/*.py", "examples/*.py")
+
+
+def prose_of(page: Path) -> str:
+    """A page without code, comments, tables and link targets."""
+    text = re.sub(r"<!--.*?-->|^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"\]\([^)]*\)", "]", text)
+    return re.sub(r"`[^`]*`", "`x`", text)
+
+
+def strings_of(source: Path) -> list[tuple[int, str]]:
+    """The texts of a module with spaces in them, with their lines, and its comments."""
+    text = source.read_text()
+    found = [
+        (node.lineno, node.value)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value
+    ]
+    comments = re.finditer(r"(?m)(?:^|\s)# (.*)$", text)
+    return found + [(text.count("\n", 0, each.start()) + 1, each[1]) for each in comments]
+
+
+def sentences_of(text: str) -> list[str]:
+    """The sentences of paragraphs and list items, without tables, headings and quoted blocks."""
+    lines = [
+        "" if re.match(r"\s*(\||#|!!!|\?\?\?|:::)", line) else line for line in text.splitlines()
+    ]
+    blocks = re.split(r"\n\s*\n|\n\s*(?:[-*]|\d+\.) ", "\n".join(lines))
+    return [
+        each for block in blocks for each in re.split(r"(?<=[.!?:])\s+", " ".join(block.split()))
+    ]
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("path", [*PAGES, *SOURCES], ids=name_of)
+def test_text_has_no_forbidden_words(path: Path) -> None:
+    if path.suffix == ".md":
+        lines = enumerate(prose_of(path).splitlines(), start=1)
+        found = [
+            f"{word}: {line.strip()[:90]}" for _, line in lines for word in FORBIDDEN.findall(line)
+        ]
+    else:
+        found = [
+            f"line {line}: {word}"
+            for line, text in strings_of(path)
+            for word in FORBIDDEN.findall(text)
+        ]
+    name = name_of(path)
+    if name not in ALLOWED:
+        assert len(found) <= REMAINING.get(name, 0), "\n".join(found)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_sentences_of_a_page_are_short(page: Path) -> None:
+    long = [
+        each
+        for each in sentences_of(prose_of(page))
+        if len(re.findall(r"\w\S*", each)) > SENTENCE_WORDS_MAX
+    ]
+    assert len(long) <= LONG_SENTENCES.get(name_of(page), 0), "\n".join(long)
+
+
+def test_the_check_finds_what_it_is_for(tmp_path: Path) -> None:
+    page, source = tmp_path / "page.md", tmp_path / "source.py"
+    page.write_text("Who begins is told.\n\n```sh\nwho\n```\n\n" + "word " * 31 + ".\n")
+    source.write_text('"""Nobody waits."""\nx = 1  # goes on for ever\ny = "who"\n')
+    assert FORBIDDEN.findall(prose_of(page)) == ["Who", "is told"]
+    assert [len(each.split()) > SENTENCE_WORDS_MAX for each in sentences_of(prose_of(page))][-1]
+    assert [word for _, text in strings_of(source) for word in FORBIDDEN.findall(text)] == [
+        "Nobody",
+        "for ever",
+    ]
