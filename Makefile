@@ -49,15 +49,15 @@ chaos: $(STAMP)  ## half an hour of failures of every kind, and the verdict
 
 gpu: $(STAMP)  ## on a machine with a GPU: every CUDA path, in ten minutes: benchmarks/results/gpu
 	@code=0; $(BIN)/python benchmarks/gpu.py || code=$$?; \
-		$(BIN)/python benchmarks/tables.py && exit $$code
+		$(BIN)/python benchmarks/result_tables.py && exit $$code
 
 goodput: $(STAMP)  ## table and plots of what failures cost a million chips: benchmarks/results/goodput
 	$(BIN)/python benchmarks/goodput.py
-	$(BIN)/python benchmarks/tables.py
+	$(BIN)/python benchmarks/result_tables.py
 
 plan: $(STAMP)  ## the planner's tables and plots: benchmarks/results/plan
-	$(BIN)/python benchmarks/plan.py
-	$(BIN)/python benchmarks/tables.py
+	$(BIN)/python benchmarks/plan_tables.py
+	$(BIN)/python benchmarks/result_tables.py
 
 sbom: $(STAMP)  ## what an installation brings, with versions and licences: dist/sbom.json
 	$(BIN)/python deploy/sbom.py dist/sbom.json --extras cli

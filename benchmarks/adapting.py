@@ -23,7 +23,7 @@ from typing import Any
 from virtual import LEARNERS, RATES, SEQUENCES, SIZE, Row, Watch, compare, interval, mean_of
 
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.protocol.words import Note
+from decoupled_diloco.protocol.messages import Note
 from decoupled_diloco_lab.simulate import LearnerSpec
 from decoupled_diloco_lab.simulate.training import virtual_run
 

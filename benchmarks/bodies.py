@@ -8,8 +8,8 @@ import ssl
 import threading
 from typing import Any
 
-from decoupled_diloco.transport.base import Channel
 from decoupled_diloco.transport.http_server import HttpServer
+from decoupled_diloco.transport.interface import Channel
 
 MIB, GIB = 1 << 20, 1 << 30
 PIECE = 512 << 10

@@ -17,9 +17,9 @@ from evidence import keep, options, spread
 
 from decoupled_diloco.merge import body_digest, layout_of, make_outer
 from decoupled_diloco.merge.plan import MergePlan
-from decoupled_diloco.protocol.words import Asking, Version
+from decoupled_diloco.protocol.messages import Asking, Version
 from decoupled_diloco.syncer.durable import ShardDisk
-from decoupled_diloco.syncer.fragments import ShardTensors
+from decoupled_diloco.syncer.shard_tensors import ShardTensors
 
 FRAGMENTS = 8
 

@@ -23,7 +23,7 @@ import torch
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-sys.path.insert(0, str(HERE.parent / "tests"))  # for `worlds`, before benchmarks/worlds.py
+sys.path.insert(0, str(HERE.parent / "tests"))  # for `worlds`, before benchmarks/random_worlds.py
 ABOUT: dict[str, dict[str, Any]] = tomllib.loads((HERE / "benchmarks.toml").read_text())
 
 

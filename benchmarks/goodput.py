@@ -15,9 +15,7 @@ from typing import Any
 from evidence import HERE, keep, options
 
 from decoupled_diloco_plan.goodput.calibrate import CHIPS
-from decoupled_diloco_plan.goodput.pace import pace_of
-from decoupled_diloco_plan.goodput.picture import plot_goodput, plot_timeline
-from decoupled_diloco_plan.goodput.settings import (
+from decoupled_diloco_plan.goodput.cluster_settings import (
     BLOCK_CHIPS,
     PREEMPTED_A_DAY,
     SYSTEMS,
@@ -26,6 +24,8 @@ from decoupled_diloco_plan.goodput.settings import (
     Constants,
     stay_of,
 )
+from decoupled_diloco_plan.goodput.pace import pace_of
+from decoupled_diloco_plan.goodput.picture import plot_goodput, plot_timeline
 from decoupled_diloco_plan.goodput.study import Effort, cells, study
 
 sys.path.insert(0, str(HERE.parent / "tests"))

@@ -15,14 +15,14 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from bench_runs import carry_out, paced
 from evidence import keep, options, spread
-from runs import carry_out, paced
 
 from decoupled_diloco.run_model import read_run
 from decoupled_diloco.run_model.accounts import account_for
-from decoupled_diloco_plan.goodput.accounts import Account, Feed, enter
-from decoupled_diloco_plan.goodput.life import NEVER, Habits, Life, Slices
-from decoupled_diloco_plan.goodput.settings import microseconds
+from decoupled_diloco_plan.goodput.chip_learner import NEVER, Habits, Life, Slices
+from decoupled_diloco_plan.goodput.chip_time import Account, Feed, enter
+from decoupled_diloco_plan.goodput.cluster_settings import microseconds
 
 LEARNERS = 4
 MEASURED = ((0.3, 1),)

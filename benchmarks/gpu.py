@@ -40,12 +40,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_runs import a_syncer, end_with_its_children, free_port
 from evidence import RESULTS, keep, parser, spread
 from gpu_parts import COMPARISON, FRAGMENTS, SIZES, run_part
-from runs import a_syncer, end_with_its_children, free_port
 
 TESTS = {
-    "tests": ("tests/unit/learner/test_store.py", "tests/unit/ranks/test_tensors.py"),
+    "tests": ("tests/unit/learner/test_parameter_store.py", "tests/unit/ranks/test_tensors.py"),
     "paths": ("tests/on_gpu/test_paths.py",),
     "product": ("tests/on_gpu/test_product.py",),
 }

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
+from bench_runs import carry_out
 from evidence import keep, options, spread
-from runs import carry_out
 
 from decoupled_diloco.run_model import read_run
 from decoupled_diloco.run_model.accounts import account_for

@@ -32,13 +32,13 @@ from evidence import keep, options, spread, spreads
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.method import plan_of
-from decoupled_diloco.launch.collecting import Survivors
+from decoupled_diloco.launch.gc_pauses import Survivors
 from decoupled_diloco.launch.processes import open_tape
 from decoupled_diloco.merge import Codec, body_digest, layout_of
-from decoupled_diloco.protocol import words
+from decoupled_diloco.protocol import messages
+from decoupled_diloco.protocol.messages import Asking, Version
 from decoupled_diloco.protocol.wire import encode
-from decoupled_diloco.protocol.words import Asking, Version
-from decoupled_diloco.storage.weights import save_weights
+from decoupled_diloco.storage.weight_files import save_weights
 from decoupled_diloco.syncer.shard import Shard
 from memory_transport import MemoryClient, MemoryNetwork, MemoryServer
 
@@ -97,10 +97,10 @@ class Handlers:
         begun = now()
         effects = self._handle(at, event)
         sample = since(begun)
-        kind = type(event.message if isinstance(event, words.Received) else event).__name__
-        if any(isinstance(effect, words.RoundOpened) for effect in effects):
+        kind = type(event.message if isinstance(event, messages.Received) else event).__name__
+        if any(isinstance(effect, messages.RoundOpened) for effect in effects):
             kind += " that opens a round"
-        elif any(isinstance(effect, words.Evict) for effect in effects):
+        elif any(isinstance(effect, messages.Evict) for effect in effects):
             kind += " that evicts"
         self.samples[kind].append(sample)
         self.effects[kind] = max(self.effects[kind], len(effects))
@@ -120,7 +120,7 @@ class Learner:
     async def join(self) -> None:
         """Join at the coordinator, then greet the shard."""
         self.member = await self._dial(
-            words.Join(self.name, f"nonce of {self.name}", "learner", self.world.layout)
+            messages.Join(self.name, f"nonce of {self.name}", "learner", self.world.layout)
         )
         admitted = await self.member.receive()
         assert admitted["type"] == "Admitted", admitted
@@ -129,14 +129,14 @@ class Learner:
     async def greet(self, epoch: int = 1) -> None:
         """Greet the shard on a new connection."""
         self.channel = await self._dial(
-            words.Hello(
+            messages.Hello(
                 self.name, epoch, f"nonce of {self.name}", "learner", self.step, 0, None, ()
             )
         )
         while (await self.channel.receive())["type"] != "Welcome":
             pass
 
-    async def _dial(self, first: words.Join | words.Hello) -> Any:
+    async def _dial(self, first: messages.Join | messages.Hello) -> Any:
         channel = await self.client.connect(self.world.server.address, "learner", self.name)
         channel.send(encode(first))
         return channel
@@ -144,7 +144,7 @@ class Learner:
     def report(self) -> None:
         """Report one more step."""
         self.step += 1
-        self.channel.send(encode(words.StepReport(self.step, 64 * self.step, 1.0)))
+        self.channel.send(encode(messages.StepReport(self.step, 64 * self.step, 1.0)))
 
     def received(self) -> list[dict[str, Any]]:
         """Return the shard's messages since the last call."""
@@ -158,7 +158,7 @@ class Learner:
             of(**{key: value for key, value in pull[name].items() if key != "type"})
             for of, name in ((Version, "base"), (Asking, "ask"))
         )
-        upload = words.Upload(
+        upload = messages.Upload(
             pull["fragment"],
             ask,
             base,

@@ -20,15 +20,15 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from bench_runs import TOKEN, called, calling
 from evidence import keep, options, spread
-from runs import TOKEN, called, calling
 
 from decoupled_diloco import Learner
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.launch.local import LocalRun
-from decoupled_diloco.storage.weights import load_weights
+from decoupled_diloco.storage.weight_files import load_weights
 from decoupled_diloco.workloads import load_workload
-from decoupled_diloco.workloads.divided import Parallelism, divided, share_of_data
+from decoupled_diloco.workloads.rank_split import Parallelism, divided, share_of_data
 
 MIXED: tuple[Parallelism, ...] = ("plain", "fsdp", "tp")
 PLAIN: tuple[Parallelism, ...] = ("plain", "plain", "plain")

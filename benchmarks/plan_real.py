@@ -26,19 +26,19 @@ from evidence import RESULTS, keep, options
 
 from decoupled_diloco.config import RunConfig, dump_config
 from decoupled_diloco.config.method import options_of
-from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.protocol.machine_options import Options
 from decoupled_diloco.tape import TapeReader
 from decoupled_diloco.tape.records import Record
 from decoupled_diloco_plan.bandwidth.case import Case, Model, wire_format
 from decoupled_diloco_plan.bandwidth.inputs import model_of
 from decoupled_diloco_plan.bandwidth.network import HUB, Link, Network, Site
-from decoupled_diloco_plan.bandwidth.rounds import simulate
-from decoupled_diloco_plan.bandwidth.steady import Rounds
+from decoupled_diloco_plan.bandwidth.round_periods import simulate
+from decoupled_diloco_plan.bandwidth.steady_state import Rounds
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from network import spaces
+from network import network_spaces
 
-spaces.FAR, spaces.NEAR = "ddplan-far", "ddplan-near"
+network_spaces.FAR, network_spaces.NEAR = "ddplan-far", "ddplan-near"
 
 LEARNERS = 2
 QUEUE_SECONDS = 0.2
@@ -62,7 +62,7 @@ def config_of(system: str, step_seconds: float, folder: Path, steps: int) -> Run
     return RunConfig(
         run={"folder": folder / "run", "learners": LEARNERS, **budget},
         sync=sync,
-        syncer={"host": spaces.FAR_ADDRESS, "port": 7070, "token_file": folder / "token"},
+        syncer={"host": network_spaces.FAR_ADDRESS, "port": 7070, "token_file": folder / "token"},
         workload={"name": "paced", "options": {"step_seconds": step_seconds, **SMALL}},
     )
 
@@ -87,19 +87,21 @@ def predicted(config: RunConfig, mbit: float, handling_seconds: float) -> Rounds
 def counters() -> tuple[float, int, int]:
     """Return the time, and the bytes that have left and entered the learners' end."""
     names = [f"/sys/class/net/dd1/statistics/{way}_bytes" for way in ("tx", "rx")]
-    command = ["ip", "netns", "exec", spaces.NEAR, "cat", *names]
+    command = ["ip", "netns", "exec", network_spaces.NEAR, "cat", *names]
     sent, received = subprocess.run(command, check=True, capture_output=True).stdout.split()
     return time.monotonic(), int(sent), int(received)
 
 
-def carry_out(config: RunConfig, made: spaces.Link, folder: Path) -> list[tuple[float, int, int]]:
+def carry_out(
+    config: RunConfig, made: network_spaces.Link, folder: Path
+) -> list[tuple[float, int, int]]:
     """Carry out the run; return the counters over time."""
     (folder / "token").write_text("a secret")
     path = folder / "run.toml"
     path.write_text(dump_config(config))
-    made.start(spaces.FAR, "syncer", str(path), "--shard", "0")
+    made.start(network_spaces.FAR, "syncer", str(path), "--shard", "0")
     for index in range(LEARNERS):
-        made.start(spaces.NEAR, "learner", str(path), "--index", str(index))
+        made.start(network_spaces.NEAR, "learner", str(path), "--index", str(index))
     samples = []
     deadline = time.monotonic() + 400
     while any(process.poll() is None for process in made.started):
@@ -155,7 +157,7 @@ def one(system: str, step_seconds: float, mbit: float, steps: int, warm: int) ->
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = config_of(system, step_seconds, folder, steps)
-        with spaces.link(folder, mbit=mbit) as made:
+        with network_spaces.link(folder, mbit=mbit) as made:
             samples = carry_out(config, made, folder)
             real = measured(config, samples, warm)
     row = {"system": system, "step_seconds": step_seconds, "mbit": mbit, "measured": real}
@@ -206,7 +208,7 @@ def main() -> None:
         warm=8,
         again=False,  # predict again without running anything
     )
-    missing = spaces.unavailable()
+    missing = network_spaces.unavailable()
     if missing and not arguments.again:
         raise SystemExit(f"rate-limited links are not available: {missing}")
     path = RESULTS / "plan_real" / "raw.json"

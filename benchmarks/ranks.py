@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from bench_runs import TOKEN, a_syncer, called, calling
 from evidence import keep, options, spread
-from loops import by_turns, gpt_loop, medians, throughput_percent
-from runs import TOKEN, a_syncer, called, calling
+from timed_loops import by_turns, gpt_loop, medians, throughput_percent
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -41,7 +41,7 @@ from torch.distributed.tensor.parallel import (
 from decoupled_diloco import Learner
 from decoupled_diloco.merge import Fragment, layout_of, local_of, partition
 from decoupled_diloco.ranks.group import RankGroup
-from decoupled_diloco.ranks.model import described, joined
+from decoupled_diloco.ranks.rank_model import described, joined
 from decoupled_diloco.ranks.redistribute import HeldRows, Parts, Redistribution
 from decoupled_diloco.ranks.sync_ranks import Carrier
 from decoupled_diloco.runtime import blocking

@@ -15,8 +15,8 @@ from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
+from bench_runs import carry_out
 from evidence import keep, options, spread
-from runs import carry_out
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.launch.local import LocalRun

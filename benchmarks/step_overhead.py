@@ -27,16 +27,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_runs import TOKEN, a_syncer, answer, called, start
 from evidence import keep, options, spread
-from loops import by_turns, gpt_loop, medians, of_blocks, throughput_percent
-from runs import TOKEN, a_syncer, answer, called, start
+from timed_loops import by_turns, gpt_loop, medians, of_blocks, throughput_percent
 from torch import nn
 
 from decoupled_diloco import Learner
 from decoupled_diloco.config.sync import bits_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from network import spaces
+from network import network_spaces
 
 CASES = {
     "0.87M": {"layers": 4, "width": 128, "heads": 4, "batch_size": 16},
@@ -62,7 +62,7 @@ LINKS_MBIT = {"0.87M": 1.0, "25M": 8.0}
 """Link rates that saturate: a step's traffic is 72 kB in 0.15 s, or 2.1 MB in 0.6 s, per direction.
 """
 
-spaces.FAR, spaces.NEAR = "ddiloco-far", "ddiloco-near"
+network_spaces.FAR, network_spaces.NEAR = "ddiloco-far", "ddiloco-near"
 
 
 def loop_of_experts(count: int) -> tuple[nn.Module, Callable[[], int]]:
@@ -161,11 +161,14 @@ def run_case(
         "sync": {"fragments": fragments, "codec": {"uplink": codec, "downlink": codec}},
         "workload": {"options": {**OPTIONS.get(case, {}), "total_steps": 10**6}},
     }
-    inside = [["ip", "netns", "exec", space] if mbit else [] for space in (spaces.FAR, spaces.NEAR)]
-    host = spaces.FAR_ADDRESS if mbit else "127.0.0.1"
+    inside = [
+        ["ip", "netns", "exec", space] if mbit else []
+        for space in (network_spaces.FAR, network_spaces.NEAR)
+    ]
+    host = network_spaces.FAR_ADDRESS if mbit else "127.0.0.1"
     with (
         tempfile.TemporaryDirectory() as name,
-        spaces.link(Path(name), mbit) if mbit else nullcontext(),
+        network_spaces.link(Path(name), mbit) if mbit else nullcontext(),
         a_syncer(tables, host=host, before=inside[0], environment=environment) as syncer,
     ):
         own = case, syncer.address, blocks, steps
@@ -218,7 +221,7 @@ def main() -> None:
             for case, mbit in chosen
         }
     for name, case in cases.items():
-        if case[1] and spaces.unavailable():
+        if case[1] and network_spaces.unavailable():
             result[f"{case[0]}, link saturated"] = "not measured: namespaces need root"
             continue
         found = run_case(*case, arguments.blocks, arguments.steps)

@@ -13,8 +13,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from bench_runs import carry_out, paced
 from evidence import keep, options, spread
-from runs import carry_out, paced
 
 from decoupled_diloco.launch.local import LocalRun
 from decoupled_diloco.tape import TapeReader

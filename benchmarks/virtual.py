@@ -22,7 +22,7 @@ from torch import Tensor
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.sync import bits_of
 from decoupled_diloco.merge.outer import NesterovSGD
-from decoupled_diloco.protocol.words import Apply, RoundFinished, StepFinished
+from decoupled_diloco.protocol.messages import Apply, RoundFinished, StepFinished
 from decoupled_diloco.workloads import Workload, load_workload
 from decoupled_diloco_lab.simulate import LearnerSpec
 from decoupled_diloco_lab.simulate.training import train_virtually

@@ -13,18 +13,18 @@ from mkdocs.structure.files import File, Files
 
 sys.path.insert(0, str(Path(__file__).parent / "reference"))
 
-import commands
-import configuration
-import metrics
-import scenario
-import tape
+import commands_page
+import configuration_page
+import metrics_page
+import scenario_page
+import tape_page
 
 GENERATED = {
-    "reference/commands.md": commands.page,
-    "reference/configuration.md": configuration.page,
-    "reference/metrics.md": metrics.page,
-    "reference/scenario.md": scenario.page,
-    "reference/tape.md": tape.page,
+    "reference/commands.md": commands_page.page,
+    "reference/configuration.md": configuration_page.page,
+    "reference/metrics.md": metrics_page.page,
+    "reference/scenario.md": scenario_page.page,
+    "reference/tape.md": tape_page.page,
 }
 
 

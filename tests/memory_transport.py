@@ -12,12 +12,19 @@ from dataclasses import dataclass, field
 
 from decoupled_diloco.errors import ProtocolError, TransportError
 from decoupled_diloco.runtime import now
-from decoupled_diloco.transport.base import PIECE_BYTES, Encoded, Health, OnChannel, Peer, Stats
-from decoupled_diloco.transport.bodies import PREFIX, BodyBooks, Download, Stream
+from decoupled_diloco.transport.byte_ranges import Range, RangeSet, Window
 from decoupled_diloco.transport.channel import NOTHING_MORE, Mailbox, decode, encode, handle
+from decoupled_diloco.transport.interface import (
+    PIECE_BYTES,
+    Encoded,
+    Health,
+    OnChannel,
+    Peer,
+    Stats,
+)
 from decoupled_diloco.transport.limits import Limits
+from decoupled_diloco.transport.payload_store import PREFIX, BodyBooks, Download, Stream
 from decoupled_diloco.transport.pool import ReceivePool
-from decoupled_diloco.transport.ranges import Range, RangeSet, Window
 from decoupled_diloco.transport.tokens import (
     RequestRefusal,
     Tokens,

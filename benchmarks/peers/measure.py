@@ -32,8 +32,8 @@ from typing import Any
 from common import MODELS, Task
 from environments import INTO
 from links import ADDRESSES, LINKS, joined, unavailable
-from run import FAULTS, Row, Run
-from systems import HERE, SYSTEMS
+from peer_run import FAULTS, Row, Run
+from peer_systems import HERE, SYSTEMS
 
 sys.path.insert(0, str(HERE.parent))
 

@@ -14,8 +14,8 @@ from drawing import BLUE, FAINT, GREEN, GREY, ORANGE, Drawing, Point
 from decoupled_diloco.config import OuterSettings, RunConfig, RunSettings, SyncSettings
 from decoupled_diloco.config.method import plan_of, public_text, read_public
 from decoupled_diloco.learner.exchange import LearnerTensors, Mode
-from decoupled_diloco.learner.store import ModuleStore
-from decoupled_diloco.protocol.words import Asking
+from decoupled_diloco.learner.parameter_store import ModuleStore
+from decoupled_diloco.protocol.messages import Asking
 
 STEPS, SENT, TAKEN = 12, 5, 7
 HIGHEST = 1.25

@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import apply
-import clock
+import clock_picture
 import frontier
 import overview
 import planes
@@ -21,7 +21,7 @@ import round
 PICTURES: dict[str, Callable[[], str]] = {
     "../overview.svg": overview.draw,
     "apply.svg": apply.draw,
-    "clock.svg": clock.draw,
+    "clock.svg": clock_picture.draw,
     "frontier.svg": frontier.draw,
     "planes.svg": planes.draw,
     "round.svg": round.draw,

@@ -1,4 +1,4 @@
-"""Loss against traffic, from the folder that `benchmarks/settings.py longer` has kept."""
+"""Loss against traffic, from the folder that `benchmarks/settings_sweep.py longer` has kept."""
 
 from __future__ import annotations
 

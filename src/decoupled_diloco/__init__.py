@@ -24,10 +24,10 @@ from decoupled_diloco.errors import (
 if TYPE_CHECKING:
     from decoupled_diloco import data
     from decoupled_diloco.config.plugins import allow_codec
-    from decoupled_diloco.export.run import load_model
-    from decoupled_diloco.export.weights import load_weights
+    from decoupled_diloco.export.run_export import load_model
+    from decoupled_diloco.export.run_weights import load_weights
     from decoupled_diloco.learner.optimizers import register_weight_copies
-    from decoupled_diloco.learner.options import (
+    from decoupled_diloco.learner.option_groups import (
         Checkpointing,
         Observability,
         StateSharing,
@@ -62,16 +62,16 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Checkpointing": "learner.options",
+    "Checkpointing": "learner.option_groups",
     "Learner": "participants",
-    "Observability": "learner.options",
+    "Observability": "learner.option_groups",
     "Observer": "participants",
-    "StateSharing": "learner.options",
-    "Timeouts": "learner.options",
+    "StateSharing": "learner.option_groups",
+    "Timeouts": "learner.option_groups",
     "TLSConfig": "transport.tls",
     "allow_codec": "config.plugins",
-    "load_model": "export.run",
-    "load_weights": "export.weights",
+    "load_model": "export.run_export",
+    "load_weights": "export.run_weights",
     "register_codec": "merge.codec",
     "register_weight_copies": "learner.optimizers",
 }

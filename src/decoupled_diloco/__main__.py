@@ -10,7 +10,7 @@ import sys
 from importlib.util import find_spec
 from typing import NoReturn
 
-from decoupled_diloco.config.files import INSTALL
+from decoupled_diloco.config.toml_files import INSTALL
 from decoupled_diloco.errors import ConfigError
 
 NEEDED = ("jinja2", "prometheus_client", "rich", "tomli_w", "typer")

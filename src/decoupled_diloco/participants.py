@@ -13,14 +13,15 @@ learner.close()
 
 - `learner.membership.Membership`: joins the run, and has the links to coordinator and shards, which
   the *background* keeps (`learner.background`: a thread with one event loop).
-- `learner.model.TrainedModel`: the program's model and inner optimizers, and the checks on them.
+- `learner.learner_model.TrainedModel`: the program's model and inner optimizers, and the
+  checks on them.
 - `learner.boundary.Boundary`: what happens between two steps: apply staged copies, copy due
   fragments, count, take checkpoints. `learner.ending.Closing`: what happens after the last one.
 - `learner.reports.StepReports`: what others are told of each step.
 - A *party*: whether other ranks must agree. `learner.party.Solo` is one process alone.
-  `ranks.party.LeaderRank` is rank 0 of several; its boundary's orders become a plan, which all
-  ranks carry out one step later. `ranks.party.FollowerRank` is any other rank; it has a model and a
-  seat among the ranks, but no membership of its own.
+  `ranks.rank_party.LeaderRank` is rank 0 of several; its boundary's orders become a plan, which all
+  ranks carry out one step later. `ranks.rank_party.FollowerRank` is any other rank; it has a model
+  and a seat among the ranks, but no membership of its own.
 
 **Which thread does what.** The *training thread* calls everything in this module. In `step` it
 takes the background's lock, tells the machine `StepFinished`, carries out the orders of the
@@ -52,14 +53,12 @@ from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.learner import process
 from decoupled_diloco.learner.arguments import checkpointer_of, transfers_of
 from decoupled_diloco.learner.boundary import Boundary
-from decoupled_diloco.learner.checkpoint import OPTIMIZER
 from decoupled_diloco.learner.checkpointer import Checkpointer, Written, all_stateful
 from decoupled_diloco.learner.data_leases import DataLeases
 from decoupled_diloco.learner.ending import ASKED_TO_STOP, Closing
 from decoupled_diloco.learner.launched import Launched, launched_as
-from decoupled_diloco.learner.loops import StepTokens, attached, batches_of
-from decoupled_diloco.learner.membership import Membership, open_tape
-from decoupled_diloco.learner.model import (
+from decoupled_diloco.learner.learner_checkpoint import OPTIMIZER
+from decoupled_diloco.learner.learner_model import (
     LastWeights,
     Model,
     TrainedModel,
@@ -67,8 +66,10 @@ from decoupled_diloco.learner.model import (
     plain,
     refuse_what_is_not_finite,
 )
+from decoupled_diloco.learner.loops import StepTokens, attached, batches_of
+from decoupled_diloco.learner.membership import Membership, open_tape
 from decoupled_diloco.learner.optimizers import InnerOptimizers, Optimizers
-from decoupled_diloco.learner.options import (
+from decoupled_diloco.learner.option_groups import (
     Checkpointing,
     MakeTape,
     Observability,
@@ -77,13 +78,13 @@ from decoupled_diloco.learner.options import (
     SyncerConnection,
     Timeouts,
 )
+from decoupled_diloco.learner.parameter_store import FollowedStore, ModuleStore, ParameterStore
 from decoupled_diloco.learner.party import Party, Solo
 from decoupled_diloco.learner.payloads import BodyExchange
 from decoupled_diloco.learner.reports import StepLosses, StepReports
 from decoupled_diloco.learner.shared import Context
-from decoupled_diloco.learner.store import FollowedStore, ModuleStore, ParameterStore
 from decoupled_diloco.merge.layout import unwrapped
-from decoupled_diloco.protocol.words import Paused
+from decoupled_diloco.protocol.messages import Paused
 from decoupled_diloco.ranks.group import chosen_sync_ranks, is_sharded, ranks_of_this_job
 from decoupled_diloco.runtime import blocking, now
 from decoupled_diloco.tape import TapeWriter
@@ -91,7 +92,7 @@ from decoupled_diloco.tape.samples import evaluation_of
 from decoupled_diloco.transport.tls import TLSConfig
 
 if TYPE_CHECKING:
-    from decoupled_diloco.ranks.seat import RankSeat
+    from decoupled_diloco.ranks.rank_process import RankSeat
 
 logger = logging.getLogger(__name__)
 
@@ -197,7 +198,7 @@ class Learner:
                 device = f", and {seat.group.size - 1} more ranks"
             self._trained, self._losses = trained, StepLosses()
             if seat is not None and not seat.leads:
-                from decoupled_diloco.ranks.party import FollowerRank
+                from decoupled_diloco.ranks.rank_party import FollowerRank
 
                 self._party = FollowerRank(seat, connection, given)
             else:
@@ -222,7 +223,7 @@ class Learner:
                 if seat is None:
                     self._party = Solo(boundary, ending, reports)
                 else:
-                    from decoupled_diloco.ranks.party import LeaderRank
+                    from decoupled_diloco.ranks.rank_party import LeaderRank
 
                     self._party = LeaderRank(seat, boundary, ending, reports)
         self._counter = StepTokens(model)
@@ -243,7 +244,7 @@ class Learner:
         if ranks_of_this_job() == 1 and not is_sharded(model):
             return None
         # Imported here: it needs much of torch.distributed, which a one-rank learner does not.
-        from decoupled_diloco.ranks.seat import seated
+        from decoupled_diloco.ranks.rank_process import seated
 
         return blocking(seated(model, options, sharing, objects))
 

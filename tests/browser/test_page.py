@@ -15,13 +15,13 @@ import pytest
 from selenium.webdriver.common.keys import Keys
 
 from browser.chromium import Browser
-from browser.crowd import write_crowd
+from browser.page_crowd import write_crowd
 from decoupled_diloco.launch.local import LocalRun
 from decoupled_diloco.show.page.feed import Feed
 from decoupled_diloco.show.page.site import Access, Site
 from decoupled_diloco.transport.http_server import HttpServer
 from decoupled_diloco.transport.tokens import Tokens
-from process.runs import config_of, health, local_run, send, until, wait, when
+from process.process_runs import config_of, health, local_run, send, until, wait, when
 
 LANES = 40
 """Number of learners with a lane before the user requests more."""

@@ -15,13 +15,17 @@ PATHS = sorted(
 )
 NAMES = {
     "src/decoupled_diloco/merge/codec.py": ("class Codec", "def register_codec", "def group"),
-    "src/decoupled_diloco/workloads/base.py": ("class Workload",),
+    "src/decoupled_diloco/workloads/workload.py": ("class Workload",),
     "src/decoupled_diloco/workloads/__init__.py": ("OF_THE_LAB", "decoupled_diloco.workloads"),
     "packages/lab/src/decoupled_diloco_lab/workloads/vit.py": ("class VitOptions",),
     "src/decoupled_diloco/config/sync.py": ("uplink", "downlink"),
-    "src/decoupled_diloco/protocol/syncer.py": ("def handle", "def check", "def snapshot"),
-    "src/decoupled_diloco/protocol/learner.py": ("def handle", "def check", "def snapshot"),
-    "src/decoupled_diloco/protocol/coordinator.py": ("def handle", "def check", "def snapshot"),
+    "src/decoupled_diloco/protocol/syncer_machine.py": ("def handle", "def check", "def snapshot"),
+    "src/decoupled_diloco/protocol/learner_machine.py": ("def handle", "def check", "def snapshot"),
+    "src/decoupled_diloco/protocol/coordinator_machine.py": (
+        "def handle",
+        "def check",
+        "def snapshot",
+    ),
 }
 """What a step says is in a file."""
 

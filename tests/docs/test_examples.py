@@ -16,7 +16,7 @@ import pytest
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.launch.local import LocalRun
 from docs.snippets import ROOT
-from process.runs import fork_server, stopped_at_exit, until
+from process.process_runs import fork_server, stopped_at_exit, until
 
 EXAMPLE = ROOT / "examples" / "full_loop.py"
 BUDGET = 400

@@ -19,7 +19,7 @@ from decoupled_diloco.config import RunConfig
 from decoupled_diloco.launch.local import LocalRun
 from docs.snippets import PAGES, ROOT, Block, blocks_of, check_output, check_toml, reader
 from docs.zygote import Zygote
-from process.runs import fork_server
+from process.process_runs import fork_server
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 RUN = [block for block in BLOCKS if "not run" not in block.directives]

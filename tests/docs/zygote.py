@@ -24,7 +24,7 @@ from pathlib import Path
 IMPORTS = (
     "decoupled_diloco.launch.roles",
     "decoupled_diloco.launch.shard_role",
-    "decoupled_diloco_lab.chaos.engine",
+    "decoupled_diloco_lab.chaos.fault_runner",
     "decoupled_diloco_lab.simulate.simulation",
     "torch._dynamo",
 )

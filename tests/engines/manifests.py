@@ -24,8 +24,8 @@ import yaml
 import encrypted
 from decoupled_diloco.config import RunConfig, dump_config
 from decoupled_diloco_engines.kubernetes import Kubernetes
-from ports import free_ports
-from process.runs import SMALL
+from free_ports import free_ports
+from process.process_runs import SMALL
 
 Manifest = dict[str, Any]
 TOKEN = "hush-hush-hush"

@@ -12,7 +12,7 @@ from decoupled_diloco.launch.launch_folder import Launch, launch_folder
 from decoupled_diloco.run_model import read_run
 from decoupled_diloco.run_model.facts import LearnerLog
 from decoupled_diloco.tape import TapeReader
-from process import runs
+from process import process_runs
 
 STEPS = 100_000
 """More steps than there is time for: `end_soon` ends the run after all events of a test."""
@@ -25,7 +25,7 @@ def ddiloco(*arguments: object, code: int = 0) -> str:
     return ended.stdout + ended.stderr
 
 
-until = functools.partial(runs.until, seconds=60.0, every=0.5)
+until = functools.partial(process_runs.until, seconds=60.0, every=0.5)
 """Poll slowly, so that the awaited processes have the cores."""
 
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ports import free_ports
+from free_ports import free_ports
 
 PROGRAMS = ("sbatch", "srun", "squeue", "scontrol", "slurmctld", "slurmd", "munged")
 

@@ -14,8 +14,8 @@ import yaml
 from decoupled_diloco.config import dump_config
 from decoupled_diloco_engines.kubernetes_objects import USER
 from engines.manifests import BIN, placed, tool
-from ports import free_ports
-from process.runs import command, health, stopped_at_exit, until
+from free_ports import free_ports
+from process.process_runs import command, health, stopped_at_exit, until
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"

@@ -14,7 +14,7 @@ import encrypted
 from decoupled_diloco.launch.certificates import CertificateFolder
 from engines.manifests import Cluster, placed, rendered
 from process import own_script
-from process.runs import records, scalars, until
+from process.process_runs import records, scalars, until
 
 
 @pytest.fixture

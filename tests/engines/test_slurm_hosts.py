@@ -27,7 +27,7 @@ from engines.slurm_runs import (
     until,
 )
 from engines.small_slurm import MACHINES, cancel_all, missing, two_node_slurm
-from process.runs import config_of
+from process.process_runs import config_of
 
 pytestmark = [
     pytest.mark.skipif(bool(missing()), reason=missing() or "Slurm is installed"),

@@ -14,16 +14,16 @@ from typing import Any, get_args
 
 from decoupled_diloco.errors import DilocoError
 from decoupled_diloco.launch.certificates import CertificateFolder
-from decoupled_diloco.protocol import words
+from decoupled_diloco.protocol import messages
 from decoupled_diloco.protocol.wire import decode
 from decoupled_diloco.show.page.site import Access, Site
 from decoupled_diloco.syncer.tapes import TapeDocuments
-from decoupled_diloco.transport.base import Channel
 from decoupled_diloco.transport.fetch import fetch
 from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.http_server import HttpServer
+from decoupled_diloco.transport.interface import Channel
 from decoupled_diloco.transport.limits import Limits
-from decoupled_diloco.transport.reach import look
+from decoupled_diloco.transport.reachability import look
 from decoupled_diloco.transport.tls import ServerTLSConfig
 from decoupled_diloco.transport.tokens import Tokens
 from fuzz.harness import Target
@@ -147,7 +147,7 @@ class Served:
     async def _receive(self, channel: Channel) -> None:
         with contextlib.suppress(DilocoError):
             while True:
-                decode(await channel.receive(), get_args(words.FromLearner))
+                decode(await channel.receive(), get_args(messages.FromLearner))
 
     def send(self, server: HttpServer, data: bytes) -> bytes:
         """Send data on a new connection and return the whole answer."""

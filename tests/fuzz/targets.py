@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fuzz.files import of_files
+from fuzz.file_targets import of_files
 from fuzz.harness import Target
 from fuzz.sockets import of_sockets
 from fuzz.words import of_wire

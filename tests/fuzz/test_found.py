@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from decoupled_diloco.config.files import load_config
+from decoupled_diloco.config.toml_files import load_config
 from decoupled_diloco.errors import ConfigError, ProtocolError, StorageError, TransportError
 from decoupled_diloco.tape.reader import TapeReader
 from decoupled_diloco.tape.records import PROBLEMS_MAX
 from decoupled_diloco.tape.segments import LINE_BYTES_MAX
-from fuzz.files import HEAD
+from fuzz.file_targets import HEAD
 from fuzz.harness import Target
 from fuzz.sockets import HEAD as SHOWN
 from fuzz.sockets import UPGRADE
@@ -176,6 +176,8 @@ def test_a_long_invalid_setting_is_shortened_in_the_error(tmp_path: Path) -> Non
 def test_the_samples_contain_messages_of_all_kinds() -> None:
     from typing import get_args
 
-    from decoupled_diloco.protocol import words
+    from decoupled_diloco.protocol import messages
 
-    assert len(messages_of(get_args(words.FromLearner))) == 4 * len(get_args(words.FromLearner))
+    assert len(messages_of(get_args(messages.FromLearner))) == 4 * len(
+        get_args(messages.FromLearner)
+    )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from decoupled_diloco.protocol.wire import encode
-from integration.system import Model, System, Trainer, training
+from integration.real_system import Model, System, Trainer, training
 
 TEXT = ("learner-0", "a", "/bodies/shard-0/1/2", "0984748b2e711515551990b516c749e3", "bf16")
 

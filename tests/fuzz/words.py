@@ -18,11 +18,11 @@ from decoupled_diloco.learner.transfers import StateBlob
 from decoupled_diloco.merge import Layout, layout_of
 from decoupled_diloco.merge.codec import BuffersExact, codec, codec_names
 from decoupled_diloco.merge.packing import packed, unpacked
-from decoupled_diloco.protocol import words
+from decoupled_diloco.protocol import messages
+from decoupled_diloco.protocol.messages import Received
 from decoupled_diloco.protocol.wire import decode, encode, number_of
-from decoupled_diloco.protocol.words import Received
 from decoupled_diloco.tape.excerpt import excerpt
-from decoupled_diloco.transport import ranges
+from decoupled_diloco.transport import byte_ranges
 from decoupled_diloco.transport.channel import decode as decode_text
 from decoupled_diloco.transport.documents import Document
 from decoupled_diloco.transport.fetch import read_object
@@ -33,12 +33,12 @@ from fuzz.valid import messages_of
 from unit.protocol.conftest import ShardBench
 
 UNIONS: dict[str, tuple[type, ...]] = {
-    "from-learner": (words.Hello, *get_args(words.FromLearner)),
-    "to-learner": get_args(words.ToLearner),
-    "from-member": (words.Join, *words.FROM_MEMBER),
-    "to-member": (words.Admitted, words.JoinRefused, words.Referred, *words.TO_MEMBER),
-    "from-shard": (words.ShardHello, *get_args(words.FromShard)),
-    "to-shard": (words.ShardAdmitted, *get_args(words.ToShard)),
+    "from-learner": (messages.Hello, *get_args(messages.FromLearner)),
+    "to-learner": get_args(messages.ToLearner),
+    "from-member": (messages.Join, *messages.FROM_MEMBER),
+    "to-member": (messages.Admitted, messages.JoinRefused, messages.Referred, *messages.TO_MEMBER),
+    "from-shard": (messages.ShardHello, *get_args(messages.FromShard)),
+    "to-shard": (messages.ShardAdmitted, *get_args(messages.ToShard)),
 }
 NUMBERED = '{"type":"Ending","checkpoint":3}'
 HEADERS = (
@@ -101,9 +101,9 @@ def _settings(data: bytes) -> None:
 def _headers(data: bytes) -> None:
     text = data.decode("latin-1")
     content, part, received, authorization, *_ = [*text.split("\n"), "", "", "", ""]
-    ranges.read_content_range(content)
-    ranges.read_range(part)
-    ranges.read_list(received)
+    byte_ranges.read_content_range(content)
+    byte_ranges.read_range(part)
+    byte_ranges.read_list(received)
     Tokens("secret").authorize(authorization, "learner-0")
 
 
@@ -169,8 +169,8 @@ def _lines() -> bytes:
 
 def _conversation() -> bytes:
     """Return messages of two learners of a shard, each with its sender."""
-    sent = [["a", encode(words.StepReport(step, 10 * step, 0.5))] for step in range(1, STEPS)]
-    sent += [["b", json.loads(each)] for each in messages_of(get_args(words.FromLearner))]
+    sent = [["a", encode(messages.StepReport(step, 10 * step, 0.5))] for step in range(1, STEPS)]
+    sent += [["b", json.loads(each)] for each in messages_of(get_args(messages.FromLearner))]
     return json.dumps(sent).encode()
 
 
@@ -190,7 +190,7 @@ def _machine(data: bytes) -> None:
         return
     for number, (who, content) in enumerate(conversation):
         try:
-            message: Any = decode(content, get_args(words.FromLearner))
+            message: Any = decode(content, get_args(messages.FromLearner))
             bench.handle(Received(who, message), at=0.5 * number)
         except DilocoError:
             continue

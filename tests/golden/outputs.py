@@ -31,28 +31,28 @@ from decoupled_diloco.cli.main import app
 from decoupled_diloco.cli.watch import Reader, _picture
 from decoupled_diloco.config import load_config
 from decoupled_diloco.errors import DilocoError
-from decoupled_diloco.monitor.learner import learner_metrics
-from decoupled_diloco.monitor.shard import ShardMetrics
+from decoupled_diloco.monitor.counters import LearnerTally, ShardTally
+from decoupled_diloco.monitor.learner_metrics import learner_metrics
+from decoupled_diloco.monitor.metric_sources import WatchedLearner, WatchedShard
+from decoupled_diloco.monitor.shard_metrics import ShardMetrics
 from decoupled_diloco.monitor.sinks import TensorBoardSink
-from decoupled_diloco.monitor.tally import LearnerTally, ShardTally
 from decoupled_diloco.monitor.traces import Tracer
 from decoupled_diloco.monitor.values import run_values
-from decoupled_diloco.monitor.watched import WatchedLearner, WatchedShard
-from decoupled_diloco.protocol.words import Apply, Received, RoundFinished, StepFinished
+from decoupled_diloco.protocol.messages import Apply, Received, RoundFinished, StepFinished
 from decoupled_diloco.run_model import RunModel, read_run
 from decoupled_diloco.show.console import SteadyConsole
 from decoupled_diloco.show.page import fold
 from decoupled_diloco.show.report import render_report, settings_near
 from decoupled_diloco.show.status import status_of
 from decoupled_diloco.show.terminal import ProgressDisplay, print_summary
-from decoupled_diloco.syncer.checkpoints import checkpoint_folders, read_manifest
+from decoupled_diloco.syncer.run_checkpoints import checkpoint_folders, read_manifest
 from decoupled_diloco.syncer.tapes import read_piece
 from decoupled_diloco.tape import TapeReader, sources
 from decoupled_diloco.tape.records import Record
 from decoupled_diloco.tape.replay import by_process, machine_of
 from decoupled_diloco.tape.sources import FolderSource
-from decoupled_diloco.transport.base import Stats
 from decoupled_diloco.transport.documents import Document
+from decoupled_diloco.transport.interface import Stats
 from decoupled_diloco_lab.chaos.verdict import judge
 
 WIDTH = 100

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from integration.system import System
-from replay import assert_replays
+from integration.real_system import System
+from replay_check import assert_replays
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import torch
 from decoupled_diloco import Checkpointing, Learner
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.tape import TapeReader
-from integration.system import (
+from integration.real_system import (
     Model,
     System,
 )

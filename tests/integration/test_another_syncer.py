@@ -11,9 +11,8 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 
 from decoupled_diloco.learner import connections
-from decoupled_diloco.protocol import words
-from decoupled_diloco.protocol.wire import encode
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol import messages
+from decoupled_diloco.protocol.messages import (
     Asking,
     Holding,
     Lease,
@@ -22,7 +21,8 @@ from decoupled_diloco.protocol.words import (
     TransferReady,
     Version,
 )
-from integration.system import TOKENS, Model, System, Trainer, training, until
+from decoupled_diloco.protocol.wire import encode
+from integration.real_system import TOKENS, Model, System, Trainer, training, until
 
 Make = Callable[..., System]
 LONG = {"max_steps": 100_000}
@@ -107,14 +107,14 @@ NONSENSE: list[dict[str, Any]] = [
     {},
     {"type": "Nonsense"},
     {"type": "Shifted", "by": -1},
-    encode(words.Pull(999, ASK, Version(1, 0), 1, "bf16", "overwrite", "/x", False)),
-    encode(words.Pull(0, ASK, Version(1, 0), 1, "morse", "overwrite", "//[", False)),
-    encode(words.Pull(0, ASK, Version(1, 0), 1, "bf16", "overwrite", "/x", False, (999,))),
-    encode(words.Outcome(999, ASK, "refused", "", None)),
-    encode(words.CopyWanted(999, 1, None, "/x")),
-    encode(words.Published(999, Version(1, 9), None, "", "", "", 1)),
-    encode(words.Published(0, Version(9, 9), None, "", "http://[", "http://[", 1)),
-    encode(words.Refusal("we do not like you", True)),
+    encode(messages.Pull(999, ASK, Version(1, 0), 1, "bf16", "overwrite", "/x", False)),
+    encode(messages.Pull(0, ASK, Version(1, 0), 1, "morse", "overwrite", "//[", False)),
+    encode(messages.Pull(0, ASK, Version(1, 0), 1, "bf16", "overwrite", "/x", False, (999,))),
+    encode(messages.Outcome(999, ASK, "refused", "", None)),
+    encode(messages.CopyWanted(999, 1, None, "/x")),
+    encode(messages.Published(999, Version(1, 9), None, "", "", "", 1)),
+    encode(messages.Published(0, Version(9, 9), None, "", "http://[", "http://[", 1)),
+    encode(messages.Refusal("we do not like you", True)),
 ]
 
 
@@ -140,7 +140,7 @@ def test_a_shard_that_talks_nonsense_costs_no_step(make: Make, message: dict[str
 COORDINATORS_NONSENSE = [
     {"type": "Nonsense"},
     encode(StateWanted("learner-1", 1, (Holding(999, Version(1, 0)),))),
-    encode(words.LeasesGiven((Lease(1, 0, 1 << 40, 0),), ())),
+    encode(messages.LeasesGiven((Lease(1, 0, 1 << 40, 0),), ())),
     encode(TransferReady("learner-1", 1, 1 << 40, 1 << 50, "")),
     encode(RelayOpened("learner-1", 1, "//[")),
 ]
@@ -195,7 +195,9 @@ def test_whatever_a_shard_says_the_loop_goes_on(make: Make, seed: int) -> None:
     """All but that the run ends, which a shard may say."""
     rng = random.Random(seed)
     kinds = [
-        kind for kind in get_args(words.ToLearner) if kind not in (words.Ending, words.Finished)
+        kind
+        for kind in get_args(messages.ToLearner)
+        if kind not in (messages.Ending, messages.Finished)
     ]
     system = make(run=LONG)
     system.start()

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from decoupled_diloco import participants
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.learner.store import HostCopy, ModuleStore
+from decoupled_diloco.learner.parameter_store import HostCopy, ModuleStore
 from decoupled_diloco.merge import Fragment
 from decoupled_diloco.tape import TapeReader
-from integration.system import Model, System, Trainer, training, until
+from integration.real_system import Model, System, Trainer, training, until
 
 Make = Callable[..., System]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from decoupled_diloco.errors import ProtocolError, TransportError
 from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.limits import Limits
-from integration.system import System, Trainer, training, until
+from integration.real_system import System, Trainer, training, until
 
 Make = Callable[..., System]
 SHARE = Limits().copies_per_principal

@@ -12,13 +12,13 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from decoupled_diloco.learner.model import device_text
+from decoupled_diloco.learner.learner_model import device_text
 from decoupled_diloco.run_model import read_run
 from decoupled_diloco.show.console import SteadyConsole
 from decoupled_diloco.show.status import status_of
 from decoupled_diloco.show.tables import learner_rows
 from decoupled_diloco.show.terminal import print_summary, render_status
-from integration.system import Model, System
+from integration.real_system import Model, System
 
 
 def test_status_and_report_show_the_device_of_each_learner(tmp_path: Path) -> None:

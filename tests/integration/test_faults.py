@@ -20,15 +20,15 @@ from decoupled_diloco import Learner
 from decoupled_diloco.config.method import plan_of, read_public
 from decoupled_diloco.errors import AccessError, ProtocolError, TransportError
 from decoupled_diloco.merge import Layout, digest, layout_of
-from decoupled_diloco.protocol import words
+from decoupled_diloco.protocol import messages
+from decoupled_diloco.protocol.messages import Version
 from decoupled_diloco.protocol.wire import decode, encode
-from decoupled_diloco.protocol.words import Version
 from decoupled_diloco.run_model import read_run
 from decoupled_diloco.show.status import advice_of
 from decoupled_diloco.tape import TapeReader
-from decoupled_diloco.transport.base import TransferStats
 from decoupled_diloco.transport.http_client import HttpClient
-from integration.system import (
+from decoupled_diloco.transport.interface import TransferStats
+from integration.real_system import (
     TOKENS,
     Model,
     System,
@@ -320,15 +320,15 @@ class Rogue:
 
     async def __aexit__(self, *exception: object) -> None:
         if self.channel is not None:
-            self.channel.send(encode(words.Leave("the test is over")))
+            self.channel.send(encode(messages.Leave("the test is over")))
         await self.client.close()
 
     async def join(self) -> None:
         """Joins the run and says hello, as it should."""
         link = await self.client.connect(self.system.addresses[0], "learner", self.name)
         layout = json.dumps(layout_of(Model()).to_json())
-        link.send(encode(words.Join(self.name, self.nonce, "learner", layout)))
-        self.admitted = decode(await link.receive(), (words.Admitted,))
+        link.send(encode(messages.Join(self.name, self.nonce, "learner", layout)))
+        self.admitted = decode(await link.receive(), (messages.Admitted,))
         layout = Layout.from_json(json.loads(self.admitted.layout))
         self.plan = plan_of(layout, read_public(self.admitted.settings))
         await self.greet(self.admitted.epoch)
@@ -336,9 +336,9 @@ class Rogue:
     async def greet(self, epoch: int) -> Any:
         """Says hello to the shard and returns the answer."""
         self.channel = await self.client.connect(self.system.addresses[0], "learner", self.name)
-        hello = words.Hello(self.name, epoch, self.nonce, "learner", self.step, 0, None, ())
+        hello = messages.Hello(self.name, epoch, self.nonce, "learner", self.step, 0, None, ())
         self.channel.send(encode(hello))
-        return decode(await self.channel.receive(), (words.Welcome, words.Refusal))
+        return decode(await self.channel.receive(), (messages.Welcome, messages.Refusal))
 
     async def hear(self, kind: type[Any]) -> Any:
         """Reports steps until a message of this kind comes."""
@@ -347,23 +347,23 @@ class Rogue:
             while True:
                 done, _ = await asyncio.wait({receiving}, timeout=0.02)
                 self.step += 1
-                self.channel.send(encode(words.StepReport(self.step, 8 * self.step, 0.02)))
+                self.channel.send(encode(messages.StepReport(self.step, 8 * self.step, 0.02)))
                 if done:
-                    message = decode(receiving.result(), get_args(words.ToLearner))
+                    message = decode(receiving.result(), get_args(messages.ToLearner))
                     if isinstance(message, kind):
                         return message
                     receiving = asyncio.ensure_future(self.channel.receive())
 
-    def body(self, pull: words.Pull, value: float = 0.01) -> torch.Tensor:
+    def body(self, pull: messages.Pull, value: float = 0.01) -> torch.Tensor:
         """An encoded contribution of the right size."""
         numel = self.plan.fragments[pull.fragment].numel
         uplink = self.plan.codec_of(pull.fragment, self.plan.uplink)
         return uplink.encode(torch.full((numel,), value))
 
-    async def upload(self, pull: words.Pull, body: torch.Tensor, **changes: Any) -> None:
+    async def upload(self, pull: messages.Pull, body: torch.Tensor, **changes: Any) -> None:
         """Announces and sends a body; ``changes`` are lies in the announcement."""
         fields = {"base": pull.base, "steps": 1, "tokens": 8, "digest": digest(body), **changes}
-        self.channel.send(encode(words.Upload(pull.fragment, pull.ask, **fields)))
+        self.channel.send(encode(messages.Upload(pull.fragment, pull.ask, **fields)))
         await self.client.put(pull.path, body.numpy().data, base=self.system.addresses[0])
 
 
@@ -382,9 +382,9 @@ async def rogue(make: Make) -> Any:
 
 
 async def test_an_honest_upload_by_hand_is_accepted(rogue: Rogue) -> None:
-    pull = await rogue.hear(words.Pull)
+    pull = await rogue.hear(messages.Pull)
     await rogue.upload(pull, rogue.body(pull))
-    outcome = await rogue.hear(words.Outcome)
+    outcome = await rogue.hear(messages.Outcome)
     assert (outcome.ask, outcome.verdict) == (pull.ask, "accepted")
 
 
@@ -403,36 +403,38 @@ async def test_an_honest_upload_by_hand_is_accepted(rogue: Rogue) -> None:
 async def test_a_body_that_lies_is_refused(
     rogue: Rogue, value: float, lies: dict[str, Any], verdict: str, reason: str
 ) -> None:
-    pull = await rogue.hear(words.Pull)
+    pull = await rogue.hear(messages.Pull)
     await rogue.upload(pull, rogue.body(pull, value), **lies)
-    outcome = await rogue.hear(words.Outcome)
+    outcome = await rogue.hear(messages.Outcome)
     assert (outcome.ask, outcome.verdict) == (pull.ask, verdict)
     assert reason in outcome.reason
 
 
 @pytest.mark.parametrize("change", [-1, +1])
 async def test_a_body_of_another_size_is_refused(rogue: Rogue, change: int) -> None:
-    pull = await rogue.hear(words.Pull)
+    pull = await rogue.hear(messages.Pull)
     sizes = rogue.plan.uplink_sizes(pull.fragment)  # several, if it has buffers
     other = torch.zeros((sizes[0] if change < 0 else sizes[-1]) + change, dtype=torch.uint8)
     sizes_named = f"exactly {sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
     with pytest.raises(ProtocolError, match=f"{sizes_named} bytes, not {len(other)}"):
         await rogue.upload(pull, other)
-    rogue.channel.send(encode(words.Decline(pull.fragment, pull.ask, False, "a real one says so")))
+    rogue.channel.send(
+        encode(messages.Decline(pull.fragment, pull.ask, False, "a real one says so"))
+    )
 
 
 async def test_a_replayed_body_is_refused(rogue: Rogue) -> None:
-    pull = await rogue.hear(words.Pull)
+    pull = await rogue.hear(messages.Pull)
     await rogue.upload(pull, rogue.body(pull))
     with pytest.raises(ProtocolError, match=r"has arrived already|was cancelled"):
         await rogue.upload(pull, rogue.body(pull))
-    assert (await rogue.hear(words.Outcome)).verdict == "accepted"
+    assert (await rogue.hear(messages.Outcome)).verdict == "accepted"
     with pytest.raises(ProtocolError, match=r"\(410\)"):
         await rogue.upload(pull, rogue.body(pull))
 
 
 async def test_nobody_writes_for_somebody_else(rogue: Rogue) -> None:
-    pull = await rogue.hear(words.Pull)
+    pull = await rogue.hear(messages.Pull)
     thief = HttpClient()
     try:
         await thief.connect(rogue.system.addresses[0], "learner", "learner-2")
@@ -445,12 +447,12 @@ async def test_nobody_writes_for_somebody_else(rogue: Rogue) -> None:
 
 async def test_an_old_epoch_and_a_double_are_fenced(rogue: Rogue) -> None:
     answer = await rogue.greet(rogue.admitted.epoch - 1)
-    assert isinstance(answer, words.Refusal)
+    assert isinstance(answer, messages.Refusal)
     assert answer.final
     assert "incarnation 0 is older than incarnation 1" in answer.reason
     rogue.nonce = "another process"
     answer = await rogue.greet(rogue.admitted.epoch)
-    assert isinstance(answer, words.Refusal)
+    assert isinstance(answer, messages.Refusal)
     assert "two processes claim incarnation 1" in answer.reason
 
 
@@ -478,15 +480,15 @@ async def test_a_message_that_breaks_the_protocol_costs_the_connection(
 
 
 MALFORMED = [
-    words.Join("learner-1", "n", "learner", "[" * 100_000),
-    words.Join("learner-1", "n", "learner", '{"tensors": 1}'),
-    words.Join("learner-1", "n", "learner", "\ud800"),
-    words.Join("learner-1", "\ud800", "learner", json.dumps(layout_of(Model()).to_json())),
-    words.ShardHello(1, "n", "[" * 100_000),
-    words.ShardHello(1, "n", "{}"),
-    words.ShardHello(1, "n", '{"sync": {"of_a_later_version": 1}}'),
-    words.ShardHello(1, "n", '{"sync": {}, "run": {}, "shards": 1e999, "outer": {}}'),
-    words.ShardHello(7, "n", "{}"),
+    messages.Join("learner-1", "n", "learner", "[" * 100_000),
+    messages.Join("learner-1", "n", "learner", '{"tensors": 1}'),
+    messages.Join("learner-1", "n", "learner", "\ud800"),
+    messages.Join("learner-1", "\ud800", "learner", json.dumps(layout_of(Model()).to_json())),
+    messages.ShardHello(1, "n", "[" * 100_000),
+    messages.ShardHello(1, "n", "{}"),
+    messages.ShardHello(1, "n", '{"sync": {"of_a_later_version": 1}}'),
+    messages.ShardHello(1, "n", '{"sync": {}, "run": {}, "shards": 1e999, "outer": {}}'),
+    messages.ShardHello(7, "n", "{}"),
 ]
 
 
@@ -497,7 +499,7 @@ async def test_a_first_message_that_cannot_be_read_costs_its_connection_alone(
     system = make(run=LONG, syncer={"shards": 2})
     system.start()
     name = getattr(message, "learner", None) or f"shard-{message.shard}"
-    role = "learner" if isinstance(message, words.Join) else "shard"
+    role = "learner" if isinstance(message, messages.Join) else "shard"
     client = HttpClient()
     with training(Trainer(system, "learner-0", pause=0.02)):
         channel = await client.connect(system.addresses[0], role, name)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from docs.snippets import ROOT, blocks_of
-from integration.system import System
+from integration.real_system import System
 
 datasets = pytest.importorskip("datasets")
 

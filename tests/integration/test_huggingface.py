@@ -17,10 +17,10 @@ from torch import nn
 import decoupled_diloco as dd
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.export.run import export_run
+from decoupled_diloco.export.run_export import export_run
 from decoupled_diloco.merge import layout_of
 from decoupled_diloco_lab.simulate.training import train_virtually
-from unit.export.runs import run_folder
+from unit.export.export_runs import run_folder
 
 pytestmark = pytest.mark.filterwarnings("default")  # transformers' own are not ours to mend
 

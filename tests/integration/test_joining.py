@@ -28,12 +28,13 @@ from decoupled_diloco.errors import (
     TransportError,
 )
 from decoupled_diloco.learner import connections, process
-from decoupled_diloco.protocol import rounds, syncer, words
+from decoupled_diloco.protocol import messages, rounds, syncer_machine
 from decoupled_diloco.storage.shared_folder import recorded_end
-from decoupled_diloco.transport.base import TransferStats
 from decoupled_diloco.transport.http_client import HttpClient
+from decoupled_diloco.transport.interface import TransferStats
 from decoupled_diloco.transport.tokens import Tokens
-from integration.system import (
+from free_ports import free_ports
+from integration.real_system import (
     PATIENCE_SECONDS,
     TOKENS,
     Model,
@@ -43,7 +44,6 @@ from integration.system import (
     training,
     until,
 )
-from ports import free_ports
 
 Make = Callable[..., System]
 
@@ -165,7 +165,7 @@ def test_who_comes_back_before_its_old_connection_is_found_dead_is_let_in(make: 
 
         last_received = 0.0
 
-    dead = words.Join("learner-0", "the nonce before", "learner", "")
+    dead = messages.Join("learner-0", "the nonce before", "learner", "")
     system.call(lambda: host._enter(99, Silent(), dead, None))
     timer = threading.Timer(0.5, lambda: system.call(lambda: host._leave(99)))
     timer.start()
@@ -299,7 +299,7 @@ class Stuck(HttpClient):
 
 def test_who_joins_as_the_run_ends_is_told_so(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
     for module, name in (
-        (syncer, "LINGER_SECONDS"),
+        (syncer_machine, "LINGER_SECONDS"),
         (rounds, "CLOSING_SECONDS"),
         (rounds, "COPY_SECONDS"),
     ):

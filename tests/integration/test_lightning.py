@@ -13,7 +13,7 @@ from torch import Tensor
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.integrations.lightning import DiLoCoCallback, tokens_of
 from integration.lightning_loop import Module, loader, trainer_of
-from integration.system import System
+from integration.real_system import System
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),

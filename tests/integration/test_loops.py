@@ -16,8 +16,8 @@ from torch import nn
 from decoupled_diloco import Learner, Timeouts
 from decoupled_diloco.errors import ConfigError, TransportError
 from decoupled_diloco.tape import TapeReader
-from integration.system import PATIENCE_SECONDS, Model, System, parameters
-from ports import free_ports
+from free_ports import free_ports
+from integration.real_system import PATIENCE_SECONDS, Model, System, parameters
 
 Make = Callable[..., System]
 

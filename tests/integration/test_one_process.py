@@ -20,7 +20,8 @@ from torch import nn
 
 from decoupled_diloco import Learner
 from decoupled_diloco.errors import ConfigError
-from integration.system import (
+from free_ports import free_ports
+from integration.real_system import (
     PATIENCE_SECONDS,
     TOKENS,
     Model,
@@ -31,7 +32,6 @@ from integration.system import (
     parameters,
     training,
 )
-from ports import free_ports
 
 Make = Callable[..., System]
 

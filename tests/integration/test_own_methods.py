@@ -16,7 +16,7 @@ from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.merge.codec import _codecs
 from decoupled_diloco.tape import TapeReader
 from decoupled_diloco_lab.simulate.weights_replay import replay_weights
-from integration.system import Model, System, Trainer, equal, parameters, training
+from integration.real_system import Model, System, Trainer, equal, parameters, training
 
 Make = Callable[..., System]
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.export.weights import find_weights
+from decoupled_diloco.export.run_weights import find_weights
 from decoupled_diloco.merge import (
     Accumulator,
     codec,
@@ -32,11 +32,11 @@ from decoupled_diloco.merge import (
     receive,
     segments,
 )
-from decoupled_diloco.storage.ranges import keep_ranges, kept_range
-from decoupled_diloco.storage.weights import load_weights, save_weights
+from decoupled_diloco.storage.vector_ranges import keep_ranges, kept_range
+from decoupled_diloco.storage.weight_files import load_weights, save_weights
 from decoupled_diloco.workloads import load_workload
 from decoupled_diloco_lab.simulate.training import train_virtually
-from integration.system import Model, System
+from integration.real_system import Model, System
 
 CPU = torch.device("cpu")
 DEFAULTS = ("meta", torch.bfloat16, torch.float64, torch.float16)

@@ -12,13 +12,13 @@ from torch import nn
 
 from decoupled_diloco import Checkpointing, Learner, StateSharing
 from decoupled_diloco.errors import ConfigError, StorageError
-from decoupled_diloco.learner.checkpoint import CheckpointFolder
-from decoupled_diloco.protocol.words import CheckpointHeard
+from decoupled_diloco.learner.learner_checkpoint import CheckpointFolder
+from decoupled_diloco.protocol.messages import CheckpointHeard
 from decoupled_diloco.run_model import read_run
 from decoupled_diloco.show.explain import explain_learner
 from decoupled_diloco.tape import TapeReader
 from integration.loops_that_keep import ALONE, Loop, Make, Position, recovered
-from integration.system import (
+from integration.real_system import (
     Model,
     System,
     Trainer,
@@ -27,7 +27,7 @@ from integration.system import (
     training,
     until,
 )
-from replay import assert_replays
+from replay_check import assert_replays
 
 
 def test_a_learner_goes_on_from_its_own_checkpoint_as_if_nothing_had_been(

@@ -17,10 +17,10 @@ from torch import nn
 from decoupled_diloco.config.method import plan_of, public_text, read_public
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.roles import run_learner
-from decoupled_diloco.storage.weights import load_weights, save_weights
+from decoupled_diloco.storage.weight_files import load_weights, save_weights
 from decoupled_diloco.syncer.result import assemble, read_layout
 from decoupled_diloco.tape import TapeReader
-from integration.system import (
+from integration.real_system import (
     TOKENS,
     Model,
     System,

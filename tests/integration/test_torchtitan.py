@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from integration.system import System
+from integration.real_system import System
 
 pytest.importorskip("torchtitan")
 pytest.importorskip("triton")

@@ -14,7 +14,7 @@ import transformers
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.integrations.transformers import DiLoCoCallback, synchronize
 from integration.lines import Lines, model_of, trainer_of
-from integration.system import System
+from integration.real_system import System
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 
 from decoupled_diloco.integrations.transformers import synchronize
 from integration.lines import CONTEXT, Lines, model_of
-from integration.system import System
+from integration.real_system import System
 
 for library in ("accelerate", "datasets", "peft", "tokenizers", "trl"):
     pytest.importorskip(library)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from decoupled_diloco.tape import TapeReader
-from integration.system import Model, System, Trainer, equal, parameters, training, until
+from integration.real_system import Model, System, Trainer, equal, parameters, training, until
 
 Make = Callable[..., System]
 DILOCO = {

@@ -13,8 +13,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from decoupled_diloco import Learner, Observability
 from decoupled_diloco.errors import ConfigError, TransportError
-from decoupled_diloco.monitor.measures import LEARNER, PROCESS
-from integration.system import Model, System, scraped
+from decoupled_diloco.monitor.metric_table import LEARNER, PROCESS
+from integration.real_system import Model, System, scraped
 
 Make = Callable[..., System]
 

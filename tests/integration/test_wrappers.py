@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from decoupled_diloco import Checkpointing
-from integration.system import System, until
+from integration.real_system import System, until
 from wrapped import Wrapped
 
 Make = Callable[..., System]

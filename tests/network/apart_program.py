@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from network.spaces import ENDS, FAR_ADDRESS, enter, name_machine
-from ranks import program
-from ranks.program import Job
+from network.network_spaces import ENDS, FAR_ADDRESS, enter, name_machine
+from ranks import rank_program
+from ranks.rank_program import Job
 
 
 def main(job: Job, surroundings: Mapping[str, str]) -> None:
     """The program's own collectives bear a cut."""
-    program.COLLECTIVE_SECONDS = 300
+    rank_program.COLLECTIVE_SECONDS = 300
     hasty(job, surroundings)
 
 
@@ -28,4 +28,4 @@ def nameless(job: Job, surroundings: Mapping[str, str]) -> None:
     space, device = near if surroundings.get("RANK") == "1" else far
     enter(space)
     own = {"MASTER_ADDR": FAR_ADDRESS, "GLOO_SOCKET_IFNAME": device}
-    program.main(job, {**surroundings, **own})
+    rank_program.main(job, {**surroundings, **own})

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from decoupled_diloco.config import RunConfig
-from network.runs import finish, start
-from network.spaces import link
+from network.network_runs import finish, start
+from network.network_spaces import link
 
 STEP_SECONDS = 0.2
 MBIT = 1.0

@@ -10,10 +10,10 @@ from statistics import median
 import pytest
 
 from network.conftest import Saturated
-from network.runs import finish, merged, records, start, step_times
-from network.spaces import Link, link, unavailable
-from process.runs import PATIENCE, STEP_SECONDS_MAX
-from replay import assert_replays
+from network.network_runs import finish, merged, records, start, step_times
+from network.network_spaces import Link, link, unavailable
+from process.process_runs import PATIENCE, STEP_SECONDS_MAX
+from replay_check import assert_replays
 
 pytestmark = [
     pytest.mark.network,

@@ -21,9 +21,9 @@ import pytest
 from decoupled_diloco.config import RunConfig, dump_config
 from decoupled_diloco.tape.records import Record
 from decoupled_diloco.workloads import load_workload
-from network.runs import finish, records, step_times
-from network.spaces import FAR, FAR_ADDRESS, NEAR, Link, link, unavailable
-from replay import assert_replays
+from network.network_runs import finish, records, step_times
+from network.network_spaces import FAR, FAR_ADDRESS, NEAR, Link, link, unavailable
+from replay_check import assert_replays
 
 pytestmark = [
     pytest.mark.long,  # `tests/simulation/test_slow_links.py` shows the same in virtual time

@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 
 from decoupled_diloco.protocol import rounds
-from integration.system import System
+from integration.real_system import System
 from network.apart_program import hasty, main, nameless
-from network.runs import records, step_times
-from network.spaces import FAR, NETWORKS, enter, link, unavailable
-from ranks.learners import ASYNCHRONOUS, Ranks, ranks, several_carriers, steps_told, until_told
-from ranks.program import Job
-from replay import assert_replays
+from network.network_runs import records, step_times
+from network.network_spaces import FAR, NETWORKS, enter, link, unavailable
+from ranks.rank_learners import ASYNCHRONOUS, Ranks, ranks, several_carriers, steps_told, until_told
+from ranks.rank_program import Job
+from replay_check import assert_replays
 
 pytestmark = [
     pytest.mark.network,

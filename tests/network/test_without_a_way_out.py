@@ -23,8 +23,8 @@ import encrypted
 from decoupled_diloco.config import dump_config
 from decoupled_diloco.config.run import RunConfig
 from docs.snippets import ROOT, blocks_of
-from network.spaces import FAR, FAR_ADDRESS, NEAR, Link, link, unavailable
-from process.runs import config_of, until
+from network.network_spaces import FAR, FAR_ADDRESS, NEAR, Link, link, unavailable
+from process.process_runs import config_of, until
 
 pytestmark = [
     pytest.mark.network,

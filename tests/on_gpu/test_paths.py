@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from decoupled_diloco.config.sync import EXACT_CODECS
-from decoupled_diloco.learner.store import ModuleStore, Rounded
+from decoupled_diloco.learner.parameter_store import ModuleStore, Rounded
 from decoupled_diloco.merge import (
     Codec,
     Fragment,

@@ -24,7 +24,7 @@ from decoupled_diloco.launch.roles import BACKENDS, Training
 from decoupled_diloco.ranks.group import RankGroup
 from decoupled_diloco.run_model import read_run
 from decoupled_diloco.workloads import Workload, load_workload
-from decoupled_diloco.workloads.divided import divided
+from decoupled_diloco.workloads.rank_split import divided
 from decoupled_diloco_lab.simulate.training import train_virtually
 from on_gpu.waits import DEVICE
 

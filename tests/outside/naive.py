@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from decoupled_diloco.protocol import Options, words
+from decoupled_diloco.protocol import Options, messages
 
 AN_INSTANT = 1e-6
 
@@ -28,30 +28,30 @@ class Clock:
             return
         shifted = 0
         match event:
-            case words.Received(learner, words.StepReport(step)) if learner in self.run_step:
+            case messages.Received(learner, messages.StepReport(step)) if learner in self.run_step:
                 self.run_step[learner] += step - self.own[learner]
                 self.own[learner] = step
-            case words.Connected(_, hello):
+            case messages.Connected(_, hello):
                 shifted += self._greeted(hello, effects)
-        gone = [e.learner for e in effects if isinstance(e, words.Evict)]
-        if isinstance(event, words.Received) and isinstance(event.message, words.Leave):
+        gone = [e.learner for e in effects if isinstance(e, messages.Evict)]
+        if isinstance(event, messages.Received) and isinstance(event.message, messages.Leave):
             gone.append(event.peer)
         for learner in gone:
             self.run_step.pop(learner, None)
             shifted += self._shift()
         self.t = max(self.t, self._kth())
-        shifts = [e.message.by for e in effects if _is(e, words.Shifted)]
+        shifts = [e.message.by for e in effects if _is(e, messages.Shifted)]
         assert sum(shifts) == shifted, f"t={now} shifted by {shifts}, not by {shifted}"
         self.announced = max(
-            [self.announced, *(e.clock for e in effects if isinstance(e, words.ClockAdvanced))]
+            [self.announced, *(e.clock for e in effects if isinstance(e, messages.ClockAdvanced))]
         )
         assert self.announced == self.t, f"t={now} {event}: clock {self.announced}, not {self.t}"
         self.checked += 1
 
-    def _greeted(self, hello: words.Hello, effects: Sequence[Any]) -> int:
+    def _greeted(self, hello: messages.Hello, effects: Sequence[Any]) -> int:
         """Start a learner that joins, or joins again, at the present clock; return the shift."""
         shifted = 0
-        if not any(isinstance(e, words.Accept) for e in effects):
+        if not any(isinstance(e, messages.Accept) for e in effects):
             return shifted
         if self.epoch.get(hello.learner) != hello.epoch:
             self.run_step.pop(hello.learner, None)  # its earlier incarnation has ended
@@ -77,7 +77,9 @@ class Clock:
 
 
 def _is(effect: Any, kind: type) -> bool:
-    return isinstance(effect, words.Send | words.Broadcast) and isinstance(effect.message, kind)
+    return isinstance(effect, messages.Send | messages.Broadcast) and isinstance(
+        effect.message, kind
+    )
 
 
 @dataclass
@@ -111,16 +113,16 @@ class Queue:
         self.now = now
         for effect in effects:
             match effect:
-                case words.ClockAdvanced(clock):
+                case messages.ClockAdvanced(clock):
                     for tick in range(self.t + 1, clock + 1):
                         self._tick(tick)
                     self.t = clock
-                case words.Merge(_, fragment) if fragment in self.open:
+                case messages.Merge(_, fragment) if fragment in self.open:
                     if now <= self.open[fragment].until + AN_INSTANT:
                         self.open[fragment].until = inf
-                case words.RoundFinished():
+                case messages.RoundFinished():
                     self._ended(effect)
-                case words.RoundOpened() if not effect.closing:
+                case messages.RoundOpened() if not effect.closing:
                     self._opens(now, effect)
         assert not (self.due and self._taken(now) < self.options.open_rounds_max), (
             f"t={now}: {self.due} wait although only {self._taken(now)} of "
@@ -143,7 +145,7 @@ class Queue:
             self.due.append(p)
             self.since[p] = self.now
 
-    def _opens(self, now: float, effect: words.RoundOpened) -> None:
+    def _opens(self, now: float, effect: messages.RoundOpened) -> None:
         p = effect.fragment
         assert p not in self.open, f"t={now}: a second open round of {p}"
         assert p in self.due, f"t={now}: {p} opens, but {self.due} are due"
@@ -159,7 +161,7 @@ class Queue:
         self.opened += 1
         self.most_open = max(self.most_open, len(self.open))
 
-    def _ended(self, effect: words.RoundFinished) -> None:
+    def _ended(self, effect: messages.RoundFinished) -> None:
         p = effect.fragment
         self.open.pop(p, None)
         if effect.verdict == "abandoned":

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from decoupled_diloco.protocol import Version, words
-from decoupled_diloco.protocol.words import Asking, Holding
+from decoupled_diloco.protocol import Version, messages
+from decoupled_diloco.protocol.messages import Asking, Holding
 
 if TYPE_CHECKING:
     from outside.own_schedule import Schedule
@@ -33,7 +33,7 @@ class Learner:
         self.held: dict[int, Version] = {}
         self.since: dict[int, int] = {}
         self.sent: dict[int, tuple[Version, Asking, int]] = {}
-        self.waits: dict[int, words.Pull] = {}
+        self.waits: dict[int, messages.Pull] = {}
         self.sending: set[Asking] = set()
         self.fetching: set[int] = set()
         self.connect()
@@ -51,37 +51,37 @@ class Learner:
         self.world.count += 1
         held = tuple(Holding(p, version) for p, version in self.held.items())
         values = (self.epoch, f"{self.name} {self.epoch}", "learner", self.step, 0, None, held)
-        hello = words.Hello(self.name, *values, tuple(self.sending))  # type: ignore[arg-type]
-        self.world.handle(words.Connected(self.name, hello, self.world.count))
+        hello = messages.Hello(self.name, *values, tuple(self.sending))  # type: ignore[arg-type]
+        self.world.handle(messages.Connected(self.name, hello, self.world.count))
 
     def send(self, message: Any) -> None:
         if self.connected:
-            self.world.handle(words.Received(self.name, message))
+            self.world.handle(messages.Received(self.name, message))
 
     def steps(self) -> None:
         if self.stopped:
             return
         self.step += self.jump
-        report = words.StepReport(self.step, 10 * self.step, self.seconds)
+        report = messages.StepReport(self.step, 10 * self.step, self.seconds)
         if self.connected and self.rng.random() < 0.2:
-            self.world.handle(words.Reported(((self.name, report),)))
+            self.world.handle(messages.Reported(((self.name, report),)))
         else:
             self.send(report)
         self.after(self.jump * self.seconds, self.steps)
 
     def receives(self, message: Any) -> None:
         match message if self.connected else None:
-            case words.Published(fragment=p) if p not in self.fetching:
+            case messages.Published(fragment=p) if p not in self.fetching:
                 self.fetching.add(p)
                 self.after(self.down * self.rng.uniform(0.5, 1.5), self.takes, p)
-            case words.Pull():
+            case messages.Pull():
                 self.after(0.01, self.answers, message)
-            case words.Outcome(fragment=p, ask=ask, verdict=verdict) if verdict != "accepted":
+            case messages.Outcome(fragment=p, ask=ask, verdict=verdict) if verdict != "accepted":
                 if p in self.sent and self.sent[p][1] == ask:
                     self.since[p] = self.sent.pop(p)[2]
-            case words.Welcome(asks=asks):
+            case messages.Welcome(asks=asks):
                 self.sending &= set(asks)
-            case words.Ending():
+            case messages.Ending():
                 self.stopped = True
 
     def takes(self, p: int) -> None:
@@ -93,7 +93,7 @@ class Learner:
         if p in self.waits:
             self.answers(self.waits.pop(p))
 
-    def answers(self, pull: words.Pull) -> None:
+    def answers(self, pull: messages.Pull) -> None:
         p, held = pull.fragment, self.held.get(pull.fragment, Version(0, 0))
         if held < pull.base:
             self.waits[p] = pull
@@ -104,28 +104,28 @@ class Learner:
         elif p in self.sent and self.sent[p][0] == held:
             self.declines(pull, "sent already")
         elif self.since[p] >= self.step:
-            self.declines(pull, words.NOTHING_NEW)
+            self.declines(pull, messages.NOTHING_NEW)
         elif self.connected:
             steps = self.step - self.since[p]
             self.sent[p], self.since[p] = (held, pull.ask, self.since[p]), self.step
             self.sending.add(pull.ask)
             self.free = max(self.free, self.world.now) + self.up * self.rng.uniform(0.5, 1.5)
-            self.send(words.Upload(p, pull.ask, held, steps, 10 * steps, "d"))
+            self.send(messages.Upload(p, pull.ask, held, steps, 10 * steps, "d"))
             self.after(self.free - self.world.now, self.delivers, pull, steps)
 
-    def declines(self, pull: words.Pull, reason: str) -> None:
-        self.send(words.Decline(pull.fragment, pull.ask, reason == words.NOTHING_NEW, reason))
+    def declines(self, pull: messages.Pull, reason: str) -> None:
+        self.send(messages.Decline(pull.fragment, pull.ask, reason == messages.NOTHING_NEW, reason))
 
-    def delivers(self, pull: words.Pull, steps: int) -> None:
+    def delivers(self, pull: messages.Pull, steps: int) -> None:
         """Deliver a payload, independent of the connection, unless it is no longer expected."""
         self.sending.discard(pull.ask)
         if (self.name, pull.fragment, pull.ask) in self.world.void:
             return
         if self.rng.random() < 0.03:
-            self.world.handle(words.BodyCorrupt(self.name, pull.fragment, pull.ask, "truncated"))
+            self.world.handle(messages.BodyCorrupt(self.name, pull.fragment, pull.ask, "truncated"))
         else:
             body = (pull.fragment, pull.ask, pull.base, steps, 10 * steps, 100)
-            self.world.handle(words.BodyArrived(self.name, self.epoch, *body))
+            self.world.handle(messages.BodyArrived(self.name, self.epoch, *body))
 
     def goes(self, how: str) -> None:
         if not self.alive or (how in ("leaves", "drains") and not self.connected):
@@ -133,14 +133,14 @@ class Learner:
         if how == "drains":
             self.stopped = True
             fragments = [p for p, step in self.since.items() if step < self.step]
-            self.send(words.Draining(tuple(fragments), "asked to stop"))
+            self.send(messages.Draining(tuple(fragments), "asked to stop"))
             self.after(self.rng.uniform(0.0, 20.0), self.goes, "leaves")
             return
         connected, self.connected = self.connected, False
         if how == "leaves":
-            self.world.handle(words.Received(self.name, words.Leave("enough")))
+            self.world.handle(messages.Received(self.name, messages.Leave("enough")))
         elif connected:
-            self.world.handle(words.Lost(self.name))
+            self.world.handle(messages.Lost(self.name))
         if how == "breaks":
             self.after(self.rng.choice([0.1, 1.0, 2.5, 6.0]), self.connect)
         else:

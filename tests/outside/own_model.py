@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from decoupled_diloco.protocol import Options, Version, words
-from decoupled_diloco.protocol.words import Asking, Done, Failed, Holding
+from decoupled_diloco.protocol import Options, Version, messages
+from decoupled_diloco.protocol.messages import Asking, Done, Failed, Holding
 
 Key = tuple[str, int, Asking]
 """Identifies one contribution: the learner, the fragment, the request."""
@@ -71,49 +71,49 @@ class Model:
         for part in self.parts.values():
             part.fresh = set()
         match event:
-            case words.Connected(name, words.Hello() as hello):
+            case messages.Connected(name, messages.Hello() as hello):
                 self._greeted(name, hello)
-            case words.Lost(name):
+            case messages.Lost(name):
                 self.parts[name].connected = False
                 self.present.discard(name)
-            case words.Reported(reports):
+            case messages.Reported(reports):
                 for name, report in reports:
                     self._stepped(name, report.step)
-            case words.Received(name, words.StepReport(step=step)):
+            case messages.Received(name, messages.StepReport(step=step)):
                 self._stepped(name, step)
-            case words.Received(name, Holding(p, version)):
+            case messages.Received(name, Holding(p, version)):
                 self.parts[name].held[p] = version
-            case words.Received(name, words.Leave()):
+            case messages.Received(name, messages.Leave()):
                 self._gone(name)
-            case words.Received(name, words.Draining(fragments)):
+            case messages.Received(name, messages.Draining(fragments)):
                 part = self.parts[name]
                 part.turns |= dict.fromkeys(fragments, not part.going)  # it has stopped stepping
                 part.going = True
-            case words.Received(name, words.Decline(p, ask, nothing_new, reason)):
+            case messages.Received(name, messages.Decline(p, ask, nothing_new, reason)):
                 if self._over(name, p, ask) and not nothing_new:
                     turns = self.parts[name].turns
                     turns[p] = turns.get(p, False) or reason == "behind"
-            case words.BodyCorrupt(name, p, ask):
+            case messages.BodyCorrupt(name, p, ask):
                 if self._over(name, p, ask):
                     self.parts[name].turns.setdefault(p, False)
-            case words.BodyArrived(name, _, p, ask):
+            case messages.BodyArrived(name, _, p, ask):
                 if base := self._over(name, p, ask):
                     self.body, self.bases[name, p, ask] = (name, p, ask), base
-            case Done(words.Merge(_, p)):
+            case Done(messages.Merge(_, p)):
                 self.newest[p] += 1
                 self.failed.pop(p, None)
                 self._owes(p, "accepted")
-            case Failed(words.Merge(_, p)):
+            case Failed(messages.Merge(_, p)):
                 count = self.failed.get(p, (0, 0.0))[0]
                 self.failed[p] = count + 1, now + min(60.0, 2.0**count)
                 for key in self._owes(p, "abandoned"):
                     part = self.parts[key[0]]
                     part.made[p] = [made for made in part.made[p] if made != self.bases[key]]
-            case words.Received(_, words.EndOrdered()):
+            case messages.Received(_, messages.EndOrdered()):
                 self.closing = True
                 self.present = {name for name, part in self.parts.items() if part.connected}
 
-    def _greeted(self, name: str, hello: words.Hello) -> None:
+    def _greeted(self, name: str, hello: messages.Hello) -> None:
         self.present.discard(name)
         if hello.epoch > self.epochs[name]:
             self._gone(name)
@@ -161,33 +161,41 @@ class Model:
     def check(self, effect: Any) -> None:
         """Check that the shard may give an order."""
         match effect:
-            case words.Expect(learner=learner, fragment=p, ask=ask):
+            case messages.Expect(learner=learner, fragment=p, ask=ask):
                 self.expected = learner, p, ask
-            case words.Send(peer, words.Pull() as pull):
+            case messages.Send(peer, messages.Pull() as pull):
                 self._asks(self.parts[peer], peer, pull)
-            case words.Send(peer, words.Outcome(p, ask, verdict)) if (peer, p, ask) in self.owed:
+            case messages.Send(peer, messages.Outcome(p, ask, verdict)) if (
+                peer,
+                p,
+                ask,
+            ) in self.owed:
                 assert self.owed.pop((peer, p, ask)) == verdict, f"{effect} reports a wrong verdict"
-            case words.Fold(fragment=p, learner=learner, ask=ask):
+            case messages.Fold(fragment=p, learner=learner, ask=ask):
                 assert self.body == (learner, p, ask), f"{effect}: only {self.body} has arrived"
                 assert self._age(p) <= self.options.late_rounds_max, f"{effect}: too late"
                 self.folded[p].append(self.body)
                 self.parts[learner].made[p].append(self.bases[self.body])
                 self.parts[learner].swept |= {p} if self.closing else set()
                 self.body = None
-            case words.Drop(fragment=p, learner=learner, ask=ask) if self.body == (learner, p, ask):
+            case messages.Drop(fragment=p, learner=learner, ask=ask) if self.body == (
+                learner,
+                p,
+                ask,
+            ):
                 assert self._age(p) > self.options.late_rounds_max, f"wrongly dropped: {effect.why}"
                 self.body = None
-            case words.Merge(fragment=p, version=version):
+            case messages.Merge(fragment=p, version=version):
                 assert p not in self.merging, f"fragment {p} is already merging"
                 assert self.folded[p], f"fragment {p} has nothing to merge"
                 assert version == Version(1, self.newest[p] + 1), f"unexpected version {version}"
                 self.merging[p], self.folded[p] = self.folded[p], []
                 self.merges["late" if len(self.merging[p]) > 1 else "alone"] += 1
-            case words.RoundOpened(fragment=p, closing=False):
+            case messages.RoundOpened(fragment=p, closing=False):
                 assert self.folded[p], f"a round of {p} without a contribution: {effect.why}"
-            case words.Evict(learner):
+            case messages.Evict(learner):
                 self._gone(learner)
-            case words.Send(_, words.Swept()):
+            case messages.Send(_, messages.Swept()):
                 left = [*self.merging, *filter(self.folded.get, self.owned)]
                 assert not left, f"contributions are left to {left}"
                 for name in self.present:
@@ -200,7 +208,7 @@ class Model:
         assert self.body
         return self.newest[p] + (p in self.merging) - self.bases[self.body].counter
 
-    def _asks(self, part: Part, name: str, pull: words.Pull) -> None:
+    def _asks(self, part: Part, name: str, pull: messages.Pull) -> None:
         p, about = pull.fragment, f"request to {name} for {pull.fragment} from {pull.base}"
         assert self.expected == (name, p, pull.ask), f"{about}: not expected"
         assert p in self.owned, f"{about}: fragment of another shard"

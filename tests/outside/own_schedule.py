@@ -7,8 +7,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from decoupled_diloco.protocol import Options, SyncerMachine, words
-from decoupled_diloco.protocol.words import COORDINATOR, Done, Failed, Made
+from decoupled_diloco.protocol import Options, SyncerMachine, messages
+from decoupled_diloco.protocol.messages import COORDINATOR, Done, Failed, Made
 from outside.own_learner import Learner
 from outside.own_model import Key, Model
 
@@ -41,16 +41,16 @@ class Schedule:
         self.count, self.heap = 0, list[tuple[float, int, Callable[[], None]]]()
         self.paths: dict[str, Key] = {}
         self.void: set[Key] = set()
-        self.copies: list[words.ExpectCopy] = []
+        self.copies: list[messages.ExpectCopy] = []
         self.learners = {f"l{n}": Learner(self, f"l{n}") for n in range(rng.randint(1, 5))}
-        self.handle(words.Received(COORDINATOR, words.ShardAdmitted(1, False)))
+        self.handle(messages.Received(COORDINATOR, messages.ShardAdmitted(1, False)))
         self.learners["l0"].join()
-        self.handle(words.Received(COORDINATOR, words.SeedNamed("l0", 1, 1)))
+        self.handle(messages.Received(COORDINATOR, messages.SeedNamed("l0", 1, 1)))
         for copy in self.copies:
             self.handle(
-                words.CopyArrived("l0", copy.fragment, copy.attempt, f"initial {copy.fragment}")
+                messages.CopyArrived("l0", copy.fragment, copy.attempt, f"initial {copy.fragment}")
             )
-        self.handle(words.Received(COORDINATOR, words.Begin(1)))
+        self.handle(messages.Received(COORDINATOR, messages.Begin(1)))
         for learner in list(self.learners.values())[1:]:
             self.at(rng.choice([0.0, 0.0, 20.0]) * rng.random(), learner.join)
         self.at(1.0, self.send_heartbeats)
@@ -62,7 +62,7 @@ class Schedule:
 
     def send_heartbeats(self) -> None:
         names = [name for name, learner in self.learners.items() if learner.connected]
-        self.handle(words.Heard(tuple(names)))
+        self.handle(messages.Heard(tuple(names)))
         self.at(1.0, self.send_heartbeats)
 
     def mishap(self) -> None:
@@ -74,7 +74,7 @@ class Schedule:
         """Handle an event and every tick that is due then."""
         effects = self._handle(event)
         while (deadline := self.machine.deadline()) is not None and deadline <= self.now:
-            effects += self._handle(words.Tick())
+            effects += self._handle(messages.Tick())
         self.model.settled(self.now)
         for effect in effects:
             self.do(effect)
@@ -89,24 +89,24 @@ class Schedule:
 
     def do(self, effect: Any) -> None:
         match effect:
-            case words.Send(peer, message) if peer in self.learners:
+            case messages.Send(peer, message) if peer in self.learners:
                 self.at(0.0, lambda: self.learners[peer].receives(message))
-            case words.Broadcast(message):
+            case messages.Broadcast(message):
                 for learner in self.learners.values():
                     self.at(0.0, lambda each=learner: each.receives(message))  # type: ignore[misc]
-            case words.ExpectCopy():
+            case messages.ExpectCopy():
                 self.copies.append(effect)
-            case words.Expect(path, learner, _, _, fragment, ask):
+            case messages.Expect(path, learner, _, _, fragment, ask):
                 self.paths[path] = learner, fragment, ask
-            case words.Unexpect(path) if path in self.paths:
+            case messages.Unexpect(path) if path in self.paths:
                 self.void.add(self.paths[path])
-            case words.Merge():
+            case messages.Merge():
                 self.worker_free = max(self.worker_free, self.now) + self.merge_seconds
                 self.at(self.worker_free - self.now, lambda: self.merged(effect))
-            case words.Reject(_, reason):
+            case messages.Reject(_, reason):
                 raise AssertionError(f"rejected: {reason}")
 
-    def merged(self, order: words.Merge) -> None:
+    def merged(self, order: messages.Merge) -> None:
         if self.rng.random() < self.fails:
             self.handle(Failed(order, "the disk is full"))
         else:
@@ -118,7 +118,7 @@ class Schedule:
             deadline = self.machine.deadline()
             if deadline is not None and deadline < self.heap[0][0]:
                 self.now = max(self.now, deadline)
-                self.handle(words.Tick())
+                self.handle(messages.Tick())
             else:
                 self.now, _, call = heapq.heappop(self.heap)
                 call()
@@ -126,6 +126,6 @@ class Schedule:
 
     def run_to_the_end(self) -> None:
         self.run(100.0)
-        self.handle(words.Received(COORDINATOR, words.EndOrdered()))
+        self.handle(messages.Received(COORDINATOR, messages.EndOrdered()))
         self.run(2000.0)
         assert self.model.swept, "the closing sweep does not end"

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from decoupled_diloco.protocol import words
+from decoupled_diloco.protocol import messages
 from deliberate_breaks import Break
 from outside.own_schedule import Schedule
 from simulation.own_breaks import FORGOTTEN_TURNS
@@ -63,7 +63,7 @@ def lost(kind: type) -> Callable[[list[Any]], list[Any]]:
     return changed
 
 
-@pytest.mark.parametrize("kind", [words.Pull, words.Fold, words.Merge, words.Outcome])
+@pytest.mark.parametrize("kind", [messages.Pull, messages.Fold, messages.Merge, messages.Outcome])
 def test_the_model_notices_dropped_orders(kind: type) -> None:
     schedule = Schedule(3)
     schedule.changed = lost(kind)

@@ -21,7 +21,7 @@ from decoupled_diloco.protocol.clock import (
     shift_after_leave,
     window_decision,
 )
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol.messages import (
     ClockAdvanced,
     Pull,
     Received,

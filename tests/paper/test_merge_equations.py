@@ -31,7 +31,7 @@ from decoupled_diloco.merge import (
     tensors_of,
     token_weight,
 )
-from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.protocol.machine_options import Options
 
 N = 50
 

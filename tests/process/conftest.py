@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from process.runs import orphans, until
+from process.process_runs import orphans, until
 
 HERE = Path(__file__).parent
 

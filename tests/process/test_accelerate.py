@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from decoupled_diloco.tape import TapeReader
-from integration.system import System
+from integration.real_system import System
 
 pytest.importorskip("accelerate")
 

@@ -19,10 +19,10 @@ from torch import Tensor
 from decoupled_diloco.errors import AccessError, ConfigError
 from decoupled_diloco.launch.local import LocalRun
 from decoupled_diloco.run_model import read_run
-from decoupled_diloco.storage.weights import load_weights
+from decoupled_diloco.storage.weight_files import load_weights
 from decoupled_diloco.transport.http_client import HttpClient
-from ports import free_ports
-from process.runs import (
+from free_ports import free_ports
+from process.process_runs import (
     PATIENCE,
     command,
     config_file,
@@ -36,7 +36,7 @@ from process.runs import (
     wait,
     when,
 )
-from replay import assert_replays
+from replay_check import assert_replays
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train.py"
 

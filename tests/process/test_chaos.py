@@ -13,7 +13,7 @@ import pytest
 
 from decoupled_diloco.tape import TapeReader
 from decoupled_diloco_lab.chaos import spaces
-from process.runs import command, config_file, orphans, stopped_at_exit, until
+from process.process_runs import command, config_file, orphans, stopped_at_exit, until
 
 ACCEPTED_MIN = 0.8
 """On a machine with other work, processes take ten seconds to start, and what is trained meanwhile

@@ -12,7 +12,7 @@ import pytest
 
 from decoupled_diloco.storage.coordinator_states import CoordinatorStates
 from decoupled_diloco.tape import TapeReader
-from integration.system import System
+from integration.real_system import System
 
 pytest.importorskip("lightning")
 

@@ -30,8 +30,8 @@ from decoupled_diloco.tape.segments import lines_of, tapes_in
 from decoupled_diloco.tape.sources import TAPE_PATH, FolderSource
 from decoupled_diloco.transport.http_server import HttpServer
 from decoupled_diloco.transport.tokens import Tokens
-from ports import free_ports
-from process.runs import (
+from free_ports import free_ports
+from process.process_runs import (
     config_of,
     ddiloco,
     health,
@@ -41,8 +41,8 @@ from process.runs import (
     wait,
     when,
 )
-from replay import assert_replays
-from unit.show.worlds import write_world
+from replay_check import assert_replays
+from unit.show.show_worlds import write_world
 
 
 def test_a_run_is_read_while_it_goes_on(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ import encrypted
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.local import LocalRun
-from ports import free_ports
-from process.runs import (
+from free_ports import free_ports
+from process.process_runs import (
     command,
     config_file,
     config_of,

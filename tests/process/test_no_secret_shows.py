@@ -25,7 +25,7 @@ from urllib.parse import quote, quote_plus, urlencode
 import pytest
 
 import encrypted
-from process.runs import command, config_file, health, until
+from process.process_runs import command, config_file, health, until
 
 STRANGE = "Zq7/+&=%wrong-token-of-a-stranger"
 BUDGET = {"max_steps": 100_000, "learners": 2}

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from decoupled_diloco.cli.main import app
-from process.runs import command, config_file, orphans, stopped_at_exit, until
+from process.process_runs import command, config_file, orphans, stopped_at_exit, until
 
 
 @pytest.mark.smoke

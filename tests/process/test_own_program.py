@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from process.runs import command, config_file, stopped_at_exit
+from process.process_runs import command, config_file, stopped_at_exit
 
 PROGRAM = """
 import atexit, sys, threading, time

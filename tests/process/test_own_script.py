@@ -9,10 +9,10 @@ import pytest
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.run_model import read_run
 from decoupled_diloco.show.report import write_report
-from decoupled_diloco.storage.weights import load_weights
+from decoupled_diloco.storage.weight_files import load_weights
 from decoupled_diloco.tape.samples import ProcessEnded
 from process.own_script import config_of, programs
-from process.runs import local_run, logs, records, until, wait
+from process.process_runs import local_run, logs, records, until, wait
 
 
 @pytest.mark.parametrize(

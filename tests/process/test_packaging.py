@@ -20,7 +20,7 @@ import pytest
 
 import decoupled_diloco_lab
 from decoupled_diloco.__main__ import NEEDED
-from decoupled_diloco.storage.weights import load_weights
+from decoupled_diloco.storage.weight_files import load_weights
 from decoupled_diloco.tape.segments import lines_of
 
 ROOT = Path(__file__).parents[2]

@@ -11,8 +11,8 @@ import pytest
 
 from decoupled_diloco.launch.local import LocalRun
 from decoupled_diloco_lab.simulate.weights_replay import replay_weights
-from process.runs import config_of, health, local_run, records, send, wait, when
-from replay import assert_replays
+from process.process_runs import config_of, health, local_run, records, send, wait, when
+from replay_check import assert_replays
 
 
 def running(run: LocalRun, name: str) -> bool:

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 import encrypted
-from ports import free_ports
-from process.runs import config_of, local_run, stopped_at_exit, told, until
+from free_ports import free_ports
+from process.process_runs import config_of, local_run, stopped_at_exit, told, until
 from unit.monitor.promtool import needs_prometheus, promtool
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.launch.local import LocalRun
-from process.runs import (
+from process.process_runs import (
     STEP_SECONDS_MAX,
     command,
     config_file,
@@ -31,7 +31,7 @@ from process.runs import (
     wait,
     when,
 )
-from replay import assert_replays
+from replay_check import assert_replays
 
 KEEPS = {"checkpoint_interval_seconds": 0.5}
 MIXED = {"ranks": [1, 2, 2], "parallelism": ["plain", "fsdp", "tp"], "sync_ranks": "all"}

@@ -16,14 +16,14 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from decoupled_diloco.cli.main import app
-from decoupled_diloco.launch.folder import RunFolder
-from decoupled_diloco.learner.checkpoint import LearnerCheckpoint
-from decoupled_diloco.protocol.words import Leased, TakenBack
-from decoupled_diloco.run_model.data import read_data
+from decoupled_diloco.launch.run_folder import RunFolder
+from decoupled_diloco.learner.learner_checkpoint import LearnerCheckpoint
+from decoupled_diloco.protocol.messages import Leased, TakenBack
+from decoupled_diloco.run_model.data_usage import read_data
 from decoupled_diloco.storage.data_ledger import FILE, Basis, read_ledger
 from decoupled_diloco.tape.records import Record
 from decoupled_diloco.tape.replay import replay_run
-from process.runs import (
+from process.process_runs import (
     command,
     config_file,
     kill_everything,

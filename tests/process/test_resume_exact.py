@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from decoupled_diloco.config import RunConfig, dump_config
 from decoupled_diloco.tape.records import Record
-from process.runs import command, kill_everything, records, stopped_at_exit, until
+from process.process_runs import command, kill_everything, records, stopped_at_exit, until
 
 BUDGET, PERIOD, STOP_AT = 40, 4, 18
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from decoupled_diloco.learner.checkpoint import CheckpointFolder
-from integration.system import System
-from process.runs import until
+from decoupled_diloco.learner.learner_checkpoint import CheckpointFolder
+from integration.real_system import System
+from process.process_runs import until
 
 PROGRAM = """
 import os, sys, time

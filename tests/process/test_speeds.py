@@ -11,10 +11,10 @@ from statistics import median
 import pytest
 
 from decoupled_diloco.config import load_config
-from decoupled_diloco.protocol.words import Participant
+from decoupled_diloco.protocol.messages import Participant
 from decoupled_diloco.run_model import RunModel, read_run
-from process.runs import STEP_SECONDS_MAX, local_run, wait
-from replay import assert_replays
+from process.process_runs import STEP_SECONDS_MAX, local_run, wait
+from replay_check import assert_replays
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "mixed-speeds.toml"
 PACE = {"learner-0": 0.4, "learner-1": 0.4, "learner-2": 0.2, "learner-3": 0.1}

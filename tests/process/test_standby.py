@@ -14,7 +14,7 @@ from decoupled_diloco.config.addresses import alternatives
 from decoupled_diloco.errors import LeaseError
 from decoupled_diloco.launch.local import LocalRun
 from decoupled_diloco.tape.records import Record
-from process.runs import (
+from process.process_runs import (
     STEP_SECONDS_MAX,
     config_of,
     health,
@@ -25,7 +25,7 @@ from process.runs import (
     wait,
     when,
 )
-from replay import assert_replays
+from replay_check import assert_replays
 
 LEASE_SECONDS = 2.0
 STANDBYS = {"shards": 2, "standby": True, "lease_seconds": LEASE_SECONDS}

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from decoupled_diloco.workloads import Workload, load_workload
-from decoupled_diloco.workloads.divided import divided, share_of_data
-from ranks.program import Job, settle
+from decoupled_diloco.workloads.rank_split import divided, share_of_data
+from ranks.rank_program import Job, settle
 
 SMALL: dict[str, Any] = {"layers": 2, "width": 16, "heads": 2, "batch_size": 2}
 TEXT: dict[str, Any] = {**SMALL, "context": 8, "corpus_bytes_max": 50_000}

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from ranks.program import Job, full, settle
+from ranks.rank_program import Job, full, settle
 
 
 def main(job: Job, surroundings: Mapping[str, str]) -> None:

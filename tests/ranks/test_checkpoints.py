@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ranks.learners import (
+from ranks.rank_learners import (
     ASYNCHRONOUS,
     NOWHERE,
     TOLERANCE,
@@ -21,7 +21,7 @@ from ranks.learners import (
     system_in,
     until_told,
 )
-from ranks.program import INTERLEAVED, Job
+from ranks.rank_program import INTERLEAVED, Job
 
 STEPS = 12
 ALONE = {"fragments": 3, "sync_every": 3000, "overlap_steps": 1, "quorum": 1}

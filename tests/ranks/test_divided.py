@@ -11,11 +11,11 @@ from cases import long_after
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.workloads import load_workload
-from decoupled_diloco.workloads.divided import require_divisible
+from decoupled_diloco.workloads.rank_split import require_divisible
 from ranks import divided_program
 from ranks.divided_program import SIZES, measured
-from ranks.learners import ranks
-from ranks.program import Job
+from ranks.rank_learners import ranks
+from ranks.rank_program import Job
 
 KINDS = ["gpt fsdp", "moe ddp", "vit tp", "gpt ddp", "gpt tp", "vit ddp", "vit fsdp"]
 

@@ -11,8 +11,8 @@ import torch
 from cases import long_after
 from integration.lines import Lines
 from ranks import lightning_program, trainer_program
-from ranks.learners import Main, ranks, system_in
-from ranks.program import Job
+from ranks.rank_learners import Main, ranks, system_in
+from ranks.rank_program import Job
 
 
 def found(folder: Path, kind: str, main: Main) -> dict[str, Any]:

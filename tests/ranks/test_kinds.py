@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from cases import long_after
-from decoupled_diloco.transport.bodies import BodyBooks
-from ranks.learners import (
+from decoupled_diloco.transport.payload_store import BodyBooks
+from ranks.rank_learners import (
     FRAGMENTS,
     ROUNDS,
     TOLERANCE,
@@ -21,7 +21,7 @@ from ranks.learners import (
     several_carriers,
     system_in,
 )
-from ranks.program import BATCH, HALF, INTERLEAVED, THOROUGH, Job
+from ranks.rank_program import BATCH, HALF, INTERLEAVED, THOROUGH, Job
 
 
 def trained(

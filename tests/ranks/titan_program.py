@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from decoupled_diloco import Learner
 from ranks import cpu_device
-from ranks.program import Job, full, settle
+from ranks.rank_program import Job, full, settle
 
 from torchtitan.components.dataloader import BaseDataLoader  # isort: skip
 from torchtitan.config import JobConfig  # isort: skip

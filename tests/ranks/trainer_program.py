@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from ranks.program import Job, settle
+from ranks.rank_program import Job, settle
 
 
 def main(job: Job, surroundings: Mapping[str, str]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from decoupled_diloco_plan.goodput.settings import BLOCK_CHIPS, Cluster, blocks_of
+from decoupled_diloco_plan.goodput.cluster_settings import BLOCK_CHIPS, Cluster, blocks_of
 from decoupled_diloco_plan.goodput.systems import simulate
 
 EVENTS = 20_000

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from decoupled_diloco_lab.simulate.choices import Choices
-from decoupled_diloco_lab.simulate.disk import Loss
+from decoupled_diloco_lab.simulate.virtual_disk import Loss
 from deliberate_breaks import ROOT, Break
 from simulation.apart_breaks import APART
 from simulation.breaks import CORE, STORAGE

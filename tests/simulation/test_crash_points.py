@@ -11,7 +11,7 @@ from decoupled_diloco.runtime import Runtime, within
 from decoupled_diloco.storage.coordinator_states import CoordinatorStates
 from decoupled_diloco.storage.files import write_text
 from decoupled_diloco_lab.simulate.choices import Choices
-from decoupled_diloco_lab.simulate.disk import (
+from decoupled_diloco_lab.simulate.virtual_disk import (
     SECTOR_BYTES,
     Loss,
     SimulatedDisk,

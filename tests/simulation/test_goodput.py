@@ -16,7 +16,7 @@ from decoupled_diloco_plan.goodput.calibrate import (
     residuals,
     rounded,
 )
-from decoupled_diloco_plan.goodput.settings import Cluster, Constants, System
+from decoupled_diloco_plan.goodput.cluster_settings import Cluster, Constants, System
 from decoupled_diloco_plan.goodput.systems import simulate
 from simulation.scavenging import SCAVENGED, relative_time
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from decoupled_diloco.protocol.features.data import GRACE_SECONDS
-from decoupled_diloco.protocol.options import Options
-from decoupled_diloco.protocol.words import Leased, Repeated, TakenBack
+from decoupled_diloco.protocol.features.partitions import GRACE_SECONDS
+from decoupled_diloco.protocol.machine_options import Options
+from decoupled_diloco.protocol.messages import Leased, Repeated, TakenBack
 from decoupled_diloco_lab.simulate.drift import Drift
 from decoupled_diloco_lab.simulate.hosts import LearnerHost, ParticipantHost
 from decoupled_diloco_lab.simulate.spec import LearnerSpec

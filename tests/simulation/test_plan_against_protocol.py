@@ -9,13 +9,13 @@ from statistics import mean
 import pytest
 
 from cases import long_after
-from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.protocol.machine_options import Options
 from decoupled_diloco_lab.simulate.protocol_run import ProtocolRun
 from decoupled_diloco_lab.simulate.scenario import load_scenario
 from decoupled_diloco_plan.bandwidth.case import Case, Model
 from decoupled_diloco_plan.bandwidth.network import HUB, Link, Network, Site
-from decoupled_diloco_plan.bandwidth.rounds import simulate
-from decoupled_diloco_plan.bandwidth.steady import Rounds
+from decoupled_diloco_plan.bandwidth.round_periods import simulate
+from decoupled_diloco_plan.bandwidth.steady_state import Rounds
 
 PARAMETERS, LEARNERS, PERIOD, STEPS = 48_000_000, 4, 12, 120
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from decoupled_diloco.cli.main import app
 from decoupled_diloco.errors import ConfigError, StorageError
-from decoupled_diloco.storage.weights import load_weights, save_weights
+from decoupled_diloco.storage.weight_files import load_weights, save_weights
 from decoupled_diloco.tape import TapeReader
 from decoupled_diloco.tape.samples import PayloadsEnded
 from decoupled_diloco_lab.simulate.protocol_run import ProtocolRun

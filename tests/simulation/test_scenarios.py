@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from cases import long_after
-from decoupled_diloco.protocol.words import CopyState, Done
+from decoupled_diloco.protocol.messages import CopyState, Done
 from decoupled_diloco.run_model import RunModel, read_run
 from decoupled_diloco.run_model.facts import GAP_MEDIANS, TOOK_PART
 from decoupled_diloco.show.console import SteadyConsole
-from decoupled_diloco.storage.weights import load_weights
+from decoupled_diloco.storage.weight_files import load_weights
 from decoupled_diloco.tape import TapeReader
 from decoupled_diloco.tape.records import Record
 from decoupled_diloco.workloads import load_workload
@@ -30,7 +30,7 @@ from decoupled_diloco_lab.simulate.protocol_run import ProtocolRun
 from decoupled_diloco_lab.simulate.scenario import load_scenario
 from decoupled_diloco_lab.simulate.simulation import Simulation
 from decoupled_diloco_lab.simulate.stage import Recorder
-from replay import assert_replays
+from replay_check import assert_replays
 
 RUN = """
 [run]

@@ -15,7 +15,7 @@ import pytest
 
 from cases import long_after
 from decoupled_diloco.protocol import Options
-from decoupled_diloco.protocol.words import BodyArrived, Fold, RoundFinished, StepFinished
+from decoupled_diloco.protocol.messages import BodyArrived, Fold, RoundFinished, StepFinished
 from decoupled_diloco_lab.simulate import LearnerSpec
 from decoupled_diloco_lab.simulate.crowd import Crowd
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from decoupled_diloco.protocol import Options
-from decoupled_diloco.protocol.learner import LearnerMachine
-from decoupled_diloco.protocol.syncer import SyncerMachine
+from decoupled_diloco.protocol.learner_machine import LearnerMachine
+from decoupled_diloco.protocol.syncer_machine import SyncerMachine
 from decoupled_diloco_lab.simulate import LearnerSpec
 from decoupled_diloco_lab.simulate.crowd import BareLearner, BareShard, Crowd
 

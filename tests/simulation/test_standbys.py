@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from decoupled_diloco.protocol.options import Options
-from decoupled_diloco.protocol.words import DenyShard, Done, Merge
+from decoupled_diloco.protocol.machine_options import Options
+from decoupled_diloco.protocol.messages import DenyShard, Done, Merge
 from decoupled_diloco_lab.simulate.spec import LearnerSpec
 from decoupled_diloco_lab.simulate.system import System
 from deliberate_breaks import Break

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from cases import long_after
-from decoupled_diloco.protocol.options import Options
-from decoupled_diloco.protocol.words import CheckpointHeard, Received, ShardReady
+from decoupled_diloco.protocol.machine_options import Options
+from decoupled_diloco.protocol.messages import CheckpointHeard, Received, ShardReady
 from decoupled_diloco_lab.simulate.spec import LearnerSpec
 from decoupled_diloco_lab.simulate.system import System
 from worlds import worlds

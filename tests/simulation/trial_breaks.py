@@ -19,7 +19,7 @@ TRIAL = (
         "renewal-counted-from-answer",
         "state.valid_until = now + self.lease_seconds * (1 - MARGIN)",
         "a renewed leadership lease counts from the answer to its renewal",
-        test="unit/protocol/test_shard_lease.py"
+        test="unit/protocol/test_lease_machine.py"
         "::test_a_renewed_lease_counts_from_the_start_of_its_renewal",
     ),
     Break(
@@ -144,13 +144,13 @@ TRIAL = (
         "longer-lease-ignored",
         "lease = self.lease_seconds",
         "a standby ignores that the holder's lease is longer",
-        test="unit/protocol/test_shard_lease.py::test_a_longer_lease_of_the_holder_is_respected",
+        test="unit/protocol/test_lease_machine.py::test_a_longer_lease_of_the_holder_is_respected",
     ),
     Break(
         "old-base-not-declined",
         "if False:",
         "a learner does not decline a request for a version that it no longer holds",
-        test="unit/protocol/test_learner.py::test_a_request_for_an_older_base_is_declined",
+        test="unit/protocol/test_learner_machine.py::test_a_request_for_an_older_base_is_declined",
     ),
     Break(
         "older-process-heard",
@@ -205,13 +205,13 @@ journal.append(fields, as_bytes(step.gradient).numpy().data)""",
         "run-checkpoint-deleted",
         "ordinary = self._files()",
         "a learner deletes files that belong to a run checkpoint",
-        test="unit/learner/test_checkpoint.py::test_those_of_the_run_stay_until_they_are_forgotten",
+        test="unit/learner/test_learner_checkpoint.py::test_those_of_the_run_stay_until_they_are_forgotten",
     ),
     Break(
         "buffers-carried",
         "pass",
         "a learner carries its own buffers over to a merged copy",
-        test="unit/learner/test_store.py"
+        test="unit/learner/test_parameter_store.py"
         "::test_buffers_are_overwritten_where_parameters_are_combined",
     ),
     Break(
@@ -232,7 +232,7 @@ journal.append(fields, as_bytes(step.gradient).numpy().data)""",
         "failed-step-moves-momentum",
         "outer = entry.outer",
         "a failed outer step changes the momentum",
-        test="unit/syncer/test_fragments.py"
+        test="unit/syncer/test_shard_tensors.py"
         "::test_a_diverged_outer_step_leaves_the_fragment_as_it_was",
     ),
     Break(

@@ -158,7 +158,7 @@ def imported_at_once(tree: ast.Module) -> Iterator[str]:
 
 OF_AN_EXTRA = {
     *("show/console.py", "show/report.py", "show/terminal.py"),
-    *("monitor/exposition.py", "monitor/learner.py", "monitor/shard.py"),
+    *("monitor/exposition.py", "monitor/learner_metrics.py", "monitor/shard_metrics.py"),
 }
 """What cannot be imported without the extra of the command line, or that of metrics."""
 
@@ -339,7 +339,7 @@ def test_quorum_grace_clock_and_versions_are_decided_in_the_protocol_alone() -> 
     assert not wrong
 
 
-USE_THE_FEATURES = {"coordinator.py", "coordinator_state.py", "learner.py"}
+USE_THE_FEATURES = {"coordinator_machine.py", "coordinator_state.py", "learner_machine.py"}
 """The machines of the roles that have them; the rules of the method import no feature."""
 
 
@@ -380,14 +380,14 @@ SHELLS = ("learner", "syncer", "storage", "transport")
 OF_REAL_MACHINES = {
     "learner/launched.py": "a launcher's pipe, watched in a thread",
     "storage/shared_folder.py": "shards on machines that share a file system",
-    "learner/options.py": "names a learner after its host and process",
+    "learner/option_groups.py": "names a learner after its host and process",
     "learner/process.py": "signals, forks and the end of a user's program",
     "transport/fetch.py": "a command reads a running syncer's tapes",
     "transport/http_client.py": "real sockets",
     "transport/http_server.py": "real sockets",
     "transport/tls.py": "certificates of real sockets",
-    "transport/reach.py": "the doctor looks at real sockets",
-    "transport/ways.py": "proxies of real sockets",
+    "transport/reachability.py": "the doctor looks at real sockets",
+    "transport/routing.py": "proxies of real sockets",
 }
 """Files that no virtual machine runs, and what they are for."""
 
@@ -488,7 +488,7 @@ def test_no_shell_asks_the_time_makes_an_id_starts_a_thread_or_opens_a_file_by_i
         for what in asks_past_the_runtime(tree)
     }
     within_fill = {"chmod", "stat", "touch"}  # of `Disk.fill`
-    allowed = {f"storage/weights.py: calls torn.{method}" for method in within_fill}
+    allowed = {f"storage/weight_files.py: calls torn.{method}" for method in within_fill}
     assert found == allowed
 
 

@@ -19,8 +19,8 @@ from decoupled_diloco.errors import (
     StorageError,
     TransportError,
 )
-from decoupled_diloco.storage.weights import opened, save_weights
-from decoupled_diloco.syncer.checkpoints import MANIFEST, read_manifest
+from decoupled_diloco.storage.weight_files import opened, save_weights
+from decoupled_diloco.syncer.run_checkpoints import MANIFEST, read_manifest
 
 KINDS = {
     AccessError: ConnectionError,

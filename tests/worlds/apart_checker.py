@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol.messages import (
     Apply,
     Lost,
     Outcome,

@@ -50,10 +50,8 @@ from collections.abc import Set as AnySet
 from typing import Any
 
 from decoupled_diloco.protocol.copies import RETRY_SECONDS
-from decoupled_diloco.protocol.features.data import HELD_MAX
-from decoupled_diloco.protocol.gate import SAMPLES_MAX
-from decoupled_diloco.protocol.syncer import LINGER_SECONDS
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol.features.partitions import HELD_MAX
+from decoupled_diloco.protocol.messages import (
     Broadcast,
     Evict,
     Failed,
@@ -64,6 +62,8 @@ from decoupled_diloco.protocol.words import (
     Unexpect,
     Version,
 )
+from decoupled_diloco.protocol.norm_gate import SAMPLES_MAX
+from decoupled_diloco.protocol.syncer_machine import LINGER_SECONDS
 from decoupled_diloco_lab.simulate.hosts import LearnerHost, ShardHost
 from decoupled_diloco_lab.simulate.system import System
 

@@ -13,8 +13,7 @@ from typing import Any
 from decoupled_diloco.errors import ProtocolError
 from decoupled_diloco.protocol import wire
 from decoupled_diloco.protocol.copies import NOT_TAKEN
-from decoupled_diloco.protocol.rounds import MERGE_PAUSE_SECONDS, SWEEP_TRIES_MAX
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol.messages import (
     Apply,
     Began,
     BodyArrived,
@@ -36,6 +35,7 @@ from decoupled_diloco.protocol.words import (
     Snapshot,
     Version,
 )
+from decoupled_diloco.protocol.rounds import MERGE_PAUSE_SECONDS, SWEEP_TRIES_MAX
 from decoupled_diloco_lab.simulate.hosts import LearnerHost, ShardHost
 from decoupled_diloco_lab.simulate.system import System
 from worlds.bounds import sees_the_end

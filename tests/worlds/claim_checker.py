@@ -27,9 +27,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from decoupled_diloco.protocol.copies import NOT_TAKEN
-from decoupled_diloco.protocol.fill import SETTLE_SECONDS
-from decoupled_diloco.protocol.syncer_state import LEASE_SECONDS
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol.first_copies import SETTLE_SECONDS
+from decoupled_diloco.protocol.messages import (
     Activate,
     AdmitShard,
     Apply,
@@ -46,10 +45,11 @@ from decoupled_diloco.protocol.words import (
     ShardHello,
     Version,
 )
+from decoupled_diloco.protocol.syncer_state import LEASE_SECONDS
 from decoupled_diloco.syncer.shard_lease import ShardLease
 from decoupled_diloco.transport.backoff import CAP_SECONDS
-from decoupled_diloco_lab.simulate.network import LOST_SECONDS, STALL_SECONDS
 from decoupled_diloco_lab.simulate.system import System
+from decoupled_diloco_lab.simulate.virtual_network import LOST_SECONDS, STALL_SECONDS
 
 
 class ClaimChecker:

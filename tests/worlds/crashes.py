@@ -26,12 +26,12 @@ from torch import nn
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.merge import body_digest, digest, layout_of, make_outer, values_digest
 from decoupled_diloco.merge.plan import MergePlan
-from decoupled_diloco.protocol.words import Asking, Version
+from decoupled_diloco.protocol.messages import Asking, Version
 from decoupled_diloco.runtime import Runtime, within
 from decoupled_diloco.syncer.durable import Durable, ShardDisk
-from decoupled_diloco.syncer.fragments import FragmentTensors, OuterStep, ShardTensors
+from decoupled_diloco.syncer.shard_tensors import FragmentTensors, OuterStep, ShardTensors
 from decoupled_diloco_lab.simulate.choices import Choices
-from decoupled_diloco_lab.simulate.disk import (
+from decoupled_diloco_lab.simulate.virtual_disk import (
     Content,
     CrashError,
     Loss,

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from decoupled_diloco.protocol.features.data import HELD_MAX
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol.features.partitions import HELD_MAX
+from decoupled_diloco.protocol.messages import (
     Done,
     Enter,
     Leased,
@@ -25,7 +25,7 @@ from decoupled_diloco.protocol.words import (
     Settled,
     TakenBack,
 )
-from decoupled_diloco.run_model.data import DataAccount, account_of_data
+from decoupled_diloco.run_model.data_usage import DataAccount, account_of_data
 from decoupled_diloco.storage.data_ledger import Basis, ledger_files, read_ledger
 from decoupled_diloco.workloads.text import region
 from decoupled_diloco_lab.simulate.hosts import LearnerHost

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from decoupled_diloco.config.sync import BITS
 from decoupled_diloco.protocol.adapt import AdaptLimits
-from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.protocol.machine_options import Options
 from decoupled_diloco_lab.simulate.choices import Choices
 from decoupled_diloco_lab.simulate.spec import LearnerSpec
 from worlds.data_checker import Parts

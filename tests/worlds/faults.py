@@ -9,9 +9,9 @@ from typing import Literal
 
 from decoupled_diloco_lab.simulate.choices import Choices
 from decoupled_diloco_lab.simulate.hosts import Host, LearnerHost, ParticipantHost
-from decoupled_diloco_lab.simulate.network import Way
 from decoupled_diloco_lab.simulate.spec import LearnerSpec
 from decoupled_diloco_lab.simulate.system import System
+from decoupled_diloco_lab.simulate.virtual_network import Way
 
 Kind = Literal[
     "crash",

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from decoupled_diloco.learner.ending import FAREWELL_SECONDS
-from decoupled_diloco.learner.store import ModuleStore
+from decoupled_diloco.learner.parameter_store import ModuleStore
 from decoupled_diloco.merge import values_digest
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol.messages import (
     Apply,
     Asking,
     Began,

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from decoupled_diloco.protocol.messages import Fold, Merge, RoundOpened
 from decoupled_diloco.protocol.syncer_state import SyncerState
-from decoupled_diloco.protocol.words import Fold, Merge, RoundOpened
 from decoupled_diloco_lab.simulate.system import System
 
 

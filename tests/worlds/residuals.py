@@ -20,7 +20,7 @@ from torch import Tensor
 
 from decoupled_diloco.learner.exchange import Capture
 from decoupled_diloco.merge import body_digest, codec, contribution
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol.messages import (
     COORDINATOR,
     Apply,
     Asking,

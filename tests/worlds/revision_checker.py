@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol.messages import (
     Broadcast,
     ClockAdvanced,
     Received,

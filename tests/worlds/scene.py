@@ -12,16 +12,16 @@ import torch
 from safetensors.torch import save_file
 
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.protocol.options import Options
-from decoupled_diloco.protocol.words import Broadcast, CopyWanted, Merge, Persist, Send
+from decoupled_diloco.protocol.machine_options import Options
+from decoupled_diloco.protocol.messages import Broadcast, CopyWanted, Merge, Persist, Send
 from decoupled_diloco.transport.limits import Limits
 from decoupled_diloco.workloads import Workload
 from decoupled_diloco_lab.simulate.choices import Choices
-from decoupled_diloco_lab.simulate.disk import Loss
 from decoupled_diloco_lab.simulate.drift import Drift
 from decoupled_diloco_lab.simulate.hosts import CheckpointId, Host, LearnerHost, ParticipantHost
 from decoupled_diloco_lab.simulate.spec import LearnerSpec
 from decoupled_diloco_lab.simulate.system import System
+from decoupled_diloco_lab.simulate.virtual_disk import Loss
 from worlds.apart_checker import ApartChecker
 from worlds.bounds import Bounds
 from worlds.checkers import Checker

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from decoupled_diloco.errors import StorageError
-from decoupled_diloco.launch.resume import go_back
+from decoupled_diloco.launch.resume_run import go_back
 from decoupled_diloco.merge import digested_by
 from decoupled_diloco_lab.simulate.choices import Choices
 from decoupled_diloco_lab.simulate.hosts import LearnerHost, VirtualLearner

@@ -9,7 +9,7 @@ import typer
 
 from decoupled_diloco.cli.command_groups import Commands
 from decoupled_diloco.cli.command_line import CommandOptions, command
-from decoupled_diloco.cli.options import fail
+from decoupled_diloco.cli.shared_options import fail
 
 if TYPE_CHECKING:
     from decoupled_diloco.launch.certificates import CertificateFolder

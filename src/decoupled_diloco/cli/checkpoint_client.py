@@ -9,7 +9,7 @@ from typing import cast, get_args
 from decoupled_diloco.config.addresses import alternatives, reached_by
 from decoupled_diloco.errors import AccessError, ProtocolError, TransportError
 from decoupled_diloco.syncer.checkpoint_requests import CHECKPOINT_PATH
-from decoupled_diloco.syncer.checkpoints import CheckpointAnswer, State
+from decoupled_diloco.syncer.run_checkpoints import CheckpointAnswer, State
 from decoupled_diloco.tape.sources import TAPE_PATH
 from decoupled_diloco.transport.documents import Document
 from decoupled_diloco.transport.fetch import fetch, read_object

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from decoupled_diloco.cli.options import fail
+from decoupled_diloco.cli.shared_options import fail
 
 RUN, INSPECT, OPERATE, PLAN, DEBUG = "Run", "Inspect", "Operate", "Plan", "Debug"
 """The groups, in the order in which the help shows them."""

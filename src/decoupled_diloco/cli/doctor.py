@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from decoupled_diloco.cli.command_line import command
-from decoupled_diloco.cli.options import (
+from decoupled_diloco.cli.shared_options import (
     ConnectOptions,
     Json,
     Sets,
@@ -103,7 +103,7 @@ def _token(
     config: RunConfig | None, addresses: tuple[str, ...], token_file: Path | None
 ) -> str | None:
     """The auth token of a learner here: from the option, or from the run's settings."""
-    from decoupled_diloco.launch.folder import read_token
+    from decoupled_diloco.launch.run_folder import read_token
     from decoupled_diloco.launch.secrets import own_token
 
     if not addresses or token_file is not None or config is None:
@@ -154,7 +154,7 @@ def _beside(text: str, width: int) -> list[str]:
 
 
 def _verdict(*, warning: int, error: int) -> str:
-    from decoupled_diloco.run_model.words import many
+    from decoupled_diloco.run_model.phrases import many
 
     if error:
         more = f", {many(warning, 'warning')}" if warning else ""

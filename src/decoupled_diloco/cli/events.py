@@ -7,8 +7,8 @@ import sys
 import typer
 
 from decoupled_diloco.cli.command_line import CommandOptions, command
-from decoupled_diloco.cli.options import RunTape
 from decoupled_diloco.cli.runs import chosen_run
+from decoupled_diloco.cli.shared_options import RunTape
 
 
 class EventsOptions(CommandOptions):

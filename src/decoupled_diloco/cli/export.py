@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from decoupled_diloco.cli.command_line import CommandOptions, command
-from decoupled_diloco.cli.options import RunFolder
 from decoupled_diloco.cli.runs import chosen_run
+from decoupled_diloco.cli.shared_options import RunFolder
 
 if TYPE_CHECKING:
-    from decoupled_diloco.export.run import Exported
+    from decoupled_diloco.export.run_export import Exported
 
 
 class ExportFormat(StrEnum):
@@ -51,7 +51,7 @@ def export(options: ExportOptions) -> None:
     """Write the weights of a run, with all files that are needed to load them."""
     import torch
 
-    from decoupled_diloco.export.run import export_run
+    from decoupled_diloco.export.run_export import export_run
 
     torch.set_num_threads(1)
     exported = export_run(

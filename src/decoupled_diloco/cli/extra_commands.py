@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 
 import typer
 
-from decoupled_diloco.cli.options import fail
+from decoupled_diloco.cli.shared_options import fail
 
 GROUP = "decoupled_diloco.commands"
 HOW = "pip install 'decoupled-diloco[{0}]' (in a clone: pip install -e packages/{0})"

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from decoupled_diloco.cli.command_line import command
-from decoupled_diloco.cli.options import (
+from decoupled_diloco.cli.runs import chosen_run, is_url
+from decoupled_diloco.cli.shared_options import (
     ConnectOptions,
     Sets,
     complete_config_or_run,
     fail,
     make_console,
 )
-from decoupled_diloco.cli.runs import chosen_run, is_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -47,7 +47,7 @@ class IntervalsOptions(ConnectOptions):
 def intervals(options: IntervalsOptions) -> None:
     """Print every interval, window, lease and deadline, and what each is derived from."""
     from decoupled_diloco.config import load_config
-    from decoupled_diloco.config.files import RECIPES
+    from decoupled_diloco.config.toml_files import RECIPES
     from decoupled_diloco.launch.timing import intervals as intervals_of
     from decoupled_diloco.run_model import RunModel
     from decoupled_diloco.show.explain import options_in

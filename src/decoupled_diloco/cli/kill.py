@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from decoupled_diloco.cli.command_line import CommandOptions, command
-from decoupled_diloco.cli.options import RunFolder
 from decoupled_diloco.cli.runs import chosen_run
+from decoupled_diloco.cli.shared_options import RunFolder
 from decoupled_diloco.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -63,8 +63,8 @@ def _find(name: str, run: Path) -> LocalProcess:
     Raises:
         ConfigError: The run is not running on this machine, or the process does not exist.
     """
-    from decoupled_diloco.launch.folder import launcher_of
     from decoupled_diloco.launch.launch_folder import was_launched
+    from decoupled_diloco.launch.run_folder import launcher_of
     from decoupled_diloco.launch.run_processes import local_processes
 
     if was_launched(run):

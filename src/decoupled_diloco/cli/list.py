@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from decoupled_diloco.cli.command_line import CommandOptions, command
-from decoupled_diloco.cli.options import Json, fail, make_console
 from decoupled_diloco.cli.runs import RUNS, has_tape, runs_in
+from decoupled_diloco.cli.shared_options import Json, fail, make_console
 from decoupled_diloco.errors import DilocoError
 
 if TYPE_CHECKING:
@@ -71,8 +71,8 @@ def list_runs(options: ListOptions) -> None:
 
 
 def _listed(run: Path, started: float, now: float) -> ListedRun:
-    from decoupled_diloco.launch.folder import is_running_here
     from decoupled_diloco.launch.launch_folder import was_launched
+    from decoupled_diloco.launch.run_folder import is_running_here
     from decoupled_diloco.tape.reader import Follower
 
     if not has_tape(run):
@@ -105,7 +105,7 @@ def _listed(run: Path, started: float, now: float) -> ListedRun:
 
 def _state_of(run: Path, status: RunStatus) -> str:
     """Return whether a run is running, has ended or has failed, as far as that is known here."""
-    from decoupled_diloco.launch.folder import is_running_here
+    from decoupled_diloco.launch.run_folder import is_running_here
 
     if status.has_ended:
         return "ended"

@@ -16,8 +16,8 @@ from typing import Annotated
 import typer
 
 from decoupled_diloco.cli.command_line import CommandOptions, command
-from decoupled_diloco.cli.options import complete_run, fail
 from decoupled_diloco.cli.runs import chosen_run, is_url
+from decoupled_diloco.cli.shared_options import complete_run, fail
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.termination import handling, interrupt
 
@@ -61,7 +61,7 @@ def logs(options: LogsOptions) -> None:
 
     Example: ddiloco logs runs/quickstart learner-1 --follow
     """
-    from decoupled_diloco.launch.folder import is_running_here
+    from decoupled_diloco.launch.run_folder import is_running_here
     from decoupled_diloco.show.console import drop_output
 
     run, process = _run_and_process(options.names or [])

@@ -17,27 +17,27 @@ import typer
 
 from decoupled_diloco._version import __version__
 from decoupled_diloco.cli.certs import certs
-from decoupled_diloco.cli.checkpoint import checkpoint
+from decoupled_diloco.cli.checkpoint_command import checkpoint
 from decoupled_diloco.cli.command_groups import DEBUG, INSPECT, OPERATE, PLAN, RUN, Commands
-from decoupled_diloco.cli.data import data
+from decoupled_diloco.cli.data_command import data
 from decoupled_diloco.cli.doctor import doctor
 from decoupled_diloco.cli.events import events
-from decoupled_diloco.cli.explain import explain
+from decoupled_diloco.cli.explain_command import explain
 from decoupled_diloco.cli.export import export
 from decoupled_diloco.cli.extra_commands import add_command
 from decoupled_diloco.cli.intervals import intervals
 from decoupled_diloco.cli.kill import kill
-from decoupled_diloco.cli.launch import launch, stop
+from decoupled_diloco.cli.launch_command import launch, stop
 from decoupled_diloco.cli.list import list_runs
 from decoupled_diloco.cli.logs import logs
 from decoupled_diloco.cli.metrics import metrics
-from decoupled_diloco.cli.options import fail
 from decoupled_diloco.cli.recipes import recipes
-from decoupled_diloco.cli.replay import replay
-from decoupled_diloco.cli.report import report
-from decoupled_diloco.cli.roles import evaluator, learner, syncer, train
-from decoupled_diloco.cli.status import status
-from decoupled_diloco.cli.traces import traces
+from decoupled_diloco.cli.replay_command import replay
+from decoupled_diloco.cli.report_command import report
+from decoupled_diloco.cli.run_commands import evaluator, learner, syncer, train
+from decoupled_diloco.cli.shared_options import fail
+from decoupled_diloco.cli.status_command import status
+from decoupled_diloco.cli.traces_command import traces
 from decoupled_diloco.cli.track import track
 from decoupled_diloco.cli.watch import watch
 from decoupled_diloco.errors import DilocoError

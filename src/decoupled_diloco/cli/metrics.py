@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from decoupled_diloco.cli.command_line import command
-from decoupled_diloco.cli.options import (
+from decoupled_diloco.cli.runs import chosen_run
+from decoupled_diloco.cli.shared_options import (
     ConnectOptions,
     Sets,
     complete_config_or_run,
     fail,
 )
-from decoupled_diloco.cli.runs import chosen_run
 from decoupled_diloco.config import load_config
-from decoupled_diloco.config.files import RECIPES
+from decoupled_diloco.config.toml_files import RECIPES
 
 if TYPE_CHECKING:
     from decoupled_diloco.config import RunConfig

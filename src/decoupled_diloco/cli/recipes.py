@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from decoupled_diloco.cli.command_line import CommandOptions, command
-from decoupled_diloco.cli.options import complete_recipe, make_console
-from decoupled_diloco.config.files import RECIPES, Shipped, title_of
+from decoupled_diloco.cli.shared_options import complete_recipe, make_console
+from decoupled_diloco.config.toml_files import RECIPES, Shipped, title_of
 from decoupled_diloco.errors import ConfigError
 
 

@@ -48,7 +48,7 @@ def describe_run(config: RunConfig, *, here: bool = True) -> str:
     >>> describe_run(RunConfig(run={"name": "small", "learners": 2, "max_steps": 60}))
     'small: workload gpt, 2 learners, 1 syncer shard, 60 steps'
     """
-    from decoupled_diloco.run_model.words import many
+    from decoupled_diloco.run_model.phrases import many
     from decoupled_diloco.units import format_count
 
     run = config.run
@@ -95,8 +95,8 @@ def print_outcome(
 
 def describe_remains(folder: Path, config: RunConfig, command: str = "train") -> str:
     """Describe what a run that did not finish has left, and how to continue it."""
-    from decoupled_diloco.syncer.kept import kept_layout  # torch takes seconds
     from decoupled_diloco.syncer.result import RESULT, SHARES
+    from decoupled_diloco.syncer.stored_weights import kept_layout  # torch takes seconds
 
     names = [f"shard-{number}.safetensors" for number in range(config.syncer.shards)]
     if (folder / RESULT).exists():

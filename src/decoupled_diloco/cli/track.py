@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from decoupled_diloco.cli.command_line import command
-from decoupled_diloco.cli.options import (
+from decoupled_diloco.cli.runs import chosen_run
+from decoupled_diloco.cli.shared_options import (
     ConnectOptions,
     IntervalSeconds,
     RunSource,
     StopWithParent,
 )
-from decoupled_diloco.cli.runs import chosen_run
 from decoupled_diloco.cli.watch import Reader
 from decoupled_diloco.launch.termination import handling, interrupt
 

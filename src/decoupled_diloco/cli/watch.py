@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from decoupled_diloco.cli.command_line import command
-from decoupled_diloco.cli.options import (
+from decoupled_diloco.cli.runs import chosen_run
+from decoupled_diloco.cli.shared_options import (
     ConnectOptions,
     IntervalSeconds,
     RunSource,
     fail,
     make_console,
 )
-from decoupled_diloco.cli.runs import chosen_run
 from decoupled_diloco.errors import AccessError, TransportError
 from decoupled_diloco.launch.termination import handling, interrupt
 

@@ -6,11 +6,11 @@ to the options of the state machines. `renamed` lists earlier names. `addresses`
 ports. Creating settings validates them, and reads no file.
 """
 
-from decoupled_diloco.config.files import dump_config, load_config
 from decoupled_diloco.config.run import RunConfig, RunSettings, WorkloadSettings
 from decoupled_diloco.config.settings import Settings, suggestion
 from decoupled_diloco.config.sync import OuterSettings, SyncSettings
 from decoupled_diloco.config.syncer import SyncerSettings
+from decoupled_diloco.config.toml_files import dump_config, load_config
 
 __all__ = [
     "OuterSettings",

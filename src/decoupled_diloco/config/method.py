@@ -15,7 +15,7 @@ from decoupled_diloco.config.plugins import MissingCodecError, provide_codecs, r
 from decoupled_diloco.config.run import RunConfig
 from decoupled_diloco.config.sync import OuterSettings
 from decoupled_diloco.errors import ConfigError, ProtocolError
-from decoupled_diloco.protocol.options import ApplyAt, Options, Participants
+from decoupled_diloco.protocol.machine_options import ApplyAt, Options, Participants
 
 if TYPE_CHECKING:
     from decoupled_diloco.merge import Layout

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from decoupled_diloco.config.files import load_config
 from decoupled_diloco.config.method import difference_of
 from decoupled_diloco.config.run import RunConfig
+from decoupled_diloco.config.toml_files import load_config
 from decoupled_diloco.errors import ConfigError
 
 RUN_FILE = "run.toml"

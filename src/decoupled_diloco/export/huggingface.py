@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.storage.weights import save_weights
+from decoupled_diloco.storage.weight_files import save_weights
 from decoupled_diloco.workloads import Workload
 from decoupled_diloco.workloads.gpt import VOCABULARY, GptOptions, GptWorkload
 from decoupled_diloco.workloads.transformer import ROTARY_BASE

@@ -17,9 +17,9 @@ from typing import Any, Literal
 from torch import Tensor
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.integrations.part import FrameworkPart
+from decoupled_diloco.integrations.callback_base import FrameworkPart
 from decoupled_diloco.learner.loops import counted, warn_uncounted
-from decoupled_diloco.learner.options import (
+from decoupled_diloco.learner.option_groups import (
     Observability,
     StateSharing,
     SyncerConnection,

@@ -17,8 +17,8 @@ from typing import Any, Literal
 import torch
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.integrations.part import FrameworkPart
-from decoupled_diloco.learner.options import (
+from decoupled_diloco.integrations.callback_base import FrameworkPart
+from decoupled_diloco.learner.option_groups import (
     Observability,
     StateSharing,
     SyncerConnection,

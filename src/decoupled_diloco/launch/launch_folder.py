@@ -9,10 +9,10 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from decoupled_diloco.config import RunConfig, dump_config
-from decoupled_diloco.config.files import load_config
+from decoupled_diloco.config.toml_files import load_config
 from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.launch.engine import JOBS, SETTINGS, TOKEN, Job, JobState, PlacingEngine
-from decoupled_diloco.launch.folder import require_ours_or_unused
+from decoupled_diloco.launch.run_folder import require_ours_or_unused
 from decoupled_diloco.storage.files import NOT_JSON, write_text
 from decoupled_diloco.transport.tokens import is_loopback
 

@@ -16,8 +16,6 @@ from decoupled_diloco.config.method import plan_of
 from decoupled_diloco.config.resume import RUN_FILE
 from decoupled_diloco.config.run import advertised
 from decoupled_diloco.errors import ConfigError, DilocoError, StorageError
-from decoupled_diloco.launch.command import require_commands
-from decoupled_diloco.launch.folder import TOKEN, RunFolder, read_token
 from decoupled_diloco.launch.fork_server import ForkServer
 from decoupled_diloco.launch.placement import ThisMachine
 from decoupled_diloco.launch.ports import free_ports
@@ -28,6 +26,7 @@ from decoupled_diloco.launch.processes import (
     process_of,
     reopen_claims,
 )
+from decoupled_diloco.launch.run_folder import TOKEN, RunFolder, read_token
 from decoupled_diloco.launch.secrets import (
     accepted_tokens,
     needs_token,
@@ -37,6 +36,7 @@ from decoupled_diloco.launch.secrets import (
     served_tls,
 )
 from decoupled_diloco.launch.supervisor import Child, Supervisor
+from decoupled_diloco.launch.user_program import require_commands
 from decoupled_diloco.run_model import FollowedRun, RunModel, read_run
 from decoupled_diloco.storage.files import write_text
 from decoupled_diloco.storage.shared_folder import write_addresses
@@ -46,7 +46,7 @@ from decoupled_diloco.transport.tls import LiveTls, require_used
 
 # What needs torch is imported where it is needed: it takes seconds, and a syncer's learners wait.
 if TYPE_CHECKING:
-    from decoupled_diloco.launch.resume import RunStanding
+    from decoupled_diloco.launch.resume_run import RunStanding
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +170,7 @@ class LocalRun:
 
     def _take_up(self, checkpoint: str) -> None:
         """Finds out how far the run in the folder is, or goes back in it first."""
-        from decoupled_diloco.launch.resume import go_back, half_way, require_whole, standing_of
+        from decoupled_diloco.launch.resume_run import go_back, half_way, require_whole, standing_of
 
         checkpoint = checkpoint or half_way(self.path)
         self.went_back = go_back(self.path, self.config, checkpoint) if checkpoint else ""
@@ -405,8 +405,8 @@ class LocalRun:
         return RunOutcome(True, "the budget is spent", weights)
 
     def _keep_the_rest(self, weights: Path) -> None:
-        from decoupled_diloco.launch.resume import keep_the_rest
-        from decoupled_diloco.syncer.kept import leave_to_result
+        from decoupled_diloco.launch.resume_run import keep_the_rest
+        from decoupled_diloco.syncer.stored_weights import leave_to_result
 
         children, shards = self.supervisor.children, range(self.config.syncer.shards)
         ended = [n for n in self.config.learner_ids if n in children and not children[n].running]
@@ -438,7 +438,7 @@ class LocalRun:
 
 
 def _require_over(folder: Path) -> None:
-    from decoupled_diloco.launch.resume import require_over
+    from decoupled_diloco.launch.resume_run import require_over
 
     require_over(folder)
 
@@ -447,7 +447,7 @@ def _require_work(config: RunConfig) -> None:
     """Checks what the learners and the evaluator run."""
     require_commands(config)
     if config.workload is not None:
-        from decoupled_diloco.launch.data import require_data
+        from decoupled_diloco.launch.data_check import require_data
         from decoupled_diloco.workloads import workload_of
 
         require_data(workload_of(config), config)

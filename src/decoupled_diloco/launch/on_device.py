@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from decoupled_diloco.workloads.base import Batch
+from decoupled_diloco.workloads.workload import Batch
 
 ASYNCHRONOUS = ("cuda", "xpu")
 """Devices that copy to and from pinned memory while they compute."""

@@ -20,14 +20,14 @@ from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.method import difference_of_work, read_settings
 from decoupled_diloco.data import ElasticLoader
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.export.weights import fill, find_weights
+from decoupled_diloco.export.run_weights import fill, find_weights
 from decoupled_diloco.launch.devices import device_of_process
-from decoupled_diloco.launch.folder import Position
 from decoupled_diloco.launch.on_device import home_of, moved, placed
 from decoupled_diloco.launch.processes import EVALUATOR, evaluator_name, open_tape
+from decoupled_diloco.launch.run_folder import Position
 from decoupled_diloco.launch.termination import SignalledTermination, Termination, interrupt
-from decoupled_diloco.learner.model import Model, device_text
-from decoupled_diloco.learner.options import (
+from decoupled_diloco.learner.learner_model import Model, device_text
+from decoupled_diloco.learner.option_groups import (
     Checkpointing,
     Observability,
     StateSharing,
@@ -44,15 +44,15 @@ from decoupled_diloco.tape.samples import CorpusDescribed, SampleGenerated, eval
 from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.tls import TLSConfig
 from decoupled_diloco.workloads import Batch, Workload, workload_of
-from decoupled_diloco.workloads.base import Placed
-from decoupled_diloco.workloads.divided import (
+from decoupled_diloco.workloads.data_partitions import WorkloadPartitions
+from decoupled_diloco.workloads.rank_split import (
     DataShare,
     divided,
     require_divisible,
     share_of_data,
     step_separately,
 )
-from decoupled_diloco.workloads.parts import WorkloadPartitions
+from decoupled_diloco.workloads.workload import Placed
 
 logger = logging.getLogger(__name__)
 

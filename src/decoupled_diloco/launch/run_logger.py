@@ -18,7 +18,7 @@ from decoupled_diloco.config.addresses import alternatives, on_this_machine
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.placement import COMMAND
 from decoupled_diloco.launch.processes import LOGGER
-from decoupled_diloco.transport.reach import listens
+from decoupled_diloco.transport.reachability import listens
 from decoupled_diloco.transport.tls import TLSConfig
 
 logger = logging.getLogger(__name__)

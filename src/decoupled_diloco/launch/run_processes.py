@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from decoupled_diloco.launch.fork_server import stat_of
-from decoupled_diloco.run_model.words import ending_in_words
+from decoupled_diloco.run_model.phrases import ending_in_words
 from decoupled_diloco.tape.reader import TapeReader
 from decoupled_diloco.tape.records import FOLDER_NAME
 from decoupled_diloco.tape.samples import ProcessEnded, ProcessStarted

@@ -10,7 +10,7 @@ from pathlib import Path
 from decoupled_diloco.config import RunConfig, load_config
 from decoupled_diloco.config.resume import RUN_FILE
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.launch.folder import TOKEN, read_token
+from decoupled_diloco.launch.run_folder import TOKEN, read_token
 from decoupled_diloco.transport.tls import ServerTLSConfig, TLSConfig
 from decoupled_diloco.transport.tokens import Tokens
 

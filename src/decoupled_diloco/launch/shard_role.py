@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.addresses import on_this_machine
 from decoupled_diloco.config.plugins import plugin_versions
-from decoupled_diloco.launch.collecting import Survivors
+from decoupled_diloco.launch.gc_pauses import Survivors
 from decoupled_diloco.launch.processes import open_tape, process_of
 from decoupled_diloco.launch.run_logger import RunLogger, until_logged
 from decoupled_diloco.launch.secrets import (
@@ -23,7 +23,7 @@ from decoupled_diloco.launch.secrets import (
     served_tls,
     token_of_a_reader,
 )
-from decoupled_diloco.monitor.measures import INSTALL, METRICS_PATH
+from decoupled_diloco.monitor.metric_table import INSTALL, METRICS_PATH
 from decoupled_diloco.runtime import now, runtime
 from decoupled_diloco.show.page.feed import Feed
 from decoupled_diloco.show.page.site import Access, Site
@@ -39,17 +39,17 @@ from decoupled_diloco.tape.reader import SPARE, open_files_allowed
 from decoupled_diloco.tape.records import versions
 from decoupled_diloco.tape.samples import TookOver
 from decoupled_diloco.tape.sources import TAPE_PATH
-from decoupled_diloco.transport.base import Client, OnChannel, Server
 from decoupled_diloco.transport.documents import Document, NoSuchDocumentError
 from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.http_server import HttpServer
+from decoupled_diloco.transport.interface import Client, OnChannel, Server
 from decoupled_diloco.transport.limits import Limits
 from decoupled_diloco.transport.tls import LiveTls, TLSConfig
 from decoupled_diloco.transport.tokens import Tokens, is_loopback
 from decoupled_diloco.units import MIB
 
 if TYPE_CHECKING:
-    from decoupled_diloco.monitor.shard import ShardMetrics
+    from decoupled_diloco.monitor.shard_metrics import ShardMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -258,7 +258,7 @@ class ShardRole:
     async def metrics(self, query: Mapping[str, str]) -> Document:
         """Answers a scrape."""
         try:
-            from decoupled_diloco.monitor.shard import ShardMetrics
+            from decoupled_diloco.monitor.shard_metrics import ShardMetrics
         except ImportError:
             raise NoSuchDocumentError(f"metrics need prometheus-client: {INSTALL}") from None
         if self._metrics is None:

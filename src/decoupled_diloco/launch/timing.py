@@ -13,26 +13,25 @@ from typing import Any, NamedTuple
 
 from decoupled_diloco.launch import local, roles, supervisor
 from decoupled_diloco.learner import background, connections, ending
-from decoupled_diloco.learner.options import Timeouts
+from decoupled_diloco.learner.option_groups import Timeouts
 from decoupled_diloco.protocol import (
     clock,
     copies,
-    fill,
+    first_copies,
+    lease_machine,
     members,
     recovery,
     rounds,
-    shard_lease,
-    syncer,
+    syncer_machine,
     syncer_state,
 )
-from decoupled_diloco.protocol.features import data as leases
-from decoupled_diloco.protocol.features import transfer
-from decoupled_diloco.protocol.options import Options
-from decoupled_diloco.protocol.words import RoundOpened
+from decoupled_diloco.protocol.features import partitions, state_transfer
+from decoupled_diloco.protocol.machine_options import Options
+from decoupled_diloco.protocol.messages import RoundOpened
 from decoupled_diloco.run_model import RunModel
 from decoupled_diloco.syncer import coordinator, flushing
 from decoupled_diloco.tape import writer
-from decoupled_diloco.transport import backoff, bodies, http_client, http_server
+from decoupled_diloco.transport import backoff, http_client, http_server, payload_store
 from decoupled_diloco.transport.limits import Limits
 from decoupled_diloco.units import format_duration
 
@@ -73,16 +72,17 @@ given up | no byte for max({limits.stall_seconds}, {http_client.STALL_RTTS} roun
  | {limits.stall_seconds} or more
 one more copy | after {limits.copies_per_principal} of one version by one id | {limits.copy_seconds}
 server's patience | × of that for a sender; a reader gets 3 ×\
- | {bodies.SERVER_PATIENCE:g} × {limits.stall_seconds}
+ | {payload_store.SERVER_PATIENCE:g} × {limits.stall_seconds}
 resumed | attempts in a row without progress | {limits.retries}
 copy not had | a learner asks again after | {copies.RETRY_SECONDS}
 begin, end
-restoring shard | waits {fill.SETTLE_SECONDS} for more holders; initial weights if none by\
- | {fill.FROM_THE_START_SECONDS}
-finished shard stays | for learners and observers to take the last copies | {syncer.LINGER_SECONDS}
+restoring shard | waits {first_copies.SETTLE_SECONDS} for more holders; initial weights if none by\
+ | {first_copies.FROM_THE_START_SECONDS}
+finished shard stays | for learners and observers to take the last copies\
+ | {syncer_machine.LINGER_SECONDS}
 coordinator stays | for the other shards to hear of the end | {coordinator.FAREWELL_SECONDS}
 leases of data | a learner that is gone for so long loses its parts to others\
- | {data.GRACE_SECONDS}
+ | {partitions.GRACE_SECONDS}
 learner's farewell | waits for the closing sweep while no shard is there\
  | {ending.FAREWELL_SECONDS}
 state on a full disk | the coordinator, and a shard before the run begins, try again after\
@@ -91,16 +91,16 @@ a learner comes and goes
 restored learner | waits for the word of a shard that is out of reach\
  | {recovery.SHARD_PATIENCE_SECONDS}
 donor's copy | is waited for, and a little longer by the learner that asks\
- | {transfer.OFFER_SECONDS}
-donor's next chunk | or another donor, {transfer.DONORS_MAX} in all, then a fresh optimizer\
- | {transfer.STALL_SECONDS}
+ | {state_transfer.OFFER_SECONDS}
+donor's next chunk | or another donor, {state_transfer.DONORS_MAX} in all, then a fresh optimizer\
+ | {state_transfer.STALL_SECONDS}
 last checkpoint | is waited for when a learner goes | {ending.CHECKPOINT_SECONDS}
 standbys
-claim renewed | {shard_lease.RENEWALS} times in syncer.lease_seconds | {renewed}
+claim renewed | {lease_machine.RENEWALS} times in syncer.lease_seconds | {renewed}
 shard steps down | not renewed for a lease less {margin}, for clocks that differ\
  | {steps_down}
-standby takes over | a lease and {margin} after it; looked at {shard_lease.LOOKS} times in one,\
- and once in {shard_lease.LOOK_SECONDS_MAX} | {takes_over}
+standby takes over | a lease and {margin} after it; looked at {lease_machine.LOOKS} times in one,\
+ and once in {lease_machine.LOOK_SECONDS_MAX} | {takes_over}
 processes
 restart | doubling, then never again; {supervisor.HEALTHY_SECONDS} of life forgive\
  | {supervisor.RESTART_SECONDS[0]} to {supervisor.RESTART_SECONDS[4]}\
@@ -119,9 +119,9 @@ MODULES = (
     *(
         background,
         backoff,
-        bodies,
+        payload_store,
         coordinator,
-        transfer,
+        state_transfer,
         connections,
         clock,
         http_client,
@@ -130,15 +130,15 @@ MODULES = (
     *(
         ending,
         copies,
-        shard_lease,
-        leases,
+        lease_machine,
+        partitions,
         local,
         syncer_state,
         recovery,
         roles,
         flushing,
     ),
-    *(supervisor, syncer, fill, members, rounds, writer),
+    *(supervisor, syncer_machine, first_copies, members, rounds, writer),
 )
 """Where the constants of the table are in force; the table calls them as `name_of` does."""
 
@@ -197,9 +197,9 @@ class _Durations(Formatter):
 
 
 def _of_standbys(lease_seconds: float | None) -> dict[str, str]:
-    margin = shard_lease.MARGIN
+    margin = lease_machine.MARGIN
     shares = {
-        "renewed": 1 / shard_lease.RENEWALS,
+        "renewed": 1 / lease_machine.RENEWALS,
         "steps_down": 1 - margin,
         "takes_over": 1 + margin,
     }

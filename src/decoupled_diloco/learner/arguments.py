@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from decoupled_diloco.errors import ConfigError, StorageError
-from decoupled_diloco.learner.checkpoint import OPTIMIZER, CheckpointFolder
 from decoupled_diloco.learner.checkpointer import Checkpointer
-from decoupled_diloco.learner.options import ParticipantOptions
+from decoupled_diloco.learner.learner_checkpoint import OPTIMIZER, CheckpointFolder
+from decoupled_diloco.learner.option_groups import ParticipantOptions
 from decoupled_diloco.learner.transfers import StateTransfers
-from decoupled_diloco.monitor.measures import INSTALL
+from decoupled_diloco.monitor.metric_table import INSTALL
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.transport.tokens import read_secret
 
 if TYPE_CHECKING:
     from decoupled_diloco.monitor.endpoint import MetricsEndpoint
+    from decoupled_diloco.monitor.metric_sources import WatchedLearner
     from decoupled_diloco.monitor.step_log import StepLog
-    from decoupled_diloco.monitor.watched import WatchedLearner
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ def endpoint_of(
     from decoupled_diloco.monitor.endpoint import MetricsEndpoint
 
     try:
-        from decoupled_diloco.monitor.learner import learner_metrics
+        from decoupled_diloco.monitor.learner_metrics import learner_metrics
     except ImportError:
         raise ConfigError(
             f"metrics_address={address!r} needs prometheus-client: {INSTALL}"

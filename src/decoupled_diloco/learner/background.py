@@ -33,28 +33,28 @@ from decoupled_diloco.learner.connections import (
     require_sense_of_coordinator,
 )
 from decoupled_diloco.learner.exchange import LearnerTensors
-from decoupled_diloco.learner.model import layout_text
-from decoupled_diloco.learner.options import Timeouts
+from decoupled_diloco.learner.learner_model import layout_text
+from decoupled_diloco.learner.option_groups import Timeouts
+from decoupled_diloco.learner.parameter_store import ParameterStore
 from decoupled_diloco.learner.payloads import BodyExchange
 from decoupled_diloco.learner.shared import Context, Shared, StepPlan, header_of, with_loss
-from decoupled_diloco.learner.store import ParameterStore
 from decoupled_diloco.learner.transfers import StateTransfers
 from decoupled_diloco.merge import Layout
-from decoupled_diloco.protocol import words
-from decoupled_diloco.protocol.learner import LearnerMachine
-from decoupled_diloco.protocol.wire import encode
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol import messages
+from decoupled_diloco.protocol.learner_machine import LearnerMachine
+from decoupled_diloco.protocol.messages import (
     COORDINATOR,
     CopyState,
     ForgetCheckpoints,
     TakeCheckpoint,
     shard_of,
 )
+from decoupled_diloco.protocol.wire import encode
 from decoupled_diloco.runtime import Beside, now, runtime
 from decoupled_diloco.shell.driver import Driver, Orders, at_decision, executes
 from decoupled_diloco.tape import FLUSH_SECONDS, TapeWriter
 from decoupled_diloco.tape.samples import BytesMoved, Sample
-from decoupled_diloco.transport.base import Client
+from decoupled_diloco.transport.interface import Client
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class Background:
         self._worker = runtime().worker("ddiloco-codec")
         self.links = ShardLinks(identity, self)
         self.bodies = exchange(self)
-        self._boundary: list[words.LearnerEffect] | None = None
+        self._boundary: list[messages.LearnerEffect] | None = None
         self._loss: float | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
@@ -143,7 +143,7 @@ class Background:
         """Starts the event loop."""
         self._beside = runtime().beside(self._run, "ddiloco")
 
-    def tell(self, event: words.LearnerEvent, loss: float | None = None) -> StepPlan:
+    def tell(self, event: messages.LearnerEvent, loss: float | None = None) -> StepPlan:
         """Tells the machine a fact, and carries the boundary out; ``loss`` is for the report."""
         shared = self._require_shared()
         with self.changed:
@@ -203,7 +203,7 @@ class Background:
     def _leave(self, farewell: str) -> None:
         for channel in self.links.channels.values():
             if farewell:
-                channel.send(encode(words.Leave(farewell)))
+                channel.send(encode(messages.Leave(farewell)))
         assert self._stop is not None, "the loop runs"
         self._stop.set()
 
@@ -213,56 +213,56 @@ class Background:
             self._tape.close()
             self._tape = None
 
-    def told(self, event: words.LearnerEvent) -> None:
+    def told(self, event: messages.LearnerEvent) -> None:
         """See `Context`."""
         self._require_shared().driver.tell(event)
 
-    @at_decision(words.Apply, words.Snapshot)
-    def _change_or_copy(self, order: words.Apply | words.Snapshot) -> None:
+    @at_decision(messages.Apply, messages.Snapshot)
+    def _change_or_copy(self, order: messages.Apply | messages.Snapshot) -> None:
         tensors = self.tensors
-        if isinstance(order, words.Apply):
+        if isinstance(order, messages.Apply):
             tensors.apply(order.fragment, order.mode)
         else:
             tensors.snapshot(order.fragment)
         self._of_the_boundary(order)
 
     @at_decision(TakeCheckpoint, CopyState)
-    def _of_the_boundary(self, order: words.LearnerEffect) -> None:
+    def _of_the_boundary(self, order: messages.LearnerEffect) -> None:
         assert self._boundary is not None, "only a step boundary orders this"
         self._boundary.append(order)
 
-    @at_decision(words.Hold, words.Release, words.EndTraining)
-    def _for_the_trainer(self, order: words.LearnerEffect) -> None:
+    @at_decision(messages.Hold, messages.Release, messages.EndTraining)
+    def _for_the_trainer(self, order: messages.LearnerEffect) -> None:
         """Between boundaries the trainer sees it in the machine's state."""
         if self._boundary is not None:
             self._boundary.append(order)
 
-    @at_decision(words.Send)
-    def _with_loss(self, order: words.Send) -> words.Message:
+    @at_decision(messages.Send)
+    def _with_loss(self, order: messages.Send) -> messages.Message:
         """The message; the report of a step with the step's loss in it."""
-        message: words.Message = order.message
+        message: messages.Message = order.message
         return message if self._loss is None else with_loss(message, self._loss)
 
-    @executes(words.Send)
-    def _send(self, order: words.Send, message: words.Message) -> None:
+    @executes(messages.Send)
+    def _send(self, order: messages.Send, message: messages.Message) -> None:
         if order.peer == COORDINATOR:
             self._coordinator.tell(message)
         else:
             self.links.say(shard_of(order.peer), message)
 
-    @executes(words.Ready)
-    def _is_ready(self, order: words.Ready) -> None:
+    @executes(messages.Ready)
+    def _is_ready(self, order: messages.Ready) -> None:
         with self.changed:
             self.ready = True
             self.changed.notify()
 
-    @executes(words.Note)
-    def _note(self, order: words.Note) -> None:
+    @executes(messages.Note)
+    def _note(self, order: messages.Note) -> None:
         level = logging.WARNING if order.warns else logging.INFO
         logger.log(level, "%s: %s (%s)", self.identity.name, order.text, order.why)
 
-    @executes(words.Recovered)
-    def _recovered(self, order: words.Recovered) -> None:
+    @executes(messages.Recovered)
+    def _recovered(self, order: messages.Recovered) -> None:
         tell_recovery(self.identity.name, order)
 
     @executes(ForgetCheckpoints)
@@ -270,11 +270,11 @@ class Background:
         if self.checkpointer is not None:
             self.checkpointer.forget_checkpoints(order.keep, order.before)
 
-    @executes(words.Expelled, words.Relabel, words.RunOver)
-    def _known(self, order: words.LearnerEffect) -> None:
+    @executes(messages.Expelled, messages.Relabel, messages.RunOver)
+    def _known(self, order: messages.LearnerEffect) -> None:
         """The machine's state says it, or the connection has heard the same."""
 
-    def tell_later(self, event: words.LearnerEvent) -> None:
+    def tell_later(self, event: messages.LearnerEvent) -> None:
         """`tell` for another thread."""
         self._require_shared().driver.in_loop(self.told, event)
 
@@ -368,7 +368,7 @@ class Background:
         """See `Context`."""
         return shard in self.links.channels
 
-    def send(self, shard: int, message: words.Message) -> None:
+    def send(self, shard: int, message: messages.Message) -> None:
         """See `Context`."""
         self.links.say(shard, message)
 
@@ -411,7 +411,7 @@ class Background:
                 "timeout (None: forever)"
             )
 
-    def admitted(self, admitted: words.Admitted, dialled: str) -> None:
+    def admitted(self, admitted: messages.Admitted, dialled: str) -> None:
         """See `Context`."""
         config = read_public(admitted.settings)
         with self.changed:
@@ -424,11 +424,13 @@ class Background:
             tensors = LearnerTensors(plan, self._store, alpha)
             if self._make_tape and not self._stop_asked:  # else it would stay open
                 self._tape = self._make_tape(header_of(machine, config))
-            driver = Driver[words.LearnerEvent, words.LearnerEffect](
+            driver = Driver[messages.LearnerEvent, messages.LearnerEffect](
                 machine, tape=self._tape, on_failure=self._broken, monitor=self.changed
             )
             driver.enter()
-            driver.carry(Orders(words.LearnerEffect, self, tensors, self.bodies, self._transfers))
+            driver.carry(
+                Orders(messages.LearnerEffect, self, tensors, self.bodies, self._transfers)
+            )
             self.links.addresses = [reached_by(each, dialled) for each in admitted.shards]
             self.shared = Shared(machine, tensors, config, driver)
             self.run_id = admitted.run
@@ -438,12 +440,12 @@ class Background:
             self.changed.notify()
         logger.info("%s has joined %s, epoch %d", me.name, config.run.name, admitted.epoch)
 
-    def heard_of_coordinator(self, message: words.ToMember) -> None:
+    def heard_of_coordinator(self, message: messages.ToMember) -> None:
         """See `Context`."""
         machine = self._require_shared().machine
         data = machine.state.data
         require_sense_of_coordinator(message, machine.options, None if data is None else data.parts)
-        self.told(words.Received(COORDINATOR, message))
+        self.told(messages.Received(COORDINATOR, message))
 
     def _begin(self, shared: Shared, checkpointer: Checkpointer) -> None:
         """Tells the machine what this process begins with."""
@@ -451,7 +453,7 @@ class Background:
         checkpoint = checkpointer.fitting(self.run_id, numels)
         gives = self._transfers.wanted
         if isinstance(checkpoint, str):
-            self.told(words.Began(why=checkpoint, seeks_donor=gives, gives=gives))
+            self.told(messages.Began(why=checkpoint, seeks_donor=gives, gives=gives))
             return
         self.restoring = True
         if checkpoint.fragments:
@@ -459,7 +461,7 @@ class Background:
             # break: residuals-not-restored
             shared.tensors.residuals = [held.residual for held in checkpoint.fragments]
         why = f"its own checkpoint of step {checkpoint.steps}, epoch {checkpoint.epoch}"
-        self.told(words.Began(checkpoint.kept(), why, gives=gives))
+        self.told(messages.Began(checkpoint.kept(), why, gives=gives))
 
     @property
     def is_too_late(self) -> bool:

@@ -11,14 +11,21 @@ from __future__ import annotations
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
-from decoupled_diloco.learner.checkpoint import LearnerCheckpoint
 from decoupled_diloco.learner.checkpointer import Checkpointer, Counted, Written, held_fragment
+from decoupled_diloco.learner.learner_checkpoint import LearnerCheckpoint
+from decoupled_diloco.learner.learner_model import TrainedModel
 from decoupled_diloco.learner.membership import Membership, Waits
-from decoupled_diloco.learner.model import TrainedModel
 from decoupled_diloco.learner.shared import StepPlan
 from decoupled_diloco.learner.transfers import StateTransfers
+from decoupled_diloco.protocol.messages import (
+    Done,
+    Failed,
+    Made,
+    Paused,
+    StepFinished,
+    TakeCheckpoint,
+)
 from decoupled_diloco.protocol.recovery import kept as kept_fragments
-from decoupled_diloco.protocol.words import Done, Failed, Made, Paused, StepFinished, TakeCheckpoint
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from decoupled_diloco.errors import ConfigError, DilocoError, StorageError
-from decoupled_diloco.learner.checkpoint import (
+from decoupled_diloco.learner.learner_checkpoint import (
     OPTIMIZER,
     CheckpointFolder,
     HeldFragment,
@@ -25,13 +25,13 @@ from decoupled_diloco.learner.checkpoint import (
     LearnerCheckpoint,
 )
 from decoupled_diloco.learner.optimizers import InnerOptimizers, Optimizers
-from decoupled_diloco.learner.store import Values
+from decoupled_diloco.learner.parameter_store import Values
 from decoupled_diloco.merge import values_digest
-from decoupled_diloco.protocol.words import KeptFragment, Recovered
+from decoupled_diloco.protocol.messages import KeptFragment, Recovered
 from decoupled_diloco.runtime import now, runtime
 from decoupled_diloco.storage.files import names_in, size_of
 from decoupled_diloco.storage.states import HostMemory, host_memory, on_host, pack
-from decoupled_diloco.storage.weights import seal_of
+from decoupled_diloco.storage.weight_files import seal_of
 from decoupled_diloco.tape.samples import CheckpointWritten, Sample
 
 logger = logging.getLogger(__name__)

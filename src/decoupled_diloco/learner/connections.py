@@ -22,22 +22,22 @@ from decoupled_diloco.errors import (
     RunEndedError,
     TransportError,
 )
-from decoupled_diloco.learner.options import Timeouts
+from decoupled_diloco.learner.option_groups import Timeouts
 from decoupled_diloco.learner.shared import Context
-from decoupled_diloco.protocol import words
-from decoupled_diloco.protocol.options import Options
-from decoupled_diloco.protocol.wire import decode, encode, number_of, numbered
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol import messages
+from decoupled_diloco.protocol.machine_options import Options
+from decoupled_diloco.protocol.messages import (
     COORDINATOR,
     CheckpointHeard,
     LeasesGiven,
     StateWanted,
     shard_peer,
 )
+from decoupled_diloco.protocol.wire import decode, encode, number_of, numbered
 from decoupled_diloco.runtime import now, runtime
 from decoupled_diloco.tape.samples import LinkState
 from decoupled_diloco.transport.backoff import BRISK_SECONDS, CAP_SECONDS, Backoff
-from decoupled_diloco.transport.base import Channel, Client
+from decoupled_diloco.transport.interface import Channel, Client
 from decoupled_diloco.units import format_duration
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class TroubleLog:
         self._kind = ""
 
 
-def require_sense(message: words.ToLearner, shard: int, options: Options) -> None:
+def require_sense(message: messages.ToLearner, shard: int, options: Options) -> None:
     """Refuses what a shard says of a fragment that is not its own.
 
     Raises:
@@ -96,7 +96,7 @@ def require_sense(message: words.ToLearner, shard: int, options: Options) -> Non
 
 
 def require_sense_of_coordinator(
-    message: words.ToMember, options: Options, parts: int | None
+    message: messages.ToMember, options: Options, parts: int | None
 ) -> None:
     """Refuses what the coordinator says of fragments or parts of the data that do not exist.
 
@@ -122,7 +122,7 @@ CONFIRM_SECONDS = 5.0
 """While the coordinator is out of reach, a shard that was lost as well is dialled only after this:
 both may be of another run by then, and the coordinator would say so."""
 
-_ANSWERS: tuple[type[Any], ...] = (words.Admitted, words.JoinRefused, words.Referred)
+_ANSWERS: tuple[type[Any], ...] = (messages.Admitted, messages.JoinRefused, messages.Referred)
 
 TRAINING_GOES_ON = "training goes on, trying again"
 
@@ -138,7 +138,7 @@ class ProcessIdentity:
 
     name: str
     nonce: str
-    role: words.Role
+    role: messages.Role
     device: str = ""
 
 
@@ -180,7 +180,7 @@ class CoordinatorSession:
         self._rng = runtime().rng()
         self._joined = asyncio.Event()
 
-    def tell(self, message: words.Message) -> None:
+    def tell(self, message: messages.Message) -> None:
         """Sends a message, if the coordinator is there."""
         if self._channel is not None:
             self._channel.send(encode(message))
@@ -299,17 +299,17 @@ class CoordinatorSession:
     async def _converse(self, channel: Channel) -> None:
         self._channel = channel
         self._joined.set()
-        self._here.told(words.Connected(COORDINATOR))
+        self._here.told(messages.Connected(COORDINATOR))
         try:
             while True:
-                message = decode(await channel.receive(), words.TO_MEMBER)
+                message = decode(await channel.receive(), messages.TO_MEMBER)
                 self._here.heard_of_coordinator(message)
         except ProtocolError as error:
             await channel.close(str(error))
         finally:
             self._channel = None
             self._joined.clear()
-            self._here.told(words.Lost(COORDINATOR))
+            self._here.told(messages.Lost(COORDINATOR))
 
     async def _ask_each(self, client: Client) -> Channel:
         """Joins by the first address that lets it; else what the last one said, or the refusal."""
@@ -336,13 +336,13 @@ class CoordinatorSession:
     async def _ask(self, client: Client, channel: Channel, address: str) -> Channel:
         identity = self._identity
         me = (identity.name, identity.nonce, identity.role)
-        join = words.Join(*me, self._layout, self._run, identity.device)
+        join = messages.Join(*me, self._layout, self._run, identity.device)
         channel.send(encode(join))
         answer: Any = decode(await channel.receive(), _ANSWERS)
-        if isinstance(answer, words.Referred):
+        if isinstance(answer, messages.Referred):
             await channel.close("going to the coordinator")
             return await self._follow(client, reached_by(answer.address, address), address)
-        if isinstance(answer, words.JoinRefused):
+        if isinstance(answer, messages.JoinRefused):
             if answer.retry:
                 raise _TryAgainError(answer.reason)
             raise ConfigError(answer.reason)
@@ -371,7 +371,7 @@ class _TryAgainError(Exception):
     """The coordinator refuses for a reason that may pass."""
 
 
-_TO_LEARNER = get_args(words.ToLearner)
+_TO_LEARNER = get_args(messages.ToLearner)
 
 
 class ShardLinks:
@@ -402,7 +402,7 @@ class ShardLinks:
         """The addresses of shards that are not connected."""
         return [a for shard, a in enumerate(self.addresses) if shard not in self.channels]
 
-    def say(self, shard: int, message: words.Message) -> None:
+    def say(self, shard: int, message: messages.Message) -> None:
         """Says something to a shard, if it is connected."""
         channel = self.channels.get(shard)
         if channel is not None:
@@ -469,21 +469,21 @@ class ShardLinks:
         here, name = self._here, self._identity.name
         self.channels[shard] = channel
         here.sample(LinkState(shard, True))
-        here.told(words.Connected(shard_peer(shard)))
+        here.told(messages.Connected(shard_peer(shard)))
         try:
             while True:
                 checkpoint = number_of(data := await channel.receive())
-                message = cast("words.ToLearner", decode(data, _TO_LEARNER))
+                message = cast("messages.ToLearner", decode(data, _TO_LEARNER))
                 machine = here.machine
                 require_sense(message, shard, machine.options)
                 if checkpoint > machine.state.checkpoint_heard:
                     here.told(CheckpointHeard(checkpoint))  # break: copy-before-checkpoint
-                here.told(words.Received(shard_peer(shard), message))
-                if isinstance(message, words.Welcome):
+                here.told(messages.Received(shard_peer(shard), message))
+                if isinstance(message, messages.Welcome):
                     backoff.reset()
                     self.refusals.pop(shard, None)
                     trouble.over(f"{name}: shard {shard} is back")
-                if isinstance(message, words.Refusal) and message.final:
+                if isinstance(message, messages.Refusal) and message.final:
                     raise AccessError(message.reason)
         except (AccessError, ProtocolError) as error:
             await channel.close(str(error))
@@ -494,4 +494,4 @@ class ShardLinks:
             del self.channels[shard]
             self.alone_since = now()
             here.sample(LinkState(shard, False))
-            here.told(words.Lost(shard_peer(shard)))  # break: learner-ignores-lost-link
+            here.told(messages.Lost(shard_peer(shard)))  # break: learner-ignores-lost-link

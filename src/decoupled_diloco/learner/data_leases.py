@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.learner.background import Background
 from decoupled_diloco.protocol.learner_state import DataView
-from decoupled_diloco.protocol.words import DataClosed, DataOpened, Lease, PartWanted
+from decoupled_diloco.protocol.messages import DataClosed, DataOpened, Lease, PartWanted
 
 
 class Leaseholder(Protocol):

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from decoupled_diloco.learner.boundary import Boundary, LearnerProgress
 from decoupled_diloco.protocol.leaving import drained, unmerged_tokens
-from decoupled_diloco.protocol.words import DrainAsked
+from decoupled_diloco.protocol.messages import DrainAsked
 from decoupled_diloco.runtime import now
 
 logger = logging.getLogger(__name__)

@@ -25,11 +25,17 @@ from typing import Literal, TypeVar
 from torch import Tensor
 
 from decoupled_diloco.errors import MergeError
-from decoupled_diloco.learner.store import Copied, HostCopy, ParameterStore, Rounded, Values
+from decoupled_diloco.learner.parameter_store import (
+    Copied,
+    HostCopy,
+    ParameterStore,
+    Rounded,
+    Values,
+)
 from decoupled_diloco.merge import Body, body_digest, contribution, receive, values_digest
 from decoupled_diloco.merge.packing import packed, unpacked
 from decoupled_diloco.merge.plan import MergePlan
-from decoupled_diloco.protocol.words import Asking, ForgetResidual, SendBody, SendCopy, Settle
+from decoupled_diloco.protocol.messages import Asking, ForgetResidual, SendBody, SendCopy, Settle
 from decoupled_diloco.shell.driver import at_decision
 
 Mode = Literal["overwrite", "carry", "rebase", "blend"]

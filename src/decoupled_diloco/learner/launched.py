@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal, TypeVar, cast
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.learner.options import (
+from decoupled_diloco.learner.option_groups import (
     Checkpointing,
     Observability,
     ParticipantOptions,
@@ -27,7 +27,7 @@ from decoupled_diloco.learner.options import (
     Timeouts,
 )
 from decoupled_diloco.storage.shared_folder import SharedFolder, recorded_end, shared_addresses
-from decoupled_diloco.transport.base import Client
+from decoupled_diloco.transport.interface import Client
 from decoupled_diloco.transport.tls import TLSConfig
 from decoupled_diloco.transport.tokens import read_secret
 

@@ -17,13 +17,13 @@ from decoupled_diloco.errors import ConfigError, TransportError
 from decoupled_diloco.learner.background import Background
 from decoupled_diloco.learner.checkpointer import Checkpointer
 from decoupled_diloco.learner.connections import ProcessIdentity
-from decoupled_diloco.learner.options import MakeTape, ParticipantOptions, SyncerConnection
+from decoupled_diloco.learner.option_groups import MakeTape, ParticipantOptions, SyncerConnection
+from decoupled_diloco.learner.parameter_store import ParameterStore
 from decoupled_diloco.learner.payloads import BodyExchange
 from decoupled_diloco.learner.shared import Context, Shared
-from decoupled_diloco.learner.store import ParameterStore
 from decoupled_diloco.learner.transfers import StateTransfers
 from decoupled_diloco.protocol.learner_state import LearnerState
-from decoupled_diloco.protocol.words import name_problem
+from decoupled_diloco.protocol.messages import name_problem
 from decoupled_diloco.runtime import now, runtime
 from decoupled_diloco.tape import TapeWriter
 from decoupled_diloco.transport.http_client import HttpClient

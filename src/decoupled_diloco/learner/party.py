@@ -1,7 +1,7 @@
 """Whether other ranks must agree: `Solo`, the party of one process, and what every `Party` does.
 
-The party of a learner of several ranks is `ranks.party.LeaderRank` on rank 0, and
-`ranks.party.FollowerRank` on the others. All methods are called by the training thread.
+The party of a learner of several ranks is `ranks.rank_party.LeaderRank` on rank 0, and
+`ranks.rank_party.FollowerRank` on the others. All methods are called by the training thread.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from decoupled_diloco.learner.data_leases import DataLeases
 from decoupled_diloco.learner.ending import Closing
 from decoupled_diloco.learner.membership import Admission
 from decoupled_diloco.learner.reports import StepReports
-from decoupled_diloco.protocol.words import StepFinished
+from decoupled_diloco.protocol.messages import StepFinished
 from decoupled_diloco.runtime import blocking, now
 from decoupled_diloco.tape.samples import LossMeasured
 

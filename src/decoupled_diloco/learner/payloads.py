@@ -15,12 +15,12 @@ from torch import Tensor
 
 from decoupled_diloco.errors import ConfigError, MergeError, ProtocolError, TransportError
 from decoupled_diloco.learner.exchange import Capture, verified
+from decoupled_diloco.learner.parameter_store import Copied, HostCopy, Values
 from decoupled_diloco.learner.shared import Context
-from decoupled_diloco.learner.store import Copied, HostCopy, Values
 from decoupled_diloco.merge import as_bytes, values_digest
 from decoupled_diloco.merge.plan import MergePlan, values_of
-from decoupled_diloco.protocol import words
-from decoupled_diloco.protocol.words import Done, Failed
+from decoupled_diloco.protocol import messages
+from decoupled_diloco.protocol.messages import Done, Failed
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.shell.driver import executes
 
@@ -36,7 +36,7 @@ def with_digest(values: Tensor) -> tuple[Tensor, str]:
     return values, values_digest(values)
 
 
-def fetched_nbytes(effect: words.Fetch, plan: MergePlan) -> int:
+def fetched_nbytes(effect: messages.Fetch, plan: MergePlan) -> int:
     """The size of what is fetched.
 
     Raises:
@@ -74,8 +74,8 @@ class BodyExchange:
     async def close(self) -> None:
         """Nothing more is ordered; the client is still there."""
 
-    @executes(words.SendBody)
-    async def send_body(self, effect: words.SendBody, capture: Capture) -> None:
+    @executes(messages.SendBody)
+    async def send_body(self, effect: messages.SendBody, capture: Capture) -> None:
         """Encodes a contribution, tells its digest, and delivers it."""
 
         def encoded() -> tuple[Tensor, str, Tensor | None]:
@@ -98,17 +98,17 @@ class BodyExchange:
             return task()
         return await self._here.in_worker(task)
 
-    def _encoded(self, effect: words.SendBody, digest: str, residual: Values | None) -> None:
+    def _encoded(self, effect: messages.SendBody, digest: str, residual: Values | None) -> None:
         with self._here.changed:
             # break: encoding-loss-not-noted
             self._here.tensors.encoded(effect.fragment, effect.ask, residual)
-            self._here.told(words.BodyEncoded(effect.fragment, effect.ask, digest))
+            self._here.told(messages.BodyEncoded(effect.fragment, effect.ask, digest))
 
-    @executes(words.SendCopy)
-    async def send_copy(self, effect: words.SendCopy, copy: HostCopy) -> None:
+    @executes(messages.SendCopy)
+    async def send_copy(self, effect: messages.SendCopy, copy: HostCopy) -> None:
         """Delivers a whole fragment that a shard has asked for."""
         values, announced = await self._here.in_worker(lambda: with_digest(copy.values()))
-        self._here.send(effect.shard, words.Copy(effect.fragment, effect.attempt, announced))
+        self._here.send(effect.shard, messages.Copy(effect.fragment, effect.attempt, announced))
         try:
             async with self._gates[effect.shard]:
                 await self._put(effect.shard, effect.path, as_bytes(values))
@@ -118,8 +118,8 @@ class BodyExchange:
     async def _put(self, shard: int, url: str, body: Tensor) -> None:
         await self._here.client.put(url, body.numpy().data, base=self._here.address_of(shard))
 
-    @executes(words.Fetch)
-    async def fetch(self, effect: words.Fetch) -> None:
+    @executes(messages.Fetch)
+    async def fetch(self, effect: messages.Fetch) -> None:
         """Gets a published copy, checks and stages it."""
         tensors, fragment = self._here.tensors, effect.fragment
         plan = tensors.plan

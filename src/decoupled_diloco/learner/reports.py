@@ -23,11 +23,11 @@ from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.learner.arguments import endpoint_of, step_log_of
 from decoupled_diloco.learner.boundary import LearnerProgress
 from decoupled_diloco.learner.membership import Membership
-from decoupled_diloco.learner.options import ParticipantOptions
-from decoupled_diloco.monitor.tally import LearnerTally
-from decoupled_diloco.monitor.watched import WatchedLearner
-from decoupled_diloco.protocol.learner import UNFIT, is_worth_a_word
-from decoupled_diloco.protocol.words import RandomDrawn
+from decoupled_diloco.learner.option_groups import ParticipantOptions
+from decoupled_diloco.monitor.counters import LearnerTally
+from decoupled_diloco.monitor.metric_sources import WatchedLearner
+from decoupled_diloco.protocol.learner_machine import UNFIT, is_worth_a_word
+from decoupled_diloco.protocol.messages import RandomDrawn
 from decoupled_diloco.runtime import now
 
 logger = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from decoupled_diloco.errors import ConfigError, DilocoError, StorageError
-from decoupled_diloco.learner.checkpoint import OPTIMIZER, LearnerCheckpoint
+from decoupled_diloco.learner.learner_checkpoint import OPTIMIZER, LearnerCheckpoint
 from decoupled_diloco.learner.optimizers import exact
 from decoupled_diloco.merge.layout import unwrapped
 from decoupled_diloco.storage.states import pack, unpack

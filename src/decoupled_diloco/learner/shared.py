@@ -13,14 +13,14 @@ from typing import Any, Protocol, TypeVar
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.plugins import plugin_versions
 from decoupled_diloco.learner.exchange import LearnerTensors
-from decoupled_diloco.protocol import words
-from decoupled_diloco.protocol.learner import LearnerMachine
-from decoupled_diloco.protocol.words import Apply, Hold, LearnerEffect, Snapshot, TakeCheckpoint
+from decoupled_diloco.protocol import messages
+from decoupled_diloco.protocol.learner_machine import LearnerMachine
+from decoupled_diloco.protocol.messages import Apply, Hold, LearnerEffect, Snapshot, TakeCheckpoint
 from decoupled_diloco.runtime import Monitor
 from decoupled_diloco.shell.driver import Driver
 from decoupled_diloco.tape.records import versions
 from decoupled_diloco.tape.samples import Sample
-from decoupled_diloco.transport.base import Client
+from decoupled_diloco.transport.interface import Client
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +58,11 @@ class StepPlan:
         return tuple(order.fragment for order in self.orders if isinstance(order, Apply))
 
 
-def with_loss(message: words.Message, loss: float) -> words.Message:
+def with_loss(message: messages.Message, loss: float) -> messages.Message:
     """The report of a step with the step's loss in it; anything else as it is."""
-    if not isinstance(message, words.StepReport):
+    if not isinstance(message, messages.StepReport):
         return message
-    told = loss if abs(loss) < words.LOSS_MAX else words.LOSS_MAX  # NaN is not less
+    told = loss if abs(loss) < messages.LOSS_MAX else messages.LOSS_MAX  # NaN is not less
     return replace(message, loss=told)
 
 
@@ -76,7 +76,7 @@ class Shared:
     machine: LearnerMachine
     tensors: LearnerTensors
     config: RunConfig
-    driver: Driver[words.LearnerEvent, words.LearnerEffect]
+    driver: Driver[messages.LearnerEvent, messages.LearnerEffect]
 
 
 def header_of(machine: LearnerMachine, config: RunConfig) -> dict[str, Any]:
@@ -126,16 +126,16 @@ class Context(Protocol):
     def leaving(self) -> bool:
         """Whether the run is over or this process about to leave: lost links are not reported."""
 
-    def told(self, event: words.LearnerEvent) -> None:
+    def told(self, event: messages.LearnerEvent) -> None:
         """Tells the machine a fact, and carries out what follows."""
 
     def sample(self, sample: Sample) -> None:
         """Writes a measurement to the tape."""
 
-    def admitted(self, admitted: words.Admitted, dialled: str) -> None:
+    def admitted(self, admitted: messages.Admitted, dialled: str) -> None:
         """The run has let this process in, by this address."""
 
-    def heard_of_coordinator(self, message: words.ToMember) -> None:
+    def heard_of_coordinator(self, message: messages.ToMember) -> None:
         """Passes a message of the coordinator to the machine, if it makes sense."""
 
     def check_patience(self, what: str) -> None:
@@ -150,7 +150,7 @@ class Context(Protocol):
     def reaches(self, shard: int) -> bool:
         """Whether a shard is connected."""
 
-    def send(self, shard: int, message: words.Message) -> None:
+    def send(self, shard: int, message: messages.Message) -> None:
         """Sends a message to a shard, if it is connected."""
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -31,8 +31,8 @@ from decoupled_diloco.errors import (
 )
 from decoupled_diloco.learner.shared import Context
 from decoupled_diloco.merge import as_bytes, digest
-from decoupled_diloco.protocol.features.transfer import HEAD_BYTES_MAX
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol.features.state_transfer import HEAD_BYTES_MAX
+from decoupled_diloco.protocol.messages import (
     ChunkArrived,
     CopyState,
     Done,
@@ -46,8 +46,8 @@ from decoupled_diloco.protocol.words import (
 from decoupled_diloco.shell.driver import executes
 from decoupled_diloco.storage.files import NOT_JSON
 from decoupled_diloco.storage.states import pack, unpack
-from decoupled_diloco.transport.bodies import body_url
-from decoupled_diloco.transport.ranges import chunk_sizes
+from decoupled_diloco.transport.byte_ranges import chunk_sizes
+from decoupled_diloco.transport.payload_store import body_url
 
 logger = logging.getLogger(__name__)
 

@@ -8,11 +8,11 @@ from concurrent.futures import Future
 
 from decoupled_diloco.config.run import host_and_port
 from decoupled_diloco.errors import DilocoError
-from decoupled_diloco.monitor.measures import METRICS_PATH
+from decoupled_diloco.monitor.metric_table import METRICS_PATH
 from decoupled_diloco.runtime import runtime
-from decoupled_diloco.transport.base import Channel
 from decoupled_diloco.transport.documents import Query
 from decoupled_diloco.transport.http_server import HttpServer
+from decoupled_diloco.transport.interface import Channel
 from decoupled_diloco.transport.tokens import Tokens
 
 logger = logging.getLogger(__name__)

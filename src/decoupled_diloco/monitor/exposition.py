@@ -23,8 +23,8 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from decoupled_diloco._version import __version__
-from decoupled_diloco.monitor.measures import INFO, Measure
-from decoupled_diloco.monitor.tally import SECONDS_BOUNDS, Durations
+from decoupled_diloco.monitor.counters import SECONDS_BOUNDS, Durations
+from decoupled_diloco.monitor.metric_table import INFO, Measure
 from decoupled_diloco.tape.samples import BytesMoved
 from decoupled_diloco.transport.documents import Document
 

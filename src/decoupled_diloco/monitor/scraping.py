@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.addresses import alternatives, on_this_machine, url_of
 from decoupled_diloco.config.run import host_and_port
-from decoupled_diloco.monitor.measures import METRICS_PATH
+from decoupled_diloco.monitor.metric_table import METRICS_PATH
 from decoupled_diloco.transport.tls import TLSConfig
 
 JOB = "ddiloco"

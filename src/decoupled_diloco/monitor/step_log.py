@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from decoupled_diloco.monitor.metric_sources import WatchedLearner
 from decoupled_diloco.monitor.sinks import Carefully, Sink, open_sink, require_places
-from decoupled_diloco.monitor.watched import WatchedLearner
 from decoupled_diloco.runtime import runtime
 
 LOG_SECONDS = 1.0

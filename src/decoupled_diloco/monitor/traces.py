@@ -45,8 +45,8 @@ from decoupled_diloco.monitor.spans import (
     span_id,
     trace_id,
 )
-from decoupled_diloco.protocol import words
-from decoupled_diloco.protocol.words import Asking, Done, Failed, Version
+from decoupled_diloco.protocol import messages
+from decoupled_diloco.protocol.messages import Asking, Done, Failed, Version
 from decoupled_diloco.run_model import RunModel
 from decoupled_diloco.run_model.facts import is_learner, is_shard
 from decoupled_diloco.tape.records import SECONDS_MAX, Record
@@ -55,17 +55,30 @@ from decoupled_diloco.tape.samples import FaultEnded, FaultInjected, ProcessEnde
 _SHARD_LOOKS_AT = frozenset(
     cls.__name__
     for cls in (
-        words.RoundOpened, words.RoundFinished, words.Expect, words.Unexpect, words.Fold,
-        words.Drop, words.Evict, words.BodyArrived, words.Connected, words.Received,
+        messages.RoundOpened,
+        messages.RoundFinished,
+        messages.Expect,
+        messages.Unexpect,
+        messages.Fold,
+        messages.Drop,
+        messages.Evict,
+        messages.BodyArrived,
+        messages.Connected,
+        messages.Received,
     )
-)  # fmt: skip
+)
 
 _LEARNER_LOOKS_AT = frozenset(
     cls.__name__
     for cls in (
-        words.SendBody, words.BodyEncoded, words.Fetch, words.Apply, Done, Failed,
+        messages.SendBody,
+        messages.BodyEncoded,
+        messages.Fetch,
+        messages.Apply,
+        Done,
+        Failed,
     )
-)  # fmt: skip
+)
 
 PROCESS_ENDED = "the shard's process ended"
 """Error of a round that did not finish because its shard ended."""
@@ -173,7 +186,7 @@ class _Request:
     round: int  # the open round at that time; 0 for none
     fallen_at: int | None = None
     nbytes: int | None = None
-    fold: words.Fold | None = None
+    fold: messages.Fold | None = None
 
 
 @dataclass(slots=True)
@@ -184,7 +197,7 @@ class _Open:
     fragment: int
     trace: int
     start: int
-    opened: words.RoundOpened | None = None
+    opened: messages.RoundOpened | None = None
     end: int | None = None
     attributes: Attributes = field(default_factory=dict)
     events: list[SpanEvent] = field(default_factory=list)
@@ -225,29 +238,29 @@ class TracedShard:
         """Process one record; ``at`` in nanoseconds since 1970."""
         self._at = max(self._at, at)
         match value:
-            case words.RoundOpened():
+            case messages.RoundOpened():
                 self._open[value.round] = round = self._new(value, at)
                 round.opened = value
-            case words.Expect(path=path, learner=learner, round=number, ask=ask, why=why):
+            case messages.Expect(path=path, learner=learner, round=number, ask=ask, why=why):
                 self._requests[ask] = _Request(learner, why, number)
                 self._paths[path] = ask
-            case words.Unexpect(path, _):
+            case messages.Unexpect(path, _):
                 request = self._requests.get(self._paths.pop(path, Asking(-1, -1)))
                 if request is not None:
                     request.fallen_at = at
-            case words.BodyArrived(ask=ask, nbytes=nbytes) if ask in self._requests:
+            case messages.BodyArrived(ask=ask, nbytes=nbytes) if ask in self._requests:
                 self._requests[ask].nbytes = nbytes
-            case words.Fold(ask=ask) if ask in self._requests:
+            case messages.Fold(ask=ask) if ask in self._requests:
                 self._requests[ask].fold = value
-            case words.Drop(fragment=fragment, learner=learner, why=why):
+            case messages.Drop(fragment=fragment, learner=learner, why=why):
                 self._happened(SpanEvent("dropped", at, _about(learner, why)), fragment)
-            case words.Evict(learner, _, why):
+            case messages.Evict(learner, _, why):
                 self.happened(SpanEvent("evicted", at, _about(learner, why)))
-            case words.Connected(name, words.Hello(role="observer")):
+            case messages.Connected(name, messages.Hello(role="observer")):
                 self._observers.add(name)
-            case words.Received(learner, words.Holding(fragment, version)):
+            case messages.Received(learner, messages.Holding(fragment, version)):
                 return self._held(at, learner, fragment, version)
-            case words.RoundFinished():
+            case messages.RoundFinished():
                 return self._finished(at, value)
         return []
 
@@ -278,7 +291,7 @@ class TracedShard:
         self._over.clear()
         return found
 
-    def _new(self, event: words.RoundOpened | words.RoundFinished, start: int) -> _Open:
+    def _new(self, event: messages.RoundOpened | messages.RoundFinished, start: int) -> _Open:
         trace = trace_id(self.process, event.fragment, event.round)
         attributes: Attributes = {
             "ddiloco.shard": self.process.name,
@@ -291,13 +304,13 @@ class TracedShard:
         }
         if event.base is not None:
             attributes["ddiloco.version.base"] = str(event.base)
-        if isinstance(event, words.RoundOpened):
+        if isinstance(event, messages.RoundOpened):
             attributes["ddiloco.closing"] = event.closing
             attributes["ddiloco.delivery_seconds"] = event.delivery_seconds
             attributes["ddiloco.reason"] = event.why
         return _Open(event.round, event.fragment, trace, start, attributes=attributes)
 
-    def _finished(self, at: int, event: words.RoundFinished) -> list[Span]:
+    def _finished(self, at: int, event: messages.RoundFinished) -> list[Span]:
         if not _has_valid_durations(event):
             return []
         round = self._open.pop(event.round, None)
@@ -314,7 +327,7 @@ class TracedShard:
             spans += self._links.round(key, RoundPlace(round.trace, round.root))
         return spans
 
-    def _final_attributes(self, event: words.RoundFinished) -> Attributes:
+    def _final_attributes(self, event: messages.RoundFinished) -> Attributes:
         folded = [each for each in event.participants if each.state == "folded"]
         found: Attributes = {
             "ddiloco.verdict": event.verdict,
@@ -331,7 +344,7 @@ class TracedShard:
             found["ddiloco.version"] = str(event.version)
         return found
 
-    def _stages(self, round: _Open, event: words.RoundFinished) -> list[Span]:
+    def _stages(self, round: _Open, event: messages.RoundFinished) -> list[Span]:
         """Return the consecutive stages; the last one that began ends with the round."""
         ends = (event.quorum_seconds, event.closed_seconds, event.uploaded_seconds, None)
         names = ("quorum", "grace", "bodies", "merge")
@@ -353,7 +366,7 @@ class TracedShard:
             start = end
         return found
 
-    def _contributions(self, round: _Open, event: words.RoundFinished) -> list[Span]:
+    def _contributions(self, round: _Open, event: messages.RoundFinished) -> list[Span]:
         weights = {each.ask: self._weight(each.ask) for each in event.participants}
         total = sum(weights.values())
         found = []
@@ -371,7 +384,7 @@ class TracedShard:
         return fold.discount * (1.0 if self._uniform else token_weight(fold.tokens, fold.steps))
 
     def _contribution(
-        self, round: _Open, part: words.Participant, share: float | None
+        self, round: _Open, part: messages.Participant, share: float | None
     ) -> list[Span]:
         request = self._requests.pop(part.ask, None)
         assert round.end is not None
@@ -464,7 +477,7 @@ def _ns(seconds: float) -> int:
     return round(seconds * 1e6) * 1000
 
 
-def _has_valid_durations(event: words.RoundFinished) -> bool:
+def _has_valid_durations(event: messages.RoundFinished) -> bool:
     """Whether its durations are in the range of a clock; a tape may be corrupted."""
     stages = (event.finished_seconds, event.quorum_seconds, event.closed_seconds)
     parts = [s for each in event.participants for s in (each.asked_seconds, each.delivered_seconds)]
@@ -485,13 +498,13 @@ class TracedLearner:
     def take(self, at: int, record: int, value: Any) -> list[Span]:
         """Process one record with its number; ``at`` in nanoseconds since 1970."""
         match value:
-            case words.SendBody():
+            case messages.SendBody():
                 return self._sends(at, record, value)
-            case words.BodyEncoded(fragment, ask):
+            case messages.BodyEncoded(fragment, ask):
                 return self._sent_more(fragment, ask, SpanEvent("encoded", at))
-            case Failed(words.SendBody(fragment=fragment, ask=ask), reason):
+            case Failed(messages.SendBody(fragment=fragment, ask=ask), reason):
                 return self._sent_more(fragment, ask, SpanEvent("failed", at), reason)
-            case words.Fetch(fragment=fragment, version=version, whole=whole):
+            case messages.Fetch(fragment=fragment, version=version, whole=whole):
                 draft = self._draft("fetch", record, at)
                 draft.kind = "consumer"
                 draft.attributes |= {
@@ -499,21 +512,21 @@ class TracedLearner:
                     "ddiloco.body": "whole" if whole else "difference",
                 }
                 self._fetches[fragment] = (version, draft)
-            case Done(words.Fetch(fragment=fragment, version=version)):
+            case Done(messages.Fetch(fragment=fragment, version=version)):
                 draft = self._draft("apply", record, at)
                 draft.attributes["ddiloco.version"] = str(version)
                 self._staged[fragment] = (version, draft)
                 return self._fetched(at, fragment, version, "")
-            case Failed(words.Fetch(fragment=fragment, version=version), reason):
+            case Failed(messages.Fetch(fragment=fragment, version=version), reason):
                 return self._fetched(at, fragment, version, reason)
-            case words.Apply():
+            case messages.Apply():
                 return self._applied(at, value)
         return []
 
     def _draft(self, name: str, record: int, at: int) -> Draft:
         return Draft(self.process, name, "internal", record, at)
 
-    def _sends(self, at: int, record: int, order: words.SendBody) -> list[Span]:
+    def _sends(self, at: int, record: int, order: messages.SendBody) -> list[Span]:
         draft = self._draft("upload", record, at)
         draft.kind, draft.whole = "server", False
         draft.attributes |= {
@@ -549,7 +562,7 @@ class TracedLearner:
         draft.end, draft.error = at, problem
         return self._links.draft(version_key(fragment, version), draft)
 
-    def _applied(self, at: int, order: words.Apply) -> list[Span]:
+    def _applied(self, at: int, order: messages.Apply) -> list[Span]:
         version, draft = self._staged.get(order.fragment, (None, None))
         if draft is None or version != order.version:
             return []

@@ -34,7 +34,7 @@ from math import ceil
 from typing import Literal
 
 from decoupled_diloco.protocol.clock import MovingAverage
-from decoupled_diloco.protocol.words import Demand, Revision
+from decoupled_diloco.protocol.messages import Demand, Revision
 
 FITS = 0.8
 """A payload is in time if it takes at most this share of the allowed time."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from decoupled_diloco.protocol.features import data as leases
-from decoupled_diloco.protocol.features.data import LeaseBook
-from decoupled_diloco.protocol.words import Revision
+from decoupled_diloco.protocol.features import partitions as leases
+from decoupled_diloco.protocol.features.partitions import LeaseBook
+from decoupled_diloco.protocol.messages import Revision
 
 Phase = Literal["gathering", "seeding", "running", "ending", "finished"]
 

@@ -28,9 +28,8 @@ from dataclasses import replace
 from typing import Literal
 
 from decoupled_diloco.protocol.learner_state import FragmentView, LearnerState, Sent, Taken
-from decoupled_diloco.protocol.options import Options
-from decoupled_diloco.protocol.participation import participation
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol.machine_options import Options
+from decoupled_diloco.protocol.messages import (
     NOTHING_NEW,
     Apply,
     CopyDeclined,
@@ -51,6 +50,7 @@ from decoupled_diloco.protocol.words import (
     Version,
     shard_peer,
 )
+from decoupled_diloco.protocol.participation import participation
 
 RETRY_SECONDS = 1.0
 """Pause before a whole copy that could not be fetched is requested again."""

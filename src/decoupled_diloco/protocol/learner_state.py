@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from decoupled_diloco.protocol.clock import MovingAverage
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol.messages import (
     Alignment,
     Asking,
     Holding,

@@ -18,10 +18,8 @@ from __future__ import annotations
 
 from decoupled_diloco.protocol.copies import has_diverged
 from decoupled_diloco.protocol.learner_state import LearnerState
-from decoupled_diloco.protocol.options import Options
-from decoupled_diloco.protocol.participation import participation
-from decoupled_diloco.protocol.syncer_state import Member, Round, SyncerState
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol.machine_options import Options
+from decoupled_diloco.protocol.messages import (
     Draining,
     DrainRefused,
     LearnerEffect,
@@ -29,6 +27,8 @@ from decoupled_diloco.protocol.words import (
     SyncerEffect,
     shard_peer,
 )
+from decoupled_diloco.protocol.participation import participation
+from decoupled_diloco.protocol.syncer_state import Member, Round, SyncerState
 
 DEPARTURES_MAX = 8
 """How often a learner's announcement to leave is accepted; each reconnection repeats it."""

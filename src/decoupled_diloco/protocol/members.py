@@ -8,9 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from decoupled_diloco.protocol import fill, rounds
+from decoupled_diloco.protocol import first_copies, rounds
 from decoupled_diloco.protocol.clock import advanced, shift_after_leave
-from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.protocol.machine_options import Options
+from decoupled_diloco.protocol.messages import (
+    Broadcast,
+    Evict,
+    Hello,
+    Holding,
+    Note,
+    Send,
+    Shifted,
+    StepReport,
+    SyncerEffect,
+)
 from decoupled_diloco.protocol.syncer_state import (
     CLOCK_MAX,
     LEASE_SECONDS,
@@ -25,17 +36,6 @@ from decoupled_diloco.protocol.syncer_state import (
     credible,
     lower_median,
     report_problem,
-)
-from decoupled_diloco.protocol.words import (
-    Broadcast,
-    Evict,
-    Hello,
-    Holding,
-    Note,
-    Send,
-    Shifted,
-    StepReport,
-    SyncerEffect,
 )
 
 LATENESS_SECONDS_MIN = 0.5
@@ -299,7 +299,7 @@ def disconnected(state: SyncerState, now: float, learner: str) -> list[SyncerEff
         entry.awaited.discard(learner)  # its outage is not part of the broadcast time
     member.lease_until = min(member.lease_until, now + RECONNECT_SECONDS)
     _check_leases_by(state, member.lease_until)
-    return fill.member_gone(state, learner, "its connection broke")
+    return first_copies.member_gone(state, learner, "its connection broke")
 
 
 def ticked(state: SyncerState, options: Options, now: float) -> list[SyncerEffect]:
@@ -368,4 +368,4 @@ def _remove(
     for fragment in state.fragments.values():
         fragment.missed.discard(learner)
         fragment.awaited.discard(learner)
-    return effects + fill.member_gone(state, learner, reason)
+    return effects + first_copies.member_gone(state, learner, reason)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from math import floor
 
 from decoupled_diloco.protocol.learner_state import LearnerState, ShardView
-from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.protocol.machine_options import Options
 from decoupled_diloco.protocol.syncer_state import FragmentState, Member, Round, SyncerState
 
 TICKS_MARGIN = 0.5

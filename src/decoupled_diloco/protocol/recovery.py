@@ -15,8 +15,8 @@ Functions of the learner's state.
 from __future__ import annotations
 
 from decoupled_diloco.protocol.learner_state import LearnerState, Recovery, Search
-from decoupled_diloco.protocol.options import Options
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol.machine_options import Options
+from decoupled_diloco.protocol.messages import (
     COORDINATOR,
     Began,
     KeptFragment,

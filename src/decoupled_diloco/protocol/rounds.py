@@ -36,20 +36,10 @@ from collections.abc import Sequence
 
 from decoupled_diloco.protocol import same_data
 from decoupled_diloco.protocol.clock import window_decision
-from decoupled_diloco.protocol.following import payload_arrived
-from decoupled_diloco.protocol.gate import age_of, gate_scale, problem_of, tokens_believed
 from decoupled_diloco.protocol.leaving import waits_for_leaver, was_asked, was_drained
-from decoupled_diloco.protocol.options import Options
-from decoupled_diloco.protocol.participation import participation
-from decoupled_diloco.protocol.syncer_state import (
-    Ask,
-    AskState,
-    FragmentState,
-    Member,
-    Round,
-    SyncerState,
-)
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol.link_measurements import payload_arrived
+from decoupled_diloco.protocol.machine_options import Options
+from decoupled_diloco.protocol.messages import (
     Asking,
     BodyArrived,
     BodyCorrupt,
@@ -68,6 +58,16 @@ from decoupled_diloco.protocol.words import (
     Unexpect,
     Verdict,
     Version,
+)
+from decoupled_diloco.protocol.norm_gate import age_of, gate_scale, problem_of, tokens_believed
+from decoupled_diloco.protocol.participation import participation
+from decoupled_diloco.protocol.syncer_state import (
+    Ask,
+    AskState,
+    FragmentState,
+    Member,
+    Round,
+    SyncerState,
 )
 
 SWEEP_TRIES_MAX = 3

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from decoupled_diloco.protocol.messages import CoordinatorEffect, Note, SameData, Send, SyncerEffect
 from decoupled_diloco.protocol.syncer_state import Ask, Twin
-from decoupled_diloco.protocol.words import CoordinatorEffect, Note, SameData, Send, SyncerEffect
 
 ROUNDS_MIN = 5
 """Number of rounds in a row with a nearly parallel contribution that cannot be chance."""

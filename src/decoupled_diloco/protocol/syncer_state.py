@@ -20,7 +20,7 @@ from typing import Literal
 
 from decoupled_diloco.protocol.adapt import Needs, Uplink
 from decoupled_diloco.protocol.clock import Grace, MovingAverage, Timing
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol.messages import (
     Asking,
     DurableCopy,
     Holding,
@@ -204,7 +204,7 @@ class Identity:
 
     ``steps`` and ``tokens`` are as reported; ``earlier_tokens`` are those of earlier incarnations.
     ``run_step`` is the last believed one of this incarnation. ``sizes`` are those of its last
-    contributions, in usual norms of their fragments; see `gate`.
+    contributions, in usual norms of their fragments; see `norm_gate`.
     """
 
     epoch: int

@@ -31,7 +31,7 @@ _Decoder = Callable[[Any, str], Any]
 def encode(value: object) -> Json:
     """Encode a dataclass of this package as a JSON object.
 
-    >>> from decoupled_diloco.protocol.words import Progress
+    >>> from decoupled_diloco.protocol.messages import Progress
     >>> encode(Progress(3, 96))
     {'type': 'Progress', 'clock': 3, 'tokens': 96}
     """
@@ -42,7 +42,7 @@ def encode(value: object) -> Json:
 def numbered(message: object, checkpoint: int) -> Json:
     """Encode a message as JSON with its sender's checkpoint number.
 
-    >>> from decoupled_diloco.protocol.words import Ending
+    >>> from decoupled_diloco.protocol.messages import Ending
     >>> numbered(Ending(), 3), numbered(Ending(), 0)
     ({'type': 'Ending', 'checkpoint': 3}, {'type': 'Ending'})
     """

@@ -42,9 +42,9 @@ from decoupled_diloco.errors import (
 )
 from decoupled_diloco.learner.connections import TRAINING_GOES_ON, TroubleLog
 from decoupled_diloco.learner.exchange import Capture
+from decoupled_diloco.learner.parameter_store import Copied, HostCopy
 from decoupled_diloco.learner.payloads import BodyExchange, fetched_nbytes
 from decoupled_diloco.learner.shared import Context
-from decoupled_diloco.learner.store import Copied, HostCopy
 from decoupled_diloco.merge import (
     Body,
     Fragment,
@@ -59,15 +59,15 @@ from decoupled_diloco.merge import (
 )
 from decoupled_diloco.merge.packing import packed, unpacked
 from decoupled_diloco.merge.plan import MergePlan, values_of
-from decoupled_diloco.protocol import words
-from decoupled_diloco.protocol.words import Done, Failed
+from decoupled_diloco.protocol import messages
+from decoupled_diloco.protocol.messages import Done, Failed
+from decoupled_diloco.ranks.rank_context import RankSurroundings
+from decoupled_diloco.ranks.rank_store import CarriedValues, Handle, RankedStore
 from decoupled_diloco.ranks.redistribute import Sharding
-from decoupled_diloco.ranks.store import CarriedValues, Handle, RankedStore
-from decoupled_diloco.ranks.surroundings import RankSurroundings
 from decoupled_diloco.runtime import now, runtime
-from decoupled_diloco.storage.ranges import RESIDUAL, Ranges, keep_ranges, kept_range, summed
+from decoupled_diloco.storage.vector_ranges import RESIDUAL, Ranges, keep_ranges, kept_range, summed
 from decoupled_diloco.transport.backoff import Backoff
-from decoupled_diloco.transport.base import Channel, Client, Server
+from decoupled_diloco.transport.interface import Channel, Client, Server
 
 Document = dict[str, Any]
 
@@ -567,7 +567,7 @@ class CarriedExchange(BodyExchange):
         assert self._loop is not None, "the loop runs"
         return asyncio.run_coroutine_threadsafe(self._ask(None, **asked), self._loop)
 
-    async def send_body(self, effect: words.SendBody, capture: Capture) -> None:
+    async def send_body(self, effect: messages.SendBody, capture: Capture) -> None:
         """See `BodyExchange.send_body`."""
         fragment, job = capture.plan.fragments[effect.fragment], next(self._jobs)
         copy, published = capture.copy, capture.published
@@ -591,7 +591,7 @@ class CarriedExchange(BodyExchange):
             self._here.told(Failed(effect, str(error)))
             await self._drop(fragment, job)
 
-    async def send_copy(self, effect: words.SendCopy, copy: HostCopy) -> None:
+    async def send_copy(self, effect: messages.SendCopy, copy: HostCopy) -> None:
         """See `BodyExchange.send_copy`."""
         fragment, job = self._here.tensors.plan.fragments[effect.fragment], next(self._jobs)
         handle = copy.tensor if isinstance(copy, Copied) else copy
@@ -599,7 +599,7 @@ class CarriedExchange(BodyExchange):
         asked = {"fragment": fragment.index, "values": handle.number}
         try:
             digest = _digest(await self._ask(fragment, do="copy", job=job, **asked))
-            self._here.send(effect.shard, words.Copy(effect.fragment, effect.attempt, digest))
+            self._here.send(effect.shard, messages.Copy(effect.fragment, effect.attempt, digest))
             async with self._gates[effect.shard]:
                 await self._deliver(fragment, job, effect.shard, effect.path)
         except (TransportError, ProtocolError) as error:
@@ -616,7 +616,7 @@ class CarriedExchange(BodyExchange):
         answers = await self._ask(fragment, do="put", job=job, **where)
         self._here.client.stats.data_bytes_sent += sum(each["sent"] for each in answers[1:])
 
-    async def fetch(self, effect: words.Fetch) -> None:
+    async def fetch(self, effect: messages.Fetch) -> None:
         """See `BodyExchange.fetch`: the values go on to the ranks that hold their elements."""
         tensors = self._here.tensors
         fragment = tensors.plan.fragments[effect.fragment]
@@ -633,7 +633,7 @@ class CarriedExchange(BodyExchange):
             tensors.stage(fragment.index, handle)
             self._here.told(Done(effect))
 
-    async def _fetched(self, effect: words.Fetch, fragment: Fragment) -> Handle:
+    async def _fetched(self, effect: messages.Fetch, fragment: Fragment) -> Handle:
         nbytes = fetched_nbytes(effect, self._here.tensors.plan)
         handle, before = self._store.handle(fragment.numel, effect.digest), None
         if not effect.whole:

@@ -23,9 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decoupled_diloco.learner.store import SideStream
+from decoupled_diloco.learner.parameter_store import SideStream
 from decoupled_diloco.merge import Fragment, local_of
-from decoupled_diloco.ranks.model import RankModel
+from decoupled_diloco.ranks.rank_context import RankState
+from decoupled_diloco.ranks.rank_model import RankModel
+from decoupled_diloco.ranks.rank_store import HELD, CarriedValues
 from decoupled_diloco.ranks.redistribute import (
     AllToAll,
     Box,
@@ -34,8 +36,6 @@ from decoupled_diloco.ranks.redistribute import (
     Redistribution,
     boxes_of_range,
 )
-from decoupled_diloco.ranks.store import HELD, CarriedValues
-from decoupled_diloco.ranks.surroundings import RankState
 from decoupled_diloco.runtime import now, runtime
 
 Orders = Sequence[Sequence[object]]

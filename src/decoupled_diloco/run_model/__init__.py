@@ -2,13 +2,13 @@
 
 Modules:
 
-- `model`: `RunModel`, and the functions that read a whole tape or follow a growing one
+- `fold_records`: `RunModel`, and the functions that read a whole tape or follow a growing one
 - `facts`: the state of the model, as plain data
 - `learners`, `shards`: the fold of each kind of process
 - `ledger`: the tokens of one incarnation of a learner
 - `absences`, `accounts`: outages and accounts, computed from a whole tape
-- `data`: the data ledger
-- `words`: phrases that all outputs share
+- `data_usage`: the data ledger
+- `phrases`: phrases that all outputs share
 
 Start with `RunModel.take` for a growing tape and `read_run` for a whole one. A model belongs to one
 thread and uses no clock, file or network, except that `read_run` and `FollowedRun` read tapes.
@@ -17,6 +17,6 @@ thread and uses no clock, file or network, except that `read_run` and `FollowedR
 
 from __future__ import annotations
 
-from decoupled_diloco.run_model.model import FollowedRun, RunModel, read_run, run_of
+from decoupled_diloco.run_model.fold_records import FollowedRun, RunModel, read_run, run_of
 
 __all__ = ["FollowedRun", "RunModel", "read_run", "run_of"]

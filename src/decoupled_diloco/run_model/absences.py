@@ -25,7 +25,7 @@ from decoupled_diloco.run_model.facts import (
     RunFacts,
     ShardLog,
 )
-from decoupled_diloco.run_model.words import ending_in_words, natural
+from decoupled_diloco.run_model.phrases import ending_in_words, natural
 
 BURST_MEDIANS = 0.5
 """Steps closer together than this share of a median step were reported late."""

@@ -24,7 +24,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol.messages import (
     Asking,
     Fold,
     Hello,

@@ -1,12 +1,12 @@
-"""The fold of the learners' own tapes; see `run_model.model`."""
+"""The fold of the learners' own tapes; see `run_model.fold_records`."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-from decoupled_diloco.protocol import words
-from decoupled_diloco.protocol.words import LOSS_MAX
+from decoupled_diloco.protocol import messages
+from decoupled_diloco.protocol.messages import LOSS_MAX
 from decoupled_diloco.run_model.facts import LearnerLog, LossPoint, ProcessLife, RunFacts
 from decoupled_diloco.tape.records import Record
 from decoupled_diloco.tape.samples import LossMeasured
@@ -15,7 +15,7 @@ from decoupled_diloco.units import format_duration
 
 def take(run: RunFacts, learner: LearnerLog, life: ProcessLife, value: Any) -> None:
     match value:
-        case words.StepFinished(tokens):
+        case messages.StepFinished(tokens):
             life.steps += 1
             life.tokens += tokens
             learner.stepped_at, learner.process = run.at, "training"
@@ -24,19 +24,19 @@ def take(run: RunFacts, learner: LearnerLog, life: ProcessLife, value: Any) -> N
             run.token_rate.add(run.duration, run.tokens)
         case LossMeasured(_, global_step, _, loss):
             note_loss(run, learner, global_step, loss)
-        case words.Apply(fragment, _, mode, discarded, why):
+        case messages.Apply(fragment, _, mode, discarded, why):
             run.fragments_seen = max(run.fragments_seen, fragment + 1)
             if discarded:
                 learner.discarded[(mode, why)] += discarded
-        case words.Ready():
+        case messages.Ready():
             life.ready_at = run.at if life.ready_at is None else life.ready_at
             learner.process, learner.stepped_at = "training", run.at
             note_joined(run, learner)
-        case words.EndTraining() | words.RunOver():
+        case messages.EndTraining() | messages.RunOver():
             life.over, learner.process = True, "finished"
-            if isinstance(value, words.EndTraining):
+            if isinstance(value, messages.EndTraining):
                 run.remark("", "the budget is reached: the closing rounds start")
-        case words.Recovered():
+        case messages.Recovered():
             learner.recoveries.append(value)
     if run.whole:
         _keep_books(life, run.at, value)
@@ -76,23 +76,23 @@ def note_joined(run: RunFacts, learner: LearnerLog) -> None:
 def _keep_books(life: ProcessLife, at: float, value: Any) -> None:
     """Record each step and what became of its tokens; used only for whole tapes."""
     match value:
-        case words.StepFinished(tokens):
+        case messages.StepFinished(tokens):
             life.steps_at.append(at)
             life.step_tokens.append(tokens)
             life.ledger.stepped(tokens)
-        case words.Began(kept=kept):
+        case messages.Began(kept=kept):
             for own in kept:
                 life.ledger.restored(own.fragment, _version_key(own.version), own.tokens)
-        case words.Apply(fragment, version, mode, discarded, why):
+        case messages.Apply(fragment, version, mode, discarded, why):
             life.ledger.applied(fragment, mode, discarded, why)
             life.ledger.holds(fragment, _version_key(version))
-        case words.Relabel(fragment, version, staged=staged):
+        case messages.Relabel(fragment, version, staged=staged):
             life.ledger.renamed(fragment, staged=staged)
             if not staged:
                 life.ledger.holds(fragment, _version_key(version))
-        case words.Hold():
+        case messages.Hold():
             life.holds.append((at, math.inf))
-        case words.Release() if life.holds:
+        case messages.Release() if life.holds:
             life.holds[-1] = (life.holds[-1][0], at)
 
 

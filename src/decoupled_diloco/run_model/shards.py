@@ -1,4 +1,4 @@
-"""The fold of the shards' tapes; see `run_model.model`."""
+"""The fold of the shards' tapes; see `run_model.fold_records`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from itertools import compress
 from typing import Any
 
-from decoupled_diloco.protocol import words
-from decoupled_diloco.protocol.words import Asking, Holding
+from decoupled_diloco.protocol import messages
+from decoupled_diloco.protocol.messages import Asking, Holding
 from decoupled_diloco.run_model.facts import (
     TOOK_PART,
     Asked,
@@ -66,38 +66,38 @@ class ShardFold:
     def take(self, value: Any) -> None:
         shard = self._shard
         match value:
-            case words.Received(_, words.ShardAdmitted() as admitted):
+            case messages.Received(_, messages.ShardAdmitted() as admitted):
                 if admitted.term not in shard.terms:  # a new coordinator confirms the current term
                     shard.terms.append(admitted.term)
                 shard.phase = "restoring" if admitted.begun else "waiting for learners"
-            case words.Received(_, words.Begin()):
+            case messages.Received(_, messages.Begin()):
                 shard.phase = "running"
-            case words.Received(_, words.EndOrdered()):
+            case messages.Received(_, messages.EndOrdered()):
                 shard.phase = "closing"
-            case words.Connected(name, words.Hello(role="observer")):
+            case messages.Connected(name, messages.Hello(role="observer")):
                 self._run.observe_only(name)
-            case words.Connected(_, words.Hello() as hello, connection):
+            case messages.Connected(_, messages.Hello() as hello, connection):
                 shard.greeting = (connection, hello)
-            case words.Accept():
+            case messages.Accept():
                 self._accepted(value)
-            case words.Lost(learner):
+            case messages.Lost(learner):
                 self._member(learner).connected = False
-            case words.Heard(learners):
+            case messages.Heard(learners):
                 for name in shard.members.keys() & set(learners):
                     self._seen(name)
-            case words.Evict(name, reason):
+            case messages.Evict(name, reason):
                 self._evicted(name, reason)
-            case words.Install(fragment, version):
+            case messages.Install(fragment, version):
                 shard.versions[fragment] = version
-            case words.Send(learner, words.Welcome(step=step, run_step=run_step)):
+            case messages.Send(learner, messages.Welcome(step=step, run_step=run_step)):
                 if learner in shard.members:
                     shard.members[learner].offset = run_step - step
-            case words.Broadcast(words.Shifted(by)):
+            case messages.Broadcast(messages.Shifted(by)):
                 for member in shard.members.values():
                     member.offset += by
-            case words.Send(learner, words.Shifted(by)) if learner in shard.members:
+            case messages.Send(learner, messages.Shifted(by)) if learner in shard.members:
                 shard.members[learner].offset += by
-            case words.Broadcast(words.Finished()) | words.Stop():
+            case messages.Broadcast(messages.Finished()) | messages.Stop():
                 shard.phase = "finished"
                 for name in shard.members:
                     _is_over(self._run.learner(name))
@@ -107,33 +107,35 @@ class ShardFold:
     def _message(self, value: Any) -> None:
         shard, learners, at = self._shard, self._run.learners, self._run.at
         match value:
-            case words.Received(learner, Holding() | words.Leave()) if learner not in learners:
+            case messages.Received(learner, Holding() | messages.Leave()) if (
+                learner not in learners
+            ):
                 pass  # an observer
-            case words.Received(learner, words.StepReport() as report):
+            case messages.Received(learner, messages.StepReport() as report):
                 self._reported(((learner, report),))
-            case words.Reported(reports):
+            case messages.Reported(reports):
                 self._reported(reports)
-            case words.Received(learner, Holding(fragment, version)):
+            case messages.Received(learner, Holding(fragment, version)):
                 member = self._member(learner)
                 member.held[fragment] = max(version, member.held.get(fragment, version))
                 round = shard.last_merged.get(fragment)
                 if round and round.outcome.version == version:
                     round.held_at.setdefault(learner, at)
                 self._seen(learner)
-            case words.Received(learner, words.Ahead(run_step)):
+            case messages.Received(learner, messages.Ahead(run_step)):
                 member = self._member(learner)
                 member.offset = max(member.offset, run_step - member.step)
                 self._seen(learner)
-            case words.Received(learner, words.Leave(reason)):
+            case messages.Received(learner, messages.Leave(reason)):
                 if self._member(learner).epoch in (0, learners[learner].epoch):
                     learners[learner].left = reason
-            case words.BodyArrived(learner=learner, nbytes=nbytes):
+            case messages.BodyArrived(learner=learner, nbytes=nbytes):
                 self._run.learner(learner).bytes_up += nbytes
                 self._seen(learner)
                 for round, asks in self._ended:
                     if value.ask in asks:
                         round.late_bodies[learner] = at
-            case words.ClockAdvanced():
+            case messages.ClockAdvanced():
                 self._ticked(value)
             case _:
                 self._round_record(value)
@@ -142,7 +144,7 @@ class ShardFold:
         """Return a learner's membership; a new one if it started before the part that was read."""
         return self._shard.members.get(name) or Stay(name, 0, self._run.at)
 
-    def _accepted(self, accept: words.Accept) -> None:
+    def _accepted(self, accept: messages.Accept) -> None:
         shard, name, epoch, at = self._shard, accept.learner, accept.epoch, self._run.at
         if name in self._run.observers:
             return
@@ -204,7 +206,7 @@ class ShardFold:
         learner = self._run.learner(name)
         learner.seen_at = max(self._run.at, learner.seen_at or 0.0)
 
-    def _reported(self, reports: Iterable[tuple[str, words.StepReport]]) -> None:
+    def _reported(self, reports: Iterable[tuple[str, messages.StepReport]]) -> None:
         """Fold the step reports of one record, which move the clock together."""
         # `clock_setter` needs the run steps before and after: a learner whose report passed the
         # clock with this record has set the tick that follows.
@@ -217,7 +219,7 @@ class ShardFold:
         self._shard.moved = (self._run.record.seq, moved)
         self._run.token_rate.add(self._run.duration, self._run.tokens)
 
-    def _report(self, member: Stay, report: words.StepReport) -> None:
+    def _report(self, member: Stay, report: messages.StepReport) -> None:
         shard, at, name = self._shard, self._run.at, member.learner
         learner = self._run.learner(name)
         member.step, member.reported_at = max(member.step, report.step), at
@@ -243,7 +245,9 @@ class ShardFold:
         if learner.afar:
             learner.rate.add(at, learner.tokens)
 
-    def _add_remote_steps(self, learner: LearnerLog, epoch: int, report: words.StepReport) -> None:
+    def _add_remote_steps(
+        self, learner: LearnerLog, epoch: int, report: messages.StepReport
+    ) -> None:
         """Add the steps of a learner without a tape, spread over the time since its last step."""
         if not learner.lives:
             self._add_remote_life(learner, epoch)
@@ -279,7 +283,7 @@ class ShardFold:
         life.steps += steps
         life.tokens += tokens
 
-    def _ticked(self, tick: words.ClockAdvanced) -> None:
+    def _ticked(self, tick: messages.ClockAdvanced) -> None:
         run, shard, clock, at = self._run, self._shard, tick.clock, self._run.at
         quorum = int(run.settings_of("sync").get("quorum", 1))
         setter = shard.clock_setter(run.record.cause, clock, quorum)
@@ -302,40 +306,42 @@ class ShardFold:
     def _round_record(self, value: Any) -> None:
         shard, at = self._shard, self._run.at
         match value:
-            case words.RoundOpened():
+            case messages.RoundOpened():
                 round = self._round(value, at)
                 round.opened = value
                 shard.open[value.round] = round
-            case words.Expect(path=path, learner=learner, round=number, ask=ask, why=why) if number:
+            case messages.Expect(path=path, learner=learner, round=number, ask=ask, why=why) if (
+                number
+            ):
                 round = shard.open.get(number) or self._round(value, at)
                 shard.open[number] = round
                 round.asks.setdefault(learner, []).append(Asked(at, ask, why))
                 shard.paths[path] = (number, learner)
-            case words.Unexpect(path, why):
+            case messages.Unexpect(path, why):
                 number, learner = shard.paths.pop(path, (-1, ""))
                 if number in shard.open:
                     shard.open[number].fallen[learner] = (at, why)
-            case words.Fold(fragment=fragment, ask=ask):
+            case messages.Fold(fragment=fragment, ask=ask):
                 shard.folds.setdefault(fragment, {})[ask] = (at, value)
-            case words.Merge(round=number, fragment=fragment):
+            case messages.Merge(round=number, fragment=fragment):
                 shard.folds.pop(fragment, None)
                 if number in shard.open:
                     shard.open[number].merging_at = at
-            case words.RoundFinished(finished_seconds=seconds):
+            case messages.RoundFinished(finished_seconds=seconds):
                 if not 0 <= seconds < SECONDS_MAX:
                     self._run.leave_out(f"a round of {seconds} s")
                 else:
                     self._round_finished(value)
 
     def _round(
-        self, event: words.RoundOpened | words.Expect | words.RoundFinished, at: float
+        self, event: messages.RoundOpened | messages.Expect | messages.RoundFinished, at: float
     ) -> RoundLog:
         shard = self._shard
         # The table is shared with `shard.folds` until the round ends: later folds appear in both.
         folds = shard.folds.setdefault(event.fragment, {})
         return RoundLog(shard.name, event.round, event.fragment, at, life=shard.life, folds=folds)
 
-    def _round_finished(self, result: words.RoundFinished) -> None:
+    def _round_finished(self, result: messages.RoundFinished) -> None:
         shard, at = self._shard, self._run.at
         round = shard.open.pop(result.round, None)
         if round is None:

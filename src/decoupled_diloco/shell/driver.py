@@ -34,7 +34,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, get_args
 
-from decoupled_diloco.protocol.words import Tick
+from decoupled_diloco.protocol.messages import Tick
 from decoupled_diloco.runtime import Monitor, now
 from decoupled_diloco.tape import Recorder, TapeWriter
 

@@ -14,8 +14,14 @@ from statistics import median
 from decoupled_diloco.config.method import options_of, read_settings
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.merge import token_weight
-from decoupled_diloco.protocol.options import Options
-from decoupled_diloco.protocol.words import Asking, Participant, Recovered, Revision, RoundFinished
+from decoupled_diloco.protocol.machine_options import Options
+from decoupled_diloco.protocol.messages import (
+    Asking,
+    Participant,
+    Recovered,
+    Revision,
+    RoundFinished,
+)
 from decoupled_diloco.run_model import RunModel
 from decoupled_diloco.run_model.accounts import TIME_PARTS, TOKEN_PARTS, part_in_words
 from decoupled_diloco.run_model.facts import (
@@ -31,7 +37,7 @@ from decoupled_diloco.run_model.facts import (
     TickLog,
     is_shard,
 )
-from decoupled_diloco.run_model.words import (
+from decoupled_diloco.run_model.phrases import (
     BULLET,
     after,
     listing,

@@ -18,7 +18,7 @@ from decoupled_diloco.errors import StorageError
 from decoupled_diloco.run_model import RunModel, read_run
 from decoupled_diloco.run_model.accounts import TIME_PARTS, TOKEN_PARTS
 from decoupled_diloco.run_model.facts import GAP_MEDIANS
-from decoupled_diloco.run_model.words import ABSENT, listing, many, percent
+from decoupled_diloco.run_model.phrases import ABSENT, listing, many, percent
 from decoupled_diloco.show import figures
 from decoupled_diloco.show.charts import DARK, LIGHT, Chart
 from decoupled_diloco.show.figures import TIMELINE_KEYS, timeline_chart

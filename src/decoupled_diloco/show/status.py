@@ -25,7 +25,7 @@ from decoupled_diloco.run_model.facts import (
     ShardLog,
     Stay,
 )
-from decoupled_diloco.run_model.words import ABSENT, natural, percent
+from decoupled_diloco.run_model.phrases import ABSENT, natural, percent
 from decoupled_diloco.units import format_bytes, format_count, format_duration
 
 CUT_OFF = "cut off"

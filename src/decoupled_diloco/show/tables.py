@@ -21,7 +21,7 @@ from decoupled_diloco.run_model.accounts import (
     part_in_words,
 )
 from decoupled_diloco.run_model.facts import CutOff, LearnerLog, Outage, RoundLog, ShardLog
-from decoupled_diloco.run_model.words import ABSENT, percent
+from decoupled_diloco.run_model.phrases import ABSENT, percent
 from decoupled_diloco.show.charts import stacked_bar
 from decoupled_diloco.tape.samples import BytesMoved
 from decoupled_diloco.units import format_bytes, format_count, format_duration

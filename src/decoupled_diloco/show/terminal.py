@@ -21,7 +21,7 @@ from rich.text import Text
 
 from decoupled_diloco.errors import DilocoError
 from decoupled_diloco.run_model import FollowedRun, RunModel
-from decoupled_diloco.run_model.words import clock_face, many, percent
+from decoupled_diloco.run_model.phrases import clock_face, many, percent
 from decoupled_diloco.show.console import SteadyConsole, named_values, plain_table
 from decoupled_diloco.show.status import (
     LearnerStatus,

@@ -5,9 +5,9 @@ Files of one folder, for claim number 7::
     00000007.json       the process that made it: created atomically and never changed
     00000007.renewals   the holder's renewal counter, replaced atomically each time
 
-This module compares no claims and reads no clock: see `decoupled_diloco.protocol.shard_lease`. The
-storage must meet two conditions. Every process sees a file once its creation is confirmed, and a
-file cannot be created twice. Local disks and NFS version 3 or later meet both. ``ddiloco`` uses
+This module compares no claims and reads no clock: see `decoupled_diloco.protocol.lease_machine`.
+The storage must meet two conditions. Every process sees a file once its creation is confirmed, and
+a file cannot be created twice. Local disks and NFS version 3 or later meet both. ``ddiloco`` uses
 hard links (`os.link`), which are atomic on both.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import get_args
 
 from decoupled_diloco.errors import StorageError
-from decoupled_diloco.protocol.words import Condition, NewestLease
+from decoupled_diloco.protocol.messages import Condition, NewestLease
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.storage.files import NOT_JSON, is_folder, names_in
 

@@ -19,8 +19,8 @@ from pydantic import TypeAdapter
 
 from decoupled_diloco.errors import ProtocolError, StorageError
 from decoupled_diloco.protocol import wire
-from decoupled_diloco.protocol.features.data import LeaseBook, apply, copied
-from decoupled_diloco.protocol.words import LEDGER_ENTRIES, LedgerEntry
+from decoupled_diloco.protocol.features.partitions import LeaseBook, apply, copied
+from decoupled_diloco.protocol.messages import LEDGER_ENTRIES, LedgerEntry
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.storage.files import NOT_JSON, exists, names_in
 from decoupled_diloco.storage.journal import Journal, JournalReader

@@ -77,7 +77,7 @@ def shards_that_move(run: Path) -> SharedFolder | None:
 
 
 class SharedFolder:
-    """A `transport.base.Locator` that reads the current addresses of shards from the run folder.
+    """A `transport.interface.Locator` that reads the shards' addresses from the run folder.
 
     It also translates addresses received from processes on other machines of the run.
 

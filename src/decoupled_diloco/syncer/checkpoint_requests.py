@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Protocol
 
-from decoupled_diloco.syncer.checkpoints import CheckpointAnswer
+from decoupled_diloco.syncer.run_checkpoints import CheckpointAnswer
 from decoupled_diloco.transport.documents import Document, NoSuchDocumentError
 
 CHECKPOINT_PATH = "/checkpoint"

@@ -31,10 +31,9 @@ from decoupled_diloco.config.plugins import MissingCodecError
 from decoupled_diloco.config.run import RunConfig
 from decoupled_diloco.errors import ConfigError, ProtocolError, StorageError, TransportError
 from decoupled_diloco.merge import Layout
-from decoupled_diloco.protocol import words
-from decoupled_diloco.protocol.coordinator import CoordinatorMachine
-from decoupled_diloco.protocol.wire import decode, encode
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol import messages
+from decoupled_diloco.protocol.coordinator_machine import CoordinatorMachine
+from decoupled_diloco.protocol.messages import (
     LEDGER_ENTRIES,
     BeginCheckpoint,
     CheckpointWanted,
@@ -53,18 +52,19 @@ from decoupled_diloco.protocol.words import (
     shard_of,
     shard_peer,
 )
+from decoupled_diloco.protocol.wire import decode, encode
 from decoupled_diloco.runtime import now, runtime
 from decoupled_diloco.shell.driver import Driver, HoldsUp, Orders, at_decision, executes
 from decoupled_diloco.storage.coordinator_states import CoordinatorStates
 from decoupled_diloco.storage.data_ledger import DataLedger
-from decoupled_diloco.syncer.checkpoints import CheckpointAnswer, write_manifest
 from decoupled_diloco.syncer.coordinator_document import plain, read_document
 from decoupled_diloco.syncer.relay import Relay
+from decoupled_diloco.syncer.run_checkpoints import CheckpointAnswer, write_manifest
 from decoupled_diloco.syncer.shard_lease import NO_STANDBY, NoStandby, ShardLease
 from decoupled_diloco.tape import TapeWriter
 from decoupled_diloco.tape.samples import DeviceUsed
-from decoupled_diloco.transport.base import Channel
-from decoupled_diloco.transport.bodies import BodyBooks
+from decoupled_diloco.transport.interface import Channel
+from decoupled_diloco.transport.payload_store import BodyBooks
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ _NOT_THE_RUNS = (
 
 _ANOTHER_RUN = "another run is at this address now"
 
-ShardLink = Callable[[words.ToShard | words.ShardAdmitted | words.JoinRefused], None]
+ShardLink = Callable[[messages.ToShard | messages.ShardAdmitted | messages.JoinRefused], None]
 
 
 class CoordinatorHost:
@@ -140,25 +140,25 @@ class CoordinatorHost:
             state = self._state()
         header = {"machine": "coordinator", "weights_from_file": from_file, "state": state}
         self.tape = tape(header | {"settings": config.public()})
-        self._driver = Driver[CoordinatorEvent, words.CoordinatorEffect](
+        self._driver = Driver[CoordinatorEvent, messages.CoordinatorEffect](
             self.machine, tape=self.tape, on_failure=fail, lease=shard_lease
         )
-        self._driver.carry(Orders(words.CoordinatorEffect, self))
+        self._driver.carry(Orders(messages.CoordinatorEffect, self))
         self._relay = Relay(bodies, self._driver.spawn)
         self._writing = False
         self._shards: dict[int, ShardLink] = {}
         self._greeting: ShardLink = lambda message: None
         self._gone = asyncio.Event()
-        self._joining: dict[int, tuple[Channel, words.Join, Layout | None]] = {}
+        self._joining: dict[int, tuple[Channel, messages.Join, Layout | None]] = {}
         self._connections_of: dict[str, list[int]] = {}
         self._connections = 0
         self._part: dict[str, Any] = {}
         self._checkpoint_kept = CheckpointAnswer("given up", 0)
 
-    async def serve_join(self, channel: Channel, join: words.Join) -> None:
+    async def serve_join(self, channel: Channel, join: messages.Join) -> None:
         """Answers a join, and watches its connection until it is gone."""
         if join.run and join.run != self._run:
-            channel.send(encode(words.JoinRefused(_ANOTHER_RUN, False)))
+            channel.send(encode(messages.JoinRefused(_ANOTHER_RUN, False)))
             await channel.close(_ANOTHER_RUN)
             return
         if join.role == "learner" and await self._has_a_live_process(join):
@@ -166,7 +166,7 @@ class CoordinatorHost:
                 f"{join.learner} is in the run already, and its process is alive: pass "
                 "another name=, or stop the other process first"
             )
-            channel.send(encode(words.JoinRefused(reason, True)))
+            channel.send(encode(messages.JoinRefused(reason, True)))
             await channel.close(reason)
             return
         self._connections += 1
@@ -185,7 +185,7 @@ class CoordinatorHost:
         )
         try:
             while True:
-                message = decode(await channel.receive(), words.FROM_MEMBER)
+                message = decode(await channel.receive(), messages.FROM_MEMBER)
                 self._heard_on(connection, join.learner)
                 self._driver.tell(Received(join.learner, message, join.nonce))
         finally:
@@ -196,7 +196,7 @@ class CoordinatorHost:
                 self._driver.tell(Lost(join.learner, join.nonce))
 
     def _enter(
-        self, connection: int, channel: Channel, join: words.Join, layout: Layout | None
+        self, connection: int, channel: Channel, join: messages.Join, layout: Layout | None
     ) -> None:
         self._joining[connection] = (channel, join, layout)
         self._connections_of.setdefault(join.learner, []).append(connection)
@@ -214,11 +214,11 @@ class CoordinatorHost:
         if not self._connections_of[join.learner]:
             del self._connections_of[join.learner]
 
-    def _present(self, learner: str) -> list[tuple[Channel, words.Join]]:
+    def _present(self, learner: str) -> list[tuple[Channel, messages.Join]]:
         """The connections of an id, the one that was heard last at the end; of nobody else's."""
         return [self._joining[each][:2] for each in self._connections_of.get(learner, ())]
 
-    async def _has_a_live_process(self, join: words.Join) -> bool:
+    async def _has_a_live_process(self, join: messages.Join) -> bool:
         """Whether another process bears this id; one that is dead is found so within its lease.
 
         Who is alive is heard again within a ping.
@@ -232,7 +232,7 @@ class CoordinatorHost:
             await asyncio.sleep(LISTEN_SECONDS)
         return False  # break: id-always-taken
 
-    def _read_layout(self, join: words.Join) -> tuple[Layout | None, str]:
+    def _read_layout(self, join: messages.Join) -> tuple[Layout | None, str]:
         """The joining model's layout, and how it differs from the run's, in words."""
         if not join.layout:
             problem = "a learner must say what its layout is"
@@ -247,19 +247,19 @@ class CoordinatorHost:
             return layout, str(error)
         return layout, ""
 
-    async def serve_shard(self, channel: Channel, hello: words.ShardHello) -> None:
+    async def serve_shard(self, channel: Channel, hello: messages.ShardHello) -> None:
         """Follows the connection of a shard in another process."""
         problem = self._shard_problem(hello)
         if problem:
-            channel.send(encode(words.JoinRefused(problem, False)))
+            channel.send(encode(messages.JoinRefused(problem, False)))
             await channel.close(problem)
             return
 
-        def link(message: words.ToShard | words.ShardAdmitted | words.JoinRefused) -> None:
+        def link(message: messages.ToShard | messages.ShardAdmitted | messages.JoinRefused) -> None:
             channel.send(encode(message))
 
         self.shard_greeted(hello, link)
-        kinds = get_args(words.FromShard)
+        kinds = get_args(messages.FromShard)
         try:
             while True:
                 message: Any = decode(await channel.receive(), kinds)
@@ -276,7 +276,7 @@ class CoordinatorHost:
                 self._gone.set()
                 self._driver.tell(Lost(shard_peer(hello.shard)))
 
-    def _shard_problem(self, hello: words.ShardHello) -> str:
+    def _shard_problem(self, hello: messages.ShardHello) -> str:
         """Why a shard in another process cannot be one of this run, in words."""
         if not 0 < hello.shard < len(self._addresses):
             return (
@@ -310,13 +310,13 @@ class CoordinatorHost:
     def _has_learners(self) -> bool:
         return any(join.role == "learner" for _, join, _ in self._joining.values())
 
-    def shard_greeted(self, hello: words.ShardHello, link: ShardLink) -> None:
+    def shard_greeted(self, hello: messages.ShardHello, link: ShardLink) -> None:
         """A shard is here; ``link`` brings it messages, if it may act for the shard."""
         self._greeting = link
         greeting = replace(hello, settings="")  # what the tape has in its header
         self._driver.tell(Connected(shard_peer(hello.shard), greeting))
 
-    def shard_said(self, shard: int, message: words.FromShard) -> None:
+    def shard_said(self, shard: int, message: messages.FromShard) -> None:
         """A shard said something."""
         self._driver.tell(Received(shard_peer(shard), message))
 
@@ -324,26 +324,26 @@ class CoordinatorHost:
         """Nothing more happens."""
         await self._driver.close()
 
-    @at_decision(words.AdoptLayout)
-    def _adopt(self, order: words.AdoptLayout) -> None:
+    @at_decision(messages.AdoptLayout)
+    def _adopt(self, order: messages.AdoptLayout) -> None:
         self._layout = self._joining[order.connection][2]
 
-    @at_decision(words.AdmitShard)
-    def _take_link(self, order: words.AdmitShard) -> ShardLink:
+    @at_decision(messages.AdmitShard)
+    def _take_link(self, order: messages.AdmitShard) -> ShardLink:
         self._shards[order.shard] = self._greeting
         return self._greeting
 
-    @at_decision(words.DenyShard)
-    def _deny_shard(self, order: words.DenyShard) -> None:
-        self._greeting(words.JoinRefused(order.reason, True))
+    @at_decision(messages.DenyShard)
+    def _deny_shard(self, order: messages.DenyShard) -> None:
+        self._greeting(messages.JoinRefused(order.reason, True))
 
-    @at_decision(words.Send)
-    def _addressed(self, order: words.Send) -> ShardLink | None:
+    @at_decision(messages.Send)
+    def _addressed(self, order: messages.Send) -> ShardLink | None:
         """A message is for the process that acts for the shard now, however long it waits."""
         return self._shards.get(shard_of(order.peer)) if is_shard_peer(order.peer) else None
 
-    @executes(words.Persist)
-    def _persist(self, order: words.Persist) -> HoldsUp:
+    @executes(messages.Persist)
+    def _persist(self, order: messages.Persist) -> HoldsUp:
         return HoldsUp(self._write(self._saving_of(order)))
 
     @executes(Enter)
@@ -352,9 +352,9 @@ class CoordinatorHost:
         entries = [order.entry, *(each.entry for each in self._driver.take(Enter))]
         return HoldsUp(self._write(partial(self._appending, entries)))
 
-    def _saving_of(self, first: words.Persist) -> Callable[[], Callable[[], None]]:
+    def _saving_of(self, first: messages.Persist) -> Callable[[], Callable[[], None]]:
         """One write for all that wait for one: the state is as it is after the last of them."""
-        wanted = [first, *self._driver.take(words.Persist)]
+        wanted = [first, *self._driver.take(messages.Persist)]
         learners = {order.learner for order in wanted}
         return self._saving if "" in learners else partial(self._adding, sorted(learners))
 
@@ -388,9 +388,9 @@ class CoordinatorHost:
             text = "".join(each for each in join.device[:DEVICE_CHARACTERS] if each.isprintable())
             self.tape.sample(now(), DeviceUsed(join.learner, text))
 
-    @executes(words.Admit)
-    def _admit(self, order: words.Admit) -> None:
-        admitted = words.Admitted(
+    @executes(messages.Admit)
+    def _admit(self, order: messages.Admit) -> None:
+        admitted = messages.Admitted(
             order.epoch,
             self._settings,
             self._layout_text(),
@@ -402,9 +402,9 @@ class CoordinatorHost:
         self._answer(order.connection, admitted)
         self._note_device(order.connection)
 
-    @executes(words.Deny)
-    def _deny(self, order: words.Deny) -> None:
-        self._answer(order.connection, words.JoinRefused(order.reason, order.retry))
+    @executes(messages.Deny)
+    def _deny(self, order: messages.Deny) -> None:
+        self._answer(order.connection, messages.JoinRefused(order.reason, order.retry))
 
     @executes(OpenRelay)
     def _open_relay(self, order: OpenRelay) -> None:
@@ -426,28 +426,28 @@ class CoordinatorHost:
     def _keep_part(self, order: KeepCheckpoint) -> Coroutine[Any, Any, None]:
         return self._keep_checkpoint(order, self._part)
 
-    @executes(words.AdoptLayout)
-    def _tell_layout(self, order: words.AdoptLayout, _: None) -> None:
+    @executes(messages.AdoptLayout)
+    def _tell_layout(self, order: messages.AdoptLayout, _: None) -> None:
         for link in self._shards.values():
-            link(words.LayoutSet(self._layout_text()))
+            link(messages.LayoutSet(self._layout_text()))
 
-    @executes(words.AdmitShard)
-    def _admit_shard(self, order: words.AdmitShard, link: ShardLink) -> None:
+    @executes(messages.AdmitShard)
+    def _admit_shard(self, order: messages.AdmitShard, link: ShardLink) -> None:
         if self._shards.get(order.shard) is not link:
             return  # the newer process is told its own
-        link(words.ShardAdmitted(order.term, order.begun, self._key))
+        link(messages.ShardAdmitted(order.term, order.begun, self._key))
         if self._layout is not None:
-            link(words.LayoutSet(self._layout_text()))
+            link(messages.LayoutSet(self._layout_text()))
 
-    @executes(words.Send)
-    def _send(self, order: words.Send, link: ShardLink | None) -> None:
+    @executes(messages.Send)
+    def _send(self, order: messages.Send, link: ShardLink | None) -> None:
         if not is_shard_peer(order.peer):
             self._inform(order.peer, order.message)
         elif link is not None and self._shards.get(shard_of(order.peer)) is link:
-            link(cast("words.ToShard", order.message))
+            link(cast("messages.ToShard", order.message))
 
-    @executes(words.Note)
-    def _note(self, order: words.Note) -> None:
+    @executes(messages.Note)
+    def _note(self, order: messages.Note) -> None:
         level = logging.WARNING if order.warns else logging.INFO
         logger.log(level, "%s (%s)", order.text, order.why)
 
@@ -484,11 +484,11 @@ class CoordinatorHost:
         words = reason if given_up == number else "this coordinator knows nothing of it"
         return CheckpointAnswer("given up", number, words)
 
-    def _answer(self, connection: int, message: words.Message) -> None:
+    def _answer(self, connection: int, message: messages.Message) -> None:
         if connection in self._joining:
             self._joining[connection][0].send(encode(message))
 
-    def _inform(self, learner: str, message: words.Message) -> None:
+    def _inform(self, learner: str, message: messages.Message) -> None:
         present = self._present(learner)
         if present:
             channel, _ = present[-1]

@@ -13,7 +13,7 @@ from decoupled_diloco.config.method import difference_of, options_of, read_publi
 from decoupled_diloco.config.resume import lasting
 from decoupled_diloco.errors import ConfigError, ProtocolError
 from decoupled_diloco.merge import Layout
-from decoupled_diloco.protocol.coordinator import CoordinatorMachine
+from decoupled_diloco.protocol.coordinator_machine import CoordinatorMachine
 from decoupled_diloco.protocol.coordinator_state import CoordinatorState
 from decoupled_diloco.protocol.features.checkpoint import raised
 from decoupled_diloco.storage.coordinator_states import CoordinatorStates, unreadable

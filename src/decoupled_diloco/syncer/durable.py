@@ -38,13 +38,13 @@ from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.resume import identity_of
 from decoupled_diloco.errors import ConfigError, MergeError, StorageError
 from decoupled_diloco.merge import Layout, as_bytes, digest, values_digest
-from decoupled_diloco.protocol.words import Version
+from decoupled_diloco.protocol.messages import Version
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.storage.files import NOT_JSON, exists, names_in, size_of
 from decoupled_diloco.storage.journal import Journal, JournalReader, JournalRecord, fields_in
-from decoupled_diloco.storage.weights import load_metadata, load_weights, save_weights
-from decoupled_diloco.syncer.fragments import FragmentTensors, PublishedCopy, ShardTensors
+from decoupled_diloco.storage.weight_files import load_metadata, load_weights, save_weights
 from decoupled_diloco.syncer.result import RESULT, values_in
+from decoupled_diloco.syncer.shard_tensors import FragmentTensors, PublishedCopy, ShardTensors
 
 Json = dict[str, Any]
 

@@ -11,7 +11,7 @@ from decoupled_diloco.runtime import now
 from decoupled_diloco.shell.driver import SLICE
 from decoupled_diloco.tape import FLUSH_SECONDS, TapeWriter
 from decoupled_diloco.tape.samples import BytesMoved, Sample
-from decoupled_diloco.transport.base import Stats
+from decoupled_diloco.transport.interface import Stats
 
 STATS_SECONDS = 5.0
 """How often the bytes moved are written to the tape."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from decoupled_diloco._version import __version__
-from decoupled_diloco.protocol.syncer import SyncerMachine
+from decoupled_diloco.protocol.syncer_machine import SyncerMachine
 
 
 def health_of(machine: SyncerMachine, run: str) -> dict[str, object]:

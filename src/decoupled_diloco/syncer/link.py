@@ -10,16 +10,16 @@ from typing import Any, get_args
 
 from decoupled_diloco.config.addresses import alternatives, on_this_machine
 from decoupled_diloco.errors import ConfigError, LeaseError, TransportError
-from decoupled_diloco.protocol import words
+from decoupled_diloco.protocol import messages
 from decoupled_diloco.protocol.wire import decode, encode
 from decoupled_diloco.syncer.coordinator import CoordinatorHost
 from decoupled_diloco.transport.backoff import Backoff, reconnecting
-from decoupled_diloco.transport.base import Client
+from decoupled_diloco.transport.interface import Client
 
 logger = logging.getLogger(__name__)
 
-FromCoordinator = words.ToShard | words.ShardAdmitted
-_FROM_COORDINATOR = (words.ShardAdmitted, words.JoinRefused, *get_args(words.ToShard))
+FromCoordinator = messages.ToShard | messages.ShardAdmitted
+_FROM_COORDINATOR = (messages.ShardAdmitted, messages.JoinRefused, *get_args(messages.ToShard))
 
 
 class CoordinatorLink:
@@ -37,7 +37,7 @@ class CoordinatorLink:
 
     def __init__(
         self,
-        hello: words.ShardHello,
+        hello: messages.ShardHello,
         ordered: Callable[[FromCoordinator], None],
         *,
         host: CoordinatorHost | None,
@@ -54,9 +54,9 @@ class CoordinatorLink:
         self._fail = fail
         self._out_of_reach = out_of_reach
         self._held_back: list[FromCoordinator] | None = None
-        self._tell: Callable[[words.FromShard], None] = lambda message: None
+        self._tell: Callable[[messages.FromShard], None] = lambda message: None
 
-    def tell(self, message: words.FromShard) -> None:
+    def tell(self, message: messages.FromShard) -> None:
         """Sends a message, if the coordinator is there."""
         self._tell(message)
 
@@ -89,7 +89,7 @@ class CoordinatorLink:
     def _greet_host(self, host: CoordinatorHost) -> None:
         loop, shard = asyncio.get_running_loop(), self._hello.shard
 
-        def link(message: FromCoordinator | words.JoinRefused) -> None:
+        def link(message: FromCoordinator | messages.JoinRefused) -> None:
             # Not at once: the orders of one event are carried out before the next event.
             loop.call_soon(self._obey, message)
 
@@ -117,7 +117,7 @@ class CoordinatorLink:
         logger.warning("the coordinator is out of reach, trying again in %.1f s: %s", delay, error)
         self._out_of_reach()
 
-    def _obey(self, message: FromCoordinator | words.JoinRefused) -> None:
+    def _obey(self, message: FromCoordinator | messages.JoinRefused) -> None:
         """What the coordinator in this same process said."""
         try:
             self.hand_on(_not_refused(message))
@@ -133,6 +133,6 @@ class CoordinatorLink:
 
 
 def _not_refused(message: Any) -> Any:
-    if isinstance(message, words.JoinRefused):
+    if isinstance(message, messages.JoinRefused):
         raise LeaseError(message.reason) if message.retry else ConfigError(message.reason)
     return message

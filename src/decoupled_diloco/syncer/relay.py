@@ -14,9 +14,9 @@ from typing import Any
 
 from decoupled_diloco.errors import TransportError
 from decoupled_diloco.merge import digest
-from decoupled_diloco.transport.bodies import BodyBooks, BodyUpload
+from decoupled_diloco.transport.byte_ranges import chunk_sizes
+from decoupled_diloco.transport.payload_store import BodyBooks, BodyUpload
 from decoupled_diloco.transport.pool import PoolBody
-from decoupled_diloco.transport.ranges import chunk_sizes
 
 WINDOW = 4
 """Chunks of one relay in memory or on their way in: 16 MiB keep a link of 1 Gbit/s and 100 ms busy.

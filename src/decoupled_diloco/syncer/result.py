@@ -17,8 +17,8 @@ from decoupled_diloco.errors import ConfigError, ProtocolError, StorageError
 from decoupled_diloco.merge import DTYPES, Layout, gather, scatter
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.storage.files import NOT_JSON
-from decoupled_diloco.storage.weights import load_metadata, load_weights, save_weights
-from decoupled_diloco.syncer.fragments import ShardTensors
+from decoupled_diloco.storage.weight_files import load_metadata, load_weights, save_weights
+from decoupled_diloco.syncer.shard_tensors import ShardTensors
 
 SHARES = "checkpoints"
 RESULT = "weights.safetensors"

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from hashlib import blake2b
 
-from decoupled_diloco.protocol.words import Holding, Published, Version
+from decoupled_diloco.protocol.messages import Holding, Published, Version
 
 SEAL_BYTES = 12
 """2⁹⁶ guesses: and each costs a connection."""

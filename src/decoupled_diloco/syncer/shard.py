@@ -25,29 +25,29 @@ from decoupled_diloco.errors import (
     TransportError,
 )
 from decoupled_diloco.merge import Layout
-from decoupled_diloco.monitor.tally import ShardTally
-from decoupled_diloco.monitor.watched import WatchedShard
-from decoupled_diloco.protocol import words
-from decoupled_diloco.protocol.syncer import SyncerMachine
+from decoupled_diloco.monitor.counters import ShardTally
+from decoupled_diloco.monitor.metric_sources import WatchedShard
+from decoupled_diloco.protocol import messages
+from decoupled_diloco.protocol.messages import COORDINATOR, Holding
+from decoupled_diloco.protocol.syncer_machine import SyncerMachine
 from decoupled_diloco.protocol.wire import decode, encode, number_of, numbered
-from decoupled_diloco.protocol.words import COORDINATOR, Holding
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.shell.driver import Driver, Orders, at_decision, executes
-from decoupled_diloco.syncer.bodies import Downloads, Uploads
-from decoupled_diloco.syncer.connections import Sessions, ShardDriver, first_message
 from decoupled_diloco.syncer.coordinator import CoordinatorHost
+from decoupled_diloco.syncer.data_plane import Downloads, Uploads
 from decoupled_diloco.syncer.durable import DURABLE, ShardDisk, identity_of_shard
 from decoupled_diloco.syncer.flushing import Flushing
-from decoupled_diloco.syncer.fragments import ShardTensors
 from decoupled_diloco.syncer.health import health_of
 from decoupled_diloco.syncer.link import CoordinatorLink
-from decoupled_diloco.syncer.payloads import Payloads
+from decoupled_diloco.syncer.payload_archive import Payloads
 from decoupled_diloco.syncer.seals import Seals
+from decoupled_diloco.syncer.shard_connections import Sessions, ShardDriver, first_message
 from decoupled_diloco.syncer.shard_lease import NO_STANDBY, NoStandby, ShardLease
+from decoupled_diloco.syncer.shard_tensors import ShardTensors
 from decoupled_diloco.syncer.worker import Worker
 from decoupled_diloco.tape import TapeWriter
 from decoupled_diloco.tape.samples import PayloadsEnded
-from decoupled_diloco.transport.base import Channel, Client, Server
+from decoupled_diloco.transport.interface import Channel, Client, Server
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +138,9 @@ class Shard:
         tapes = [tape] if self._host is None else [tape, self._host.tape]
         self._flushing = Flushing(tapes, self._server.stats)
         self._coordinator = CoordinatorLink(
-            words.ShardHello(shard, runtime().unique_id(), public_text(config), shard_lease.number),
+            messages.ShardHello(
+                shard, runtime().unique_id(), public_text(config), shard_lease.number
+            ),
             self._ordered,
             host=self._host,
             client=client,
@@ -148,12 +150,12 @@ class Shard:
         )
         self._seals: asyncio.Future[Seals] = asyncio.get_running_loop().create_future()
         self.parts: asyncio.Future[Parts] = asyncio.get_running_loop().create_future()
-        self._begun: list[words.ShardAdmitted] = []
+        self._begun: list[messages.ShardAdmitted] = []
         self._tally = ShardTally()
         self._sessions = Sessions(self.driver, self._said)
         self._downloads = Downloads(self._server.bodies, self.machine.options.chain + 1)
-        self._orders = Orders[words.SyncerEffect](
-            words.SyncerEffect, self, self._sessions, later=(Uploads, Worker)
+        self._orders = Orders[messages.SyncerEffect](
+            messages.SyncerEffect, self, self._sessions, later=(Uploads, Worker)
         )
         self.driver.carry(self._orders)
         self._stopping = asyncio.Event()
@@ -250,9 +252,9 @@ class Shard:
             for heard in self._heard():
                 self.driver.tell(heard)
 
-    def _heard(self) -> list[words.SyncerEvent]:
+    def _heard(self) -> list[messages.SyncerEvent]:
         heard = self._sessions.heard_since(HEARD_SECONDS / 2)
-        return [words.Heard(heard)] if heard else []  # break: heard-unreported
+        return [messages.Heard(heard)] if heard else []  # break: heard-unreported
 
     def fail(self, error: BaseException) -> None:
         """Ends the process: what is half done here is nobody's state; a new life restores it."""
@@ -265,21 +267,21 @@ class Shard:
     async def _serve(self, channel: Channel) -> None:
         """One control connection; its first message says what it is for."""
         try:
-            kinds: tuple[type[Any], ...] = (words.Hello, words.Join, words.ShardHello)
+            kinds: tuple[type[Any], ...] = (messages.Hello, messages.Join, messages.ShardHello)
             data = await first_message(channel)
             checkpoint, first = number_of(data), cast("Any", decode(data, kinds))
             match first:
-                case words.Hello():
+                case messages.Hello():
                     self._require_principal(channel, first.learner)
                     await self._seals  # what it holds can be told from what it makes up
                     await self._sessions.serve(channel, self._genuine(first), checkpoint)
                 case _ if self._host is None:
-                    channel.send(encode(words.Referred(self._addresses[0])))
+                    channel.send(encode(messages.Referred(self._addresses[0])))
                     await channel.close("this shard does not host the coordinator")
-                case words.Join():
+                case messages.Join():
                     self._require_principal(channel, first.learner)
                     await self._host.serve_join(channel, first)
-                case words.ShardHello():
+                case messages.ShardHello():
                     self._require_principal(channel, f"shard-{first.shard}")
                     await self._host.serve_shard(channel, first)
         except ProtocolError as error:
@@ -295,24 +297,24 @@ class Shard:
         if channel.peer.principal != name:
             raise ProtocolError(f"the token is for {channel.peer.principal!r}, not for {name!r}")
 
-    def _said(self, learner: str, message: words.FromLearner) -> None:
-        if isinstance(message, words.Upload | words.Copy) and self.parts.done():
+    def _said(self, learner: str, message: messages.FromLearner) -> None:
+        if isinstance(message, messages.Upload | messages.Copy) and self.parts.done():
             self.parts.result().uploads.announce(learner, message)
         self._tally.said(learner, message)
         if not isinstance(message, Holding) or self._seals.result().genuine([message]):
-            self.driver.tell(words.Received(learner, message))
+            self.driver.tell(messages.Received(learner, message))
 
-    def _genuine(self, hello: words.Hello) -> words.Hello:
+    def _genuine(self, hello: messages.Hello) -> messages.Hello:
         return dataclasses.replace(hello, held=self._seals.result().genuine(hello.held))
 
-    @at_decision(words.Send, words.Broadcast)
-    def _as_of_now(self, order: words.Send | words.Broadcast) -> tuple[words.Message, int]:
+    @at_decision(messages.Send, messages.Broadcast)
+    def _as_of_now(self, order: messages.Send | messages.Broadcast) -> tuple[messages.Message, int]:
         """The message, and the newest checkpoint's number, which it bears.
 
         A version's copy is where it is now: it may be withdrawn before all have heard of it.
         """
-        message: words.Message = order.message
-        if isinstance(message, words.Published):
+        message: messages.Message = order.message
+        if isinstance(message, messages.Published):
             message = dataclasses.replace(
                 self._seals.result().sealed(message),
                 difference=self._downloads.url(message.difference),
@@ -321,40 +323,40 @@ class Shard:
             )
         return message, self.machine.state.checkpoint
 
-    @executes(words.Send, sliced=True)
+    @executes(messages.Send, sliced=True)
     def _send(
-        self, order: words.Send, taken: tuple[words.Message, int]
+        self, order: messages.Send, taken: tuple[messages.Message, int]
     ) -> Coroutine[Any, Any, None] | None:
         message, checkpoint = taken
         if order.peer == COORDINATOR:
-            return self._report(cast("words.FromShard", message))
-        if isinstance(message, words.Pull | words.CopyWanted):
+            return self._report(cast("messages.FromShard", message))
+        if isinstance(message, messages.Pull | messages.CopyWanted):
             url = self.parts.result().uploads.url(message.path)
             message = dataclasses.replace(message, path=url)
         self._sessions.send(order.peer, numbered(message, checkpoint))
         return None
 
-    @executes(words.Broadcast, sliced=True)
+    @executes(messages.Broadcast, sliced=True)
     def _broadcast(
-        self, order: words.Broadcast, taken: tuple[words.Message, int]
+        self, order: messages.Broadcast, taken: tuple[messages.Message, int]
     ) -> Iterator[None]:
         return self._sessions.broadcast(numbered(*taken))
 
-    @executes(words.RoundFinished)
-    def _finished(self, order: words.RoundFinished) -> None:
+    @executes(messages.RoundFinished)
+    def _finished(self, order: messages.RoundFinished) -> None:
         self._tally.finished(order)
 
-    @executes(words.ClockAdvanced, words.RoundOpened)
-    def _only_for_the_tape(self, order: words.ClockAdvanced | words.RoundOpened) -> None:
+    @executes(messages.ClockAdvanced, messages.RoundOpened)
+    def _only_for_the_tape(self, order: messages.ClockAdvanced | messages.RoundOpened) -> None:
         pass
 
-    @executes(words.Note)
-    def _note(self, order: words.Note) -> None:
+    @executes(messages.Note)
+    def _note(self, order: messages.Note) -> None:
         level = logging.WARNING if order.warns else logging.INFO
         logger.log(level, "%s (%s)", order.text, order.why)
 
-    @executes(words.Stop, sliced=True)
-    async def _stop_last(self, order: words.Stop) -> None:
+    @executes(messages.Stop, sliced=True)
+    async def _stop_last(self, order: messages.Stop) -> None:
         """The coordinator's process stays until the other shards have heard that all is over."""
         if self._host is not None:
             await self._host.everyone_gone()
@@ -365,50 +367,50 @@ class Shard:
             return
         logger.info("shard %d has finished, and lingers until SIGTERM", self.shard)
 
-    def _report(self, message: words.FromShard) -> Coroutine[Any, Any, None] | None:
+    def _report(self, message: messages.FromShard) -> Coroutine[Any, Any, None] | None:
         """Tells the coordinator of the first versions and of the end when they are on the disk."""
         tell = partial(self._coordinator.tell, message)
         if self.parts.done():
             worker = self.parts.result().worker
-            if isinstance(message, words.Swept):
+            if isinstance(message, messages.Swept):
                 return worker.save_share(tell)
             # break: ready-before-disk
-            if isinstance(message, words.ShardReady) and worker.disk is not None:
+            if isinstance(message, messages.ShardReady) and worker.disk is not None:
                 return worker.keep_installed(tell)
         tell()
         return None
 
-    def _ordered(self, message: words.ToShard | words.ShardAdmitted) -> None:
+    def _ordered(self, message: messages.ToShard | messages.ShardAdmitted) -> None:
         if self._stopping.is_set():
             return
-        if isinstance(message, words.ShardAdmitted):
+        if isinstance(message, messages.ShardAdmitted):
             if not self._seals.done():
                 self._seals.set_result(Seals(message.key))
             message = dataclasses.replace(message, key="")  # it goes to no tape
-        if isinstance(message, words.LayoutSet):
+        if isinstance(message, messages.LayoutSet):
             self._set_layout(message.layout)
             for admitted in self._begun:
                 self._coordinator.hold_back()
                 self.driver.spawn(self._recover(admitted))
             self._begun.clear()
         waits = not self.parts.done() and self.config.syncer.persist
-        if isinstance(message, words.ShardAdmitted) and message.begun and waits:
+        if isinstance(message, messages.ShardAdmitted) and message.begun and waits:
             self._begun = [message]  # the disk is read first, and that takes the layout
         else:
-            self.driver.tell(words.Received(COORDINATOR, message))
+            self.driver.tell(messages.Received(COORDINATOR, message))
 
-    async def _recover(self, admitted: words.ShardAdmitted) -> None:
+    async def _recover(self, admitted: messages.ShardAdmitted) -> None:
         """Reads the disk; then the machine hears of it, and that it may begin."""
         found = await self.parts.result().worker.recover(admitted.term)
         if found is not None:
             self.driver.tell(found)
-        self.driver.tell(words.Received(COORDINATOR, admitted))
+        self.driver.tell(messages.Received(COORDINATOR, admitted))
         self._coordinator.let_go()
 
     async def _look_for_the_end(self) -> None:
         """Whoever could not hear the end from the coordinator reads it in its claim."""
         if await self._shard_lease.ended():
-            self._coordinator.hand_on(words.FinishOrdered())
+            self._coordinator.hand_on(messages.FinishOrdered())
 
     def _set_layout(self, text: str) -> None:
         if self.parts.done():

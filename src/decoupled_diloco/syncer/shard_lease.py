@@ -17,9 +17,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from decoupled_diloco.errors import LeaseError, StorageError
-from decoupled_diloco.protocol import words
-from decoupled_diloco.protocol.shard_lease import ShardLeaseMachine
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol import messages
+from decoupled_diloco.protocol.lease_machine import ShardLeaseMachine
+from decoupled_diloco.protocol.messages import (
     Done,
     Failed,
     LeaseEffect,
@@ -175,7 +175,7 @@ class ShardLease:
             Exception: An error that has ended the lease and was not reported before.
         """
         self._on_lost = None  # the process that acted has ended: an error is raised here
-        self._driver.tell(words.HolderLeaves(finished))
+        self._driver.tell(messages.HolderLeaves(finished))
         # A storage that does not answer is left alone after a while.
         await self._driver.finish(self.store.lease_seconds)
         self._worker.shutdown(wait=False, cancel_futures=True)
@@ -201,19 +201,19 @@ class ShardLease:
             self._raised = True
             raise error
 
-    @executes(words.Activate)
-    def _activate(self, order: words.Activate) -> None:
+    @executes(messages.Activate)
+    def _activate(self, order: messages.Activate) -> None:
         self.number, self.waited_seconds = order.number, order.waited_seconds
         logger.info("this process acts for the shard (%s)", order.why)
         self._settled.set()
 
-    @executes(words.StepDown)
-    def _step_down(self, order: words.StepDown) -> None:
+    @executes(messages.StepDown)
+    def _step_down(self, order: messages.StepDown) -> None:
         self._settled.set()
         self._report(LeaseError(f"this process no longer acts for its shard: {order.why}"))
 
-    @executes(words.StandDown)
-    def _stand_down(self, order: words.StandDown) -> None:
+    @executes(messages.StandDown)
+    def _stand_down(self, order: messages.StandDown) -> None:
         self.run_over = True
         logger.info(
             "nothing to wait for (%s): to go on with it, use --resume, or remove %s",
@@ -226,7 +226,7 @@ class ShardLease:
     def _note(self, order: Note) -> None:
         logger.warning("%s: %s", order.text, order.why)
 
-    @executes(words.Look, words.Acquire, words.Renew, words.GiveBack)
+    @executes(messages.Look, messages.Acquire, messages.Renew, messages.GiveBack)
     async def _ask(self, order: LeaseOrder) -> Done | Failed | None:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._worker, self._answer, order)
@@ -236,20 +236,20 @@ class ShardLease:
         store = self.store
         try:
             match order:
-                case words.Look():
+                case messages.Look():
                     return Done(order, store.look())
-                case words.Acquire(number):
+                case messages.Acquire(number):
                     if store.claim(number):
                         return Done(order)
                     return Failed(order, "another process was faster")
-                case words.Renew(number, renewals):
+                case messages.Renew(number, renewals):
                     store.renew(number, renewals)
                     return Done(order, NewestClaim(store.newest()))
-                case words.GiveBack(number, finished):
-                    condition: words.Condition = "finished" if finished else "released"
+                case messages.GiveBack(number, finished):
+                    condition: messages.Condition = "finished" if finished else "released"
                     store.renew(number, self.machine.state.renewals, condition)
         except OSError as error:  # an order without an answer would hang for ever
-            if isinstance(order, words.GiveBack):
+            if isinstance(order, messages.GiveBack):
                 logger.warning("the claim could not be given back: %s", error)
                 return None
             return Failed(order, str(error))

@@ -13,22 +13,22 @@ from typing import Any, TypeVar
 import torch
 
 from decoupled_diloco.errors import MergeError, StorageError
-from decoupled_diloco.protocol import words
-from decoupled_diloco.protocol.syncer import SyncerMachine
+from decoupled_diloco.protocol import messages
+from decoupled_diloco.protocol.messages import Done, Failed, ForgetCheckpoints, Made, TakeCheckpoint
+from decoupled_diloco.protocol.syncer_machine import SyncerMachine
 from decoupled_diloco.protocol.syncer_state import remembered
 from decoupled_diloco.protocol.wire import decode, encode
-from decoupled_diloco.protocol.words import Done, Failed, ForgetCheckpoints, Made, TakeCheckpoint
 from decoupled_diloco.runtime import now, runtime
 from decoupled_diloco.shell.driver import Driver, at_decision, executes
 from decoupled_diloco.storage.files import size_of
-from decoupled_diloco.syncer.bodies import Downloads
-from decoupled_diloco.syncer.checkpoints import forget_checkpoints, part_file
 from decoupled_diloco.syncer.coordinator import RETRY_SECONDS
+from decoupled_diloco.syncer.data_plane import Downloads
 from decoupled_diloco.syncer.durable import ShardDisk
-from decoupled_diloco.syncer.fragments import PublishedCopy, ShardTensors
-from decoupled_diloco.syncer.payloads import Payloads
+from decoupled_diloco.syncer.payload_archive import Payloads
 from decoupled_diloco.syncer.result import initial_values, save_share
+from decoupled_diloco.syncer.run_checkpoints import forget_checkpoints, part_file
 from decoupled_diloco.syncer.shard_lease import NoStandby, ShardLease
+from decoupled_diloco.syncer.shard_tensors import PublishedCopy, ShardTensors
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Worker:
 
     def __init__(
         self,
-        driver: Driver[words.SyncerEvent, words.SyncerEffect],
+        driver: Driver[messages.SyncerEvent, messages.SyncerEffect],
         tensors: ShardTensors,
         *,
         disk: ShardDisk | None,
@@ -85,17 +85,17 @@ class Worker:
         if self.disk is not None:
             self.disk.close()
 
-    @executes(words.Fold)
-    async def _fold(self, order: words.Fold) -> None:
+    @executes(messages.Fold)
+    async def _fold(self, order: messages.Fold) -> None:
         counts = (order.steps, order.tokens, order.scale, order.discount)
         await self.run(partial(self.tensors.fold, order.fragment, order.ask, *counts))
 
-    @executes(words.Drop)
-    async def _drop(self, order: words.Drop) -> None:
+    @executes(messages.Drop)
+    async def _drop(self, order: messages.Drop) -> None:
         await self.run(partial(self.tensors.drop, order.ask))
 
-    @executes(words.Merge)
-    async def _merge(self, order: words.Merge) -> Done | Failed | None:
+    @executes(messages.Merge)
+    async def _merge(self, order: messages.Merge) -> Done | Failed | None:
         number, fragment = order.round, order.fragment
         tensors, disk = self.tensors, self.disk
         memory = self._memory()
@@ -131,8 +131,8 @@ class Worker:
             self._remembered_at, self._remembered = at, encode(remembered(self._machine.state))
         return self._remembered | {"clock": self._machine.state.clock}
 
-    @at_decision(words.Install)
-    def _install(self, order: words.Install) -> None:
+    @at_decision(messages.Install)
+    def _install(self, order: messages.Install) -> None:
         """At once: the orders of the same decision already tell where the copy is."""
         tensors, fragment = self.tensors, order.fragment
         tensors.install_received(fragment, order.digest)
@@ -144,8 +144,8 @@ class Worker:
         )
         self._downloads.offer(fragment, order.version, copy)
 
-    @executes(words.Install)
-    def _keep(self, order: words.Install, _: None) -> Coroutine[Any, Any, None] | None:
+    @executes(messages.Install)
+    def _keep(self, order: messages.Install, _: None) -> Coroutine[Any, Any, None] | None:
         begins = self._machine.state.phase == "ready"
         is_last = order.fragment == self._machine.owned[-1]
         return self.keep_installed() if is_last and self.disk is not None and not begins else None
@@ -192,14 +192,14 @@ class Worker:
     async def _forget_checkpoints(self, order: ForgetCheckpoints) -> None:
         await asyncio.to_thread(forget_checkpoints, self._folder, order.keep, order.before)
 
-    @executes(words.LoadWeights)
-    async def _load_weights(self, order: words.LoadWeights) -> Done:
+    @executes(messages.LoadWeights)
+    async def _load_weights(self, order: messages.LoadWeights) -> Done:
         path, payloads, tensors = self._initial_weights, self._payloads, self.tensors
         assert path is not None
         values_of = initial_values(path, tensors.plan, tensors.owned)
         kept = values_of if payloads is None else payloads.keep_file(values_of)
         digests = await self.run(lambda: tuple((p, tensors.install(p, v)) for p, v in kept))
-        return Done(order, words.WeightsLoaded(digests))
+        return Done(order, messages.WeightsLoaded(digests))
 
     async def save_share(self, then: Callable[[], None]) -> None:
         """Writes this shard's share of the result, with something to do ``then``."""
@@ -211,7 +211,7 @@ class Worker:
             await self.run(self.disk.finish)
         then()
 
-    async def recover(self, term: int) -> words.DiskRead | None:
+    async def recover(self, term: int) -> messages.DiskRead | None:
         """Reads what an earlier life has left on the disk; ``None``: nothing of use."""
         disk, payloads = self.disk, self._payloads
         assert disk is not None
@@ -220,8 +220,8 @@ class Worker:
             await self.run(lambda: payloads.keep_recovered(term))
         for problem in disk.problems:
             logger.warning("%s", problem)
-        copies = [words.DurableCopy(p, d.version, d.digest) for p, d in sorted(found.items())]
+        copies = [messages.DurableCopy(p, d.version, d.digest) for p, d in sorted(found.items())]
         if not copies:
             return None
-        memory = None if disk.memory is None else decode(disk.memory, [words.ShardMemory])
-        return words.DiskRead(tuple(copies), memory, disk.is_exact)
+        memory = None if disk.memory is None else decode(disk.memory, [messages.ShardMemory])
+        return messages.DiskRead(tuple(copies), memory, disk.is_exact)

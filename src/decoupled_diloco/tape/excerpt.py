@@ -14,8 +14,8 @@ import re
 from collections.abc import Hashable
 from typing import get_args
 
-from decoupled_diloco.protocol import words
-from decoupled_diloco.protocol.words import KeepCheckpoint
+from decoupled_diloco.protocol import messages
+from decoupled_diloco.protocol.messages import KeepCheckpoint
 from decoupled_diloco.storage.files import NOT_JSON
 from decoupled_diloco.tape.samples import CheckpointWritten, LinkState, PayloadsEnded, Sample
 
@@ -37,13 +37,38 @@ _THINNED = ("StepReport", "Holding", "Heard")
 _OTHER_SAMPLES = (CheckpointWritten, LinkState, PayloadsEnded)
 
 _DECIDED = (
-    words.Accept, words.Apply, words.Broadcast, words.ClockAdvanced, words.EndTraining, words.Evict,
-    words.Expect, words.Fold, words.Hold, words.Install, KeepCheckpoint, words.Merge, words.Note,
-    words.Ready, words.Recovered, words.Relabel, words.Release, words.RoundFinished,
-    words.RoundOpened, words.RunOver, words.Send, words.Stop, words.Unexpect, words.Began,
-    words.BodyArrived, words.Connected, words.Heard, words.Lost, words.Received, words.Reported,
-    words.StepFinished,
-)  # fmt: skip
+    messages.Accept,
+    messages.Apply,
+    messages.Broadcast,
+    messages.ClockAdvanced,
+    messages.EndTraining,
+    messages.Evict,
+    messages.Expect,
+    messages.Fold,
+    messages.Hold,
+    messages.Install,
+    KeepCheckpoint,
+    messages.Merge,
+    messages.Note,
+    messages.Ready,
+    messages.Recovered,
+    messages.Relabel,
+    messages.Release,
+    messages.RoundFinished,
+    messages.RoundOpened,
+    messages.RunOver,
+    messages.Send,
+    messages.Stop,
+    messages.Unexpect,
+    messages.Began,
+    messages.BodyArrived,
+    messages.Connected,
+    messages.Heard,
+    messages.Lost,
+    messages.Received,
+    messages.Reported,
+    messages.StepFinished,
+)
 
 LOOKED_AT = frozenset(
     cls.__name__ for cls in (*_DECIDED, *(c for c in get_args(Sample) if c not in _OTHER_SAMPLES))

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.protocol import wire
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol.messages import (
     CoordinatorEffect,
     CoordinatorEvent,
     LearnerEffect,

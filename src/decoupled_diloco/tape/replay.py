@@ -18,11 +18,11 @@ from pydantic import TypeAdapter
 from decoupled_diloco.config.method import options_of, read_settings
 from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.protocol import wire
-from decoupled_diloco.protocol.coordinator import CoordinatorMachine
+from decoupled_diloco.protocol.coordinator_machine import CoordinatorMachine
 from decoupled_diloco.protocol.coordinator_state import CoordinatorState
-from decoupled_diloco.protocol.learner import LearnerMachine
-from decoupled_diloco.protocol.shard_lease import ShardLeaseMachine
-from decoupled_diloco.protocol.syncer import SyncerMachine
+from decoupled_diloco.protocol.learner_machine import LearnerMachine
+from decoupled_diloco.protocol.lease_machine import ShardLeaseMachine
+from decoupled_diloco.protocol.syncer_machine import SyncerMachine
 from decoupled_diloco.tape.reader import TapeReader
 from decoupled_diloco.tape.records import Record, plain_numbers
 from decoupled_diloco.tape.writer import Machine as AnyMachine

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.transport.base import Stats
+from decoupled_diloco.transport.interface import Stats
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ FILTERS = [
     | {"mf": lzma.MF_HC4, "nice_len": 64, "depth": 4}
 ]
 """A tape is highly repetitive: long matches matter, optimal ones do not. The result is smaller than
-that of ``xz -6``, three times as fast, with 4 MB of memory; see `benchmarks/tape.py`."""
+that of ``xz -6``, three times as fast, with 4 MB of memory; see `benchmarks/tape_cost.py`."""
 
 NICENESS = 10
 """Niceness of the thread that compresses: training and merging have priority."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from decoupled_diloco.errors import AccessError, TransportError
 from decoupled_diloco.runtime import runtime
-from decoupled_diloco.transport.base import Channel, Client
+from decoupled_diloco.transport.interface import Channel, Client
 
 FLOOR_SECONDS = 0.1
 CAP_SECONDS = 5.0

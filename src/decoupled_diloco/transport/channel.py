@@ -27,7 +27,7 @@ from aiohttp import web
 
 from decoupled_diloco.errors import ProtocolError, TransportError
 from decoupled_diloco.runtime import now
-from decoupled_diloco.transport.base import Channel, Encoded, OnChannel, Peer, Silence, Stats
+from decoupled_diloco.transport.interface import Channel, Encoded, OnChannel, Peer, Silence, Stats
 from decoupled_diloco.transport.limits import Limits
 
 logger = logging.getLogger(__name__)

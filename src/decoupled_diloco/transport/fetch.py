@@ -13,9 +13,9 @@ from yarl import URL
 
 from decoupled_diloco.errors import ConfigError, DilocoError, ProtocolError, TransportError
 from decoupled_diloco.transport.documents import FACT_PREFIX, Document
+from decoupled_diloco.transport.routing import way_to
 from decoupled_diloco.transport.tls import TLSConfig, require_used
 from decoupled_diloco.transport.tokens import is_secret, refusal_error
-from decoupled_diloco.transport.ways import way_to
 
 ANSWER_SECONDS = 10.0
 """Time that a server may take to answer, equal to the allowed silence of a control connection."""

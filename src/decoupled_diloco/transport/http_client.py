@@ -26,15 +26,15 @@ from decoupled_diloco.errors import (
     TransportError,
 )
 from decoupled_diloco.runtime import now, runtime
-from decoupled_diloco.transport.base import (
-    PIECE_BYTES,
-    Locator,
-    Peer,
-    Silence,
-    Stats,
-    TransferStats,
+from decoupled_diloco.transport.byte_ranges import (
+    Range,
+    RangeSet,
+    Window,
+    read_content_range,
+    read_list,
+    write_content_range,
+    write_range,
 )
-from decoupled_diloco.transport.bodies import PREFIX
 from decoupled_diloco.transport.channel import SMALL_BODY_BYTES, WebSocketChannel
 from decoupled_diloco.transport.http_server import (
     BBR,
@@ -44,16 +44,18 @@ from decoupled_diloco.transport.http_server import (
     READ_BUFFER_BYTES,
     set_congestion_control,
 )
-from decoupled_diloco.transport.limits import Limits
-from decoupled_diloco.transport.ranges import (
-    Range,
-    RangeSet,
-    Window,
-    read_content_range,
-    read_list,
-    write_content_range,
-    write_range,
+from decoupled_diloco.transport.interface import (
+    PIECE_BYTES,
+    Locator,
+    Peer,
+    Silence,
+    Stats,
+    TransferStats,
 )
+from decoupled_diloco.transport.limits import Limits
+from decoupled_diloco.transport.payload_store import PREFIX
+from decoupled_diloco.transport.range_transfer import Slots, StripeController, Transfer, retryable
+from decoupled_diloco.transport.routing import proxy_for, way_to
 from decoupled_diloco.transport.tls import (
     LiveTls,
     TLSConfig,
@@ -63,8 +65,6 @@ from decoupled_diloco.transport.tls import (
     tls_problem,
 )
 from decoupled_diloco.transport.tokens import is_loopback, refusal_error
-from decoupled_diloco.transport.transfer import Slots, StripeController, Transfer, retryable
-from decoupled_diloco.transport.ways import proxy_for, way_to
 
 logger = logging.getLogger(__name__)
 

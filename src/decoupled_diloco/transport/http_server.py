@@ -28,8 +28,14 @@ import aiohttp
 from aiohttp import web
 
 from decoupled_diloco.errors import ProtocolError, TransportError
-from decoupled_diloco.transport.base import PIECE_BYTES, Health, OnChannel, Peer, Stats
-from decoupled_diloco.transport.bodies import PREFIX, BodyBooks, Offer, Stream
+from decoupled_diloco.transport.admission import ConnectionAdmission
+from decoupled_diloco.transport.byte_ranges import (
+    Range,
+    read_content_range,
+    read_range,
+    write_content_range,
+    write_list,
+)
 from decoupled_diloco.transport.channel import (
     NOTHING_MORE,
     SMALL_BODY_BYTES,
@@ -38,17 +44,11 @@ from decoupled_diloco.transport.channel import (
     with_body,
 )
 from decoupled_diloco.transport.documents import FACT_PREFIX, NoSuchDocumentError, Query, Website
-from decoupled_diloco.transport.door import ConnectionAdmission
+from decoupled_diloco.transport.interface import PIECE_BYTES, Health, OnChannel, Peer, Stats
 from decoupled_diloco.transport.limits import Limits
+from decoupled_diloco.transport.payload_store import PREFIX, BodyBooks, Offer, Stream
 from decoupled_diloco.transport.pool import ReceivePool
 from decoupled_diloco.transport.probe import PROBE, Probes
-from decoupled_diloco.transport.ranges import (
-    Range,
-    read_content_range,
-    read_range,
-    write_content_range,
-    write_list,
-)
 from decoupled_diloco.transport.tls import LiveTls, ServerTLSConfig, names_of
 from decoupled_diloco.transport.tokens import RequestRefusal, Tokens, check_role
 

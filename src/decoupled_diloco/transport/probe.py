@@ -14,7 +14,7 @@ import asyncio
 import aiohttp
 from aiohttp import web
 
-from decoupled_diloco.transport.base import PIECE_BYTES
+from decoupled_diloco.transport.interface import PIECE_BYTES
 from decoupled_diloco.transport.tokens import RequestRefusal
 
 PROBE = "/probe"

@@ -23,7 +23,7 @@ from typing import Any, cast
 from decoupled_diloco.config.run import RunConfig
 from decoupled_diloco.config.settings import suggestion
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.workloads.base import Batch, Workload
+from decoupled_diloco.workloads.workload import Batch, Workload
 
 __all__ = ["Batch", "Workload", "load_workload", "workload_of"]
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import encrypted
-from decoupled_diloco.transport.base import Channel, Client
 from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.http_server import HttpServer
+from decoupled_diloco.transport.interface import Channel, Client
 from decoupled_diloco.transport.limits import Limits
 from memory_transport import MemoryClient, MemoryNetwork, MemoryServer
 

@@ -12,7 +12,7 @@ import pytest
 
 from decoupled_diloco.errors import AccessError, ConfigError, ProtocolError, TransportError
 from decoupled_diloco.transport.backoff import Backoff, reconnecting
-from decoupled_diloco.transport.base import Channel
+from decoupled_diloco.transport.interface import Channel
 from decoupled_diloco.transport.limits import Limits
 from decoupled_diloco.transport.tokens import Tokens
 

@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from decoupled_diloco.errors import ProtocolError, TransportError
-from decoupled_diloco.transport.base import Channel
 from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.http_server import HttpServer
+from decoupled_diloco.transport.interface import Channel
 from decoupled_diloco.transport.limits import Limits
 
 MIB = 1 << 20

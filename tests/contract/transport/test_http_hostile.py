@@ -15,10 +15,10 @@ import aiohttp
 import pytest
 
 from decoupled_diloco.errors import ProtocolError, TransportError
-from decoupled_diloco.transport.base import Channel
 from decoupled_diloco.transport.channel import SMALL_BODY_BYTES, split_body, with_body
 from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.http_server import HttpServer
+from decoupled_diloco.transport.interface import Channel
 from decoupled_diloco.transport.limits import Limits
 from decoupled_diloco.transport.tokens import Tokens
 

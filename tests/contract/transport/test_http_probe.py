@@ -10,8 +10,8 @@ import aiohttp
 import pytest
 
 from decoupled_diloco.transport import probe
-from decoupled_diloco.transport.base import Channel
 from decoupled_diloco.transport.http_server import HttpServer
+from decoupled_diloco.transport.interface import Channel
 from decoupled_diloco.transport.probe import PROBE_BYTES_MAX, PROBES_MAX
 from decoupled_diloco.transport.tokens import Tokens
 

@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator, Mapping
 import aiohttp
 import pytest
 
-from decoupled_diloco.transport.base import Channel
 from decoupled_diloco.transport.documents import Document
 from decoupled_diloco.transport.http_server import QUERIES_MAX, HttpServer
+from decoupled_diloco.transport.interface import Channel
 from decoupled_diloco.transport.limits import Limits
 
 STALL_SECONDS = 0.1

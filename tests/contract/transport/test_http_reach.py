@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from decoupled_diloco.transport import probe, reach
-from decoupled_diloco.transport.base import Channel
+from decoupled_diloco.transport import probe, reachability
 from decoupled_diloco.transport.http_server import HttpServer
-from decoupled_diloco.transport.reach import Seen, listens, look
+from decoupled_diloco.transport.interface import Channel
+from decoupled_diloco.transport.reachability import Seen, listens, look
 from decoupled_diloco.transport.tokens import Tokens
 
 HEALTH = {"shard": 0, "run": "test"}
@@ -70,7 +70,7 @@ def trouble(seen: Seen) -> tuple[str, str]:
 
 
 async def test_a_healthy_shard_passes_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reach, "RATE_SECONDS", 0.05)
+    monkeypatch.setattr(reachability, "RATE_SECONDS", 0.05)
     async with shard(Tokens("secret")) as (server, channels):
         seen = await look(server.address, "secret")
         assert seen.trouble is None
@@ -79,7 +79,7 @@ async def test_a_healthy_shard_passes_all_steps(monkeypatch: pytest.MonkeyPatch)
     assert (seen.ip, seen.health, seen.run) == ("127.0.0.1", HEALTH, {"addresses": []})
     assert seen.clock_ahead_seconds is not None
     assert abs(seen.clock_ahead_seconds) < 1.0
-    assert len(seen.round_trips) == reach.ROUND_TRIPS
+    assert len(seen.round_trips) == reachability.ROUND_TRIPS
     assert seen.up_bytes_per_second
     assert seen.up_bytes_per_second > 0
     assert seen.down_bytes_per_second
@@ -100,7 +100,7 @@ async def test_a_rejected_token_ends_the_diagnosis() -> None:
 
 
 async def test_a_personal_token_identifies_its_principal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reach, "RATE_SECONDS", 0.05)
+    monkeypatch.setattr(reachability, "RATE_SECONDS", 0.05)
     async with shard(Tokens(principals={"a": "one", "b": "two"})) as (server, _):
         seen = await look(server.address, "two")
         assert (seen.trouble, seen.principal) == (None, "b")
@@ -162,7 +162,7 @@ async def test_an_endless_answer() -> None:
 
 
 async def test_silence_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reach, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(reachability, "ANSWER_SECONDS", 0.1)
     async with silent() as address:
         assert trouble(await look(address, None)) == ("health", "silent")
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from decoupled_diloco.transport.base import Channel
 from decoupled_diloco.transport.documents import Document
 from decoupled_diloco.transport.http_server import HttpServer
+from decoupled_diloco.transport.interface import Channel
 from decoupled_diloco.transport.tokens import Tokens
 
 UPGRADE = (

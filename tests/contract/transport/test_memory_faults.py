@@ -8,7 +8,7 @@ import pytest
 
 from decoupled_diloco.errors import TransportError
 from decoupled_diloco.transport.backoff import Backoff, reconnecting
-from decoupled_diloco.transport.base import Channel
+from decoupled_diloco.transport.interface import Channel
 from memory_transport import Faults, MemoryClient, MemoryNetwork, MemoryServer
 
 MIB = 1 << 20

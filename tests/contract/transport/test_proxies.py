@@ -10,13 +10,13 @@ import pytest
 
 import encrypted
 from decoupled_diloco.errors import ConfigError, TransportError
-from decoupled_diloco.transport.base import Channel
 from decoupled_diloco.transport.channel import SMALL_BODY_BYTES
 from decoupled_diloco.transport.documents import Document
 from decoupled_diloco.transport.fetch import fetch
 from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.http_server import HttpServer
-from decoupled_diloco.transport.reach import look
+from decoupled_diloco.transport.interface import Channel
+from decoupled_diloco.transport.reachability import look
 from network.connect_proxy import copy
 
 NAME = "syncer.example"
@@ -108,7 +108,7 @@ async def test_all_requests_use_the_proxy(world: tuple[str, Proxy, HttpServer]) 
 async def test_the_doctor_uses_the_proxy_too(
     world: tuple[str, Proxy, HttpServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("decoupled_diloco.transport.reach.RATE_SECONDS", 0.05)
+    monkeypatch.setattr("decoupled_diloco.transport.reachability.RATE_SECONDS", 0.05)
     address, proxy, _ = world
     tls = encrypted.dialled(encrypted.folder()) if address.startswith("https") else None
     seen = await look(address, None, tls=tls)

@@ -11,13 +11,13 @@ import pytest
 
 import encrypted
 from decoupled_diloco.errors import AccessError, TransportError
-from decoupled_diloco.transport.base import Channel
 from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.http_server import HttpServer
+from decoupled_diloco.transport.interface import Channel
 from decoupled_diloco.transport.limits import Limits
 from decoupled_diloco.transport.tls import TLSConfig
 from decoupled_diloco.transport.tokens import Tokens
-from process.strangers import HELLO_BYTES
+from process.stranger_clients import HELLO_BYTES
 
 LIMITS = Limits(ping_seconds=0.1, lost_seconds=0.6, strangers=5)
 PATIENT = dataclasses.replace(LIMITS, lost_seconds=30.0)

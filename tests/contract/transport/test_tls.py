@@ -22,12 +22,12 @@ import encrypted
 from decoupled_diloco.errors import AccessError, ConfigError, TransportError
 from decoupled_diloco.launch.certificates import CertificateFolder
 from decoupled_diloco.transport import tls as module
-from decoupled_diloco.transport.base import Channel
 from decoupled_diloco.transport.documents import Document
 from decoupled_diloco.transport.fetch import fetch
 from decoupled_diloco.transport.http_client import HttpClient, encryption_problem
 from decoupled_diloco.transport.http_server import CERTIFICATE_LEFT, HttpServer
-from decoupled_diloco.transport.reach import look
+from decoupled_diloco.transport.interface import Channel
+from decoupled_diloco.transport.reachability import look
 from decoupled_diloco.transport.tls import DAY_SECONDS, LiveTls, ServerTLSConfig, TLSConfig
 from decoupled_diloco.transport.tokens import Tokens
 
@@ -203,7 +203,7 @@ async def test_tokens_and_certificates_are_both_required_if_both_are_set() -> No
 async def test_the_doctor_reports_the_id_of_its_certificate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("decoupled_diloco.transport.reach.RATE_SECONDS", 0.05)
+    monkeypatch.setattr("decoupled_diloco.transport.reachability.RATE_SECONDS", 0.05)
     async with serving(
         encrypted.served(FOLDER, mutual=True),
         tokens=Tokens(certificates=True),

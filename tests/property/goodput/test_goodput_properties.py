@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoupled_diloco.protocol.clock import advanced, reached_at, stands, window_over
-from decoupled_diloco_plan.goodput.settings import (
+from decoupled_diloco_plan.goodput.cluster_settings import (
     YEAR_SECONDS,
     Cluster,
     Constants,

@@ -13,7 +13,7 @@ import pytest
 
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco_lab.chaos import spaces
-from decoupled_diloco_lab.chaos.brake import Brake, Guard
+from decoupled_diloco_lab.chaos.pauses import Brake, Guard
 from decoupled_diloco_lab.chaos.real import needs_links, paced_config, require_real
 from decoupled_diloco_lab.chaos.spaces import Disks
 from decoupled_diloco_lab.simulate.scenario import Scenario, load_scenario
@@ -139,7 +139,7 @@ def test_a_stopped_process_continues_when_its_stopper_dies(
 ) -> None:
     text = (
         "import os, signal, sys, time\n"
-        "from decoupled_diloco_lab.chaos.brake import Brake, Guard\n"
+        "from decoupled_diloco_lab.chaos.pauses import Brake, Guard\n"
         f"guard = Guard(); brake = Brake(lambda: {child.pid}, guard, 0.1); brake.pause(1)\n"
         "time.sleep(60)"
     )

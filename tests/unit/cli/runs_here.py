@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from decoupled_diloco.config import RunConfig, dump_config
-from decoupled_diloco.launch.folder import RunFolder
 from decoupled_diloco.launch.processes import open_tape
+from decoupled_diloco.launch.run_folder import RunFolder
 from decoupled_diloco.tape.samples import ProcessEnded, ProcessStarted
 
 

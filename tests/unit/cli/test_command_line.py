@@ -17,7 +17,7 @@ from decoupled_diloco.cli.command_line import (
     setting,
 )
 from decoupled_diloco.cli.main import app
-from decoupled_diloco.cli.options import listed
+from decoupled_diloco.cli.shared_options import listed
 from decoupled_diloco.config import SyncerSettings
 
 

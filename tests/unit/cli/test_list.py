@@ -15,7 +15,7 @@ from decoupled_diloco.run_model import RunModel
 from decoupled_diloco.show.status import status_of
 from decoupled_diloco.tape.reader import Follower
 from unit.cli.runs_here import running
-from unit.show.worlds import write_world
+from unit.show.show_worlds import write_world
 
 
 @pytest.fixture(autouse=True)

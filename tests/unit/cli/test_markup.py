@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from decoupled_diloco.cli import train
-from decoupled_diloco.cli.options import make_console
+from decoupled_diloco.cli import local_training
+from decoupled_diloco.cli.shared_options import make_console
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.launch.local import RunOutcome
 from decoupled_diloco.run_model import FollowedRun
@@ -41,11 +41,11 @@ class Served:
 
 
 def test_brackets_of_folders_and_reasons_are_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train, "LocalRun", Served)
-    monkeypatch.setattr(train, "print_outcome", lambda *arguments: None)
+    monkeypatch.setattr(local_training, "LocalRun", Served)
+    monkeypatch.setattr(local_training, "print_outcome", lambda *arguments: None)
     config = RunConfig(run={"folder": "runs/a[b]", "name": "small", "max_steps": 8})
     console = SteadyConsole(file=io.StringIO(), width=80)
-    assert train.serve_locally(config, console) == 1
+    assert local_training.serve_locally(config, console) == 1
     text = console.file.getvalue()
     assert "syncer of small: http" in text
     assert "auth token: runs/a[b]/token" in text

@@ -9,7 +9,7 @@ import pytest
 from decoupled_diloco.cli.run_messages import describe_remains
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.errors import StorageError
-from decoupled_diloco.export.weights import find_weights
+from decoupled_diloco.export.run_weights import find_weights
 from decoupled_diloco.syncer.result import RESULT, SHARES
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.launch.folder import RunFolder, enter_run_folder
 from decoupled_diloco.launch.launch_folder import write_launch
+from decoupled_diloco.launch.run_folder import RunFolder, enter_run_folder
 from decoupled_diloco.launch.termination import INTERRUPTED
-from decoupled_diloco_engines.keeper import Ending, Keeper, note_of, read_notes
+from decoupled_diloco_engines.node_agent import Ending, Keeper, note_of, read_notes
 from decoupled_diloco_engines.ray_plan import RayPlan, read_plan
 
 SECONDS = 60.0

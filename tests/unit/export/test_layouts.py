@@ -11,9 +11,9 @@ from tokenizers import Tokenizer
 from decoupled_diloco import load_model
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.export.huggingface import byte_tokenizer
-from decoupled_diloco.export.run import export_run
-from decoupled_diloco.storage.weights import load_metadata, load_weights
-from unit.export.runs import run_folder
+from decoupled_diloco.export.run_export import export_run
+from decoupled_diloco.storage.weight_files import load_metadata, load_weights
+from unit.export.export_runs import run_folder
 
 
 def test_the_tokenizer_has_bytes_for_tokens() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 import decoupled_diloco as dd
 from decoupled_diloco.merge import layout_of
-from decoupled_diloco.storage.weights import save_weights
+from decoupled_diloco.storage.weight_files import save_weights
 
 
 class Tied(nn.Module):

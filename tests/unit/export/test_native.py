@@ -17,10 +17,10 @@ import decoupled_diloco as dd
 from decoupled_diloco.cli.main import app
 from decoupled_diloco.config import load_config
 from decoupled_diloco.errors import ConfigError, StorageError
-from decoupled_diloco.export.run import export_run
-from decoupled_diloco.storage.weights import load_weights, save_weights
+from decoupled_diloco.export.run_export import export_run
+from decoupled_diloco.storage.weight_files import load_weights, save_weights
 from decoupled_diloco.workloads import load_workload
-from unit.export.runs import keep_durable, run_folder
+from unit.export.export_runs import keep_durable, run_folder
 
 OWN = """
 import torch

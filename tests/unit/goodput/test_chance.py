@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from decoupled_diloco_plan.goodput.life import Repair, Slices, failures
-from decoupled_diloco_plan.goodput.settings import SECOND
+from decoupled_diloco_plan.goodput.chip_learner import Repair, Slices, failures
+from decoupled_diloco_plan.goodput.cluster_settings import SECOND
 
 
 @pytest.mark.parametrize(("power", "tail"), [(1.0, 1.0), (2.0, 0.6), (0.7, 2.0), (5.0, 0.4)])

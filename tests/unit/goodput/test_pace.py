@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from decoupled_diloco_plan.goodput.cluster_settings import Cluster
 from decoupled_diloco_plan.goodput.pace import pace_of
-from decoupled_diloco_plan.goodput.settings import Cluster
 
 MIXED = (1.0,) * 4 + (1.18,) * 4
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from decoupled_diloco_plan.goodput.settings import Cluster, Constants
+from decoupled_diloco_plan.goodput.cluster_settings import Cluster, Constants
 from decoupled_diloco_plan.goodput.study import INTERVAL_POINTS, Effort, cells, half_width, study
 
 

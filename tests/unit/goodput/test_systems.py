@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco_plan.goodput.accounts import overlap, stepping, working
-from decoupled_diloco_plan.goodput.life import RUN
-from decoupled_diloco_plan.goodput.settings import (
+from decoupled_diloco_plan.goodput.chip_learner import RUN
+from decoupled_diloco_plan.goodput.chip_time import overlap, stepping, working
+from decoupled_diloco_plan.goodput.cluster_settings import (
     MACHINE_CHIPS,
     PREEMPTED_A_DAY,
     SECOND,

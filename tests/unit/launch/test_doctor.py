@@ -18,14 +18,19 @@ from torch import nn
 from decoupled_diloco.cli import doctor as command
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.errors import StorageError
-from decoupled_diloco.launch.doctor import facts, machine, syncer
+from decoupled_diloco.launch.doctor import machine, machine_facts, syncer_findings
 from decoupled_diloco.launch.doctor.examine import limited, look_at_all
-from decoupled_diloco.launch.doctor.facts import ClockFacts, DiskFacts, ModelFacts, TorchFacts
 from decoupled_diloco.launch.doctor.machine import Finding
+from decoupled_diloco.launch.doctor.machine_facts import (
+    ClockFacts,
+    DiskFacts,
+    ModelFacts,
+    TorchFacts,
+)
 from decoupled_diloco.merge import layout_of
 from decoupled_diloco.show.console import SteadyConsole
 from decoupled_diloco.transport.http_server import HttpServer
-from decoupled_diloco.transport.reach import LookTrouble, Seen
+from decoupled_diloco.transport.reachability import LookTrouble, Seen
 from decoupled_diloco.units import GIB, MIB
 from decoupled_diloco.workloads import workload_of
 
@@ -64,7 +69,7 @@ def test_torch_is_as_new_as_the_project_says() -> None:
     ],
 )
 def test_torch_and_the_devices_that_are_here(facts: TorchFacts, level: str, text: str) -> None:
-    finding = machine.judge_torch(facts)
+    finding = machine.judge_torch(machine_facts)
     assert finding.level == level
     assert text in finding.text
     assert bool(finding.advice) == (level != "ok")
@@ -154,14 +159,14 @@ def test_taken_ports_are_named() -> None:
 
 
 def trouble(step: str, cause: Any) -> Finding:
-    return syncer.judge_trouble(LookTrouble(step, cause, "words"), "http://a:1")
+    return syncer_findings.judge_trouble(LookTrouble(step, cause, "words"), "http://a:1")
 
 
 def test_each_trouble_has_its_line_and_a_way_out() -> None:
     for cause in ("name", "refused", "unreachable", "timeout"):
         finding = trouble("connect", cause)
         assert (finding.check, finding.level) == ("reach", "error")
-        assert finding.advice == syncer.ADVICE[cause]
+        assert finding.advice == syncer_findings.ADVICE[cause]
     assert trouble("run", "token").check == "token"
     assert trouble("health", "silent").check == "health"
     assert trouble("up", "broken").check == "bandwidth"
@@ -169,50 +174,50 @@ def test_each_trouble_has_its_line_and_a_way_out() -> None:
     busy = trouble("up", "busy")
     assert (busy.check, busy.level) == ("bandwidth", "warning")
     assert "firewall" not in busy.advice
-    assert len({*syncer.ADVICE.values()}) == len(syncer.ADVICE)
+    assert len({*syncer_findings.ADVICE.values()}) == len(syncer_findings.ADVICE)
 
 
 def test_what_a_shard_says_of_itself() -> None:
     health = {"shard": 0, "run": "x", "phase": "running", "clock": 7, "learners": ["a", "b"]}
-    same = syncer.judge_health({**health, "version": "1"}, "1")
+    same = syncer_findings.judge_health({**health, "version": "1"}, "1")
     assert same.level == "ok"
     assert same.text == "shard 0 of 'x' is running at step 7, learners: 2; version 1"
-    assert syncer.judge_health({**health, "version": "2"}, "1").level == "warning"
-    over = syncer.judge_health({**health, "version": "1", "phase": "finished"}, "1")
+    assert syncer_findings.judge_health({**health, "version": "2"}, "1").level == "warning"
+    over = syncer_findings.judge_health({**health, "version": "1", "phase": "finished"}, "1")
     assert "start a new one" in over.advice
-    assert syncer.judge_health({"shard": 0, "learners": 5}, "1").level == "warning", (
+    assert syncer_findings.judge_health({"shard": 0, "learners": 5}, "1").level == "warning", (
         "trusts nothing"
     )
 
 
 def test_wall_clocks_that_differ_are_told() -> None:
-    assert syncer.judge_offset(-1.2).level == "ok"
-    assert "90 s" not in syncer.judge_offset(90.0).text
-    assert "1 min 30 s ahead of" in syncer.judge_offset(90.0).text
-    assert "5 s behind" in syncer.judge_offset(-5.0).text
+    assert syncer_findings.judge_offset(-1.2).level == "ok"
+    assert "90 s" not in syncer_findings.judge_offset(90.0).text
+    assert "1 min 30 s ahead of" in syncer_findings.judge_offset(90.0).text
+    assert "5 s behind" in syncer_findings.judge_offset(-5.0).text
 
 
 def test_uneven_round_trips_are_told() -> None:
-    assert syncer.judge_round_trips((0.05, 0.051, 0.09)).level == "ok"
-    assert syncer.judge_round_trips((0.01, 0.011, 0.09)).level == "warning"
+    assert syncer_findings.judge_round_trips((0.05, 0.051, 0.09)).level == "ok"
+    assert syncer_findings.judge_round_trips((0.01, 0.011, 0.09)).level == "warning"
 
 
 def test_a_fragments_way_is_hidden_behind_steps() -> None:
     seen = Seen("http://a:1", round_trips=(0.01, 0.02))
-    assert not [*syncer.judge_rates(seen, model_of(), 2)]
+    assert not [*syncer_findings.judge_rates(seen, model_of(), 2)]
     seen.up_bytes_per_second, seen.down_bytes_per_second = 1000.0, 2000.0
-    (finding,) = syncer.judge_rates(seen, model_of(), 2)
+    (finding,) = syncer_findings.judge_rates(seen, model_of(), 2)
     assert "up 0.008 Mbit/s, down 0.016 Mbit/s" in finding.text
     # 100 bytes up and down, and two round trips: 0.1 + 0.05 + 0.02 s; half of it each step of two.
     assert "there and back in 170 ms, hidden behind steps of 85 ms and longer" in finding.text
-    (bare,) = syncer.judge_rates(seen, None, 0)
+    (bare,) = syncer_findings.judge_rates(seen, None, 0)
     assert bare.text == "up 0.008 Mbit/s, down 0.016 Mbit/s"
 
 
 def test_a_shard_that_cannot_be_reached_is_named() -> None:
-    assert syncer.judge_shards("http://a:1", {"http://a:1": None}).text == "there is one"
+    assert syncer_findings.judge_shards("http://a:1", {"http://a:1": None}).text == "there is one"
     gone = {"http://a:1": None, "http://a:2": LookTrouble("connect", "refused", "nothing listens")}
-    finding = syncer.judge_shards("http://a:1", gone)
+    finding = syncer_findings.judge_shards("http://a:1", gone)
     assert finding.level == "error"
     assert "1 of 2" in finding.text
     assert "http://a:2: nothing listens" in finding.text
@@ -244,7 +249,7 @@ def told(config: RunConfig, model: ModelFacts | None) -> dict[str, Any]:
 
 
 def judged(run: dict[str, Any], config: RunConfig, model: ModelFacts) -> dict[str, Finding]:
-    return {finding.check: finding for finding in syncer.judge_run(run, config, model)}
+    return {finding.check: finding for finding in syncer_findings.judge_run(run, config, model)}
 
 
 def test_the_same_file_and_model_are_taken_in() -> None:
@@ -271,41 +276,41 @@ def test_another_workload_is_named() -> None:
 
 @pytest.mark.parametrize("run", [{}, {"settings": 3}, {"settings": {"sync": {}}}])
 def test_an_answer_that_is_none_is_told(run: dict[str, Any]) -> None:
-    (finding,) = syncer.judge_run(run, config_of(), model_of())
+    (finding,) = syncer_findings.judge_run(run, config_of(), model_of())
     assert (finding.check, finding.level) == ("settings", "error")
 
 
 def test_a_layout_that_is_none_is_told() -> None:
-    assert syncer.judge_layout(model_of().layout, {"tensors": 5}).level == "error"
+    assert syncer_findings.judge_layout(model_of().layout, {"tensors": 5}).level == "error"
 
 
 def test_the_model_of_a_file_is_described() -> None:
     options = {"layers": 1, "width": 32, "heads": 2, "context": 16}
     config = config_of(sync={"fragments": 4}, workload={"name": "gpt", "options": options})
-    model = facts.model_facts(config, workload_of(config))
+    model = machine_facts.model_facts(config, workload_of(config))
     assert model.model_bytes == model.gradient_bytes == 4 * model.layout.numel
     assert model.optimizer_bytes == 2 * model.model_bytes, "AdamW"
     assert model.fragment_bytes == 2 * model.fragment_numel, "bf16"
     assert model.layout.numel / 4 <= model.fragment_numel < model.layout.numel
     options["optimizer"] = "sgd"
     plain = config_of(sync={"fragments": 4}, workload={"name": "gpt", "options": options})
-    assert facts.model_facts(plain, workload_of(plain)).optimizer_bytes == 0
+    assert machine_facts.model_facts(plain, workload_of(plain)).optimizer_bytes == 0
 
 
 def test_this_machine_has_cores_memory_and_a_disk(tmp_path: Path) -> None:
-    assert facts.cores() > 0
-    assert facts.process_bytes() > 10 * MIB
-    assert facts.memory_available() > 0
-    disk = facts.disk_facts(tmp_path / "not" / "yet")
+    assert machine_facts.cores() > 0
+    assert machine_facts.process_bytes() > 10 * MIB
+    assert machine_facts.memory_available() > 0
+    disk = machine_facts.disk_facts(tmp_path / "not" / "yet")
     assert disk.folder == tmp_path
     assert disk.bytes_per_second > 0
     assert not [*tmp_path.iterdir()], "nothing is left behind"
-    assert facts.torch_facts().version == torch.__version__
+    assert machine_facts.torch_facts().version == torch.__version__
 
 
 def test_a_folder_that_cannot_be_written_to_is_told() -> None:
     with pytest.raises(StorageError, match="nothing can be written to /proc"):
-        facts.disk_facts(Path("/proc/run"))
+        machine_facts.disk_facts(Path("/proc/run"))
 
 
 def test_what_hangs_is_given_up_and_what_fails_is_told() -> None:

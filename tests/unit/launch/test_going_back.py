@@ -8,22 +8,22 @@ from pathlib import Path
 import pytest
 
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.launch.resume import LEARNERS, go_back, half_way
-from decoupled_diloco.learner.checkpoint import run_checkpoint_of
+from decoupled_diloco.launch.resume_run import LEARNERS, go_back, half_way
+from decoupled_diloco.learner.learner_checkpoint import run_checkpoint_of
 from decoupled_diloco.runtime import Runtime, within
 from decoupled_diloco.storage.coordinator_states import CoordinatorStates
-from decoupled_diloco.syncer.checkpoints import checkpoint_folders, read_manifest
 from decoupled_diloco.syncer.durable import DURABLE, EXACT
+from decoupled_diloco.syncer.run_checkpoints import checkpoint_folders, read_manifest
 from decoupled_diloco_lab.simulate.choices import Choices
-from decoupled_diloco_lab.simulate.disk import (
+from decoupled_diloco_lab.simulate.spec import LearnerSpec
+from decoupled_diloco_lab.simulate.system import System
+from decoupled_diloco_lab.simulate.virtual_disk import (
     CrashError,
     Loss,
     SimulatedDisk,
     remains,
     write_folder,
 )
-from decoupled_diloco_lab.simulate.spec import LearnerSpec
-from decoupled_diloco_lab.simulate.system import System
 
 
 def settings(folder: Path) -> RunConfig:

@@ -14,11 +14,11 @@ from decoupled_diloco.launch.local import LocalRun
 
 SCRIPT = """
 import sys
-from decoupled_diloco.cli import train  # what `ddiloco syncer` imports
+from decoupled_diloco.cli import local_training  # what `ddiloco syncer` imports
 from decoupled_diloco.config import RunConfig
 
 config = RunConfig(run={"folder": sys.argv[1], "max_steps": 9})
-run = train.LocalRun(config, learners=False)
+run = local_training.LocalRun(config, learners=False)
 heavy = {"torch", "numpy", "matplotlib", "jinja2", "aiohttp"} & set(sys.modules)
 print(sorted(heavy))
 run.close()

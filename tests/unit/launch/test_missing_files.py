@@ -10,7 +10,7 @@ import pytest
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.errors import StorageError
-from decoupled_diloco.launch.resume import go_back, require_whole
+from decoupled_diloco.launch.resume_run import go_back, require_whole
 from decoupled_diloco.storage.coordinator_states import STATES
 from decoupled_diloco.syncer.durable import DURABLE
 from decoupled_diloco_lab.simulate.spec import LearnerSpec

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.launch.processes import EVALUATOR, evaluator_name
-from decoupled_diloco.protocol.words import name_problem
+from decoupled_diloco.protocol.messages import name_problem
 
 
 def test_two_evaluators_do_not_take_over_from_each_other() -> None:

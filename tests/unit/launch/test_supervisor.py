@@ -16,7 +16,7 @@ from decoupled_diloco.errors import StorageError
 from decoupled_diloco.launch import placement
 from decoupled_diloco.launch import supervisor as module
 from decoupled_diloco.launch.placement import ThisMachine, interrupts_deferred
-from decoupled_diloco.launch.supervised import supervise
+from decoupled_diloco.launch.supervised_process import supervise
 from decoupled_diloco.launch.supervisor import Supervisor
 from decoupled_diloco.tape import TapeReader, TapeWriter
 

@@ -7,13 +7,13 @@ from string import Formatter
 import pytest
 
 from decoupled_diloco.launch.timing import MODULES, TABLE, Interval, intervals, name_of
-from decoupled_diloco.protocol import fill
-from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.protocol import first_copies
+from decoupled_diloco.protocol.machine_options import Options
 from decoupled_diloco.run_model import run_of
 from decoupled_diloco.tape.reader import TapeReader
 from decoupled_diloco.transport import backoff
 from decoupled_diloco.transport.limits import Limits
-from unit.show.worlds import write_world
+from unit.show.show_worlds import write_world
 
 NAMED = sorted({field for _, field, _, _ in Formatter().parse(TABLE) if field and "." in field})
 
@@ -40,8 +40,8 @@ def row(rows: list[Interval], name: str) -> Interval:
 
 def test_a_syncer_that_starts_again_is_at_work_within_three_seconds() -> None:
     """Dialled after at most one pause, then by the others, then the copies are on their way."""
-    assert backoff.BRISK_CAP_SECONDS < fill.SETTLE_SECONDS
-    assert backoff.BRISK_CAP_SECONDS + fill.SETTLE_SECONDS < 2.0
+    assert backoff.BRISK_CAP_SECONDS < first_copies.SETTLE_SECONDS
+    assert backoff.BRISK_CAP_SECONDS + first_copies.SETTLE_SECONDS < 2.0
 
 
 def test_settings_go_into_the_formulas() -> None:

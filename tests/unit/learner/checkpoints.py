@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from decoupled_diloco.learner.checkpoint import (
+from decoupled_diloco.learner.learner_checkpoint import (
     HeldFragment,
     LearnerCheckpoint,
 )
 from decoupled_diloco.merge import digest
-from decoupled_diloco.protocol.words import Version
+from decoupled_diloco.protocol.messages import Version
 
 
 def checkpoint(steps: int = 7, run_checkpoint: int | None = None) -> LearnerCheckpoint:

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.learner.checkpoint import CheckpointFolder, LearnerCheckpoint
 from decoupled_diloco.learner.checkpointer import Checkpointer
+from decoupled_diloco.learner.learner_checkpoint import CheckpointFolder, LearnerCheckpoint
 
 OUTLINE = LearnerCheckpoint("me", "run", 1, 0, 0, 0, 0, (), {})
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from decoupled_diloco import Learner
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.learner.model import (
+from decoupled_diloco.learner.learner_model import (
     OWN_COPIES,
     layout_text,
     refuse_own_copies,

@@ -9,11 +9,11 @@ import pytest
 from torch import nn
 
 from decoupled_diloco.errors import ConfigError, DilocoError
-from decoupled_diloco.learner.model import TrainedModel
+from decoupled_diloco.learner.learner_model import TrainedModel
+from decoupled_diloco.learner.parameter_store import ModuleStore
 from decoupled_diloco.learner.party import Solo
-from decoupled_diloco.learner.store import ModuleStore
 from decoupled_diloco.participants import Learner, Observer
-from decoupled_diloco.ranks.seat import RankSeat
+from decoupled_diloco.ranks.rank_process import RankSeat
 
 ADDRESS = "http://127.0.0.1:1"
 

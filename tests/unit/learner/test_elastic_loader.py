@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from decoupled_diloco.data import PARTITIONS_MAX, ElasticLoader, PartitionedData
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.workloads import load_workload
-from decoupled_diloco.workloads.base import Workload
-from decoupled_diloco.workloads.parts import PARTITION_BATCHES, WorkloadPartitions
+from decoupled_diloco.workloads.data_partitions import PARTITION_BATCHES, WorkloadPartitions
+from decoupled_diloco.workloads.workload import Workload
 
 
 class Numbers(IterableDataset[int]):

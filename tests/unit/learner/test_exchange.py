@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from decoupled_diloco.errors import MergeError
 from decoupled_diloco.learner.exchange import LearnerTensors, verified
+from decoupled_diloco.learner.parameter_store import ModuleStore
 from decoupled_diloco.learner.payloads import BodyExchange
-from decoupled_diloco.learner.store import ModuleStore
 from decoupled_diloco.merge import (
     as_bytes,
     codec,
@@ -23,7 +23,7 @@ from decoupled_diloco.merge import (
     values_digest,
 )
 from decoupled_diloco.merge.plan import MergePlan
-from decoupled_diloco.protocol.words import Asking, Done, Failed, Fetch, Version
+from decoupled_diloco.protocol.messages import Asking, Done, Failed, Fetch, Version
 from decoupled_diloco.runtime import REAL
 
 N = 12

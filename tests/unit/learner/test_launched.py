@@ -12,9 +12,9 @@ import torch
 import decoupled_diloco as dd
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.launch.command import launched as passed_to
+from decoupled_diloco.launch.user_program import launched as passed_to
 from decoupled_diloco.learner.launched import PREFIX, Launched, launched_as
-from decoupled_diloco.learner.options import (
+from decoupled_diloco.learner.option_groups import (
     Checkpointing,
     Observability,
     ParticipantOptions,

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.learner.model import SLICE, ModelGuard
+from decoupled_diloco.learner.learner_model import SLICE, ModelGuard
 from decoupled_diloco.learner.optimizers import WeightCopies
-from decoupled_diloco.learner.store import FollowedStore, ModuleStore
+from decoupled_diloco.learner.parameter_store import FollowedStore, ModuleStore
 from decoupled_diloco.merge import Fragment, layout_of, parameters_numel, partition, segments
 from decoupled_diloco.merge.fragments import dtype_runs
 

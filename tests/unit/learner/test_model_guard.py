@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.learner.model import SLICE, ModelGuard
+from decoupled_diloco.learner.learner_model import SLICE, ModelGuard
 from decoupled_diloco.merge import layout_of
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.learner.model import JoinedParts, parts_of, plain
+from decoupled_diloco.learner.learner_model import JoinedParts, parts_of, plain
 from decoupled_diloco.merge import layout_of
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.learner.checkpointer import all_stateful
+from decoupled_diloco.learner.learner_model import refuse_own_copies
 from decoupled_diloco.learner.loops import StepTokens, attached
-from decoupled_diloco.learner.model import refuse_own_copies
 from decoupled_diloco.learner.optimizers import InnerOptimizers, layers_of, unwrapped
 from decoupled_diloco.storage.states import pack, unpack
 

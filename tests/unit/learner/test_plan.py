@@ -8,8 +8,7 @@ import math
 import pytest
 
 from decoupled_diloco.learner.shared import StepPlan, with_loss
-from decoupled_diloco.protocol.wire import encode
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol.messages import (
     LOSS_MAX,
     Apply,
     Hold,
@@ -19,6 +18,7 @@ from decoupled_diloco.protocol.words import (
     StepReport,
     Version,
 )
+from decoupled_diloco.protocol.wire import encode
 
 APPLY = Apply(3, Version(1, 2), "carry", 0, "it is in")
 SNAPSHOT = Snapshot(4, Version(1, 1), 17, "it is due")

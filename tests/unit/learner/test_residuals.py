@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from decoupled_diloco.learner.checkpoint import HeldFragment, LearnerCheckpoint
 from decoupled_diloco.learner.exchange import LearnerTensors
-from decoupled_diloco.learner.store import ModuleStore
+from decoupled_diloco.learner.learner_checkpoint import HeldFragment, LearnerCheckpoint
+from decoupled_diloco.learner.parameter_store import ModuleStore
 from decoupled_diloco.merge import codec, layout_of, make_outer
 from decoupled_diloco.merge.plan import MergePlan
-from decoupled_diloco.protocol.words import Asking, ForgetResidual, Version
+from decoupled_diloco.protocol.messages import Asking, ForgetResidual, Version
 
 N = 12
 INT2 = codec("int2")

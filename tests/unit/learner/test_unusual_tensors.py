@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from decoupled_diloco import Learner
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.learner.store import ModuleStore
+from decoupled_diloco.learner.parameter_store import ModuleStore
 from decoupled_diloco.merge import layout_of, partition
 from wrapped import Rounding, Wrapped
 

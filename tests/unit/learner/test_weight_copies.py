@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from decoupled_diloco import register_weight_copies
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.learner import optimizers
-from decoupled_diloco.learner.model import OptimizerChecks, refuse_own_copies
+from decoupled_diloco.learner.learner_model import OptimizerChecks, refuse_own_copies
 from decoupled_diloco.learner.optimizers import WeightCopies
-from decoupled_diloco.learner.store import FollowedStore, ModuleStore
+from decoupled_diloco.learner.parameter_store import FollowedStore, ModuleStore
 from decoupled_diloco.merge import partition
 
 Make = Callable[[list[nn.Parameter]], Any]

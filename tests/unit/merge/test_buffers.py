@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, prune
 
 from decoupled_diloco.errors import ProtocolError
 from decoupled_diloco.learner.exchange import Capture, LearnerTensors
-from decoupled_diloco.learner.store import Copied, ModuleStore
+from decoupled_diloco.learner.parameter_store import Copied, ModuleStore
 from decoupled_diloco.merge import (
     Accumulator,
     Constant,
@@ -31,8 +31,8 @@ from decoupled_diloco.merge import (
 )
 from decoupled_diloco.merge.fragments import Buffers
 from decoupled_diloco.merge.plan import MergePlan
-from decoupled_diloco.protocol.words import Asking, Version
-from decoupled_diloco.syncer.fragments import ShardTensors
+from decoupled_diloco.protocol.messages import Asking, Version
+from decoupled_diloco.syncer.shard_tensors import ShardTensors
 
 
 class Model(nn.Module):

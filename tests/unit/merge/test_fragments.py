@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from decoupled_diloco.errors import ConfigError, ProtocolError
-from decoupled_diloco.learner.store import ModuleStore
+from decoupled_diloco.learner.parameter_store import ModuleStore
 from decoupled_diloco.merge import (
     Fragment,
     Layout,

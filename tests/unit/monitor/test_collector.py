@@ -12,8 +12,8 @@ from decoupled_diloco.errors import ConfigError, TransportError
 from decoupled_diloco.monitor import collector as collector_module
 from decoupled_diloco.monitor.collector import Collector
 from decoupled_diloco.monitor.spans import Process, Span
+from free_ports import free_ports
 from otlp_collector import receiving
-from ports import free_ports
 
 SPAN = Span(1, 2, None, "round", Process("shard-0", "made-up", 1.5), 10, 20)
 KEY = "hush-hush"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from decoupled_diloco.monitor.measures import LEARNER, PROCESS, SHARD
+from decoupled_diloco.monitor.metric_table import LEARNER, PROCESS, SHARD
 from decoupled_diloco.monitor.scraping import shipped_file
 from unit.monitor.promtool import needs_prometheus, promtool
 

@@ -11,15 +11,15 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.method import options_of
-from decoupled_diloco.monitor.measures import PROCESS, SHARD
-from decoupled_diloco.monitor.shard import ShardMetrics
-from decoupled_diloco.monitor.tally import SECONDS_BOUNDS, Durations, ShardTally
-from decoupled_diloco.monitor.watched import WatchedShard
-from decoupled_diloco.protocol.syncer import SyncerMachine
+from decoupled_diloco.monitor.counters import SECONDS_BOUNDS, Durations, ShardTally
+from decoupled_diloco.monitor.metric_sources import WatchedShard
+from decoupled_diloco.monitor.metric_table import PROCESS, SHARD
+from decoupled_diloco.monitor.shard_metrics import ShardMetrics
+from decoupled_diloco.protocol.messages import LOSS_MAX, Leave, StepReport
+from decoupled_diloco.protocol.syncer_machine import SyncerMachine
 from decoupled_diloco.protocol.syncer_state import Identity, Member
-from decoupled_diloco.protocol.words import LOSS_MAX, Leave, StepReport
 from decoupled_diloco.runtime import now
-from decoupled_diloco.transport.base import Channel, Stats
+from decoupled_diloco.transport.interface import Channel, Stats
 from memory_transport import MemoryNetwork, MemoryServer
 
 FRAGMENTS = 4

@@ -13,20 +13,20 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from decoupled_diloco.cli.traces import NOT_OVER, Reading, traces
+from decoupled_diloco.cli.traces_command import NOT_OVER, Reading, traces
 from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.monitor import spans as spans_module
 from decoupled_diloco.monitor.collector import Collector
 from decoupled_diloco.monitor.spans import Span
 from decoupled_diloco.monitor.traces import PROCESS_ENDED, SETTLE_NANOSECONDS, Tracer
-from decoupled_diloco.protocol import words
-from decoupled_diloco.protocol.words import Asking, Done, Failed, Holding, Made, Tick, Version
+from decoupled_diloco.protocol import messages
+from decoupled_diloco.protocol.messages import Asking, Done, Failed, Holding, Made, Tick, Version
 from decoupled_diloco.tape import TapeReader, TapeWriter
 from decoupled_diloco.tape.excerpt import excerpt
 from decoupled_diloco.tape.samples import FaultInjected, ProcessEnded
 from decoupled_diloco.tape.sources import FolderSource
 from otlp_collector import receiving
-from unit.show.worlds import SHARD_CRASH, lines_of, write_world
+from unit.show.show_worlds import SHARD_CRASH, lines_of, write_world
 
 AFTERWARDS = {"delivery", "fetch", "apply"}
 """Spans that follow a round; they begin when the round has ended, or later."""
@@ -259,12 +259,12 @@ ASKS = [Asking(1, number) for number in (1, 2, 3)]
 BASE, NEXT = Version(1, 1), Version(1, 2)
 
 
-def opened(number: int) -> words.RoundOpened:
-    return words.RoundOpened(number, 0, 8, BASE, False, 0.5, 1.0, 1.0, 0.1, 0.1, 0.1, "due", 1)
+def opened(number: int) -> messages.RoundOpened:
+    return messages.RoundOpened(number, 0, 8, BASE, False, 0.5, 1.0, 1.0, 0.1, 0.1, 0.1, "due", 1)
 
 
-def finished(number: int, *parts: words.Participant) -> words.RoundFinished:
-    return words.RoundFinished(
+def finished(number: int, *parts: messages.Participant) -> messages.RoundFinished:
+    return messages.RoundFinished(
         number, 0, 8, NEXT, "merged", "all are in", parts, 0.1, 0.5, 0.5, 0.9, 1.0, 1.0, 1.0,
         "the grace window is over", BASE, quorum_learner="learner-1", term=1,
     )  # fmt: skip
@@ -273,41 +273,45 @@ def finished(number: int, *parts: words.Participant) -> words.RoundFinished:
 def write_shard(folder: Path) -> None:
     shard = Author(folder, "shard-0")
     expects = [
-        words.Expect(
+        messages.Expect(
             f"/up/{ask.number}", f"learner-{ask.number}", 1, 1, 0, ask, "it reported", "bf16"
         )
         for ask in ASKS
     ]
     shard.tell(10.0, Tick(), opened(1), *expects)
     for ask in ASKS[:2]:
-        arrived = words.BodyArrived(f"learner-{ask.number}", 1, 0, ask, BASE, 4, 400, 5000)
-        fold = words.Fold(0, f"learner-{ask.number}", ask, 4.0, 400.0, "delivered in time")
+        arrived = messages.BodyArrived(f"learner-{ask.number}", 1, 0, ask, BASE, 4, 400, 5000)
+        fold = messages.Fold(0, f"learner-{ask.number}", ask, 4.0, 400.0, "delivered in time")
         shard.tell(10.3, arrived, fold)
-    shard.tell(10.4, Tick(), words.Drop(0, "learner-1", Asking(1, 0), "its request was replaced"))
-    corrupt = words.BodyCorrupt("learner-3", 0, ASKS[2], "its digest is wrong")
-    shard.tell(10.6, corrupt, words.Unexpect("/up/3", "its digest is wrong"))
+    shard.tell(
+        10.4, Tick(), messages.Drop(0, "learner-1", Asking(1, 0), "its request was replaced")
+    )
+    corrupt = messages.BodyCorrupt("learner-3", 0, ASKS[2], "its digest is wrong")
+    shard.tell(10.6, corrupt, messages.Unexpect("/up/3", "its digest is wrong"))
     parts = [
-        words.Participant(f"learner-{a.number}", "folded", 4, 400, 0.0, 0.3, "", a) for a in ASKS
+        messages.Participant(f"learner-{a.number}", "folded", 4, 400, 0.0, 0.3, "", a) for a in ASKS
     ]
     wrong = "its digest is wrong"
-    parts[2] = words.Participant("learner-3", "refused", 0, 0, 0.0, None, wrong, ASKS[2])
-    shard.tell(11.0, Done(words.Merge(1, 0, NEXT, BASE, ""), Made("digest")), finished(1, *parts))
-    shard.tell(11.5, words.Received("learner-1", Holding(0, NEXT)))
+    parts[2] = messages.Participant("learner-3", "refused", 0, 0, 0.0, None, wrong, ASKS[2])
+    shard.tell(
+        11.0, Done(messages.Merge(1, 0, NEXT, BASE, ""), Made("digest")), finished(1, *parts)
+    )
+    shard.tell(11.5, messages.Received("learner-1", Holding(0, NEXT)))
     shard.tell(12.0, Tick(), opened(2))
     shard.tape.close()
 
 
 def write_learner(folder: Path, ahead: float, *, fails: bool = False) -> None:
     learner = Author(folder, "learner-1", ahead)
-    send = words.SendBody(0, 0, ASKS[0], BASE, 4, 400, "bf16", "/up/1", "pulled")
+    send = messages.SendBody(0, 0, ASKS[0], BASE, 4, 400, "bf16", "/up/1", "pulled")
     learner.tell(10.1, Tick(), send)
-    learner.tell(10.2, words.BodyEncoded(0, ASKS[0], "digest"))
+    learner.tell(10.2, messages.BodyEncoded(0, ASKS[0], "digest"))
     if fails:
         learner.tell(10.25, Failed(send, "the link broke"))
-    fetch = words.Fetch(0, 0, NEXT, "/d", False, "digest", "it follows")
+    fetch = messages.Fetch(0, 0, NEXT, "/d", False, "digest", "it follows")
     learner.tell(11.1, Tick(), fetch)
     learner.tell(11.2, Done(fetch))
-    learner.tell(11.4, Tick(), words.Apply(0, NEXT, "overwrite", 7, "it took part"))
+    learner.tell(11.4, Tick(), messages.Apply(0, NEXT, "overwrite", 7, "it took part"))
     learner.tape.close()
 
 

@@ -11,10 +11,10 @@ import typer
 from typer.testing import CliRunner
 
 from decoupled_diloco.cli.command_line import CommandOptions, command, named, option_of
-from decoupled_diloco_plan.bandwidth import options as bandwidth
-from decoupled_diloco_plan.bandwidth.options import PlanOptions
-from decoupled_diloco_plan.goodput.options import GoodputOptions
-from decoupled_diloco_plan.goodput.settings import SYSTEMS
+from decoupled_diloco_plan.bandwidth import plan_options as bandwidth
+from decoupled_diloco_plan.bandwidth.plan_options import PlanOptions
+from decoupled_diloco_plan.goodput.cluster_settings import SYSTEMS
+from decoupled_diloco_plan.goodput.goodput_options import GoodputOptions
 
 
 class Small(CommandOptions):
@@ -85,7 +85,9 @@ def test_the_help_lists_all_valid_names(
     assert all(each in text for each in known)
 
 
-@pytest.mark.parametrize("module", ["commands", "bandwidth.options", "goodput.command"])
+@pytest.mark.parametrize(
+    "module", ["commands", "bandwidth.plan_options", "goodput.goodput_command"]
+)
 def test_the_commands_are_found_in_any_import_order(module: str) -> None:
     code = (
         f"import decoupled_diloco_plan.{module}; from decoupled_diloco.cli.main import app; "

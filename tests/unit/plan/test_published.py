@@ -9,7 +9,7 @@ import pytest
 
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco_plan.bandwidth.case import Model
-from decoupled_diloco_plan.bandwidth.published import (
+from decoupled_diloco_plan.bandwidth.published_tables import (
     GRID_GBIT,
     SYSTEMS,
     TARGETS,

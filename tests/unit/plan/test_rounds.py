@@ -7,13 +7,13 @@ import math
 import pytest
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.protocol.machine_options import Options
 from decoupled_diloco_plan.bandwidth import measured
 from decoupled_diloco_plan.bandwidth.case import Case, Format, Model, demand
 from decoupled_diloco_plan.bandwidth.network import HUB, SPREAD, Link, Network, Site, equal_sites
 from decoupled_diloco_plan.bandwidth.predict import predict
-from decoupled_diloco_plan.bandwidth.rounds import simulate
-from decoupled_diloco_plan.bandwidth.steady import Rounds
+from decoupled_diloco_plan.bandwidth.round_periods import simulate
+from decoupled_diloco_plan.bandwidth.steady_state import Rounds
 
 BF16 = Format("bf16", 16.0)
 MODEL = Model(24e6, 12, 1.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.protocol.machine_options import Options
 from decoupled_diloco_plan.bandwidth.case import (
     Case,
     Model,
@@ -14,8 +14,8 @@ from decoupled_diloco_plan.bandwidth.case import (
 )
 from decoupled_diloco_plan.bandwidth.compare import TARGETS, compare_systems, needs
 from decoupled_diloco_plan.bandwidth.network import Link, Network, Site, equal_sites
-from decoupled_diloco_plan.bandwidth.options import PlanOptions
-from decoupled_diloco_plan.bandwidth.published import NETWORKS, Reach, wall_clock
+from decoupled_diloco_plan.bandwidth.plan_options import PlanOptions
+from decoupled_diloco_plan.bandwidth.published_tables import NETWORKS, Reach, wall_clock
 from decoupled_diloco_plan.bandwidth.search import propose
 
 MODEL = Model(12e9, 48, 1.0)

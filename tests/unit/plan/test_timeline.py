@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from decoupled_diloco_plan.bandwidth.published import gradient_seconds, strided, utilization, whole
+from decoupled_diloco_plan.bandwidth.published_tables import (
+    gradient_seconds,
+    strided,
+    utilization,
+    whole,
+)
 
 
 def test_without_traffic_compute_never_waits() -> None:

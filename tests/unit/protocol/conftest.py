@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import pytest
 
 from decoupled_diloco.protocol import LearnerMachine, Options, SyncerMachine, Version
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol.messages import (
     COORDINATOR,
     NOTHING_NEW,
     Asking,

@@ -11,7 +11,7 @@ import pytest
 
 from decoupled_diloco.protocol import Version
 from decoupled_diloco.protocol.leaving import drained
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol.messages import (
     Apply,
     Asking,
     BodyEncoded,

@@ -8,19 +8,7 @@ from typing import Any
 import pytest
 
 from decoupled_diloco.protocol.leaving import DEPARTURES_MAX
-from decoupled_diloco.protocol.syncer_state import (
-    DRAIN_SECONDS,
-    LEASE_SECONDS,
-    PACE_FACTOR,
-    RECONNECT_SECONDS,
-    STEPS_AHEAD_MAX,
-    STEPS_BURST,
-    STEPS_PER_SECOND,
-    TOKENS_AHEAD_MAX,
-    TOKENS_FACTOR,
-    Pace,
-)
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol.messages import (
     Draining,
     Evict,
     Expect,
@@ -32,6 +20,18 @@ from decoupled_diloco.protocol.words import (
     StepReport,
     Tick,
     Welcome,
+)
+from decoupled_diloco.protocol.syncer_state import (
+    DRAIN_SECONDS,
+    LEASE_SECONDS,
+    PACE_FACTOR,
+    RECONNECT_SECONDS,
+    STEPS_AHEAD_MAX,
+    STEPS_BURST,
+    STEPS_PER_SECOND,
+    TOKENS_AHEAD_MAX,
+    TOKENS_FACTOR,
+    Pace,
 )
 
 LEAST, MOST = STEPS_PER_SECOND

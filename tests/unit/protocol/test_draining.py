@@ -6,7 +6,7 @@ from typing import Any
 
 from decoupled_diloco.protocol import Version
 from decoupled_diloco.protocol.leaving import drained
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol.messages import (
     Asking,
     DrainAsked,
     Draining,

@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from decoupled_diloco.protocol.words import NOTHING_NEW, Participant, RoundFinished
+from decoupled_diloco.protocol.messages import NOTHING_NEW, Participant, RoundFinished
 
 
 def finished(verdict: Literal["merged", "abandoned"], *states: tuple[str, str]) -> RoundFinished:

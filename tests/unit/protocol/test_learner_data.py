@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from decoupled_diloco.protocol.features import data as learner_leases
+from decoupled_diloco.protocol.features import partitions as learner_leases
 from decoupled_diloco.protocol.learner_state import DataView
-from decoupled_diloco.protocol.words import DataReport, Lease, LeasesGiven, LeaseState, Send
+from decoupled_diloco.protocol.messages import DataReport, Lease, LeasesGiven, LeaseState, Send
 
 PERIOD = 100
 

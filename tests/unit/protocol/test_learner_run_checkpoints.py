@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from decoupled_diloco.protocol import Version
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol.messages import (
     COORDINATOR,
     Apply,
     Asking,

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from decoupled_diloco.protocol.coordinator import CoordinatorMachine
-from decoupled_diloco.protocol.features.data import (
+from decoupled_diloco.protocol.coordinator_machine import CoordinatorMachine
+from decoupled_diloco.protocol.features.partitions import (
     GRACE_SECONDS,
     HELD_MAX,
     LeaseBook,
     apply,
     copied,
 )
-from decoupled_diloco.protocol.options import Options
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol.machine_options import Options
+from decoupled_diloco.protocol.messages import (
     Connected,
     DataRefused,
     DataReport,

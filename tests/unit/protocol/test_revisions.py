@@ -15,10 +15,10 @@ from decoupled_diloco.protocol.adapt import (
     fitting,
     ticks_apart,
 )
-from decoupled_diloco.protocol.following import follow, is_due, record
 from decoupled_diloco.protocol.learner_state import LearnerState
-from decoupled_diloco.protocol.options import Options
-from decoupled_diloco.protocol.words import Demand, Revision
+from decoupled_diloco.protocol.link_measurements import follow, is_due, record
+from decoupled_diloco.protocol.machine_options import Options
+from decoupled_diloco.protocol.messages import Demand, Revision
 
 LIMITS = AdaptLimits((24, 192), (2, 16))
 FRAGMENTS = 24

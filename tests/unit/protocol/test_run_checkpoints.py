@@ -6,7 +6,7 @@ from typing import Any
 
 from decoupled_diloco.protocol import CoordinatorMachine, Options
 from decoupled_diloco.protocol.features.checkpoint import raised
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol.messages import (
     BeginCheckpoint,
     CheckpointWanted,
     Connected,

@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 
 from decoupled_diloco.protocol import CoordinatorMachine, LearnerMachine, Options
-from decoupled_diloco.protocol.same_data import PERIODS_MIN, ROUNDS_MIN, noticed
-from decoupled_diloco.protocol.syncer_state import Ask, Twin
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol.messages import (
     COORDINATOR,
     Asking,
     Connected,
@@ -23,6 +21,8 @@ from decoupled_diloco.protocol.words import (
     Send,
     Version,
 )
+from decoupled_diloco.protocol.same_data import PERIODS_MIN, ROUNDS_MIN, noticed
+from decoupled_diloco.protocol.syncer_state import Ask, Twin
 
 PERIOD = 8
 

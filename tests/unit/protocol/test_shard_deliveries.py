@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from decoupled_diloco.protocol import Version
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol.messages import (
     Asking,
     BodyCorrupt,
     Decline,
@@ -25,7 +25,7 @@ from decoupled_diloco.protocol.words import (
     Unexpect,
     Welcome,
 )
-from unit.protocol.rounds import opened, states
+from unit.protocol.shard_rounds import opened, states
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 
 from decoupled_diloco.protocol import Options, SyncerMachine, Version
-from decoupled_diloco.protocol.fill import FROM_THE_START_SECONDS, SEED_TRIES_MAX, SETTLE_SECONDS
-from decoupled_diloco.protocol.syncer import LINGER_SECONDS
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol.first_copies import (
+    FROM_THE_START_SECONDS,
+    SEED_TRIES_MAX,
+    SETTLE_SECONDS,
+)
+from decoupled_diloco.protocol.messages import (
     COORDINATOR,
     Begin,
     Connected,
@@ -45,6 +48,7 @@ from decoupled_diloco.protocol.words import (
     Unexpect,
     WeightsLoaded,
 )
+from decoupled_diloco.protocol.syncer_machine import LINGER_SECONDS
 
 
 class FillBench:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from decoupled_diloco.protocol import Version
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol.messages import (
     COORDINATOR,
     Draining,
     Drop,

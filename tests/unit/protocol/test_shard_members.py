@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from decoupled_diloco.protocol import Version
-from decoupled_diloco.protocol.syncer_state import LEASE_SECONDS, RECONNECT_SECONDS
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol.messages import (
     Accept,
     Ahead,
     ClockAdvanced,
@@ -32,6 +31,7 @@ from decoupled_diloco.protocol.words import (
     Tick,
     Welcome,
 )
+from decoupled_diloco.protocol.syncer_state import LEASE_SECONDS, RECONNECT_SECONDS
 
 
 def test_a_greeting_is_accepted_and_welcomed_with_the_copies(shard_bench: Any) -> None:

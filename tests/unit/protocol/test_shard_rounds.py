@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from decoupled_diloco.protocol import Version
-from decoupled_diloco.protocol.rounds import MERGE_PAUSE_SECONDS
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol.messages import (
     Broadcast,
     Failed,
     Fold,
@@ -21,8 +20,9 @@ from decoupled_diloco.protocol.words import (
     RoundOpened,
     Unexpect,
 )
+from decoupled_diloco.protocol.rounds import MERGE_PAUSE_SECONDS
 from unit.protocol.conftest import merge_of
-from unit.protocol.rounds import DELIVERY_SECONDS, opened, outcomes, states, tick_at
+from unit.protocol.shard_rounds import DELIVERY_SECONDS, opened, outcomes, states, tick_at
 
 
 def test_rule_2_rounds_are_limited_and_due_fragments_wait_with_their_tick(shard_bench: Any) -> None:

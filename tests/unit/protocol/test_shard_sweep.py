@@ -6,10 +6,7 @@ from typing import Any
 
 import pytest
 
-from decoupled_diloco.protocol.rounds import CLOSING_SECONDS, SWEEP_TRIES_MAX
-from decoupled_diloco.protocol.syncer import LINGER_SECONDS
-from decoupled_diloco.protocol.syncer_state import RECONNECT_SECONDS
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol.messages import (
     COORDINATOR,
     Ending,
     EndOrdered,
@@ -33,6 +30,9 @@ from decoupled_diloco.protocol.words import (
     Swept,
     Tick,
 )
+from decoupled_diloco.protocol.rounds import CLOSING_SECONDS, SWEEP_TRIES_MAX
+from decoupled_diloco.protocol.syncer_machine import LINGER_SECONDS
+from decoupled_diloco.protocol.syncer_state import RECONNECT_SECONDS
 from unit.protocol.conftest import merge_of
 
 

@@ -8,8 +8,7 @@ import pytest
 
 from decoupled_diloco.protocol import Version
 from decoupled_diloco.protocol.copies import RETRY_SECONDS
-from decoupled_diloco.protocol.rounds import CLOSING_SECONDS, COPY_SECONDS
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol.messages import (
     COORDINATOR,
     Apply,
     Asking,
@@ -39,6 +38,7 @@ from decoupled_diloco.protocol.words import (
     Swept,
     Tick,
 )
+from decoupled_diloco.protocol.rounds import CLOSING_SECONDS, COPY_SECONDS
 from unit.protocol.conftest import fetch_of, merge_of
 
 V0, V1, V2 = (Version(1, counter) for counter in range(3))

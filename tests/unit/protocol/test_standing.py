@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from decoupled_diloco.protocol.messages import Broadcast, ClockAdvanced, Heard, Send, Shifted, Tick
 from decoupled_diloco.protocol.syncer_state import STANDS_STEPS
-from decoupled_diloco.protocol.words import Broadcast, ClockAdvanced, Heard, Send, Shifted, Tick
 
 
 def until(bench: Any, instant: float, paces: dict[str, float]) -> list[tuple[str, int]]:

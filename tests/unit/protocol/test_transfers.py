@@ -7,8 +7,12 @@ from typing import Any
 import pytest
 
 from decoupled_diloco.protocol import CoordinatorMachine, LearnerMachine, Options, Version
-from decoupled_diloco.protocol.features.transfer import DONORS_MAX, OFFER_SECONDS, STALL_SECONDS
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol.features.state_transfer import (
+    DONORS_MAX,
+    OFFER_SECONDS,
+    STALL_SECONDS,
+)
+from decoupled_diloco.protocol.messages import (
     COORDINATOR,
     Began,
     ChunkArrived,

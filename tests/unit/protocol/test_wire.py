@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoupled_diloco.errors import ProtocolError
-from decoupled_diloco.protocol import words
+from decoupled_diloco.protocol import messages
+from decoupled_diloco.protocol.messages import Asking, Hello, Holding, Pull, StepReport, Version
 from decoupled_diloco.protocol.wire import (
     INTEGER_MAX,
     ITEMS_MAX,
@@ -21,12 +22,11 @@ from decoupled_diloco.protocol.wire import (
     decode,
     encode,
 )
-from decoupled_diloco.protocol.words import Asking, Hello, Holding, Pull, StepReport, Version
 
 CLASSES: list[type] = sorted(
     {
         value
-        for module in (words,)
+        for module in (messages,)
         for value in vars(module).values()
         if isinstance(value, type) and dataclasses.is_dataclass(value)
     },

@@ -18,8 +18,8 @@ from decoupled_diloco.errors import ConfigError, TransportError
 from decoupled_diloco.merge import block_digests, codec, layout_of
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.ranks import sync_ranks as module
+from decoupled_diloco.ranks.rank_store import CarriedValues
 from decoupled_diloco.ranks.redistribute import Box, Sharding
-from decoupled_diloco.ranks.store import CarriedValues
 from decoupled_diloco.ranks.sync_ranks import Carrier, CarrierLink, LeaderLink
 from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.http_server import HttpServer

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from decoupled_diloco.learner.store import ModuleStore, Rounded
+from decoupled_diloco.learner.parameter_store import ModuleStore, Rounded
 from decoupled_diloco.merge import gather, layout_of, partition, tensors_of
-from decoupled_diloco.ranks.model import RankModel
+from decoupled_diloco.ranks.rank_model import RankModel
+from decoupled_diloco.ranks.rank_store import HELD, CarriedValues
 from decoupled_diloco.ranks.redistribute import Box, Sharding
-from decoupled_diloco.ranks.store import HELD, CarriedValues
 from decoupled_diloco.ranks.tensors import RankTensors
 from decoupled_diloco.runtime import blocking
 from fake_side_stream import FakeSideStream, MetaSideStream, OnOneDevice

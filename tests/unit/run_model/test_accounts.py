@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from decoupled_diloco.protocol.words import Asking, Participant, RoundFinished, Version
+from decoupled_diloco.protocol.messages import Asking, Participant, RoundFinished, Version
 from decoupled_diloco.run_model import RunModel, read_run
 from decoupled_diloco.run_model.accounts import (
     NANO,

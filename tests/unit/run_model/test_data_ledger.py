@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from decoupled_diloco.cli.main import app
 from decoupled_diloco.errors import StorageError
-from decoupled_diloco.protocol.features.data import LeaseBook, apply
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol.features.partitions import LeaseBook, apply
+from decoupled_diloco.protocol.messages import (
     DataDescribed,
     Leased,
     LedgerEntry,
@@ -19,7 +19,7 @@ from decoupled_diloco.protocol.words import (
     Settled,
     TakenBack,
 )
-from decoupled_diloco.run_model.data import account_of_data, read_data
+from decoupled_diloco.run_model.data_usage import account_of_data, read_data
 from decoupled_diloco.storage.data_ledger import Basis, DataLedger
 from decoupled_diloco.tape import TapeWriter
 

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from decoupled_diloco.cli.main import app
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol.messages import (
     Accept,
     Ready,
     Received,
@@ -18,7 +18,7 @@ from decoupled_diloco.protocol.words import (
 from decoupled_diloco.run_model import read_run, run_of
 from decoupled_diloco.run_model.accounts import account_for
 from decoupled_diloco.run_model.facts import TOOK_PART, LearnerLog, ProcessLife
-from decoupled_diloco.run_model.words import ending_in_words
+from decoupled_diloco.run_model.phrases import ending_in_words
 from decoupled_diloco.show.console import SteadyConsole
 from decoupled_diloco.show.status import status_of
 from decoupled_diloco.show.tables import absences
@@ -31,7 +31,7 @@ from decoupled_diloco.tape.samples import (
     ProcessEnded,
     ProcessStarted,
 )
-from unit.show.worlds import A, B, C, D, lines_of, write_world
+from unit.show.show_worlds import A, B, C, D, lines_of, write_world
 from worlds.faults import Fault
 
 

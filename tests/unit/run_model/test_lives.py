@@ -9,7 +9,7 @@ import pytest
 
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.protocol import wire
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol.messages import (
     Accept,
     Ahead,
     Connected,
@@ -30,7 +30,7 @@ from decoupled_diloco.show.explain import explain_learner, explain_round, explai
 from decoupled_diloco.show.status import status_of
 from decoupled_diloco.tape.reader import TapeReader
 from decoupled_diloco.tape.records import Record
-from unit.show.worlds import SHARD_BACK_AT, SHARD_CRASH, A, B, lines_of, write_world
+from unit.show.show_worlds import SHARD_BACK_AT, SHARD_CRASH, A, B, lines_of, write_world
 
 
 @pytest.fixture(scope="module")

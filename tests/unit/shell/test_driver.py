@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from decoupled_diloco.protocol.words import Tick
+from decoupled_diloco.protocol.messages import Tick
 from decoupled_diloco.runtime import now, runtime
 from decoupled_diloco.shell.driver import SLICE, Driver, HoldsUp, Orders, at_decision, executes
 from decoupled_diloco.tape import TapeWriter

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol.messages import (
     COORDINATOR,
     Apply,
     ClockAdvanced,

@@ -9,8 +9,8 @@ import aiohttp
 
 from decoupled_diloco.show.page.feed import Feed
 from decoupled_diloco.show.page.site import Access, Site
-from decoupled_diloco.transport.base import Channel
 from decoupled_diloco.transport.http_server import HttpServer
+from decoupled_diloco.transport.interface import Channel
 from decoupled_diloco.transport.tokens import Tokens
 
 

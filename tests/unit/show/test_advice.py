@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from decoupled_diloco.protocol.words import Note, RoundFinished, Tick, Version
+from decoupled_diloco.protocol.messages import Note, RoundFinished, Tick, Version
 from decoupled_diloco.run_model import RunModel
 from decoupled_diloco.run_model.facts import LearnerLog, ProcessLife, RoundLog, ShardLog
 from decoupled_diloco.show.report import problems_of

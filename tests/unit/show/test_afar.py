@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from decoupled_diloco.protocol.words import LOSS_MAX
+from decoupled_diloco.protocol.messages import LOSS_MAX
 from decoupled_diloco.run_model import RunModel, read_run, run_of
 from decoupled_diloco.run_model.accounts import TOKEN_PARTS, account_for
-from decoupled_diloco.run_model.words import percent
+from decoupled_diloco.run_model.phrases import percent
 from decoupled_diloco.show.console import SteadyConsole
 from decoupled_diloco.show.explain import explain_learner
 from decoupled_diloco.show.report import problems_of, render_report
@@ -23,7 +23,7 @@ from decoupled_diloco.show.tables import learner_rows, totals
 from decoupled_diloco.show.terminal import ProgressDisplay
 from decoupled_diloco.tape.reader import TapeReader
 from decoupled_diloco.tape.records import Record
-from unit.show.worlds import BACK_AT, CUT_AT, HEALED_AT, KILLED_AT, A, B, C, D, write_world
+from unit.show.show_worlds import BACK_AT, CUT_AT, HEALED_AT, KILLED_AT, A, B, C, D, write_world
 from worlds.faults import Fault
 
 LEARNERS = [A, B, C, D]

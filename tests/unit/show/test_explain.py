@@ -6,10 +6,10 @@ from collections import Counter
 import pytest
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.protocol.words import Asking
+from decoupled_diloco.protocol.messages import Asking
 from decoupled_diloco.run_model import RunModel, run_of
 from decoupled_diloco.run_model.accounts import account_for
-from decoupled_diloco.run_model.words import percent, wrapped
+from decoupled_diloco.run_model.phrases import percent, wrapped
 from decoupled_diloco.show.explain import (
     explain_learner,
     explain_round,
@@ -18,7 +18,7 @@ from decoupled_diloco.show.explain import (
 )
 from decoupled_diloco.tape.reader import TapeReader
 from decoupled_diloco.units import format_duration
-from unit.show.worlds import KILLED_AT, A, B, C, D, lines_of, reports_at_once, write_world
+from unit.show.show_worlds import KILLED_AT, A, B, C, D, lines_of, reports_at_once, write_world
 from worlds.faults import Fault
 
 

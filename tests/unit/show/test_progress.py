@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from decoupled_diloco.errors import StorageError
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol.messages import (
     COORDINATOR,
     Accept,
     ClockAdvanced,
@@ -22,7 +22,7 @@ from decoupled_diloco.protocol.words import (
 )
 from decoupled_diloco.run_model import FollowedRun, RunModel, read_run, run_of
 from decoupled_diloco.run_model.facts import TOOK_PART, LearnerLog, Rate, ShardLog
-from decoupled_diloco.run_model.words import note_in_words
+from decoupled_diloco.run_model.phrases import note_in_words
 from decoupled_diloco.show.console import SteadyConsole
 from decoupled_diloco.show.status import status_of
 from decoupled_diloco.show.terminal import ProgressDisplay, render_status
@@ -37,7 +37,7 @@ from decoupled_diloco.tape.samples import (
     RestartScheduled,
     WentBack,
 )
-from unit.show.worlds import A, B, write_world
+from unit.show.show_worlds import A, B, write_world
 from worlds.faults import Fault
 
 WALL = 1_780_000_000.0

@@ -7,7 +7,7 @@ import pytest
 from markupsafe import Markup
 
 from decoupled_diloco.errors import DilocoError, StorageError
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol.messages import (
     COORDINATOR,
     NOTHING_NEW,
     Accept,

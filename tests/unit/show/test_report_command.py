@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from decoupled_diloco.cli.report import report
+from decoupled_diloco.cli.report_command import report
 from decoupled_diloco.errors import StorageError
 
 

@@ -9,7 +9,7 @@ from decoupled_diloco.show.status import status_of
 from decoupled_diloco.tape.excerpt import excerpt
 from decoupled_diloco.tape.reader import TapeReader
 from decoupled_diloco.tape.records import Parser
-from unit.show.worlds import write_world
+from unit.show.show_worlds import write_world
 
 
 @pytest.fixture(scope="module")

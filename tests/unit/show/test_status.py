@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from decoupled_diloco.errors import ConfigError, StorageError
-from decoupled_diloco.protocol.words import NOTHING_NEW, Participant, RoundFinished, Tick
+from decoupled_diloco.protocol.messages import NOTHING_NEW, Participant, RoundFinished, Tick
 from decoupled_diloco.run_model import RunModel, run_of
 from decoupled_diloco.run_model.accounts import account_for
 from decoupled_diloco.show.status import RunStatus, headline, status_of
@@ -19,7 +19,7 @@ from decoupled_diloco.tape.reader import TapeReader
 from decoupled_diloco.tape.records import SCHEMA
 from decoupled_diloco.tape.samples import EndRequested, ProcessEnded, ProcessStarted
 from decoupled_diloco.tape.sources import FolderSource
-from unit.show.worlds import BACK_AT, KILLED_AT, A, B, C, D, lines_of, write_world
+from unit.show.show_worlds import BACK_AT, KILLED_AT, A, B, C, D, lines_of, write_world
 from worlds.faults import Fault
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from decoupled_diloco.run_model import read_run
 from decoupled_diloco.run_model.facts import Evaluation, LearnerLog, Outage, ProcessLife
-from decoupled_diloco.run_model.words import percent
+from decoupled_diloco.run_model.phrases import percent
 from decoupled_diloco.show.console import SteadyConsole
 from decoupled_diloco.show.tables import outage_line, totals
 from decoupled_diloco.show.terminal import print_summary

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from decoupled_diloco.protocol.options import Options
-from decoupled_diloco.protocol.words import Failed, Merge, Version
+from decoupled_diloco.protocol.machine_options import Options
+from decoupled_diloco.protocol.messages import Failed, Merge, Version
 from decoupled_diloco_lab.simulate.spec import LearnerSpec
 from decoupled_diloco_lab.simulate.system import System
 from worlds.checkers import Checker

@@ -9,7 +9,7 @@ import pytest
 from decoupled_diloco.runtime.disk import Disk
 from decoupled_diloco_lab.simulate.choices import Choices
 from decoupled_diloco_lab.simulate.clockwork import Clockwork
-from decoupled_diloco_lab.simulate.runtime import VirtualLoop, VirtualProcess
+from decoupled_diloco_lab.simulate.virtual_runtime import VirtualLoop, VirtualProcess
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from decoupled_diloco.protocol.words import Failed, Fetch, Version
+from decoupled_diloco.protocol.messages import Failed, Fetch, Version
 from worlds.liveness import is_ending, must_be_merged, must_go_on
 from worlds.scene import Mishaps, Scene, draw, heal
 from worlds.shrink import Changes

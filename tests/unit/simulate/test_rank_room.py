@@ -16,10 +16,10 @@ from decoupled_diloco.runtime import runtime
 from decoupled_diloco.runtime.disk import Disk
 from decoupled_diloco_lab.simulate.choices import Choices
 from decoupled_diloco_lab.simulate.clockwork import Clockwork
-from decoupled_diloco_lab.simulate.network import Network
 from decoupled_diloco_lab.simulate.rank_room import Room, RoomGroup
-from decoupled_diloco_lab.simulate.runtime import VirtualProcess
 from decoupled_diloco_lab.simulate.system import System
+from decoupled_diloco_lab.simulate.virtual_network import Network
+from decoupled_diloco_lab.simulate.virtual_runtime import VirtualProcess
 
 Work = Callable[[RoomGroup], Coroutine[Any, Any, Any]]
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from decoupled_diloco.errors import StorageError
-from decoupled_diloco.protocol.words import Condition, NewestLease
+from decoupled_diloco.protocol.messages import Condition, NewestLease
 from decoupled_diloco.runtime import Runtime, within
 from decoupled_diloco.storage.claims import ClaimStore, create_once, newest_number, numbered
 from decoupled_diloco_lab.simulate.choices import Choices
-from decoupled_diloco_lab.simulate.disk import Loss, SimulatedDisk, remains
+from decoupled_diloco_lab.simulate.virtual_disk import Loss, SimulatedDisk, remains
 
 RACES = 100
 

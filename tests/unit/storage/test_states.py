@@ -16,7 +16,7 @@ from torch import nn
 
 from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.storage.states import host_memory, on_host, pack, unpack
-from decoupled_diloco.storage.weights import load_sealed, save_sealed
+from decoupled_diloco.storage.weight_files import load_sealed, save_sealed
 from wrapped import Wrapped
 
 DTYPES = (
@@ -208,7 +208,7 @@ def test_every_byte_of_a_sealed_file_is_verified(tmp_path: Path) -> None:
 
 
 def test_a_file_without_a_seal_is_rejected(tmp_path: Path) -> None:
-    from decoupled_diloco.storage.weights import save_weights
+    from decoupled_diloco.storage.weight_files import save_weights
 
     save_weights(tmp_path / "w", {"a": torch.ones(1)}, {"text": json.dumps(1)})
     with pytest.raises(StorageError, match="metadata does not match its digest"):

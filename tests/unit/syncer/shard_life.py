@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from decoupled_diloco.merge import digest, layout_of, make_outer
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.protocol import Version
-from decoupled_diloco.protocol.words import Asking
+from decoupled_diloco.protocol.messages import Asking
 from decoupled_diloco.syncer.durable import Durable, ShardDisk
-from decoupled_diloco.syncer.fragments import ShardTensors
+from decoupled_diloco.syncer.shard_tensors import ShardTensors
 
 FRAGMENTS = (0, 1)
 

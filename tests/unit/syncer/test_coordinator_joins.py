@@ -15,19 +15,19 @@ from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.method import public_text
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.merge import layout_of
-from decoupled_diloco.protocol import words
+from decoupled_diloco.protocol import messages
+from decoupled_diloco.protocol.messages import DataReport
 from decoupled_diloco.protocol.wire import decode, encode
-from decoupled_diloco.protocol.words import DataReport
-from decoupled_diloco.run_model.data import read_data
+from decoupled_diloco.run_model.data_usage import read_data
 from decoupled_diloco.runtime import now
 from decoupled_diloco.storage.coordinator_states import STATES
 from decoupled_diloco.syncer import coordinator
 from decoupled_diloco.syncer.coordinator import CoordinatorHost
 from decoupled_diloco.syncer.shard_lease import NoStandby
 from decoupled_diloco.tape import TapeWriter
-from decoupled_diloco.transport.base import Channel
-from decoupled_diloco.transport.bodies import BodyBooks
+from decoupled_diloco.transport.interface import Channel
 from decoupled_diloco.transport.limits import Limits
+from decoupled_diloco.transport.payload_store import BodyBooks
 from decoupled_diloco.transport.pool import ReceivePool
 
 LAYOUT = json.dumps(layout_of(nn.Linear(4, 3)).to_json())
@@ -90,7 +90,7 @@ class Life:
     def ask(self, name: str, nonce: str = "n") -> Line:
         """Somebody asks to join; the answer may take until the disk has it."""
         line = Line()
-        join = words.Join(name, nonce, "learner", LAYOUT)
+        join = messages.Join(name, nonce, "learner", LAYOUT)
         self.spawn(self.host.serve_join(cast("Channel", line), join))
         return line
 
@@ -183,7 +183,7 @@ async def test_a_second_live_process_with_an_id_may_ask_again(begin: Begin) -> N
     await asyncio.sleep(0)
     first.last_received = now() + 60.0
     await until(lambda: second.sent)
-    refusal = decode(second.sent[0], (words.JoinRefused,))
+    refusal = decode(second.sent[0], (messages.JoinRefused,))
     assert refusal.retry
     assert "its process is alive" in refusal.reason
 
@@ -218,7 +218,7 @@ async def test_nobody_hears_of_a_join_before_the_disk_has_it(
         told.append(line.epoch)
 
     monkeypatch.setattr(life.host._states, "append", noted)
-    join = words.Join("b", "n", "learner", LAYOUT)
+    join = messages.Join("b", "n", "learner", LAYOUT)
     life.spawn(life.host.serve_join(cast("Channel", line), join))
     await until(lambda: line.epoch)
     assert told == [None, None]
@@ -228,7 +228,7 @@ async def test_a_join_beside_a_change_of_the_whole_state_is_written_with_it(begi
     life = begin()
     await life.join("a")
     await life.join("b")
-    hello = words.ShardHello(0, "n", life.host._settings)
+    hello = messages.ShardHello(0, "n", life.host._settings)
     line = life.ask("c")  # its write begins first
     other = life.ask("d")
     await asyncio.sleep(0)
@@ -286,13 +286,13 @@ async def test_an_order_that_waited_for_the_disk_is_not_for_a_newer_process(tmp_
     host._driver._is_waiting = True  # a disk that takes its time
     for nonce in ("first", "second"):
         told[nonce] = []
-        host.shard_greeted(words.ShardHello(0, nonce, settings, 0), told[nonce].append)
+        host.shard_greeted(messages.ShardHello(0, nonce, settings, 0), told[nonce].append)
     host._driver._is_waiting = False
     host._driver._go_on()
     await until(lambda: bool(told["second"]))
     terms = {
-        nonce: [m.term for m in messages if isinstance(m, words.ShardAdmitted)]
-        for nonce, messages in told.items()
+        nonce: [m.term for m in answers if isinstance(m, messages.ShardAdmitted)]
+        for nonce, answers in told.items()
     }
     assert terms == {"first": [], "second": [2]}
     await life.crash()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from decoupled_diloco.protocol.words import Version
-from decoupled_diloco.syncer.bodies import Downloads
-from decoupled_diloco.syncer.fragments import PublishedCopy
-from decoupled_diloco.transport.bodies import BodyBooks
+from decoupled_diloco.protocol.messages import Version
+from decoupled_diloco.syncer.data_plane import Downloads
+from decoupled_diloco.syncer.shard_tensors import PublishedCopy
 from decoupled_diloco.transport.limits import Limits
+from decoupled_diloco.transport.payload_store import BodyBooks
 from decoupled_diloco.transport.pool import ReceivePool
 from decoupled_diloco.transport.tokens import RequestRefusal
 

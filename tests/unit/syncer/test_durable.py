@@ -14,7 +14,7 @@ from torch import Tensor
 from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.merge import make_outer
 from decoupled_diloco.protocol import Version
-from decoupled_diloco.storage.weights import save_weights
+from decoupled_diloco.storage.weight_files import save_weights
 from decoupled_diloco.syncer.durable import JOURNAL_CHECKPOINTS_MAX, Durable
 from decoupled_diloco.syncer.result import RESULT, by_name
 from unit.syncer.shard_life import FRAGMENTS, Life

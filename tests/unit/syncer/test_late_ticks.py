@@ -11,12 +11,12 @@ from typing import Any
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.launch.processes import open_tape
-from decoupled_diloco.protocol import words
+from decoupled_diloco.protocol import messages
 from decoupled_diloco.protocol.wire import encode
 from decoupled_diloco.runtime import Runtime, within
 from decoupled_diloco.syncer.shard import Shard
 from decoupled_diloco.tape import TapeWriter
-from decoupled_diloco.transport.base import Channel
+from decoupled_diloco.transport.interface import Channel
 from memory_transport import MemoryClient, MemoryNetwork, MemoryServer
 
 LATE_SECONDS = 0.1
@@ -60,7 +60,7 @@ async def a_shard(folder: Path) -> AsyncIterator[tuple[Shard, Channel]]:
     running, client = asyncio.ensure_future(shard.run()), MemoryClient(network)
     await until(lambda: bool(network.servers))
     channel = await client.connect(shard.address, "learner", "a")
-    channel.send(encode(words.Hello("a", 1, "nonce", "learner", 0, 0, None, ())))
+    channel.send(encode(messages.Hello("a", 1, "nonce", "learner", 0, 0, None, ())))
     await until(lambda: "a" in shard.machine.state.members)
     try:
         yield shard, channel
@@ -72,7 +72,7 @@ async def a_shard(folder: Path) -> AsyncIterator[tuple[Shard, Channel]]:
             each.close()
 
 
-async def is_kept_after_a_pause(folder: Path, *messages: words.FromLearner) -> bool:
+async def is_kept_after_a_pause(folder: Path, *received: messages.FromLearner) -> bool:
     """Whether a learner is still live when its lease is over and these messages have come."""
     loop = asyncio.get_running_loop()
     with within(Standing()) as clock:
@@ -84,7 +84,7 @@ async def is_kept_after_a_pause(folder: Path, *messages: words.FromLearner) -> b
             clock.at = deadline + LATE_SECONDS
             shard.driver._armed_for = None  # the loop's clock has not leapt
             shard.driver._go_on()
-            for message in messages:
+            for message in received:
                 loop.call_later(0, channel.send, encode(message))
             before = shard.machine.state.lease_check_at
             await until(lambda: shard.machine.state.lease_check_at != before)
@@ -93,7 +93,7 @@ async def is_kept_after_a_pause(folder: Path, *messages: words.FromLearner) -> b
 
 async def test_what_has_arrived_is_told_before_the_tick(tmp_path: Path) -> None:
     """The timer fires in the same turn of the loop in which the report comes, and before it."""
-    assert await is_kept_after_a_pause(tmp_path, words.StepReport(1, 8, 1.0))
+    assert await is_kept_after_a_pause(tmp_path, messages.StepReport(1, 8, 1.0))
 
 
 async def test_who_is_silent_loses_its_lease(tmp_path: Path) -> None:

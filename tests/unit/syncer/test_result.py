@@ -11,9 +11,9 @@ from torch import nn
 from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.merge import gather, layout_of, make_outer, tensors_of
 from decoupled_diloco.merge.plan import MergePlan
-from decoupled_diloco.storage.weights import load_weights, save_weights
-from decoupled_diloco.syncer.fragments import ShardTensors
+from decoupled_diloco.storage.weight_files import load_weights, save_weights
 from decoupled_diloco.syncer.result import assemble, initial_values, read_layout, save_share
+from decoupled_diloco.syncer.shard_tensors import ShardTensors
 
 
 class Tied(nn.Module):

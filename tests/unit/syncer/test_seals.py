@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from decoupled_diloco.protocol.words import Holding, Published, Version
+from decoupled_diloco.protocol.messages import Holding, Published, Version
 from decoupled_diloco.syncer.seals import Seals
 
 KEY = "0123456789abcdef" * 2

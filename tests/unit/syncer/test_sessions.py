@@ -10,12 +10,12 @@ from typing import Any, cast
 import pytest
 
 from decoupled_diloco.errors import ProtocolError, TransportError
-from decoupled_diloco.protocol import words
+from decoupled_diloco.protocol import messages
 from decoupled_diloco.protocol.features.checkpoint import LEAD_MAX
+from decoupled_diloco.protocol.messages import Accept, CheckpointHeard, Connected, Lost
 from decoupled_diloco.protocol.wire import numbered
-from decoupled_diloco.protocol.words import Accept, CheckpointHeard, Connected, Lost
-from decoupled_diloco.syncer.connections import Sessions, ShardDriver
-from decoupled_diloco.transport.base import Channel
+from decoupled_diloco.syncer.shard_connections import Sessions, ShardDriver
+from decoupled_diloco.transport.interface import Channel
 from memory_transport import MemoryClient, MemoryNetwork, MemoryServer
 
 
@@ -49,7 +49,7 @@ async def greet(checkpoint: int) -> list[Any]:
     served = asyncio.get_running_loop().create_future()
     sessions = sessions_of(driver)
 
-    hello = words.Hello("a", 1, "n", "learner", 0, 0, None, ())
+    hello = messages.Hello("a", 1, "n", "learner", 0, 0, None, ())
 
     async def serve(channel: Channel) -> None:
         try:
@@ -79,7 +79,7 @@ def test_a_newer_number_is_heard_before_the_greeting() -> None:
 
 async def test_a_newer_number_is_heard_before_the_message_that_brings_it() -> None:
     class Talkative(Line):
-        said = [numbered(words.StepReport(1, 8, 1.0), 8)]  # noqa: RUF012
+        said = [numbered(messages.StepReport(1, 8, 1.0), 8)]  # noqa: RUF012
 
         async def receive(self) -> dict[str, object]:
             return self.said.pop() if self.said else await super().receive()
@@ -93,13 +93,13 @@ async def test_a_newer_number_is_heard_before_the_message_that_brings_it() -> No
     driver = LetsIn(7)
     told = driver.facts
     sessions = sessions_of(driver, lambda learner, message: told.append(message))
-    hello = words.Hello("a", 1, "n", "learner", 0, 0, None, ())
+    hello = messages.Hello("a", 1, "n", "learner", 0, 0, None, ())
     serving = asyncio.ensure_future(sessions.serve(cast("Channel", Talkative()), hello, 7))
-    while not any(isinstance(event, words.StepReport) for event in told):  # noqa: ASYNC110
+    while not any(isinstance(event, messages.StepReport) for event in told):  # noqa: ASYNC110
         await asyncio.sleep(0)
     serving.cancel()
     await asyncio.gather(serving, return_exceptions=True)
-    assert [type(event) for event in told[:3]] == [Connected, CheckpointHeard, words.StepReport]
+    assert [type(event) for event in told[:3]] == [Connected, CheckpointHeard, messages.StepReport]
 
 
 def test_a_number_far_ahead_breaks_the_connection_and_changes_nothing() -> None:
@@ -137,7 +137,7 @@ class Syncer:
 
     async def greet(self, learner: str) -> Line:
         line = Line()
-        hello = words.Hello(learner, 1, "n", "learner", 0, 0, None, ())
+        hello = messages.Hello(learner, 1, "n", "learner", 0, 0, None, ())
         serving = self.sessions.serve(cast("Channel", line), hello, 0)
         self.tasks.append(asyncio.ensure_future(serving))
         await asyncio.sleep(0)

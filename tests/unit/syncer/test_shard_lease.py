@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from decoupled_diloco.errors import LeaseError, StorageError
-from decoupled_diloco.protocol.shard_lease import ShardLeaseMachine
+from decoupled_diloco.protocol.lease_machine import ShardLeaseMachine
 from decoupled_diloco.runtime.disk import Disk
 from decoupled_diloco.storage.claims import ClaimStore
 from decoupled_diloco.syncer.shard_lease import NO_STANDBY, ShardLease
 from decoupled_diloco.tape import TapeWriter
-from replay import assert_replays
+from replay_check import assert_replays
 
 LEASE_SECONDS = 0.6
 

@@ -21,7 +21,7 @@ from decoupled_diloco.transport.documents import NoSuchDocumentError
 from decoupled_diloco.transport.fetch import fetch
 from decoupled_diloco.transport.http_server import HttpServer
 from decoupled_diloco.transport.tokens import Tokens
-from unit.show.worlds import write_world
+from unit.show.show_worlds import write_world
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,12 @@ from torch import nn
 from decoupled_diloco.merge import as_bytes, body_digest, digest, layout_of, make_outer
 from decoupled_diloco.merge.packing import packed
 from decoupled_diloco.merge.plan import MergePlan
-from decoupled_diloco.protocol import words
-from decoupled_diloco.protocol.words import Asking, Version
-from decoupled_diloco.syncer.bodies import DECODED_MAX, Uploads
-from decoupled_diloco.syncer.fragments import ShardTensors
-from decoupled_diloco.transport.bodies import BodyBooks
+from decoupled_diloco.protocol import messages
+from decoupled_diloco.protocol.messages import Asking, Version
+from decoupled_diloco.syncer.data_plane import DECODED_MAX, Uploads
+from decoupled_diloco.syncer.shard_tensors import ShardTensors
 from decoupled_diloco.transport.limits import Limits
+from decoupled_diloco.transport.payload_store import BodyBooks
 from decoupled_diloco.transport.pool import ReceivePool
 
 N = 12
@@ -63,11 +63,11 @@ class Shard:
     def expect(self, learner: str, number: int = 1) -> None:
         path = f"/up/{learner}/{number}"
         self.intake.expect(
-            words.Expect(path, learner, 1, 1, 0, Asking(1, number), "it is asked", "fp32")
+            messages.Expect(path, learner, 1, 1, 0, Asking(1, number), "it is asked", "fp32")
         )
 
     def announce(self, learner: str, number: int = 1) -> None:
-        upload = words.Upload(0, Asking(1, number), Version(1, 0), 2, 64, digest(self.body))
+        upload = messages.Upload(0, Asking(1, number), Version(1, 0), 2, 64, digest(self.body))
         self.intake.announce(learner, upload)
 
     async def put(self, learner: str, number: int = 1, nbytes: int = 4 * N) -> None:
@@ -144,7 +144,7 @@ async def test_body_and_announcement_may_come_in_any_order(
         shard.announce("a")
         await settle()
     (event,) = shard.told
-    assert isinstance(event, words.BodyArrived)
+    assert isinstance(event, messages.BodyArrived)
     assert (event.learner, event.ask, event.steps, event.tokens) == ("a", Asking(1, 1), 2, 64)
 
 
@@ -157,14 +157,14 @@ async def test_a_body_that_stops_coming_is_told_of_though_it_was_never_announced
         while not shard.told:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     (event,) = shard.told
-    assert isinstance(event, words.BodyCorrupt)
+    assert isinstance(event, messages.BodyCorrupt)
     assert "5 of 48 bytes arrived" in event.reason
 
 
 async def test_a_body_that_is_not_expected_any_more_says_nothing(shard: Shard) -> None:
     shard.expect("a")
     shard.announce("a")
-    shard.intake._unexpect(words.Unexpect("/up/a/1", "it was asked anew"))
+    shard.intake._unexpect(messages.Unexpect("/up/a/1", "it was asked anew"))
     shard.expect("a", 2)
     shard.announce("a", 1)
     await settle()
@@ -177,7 +177,7 @@ async def test_a_body_that_is_not_expected_any_more_says_nothing(shard: Shard) -
 async def test_memory_of_a_body_that_is_refused_goes_back(shard: Shard) -> None:
     shard.expect("a")
     await shard.put("a")
-    shard.intake._unexpect(words.Unexpect("/up/a/1", "its learner is gone"))
+    shard.intake._unexpect(messages.Unexpect("/up/a/1", "its learner is gone"))
     await settle()
     assert shard.bodies.pool.in_use == 0
 
@@ -207,7 +207,7 @@ async def test_a_body_may_leave_out_the_buffers_of_its_base(shard: Shard) -> Non
         path = f"/up/a/{number}"
         shard.expect("a", number)
         key = shard.intake.url(path).removeprefix("/bodies/")
-        upload = words.Upload(0, Asking(1, number), base, 2, 64, body_digest(body, wire))
+        upload = messages.Upload(0, Asking(1, number), base, 2, 64, body_digest(body, wire))
         shard.intake.announce("a", upload)
         nbytes = sent.numel()
         stream = shard.bodies.open(key, "a", (0, nbytes), nbytes, take_over=False)
@@ -215,7 +215,7 @@ async def test_a_body_may_leave_out_the_buffers_of_its_base(shard: Shard) -> Non
             stream.write(sent.numpy().tobytes())
         await settle()
     arrived, nonsense, unknown = shard.told
-    assert isinstance(arrived, words.BodyArrived)
+    assert isinstance(arrived, messages.BodyArrived)
     assert arrived.nbytes == short.numel()
     assert kept == {"/up/a/0": bytes(as_bytes(body).numpy())}
     assert "packed payload includes more buffers than the fragment has" in nonsense.reason

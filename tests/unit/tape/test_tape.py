@@ -12,7 +12,7 @@ import pytest
 
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.protocol import LearnerMachine, Options, wire
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol.messages import (
     Connected,
     Note,
     Paused,

@@ -7,7 +7,7 @@ import socket
 import pytest
 from yarl import URL
 
-from decoupled_diloco.transport.ways import proxy_for
+from decoupled_diloco.transport.routing import proxy_for
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,7 @@ import pytest
 
 from decoupled_diloco.errors import AccessError, ConfigError, ProtocolError, TransportError
 from decoupled_diloco.transport.backoff import BRISK_CAP_SECONDS, Backoff
-from decoupled_diloco.transport.base import Silence
-from decoupled_diloco.transport.ranges import (
+from decoupled_diloco.transport.byte_ranges import (
     RangeSet,
     read_content_range,
     read_list,
@@ -18,6 +17,7 @@ from decoupled_diloco.transport.ranges import (
     write_list,
     write_range,
 )
+from decoupled_diloco.transport.interface import Silence
 from decoupled_diloco.transport.tokens import RequestRefusal, Tokens, is_loopback, refusal_error
 
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from decoupled_diloco.transport.transfer import COUNTS, StripeController, plan
+from decoupled_diloco.transport.range_transfer import COUNTS, StripeController, plan
 
 MIB = 1 << 20
 

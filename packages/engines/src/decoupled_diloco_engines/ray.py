@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from decoupled_diloco.config import RunConfig, load_config
-from decoupled_diloco.config.files import RECIPES
 from decoupled_diloco.config.launch import RaySettings
+from decoupled_diloco.config.toml_files import RECIPES
 from decoupled_diloco.errors import ConfigError, DilocoError, TransportError
 from decoupled_diloco.launch.engine import JOBS, JobState
 from decoupled_diloco.launch.launch_folder import Launch, launch_folder, was_launched, write_launch
@@ -23,7 +23,7 @@ from decoupled_diloco.launch.termination import INTERRUPTED
 from decoupled_diloco.runtime import now
 from decoupled_diloco.storage.files import write_text
 from decoupled_diloco_engines import ray_cluster as cluster
-from decoupled_diloco_engines.keeper import ERROR_PREFIX, read_notes
+from decoupled_diloco_engines.node_agent import ERROR_PREFIX, read_notes
 from decoupled_diloco_engines.ray_engine import Ray
 from decoupled_diloco_engines.ray_plan import PLAN, read_plan
 
@@ -267,7 +267,7 @@ def connect_args(run: str | Path, name: str) -> dict[str, Any]:
         ConfigError: It is not the folder of a launched run, or has no secret for this name.
     """
     from decoupled_diloco.launch.secrets import own_tls, own_token
-    from decoupled_diloco.learner.options import SyncerConnection
+    from decoupled_diloco.learner.option_groups import SyncerConnection
     from decoupled_diloco.storage.shared_folder import SharedFolder, recorded_end, shared_addresses
     from decoupled_diloco.transport.http_client import HttpClient
 

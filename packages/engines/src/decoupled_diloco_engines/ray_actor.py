@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from decoupled_diloco.runtime import now
 from decoupled_diloco.storage.files import write_text
-from decoupled_diloco_engines.keeper import Ending, Keeper, note_of
+from decoupled_diloco_engines.node_agent import Ending, Keeper, note_of
 from decoupled_diloco_engines.ray_plan import RayPlan
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Ray engine: a detached actor for each shard, and a placement group for each learner.
 
-The actors run the run's processes (`keeper`), and Ray restarts the actors. When a node dies, its
-actors restart on another node with free resources. All processes share the run folder, to which
+The actors run the run's processes (`node_agent`), and Ray restarts the actors. When a node dies,
+its actors restart on another node with free resources. All processes share the run folder, to which
 each shard writes its address.
 """
 
@@ -16,10 +16,10 @@ from types import ModuleType
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.engine import Job, JobState
-from decoupled_diloco.launch.folder import RunFolder, enter_run_folder
+from decoupled_diloco.launch.run_folder import RunFolder, enter_run_folder
 from decoupled_diloco.runtime import now
 from decoupled_diloco_engines import ray_cluster as cluster
-from decoupled_diloco_engines.keeper import ENDED, SHARD
+from decoupled_diloco_engines.node_agent import ENDED, SHARD
 from decoupled_diloco_engines.ray_plan import PLAN, RayPlan, plan_of, read_plan
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class Ray:
         # Like any command that starts a run, move aside an earlier run in the folder.
         with RunFolder(config.run.folder, resume=resume):
             if resume:
-                from decoupled_diloco.launch.resume import require_whole  # torch is slow
+                from decoupled_diloco.launch.resume_run import require_whole  # torch is slow
 
                 require_whole(config.run.folder, config)
             enter_run_folder(config)

@@ -1,10 +1,10 @@
 """Slurm engine: one job for the syncer and one per learner; equal learners form a job array.
 
-A failed process restarts inside its job (`launch/supervised`). Ranks on several machines are tasks
-of one step (`launch/rank_processes`), and restart together. A job that receives SIGTERM, before its
-time limit or by a preemption, flushes and is requeued. A job that fails repeatedly is requeued,
-too, because its machine may be the reason. All jobs share the run folder, to which the syncer
-writes its address. The learners' jobs may start after the syncer's job has started.
+A failed process restarts inside its job (`launch/supervised_process`). Ranks on several machines
+are tasks of one step (`launch/rank_processes`), and restart together. A job that receives SIGTERM,
+before its time limit or by a preemption, flushes and is requeued. A job that fails repeatedly is
+requeued, too, because its machine may be the reason. All jobs share the run folder, to which the
+syncer writes its address. The learners' jobs may start after the syncer's job has started.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.launch import LaunchSettings, RoleResources
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.engine import SETTINGS, Job, JobState
-from decoupled_diloco.launch.folder import RunFolder
 from decoupled_diloco.launch.processes import EVALUATOR
+from decoupled_diloco.launch.run_folder import RunFolder
 from decoupled_diloco.runtime import now
 from decoupled_diloco.units import MIB
 

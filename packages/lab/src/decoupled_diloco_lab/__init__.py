@@ -2,6 +2,6 @@
 
 from pathlib import Path
 
-from decoupled_diloco.config.files import Shipped
+from decoupled_diloco.config.toml_files import Shipped
 
 SCENARIOS = Shipped("scenario", Path(__file__).parent / "scenarios")

@@ -20,12 +20,12 @@ from decoupled_diloco._version import __version__
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.addresses import alternatives, reached_by
 from decoupled_diloco.errors import ConfigError, DilocoError
-from decoupled_diloco.launch.data import require_data
+from decoupled_diloco.launch.data_check import require_data
 from decoupled_diloco.launch.devices import environment_of, kind_of
-from decoupled_diloco.launch.doctor import facts, machine
-from decoupled_diloco.launch.doctor import syncer as judge
+from decoupled_diloco.launch.doctor import machine, machine_facts
+from decoupled_diloco.launch.doctor import syncer_findings as judge
 from decoupled_diloco.launch.doctor.machine import Finding, error, ok, warning
-from decoupled_diloco.transport.reach import LookTrouble, Seen, listens, look
+from decoupled_diloco.transport.reachability import LookTrouble, Seen, listens, look
 from decoupled_diloco.transport.tls import TLSConfig
 from decoupled_diloco.workloads import Workload, workload_of
 
@@ -56,8 +56,8 @@ class Examined:
 
 def examine(case: Examined) -> Iterator[Finding]:
     """Looks at everything that the case is about, and says at once what was found."""
-    config, cores = case.config, facts.cores()
-    yield machine.judge_torch(facts.torch_facts())
+    config, cores = case.config, machine_facts.cores()
+    yield machine.judge_torch(machine_facts.torch_facts())
     if config is not None:
         learners = 1 if case.syncer else config.run.learners
         ranks = sum(map(config.learner.ranks_of, range(learners)))
@@ -65,8 +65,8 @@ def examine(case: Examined) -> Iterator[Finding]:
         yield _devices(config, learners)
     omp = os.environ.get("OMP_NUM_THREADS")
     yield machine.judge_threads(omp, torch.get_num_threads(), cores)
-    process_bytes = facts.process_bytes()
-    model: facts.ModelFacts | None = None
+    process_bytes = machine_facts.process_bytes()
+    model: machine_facts.ModelFacts | None = None
     if config is not None and config.workload is not None:
         workload, model, finding = _model(config, config.workload.name)
         yield finding
@@ -74,7 +74,7 @@ def examine(case: Examined) -> Iterator[Finding]:
             yield _data(config, config.workload.name, workload)
     yield _memory(case, model, process_bytes)
     yield _disk(case, model)
-    yield machine.judge_clock(facts.clock_facts())
+    yield machine.judge_clock(machine_facts.clock_facts())
     if case.syncer:
         yield from _syncer(case, model)
     elif config is not None:
@@ -95,10 +95,10 @@ def _devices(config: RunConfig, learners: int) -> Finding:
 
 def _model(
     config: RunConfig, name: str
-) -> tuple[Workload | None, facts.ModelFacts | None, Finding]:
-    def look() -> tuple[Workload, facts.ModelFacts]:
+) -> tuple[Workload | None, machine_facts.ModelFacts | None, Finding]:
+    def look() -> tuple[Workload, machine_facts.ModelFacts]:
         workload = workload_of(config)
-        return workload, facts.model_facts(config, workload)
+        return workload, machine_facts.model_facts(config, workload)
 
     try:
         workload, model = limited(MODEL_SECONDS, look)
@@ -127,7 +127,7 @@ def _data(config: RunConfig, name: str, workload: Workload) -> Finding:
     return ok("data", f"each learner has batches, of {tokens} tokens")
 
 
-def _memory(case: Examined, model: facts.ModelFacts | None, process_bytes: int) -> Finding:
+def _memory(case: Examined, model: machine_facts.ModelFacts | None, process_bytes: int) -> Finding:
     need = None
     if case.config is not None and model is not None:
         need = machine.need_of(
@@ -137,17 +137,17 @@ def _memory(case: Examined, model: facts.ModelFacts | None, process_bytes: int) 
             learners=1 if case.syncer else case.config.run.learners,
             everything=not case.syncer,
         )
-    return machine.judge_memory(facts.memory_available(), need)
+    return machine.judge_memory(machine_facts.memory_available(), need)
 
 
-def _disk(case: Examined, model: facts.ModelFacts | None) -> Finding:
+def _disk(case: Examined, model: machine_facts.ModelFacts | None) -> Finding:
     config, need = case.config, 0
     if config is not None and model is not None:
         learners = 1 if case.syncer else config.run.learners
         need = machine.disk_need_of(model, config, learners=learners, everything=not case.syncer)
     folder = Path.cwd() if config is None else Path(config.run.folder)
     try:
-        found = limited(DISK_SECONDS, lambda: facts.disk_facts(folder))
+        found = limited(DISK_SECONDS, lambda: machine_facts.disk_facts(folder))
     except TimeoutError:
         text = f"a few MiB at {folder} are not on disk within {DISK_SECONDS:g} s"
         advice = "choose a folder on a local disk with --set run.folder=…"
@@ -163,7 +163,7 @@ def _here(config: RunConfig) -> Iterator[Finding]:
     processes = settings.shards * (1 + settings.standby)
     ports = range(settings.port, settings.port + processes) if settings.port else ()
     yield machine.judge_ports(
-        settings.host, {port: facts.port_problem(settings.host, port) for port in ports}
+        settings.host, {port: machine_facts.port_problem(settings.host, port) for port in ports}
     )
     weights = config.sync.initial_weights
     if weights is not None and not weights.is_file():
@@ -171,7 +171,7 @@ def _here(config: RunConfig) -> Iterator[Finding]:
         yield error("weights", text, "correct [sync] of the file, or take it out")
 
 
-def _syncer(case: Examined, model: facts.ModelFacts | None) -> Iterator[Finding]:
+def _syncer(case: Examined, model: machine_facts.ModelFacts | None) -> Iterator[Finding]:
     # At least a moment: this machine may have been slow, and the syncer is what was asked about.
     seconds = max(5.0, case.left_seconds - 0.5)
     seen, shards = asyncio.run(look_at_all(case.syncer, case.token, seconds, case.tls))

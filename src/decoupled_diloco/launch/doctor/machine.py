@@ -9,8 +9,13 @@ from typing import Literal
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.method import options_of
-from decoupled_diloco.launch.doctor.facts import ClockFacts, DiskFacts, ModelFacts, TorchFacts
-from decoupled_diloco.run_model.words import many
+from decoupled_diloco.launch.doctor.machine_facts import (
+    ClockFacts,
+    DiskFacts,
+    ModelFacts,
+    TorchFacts,
+)
+from decoupled_diloco.run_model.phrases import many
 from decoupled_diloco.units import GIB, MIB, format_bytes, format_count, format_duration
 
 TORCH_MIN = (2, 6)

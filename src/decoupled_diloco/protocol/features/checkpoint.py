@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, replace
 
 from decoupled_diloco.protocol.coordinator_state import CoordinatorState
 from decoupled_diloco.protocol.learner_state import LearnerState
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol.messages import (
     COORDINATOR,
     BeginCheckpoint,
     CheckpointOrdered,

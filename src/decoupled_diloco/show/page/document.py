@@ -15,7 +15,7 @@ from typing import Any
 
 from decoupled_diloco.run_model import RunModel
 from decoupled_diloco.run_model.facts import LearnerLog, RoundLog, ShardLog
-from decoupled_diloco.run_model.words import (
+from decoupled_diloco.run_model.phrases import (
     ABSENT,
     clock_face,
     ending_in_words,

@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from decoupled_diloco.run_model import RunModel
 from decoupled_diloco.run_model.facts import Rate
-from decoupled_diloco.run_model.words import listing, natural
+from decoupled_diloco.run_model.phrases import listing, natural
 from decoupled_diloco.show.charts import Canvas, Chart, Frame, Point, framed
 from decoupled_diloco.show.figures import COLORS, loss_limits, time_unit
 from decoupled_diloco.show.status import state_of

@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 from decoupled_diloco.config.addresses import BETWEEN, alternatives, url_of
 from decoupled_diloco.errors import TransportError
 from decoupled_diloco_lab.simulate.choices import Choices
-from decoupled_diloco_lab.simulate.network import resend_seconds
+from decoupled_diloco_lab.simulate.virtual_network import resend_seconds
 
 _T = TypeVar("_T")
 Way = Literal["up", "down"]

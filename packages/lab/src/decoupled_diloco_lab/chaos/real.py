@@ -10,7 +10,7 @@ from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.local import LocalRun, RunOutcome
 from decoupled_diloco.run_model.facts import LINK_FAULTS
 from decoupled_diloco_lab.chaos import spaces
-from decoupled_diloco_lab.chaos.engine import Engine
+from decoupled_diloco_lab.chaos.fault_runner import Engine
 from decoupled_diloco_lab.chaos.proxy import Links
 from decoupled_diloco_lab.chaos.spaces import Disks, Shaper
 from decoupled_diloco_lab.simulate.scenario import COORDINATOR, Scenario, Target

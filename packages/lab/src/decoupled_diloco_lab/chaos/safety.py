@@ -16,7 +16,7 @@ import math
 from collections import Counter, defaultdict
 from typing import Any
 
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol.messages import (
     Accept,
     Admit,
     Asking,

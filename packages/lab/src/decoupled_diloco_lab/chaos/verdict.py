@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from decoupled_diloco.errors import DilocoError, ProtocolError
-from decoupled_diloco.protocol.words import NOTHING_NEW
+from decoupled_diloco.protocol.messages import NOTHING_NEW
 from decoupled_diloco.run_model import RunModel, run_of
 from decoupled_diloco.run_model.accounts import TokenAccount
 from decoupled_diloco.run_model.facts import (

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from decoupled_diloco.cli.command_line import CommandOptions, command
-from decoupled_diloco.cli.options import (
+from decoupled_diloco.cli.shared_options import (
     Sets,
     complete_recipe,
     exit_with,
     fail,
     make_console,
 )
-from decoupled_diloco.config.files import RECIPES
+from decoupled_diloco.config.toml_files import RECIPES
 from decoupled_diloco.launch.termination import INTERRUPTED
 from decoupled_diloco_lab import SCENARIOS
 from decoupled_diloco_lab.commands.scenarios import complete_scenario
@@ -139,8 +139,8 @@ def _carry_out(
 
 
 def _run_processes(scenario: Scenario, console: SteadyConsole) -> tuple[int, bool, str]:
+    from decoupled_diloco.cli.local_training import carry_out
     from decoupled_diloco.cli.run_messages import print_outcome, print_start
-    from decoupled_diloco.cli.train import carry_out
     from decoupled_diloco_lab.chaos.real import RealRun, require_real
     from decoupled_diloco_lab.commands.simulate import print_missed
     from decoupled_diloco_lab.simulate.scenario import dump_scenario

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from decoupled_diloco.cli.command_line import CommandOptions, command
-from decoupled_diloco.cli.options import complete_shipped
 from decoupled_diloco.cli.recipes import print_shipped
+from decoupled_diloco.cli.shared_options import complete_shipped
 from decoupled_diloco_lab import SCENARIOS
 
 

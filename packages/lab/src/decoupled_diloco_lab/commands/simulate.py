@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from decoupled_diloco.cli.command_line import CommandOptions, command
-from decoupled_diloco.cli.options import (
+from decoupled_diloco.cli.shared_options import (
     Sets,
     complete_recipe,
     exit_with,
@@ -103,7 +103,7 @@ def simulate(options: SimulateOptions) -> None:
 
 def _require_scenario(path: Path) -> None:
     """Refuse the TOML file of a run, which would be simulated for a long time by mistake."""
-    from decoupled_diloco.config.files import read_tables
+    from decoupled_diloco.config.toml_files import read_tables
     from decoupled_diloco_lab.simulate.scenario_file import RUN_TABLES
 
     tables = read_tables(path) if path.exists() else {}
@@ -130,7 +130,7 @@ def simulate_training(
 ) -> int:
     """Simulate with tensors, on the CPU or a device; return the exit code."""
     from decoupled_diloco.cli.run_messages import print_outcome
-    from decoupled_diloco.launch.folder import RunFolder
+    from decoupled_diloco.launch.run_folder import RunFolder
     from decoupled_diloco.show.terminal import ProgressDisplay
     from decoupled_diloco_lab.simulate.simulation import Simulation, trained_in
 
@@ -162,7 +162,7 @@ def simulate_training(
 
 def simulate_protocol(scenario: Scenario, tape: Path | None, console: SteadyConsole) -> int:
     """Simulate without tensors; return the exit code."""
-    from decoupled_diloco.launch.folder import RunFolder
+    from decoupled_diloco.launch.run_folder import RunFolder
     from decoupled_diloco.show.console import named_values
     from decoupled_diloco_lab.simulate.protocol_run import ProtocolRun
 
@@ -198,7 +198,7 @@ def _keep_settings(scenario: Scenario, folder: Path) -> None:
 
 
 def _print_start(what: str, scenario: Scenario, console: SteadyConsole) -> None:
-    from decoupled_diloco.run_model.words import many
+    from decoupled_diloco.run_model.phrases import many
 
     config = scenario.config
     learners = many(config.run.learners, "learner")
@@ -233,7 +233,7 @@ def _now_and_then(poll_once: Callable[[], object]) -> Callable[[], None]:
 
 def _follow(run: ProtocolRun, interrupted: Callable[[], bool], console: SteadyConsole) -> None:
     """Advance the simulation, and print its progress every few seconds."""
-    from decoupled_diloco.run_model.words import clock_face
+    from decoupled_diloco.run_model.phrases import clock_face
 
     budget = run.scenario.config.run.max_steps
     line_at = time.monotonic() + LINE_SECONDS
@@ -278,7 +278,7 @@ def print_missed(missed: Iterable[Happening], console: SteadyConsole) -> None:
 
 
 def _rows(run: ProtocolRun) -> list[tuple[str, str]]:
-    from decoupled_diloco.run_model.words import percent
+    from decoupled_diloco.run_model.phrases import percent
     from decoupled_diloco.units import format_bytes, format_count, format_duration
 
     tally, system, config = run.tally, run.system, run.scenario.config

@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from decoupled_diloco.protocol import words
-from decoupled_diloco.protocol.coordinator import CoordinatorMachine
-from decoupled_diloco.protocol.learner import LearnerMachine
-from decoupled_diloco.protocol.options import Options
-from decoupled_diloco.protocol.syncer import SyncerMachine
-from decoupled_diloco.protocol.words import (
+from decoupled_diloco.protocol import messages
+from decoupled_diloco.protocol.coordinator_machine import CoordinatorMachine
+from decoupled_diloco.protocol.learner_machine import LearnerMachine
+from decoupled_diloco.protocol.machine_options import Options
+from decoupled_diloco.protocol.messages import (
     COORDINATOR,
     Done,
     Failed,
@@ -31,9 +30,10 @@ from decoupled_diloco.protocol.words import (
     shard_of,
     shard_peer,
 )
-from decoupled_diloco_lab.simulate.network import Connection, Endpoint, Link
+from decoupled_diloco.protocol.syncer_machine import SyncerMachine
 from decoupled_diloco_lab.simulate.spec import LearnerSpec
 from decoupled_diloco_lab.simulate.stage import Recorder, Stage
+from decoupled_diloco_lab.simulate.virtual_network import Connection, Endpoint, Link
 
 LAYOUT = "the same everywhere"
 
@@ -125,7 +125,7 @@ class BareCoordinator(Bare):
 
     def __init__(self, crowd: Crowd) -> None:
         super().__init__(crowd, "coordinator")
-        self.guests: dict[int, words.Join] = {}
+        self.guests: dict[int, messages.Join] = {}
 
     def begin(self) -> None:
         """Start. The run's initial weights come from a file."""
@@ -135,41 +135,43 @@ class BareCoordinator(Bare):
     def greeted(self, shard: int) -> None:
         """Handle the greeting of a shard."""
         self.handle(
-            words.Connected(shard_peer(shard), ShardHello(shard, f"shard-{shard}", claim=0))
+            messages.Connected(shard_peer(shard), ShardHello(shard, f"shard-{shard}", claim=0))
         )
 
     def received(self, connection: Connection, message: Any) -> None:
         """See `Endpoint`."""
-        if isinstance(message, words.Join):
+        if isinstance(message, messages.Join):
             self.guests[connection.number] = message
             learner, joining = message.learner, Joining(message.nonce, message.role, LAYOUT, "")
-            self.handle(words.Connected(learner, joining, connection.number))
+            self.handle(messages.Connected(learner, joining, connection.number))
         elif (guest := self.guests.get(connection.number)) is not None:
-            self.handle(words.Received(guest.learner, message, guest.nonce))
+            self.handle(messages.Received(guest.learner, message, guest.nonce))
 
     def lost(self, connection: Connection) -> None:
         """See `Endpoint`."""
         guest = self.guests.pop(connection.number, None)
         if guest is not None and guest.role == "learner":
-            self.handle(words.Lost(guest.learner, guest.nonce))
+            self.handle(messages.Lost(guest.learner, guest.nonce))
 
     def carry_out(self, effect: Any) -> None:
         """See `Bare`."""
         match effect:
-            case words.Admit(number, _, epoch):
-                self._answer(number, words.Admitted(epoch, "", LAYOUT, ()))
-            case words.Deny(number, reason, retry):
-                self._answer(number, words.JoinRefused(reason, retry))
+            case messages.Admit(number, _, epoch):
+                self._answer(number, messages.Admitted(epoch, "", LAYOUT, ()))
+            case messages.Deny(number, reason, retry):
+                self._answer(number, messages.JoinRefused(reason, retry))
                 self.guests.pop(number, None)
-            case words.Send(peer, message) if is_shard_peer(peer):
-                self._order(shard_of(peer), words.Received(COORDINATOR, message))
-            case words.Send(peer, message):
+            case messages.Send(peer, message) if is_shard_peer(peer):
+                self._order(shard_of(peer), messages.Received(COORDINATOR, message))
+            case messages.Send(peer, message):
                 for number, guest in self.guests.items():
                     if guest.learner == peer:
                         self._answer(number, message)
-            case words.AdmitShard(shard, term, begun):
-                self._order(shard, words.Received(COORDINATOR, words.ShardAdmitted(term, begun)))
-                self._order(shard, words.Received(COORDINATOR, words.LayoutSet(LAYOUT)))
+            case messages.AdmitShard(shard, term, begun):
+                self._order(
+                    shard, messages.Received(COORDINATOR, messages.ShardAdmitted(term, begun))
+                )
+                self._order(shard, messages.Received(COORDINATOR, messages.LayoutSet(LAYOUT)))
             case _:
                 pass  # there is no disk
 
@@ -189,7 +191,7 @@ class Awaited:
 
     learner: str
     epoch: int
-    order: words.Expect | words.ExpectCopy
+    order: messages.Expect | messages.ExpectCopy
     announced: Any = None
     body: Body | None = None
 
@@ -205,8 +207,8 @@ class BareShard(Bare):
         self.peers: dict[int, tuple[str, int]] = {}
         self.expected: dict[str, Awaited] = {}
         self.paths: dict[tuple[Any, ...], str] = {}
-        self.differences: dict[int, deque[words.Published]] = {}
-        self.inboxes: dict[float, list[tuple[Connection, words.StepReport]]] = {}
+        self.differences: dict[int, deque[messages.Published]] = {}
+        self.inboxes: dict[float, list[tuple[Connection, messages.StepReport]]] = {}
 
     def begin(self) -> None:
         """Start the shard."""
@@ -217,16 +219,16 @@ class BareShard(Bare):
 
     def received(self, connection: Connection, message: Any) -> None:
         """See `Endpoint`."""
-        if isinstance(message, words.Hello):
-            self.handle(words.Connected(message.learner, message, connection.number))
+        if isinstance(message, messages.Hello):
+            self.handle(messages.Connected(message.learner, message, connection.number))
         elif connection.number in self.peers:
             learner, _ = self.peers[connection.number]
             if self.bound.get(learner) is connection:
-                self.handle(words.Received(learner, message))
-                if isinstance(message, words.Upload | words.Copy):
+                self.handle(messages.Received(learner, message))
+                if isinstance(message, messages.Upload | messages.Copy):
                     self._announced(learner, message)
 
-    def post(self, connection: Connection, report: words.StepReport) -> None:
+    def post(self, connection: Connection, report: messages.StepReport) -> None:
         """Send a learner's step report to the inbox, which is read every `inbox_seconds`."""
         seconds = self.crowd.inbox_seconds
         arrives_at = self.now + connection.delay()
@@ -247,14 +249,14 @@ class BareShard(Bare):
                 if self.bound.get(learner) is connection:
                     reports.append((learner, report))
         if self.alive and reports:
-            self.handle(words.Reported(tuple(reports)))
+            self.handle(messages.Reported(tuple(reports)))
 
     def lost(self, connection: Connection) -> None:
         """See `Endpoint`."""
         learner, _ = self.peers.pop(connection.number, ("", 0))
         if learner and self.bound.get(learner) is connection:
             del self.bound[learner]
-            self.handle(words.Lost(learner))
+            self.handle(messages.Lost(learner))
 
     def _check_heartbeats(self) -> None:
         reachable = tuple(
@@ -266,7 +268,7 @@ class BareShard(Bare):
         )
         self.later(HEARTBEAT_SECONDS, self._check_heartbeats)
         if reachable:
-            self.handle(words.Heard(reachable))
+            self.handle(messages.Heard(reachable))
 
     def arrived(self, path: str, body: Body) -> bool:
         """Take a complete payload; return False if it is not expected."""
@@ -277,7 +279,7 @@ class BareShard(Bare):
         self._join(path, expected)
         return True
 
-    def _announced(self, learner: str, message: words.Upload | words.Copy) -> None:
+    def _announced(self, learner: str, message: messages.Upload | messages.Copy) -> None:
         path = self.paths.get(_key(learner, message))
         if path is not None and path in self.expected:
             self.expected[path].announced = message
@@ -288,9 +290,9 @@ class BareShard(Bare):
         if announced is None or expected.body is None:
             return
         self._no_longer_expected(path)
-        if isinstance(order, words.Expect):
+        if isinstance(order, messages.Expect):
             self.handle(
-                words.BodyArrived(
+                messages.BodyArrived(
                     learner=expected.learner,
                     epoch=expected.epoch,
                     fragment=order.fragment,
@@ -304,7 +306,7 @@ class BareShard(Bare):
             )
         else:
             place = (expected.learner, order.fragment, order.attempt)
-            self.handle(words.CopyArrived(*place, expected.body.digest))
+            self.handle(messages.CopyArrived(*place, expected.body.digest))
 
     def _no_longer_expected(self, path: str) -> None:
         expected = self.expected.pop(path, None)
@@ -325,53 +327,53 @@ class BareShard(Bare):
     def carry_out(self, effect: Any) -> None:
         """See `Bare`."""
         match effect:
-            case words.Accept(number, learner, epoch):
+            case messages.Accept(number, learner, epoch):
                 self._bind(number, learner, epoch)
-            case words.Reject(number, reason, final):
+            case messages.Reject(number, reason, final):
                 connection = self.connections.get(number)
                 if connection is not None:
-                    connection.send(self, words.Refusal(reason, final))
+                    connection.send(self, messages.Refusal(reason, final))
                     connection.close(self)
-            case words.Send(peer, message) if peer == COORDINATOR:
+            case messages.Send(peer, message) if peer == COORDINATOR:
                 coordinator = self.crowd.coordinator
-                event = words.Received(shard_peer(self.shard), message)
+                event = messages.Received(shard_peer(self.shard), message)
                 self.clockwork.arrive(coordinator, self.now, coordinator.handle, event)
-            case words.Send(learner, message):
+            case messages.Send(learner, message):
                 if learner in self.bound:
                     self.bound[learner].send(self, message)
-            case words.Broadcast(message):
-                if isinstance(message, words.Published) and message.difference:
+            case messages.Broadcast(message):
+                if isinstance(message, messages.Published) and message.difference:
                     self._offer(message)
                 for connection in self.bound.values():
                     connection.send(self, message)
-            case words.Expect(path, learner) | words.ExpectCopy(path, learner):
+            case messages.Expect(path, learner) | messages.ExpectCopy(path, learner):
                 if learner in self.bound:
                     epoch = self.peers[self.bound[learner].number][1]
                     self.expected[path] = Awaited(learner, epoch, effect)
                     self.paths[_key(learner, effect)] = path
-            case words.Unexpect(path):
+            case messages.Unexpect(path):
                 self._no_longer_expected(path)
-            case words.Merge(fragment=fragment, version=version):
+            case messages.Merge(fragment=fragment, version=version):
                 made = Done(effect, Made(_digest(fragment, version)))
                 self.clockwork.arrive(self, self.now, self.handle, made)
-            case words.LoadWeights():
+            case messages.LoadWeights():
                 owned = self.crowd.options.owned(self.shard)
                 loaded = tuple((p, _digest(p, None)) for p in owned)
                 done = Done(effect, WeightsLoaded(loaded))
                 self.clockwork.arrive(self, self.now, self.handle, done)
-            case words.Evict(learner):
+            case messages.Evict(learner):
                 bound = self.bound.pop(learner, None)
                 if bound is not None:
                     self.peers.pop(bound.number, None)
                     bound.close(self)
-            case words.Stop():
+            case messages.Stop():
                 self.over = True
                 self.crowd.ended(self)
             case _:
                 pass  # there is no disk, and folding takes no time
 
-    def _offer(self, message: words.Published) -> None:
-        kept = deque[words.Published](maxlen=self.crowd.options.chain + 1)
+    def _offer(self, message: messages.Published) -> None:
+        kept = deque[messages.Published](maxlen=self.crowd.options.chain + 1)
         self.differences.setdefault(message.fragment, kept).append(message)
 
     def _bind(self, number: int, learner: str, epoch: int) -> None:
@@ -392,7 +394,7 @@ def _digest(fragment: int, version: Version | None) -> str:
 
 def _key(learner: str, of: Any) -> tuple[Any, ...]:
     """Return a key that an order to expect a payload shares with the payload's announcement."""
-    if isinstance(of, words.Expect | words.Upload):
+    if isinstance(of, messages.Expect | messages.Upload):
         return (learner, of.fragment, "contribution", of.ask)
     return (learner, of.fragment, "copy", of.attempt)
 
@@ -429,7 +431,7 @@ class BareLearner(Bare):
         def opened(connection: Connection) -> None:
             self.coordinator = connection
             nonce = f"{self.name}-{self.life}"
-            connection.send(self, words.Join(self.name, nonce, self.spec.role, ""))
+            connection.send(self, messages.Join(self.name, nonce, self.spec.role, ""))
 
         def failed() -> None:
             self.later(self.choices.uniform(*REDIAL_SECONDS), self._dial_coordinator)
@@ -438,30 +440,30 @@ class BareLearner(Bare):
 
     def received(self, connection: Connection, message: Any) -> None:
         """See `Endpoint`."""
-        if isinstance(message, words.Admitted):
+        if isinstance(message, messages.Admitted):
             if self.machine is None:
                 self._join(message.epoch)
-            self.handle(words.Connected(COORDINATOR))
+            self.handle(messages.Connected(COORDINATOR))
         elif connection is self.coordinator:
-            self.handle(words.Received(COORDINATOR, message))
+            self.handle(messages.Received(COORDINATOR, message))
         else:
             shard = next((s for s, c in self.shards.items() if c is connection), None)
             if shard is not None:
-                self.handle(words.Received(shard_peer(shard), message))
+                self.handle(messages.Received(shard_peer(shard), message))
 
     def _join(self, epoch: int) -> None:
         nonce = f"{self.name}-{self.life}"
         options = self.crowd.options
         self.machine = LearnerMachine(options, self.name, epoch, nonce, self.spec.role)
         if self.spec.role == "learner":
-            self.handle(words.Began(()))
+            self.handle(messages.Began(()))
         for shard in range(options.shards):
             self._dial(shard)
 
     def _dial(self, shard: int) -> None:
         def opened(connection: Connection) -> None:
             self.shards[shard] = connection
-            self.handle(words.Connected(shard_peer(shard)))
+            self.handle(messages.Connected(shard_peer(shard)))
 
         def failed() -> None:
             self.later(self.choices.uniform(*REDIAL_SECONDS), self._dial, shard)
@@ -473,12 +475,12 @@ class BareLearner(Bare):
         """See `Endpoint`."""
         if connection is self.coordinator:
             self.coordinator = None
-            self.handle(words.Lost(COORDINATOR))
+            self.handle(messages.Lost(COORDINATOR))
             self.later(self.choices.uniform(*REDIAL_SECONDS), self._dial_coordinator)
         for shard, mine in list(self.shards.items()):
             if mine is connection:
                 del self.shards[shard]
-                self.handle(words.Lost(shard_peer(shard)))
+                self.handle(messages.Lost(shard_peer(shard)))
                 self.later(self.choices.uniform(*REDIAL_SECONDS), self._dial, shard)
 
     def stall(self) -> None:
@@ -493,7 +495,7 @@ class BareLearner(Bare):
             self.later(0.0, self._finish_step)
 
     def _begin_training(self) -> None:
-        self.handle(words.Paused())
+        self.handle(messages.Paused())
         self._start_step()
 
     def _start_step(self) -> None:
@@ -510,41 +512,41 @@ class BareLearner(Bare):
             self._waits = True
             return
         self.stepping = False
-        self.handle(words.StepFinished(self.spec.tokens_per_step))
+        self.handle(messages.StepFinished(self.spec.tokens_per_step))
         if self.alive:
             self._start_step()
 
     def after(self, event: Any) -> None:
         """While the loop waits at a boundary, apply what an event may have made ready."""
         idle = self.held or self.stopped or self.spec.role == "observer"
-        boundary = isinstance(event, words.Paused | words.StepFinished)
+        boundary = isinstance(event, messages.Paused | messages.StepFinished)
         if idle and not boundary and self.machine.state.ready:
-            self.handle(words.Paused())
+            self.handle(messages.Paused())
 
     def carry_out(self, effect: Any) -> None:
         """See `Bare`."""
         match effect:
-            case words.Send(peer, message) if peer == COORDINATOR:
+            case messages.Send(peer, message) if peer == COORDINATOR:
                 if self.coordinator is not None:
                     self.coordinator.send(self, message)
-            case words.Send(peer, message):
+            case messages.Send(peer, message):
                 self._send_to(shard_of(peer), message)
-            case words.SendBody():
+            case messages.SendBody():
                 self._send_body(effect)
-            case words.SendCopy():
+            case messages.SendCopy():
                 pass  # the weights come from a file: no shard requests a copy
-            case words.Fetch():
+            case messages.Fetch():
                 self._fetch(effect)
-            case words.Hold():
+            case messages.Hold():
                 self.held = True
-            case words.Release():
+            case messages.Release():
                 self.held = False
                 self.later(0.0, self._start_step)
-            case words.Ready():
+            case messages.Ready():
                 self.later(0.0, self._begin_training)
-            case words.EndTraining():
+            case messages.EndTraining():
                 self.stopped = True
-            case words.RunOver():
+            case messages.RunOver():
                 self.over = True
                 self.leave("the run is over")
             case _:
@@ -553,7 +555,7 @@ class BareLearner(Bare):
     def leave(self, reason: str) -> None:
         """Send a last message to all shards and end the process."""
         for connection in list(self.shards.values()):
-            connection.send(self, words.Leave(reason))
+            connection.send(self, messages.Leave(reason))
         self.end()
 
     def end(self, *, silent: bool = False) -> None:
@@ -566,17 +568,17 @@ class BareLearner(Bare):
         connection = self.shards.get(shard)
         if connection is None:
             return
-        if self.crowd.inbox_seconds and type(message) is words.StepReport:
+        if self.crowd.inbox_seconds and type(message) is messages.StepReport:
             if connection.open[self.name]:
                 self.crowd.shards[shard].post(connection, message)
         else:
             connection.send(self, message)
 
-    def _send_body(self, order: words.SendBody) -> None:
+    def _send_body(self, order: messages.SendBody) -> None:
         digest = f"{self.name}-{self.life}/{order.fragment}/{order.ask}"
         share = self.crowd.wire_bytes.get(order.codec, WIRE_BYTES)
         body = Body(share * self.crowd.fragment_bytes[order.fragment], digest)
-        self.later(0.0, self.handle, words.BodyEncoded(order.fragment, order.ask, digest))
+        self.later(0.0, self.handle, messages.BodyEncoded(order.fragment, order.ask, digest))
         target, life = self.crowd.shards[order.shard], self.life
 
         def failed() -> None:
@@ -590,7 +592,7 @@ class BareLearner(Bare):
 
         self.crowd.network.transfer(self, target, round(body.nbytes), done, failed)
 
-    def _fetch(self, order: words.Fetch) -> None:
+    def _fetch(self, order: messages.Fetch) -> None:
         target, network, life = self.crowd.shards[order.shard], self.crowd.network, self.life
 
         def fail(reason: str) -> None:

@@ -22,34 +22,34 @@ from decoupled_diloco.launch.processes import process_of
 from decoupled_diloco.launch.roles import Cut, Seat, evaluate, learn
 from decoupled_diloco.launch.shard_role import ShardRole
 from decoupled_diloco.launch.termination import INTERRUPTED, Termination
-from decoupled_diloco.learner.checkpoint import LearnerCheckpoint
 from decoupled_diloco.learner.checkpointer import Written
 from decoupled_diloco.learner.ending import Waiting
 from decoupled_diloco.learner.exchange import Capture, LearnerTensors
+from decoupled_diloco.learner.learner_checkpoint import LearnerCheckpoint
+from decoupled_diloco.learner.learner_model import Model
 from decoupled_diloco.learner.membership import Membership
-from decoupled_diloco.learner.model import Model
-from decoupled_diloco.learner.options import Observability, SyncerConnection
+from decoupled_diloco.learner.option_groups import Observability, SyncerConnection
 from decoupled_diloco.learner.party import Solo
 from decoupled_diloco.merge import body_digest, codec
 from decoupled_diloco.participants import Learner, Loss, Observer, Tokens
-from decoupled_diloco.protocol.words import SendBody
-from decoupled_diloco.ranks.party import LeaderRank
-from decoupled_diloco.ranks.seat import RankSeat
+from decoupled_diloco.protocol.messages import SendBody
+from decoupled_diloco.ranks.rank_party import LeaderRank
+from decoupled_diloco.ranks.rank_process import RankSeat
 from decoupled_diloco.runtime import now
 from decoupled_diloco.runtime.disk import Disk
 from decoupled_diloco.storage.claims import CLAIMS
-from decoupled_diloco.syncer.fragments import ShardTensors
 from decoupled_diloco.syncer.shard_lease import NO_STANDBY, NoStandby, ShardLease
+from decoupled_diloco.syncer.shard_tensors import ShardTensors
 from decoupled_diloco.tape import TapeWriter
 from decoupled_diloco.workloads import Workload
-from decoupled_diloco.workloads.divided import DataShare
-from decoupled_diloco_lab.simulate.disk import SimulatedDisk, UnsyncedDisk, lose_power
+from decoupled_diloco.workloads.rank_split import DataShare
 from decoupled_diloco_lab.simulate.host_tape import HostTape
-from decoupled_diloco_lab.simulate.network import Connection, Link, Way
 from decoupled_diloco_lab.simulate.run_stage import RunStage
-from decoupled_diloco_lab.simulate.runtime import VirtualProcess
 from decoupled_diloco_lab.simulate.spec import LearnerSpec
-from decoupled_diloco_lab.simulate.transport import Place, VirtualClient, VirtualServer
+from decoupled_diloco_lab.simulate.virtual_disk import SimulatedDisk, UnsyncedDisk, lose_power
+from decoupled_diloco_lab.simulate.virtual_network import Connection, Link, Way
+from decoupled_diloco_lab.simulate.virtual_runtime import VirtualProcess
+from decoupled_diloco_lab.simulate.virtual_transport import Place, VirtualClient, VirtualServer
 
 GOODBYE_SECONDS = 1.0
 """Time for the background of a learner that has ended to close its connections."""

@@ -10,11 +10,11 @@ from typing import Protocol
 from yarl import URL
 
 from decoupled_diloco.runtime import runtime
-from decoupled_diloco.transport.base import Channel, Stats, TransferStats
-from decoupled_diloco.transport.bodies import PREFIX
+from decoupled_diloco.transport.byte_ranges import Window
+from decoupled_diloco.transport.interface import Channel, Stats, TransferStats
 from decoupled_diloco.transport.limits import Limits
-from decoupled_diloco.transport.ranges import Window
-from decoupled_diloco.transport.transfer import Mover, Slots, StripeController, Transfer
+from decoupled_diloco.transport.payload_store import PREFIX
+from decoupled_diloco.transport.range_transfer import Mover, Slots, StripeController, Transfer
 
 
 class DigestedMover(Mover, Protocol):

@@ -19,7 +19,7 @@ from typing import Any
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.method import options_of
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.protocol.words import RoundFinished
+from decoupled_diloco.protocol.messages import RoundFinished
 from decoupled_diloco.tape import pack_tapes
 from decoupled_diloco.workloads import workload_of
 from decoupled_diloco_lab.simulate.crowd import Crowd

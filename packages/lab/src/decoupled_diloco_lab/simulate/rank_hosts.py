@@ -17,12 +17,12 @@ from decoupled_diloco.launch.rank_processes import GRACE_SECONDS
 from decoupled_diloco.launch.roles import Cut, learn
 from decoupled_diloco.launch.termination import Termination
 from decoupled_diloco.learner.checkpointer import all_stateful
-from decoupled_diloco.learner.options import ParticipantOptions
+from decoupled_diloco.learner.option_groups import ParticipantOptions
 from decoupled_diloco.merge import body_digest, codec, gather
 from decoupled_diloco.participants import Learner
-from decoupled_diloco.ranks.seat import RankSeat, seated
+from decoupled_diloco.ranks.rank_process import RankSeat, seated
 from decoupled_diloco.workloads import Workload
-from decoupled_diloco.workloads.divided import DataShare
+from decoupled_diloco.workloads.rank_split import DataShare
 from decoupled_diloco_lab.simulate.drift import Stage, Vectors
 from decoupled_diloco_lab.simulate.hosts import (
     Host,

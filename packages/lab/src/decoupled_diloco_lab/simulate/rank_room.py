@@ -19,17 +19,17 @@ import torch
 from torch import Tensor, nn
 
 from decoupled_diloco.errors import StorageError, TransportError
-from decoupled_diloco.ranks.surroundings import RankState, RankSurroundings
+from decoupled_diloco.ranks.rank_context import RankState, RankSurroundings
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.storage.states import pack, unpack
-from decoupled_diloco.transport.base import OnChannel, Server
+from decoupled_diloco.transport.interface import OnChannel, Server
 from decoupled_diloco.transport.limits import Limits
 from decoupled_diloco.transport.tls import TLSConfig
 from decoupled_diloco.transport.tokens import Tokens
 from decoupled_diloco_lab.simulate.choices import Choices
-from decoupled_diloco_lab.simulate.network import Network
-from decoupled_diloco_lab.simulate.runtime import WORK_SECONDS, VirtualProcess
-from decoupled_diloco_lab.simulate.transport import Place, VirtualClient, VirtualServer
+from decoupled_diloco_lab.simulate.virtual_network import Network
+from decoupled_diloco_lab.simulate.virtual_runtime import WORK_SECONDS, VirtualProcess
+from decoupled_diloco_lab.simulate.virtual_transport import Place, VirtualClient, VirtualServer
 
 LATE_FACTOR = 5000.0
 """Largest factor by which a late collective takes longer."""

@@ -14,12 +14,12 @@ from decoupled_diloco.tape import TapeWriter
 from decoupled_diloco.tape.records import versions_of_bits
 from decoupled_diloco.transport.limits import Limits
 from decoupled_diloco.workloads import Workload
-from decoupled_diloco_lab.simulate.disk import Loss
-from decoupled_diloco_lab.simulate.network import Link
-from decoupled_diloco_lab.simulate.runtime import WORK_SECONDS, VirtualProcess
 from decoupled_diloco_lab.simulate.spec import LearnerSpec
 from decoupled_diloco_lab.simulate.stage import Recorder, Stage
-from decoupled_diloco_lab.simulate.transport import Directory
+from decoupled_diloco_lab.simulate.virtual_disk import Loss
+from decoupled_diloco_lab.simulate.virtual_network import Link
+from decoupled_diloco_lab.simulate.virtual_runtime import WORK_SECONDS, VirtualProcess
+from decoupled_diloco_lab.simulate.virtual_transport import Directory
 
 PORT = 7070
 

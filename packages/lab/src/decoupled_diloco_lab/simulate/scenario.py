@@ -21,15 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from decoupled_diloco.config import RunConfig, dump_config, suggestion
-from decoupled_diloco.config.files import (
+from decoupled_diloco.config.plugins import load_plugins
+from decoupled_diloco.config.settings import shown
+from decoupled_diloco.config.toml_files import (
     RECIPES,
     dump_tables,
     override_key,
     read_run_tables,
     read_tables,
 )
-from decoupled_diloco.config.plugins import load_plugins
-from decoupled_diloco.config.settings import shown
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco_lab.simulate.choices import Choices
 from decoupled_diloco_lab.simulate.scenario_file import (

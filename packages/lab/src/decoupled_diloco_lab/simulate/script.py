@@ -15,13 +15,13 @@ from itertools import product
 from typing import Any
 
 from decoupled_diloco.launch.supervisor import TERMINATE_SECONDS
-from decoupled_diloco.protocol.words import ClockAdvanced, Progress, Send
+from decoupled_diloco.protocol.messages import ClockAdvanced, Progress, Send
 from decoupled_diloco.tape.samples import FaultEnded, FaultInjected
 from decoupled_diloco_lab.simulate.choices import Choices
 from decoupled_diloco_lab.simulate.crowd import Crowd
-from decoupled_diloco_lab.simulate.network import Link
 from decoupled_diloco_lab.simulate.scenario import COORDINATOR, Happening, Recurrence, Scenario
 from decoupled_diloco_lab.simulate.system import System
+from decoupled_diloco_lab.simulate.virtual_network import Link
 
 LASTING = ("cut", "pause", "slow", "throttle", "delay", "loss", "corrupt", "disk-full")
 """Kinds that last until they are undone. The end of any other kind shows as a process start."""

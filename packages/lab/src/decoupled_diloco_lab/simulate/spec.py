@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from decoupled_diloco.protocol.words import Role
+from decoupled_diloco.protocol.messages import Role
 
 
 @dataclass(frozen=True, slots=True)

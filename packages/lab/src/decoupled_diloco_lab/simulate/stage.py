@@ -7,7 +7,7 @@ from typing import Any
 
 from decoupled_diloco_lab.simulate.choices import Choices
 from decoupled_diloco_lab.simulate.clockwork import Clockwork
-from decoupled_diloco_lab.simulate.network import Endpoint, Network
+from decoupled_diloco_lab.simulate.virtual_network import Endpoint, Network
 
 Recorder = Callable[[str, float, Any, Sequence[Any]], None]
 """Called as ``recorder(name, now, event, effects)`` for every event that a machine has handled."""

@@ -19,14 +19,13 @@ from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.method import options_of
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.processes import reopen_claims
-from decoupled_diloco.launch.resume import LEARNERS
+from decoupled_diloco.launch.resume_run import LEARNERS
 from decoupled_diloco.launch.supervisor import Supervisor
 from decoupled_diloco.runtime import CURRENT
 from decoupled_diloco.syncer.durable import DURABLE
 from decoupled_diloco.tape.reader import open_files_allowed
 from decoupled_diloco.transport.limits import Limits
 from decoupled_diloco.workloads import Workload
-from decoupled_diloco_lab.simulate.disk import Loss
 from decoupled_diloco_lab.simulate.drift import Drift
 from decoupled_diloco_lab.simulate.host_tape import HostTape
 from decoupled_diloco_lab.simulate.hosts import (
@@ -38,8 +37,9 @@ from decoupled_diloco_lab.simulate.hosts import (
 )
 from decoupled_diloco_lab.simulate.rank_hosts import RankedHost
 from decoupled_diloco_lab.simulate.run_stage import RunStage
-from decoupled_diloco_lab.simulate.runtime import VirtualProcess, VirtualRuntime
 from decoupled_diloco_lab.simulate.spec import LearnerSpec
+from decoupled_diloco_lab.simulate.virtual_disk import Loss
+from decoupled_diloco_lab.simulate.virtual_runtime import VirtualProcess, VirtualRuntime
 
 LAUNCHER = "launcher"
 

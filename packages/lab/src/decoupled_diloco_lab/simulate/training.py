@@ -24,9 +24,9 @@ from decoupled_diloco.launch.on_device import placed
 from decoupled_diloco.merge import layout_of, tensors_of
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.workloads import Workload, workload_of
-from decoupled_diloco.workloads.base import Placed
 from decoupled_diloco.workloads.gpt import GptWorkload
 from decoupled_diloco.workloads.paced import PacedOptions
+from decoupled_diloco.workloads.workload import Placed
 from decoupled_diloco_lab.simulate.hosts import ParticipantHost
 from decoupled_diloco_lab.simulate.spec import LearnerSpec
 from decoupled_diloco_lab.simulate.stage import Recorder

@@ -23,13 +23,13 @@ from decoupled_diloco.config.method import options_of, plan_of, read_settings
 from decoupled_diloco.errors import MergeError, ProtocolError, StorageError
 from decoupled_diloco.merge import body_digest, values_digest
 from decoupled_diloco.merge.plan import values_of
-from decoupled_diloco.protocol import words
-from decoupled_diloco.protocol.words import Asking, Done, Failed, Made, Version, WeightsLoaded
-from decoupled_diloco.storage.weights import load_weights
+from decoupled_diloco.protocol import messages
+from decoupled_diloco.protocol.messages import Asking, Done, Failed, Made, Version, WeightsLoaded
+from decoupled_diloco.storage.weight_files import load_weights
 from decoupled_diloco.syncer.durable import as_tensors
-from decoupled_diloco.syncer.fragments import FragmentTensors, OuterStep, ShardTensors
-from decoupled_diloco.syncer.payloads import PAYLOADS, read_body, read_layout, read_recovered
+from decoupled_diloco.syncer.payload_archive import PAYLOADS, read_body, read_layout, read_recovered
 from decoupled_diloco.syncer.result import share_file
+from decoupled_diloco.syncer.shard_tensors import FragmentTensors, OuterStep, ShardTensors
 from decoupled_diloco.tape import TapeReader
 from decoupled_diloco.tape.records import Record
 from decoupled_diloco.tape.replay import by_process
@@ -137,37 +137,37 @@ class _Shard:
         plan = plan_of(self._layout, config)
         owned = options_of(config).owned(self._shard)
         self._tensors = ShardTensors(plan, owned)
-        self._bodies: dict[tuple[str, int, Asking], words.Expect] = {}
-        self._copies: dict[tuple[str, int, int], words.ExpectCopy] = {}
+        self._bodies: dict[tuple[str, int, Asking], messages.Expect] = {}
+        self._copies: dict[tuple[str, int, int], messages.ExpectCopy] = {}
         self._announced: dict[Asking, str] = {}
-        self._merging: dict[int, tuple[words.Merge, OuterStep]] = {}
+        self._merging: dict[int, tuple[messages.Merge, OuterStep]] = {}
         self._lost_bodies: set[Asking] = set()
         self._lost: set[int] = set()
         self._unknown: set[int] = set()
-        self._recovered: tuple[words.DurableCopy, ...] = ()
+        self._recovered: tuple[messages.DurableCopy, ...] = ()
 
     def _event(self, event: Any) -> None:
         match event:
-            case words.Received(_, words.Upload() as message):
+            case messages.Received(_, messages.Upload() as message):
                 self._announced[message.ask] = message.digest
-            case words.BodyArrived():
+            case messages.BodyArrived():
                 self._arrived(event)
-            case words.CopyArrived(learner, fragment, attempt, text):
+            case messages.CopyArrived(learner, fragment, attempt, text):
                 self._copied(fragment, self._copies[learner, fragment, attempt].path, text)
-            case Done(words.LoadWeights(), WeightsLoaded(digests)):
+            case Done(messages.LoadWeights(), WeightsLoaded(digests)):
                 for fragment, text in digests:
                     self._copied(fragment, f"file/{fragment}", text)
-            case words.DiskRead(copies):
+            case messages.DiskRead(copies):
                 self._recovered = copies
-            case words.Received(_, words.ShardAdmitted() as admitted):
+            case messages.Received(_, messages.ShardAdmitted() as admitted):
                 self._recover(admitted.term)
-            case Done(words.Merge(number, fragment), Made(text)):
+            case Done(messages.Merge(number, fragment), Made(text)):
                 self._merged(number, fragment, text)
-            case Failed(words.Merge(number, fragment)):
+            case Failed(messages.Merge(number, fragment)):
                 self._merging.pop(number, None)
                 self._lost.discard(fragment)
 
-    def _arrived(self, event: words.BodyArrived) -> None:
+    def _arrived(self, event: messages.BodyArrived) -> None:
         expected = self._bodies[event.learner, event.fragment, event.ask]
         path, codec = expected.path, expected.codec
         body = read_body(self._folder, path)
@@ -183,7 +183,7 @@ class _Shard:
         except (ProtocolError, MergeError) as error:
             self._lose(event, f"{path}: {error}")
 
-    def _lose(self, event: words.BodyArrived, problem: str) -> None:
+    def _lose(self, event: messages.BodyArrived, problem: str) -> None:
         if not self._lost_bodies:
             self.result.notes.append(
                 f"contribution {event.ask} to fragment {event.fragment} and all versions that "
@@ -236,28 +236,28 @@ class _Shard:
     def _order(self, order: Any) -> None:
         tensors = self._tensors
         match order:
-            case words.Expect():
+            case messages.Expect():
                 self._bodies[order.learner, order.fragment, order.ask] = order
-            case words.ExpectCopy():
+            case messages.ExpectCopy():
                 self._copies[order.learner, order.fragment, order.attempt] = order
-            case words.Fold(fragment, _, ask, steps, tokens, _, scale, discount):
+            case messages.Fold(fragment, _, ask, steps, tokens, _, scale, discount):
                 if ask in self._lost_bodies:
                     self._lost.add(fragment)
                 else:
                     tensors.fold(fragment, ask, steps, tokens, scale, discount)
-            case words.Drop(ask=ask):
+            case messages.Drop(ask=ask):
                 tensors.drop(ask)
-            case words.Merge():
+            case messages.Merge():
                 self._merge(order)
-            case words.Install(fragment, version, digest=digest):
+            case messages.Install(fragment, version, digest=digest):
                 tensors.install_received(fragment, digest)
                 self._remember(fragment, version)
-            case words.Broadcast(words.Published() as message) | words.Send(
-                _, words.Published() as message
+            case messages.Broadcast(messages.Published() as message) | messages.Send(
+                _, messages.Published() as message
             ):
                 self._published(message)
 
-    def _merge(self, order: words.Merge) -> None:
+    def _merge(self, order: messages.Merge) -> None:
         if order.fragment in self._lost and order.fragment not in self._unknown:
             self._forget(order.fragment, f"its round {order.round} has a missing contribution")
         self._lost.discard(order.fragment)
@@ -291,7 +291,7 @@ class _Shard:
             while len(states) > STATES_KEPT:
                 del states[next(iter(states))]
 
-    def _published(self, message: words.Published) -> None:
+    def _published(self, message: messages.Published) -> None:
         place = (message.fragment, message.version)
         if place in self._seen:
             return

@@ -15,7 +15,7 @@ from decoupled_diloco.config.settings import suggestion
 from decoupled_diloco.config.sync import bits_of
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.merge import codec_names
-from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.protocol.machine_options import Options
 from decoupled_diloco_plan.bandwidth import measured
 from decoupled_diloco_plan.bandwidth.network import Network
 from decoupled_diloco_plan.checks import above, at_least

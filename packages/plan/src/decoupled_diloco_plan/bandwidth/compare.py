@@ -15,8 +15,13 @@ from functools import cache
 from decoupled_diloco_plan.bandwidth import measured
 from decoupled_diloco_plan.bandwidth.case import Case, demand
 from decoupled_diloco_plan.bandwidth.network import slowest
-from decoupled_diloco_plan.bandwidth.published import SYSTEMS, Schedule, schedule_of, utilization
-from decoupled_diloco_plan.bandwidth.rounds import simulate
+from decoupled_diloco_plan.bandwidth.published_tables import (
+    SYSTEMS,
+    Schedule,
+    schedule_of,
+    utilization,
+)
+from decoupled_diloco_plan.bandwidth.round_periods import simulate
 
 GRADIENT_BITS = 16
 """Bits per element of the other methods' reductions: bf16, as in the published tables."""

@@ -12,8 +12,8 @@ from statistics import median
 from typing import Any
 
 from decoupled_diloco.config import RunConfig, load_config
-from decoupled_diloco.config.files import RECIPES
 from decoupled_diloco.config.method import options_of
+from decoupled_diloco.config.toml_files import RECIPES
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.tape import TapeReader, tapes_in
 from decoupled_diloco.units import format_count, format_duration
@@ -32,7 +32,7 @@ from decoupled_diloco_plan.bandwidth.network import (
     parse_link,
     parse_site,
 )
-from decoupled_diloco_plan.bandwidth.options import PlanOptions
+from decoupled_diloco_plan.bandwidth.plan_options import PlanOptions
 from decoupled_diloco_plan.bandwidth.predict import Prices
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from decoupled_diloco.protocol.clock import Grace, MovingAverage, Timing
 from decoupled_diloco_plan.bandwidth import measured
 from decoupled_diloco_plan.bandwidth.case import Case
-from decoupled_diloco_plan.bandwidth.rounds import simulate
-from decoupled_diloco_plan.bandwidth.steady import Rounds
+from decoupled_diloco_plan.bandwidth.round_periods import simulate
+from decoupled_diloco_plan.bandwidth.steady_state import Rounds
 from decoupled_diloco_plan.checks import above, at_least
 
 

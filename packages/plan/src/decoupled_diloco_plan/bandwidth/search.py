@@ -19,13 +19,13 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.protocol.options import Options
+from decoupled_diloco.protocol.machine_options import Options
 from decoupled_diloco_plan.bandwidth import measured
 from decoupled_diloco_plan.bandwidth.case import Case, Format, Model, demands, wire_format
 from decoupled_diloco_plan.bandwidth.network import HUB, SPREAD, Network
-from decoupled_diloco_plan.bandwidth.options import PlanOptions
+from decoupled_diloco_plan.bandwidth.plan_options import PlanOptions
 from decoupled_diloco_plan.bandwidth.predict import Prediction, Prices, predict
-from decoupled_diloco_plan.bandwidth.steady import Rounds
+from decoupled_diloco_plan.bandwidth.steady_state import Rounds
 
 PERIODS = (24, 36, 48, 72, 96, 144, 192, 288, 384, 576, 768)
 """Values of H: from the paper's up to values without published results. A shorter one costs

@@ -47,7 +47,7 @@ from decoupled_diloco.protocol.clock import Timing
 from decoupled_diloco_plan.bandwidth import measured
 from decoupled_diloco_plan.bandwidth.case import Case
 from decoupled_diloco_plan.bandwidth.flows import Flow, Flows
-from decoupled_diloco_plan.bandwidth.steady import Rounds, Traffic
+from decoupled_diloco_plan.bandwidth.steady_state import Rounds, Traffic
 
 ROUNDS_WARM = 48
 ROUNDS_MEASURED = 96

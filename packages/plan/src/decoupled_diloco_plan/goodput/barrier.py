@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from decoupled_diloco.protocol.clock import reached_at, window_over
-from decoupled_diloco_plan.goodput.accounts import Account, stepping, working
-from decoupled_diloco_plan.goodput.life import Integers
-from decoupled_diloco_plan.goodput.settings import Cluster, microseconds
+from decoupled_diloco_plan.goodput.chip_learner import Integers
+from decoupled_diloco_plan.goodput.chip_time import Account, stepping, working
+from decoupled_diloco_plan.goodput.cluster_settings import Cluster, microseconds
 
 JITTER_BLOCK = 1024
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from decoupled_diloco_plan.goodput.settings import Cluster, Constants, System
+from decoupled_diloco_plan.goodput.cluster_settings import Cluster, Constants, System
 from decoupled_diloco_plan.goodput.systems import simulate
 
 

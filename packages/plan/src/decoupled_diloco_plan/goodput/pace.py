@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from decoupled_diloco.protocol.clock import Timing, reached_at, window_over
-from decoupled_diloco_plan.goodput.settings import Cluster
+from decoupled_diloco_plan.goodput.cluster_settings import Cluster
 
 TICKS = 2000
 MARGIN = 0.8

@@ -16,8 +16,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from decoupled_diloco.units import format_count
-from decoupled_diloco_plan.goodput.accounts import runs_of, working
-from decoupled_diloco_plan.goodput.life import (
+from decoupled_diloco_plan.goodput.chip_learner import (
     DOWNSCALE,
     LOST,
     RESTART,
@@ -26,7 +25,8 @@ from decoupled_diloco_plan.goodput.life import (
     UPSCALE,
     Integers,
 )
-from decoupled_diloco_plan.goodput.settings import SECOND, Cluster
+from decoupled_diloco_plan.goodput.chip_time import runs_of, working
+from decoupled_diloco_plan.goodput.cluster_settings import SECOND, Cluster
 from decoupled_diloco_plan.goodput.study import Row
 from decoupled_diloco_plan.goodput.systems import simulate
 from decoupled_diloco_plan.output import save_picture

@@ -10,10 +10,10 @@ from typing import Any
 
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco_plan.checks import at_least
-from decoupled_diloco_plan.goodput.accounts import CAUSES, Account
 from decoupled_diloco_plan.goodput.calibrate import published
+from decoupled_diloco_plan.goodput.chip_time import CAUSES, Account
+from decoupled_diloco_plan.goodput.cluster_settings import ALONE, SECOND, Cluster, Scavenged, System
 from decoupled_diloco_plan.goodput.pace import Pace, pace_of
-from decoupled_diloco_plan.goodput.settings import ALONE, SECOND, Cluster, Scavenged, System
 from decoupled_diloco_plan.goodput.systems import simulate
 
 DAY_SECONDS = 86400.0

@@ -22,9 +22,8 @@ from fractions import Fraction
 import numpy as np
 
 from decoupled_diloco.protocol.clock import stands
-from decoupled_diloco_plan.goodput.accounts import Account, Feed, enter, overlap, runs_of, stepping
 from decoupled_diloco_plan.goodput.barrier import Barrier
-from decoupled_diloco_plan.goodput.life import (
+from decoupled_diloco_plan.goodput.chip_learner import (
     RUN,
     UPSCALE,
     Habits,
@@ -35,8 +34,9 @@ from decoupled_diloco_plan.goodput.life import (
     Visits,
     failures,
 )
+from decoupled_diloco_plan.goodput.chip_time import Account, Feed, enter, overlap, runs_of, stepping
+from decoupled_diloco_plan.goodput.cluster_settings import Cluster, microseconds
 from decoupled_diloco_plan.goodput.pace import pace_of
-from decoupled_diloco_plan.goodput.settings import Cluster, microseconds
 
 WARM_UP_REPAIRS = 6
 """Warm-up in mean repair times: at first all slices are present."""

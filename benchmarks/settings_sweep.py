@@ -1,0 +1,266 @@
+"""Loss by settings of the method: H, τ, P, M, outer optimizers, other models, long runs.
+
+Each group is a folder, and a table of all measurements so far. Runs are in virtual time at equal
+tokens, each with a data-parallel or default counterpart on the same batches. Every run is one line
+of a file, and recorded runs are not repeated.
+
+    python benchmarks/settings_sweep.py rounds --seeds 1
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from evidence import keep, parser
+from quality import STREAMING_OUTER, SYNCHRONOUS
+from speeds import EQUAL, UNEQUAL
+from virtual import RATES, SEQUENCES, SIZE, Cell, Row, gap_percent, mean_of, measured
+
+
+def _wire(up: str, down: str = "", period: int = 24) -> dict[str, Any]:
+    return {"codec": {"uplink": up, "downlink": down or up}, "sync_every": period}
+
+
+def _longer() -> dict[str, Cell]:
+    cells: dict[str, Cell] = {}
+    for inner in RATES:
+        dp = f"{inner}: data-parallel"
+        cell = Cell(dp, steps=1800, inner=inner)
+        cells[dp] = replace(cell, against="", plain=True)
+        wires = {
+            "bf16": _wire("bf16"),
+            "int4": _wire("int4"),
+            "int2 up, int4 down": _wire("int2", "int4"),
+            "int2": _wire("int2"),
+            "int2, H = 48": _wire("int2", period=48),
+            "top-k up, int4 down": _wire("topk", "int4"),
+            "top-k": _wire("topk"),
+            "int2, H = 144": _wire("int2", period=144),
+        }
+        for name, sync in wires.items():
+            cells[f"{inner}: {name}"] = replace(cell, sync=sync)
+        sparse = _wire("topk", "int4")
+        sparse["codec"]["feedback_decay"] = 0.95
+        name = f"{inner}: top-k up, int4 down, 1 / 0, β = 0.95"  # as SparseLoCo
+        alone = {"lr": 1.0, "momentum": 0.0}
+        cells[name] = replace(cell, sync=sparse, outer=alone)
+        cells[f"{inner}: mean"] = replace(cell, sync={"merge": {"rule": "mean"}})
+        cells[f"{inner}: 1 / 0"] = replace(cell, outer=alone)
+        cells[f"{inner}: mean, 1 / 0"] = replace(
+            cell, sync={"merge": {"rule": "mean"}}, outer=alone
+        )
+        less = {"lr": 0.7, "momentum": 0.0}
+        cells[f"{inner}: 0.7 / 0"] = replace(cell, outer=less)
+        cells[f"{inner}: mean, 0.7 / 0"] = replace(
+            cell, sync={"merge": {"rule": "mean"}}, outer=less
+        )
+        for name in ("int4", "int2", "int2, H = 48", "int2, H = 144"):
+            cells[f"{inner}: mean, {name}"] = replace(
+                cell, sync={**wires[name], "merge": {"rule": "mean"}}
+            )
+        rising = replace(cell, outer=less, until={"momentum": 0.9})
+        cells[f"{inner}: momentum from 0 to 0.9"] = rising
+        for factor in (0.7, 1.4):
+            name = f"{inner}: {factor:g} times the inner rate"
+            cells[name] = replace(cell, rate=factor * RATES[inner])
+        for learners in (1, 8):
+            dp = f"{inner}: M = {learners}, data-parallel"
+            here = replace(cell, learners=learners, against=dp)
+            cells[dp] = replace(here, against="", plain=True)
+            cells[f"{inner}: M = {learners}"] = here
+    return cells
+
+
+def _learners() -> dict[str, Cell]:
+    cells: dict[str, Cell] = {}
+    for inner in RATES:
+        for learners in (1, 2, 4, 8, 16):
+            for batch, which in ((0, "32 in total"), (8, "8 each")):
+                if batch * learners == SEQUENCES:
+                    continue
+                name = f"{inner}: M = {learners}, batch {which}"
+                dp = f"{name}, data-parallel"
+                steps = 600 * SEQUENCES // (learners * (batch or SEQUENCES // learners))
+                cell = Cell(dp, learners=learners, batch=batch, steps=steps, inner=inner)
+                cells[dp] = replace(cell, against="", plain=True)
+                cells[name] = cell
+                if inner == "muon" and not batch:
+                    cells[f"{name}, mean"] = replace(cell, sync={"merge": {"rule": "mean"}})
+    return cells
+
+
+def _schedule() -> dict[str, Cell]:
+    default = "H = 24, τ = 2, P = 24"
+    cells = {default: Cell()}
+    for period in (8, 48, 96, 200):
+        cells[f"H = {period}"] = Cell(default, sync={"sync_every": period})
+    often = {"sync_every": 8}
+    cells["H = 8, carry"] = Cell(default, sync={**often, "apply": {"alignment": "carry"}})
+    mean = {**often, "merge": {"rule": "mean"}}
+    cells["H = 8, mean"] = Cell(default, sync=mean)
+    mean["apply"] = {"alignment": "carry"}
+    cells["H = 8, mean, carry, 1 / 0"] = Cell(
+        default, sync=mean, outer={"lr": 1.0, "momentum": 0.0}
+    )
+    for overlap in (2, 6, 12, 23):  # links take no time here, so merges that have arrived must wait
+        late: dict[str, Any] = {"overlap_steps": overlap, "apply": {"when": "at_overlap"}}
+        cells[f"applied {overlap} steps later"] = Cell(default, sync=late)
+        carried = {**late, "apply": {**late["apply"], "alignment": "carry"}}
+        cells[f"applied {overlap} steps later, carry"] = Cell(default, sync=carried)
+    for fragments in (1, 4):
+        cells[f"P = {fragments}"] = Cell(default, sync={"fragments": fragments})
+    return cells
+
+
+OUTERS = (
+    *((0.7, 0.5), (0.4, 0.5), (1.0, 0.5)),
+    *((1.0, 0.0), (0.7, 0.0)),
+    *((0.5, 0.7), (0.15, 0.9), (0.4, 0.9), (0.7, 0.9)),
+)
+SCHEDULES = (("momentum", 0.0, 0.9), ("momentum", 0.9, 0.0), ("lr", 1.0, 0.4), ("lr", 0.4, 1.0))
+
+
+def _rounds() -> dict[str, Cell]:
+    cells: dict[str, Cell] = {}
+    for steps, period in ((600, 24), (600, 8), (1800, 8)):
+        rounds = f"{steps // period} rounds of H = {period}"
+        default = f"{rounds}: 0.7 / 0.5"
+        for lr, momentum in OUTERS:
+            name = f"{rounds}: {lr:g} / {momentum:g}"
+            outer, sync = {"lr": lr, "momentum": momentum}, {"sync_every": period}
+            against = default if name != default else ""
+            cells[name] = Cell(against, steps=steps, sync=sync, outer=outer)
+        for of, start, end in SCHEDULES:
+            settings = {"lr": 0.7, "momentum": 0.5, of: start}
+            name = f"{rounds}: {of} from {start:g} to {end:g}"
+            cells[name] = Cell(default, steps=steps, sync=sync, outer=settings, until={of: end})
+    return cells
+
+
+ALL_AT_ONCE: dict[str, Any] = {
+    "fragments": 1,
+    "overlap_steps": 0,
+    "quorum": 2,
+    "grace_margin": 0.0,
+    "wait": "at_overlap",
+    "merge": {"weighting": "uniform"},
+}
+"""As in torchft's DiLoCo: two learners wait for each other and average the whole model."""
+
+
+def _merges() -> dict[str, Cell]:
+    cells: dict[str, Cell] = {}
+    for momentum in (0.5, 0.9):
+        default = f"0.7 / {momentum:g}: mean, all at once"
+        outer = {"lr": 0.7, "momentum": momentum}
+        cell = Cell(default, learners=2, steps=240, outer=outer)
+        mean = {"merge": {"rule": "mean"}}
+        all_at_once = {**ALL_AT_ONCE, "merge": {**ALL_AT_ONCE["merge"], "rule": "mean"}}
+        cells[default] = replace(cell, against="", sync=all_at_once)
+        cells[f"0.7 / {momentum:g}: RDA, all at once"] = replace(cell, sync=ALL_AT_ONCE)
+        cells[f"0.7 / {momentum:g}: mean, in 24 parts"] = replace(cell, sync=mean)
+        cells[f"0.7 / {momentum:g}: RDA, in 24 parts"] = cell
+    return cells
+
+
+def _models() -> dict[str, Cell]:
+    cells: dict[str, Cell] = {}
+    kinds = {
+        "mixture of experts": Cell(workload="moe", options={"expert_hidden": 128}),
+        "vision": Cell(workload="vit", steps=360, rate=4e-3, sync={"fragments": 12}),
+    }
+    for kind, cell in kinds.items():
+        for learners in (4, 8):
+            name = f"{kind}, M = {learners}"
+            dp = f"{name}: data-parallel"
+            here = replace(cell, against=dp, learners=learners)
+            streaming = {**cell.sync, **SYNCHRONOUS, "quorum": learners}
+            cells[dp] = replace(here, against="", plain=True)
+            cells[f"{name}: decoupled"] = here
+            cells[f"{name}: Streaming DiLoCo"] = replace(
+                here, sync=streaming, outer=STREAMING_OUTER
+            )
+    return cells
+
+
+def _variants() -> dict[str, Cell]:
+    alone = {
+        "participation": "async",
+        "grace_margin": 0.0,
+        "apply": {"missed": "rebase", "alignment": "carry"},
+        "late": {"max_versions": 128},
+    }
+    delayed = {"optimizer": "delayed-nesterov", "options": {"every": 4}}
+    kinds: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "the default": ({}, {}),
+        "delayed Nesterov, every = 4": ({}, delayed),
+        "own rounds, Nesterov": (alone, {}),
+        "own rounds, delayed Nesterov": (alone, delayed),
+        "own rounds, Nesterov, a quarter of the rate": (alone, {"lr": 0.175}),
+        "own rounds, no momentum, rate 1/4": (alone, {"lr": 0.25, "momentum": 0.0}),
+    }
+    cells: dict[str, Cell] = {}
+    for speed, speeds in {"1, 1, 2, 4": UNEQUAL, "equal": EQUAL}.items():
+        default = f"{speed}: {next(iter(kinds))}"
+        for kind, (sync, outer) in kinds.items():
+            name = f"{speed}: {kind}"
+            cell = Cell(steps=1536, batch=8, speeds=speeds, sync=sync, outer=outer)
+            cells[name] = replace(cell, against=default if name != default else "")
+    return cells
+
+
+GROUPS = {
+    "variants": _variants,
+    "longer": _longer,
+    "learners": _learners,
+    "schedule": _schedule,
+    "rounds": _rounds,
+    "merges": _merges,
+    "models": _models,
+}
+"""Cells of each results folder."""
+
+
+def main() -> None:
+    options = parser(seeds=[1, 2, 3], kept=Path("settings.jsonl"), cells=".")
+    options.add_argument("group", choices=GROUPS)
+    arguments = options.parse_args()
+    torch.set_num_threads(1)
+    cells = GROUPS[arguments.group]()
+    names = [name for name in cells if re.search(arguments.cells, name)]
+    measured(arguments.kept, names, arguments.seeds, lambda name, seed: cells[name].measure(seed))
+    # Summarize all runs of each cell; important cells have more seeds than others.
+    lines = map(json.loads, arguments.kept.read_text().splitlines())
+    rows: dict[str, list[Row]] = {name: [] for name in cells}
+    for row in sorted(lines, key=lambda row: row["seed"]):
+        if row["cell"] in rows:
+            rows[row["cell"]].append(row)
+    rows = {name: each for name, each in rows.items() if each}
+    keep(
+        arguments.group,
+        config={"sequences": SEQUENCES, **SIZE},
+        raw=[row for each in rows.values() for row in each],
+        result={name: summary(cells[name], name, rows) for name in rows},
+    )
+
+
+def summary(cell: Cell, name: str, rows: dict[str, list[Row]]) -> Row:
+    """Return the mean loss, and the gap to the cell in `against`, paired by seeds."""
+    own = rows[name]
+    found: Row = {"less": cell.less, "loss": mean_of(own, "loss"), "seeds": len(own)}
+    if "accuracy" in own[0]:
+        found["accuracy"] = mean_of(own, "accuracy")
+    others = {row["seed"]: row for row in rows.get(cell.against, [])}
+    pairs = [(row, others[row["seed"]]) for row in own if row["seed"] in others]
+    if pairs and cell.against != name:
+        found["gap_percent"] = gap_percent(*map(list, zip(*pairs, strict=True)))
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""The configuration that the state machines need: plain numbers and choices, no I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from math import ceil
+from typing import Literal
+
+from decoupled_diloco.protocol.adapt import AdaptLimits, Ladder
+from decoupled_diloco.protocol.messages import Alignment, Revision
+
+Participants = Literal["reported", "all", "own"]
+Missed = Literal["overwrite", "rebase"]
+ApplyAt = Literal["on_arrival", "at_tau"]
+Wait = Literal["never", "at_overlap"]
+Oversized = Literal["refuse", "clip"]
+Late = Literal["next", "drop"]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The settings of the method, one field per symbol (see ``docs/notation.md``).
+
+    Attributes:
+        fragments: P, disjoint parts of the parameters, synchronized one at a time.
+        period: H, steps between two syncs of the same fragment.
+        overlap: τ, steps between sending a fragment and applying the merged one.
+        quorum: K, learners that must take part before a round may merge.
+        shards: S, syncer processes; fragment p belongs to shard p mod S.
+        grace_margin: γ in [0, 1), the share of the slack of the overlap that a round may use to
+            wait for stragglers. 0: it does not wait.
+        phases: t_p of each fragment, 0 to H - 1: it is due when the step mod H equals it. Empty:
+            ⌊p·H/P⌋, evenly spread.
+        participants: Which learners qualify for a round: ``"reported"`` (paper) or ``"all"``. With
+            ``"own"``, each learner opens its own rounds, which merge its payloads on arrival.
+        alignment: How a contributor applies the merged fragment.
+        missed: How a live learner that did not take part applies it. With ``"overwrite"``, a
+            learner whose link was down for more steps than may count drops what it trained alone.
+        apply: As soon as it has arrived, or exactly τ steps after the snapshot.
+        wait: ``"at_overlap"`` blocks the step until the merged fragment has arrived (synchronous
+            baselines only).
+        late: What happens to an upload that was in progress when its round merged: it is folded
+            into the fragment's ``"next"`` round, or ``"drop"``.
+        late_rounds_max: A contribution that is late by more versions is refused.
+        late_discount: The weight of a late contribution is multiplied by this once per version.
+        counter_cap_periods: Counters are capped at this many H, so that one long-absent learner
+            cannot dominate a merge.
+        norm_gate: k of the norm gate; 0: no gate.
+        oversized: What happens to a contribution above its limit: ``"refuse"`` or ``"clip"``.
+        uplink_codec: Name of the wire format of contributions.
+        ladder: Codecs and their bits per element, the most exact first. Each learner's codec is
+            chosen from it by its link (rule 20). Empty: always uplink_codec.
+        chain: Number of differences that a learner fetches one after the other instead of a whole
+            copy. Together they have fewer bits.
+        adapt: The limits within which H and τ follow the links (rule 20); ``None``: they are fixed.
+        error_feedback: Add what a codec leaves out to the next contribution (rule 19).
+        max_steps: The run ends when the slowest shard's clock reaches it; ``None``: no limit.
+        max_tokens: The run ends when this many tokens were trained; ``None``: no limit.
+        checkpoint_every_seconds: Interval of the run's checkpoints; 0: only on demand.
+    """
+
+    fragments: int = 24
+    period: int = 24
+    overlap: int = 2
+    quorum: int = 1
+    shards: int = 1
+    grace_margin: float = 0.8
+    phases: tuple[int, ...] = ()
+    participants: Participants = "reported"
+    alignment: Alignment = "overwrite"
+    missed: Missed = "overwrite"
+    apply: ApplyAt = "on_arrival"
+    wait: Wait = "never"
+    late: Late = "next"
+    late_rounds_max: int = 32
+    late_discount: float = 1.0
+    counter_cap_periods: int = 4
+    norm_gate: float = 0.0
+    oversized: Oversized = "clip"
+    uplink_codec: str = "bf16"
+    error_feedback: bool = False
+    ladder: Ladder = ()
+    chain: int = 1
+    adapt: AdaptLimits | None = None
+    max_steps: int | None = None
+    max_tokens: int | None = None
+    checkpoint_every_seconds: float = 0.0
+
+    def owned(self, shard: int) -> tuple[int, ...]:
+        """Return the fragments of one shard."""
+        return tuple(p for p in range(self.fragments) if p % self.shards == shard)
+
+    def owner(self, fragment: int) -> int:
+        """Return the shard of one fragment."""
+        return fragment % self.shards
+
+    @property
+    def mergeable_versions(self) -> int:
+        """How many versions a contribution's base may be behind the newest one and still be merged.
+
+        It includes the version that is about to become the newest.
+        """
+        return 1 + (self.late_rounds_max if self.late == "next" else 0)
+
+    @property
+    def open_rounds_max(self) -> int:
+        """The most fragments that are due within τ steps, ⌈τ·P/H⌉ if evenly spread; at least 1.
+
+        It is a shard's number of slots for rounds (rule 2), and the most contributions that a
+        learner may have in progress at each shard (rule 4).
+        """
+        if not self.phases:
+            return max(1, ceil(self.overlap * self.fragments / self.period))
+        counts = [len(due) for due in self.due_by_phase] * 2
+        windows = (sum(counts[t : t + self.overlap]) for t in range(self.period))
+        return max(1, *windows)
+
+    @property
+    def steps_counted(self) -> int:
+        """The most steps of one contribution that count (rule 6)."""
+        return self.counter_cap_periods * self.period
+
+    def revised(self, revision: Revision | None) -> Options:
+        """Return the settings under a schedule revision; ``None``: unchanged."""
+        if revision is None:
+            return self
+        return replace(self, period=revision.period, overlap=revision.overlap)
+
+    @property
+    def rungs(self) -> Ladder:
+        """The learners' codecs and their bits. With a single codec, its bits have no meaning."""
+        return self.ladder or ((self.uplink_codec, 1.0),)
+
+    @property
+    def periods(self) -> tuple[int, int]:
+        """The least and the greatest H of the run."""
+        return (self.period, self.period) if self.adapt is None else self.adapt.period
+
+    @property
+    def overlaps(self) -> tuple[int, int]:
+        """The least and the greatest τ of the run."""
+        return (self.overlap, self.overlap) if self.adapt is None else self.adapt.overlap
+
+    @property
+    def open_rounds_least(self) -> int:
+        """The fewest slots for rounds that a shard may ever have."""
+        fewest = replace(self, period=self.periods[1], overlap=self.overlaps[0], adapt=None)
+        return fewest.open_rounds_max
+
+    @property
+    def in_step(self) -> bool:
+        """Whether learners wait for one another."""
+        return self.wait == "at_overlap" and self.quorum > 1
+
+    def phase(self, fragment: int) -> int:
+        """Return t_p: the fragment is due when t mod H equals it."""
+        return self.phases[fragment] if self.phases else fragment * self.period // self.fragments
+
+    def due(self, step: int) -> tuple[int, ...]:
+        """Return the fragments that are due at a global step."""
+        return self.due_by_phase[step % self.period]
+
+    @property
+    def due_by_phase(self) -> tuple[tuple[int, ...], ...]:
+        """The fragments that are due at each phase of the period."""
+        return _due(self.fragments, self.period, self.phases)
+
+
+@cache
+def _due(fragments: int, period: int, phases: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    spread = phases or [p * period // fragments for p in range(fragments)]
+    due: list[list[int]] = [[] for _ in range(period)]
+    for fragment, phase in enumerate(spread):
+        due[phase].append(fragment)
+    return tuple(map(tuple, due))

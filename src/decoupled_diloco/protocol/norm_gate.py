@@ -1,0 +1,157 @@
+"""The norm gate: a contribution much larger than expected is not merged unchanged.
+
+The limit is ``median + k · MAD`` over the fragment's last norms of all learners, each scaled to the
+contribution's number of steps. In s steps, training moves parameters by between √s (a random walk)
+and s (a straight line). The larger scaling is used, so that neither a learner that was away nor one
+that has just joined exceeds the limit for its steps. MAD is the median absolute deviation, at least
+a tenth of the median, because equal norms reveal little about the next one.
+
+A learner's own past can raise its limit: its data or batches may make its updates larger than those
+of the others. The limit then is as far above its own usual size. That size counts for at most ten
+times the median, so that a dishonest learner cannot raise its limit at will.
+
+Norms above the limit are recorded as well. One bad learner among many does not move a median, and
+if all norms grow (a higher learning rate), the limit follows.
+
+An arriving contribution is refused, or folded with the believed tokens, and clipped if its norm is
+too large (rules 6 and 13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from decoupled_diloco.protocol.machine_options import Options
+from decoupled_diloco.protocol.messages import BodyArrived, Verdict
+from decoupled_diloco.protocol.syncer_state import Ask, Sample, SyncerState
+
+SAMPLES_MAX = 32
+"""Norms recorded per fragment."""
+
+
+SAMPLES_MIN = 8
+"""With fewer norms there is no limit."""
+
+
+DEVIATION_MIN = 0.1
+"""The smallest MAD, as a share of the median."""
+
+
+OWN_MAX = 8
+"""Own sizes recorded per learner."""
+
+
+OWN_MIN = 3
+"""With fewer own sizes, a learner's past is ignored."""
+
+
+OWN_SIZE_MAX = 10.0
+"""Upper limit of a learner's usual size, in medians of its fragments."""
+
+
+def grown(norm: float, since: int, steps: int) -> float:
+    """Return the largest norm in another number of steps that is consistent with this one.
+
+    >>> grown(1.0, 10, 40), grown(1.0, 40, 10)
+    (4.0, 0.5)
+    """
+    ratio = steps / since
+    return float(norm * (ratio if ratio >= 1 else ratio**0.5))
+
+
+def norm_limit(
+    samples: Sequence[Sample], own: Sequence[float], steps: int, k: float
+) -> tuple[float, float] | None:
+    """Return the largest norm that is merged unchanged, and the usual norm.
+
+    ``None``: there is no limit (yet).
+
+    Args:
+        samples: The fragment's last contributions, of all learners.
+        own: The learner's own last sizes, in usual norms.
+        steps: Number of steps of the new contribution, at least 1.
+        k: MADs above the median; 0: no limit.
+
+    >>> norm_limit([(1.0, 24)] * 8, [], 24, 10.0), norm_limit([(1.0, 24)] * 7, [], 24, 10.0)
+    ((2.0, 1.0), None)
+    >>> norm_limit([(1.0, 24)] * 8, [2.5] * 3, 24, 10.0)
+    (5.0, 1.0)
+    """
+    if k == 0 or len(samples) < SAMPLES_MIN:
+        return None
+    norms = [grown(norm, since, steps) for norm, since in samples]
+    middle = median(norms)
+    deviation = median(abs(norm - middle) for norm in norms)
+    limit = middle + k * max(deviation, DEVIATION_MIN * middle)
+    if len(own) >= OWN_MIN:
+        limit = max(limit, (1 + k * DEVIATION_MIN) * median(own) * middle)
+    return limit, middle
+
+
+def remember(samples: list[Sample], norm: float, steps: int) -> None:
+    """Record a contribution's norm."""
+    samples.append((norm, steps))
+    del samples[:-SAMPLES_MAX]
+
+
+def remember_own(own: list[float], norm: float, usual: float) -> None:
+    """Record a learner's own size."""
+    own.append(min(OWN_SIZE_MAX, norm / usual) if usual > 0 else 1.0)
+    del own[:-OWN_MAX]
+
+
+# Decisions about a contribution (rules 6 and 13)
+
+
+def problem_of(
+    state: SyncerState, options: Options, ask: Ask, event: BodyArrived
+) -> tuple[Verdict, str]:
+    """Return the verdict on a contribution, and why it is not folded; empty: it is."""
+    if event.base != ask.base:
+        return "behind", f"its base {event.base} is not {ask.base}"
+    if event.steps < 1 or event.tokens < 1:
+        return "refused", f"{event.tokens} tokens in {event.steps} steps"
+    age = age_of(state, ask)
+    if age > 0 and options.late == "drop":
+        return "refused", f"late by {age} versions"
+    if age > options.late_rounds_max:
+        return "refused", f"late by {age} versions, more than {options.late_rounds_max}"
+    return "accepted", ""
+
+
+def age_of(state: SyncerState, ask: Ask) -> int:
+    """Return by how many versions a contribution is late if it arrives now."""
+    entry, round = state.fragments[ask.fragment], state.rounds.get(ask.fragment)
+    assert entry.version is not None
+    merging = round is not None and round.settled_at is not None
+    return entry.version.counter - ask.base.counter + merging  # break: arrival-during-merge-on-time
+
+
+def tokens_believed(state: SyncerState, event: BodyArrived) -> int:
+    """Return the tokens that count: those reported and possible in its steps (rule 13)."""
+    known = state.identities[event.learner]
+    reported = max(1, known.tokens + known.earlier_tokens)
+    # break: tokens-beyond-reports
+    return min(reported, state.tokens_believed(event.tokens, event.steps))
+
+
+def gate_scale(state: SyncerState, options: Options, event: BodyArrived) -> tuple[float, str]:
+    """Return the gate's scale for a contribution (0: refused) and the reason."""
+    norms, own = state.fragments[event.fragment].norms, state.identities[event.learner].sizes
+    found = norm_limit(norms, own, event.steps, options.norm_gate)
+    # Recorded whatever the decision: if all norms grow, the limit must follow.
+    remember(norms, event.norm, event.steps)
+    if found is None:
+        return (1.0, "")
+    limit, usual = found
+    remember_own(own, event.norm, usual)
+    if event.norm <= limit:
+        return (1.0, "")
+    text = (
+        f"norm={event.norm:.3g} in {event.steps} steps exceeds the limit of {limit:.3g}; "
+        f"the usual norm of this fragment is {usual:.3g}"
+    )
+    if options.oversized == "clip":
+        return (limit / event.norm, f"clipped: {text}")
+    return (0.0, text)

@@ -1,0 +1,304 @@
+"""Bodies on their way into a shard and out of it: what the data plane is told, and reports.
+
+`Uploads` joins each expected body with its announcement on the control plane, has it verified
+whole, and tells the machine. `Downloads` makes published copies available under the paths of the
+core.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from decoupled_diloco.errors import MergeError, ProtocolError, TransportError
+from decoupled_diloco.merge import Body as TensorBody
+from decoupled_diloco.merge import as_bytes
+from decoupled_diloco.merge.plan import values_of
+from decoupled_diloco.protocol import messages
+from decoupled_diloco.protocol.messages import Asking, Version
+from decoupled_diloco.shell.driver import Driver, executes
+from decoupled_diloco.syncer.shard_tensors import PublishedCopy, ShardTensors
+from decoupled_diloco.transport.payload_store import BodyBooks, BodyUpload
+from decoupled_diloco.transport.pool import PoolBody
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+DECODED_MAX = 2
+"""Contributions that are decoded and not folded yet: one in the worker, one that the loop looks at.
+Further bodies wait as they came, in the transport's bounded pool."""
+
+
+class InWorker(Protocol):
+    """The shard's one worker."""
+
+    def run(self, task: Callable[[], _T], /) -> Awaitable[_T]:
+        """Runs a function, after those that were given before; the result of ``task()``."""
+
+
+@dataclass(slots=True)
+class Expected:
+    """A body that is expected: what for, its upload, and what its learner has said of it.
+
+    ``has_arrived``: whether it has, once the upload is over. ``task``: takes it, once it is here.
+    """
+
+    effect: messages.Expect | messages.ExpectCopy
+    upload: BodyUpload
+    message: Any = None
+    has_arrived: bool | None = None
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is nothing to wait for: body and announcement are here, or none comes."""
+        return self.has_arrived is False or (bool(self.has_arrived) and self.message is not None)
+
+
+_Purpose = tuple[str, int, Asking | int]
+
+
+def _purpose(effect: messages.Expect | messages.ExpectCopy) -> _Purpose:
+    """What an announcement names: learner, fragment, and which asking it answers."""
+    name = effect.ask if isinstance(effect, messages.Expect) else effect.attempt
+    return effect.learner, effect.fragment, name
+
+
+class Uploads:
+    """The bodies that a shard expects.
+
+    Args:
+        tensors: Where contributions are verified and copies installed.
+        bodies: The server's data plane.
+        driver: Of the shard's machine.
+        worker: Runs tensor work.
+        keep: Keeps each verified body under its path, in the worker.
+    """
+
+    def __init__(
+        self,
+        tensors: ShardTensors,
+        bodies: BodyBooks,
+        driver: Driver[messages.SyncerEvent, messages.SyncerEffect],
+        worker: InWorker,
+        keep: Callable[[str, TensorBody], None] | None = None,
+    ) -> None:
+        self._tensors = tensors
+        self._bodies = bodies
+        self._driver = driver
+        self._worker = worker
+        self._keep = keep
+        self._decoded = asyncio.Semaphore(DECODED_MAX)
+        self._expected: dict[str, Expected] = {}
+        self._paths: dict[_Purpose, str] = {}
+
+    def url(self, path: str) -> str:
+        """The transport's URL of an expected path."""
+        return self._expected[path].upload.url
+
+    @executes(messages.Expect, messages.ExpectCopy, sliced=True)
+    def expect(self, effect: messages.Expect | messages.ExpectCopy) -> None:
+        """Is ready for a body from now on; an older body of the same purpose is refused."""
+        path, plan = effect.path, self._tensors.plan
+        self._refuse(path, "asked again")
+        if isinstance(effect, messages.Expect):
+            sizes = plan.uplink_sizes(effect.fragment, effect.codec)
+            nbytes, nbytes_min = sizes[-1], sizes[0]
+        else:
+            nbytes = nbytes_min = plan.whole_nbytes(effect.fragment)
+        upload = self._bodies.expect(path, nbytes, effect.learner, nbytes_min)
+        expected = self._expected[path] = Expected(effect, upload)
+        upload.when_ended = partial(self._ended, expected)
+        self._paths[_purpose(effect)] = path
+
+    @executes(messages.Unexpect, sliced=True)
+    def _unexpect(self, order: messages.Unexpect) -> None:
+        self._refuse(order.path, order.why)
+
+    def _refuse(self, path: str, why: str) -> None:
+        """Refuses the body of a path from now on."""
+        expected = self._expected.get(path)
+        if expected is not None:
+            self._forget(expected)
+            expected.upload.cancel(why)
+            if expected.task is not None:
+                expected.task.cancel()
+
+    def _forget(self, expected: Expected) -> None:
+        effect = expected.effect
+        if self._expected.get(effect.path) is expected:
+            del self._expected[effect.path]
+            if self._paths.get(purpose := _purpose(effect)) == effect.path:
+                del self._paths[purpose]
+
+    def announce(self, learner: str, message: messages.Upload | messages.Copy) -> None:
+        """A learner has said what its body is."""
+        match message:
+            case messages.Upload(fragment, ask):
+                path = self._paths.get((learner, fragment, ask))
+            case messages.Copy(fragment, attempt):
+                path = self._paths.get((learner, fragment, attempt))
+        if path is not None and self._expected[path].message is None:
+            self._expected[path].message = message
+            self._take_up(self._expected[path])
+
+    def _ended(self, expected: Expected, has_arrived: bool) -> None:
+        expected.has_arrived = has_arrived
+        self._take_up(expected)  # break: arrived-payload-ignored
+
+    def _take_up(self, expected: Expected) -> None:
+        """Begins with a body once it is here, or never will be.
+
+        Until then no task waits for it: a round expects thousands.
+        """
+        is_wanted = self._expected.get(expected.effect.path) is expected
+        if is_wanted and expected.task is None and expected.is_over:
+            expected.task = self._driver.spawn(self._take_in(expected))
+
+    async def _take_in(self, expected: Expected) -> None:
+        try:
+            if isinstance(expected.effect, messages.Expect):
+                await self._contribution(expected.upload, expected.message, expected.effect)
+            else:
+                await self._copy(expected.upload, expected.message, expected.effect)
+        finally:
+            self._forget(expected)
+
+    async def _contribution(
+        self, upload: BodyUpload, announced: messages.Upload, effect: messages.Expect
+    ) -> None:
+        learner, fragment, ask = effect.learner, effect.fragment, effect.ask
+        norm, alike = 0.0, tuple[str, ...]()
+
+        def verify(body: PoolBody) -> None:
+            nonlocal norm, alike
+            tensors = self._tensors
+            whole = tensors.unpacked(fragment, body.buffer, announced.base, effect.codec)
+            norm = tensors.verify(fragment, ask, whole, announced.digest, effect.codec)
+            alike = tensors.alike(fragment, ask, learner)
+            if self._keep is not None:
+                self._keep(effect.path, whole)
+
+        def arrived() -> None:
+            self._driver.tell(
+                messages.BodyArrived(
+                    learner=learner,
+                    epoch=effect.epoch,
+                    fragment=fragment,
+                    ask=ask,
+                    base=announced.base,
+                    steps=announced.steps,
+                    tokens=announced.tokens,
+                    nbytes=upload.nbytes,
+                    norm=norm,
+                    alike=alike,
+                )
+            )
+
+        try:
+            await self._take(upload, verify, arrived)
+        except (TransportError, ProtocolError, MergeError) as error:
+            if not self._driver.stopped:
+                logger.warning("fragment %d: nothing from %s: %s", fragment, learner, error)
+                is_finite = not isinstance(error, MergeError)
+                self._driver.tell(
+                    messages.BodyCorrupt(learner, fragment, ask, str(error), is_finite)
+                )
+
+    async def _copy(
+        self, upload: BodyUpload, announced: messages.Copy, effect: messages.ExpectCopy
+    ) -> None:
+        learner, fragment, attempt = effect.learner, effect.fragment, effect.attempt
+        numel = self._tensors.plan.fragments[fragment].numel
+
+        def receive(body: PoolBody) -> None:
+            self._tensors.receive(fragment, values_of(body.buffer, numel), announced.digest)
+            if self._keep is not None:
+                self._keep(effect.path, body.buffer)
+
+        def arrived() -> None:
+            self._driver.tell(messages.CopyArrived(learner, fragment, attempt, announced.digest))
+
+        try:
+            await self._take(upload, receive, arrived)
+        except (TransportError, ProtocolError, MergeError) as error:
+            if not self._driver.stopped:
+                self._driver.tell(messages.CopyCorrupt(learner, fragment, attempt, str(error)))
+
+    async def _take(
+        self, upload: BodyUpload, use: Callable[[PoolBody], None], then: Callable[[], None]
+    ) -> None:
+        """Uses a body in the worker, tells the machine, gives the buffer back.
+
+        What the machine orders when it is told ``then`` has gone through the worker before the next
+        one is decoded.
+        """
+        body = await upload.body
+        try:
+            async with self._decoded:  # break: decoded-without-limit
+                await self._worker.run(lambda: use(body))
+                then()
+                await self._worker.run(lambda: None)
+        finally:
+            body.release()
+
+
+class Downloads:
+    """Published copies that learners may fetch.
+
+    Of each fragment: the newest whole, which is the shard's own published copy, and the newest
+    differences, so that who is a few versions behind need not fetch four bytes an element. Who asks
+    for an older body is told that it is gone, and fetches the newest whole.
+
+    Args:
+        bodies: The server's data plane.
+        differences: How many of each fragment, at least 1.
+    """
+
+    def __init__(self, bodies: BodyBooks, differences: int) -> None:
+        self._bodies, self._kept = bodies, differences
+        self._wholes: dict[int, str] = {}
+        self._differences: dict[int, list[str]] = {}
+        self._urls: dict[str, str] = {}
+        self._sizes: dict[str, int] = {}
+
+    def offer(self, fragment: int, version: Version, published: PublishedCopy) -> None:
+        """Offers a version: whole, and as difference unless that is empty."""
+        whole, difference = f"/whole/{fragment}/{version}", f"/difference/{fragment}/{version}"
+        older = self._wholes.pop(fragment, whole)
+        if older != whole:
+            self._withdraw(older)  # break: older-whole-copy-offered
+        self._wholes[fragment] = whole
+        # break: whole-copy-zeroed
+        self._urls[whole] = self._bodies.offer(whole, _view(published.whole), published.digest)
+        if published.difference.numel():
+            kept = self._differences.setdefault(fragment, [])
+            kept.append(difference)
+            self._urls[difference] = self._bodies.offer(difference, _view(published.difference), "")
+            self._sizes[difference] = published.difference.numel()
+            while len(kept) > self._kept:
+                self._withdraw(kept.pop(0))
+
+    def _withdraw(self, path: str) -> None:
+        self._bodies.withdraw(path)
+        del self._urls[path]
+        self._sizes.pop(path, None)
+
+    def url(self, path: str) -> str:
+        """The transport's URL of an offered path; empty for an empty path."""
+        return self._urls[path] if path else ""
+
+    def difference_nbytes(self, path: str) -> int:
+        """The size of an offered difference; 0 for an empty path."""
+        return self._sizes[path] if path else 0
+
+
+def _view(tensor: torch.Tensor) -> memoryview:
+    return as_bytes(tensor).numpy().data

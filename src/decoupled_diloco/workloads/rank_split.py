@@ -1,0 +1,129 @@
+"""How a workload's model is cut over the ranks of a learner.
+
+Any model can be cut by DDP, and by FSDP2; where it has ``blocks``, they are gathered one at a time.
+Tensor parallel needs to know what is in them: it is there for the built-in dense transformers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from decoupled_diloco.config.run import Parallelism, RunConfig
+from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.workloads.inner import BuiltIn
+from decoupled_diloco.workloads.transformer import Attention
+from decoupled_diloco.workloads.workload import Workload
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+
+@dataclass(frozen=True)
+class DataShare:
+    """Which of its learner's batches a rank trains: one in `parts`, from number `part` on."""
+
+    part: int = 0
+    parts: int = 1
+
+
+def require_divisible(workload: Workload, config: RunConfig) -> None:
+    """Finds out whether each learner's model can be cut as the settings say.
+
+    Raises:
+        ConfigError: One cannot; says what can be done.
+    """
+    for index in range(config.run.learners):
+        ranks, parallelism = config.learner.ranks_of(index), config.learner.parallelism_of(index)
+        problem = _problem(workload, parallelism, ranks)
+        if problem:
+            raise ConfigError(
+                f"workload {config.required_workload.name!r} cannot be cut by "
+                f"parallelism={parallelism!r} over ranks={ranks}: {problem}"
+            )
+
+
+def _problem(workload: Workload, parallelism: Parallelism, ranks: int) -> str:
+    if parallelism == "fsdp" and _has_experts(workload):
+        return (
+            "an expert that gets no token on one rank has no gradient there, which FSDP2 does not "
+            "allow: use 'ddp'"
+        )
+    if parallelism != "tp":
+        return ""
+    if not isinstance(workload, BuiltIn) or workload.has_experts:
+        return "tensor parallel is for 'gpt', 'paced' and 'vit': use 'ddp'"
+    heads: int = getattr(workload.options, "heads")  # noqa: B009 (each built-in transformer's)
+    return f"heads={heads} is not a multiple of it: change either" if heads % ranks else ""
+
+
+def _has_experts(workload: Workload) -> bool:
+    return isinstance(workload, BuiltIn) and workload.has_experts
+
+
+def divided(model: nn.Module, workload: Workload, parallelism: Parallelism) -> nn.Module:
+    """This rank's part of a model; every rank of the process group calls it.
+
+    Args:
+        model: Whole, the same on every rank; on the device of this rank.
+    """
+    if parallelism == "ddp":
+        return nn.parallel.DistributedDataParallel(
+            model, find_unused_parameters=_has_experts(workload)
+        )
+    # Imported here: it takes more than a second, and a learner of one rank needs none of it.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    kind = next(model.parameters()).device.type
+    mesh = init_device_mesh(kind, (dist.get_world_size(),))
+    blocks = [*getattr(model, "blocks", ())]
+    if parallelism == "fsdp":
+        for each in (*blocks, model):
+            fully_shard(each, mesh=mesh)
+        return model
+    for block in blocks:
+        parallelize_module(block, mesh, _block_plan())
+    for attention in (each for each in model.modules() if isinstance(each, Attention)):
+        attention.heads //= dist.get_world_size()
+    return model
+
+
+def step_separately(optimizer: Optimizer) -> None:
+    """Keep an optimizer from handling a DTensor and a plain tensor in one operation.
+
+    A tensor-parallel model has both kinds of parameters. On a GPU, PyTorch's optimizers handle all
+    parameters of a group in one operation (``foreach``), which raises for such a mixture.
+    """
+    from torch.distributed.tensor import DTensor
+
+    for group in optimizer.param_groups:
+        kinds = {isinstance(parameter, DTensor) for parameter in group["params"]}
+        if len(kinds) > 1 and "foreach" in group:
+            group["foreach"] = False
+
+
+def _block_plan() -> dict[str, ParallelStyle]:
+    """Each rank has some heads and hidden units; all else is whole on every rank."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    return {
+        "attention.query": ColwiseParallel(),
+        "attention.key": ColwiseParallel(),
+        "attention.value": ColwiseParallel(),
+        "attention.project": RowwiseParallel(),
+        "mlp.expand": ColwiseParallel(),
+        "mlp.project": RowwiseParallel(),
+    }
+
+
+def share_of_data(parallelism: Parallelism) -> DataShare:
+    """Of this rank: those of a tensor-parallel learner train the same batches."""
+    if parallelism in ("plain", "tp"):
+        return DataShare()
+    return DataShare(dist.get_rank(), dist.get_world_size())

@@ -1,0 +1,76 @@
+"""Runs over a link: a shard at the far end, two learners at the near one, and their tapes."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from decoupled_diloco.config import RunConfig, dump_config
+from decoupled_diloco.tape import TapeReader
+from decoupled_diloco.tape.records import Record
+from network.network_spaces import FAR, FAR_ADDRESS, NEAR, Link
+from process.process_runs import PATIENCE
+
+LEARNERS = 2
+
+
+def start(
+    made: Link, folder: Path, *, steps: int, step_seconds: float, **workload: Any
+) -> RunConfig:
+    """Starts the run's processes; gives its configuration."""
+    (folder / "token").write_text("a secret")
+    config = RunConfig(
+        run={
+            "folder": folder / "run",
+            "learners": LEARNERS,
+            "max_steps": steps,
+            "evaluator": False,
+        },
+        sync={"fragments": 8, "sync_every": 8, "overlap_steps": 2},
+        syncer={"host": FAR_ADDRESS, "port": 7070, "token_file": folder / "token"},
+        workload={
+            "name": "paced",
+            "options": {
+                "step_seconds": step_seconds,
+                "corpus_bytes_max": 200_000,
+                "warmup_steps": 0,
+                "batch_size": 1,
+                **workload,
+            },
+        },
+    )
+    path = folder / "run.toml"
+    path.write_text(dump_config(config))
+    made.start(FAR, "syncer", str(path), "--shard", "0")
+    for index in range(LEARNERS):
+        made.start(NEAR, "learner", str(path), "--index", str(index))
+    return config
+
+
+def finish(made: Link, seconds: float) -> None:
+    """Waits until all processes have ended well."""
+    deadline = time.monotonic() + PATIENCE * seconds
+    while any(process.poll() is None for process in made.started):
+        assert time.monotonic() < deadline, made.logs()
+        time.sleep(0.2)
+    assert not any(process.returncode for process in made.started), made.logs()
+
+
+def records(folder: Path, who: str) -> list[Record]:
+    """A process's tape."""
+    return list(TapeReader(folder / "run" / "tape" / f"{who}.jsonl"))
+
+
+def step_times(folder: Path, learner: str) -> list[float]:
+    """When a learner's steps ended."""
+    return [r.at for r in records(folder, learner) if r.type == "StepFinished"]
+
+
+def merged(folder: Path) -> list[float]:
+    """When the shard's rounds ended with a merge."""
+    return [
+        r.at
+        for r in records(folder, "shard-0")
+        if r.type == "RoundFinished" and r.data["verdict"] == "merged"
+    ]

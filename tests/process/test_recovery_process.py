@@ -1,0 +1,120 @@
+"""Learner processes that are killed or told to go, and what of their work is kept."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from decoupled_diloco.launch.placement import COMMAND
+from process.process_runs import (
+    command,
+    config_file,
+    config_of,
+    local_run,
+    records,
+    send,
+    stopped_at_exit,
+    until,
+    wait,
+    when,
+)
+from replay_check import assert_replays
+
+
+@pytest.mark.smoke
+def test_who_is_told_to_go_hands_in_keeps_itself_and_comes_back(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    config = config_of(
+        folder,
+        run={"learners": 3, "max_steps": 700},
+        sync={"sync_every": 40},
+        learner={"checkpoint_interval_seconds": 60.0},
+    )
+
+    def script() -> Iterator[None]:
+        yield from when(lambda: run.used_budget() > 0.1)
+        child = run.supervisor.children["learner-1"]
+        process = child.process
+        send(run, "learner-1", signal.SIGTERM)
+        yield from when(lambda: child.process is not process)
+
+    with local_run(config) as run:
+        run.start()
+        outcome = wait(run, script())
+    assert outcome.finished, outcome.reason
+    own = records(folder, "learner-1")
+    first = [r for r in own if r.life == 0]
+    steps = sum(r.type == "StepFinished" for r in first)
+    went = next(r for r in first if r.type == "DrainAsked")
+    back = next(r for r in own if r.life == 1)
+    rounds = [r for r in records(folder, "shard-0") if r.type == "RoundFinished"]
+    handed_in = [
+        r.data
+        for r in rounds
+        if went.wall - 1 < r.wall < back.wall and r.data["verdict"] == "merged"
+    ]
+    mine = {
+        each["fragment"]: p["tokens"]
+        for each in handed_in
+        for p in each["participants"]
+        if p["learner"] == "learner-1" and p["state"] == "folded"
+    }
+    assert len(mine) == config.sync.fragments, "every fragment's new steps are in a version"
+    assert all(tokens > 0 for tokens in mine.values())
+    ways = [r.data for r in own if r.type == "Recovered"]
+    assert [each["way"] for each in ways[1:]] == ["checkpoint"]
+    last = f"its own checkpoint of step {steps}, epoch 1"
+    assert ways[1]["why"] == last, "it is of the boundary at which it went"
+    assert_replays(folder)
+
+
+def test_a_supervised_learner_ends_its_step_and_keeps_itself_however_long_it_takes(
+    tmp_path: Path,
+) -> None:
+    tables = {
+        "run": {"max_steps": 1000, "learners": 1},
+        "sync": {"quorum": 1},
+        "learner": {"flush_seconds": 0.0, "checkpoint_interval_seconds": 600.0},
+        "workload": {"step_seconds": 6.0},
+    }
+    own = config_file(tmp_path / "own", **tables)
+    with local_run(config_of(tmp_path / "run", **tables), learners=False) as run:
+        run.start()
+        run.wait_for_shards()
+        where = ["--index", "0", "--syncer", str(run.path), "--supervised"]
+        where += ["--auth-token-file", str(run.secret_file)]
+        with stopped_at_exit(command("learner", str(own), *where)) as learner:
+            tape = tmp_path / "own" / "tape" / "learner-0.jsonl"
+            until(lambda: tape.exists() and "StepFinished" in tape.read_text(), "a step", 90)
+            learner.send_signal(signal.SIGTERM)  # seconds before the next one is finished
+            output, _ = learner.communicate(timeout=60)
+    assert learner.returncode == 130, output
+    assert "killing it" not in output
+    assert any((tmp_path / "own" / "learners").rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.smoke), signal.SIGINT]
+)
+def test_a_signal_while_torch_is_imported_ends_it_at_once_and_in_silence(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    arguments = ["learner", "quickstart", "--index", "0", "--syncer", "http://127.0.0.1:9"]
+    process = subprocess.Popen(
+        [*COMMAND, *arguments, "--set", f"run.folder={tmp_path}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=dict(os.environ),
+    )
+    while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
+        time.sleep(0.005)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=240)
+    assert b"Traceback" not in output
+    assert process.returncode == 130, output

@@ -1,0 +1,124 @@
+"""A learner's own program: found before the run, stopped with all that it has started."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from decoupled_diloco.config import RunConfig
+from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.launch.termination import INTERRUPTED
+from decoupled_diloco.launch.user_program import require_commands
+
+
+def config(*command: str) -> RunConfig:
+    return RunConfig(run={"max_steps": 9}, learner={"command": list(command)})
+
+
+HEAD = """
+import sys
+from decoupled_diloco.launch.user_program import run_command
+from decoupled_diloco.launch.termination import SignalledTermination
+from decoupled_diloco.learner.launched import Launched
+
+sys.exit(
+    run_command(
+        [sys.executable, "-c", sys.argv[1]],
+        Launched(role="learner", name="learner-0", syncer="http://a:1"),
+        environment={},
+        patience_seconds=float(sys.argv[2]),
+        termination=SignalledTermination(),
+    )
+)
+"""
+"""A process of its own: it kills all of its descendants."""
+
+
+def run(code: str, asked_after: Callable[[], bool] | None = None, patience: float = 60.0) -> int:
+    """The exit code of the process beside a program, which is asked to stop after something."""
+    with subprocess.Popen([sys.executable, "-c", HEAD, code, str(patience)]) as head:
+        if asked_after is not None:
+            until(asked_after)
+            head.send_signal(signal.SIGTERM)
+        return head.wait(timeout=120)
+
+
+def until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("program", ["no-such-program", "./nowhere/train", "/nowhere/python"])
+def test_a_program_that_is_missing_is_named(program: str) -> None:
+    with pytest.raises(ConfigError, match=f"command=.*the program '{program}' is not found"):
+        require_commands(config(program, "train.py"))
+
+
+def test_a_script_that_is_missing_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"'trian\.py' does not exist"):
+        require_commands(config("python", "-u", "trian.py", "--config=x.py"))
+
+
+def test_programs_beside_this_python_are_found() -> None:
+    require_commands(config("torchrun", "--nproc-per-node=2", "-m", "mine", "x.py"))
+
+
+@pytest.mark.parametrize(("code", "ended"), [("", 0), ("raise SystemExit(7)", 7), ("1 / 0", 1)])
+def test_the_exit_code_is_the_programs(code: str, ended: int) -> None:
+    assert run(code) == ended
+
+
+def test_a_signal_is_a_failure() -> None:
+    assert run("import os; os.kill(os.getpid(), 9)") == 128 + 9
+
+
+def test_sigterm_reaches_the_program_which_has_its_time(tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    code = f"""
+import signal, pathlib, time, sys
+def stop(*_):
+    pathlib.Path({str(note)!r}).write_text("flushed")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+pathlib.Path({str(note)!r}).write_text("ready")
+while True: time.sleep(0.01)
+"""
+    assert run(code, lambda: note.exists() and note.read_text() == "ready") == INTERRUPTED
+    assert note.read_text() == "flushed"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the descendants")
+@pytest.mark.parametrize("ends", [True, False])
+def test_what_the_program_started_in_its_own_session_ends_with_it(
+    tmp_path: Path, ends: bool
+) -> None:
+    note = tmp_path / "pid"
+    rest = "" if ends else "signal.signal(15, signal.SIG_IGN)\nwhile True: time.sleep(1)"
+    code = f"""
+import os, signal, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"],
+                         start_new_session=True)
+with open({str(note)!r} + ".new", "w") as file:
+    file.write(str(child.pid))
+os.rename({str(note)!r} + ".new", {str(note)!r})
+{rest}
+"""
+    code_of_head = run(code) if ends else run(code, note.exists, patience=0.2)
+    assert code_of_head == (0 if ends else INTERRUPTED)
+    until(lambda: not lives(int(note.read_text())))
+
+
+def lives(pid: int) -> bool:
+    """Whether a process is there and no zombie: its parent here may not wait for it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

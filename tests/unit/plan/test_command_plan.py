@@ -1,0 +1,185 @@
+"""`ddiloco plan` on the command line: output, files and errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from decoupled_diloco.cli.main import app
+from decoupled_diloco.errors import DilocoError
+from decoupled_diloco.protocol.messages import StepFinished
+from decoupled_diloco.tape.writer import TapeWriter
+from decoupled_diloco_plan.bandwidth import published_tables
+from decoupled_diloco_plan.bandwidth.plan_options import SYSTEMS
+
+SMALL = ("--params", "100M", "--layers", "8", "--step-seconds", "1s")
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+def printed(*arguments: str) -> str:
+    result: Result = run(*arguments)
+    assert result.exit_code == 0, (result.output, result.exception)
+    return str(result.stdout)
+
+
+def document(*arguments: str) -> Any:
+    return json.loads(printed(*arguments, "--json"))
+
+
+def refusal(*arguments: str) -> str:
+    result = run(*arguments)
+    assert result.exit_code != 0
+    expected = isinstance(result.exception, DilocoError)
+    return str(result.exception) if expected else " ".join(result.output.replace("│", "").split())
+
+
+def test_the_published_rows_as_json() -> None:
+    given = ("--params", "10e9", "--layers", "48", "--step-seconds", "0.8", "--period", "100")
+    rows = document("--method", "published", *given, "--system", "streaming-overlap-4bit")
+    assert [row["utilization"] for row in rows] == [0.5, 0.8, 0.9, 0.95, 0.99]
+    assert {row["system"] for row in rows} == {"streaming-overlap-4bit"}
+    assert rows[0]["gbit_per_second"] == pytest.approx(0.373, abs=0.001)
+    everything = document("--method", "published", *given)
+    assert {row["system"] for row in everything} == set(SYSTEMS) == set(published_tables.SYSTEMS)
+
+
+def test_a_setting_is_found_and_printed() -> None:
+    text = printed(*SMALL, "--sites", "4", "--link", "1Gbit", "--utilization", "0.95")
+    assert text.startswith("100M parameters, 8 layers, a step of 1 s; 4 learners at 4 sites")
+    assert "reaches 95 % (99.7 %) at the first setting tried: no link is a limit" in text
+    assert document(*SMALL, "--link", "1Gbit", "--utilization", "95%")["aim"]["utilization"] == 0.95
+    none = printed(*SMALL, "--sites", "4", "--link", "100kbit", "--utilization", "0.95")
+    assert "no setting reaches 95 %; the best reaches" in " ".join(none.split())
+    assert "limited by" in none
+
+
+def test_the_document_has_every_number(tmp_path: Path) -> None:
+    plot = tmp_path / "link.png"
+    found = document(
+        *SMALL,
+        *("--site", "oslo:2:400Mbit/200Mbit:10ms:own", "--site", "rome:1:100Mbit/s:5ms"),
+        *("--chips", "30", "--flops", "1e14", "--tokens-per-step", "1M", "--tokens", "1B"),
+        *("--price-chip-hour", "2", "--price-gb", "0.1", "--plot", str(plot)),
+    )
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert found["sites"][0]["down_gbit_per_second"] == pytest.approx(0.2)
+    prediction = found["prediction"]
+    assert 0 < prediction["utilization"] <= 1
+    assert prediction["cost_per_million_tokens"] > 30 * 2 / 3600
+    assert len(found["traffic"]) == 4
+    assert [row["system"] for row in found["wall_clock"]] == [
+        "data-parallel",
+        "diloco",
+        "streaming",
+        "decoupled",
+    ]
+    assert found["wall_clock"][0]["scaling_laws"]["compute"] == pytest.approx(
+        6 * 1e8 * 1e9 / (30 * 1e14)
+    )
+    assert len(found["bandwidth"]) == 20
+
+
+def test_a_recipe_provides_its_model_and_settings() -> None:
+    found = document("diloco", "--step-seconds", "0.25", "--link", "20Mbit", "--period", "12")
+    assert found["setting"]["fragments"] == 1
+    assert found["setting"]["uplink_format"] == "fp32"
+    assert found["setting"]["quorum"] == 4
+    assert found["setting"]["period"] == 12, "options override the file"
+    assert found["model"]["params"] == 853_120
+    assert found["prediction"]["compute_utilization"] < 1.0, "its learners wait"
+
+
+def test_rounds_that_learners_open_are_not_supported() -> None:
+    text = refusal("async-local-sgd", "--step-seconds", "0.25", "--link", "20Mbit")
+    assert "participation='async', which the planner does not support" in text
+
+
+def test_a_site_can_have_its_own_step_time(tmp_path: Path) -> None:
+    sites = ("--site", "fast:1:1Gbit", "--site", "slow:1:1Gbit:20ms:step=3s")
+    found = document(*SMALL, *sites, "--grace-margin", "0")
+    assert [site["step_seconds"] for site in found["sites"]] == [1.0, 3.0]
+    every_third, missed_before = 1 / 3, (1 - 1 / 3) / 2
+    participation = found["sites"][1]["participation"]
+    assert participation == pytest.approx(every_third + missed_before, abs=0.03)
+    assert found["systems"][0]["utilization"] < 2 / 3
+    assert "a step of 1 s to 3 s" in printed(*SMALL, *sites)
+
+
+def test_a_run_without_a_pace_uses_the_step_time_on_its_tape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "has no tape of a finished run" in refusal("quickstart", "--link", "1Gbit")
+    (tmp_path / "run.toml").write_text('run = {folder = "here", max_steps = 9}\n')
+    tape = TapeWriter(tmp_path / "here" / "tape", "learner-0")
+    for step in range(5):
+        tape.event(0.5 * step, StepFinished(tokens=8))
+    tape.close()
+    found = document("run.toml", "--link", "100Mbit")
+    assert found["model"]["step_seconds"] == pytest.approx(0.5)
+    assert "from the tape in here" in found["assumed"][0]
+
+
+def test_late_rounds_are_reported() -> None:
+    late = document(*SMALL, "--sites", "2", "--link", "60Mbit", "--latency", "500ms")
+    assert not late["aim"]["reached"]
+    assert "the time of a round" in late["aim"]["binds"] or "link" in late["aim"]["binds"]
+    assert document(*SMALL, "--sites", "2", "--link", "1Gbit")["aim"]["binds"] == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--link", "1Gbit"), "give --params"),
+        (SMALL, "the link is missing"),
+        ((*SMALL, "--link", "-1Gbit"), "'-1Gbit' is not a valid bandwidth"),
+        ((*SMALL, "--link", "fast"), "'fast' is not a valid bandwidth"),
+        ((*SMALL, "--link", "1Gbit", "--latency", "soon"), "'soon' is not a valid duration"),
+        (("--params", "0", "--link", "1Gbit"), "params=0 is out of range"),
+        ((*SMALL, "--link", "1Gbit", "--sites", "3", "--learners", "2"), "below sites=3"),
+        ((*SMALL, "--link", "1Gbit", "--sites", "4", "--quorum", "5"), "exceeds learners=4"),
+        ((*SMALL, "--link", "1Gbit", "--utilization", "95"), "utilization=95 is out of range"),
+        ((*SMALL, "--link", "1Gbit", "--utilization", "most"), "'most' is not a valid share"),
+        ((*SMALL, "--link", "1Gbit", "--up", "bf61"), "did you mean 'bf16'"),
+        ((*SMALL, "--link", "1Gbit", "--price-gb", "1"), "needs --chips and --tokens-per-step"),
+        ((*SMALL, "--link", "1Gbit", "--tokens", "1B"), "needs --tokens-per-step"),
+        (
+            (*SMALL, "--link", "1Gbit", "--partition", "layer-strided", "--fragments", "11"),
+            "fragments=11 exceeds the 8 layers",
+        ),
+        ((*SMALL, "--site", "oslo:two:1Gbit"), "does not match NAME:LEARNERS"),
+        ((*SMALL, "--link", "1Gbit", "--site", "a:1:1Gbit"), "cannot be combined with --link"),
+        ((*SMALL, "--link", "1Gbit", "--method", "guess"), "--method 'guess' is unknown"),
+        ((*SMALL, "--site", "a:1:1Gbit:step=soon"), "'soon' is not a valid duration"),
+        ((*SMALL, "--site", "a:1:1Gbit:pace=1s"), "does not match NAME:LEARNERS"),
+        (
+            ("--method", "published", "--params", "1e9"),
+            "requires --layers, --step-seconds, --period",
+        ),
+        (
+            ("--method", "published", "--link", "1Gbit"),
+            "--link cannot be combined with --method published",
+        ),
+        (
+            ("--method", "published", "--latency", "1ms"),
+            "--latency cannot be combined with --method published",
+        ),
+        (
+            ("--method", "published", "quickstart"),
+            "CONFIG cannot be combined with --method published",
+        ),
+        ((*SMALL, "--link", "1Gbit", "--system", "diloco"), "--system requires --method published"),
+        ((*SMALL, "--link", "1Gbit", "--plot", "a.txt"), "does not end in .png"),
+        ((*SMALL, "--link", "1Gbit", "--plot", "no/a.png"), "folder no does not exist; create it"),
+    ],
+)
+def test_invalid_input_is_rejected(arguments: tuple[str, ...], message: str) -> None:
+    assert message in refusal(*arguments)

@@ -1,0 +1,27 @@
+"""The leader's store when who waits for it has left."""
+
+from __future__ import annotations
+
+import asyncio
+
+from torch import nn
+
+from decoupled_diloco.merge import layout_of, partition
+from decoupled_diloco.ranks.rank_store import RankedStore
+
+
+def test_what_is_spread_for_nobody_is_ordered_all_the_same() -> None:
+    layout = layout_of(nn.Linear(3, 2))
+    store = RankedStore(layout)
+    (fragment,) = partition(layout, 1)
+
+    async def leaves() -> None:
+        values = store.handle(fragment.numel, "")
+        waiting = asyncio.ensure_future(store.spread(fragment, values))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+
+    asyncio.run(leaves())
+    assert ["spread", 0, 1] in store.take()
+    assert not store.waits
