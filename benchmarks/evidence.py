@@ -2,7 +2,7 @@
 
 Every benchmark writes through `keep`, so that each number in the docs has its folder, and tables
 can be generated from the folders. `benchmarks.toml` has the texts of each folder: the estimate
-before the measurement, and what was not measured.
+before the measurement, what was not measured, and the conclusion.
 """
 
 from __future__ import annotations

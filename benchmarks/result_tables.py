@@ -373,6 +373,7 @@ def section(name: str, folder: Path) -> str:
             f"## {about.get('title', name)}",
             f"`{(folder / 'command').read_text().strip()}` ([{name}](results/{name}))",
             shown,
+            *([f"*Conclusion:* {about['conclusion']}."] if "conclusion" in about else []),
             f"*Estimate before measuring:* {document['estimate']}.",
             f"*Not measured:* {document['not_measured']}.",
         ]

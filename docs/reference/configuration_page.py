@@ -25,7 +25,7 @@ others make pointless are errors. On the command line `--set table.key=value` ov
 also in a table inside a table: `--set sync.codec.uplink=int4`. The resolved file, with all
 defaults, is `run.toml` in the run's folder.
 
-P, H, τ, K, γ and the other symbols are those of the [notation](../notation.md). *Paper* is
+P, H, τ, K, γ and the other symbols are those of the [glossary](glossary.md#symbols). *Paper* is
 *Decoupled DiLoCo*, arXiv 2604.21428.
 """
 

@@ -16,7 +16,7 @@ HEAD = """\
 
 A scenario says which run it is, and what happens to it. `ddiloco simulate` and `ddiloco chaos` take
 one. Seconds are virtual seconds, or real seconds since the first step. See
-[simulate a scenario](../how-to/simulate.md) and [prove it under faults](../how-to/chaos.md).
+[simulate a scenario](../how-to/simulate.md) and [chaos](../how-to/chaos.md).
 """
 
 RUN = """\

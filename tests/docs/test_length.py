@@ -13,6 +13,9 @@ TUTORIAL_WORDS_MAX = 2500
 HOW_TO_WORDS_MAX = 600
 """Words of prose. Code is not counted: a complete example is better than a short one."""
 
+LONGER = {"resume.md": 700}
+"""Pages with a higher limit: this one ends with a table of what is exact after a resume."""
+
 README_LINES_MAX = 46
 """Before the line that divides the README: what it is, for which users, its state, a picture, the
 commands, five lines of code, a comparison."""
@@ -35,7 +38,7 @@ def test_the_tutorial_is_read_in_one_go() -> None:
     "page", sorted((ROOT / "docs" / "how-to").glob("*.md")), ids=lambda page: page.name
 )
 def test_a_how_to_page_is_short(page: Path) -> None:
-    assert words_of(page) <= HOW_TO_WORDS_MAX
+    assert words_of(page) <= LONGER.get(page.name, HOW_TO_WORDS_MAX)
 
 
 def test_the_readme_begins_with_one_screen() -> None:

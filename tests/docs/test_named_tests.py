@@ -10,7 +10,7 @@ import pytest
 from deliberate_breaks import marks
 from docs.snippets import ROOT
 
-TOP = ("ARCHITECTURE.md", "CONTRIBUTING.md", "README.md")
+TOP = ("ARCHITECTURE.md", "CONTRIBUTING.md", "README.md", "tests/README.md")
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / name for name in TOP)]
 NAMED = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
 
@@ -24,7 +24,7 @@ def test_every_test_that_a_page_names_is_there(page: Path) -> None:
 
 
 def test_every_break_that_a_page_names_is_there() -> None:
-    text = (ROOT / "docs" / "reference" / "tests.md").read_text(encoding="utf-8")
+    text = (ROOT / "tests" / "README.md").read_text(encoding="utf-8")
     named = re.findall(r"`break: ([a-z-]+)`", text)
     assert len(named) >= 5
     assert set(named) <= marks().keys()

@@ -24,12 +24,12 @@ from process.process_runs import fork_server
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 RUN = [block for block in BLOCKS if "not run" not in block.directives]
 LONG = {
-    *("docs/planning.md", "docs/resilience.md"),
+    *("docs/planning.md", "docs/concepts/failures.md"),
     *(
         f"docs/how-to/{name}.md"
         for name in (
-            *("accelerate", "chaos", "experiment-logs", "explain", "fabric", "hugging-face"),
-            *("lightning", "own-script", "ranks", "simulate", "vision-moe"),
+            *("accelerate", "chaos", "experiment-logs", "hugging-face", "watch", "lightning"),
+            *("many-gpus", "own-script", "simulate"),
         )
     ),
 }

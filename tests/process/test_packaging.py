@@ -334,7 +334,7 @@ def test_the_sdist_holds_what_it_takes_to_build_and_test(built: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     needed = {"pyproject.toml", "README.md", "LICENSE", "Makefile", "constraints.txt"}
-    needed |= {"recipes/quickstart.toml", "examples/train.py", "docs/notation.md"}
+    needed |= {"recipes/quickstart.toml", "examples/train.py", "docs/reference/glossary.md"}
     needed |= {"tests/process/test_packaging.py", "benchmarks/README.md"}
     needed |= {f"packages/{name}/pyproject.toml" for name in FURTHER}
     assert needed <= names

@@ -31,7 +31,7 @@ ELSEWHERE = {"homelab", "mixed-speeds", "vision"}
 
 PROCESSES = ("data-parallel", "fsdp", "mixed-parallelism", "quickstart")
 """Trained by real processes; the others differ from them in settings only, and moe in its model,
-which real processes train in the commands of docs/how-to/vision-moe.md."""
+which real processes train in the commands of docs/how-to/workload.md."""
 
 RECIPES = {path.stem for path in (ROOT / "recipes").glob("*.toml")}
 VIRTUAL = sorted(RECIPES - ELSEWHERE - set(PROCESSES))

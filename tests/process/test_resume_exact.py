@@ -1,7 +1,7 @@
 """What a resumed run has in common with one that was never interrupted, and what it has not.
 
 A workload of its own writes down each batch that is trained, at which global step and rate. One run
-is not interrupted, one is stopped with Ctrl-C, one is killed whole. docs/reference/resume.md says
+is not interrupted, one is stopped with Ctrl-C, one is killed whole. docs/how-to/resume.md says
 what is exact. Cost: five starts of a small run.
 """
 

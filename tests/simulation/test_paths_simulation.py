@@ -25,7 +25,7 @@ ARCHITECTURE = PACKAGE.parents[1] / "ARCHITECTURE.md"
 BASE = ("runtime", "workloads", "units.py", "errors.py")  # used everywhere, or by the user's code
 
 ALL_FILES_OF_A_FRAGMENT = 71
-ALL_FILES_OF_A_JOIN = 99
+ALL_FILES_OF_A_JOIN = 100
 
 
 def entered(action: Callable[[], object]) -> set[str]:

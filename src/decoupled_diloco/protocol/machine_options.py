@@ -20,7 +20,7 @@ Late = Literal["next", "drop"]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The settings of the method, one field per symbol (see ``docs/notation.md``).
+    """The settings of the method, one field per symbol (see ``docs/reference/glossary.md``).
 
     Attributes:
         fragments: P, disjoint parts of the parameters, synchronized one at a time.
