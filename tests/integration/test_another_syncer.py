@@ -69,7 +69,7 @@ def test_another_run_at_its_address_costs_no_step(
         reason = (
             "the token does not belong to this run"
             if tokens[0]
-            else "another run is at this address"
+            else "this address now belongs to another run"
         )
         assert reason in learner.rejection_reason
         refused = f"the syncer refuses this learner ({learner.rejection_reason})"

@@ -238,7 +238,7 @@ def test_joins_wait_for_a_disk_that_can_be_written_and_rounds_do_not(
         states.touch()
         late = Trainer(system, "learner-1", steps_max=2)
         late.start()
-        told = "joins, leases and the end of the run wait for it"
+        told = "joins, leases and the end of the run wait"
         until(lambda: told in caplog.text, "it says so")
         rounds = system.rounds()
         until(lambda: system.rounds() > rounds + 4, "rounds go on")
@@ -258,7 +258,7 @@ def test_nobody_hears_of_the_first_versions_before_the_disk_has_them(
     system.start()
     first = Trainer(system, "learner-0", steps_max=2)
     first.start()
-    until(lambda: "nothing is merged until it can" in caplog.text, "it says so")
+    until(lambda: "merges wait until it can be written" in caplog.text, "it says so")
     time.sleep(1.0)
     assert not first.joined.is_set()
     blocked.unlink()
@@ -393,7 +393,7 @@ async def test_an_honest_upload_by_hand_is_accepted(rogue: Rogue) -> None:
     [
         (math.nan, {}, "unfit", "not finite"),
         (math.inf, {}, "unfit", "not finite"),
-        (0.1, {"digest": "0" * 32}, "refused", "the body's digest is"),
+        (0.1, {"digest": "0" * 32}, "refused", "digest="),
         (0.1, {"base": Version(1, 999)}, "behind", "its base 1.999 is not"),
         (0.1, {"base": Version(0, 0)}, "behind", "its base 0.0 is not"),
         (0.1, {"steps": 0}, "refused", "8 tokens in 0 steps"),

@@ -115,7 +115,7 @@ def test_one_id_is_for_one_learner_at_a_time(make: Make) -> None:
     process.leave(first)  # so that it counts as another process's
     with pytest.raises(
         TransportError,
-        match=r"learner-0 is in the run already, and its process is alive: pass another name=, "
+        match=r"name='learner-0' is in use by a live process of this run: pass another name=, "
         "or stop the other process first",
     ):
         system.learner(Model(), "learner-0", timeouts=patient(join=1.0))
@@ -218,7 +218,9 @@ def test_a_model_that_differs_is_refused_by_the_first_tensor(make: Make) -> None
     system = make()
     system.start()
     with system.learner(Model(width=6), "learner-0"):
-        with pytest.raises(ConfigError, match=r"^the model is not the run's: .*'embedding.weight'"):
+        with pytest.raises(
+            ConfigError, match=r"^the model differs from the run's: .*'embedding.weight'"
+        ):
             system.learner(Model(width=8), "learner-1")
         with pytest.raises(ConfigError, match=r"embedding\.weight"):
             system.observer(Model(width=8))
@@ -385,8 +387,9 @@ def test_a_shard_with_another_file_is_refused(make: Make) -> None:
     until(lambda: 1 in system.errors, "shard 1 ends")
     error = system.errors.pop(1)
     assert isinstance(error, ConfigError)
-    assert "other settings than shard 0: sync.sync_every is 4 here and 8 there: give all sh" in str(
-        error
+    assert (
+        "other settings than shard 0: sync.sync_every is 4 here and 8 there: start all sh"
+        in str(error)
     )
 
 
@@ -400,7 +403,9 @@ def test_state_of_a_run_with_other_settings_is_refused(make: Make) -> None:
     system.start(0, config=other)
     error = system.errors.pop(0)
     assert isinstance(error, ConfigError)
-    assert "is of a run with other settings: sync.sync_every is 8 here and 4 there" in str(error)
+    assert "belongs to a run with other settings: sync.sync_every is 8 here and 4 there" in str(
+        error
+    )
 
 
 def test_a_torn_state_of_the_coordinator_is_a_clear_error(make: Make) -> None:

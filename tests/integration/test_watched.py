@@ -78,7 +78,7 @@ def test_a_port_that_is_taken_is_told_and_leaves_nothing_behind(make: Make) -> N
             {"metrics_address": "9400"},
             "metrics_address='9400' is not a valid address: write 'host:port'",
         ),
-        ({"metrics_address": "0.0.0.0:9400"}, "without a token would let anyone"),
+        ({"metrics_address": "0.0.0.0:9400"}, "cannot be used without an auth token"),
         ({"tracker": "csv"}, "tracker='csv' is not a valid tracker: write 'tensorboard', 'wandb'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""One rank of a learner, on a machine of its own."""
+"""One rank of a learner, on a separate machine."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from ranks.rank_program import Job
 
 
 def main(job: Job, surroundings: Mapping[str, str]) -> None:
-    """The program's own collectives bear a cut."""
+    """Train with collectives that survive a cut."""
     rank_program.COLLECTIVE_SECONDS = 300
     hasty(job, surroundings)
 
 
 def hasty(job: Job, surroundings: Mapping[str, str]) -> None:
-    """They do not. Rank 1 is at the near end of the link."""
+    """Train with collectives that do not survive a cut. Rank 1 is at the near end of the link."""
     near, far = ENDS
     name_machine((near if surroundings.get("RANK") == "1" else far)[0])
     nameless(job, surroundings)
 
 
 def nameless(job: Job, surroundings: Mapping[str, str]) -> None:
-    """Both machines have one name."""
+    """Train on two machines with the same name."""
     near, far = ENDS
     space, device = near if surroundings.get("RANK") == "1" else far
     enter(space)

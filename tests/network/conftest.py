@@ -1,4 +1,4 @@
-"""One run over a link that is too slow; several tests look at it."""
+"""One run over a link that is too slow; several tests use it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from network.network_spaces import link
 
 STEP_SECONDS = 0.2
 MBIT = 1.0
-"""About a third of what the fragments need."""
+"""About a third of the rate that the fragments need."""
 
 
 @dataclass(frozen=True)
 class Saturated:
-    """What ran where."""
+    """The folder, settings and link of the run."""
 
     folder: Path
     config: RunConfig
@@ -28,7 +28,7 @@ class Saturated:
 
 @pytest.fixture(scope="session")
 def saturated(tmp_path_factory: pytest.TempPathFactory) -> Saturated:
-    """A run that is over, of two learners that share the link."""
+    """A finished run of two learners that share the link."""
     folder = tmp_path_factory.mktemp("saturated")
     with link(folder, mbit=MBIT) as made:
         config = start(made, folder, steps=90, step_seconds=STEP_SECONDS, width=64, layers=2)

@@ -1,4 +1,4 @@
-"""A proxy as login nodes have one: it makes connections to where it is asked to (CONNECT).
+"""A proxy as on login nodes: it connects to any requested host (CONNECT).
 
 python -m network.connect_proxy PORT
 """
@@ -25,7 +25,7 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Hands on what comes, to its end."""
+    """Forward data until its end."""
     with suppress(OSError):
         while data := await reader.read(1 << 16):
             writer.write(data)

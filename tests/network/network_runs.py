@@ -18,7 +18,7 @@ LEARNERS = 2
 def start(
     made: Link, folder: Path, *, steps: int, step_seconds: float, **workload: Any
 ) -> RunConfig:
-    """Starts the run's processes; gives its configuration."""
+    """Start the run's processes, and return its configuration."""
     (folder / "token").write_text("a secret")
     config = RunConfig(
         run={
@@ -49,7 +49,7 @@ def start(
 
 
 def finish(made: Link, seconds: float) -> None:
-    """Waits until all processes have ended well."""
+    """Wait until all processes have ended successfully."""
     deadline = time.monotonic() + PATIENCE * seconds
     while any(process.poll() is None for process in made.started):
         assert time.monotonic() < deadline, made.logs()
@@ -58,17 +58,17 @@ def finish(made: Link, seconds: float) -> None:
 
 
 def records(folder: Path, who: str) -> list[Record]:
-    """A process's tape."""
+    """Return a process's tape."""
     return list(TapeReader(folder / "run" / "tape" / f"{who}.jsonl"))
 
 
 def step_times(folder: Path, learner: str) -> list[float]:
-    """When a learner's steps ended."""
+    """Return the instants at which a learner's steps ended."""
     return [r.at for r in records(folder, learner) if r.type == "StepFinished"]
 
 
 def merged(folder: Path) -> list[float]:
-    """When the shard's rounds ended with a merge."""
+    """Return the instants at which the shard's rounds ended with a merge."""
     return [
         r.at
         for r in records(folder, "shard-0")

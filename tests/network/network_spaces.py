@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
-"""Tests that run at the same time have namespaces of their own."""
+"""Tests that run at the same time use separate namespaces."""
 
 FAR, NEAR = f"ddtest{WORKER}-far", f"ddtest{WORKER}-near"
 NETWORKS = ("10.88.0", "10.89.0")
-"""The link has two, each of which can be silenced alone."""
+"""The two networks of the link; each can be silenced separately."""
 FAR_ADDRESS = f"{NETWORKS[0]}.1"
 ENDS = ((NEAR, "dd1"), (FAR, "dd0"))
 NOBODY = "02:00:00:00:00:99"
@@ -27,7 +27,7 @@ CLONE_NEWNET, CLONE_NEWUTS = 0x40000000, 0x04000000
 
 
 def unavailable() -> str:
-    """Why namespaces cannot be had here; empty if they can."""
+    """Return why namespaces cannot be created here; empty if they can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "network namespaces need root on Linux"
     for tool in ("ip", "tc"):
@@ -41,13 +41,13 @@ def _run(*words: str) -> None:
 
 
 def enter(space: str) -> None:
-    """From here on this thread makes its sockets in a namespace."""
+    """Create this thread's sockets in a namespace from now on."""
     with Path("/run/netns", space).open() as entry:
         _require(ctypes.CDLL(None, use_errno=True).setns(entry.fileno(), CLONE_NEWNET))
 
 
 def name_machine(name: str) -> None:
-    """From here on this process has a host name of its own."""
+    """Give this process a separate host name from now on."""
     _require(ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWUTS))
     socket.sethostname(name)
 
@@ -59,13 +59,13 @@ def _require(result: int) -> None:
 
 @dataclass
 class Link:
-    """The link, and what was started at its ends."""
+    """The link, and the processes that were started at its ends."""
 
     folder: Path
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def start(self, space: str, *arguments: str) -> subprocess.Popen[bytes]:
-        """Starts ``ddiloco ARGUMENTS`` in a namespace."""
+        """Start ``ddiloco ARGUMENTS`` in a namespace."""
         command = ["ip", "netns", "exec", space, sys.executable, "-m", "decoupled_diloco.cli"]
         with (self.folder / f"log-{len(self.started)}").open("wb") as log:
             process = subprocess.Popen(
@@ -79,44 +79,46 @@ class Link:
         return process
 
     def cut(self) -> None:
-        """Takes the link down."""
+        """Take the link down."""
         _run("ip", "netns", "exec", NEAR, "ip", "link", "set", "dd1", "down")
 
     def heal(self) -> None:
-        """Brings it up again."""
+        """Bring the link up again."""
         _run("ip", "netns", "exec", NEAR, "ip", "link", "set", "dd1", "up")
 
     def silence(self, network: str) -> None:
-        """From here on the packets of one network are lost, both ways; nobody is told."""
+        """Lose the packets of one network from now on, both ways, without an error."""
         for (space, device), other in zip(ENDS, (1, 2), strict=True):
             neighbour = ("ip", "neigh", "replace", f"{network}.{other}", "lladdr", NOBODY)
             _run("ip", "netns", "exec", space, *neighbour, "dev", device, "nud", "permanent")
 
     def hear(self, network: str) -> None:
-        """Takes back `silence`."""
+        """Undo `silence`."""
         for (space, device), other in zip(ENDS, (1, 2), strict=True):
             neighbour = ("ip", "neigh", "del", f"{network}.{other}")
             _run("ip", "netns", "exec", space, *neighbour, "dev", device)
 
     def narrow(self, mbit: float, *, both_ways: bool = False) -> None:
-        """From here on the near end sends, or gets as well, at no more than this rate."""
+        """Limit the rate of the near end from now on, for sending or for both directions."""
         for space, device in ENDS[: 1 + both_ways]:
             _shape(space, device, mbit, burst="4kb")
 
     def widen(self, *, both_ways: bool = False) -> None:
-        """Takes back `narrow`."""
+        """Undo `narrow`."""
         for space, device in ENDS[: 1 + both_ways]:
             _run("ip", "netns", "exec", space, "tc", "qdisc", "del", "dev", device, "root")
 
     def logs(self) -> str:
-        """The last lines of everything that was started."""
+        """Return the last lines of every log."""
         paths = sorted(self.folder.glob("log-*"))
         return "\n".join(f"{p.name}: {p.read_text(errors='replace')[-800:]}" for p in paths)
 
 
 @contextlib.contextmanager
 def link(folder: Path, mbit: float | None) -> Iterator[Link]:
-    """A link of this rate in both directions, or of none; everything is gone afterwards."""
+    """Create a link of this rate in both directions, or without a limit; remove everything at the
+    end.
+    """
     _remove()
     made = Link(folder)
     try:

@@ -1,4 +1,4 @@
-"""A workload whose loop stands still once: `name = "standing:standing"`."""
+"""A workload whose loop stalls once: `name = "standing:standing"`."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ class Standing(PacedWorkload):
 
 
 def standing(options: dict[str, Any]) -> Standing:
-    """As `load_workload` calls it."""
+    """Create the workload, as `load_workload` calls it."""
     own = {key: options.pop(key) for key in ("learner", "step", "seconds")}
     return Standing(PacedOptions(**options), **own)

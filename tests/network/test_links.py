@@ -1,4 +1,4 @@
-"""Learners and a syncer joined by a link that is too slow, or gone for a while."""
+"""Learners and a syncer joined by a link that is too slow, or down for a while."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from replay_check import assert_replays
 
 pytestmark = [
     pytest.mark.network,
-    pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "namespaces are here"),
+    pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "namespaces are available"),
 ]
 
 STEP_SECONDS = 0.2
@@ -37,17 +37,17 @@ def wait_for_steps(made: Link, folder: Path, count: int, seconds: float = 60.0) 
 
 
 @pytest.mark.long
-def test_on_a_saturated_link_nobody_is_evicted_and_nobody_waits(saturated: Saturated) -> None:
-    """The link carries a third of what the fragments need; heartbeats never queue behind."""
+def test_on_a_saturated_link_no_learner_is_evicted_or_waits(saturated: Saturated) -> None:
+    """The link carries a third of what the fragments need; heartbeats never queue."""
     shard = records(saturated.folder, "shard-0")
     evicted = [r.data for r in shard if r.type == "Evict" and "left" not in r.data["reason"]]
     assert not evicted
-    assert len(merged(saturated.folder)) >= 8, "rounds go on, more slowly"
+    assert len(merged(saturated.folder)) >= 8, "rounds continue, more slowly"
     assert longest_step(saturated.folder) < STEP_SECONDS_MAX, "no learner waited for the link"
     assert_replays(saturated.folder / "run")
 
 
-def test_learners_train_on_while_the_link_is_cut_and_are_taken_in_again(tmp_path: Path) -> None:
+def test_learners_train_while_the_link_is_cut_and_are_admitted_again(tmp_path: Path) -> None:
     with link(tmp_path, mbit=100) as made:
         small = {"width": 32, "layers": 1, "heads": 2}
         start(made, tmp_path, steps=160, step_seconds=STEP_SECONDS, **small)
@@ -66,7 +66,7 @@ def test_learners_train_on_while_the_link_is_cut_and_are_taken_in_again(tmp_path
         during = [at for at in times if cut_at < at < healed_at]
         assert len(during) >= 0.8 * (healed_at - cut_at) / median(b - a for a, b in pairwise(times))
         applied = [r for r in records(tmp_path, name) if r.type == "Apply" and r.at > healed_at]
-        assert applied, "it took global weights again"
+        assert applied, "it applied global weights again"
     folded = [r for r in shard if r.type == "Fold" and r.at > healed_at]
     assert {r.data["learner"] for r in folded} == {"learner-0", "learner-1"}
     assert longest_step(tmp_path) < STEP_SECONDS_MAX

@@ -1,7 +1,8 @@
-"""One learner of four has a slow link, or stands still: the run does not notice, and hears it.
+"""One learner of four has a slow link or stalls: the others do not wait, and it is merged.
 
-All four step alike. Three share the syncer's end of a link; the fourth, at the other end, has an
-uplink on which one upload takes a given number of steps. What happens is read from the tapes.
+All four step at the same rate. Three share the syncer's end of a link. The fourth, at the other
+end, has an uplink on which one upload takes a given number of steps. The results are read from the
+tapes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from replay_check import assert_replays
 pytestmark = [
     pytest.mark.long,  # `tests/simulation/test_slow_links.py` shows the same in virtual time
     pytest.mark.network,
-    pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "namespaces are here"),
+    pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "namespaces are available"),
 ]
 
 FRAGMENTS = PERIOD = 6
@@ -37,7 +38,7 @@ SLOW, SHARDS = "learner-3", ("shard-0", "shard-1")
 FAST = ("learner-0", "learner-1", "learner-2")
 NARROW_SECONDS = 20.0
 OVERHEAD = 1.05
-"""Headers, and what else the learner says."""
+"""Headers, and the learner's other messages."""
 
 
 LADDER = ["bf16", "int4", "int2"]
@@ -74,7 +75,7 @@ def configure(
 
 
 def start(made: Link, config: RunConfig, folder: Path) -> None:
-    """Starts the shards and the learners, the slow one at the near end, and waits for steps."""
+    """Start the shards and the learners, with the slow one at the near end, and wait for steps."""
     path = folder / "run.toml"
     path.write_text(dump_config(config))
     for shard in range(len(SHARDS)):
@@ -90,7 +91,7 @@ def start(made: Link, config: RunConfig, folder: Path) -> None:
 def trained_over(
     mbit: float, config: RunConfig, folder: Path, *, both_ways: bool = False
 ) -> tuple[float, float]:
-    """A whole run, whose link is narrow for a while; when it was."""
+    """Run to the end with a link that is narrow for a while; return when it was narrow."""
     with link(folder, mbit=None) as made:
         start(made, config, folder)
         made.narrow(mbit, both_ways=both_ways)
@@ -112,14 +113,14 @@ def _stepped(folder: Path, name: str) -> bool:
 
 
 def upload_bytes(config: RunConfig) -> float:
-    """What the body of a contribution has on average, in bf16."""
+    """Return the mean size of a contribution's payload in bf16."""
     model = load_workload(config.workload.name, config.workload_options()).model()
     return 2 * sum(p.numel() for p in model.parameters()) / FRAGMENTS
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What the tapes say of the seconds from `begin` to `end`."""
+    """Facts from the tapes about the seconds from `begin` to `end`."""
 
     folder: Path
     begin: float
@@ -133,7 +134,7 @@ class Seen:
         return (r for r in tape if r.type == type and self.begin < r.at <= self.end)
 
     def merged_share(self) -> float:
-        """Merged rounds by those that the ticks make due: P / H of them each."""
+        """Merged rounds divided by those that the ticks make due: P / H of these each."""
         ticks, rounds = 0.0, 0
         for tape in self.shards:
             clock = [r.data["clock"] for r in self.within(tape, "ClockAdvanced")]
@@ -143,12 +144,12 @@ class Seen:
         return rounds / (ticks * FRAGMENTS / PERIOD)
 
     def heard(self) -> Counter[int]:
-        """How often each fragment heard the slow learner."""
+        """How often each fragment received the slow learner."""
         folds = [r.data for tape in self.shards for r in self.within(tape, "Fold")]
         return Counter(f["fragment"] for f in folds if f["learner"] == SLOW)
 
     def link_busy(self) -> float:
-        """The share of the time in which a body of the slow learner is under way."""
+        """Share of the time in which a payload of the slow learner is in transfer."""
         sent = {key(r.data): r.at for r in records(self.folder, SLOW) if r.type == "SendBody"}
         arrived = {
             key(r.data): r.at
@@ -164,7 +165,9 @@ class Seen:
         return busy / (self.end - self.begin)
 
     def assert_folded_once(self) -> None:
-        """All of the run: what the slow learner delivers goes into exactly one version."""
+        """Check, over the whole run, that each contribution of the slow learner is in exactly one
+        version.
+        """
         for tape in self.shards:
             arrived = Counter(
                 key(r.data) for r in tape if r.type == "BodyArrived" and r.data["learner"] == SLOW
@@ -183,16 +186,16 @@ class Seen:
             assert set(arrived.values()) == {1}
 
     def assert_nobody_waits(self) -> None:
-        """The others step on, and stand still nowhere; on a busy machine more slowly."""
+        """Check that the other learners never hold and never stall, except on a busy machine."""
         for name in FAST:
             assert not any(r.type == "Hold" for r in records(self.folder, name))
             gaps = self.gaps(name)
             assert median(gaps) < 2 * STEP_SECONDS
-            assert max(gaps) < 1.5, "half of the shortest interval of the protocol"
+            assert max(gaps) < 1.5, "half of the protocol's shortest interval"
             assert len(gaps) > 0.85 * (self.end - self.begin) / median(gaps)
 
     def gaps(self, name: str) -> list[float]:
-        """How long the steps of a learner took."""
+        """Return the durations of a learner's steps."""
         times = [r.at for r in self.within(records(self.folder, name), "StepFinished")]
         return [b - a for a, b in pairwise(times)]
 
@@ -206,7 +209,7 @@ def name_of(ask: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("steps", [0.5, 8])
-def test_an_upload_may_take_as_long_as_it_likes(tmp_path: Path, steps: float) -> None:
+def test_an_upload_may_take_any_time(tmp_path: Path, steps: float) -> None:
     config = configure(tmp_path, steps=200)
     mbit = OVERHEAD * 8e-6 * upload_bytes(config) / (steps * STEP_SECONDS)
     begin, end = trained_over(mbit, config, tmp_path)
@@ -215,16 +218,17 @@ def test_an_upload_may_take_as_long_as_it_likes(tmp_path: Path, steps: float) ->
     assert seen.merged_share() >= 0.95
     assert set(seen.heard()) == set(range(FRAGMENTS))
     if steps > 1:
-        assert seen.link_busy() >= 0.85, "more is due than the link bears"
+        assert seen.link_busy() >= 0.85, "more is due than the link can carry"
     seen.assert_folded_once()
     seen.assert_nobody_waits()
     assert_replays(tmp_path / "run")
 
 
-def test_it_sends_in_the_codec_that_its_link_carries(tmp_path: Path) -> None:
-    """Four steps for a body in bf16, which has one: int2 takes half a step. Then the link is free.
+def test_a_learner_sends_in_the_codec_that_its_link_supports(tmp_path: Path) -> None:
+    """A bf16 payload takes four steps, but only one step is available.
 
-    Its whole share is heard, and every change has its reason.
+    With int2 it takes half a step. Later the link is not limited any more. The learner's whole
+    share is merged, and every change has its reason.
     """
     config = configure(tmp_path, steps=300, codecs=LADDER)
     mbit = OVERHEAD * 8e-6 * upload_bytes(config) / (4 * STEP_SECONDS)
@@ -247,8 +251,12 @@ def test_it_sends_in_the_codec_that_its_link_carries(tmp_path: Path) -> None:
     assert_replays(tmp_path / "run")
 
 
-def test_the_period_follows_its_link(tmp_path: Path) -> None:
-    """Three steps for a body, which has one: four times the period. Then the link is free."""
+def test_the_period_follows_the_link(tmp_path: Path) -> None:
+    """A payload takes three steps, but only one is available: the period becomes four times as
+    long.
+
+    Later the link is not limited any more.
+    """
     limits = {"sync_every": [PERIOD, 4 * PERIOD], "overlap_steps": [2, 8], "learner_share": 1.0}
     config = configure(tmp_path, steps=320, adapt=limits)
     mbit = OVERHEAD * 8e-6 * upload_bytes(config) / (3 * STEP_SECONDS)
@@ -274,8 +282,8 @@ def _is_revision(record: Record) -> bool:
     return record.data["message"]["type"] == "Revision"
 
 
-def test_copies_may_take_as_long_as_they_like(tmp_path: Path) -> None:
-    """Both ways: it never holds the newest version of most fragments, and all of them hear it."""
+def test_copies_may_take_any_time(tmp_path: Path) -> None:
+    """Both ways: the learner never holds the newest version of most fragments; all receive it."""
     config = configure(tmp_path, steps=200)
     mbit = OVERHEAD * 8e-6 * upload_bytes(config) / (3 * STEP_SECONDS)
     begin, end = trained_over(mbit, config, tmp_path, both_ways=True)
@@ -288,8 +296,8 @@ def test_copies_may_take_as_long_as_they_like(tmp_path: Path) -> None:
     assert_replays(tmp_path / "run")
 
 
-def test_a_loop_that_stands_still_holds_nobody_up(tmp_path: Path) -> None:
-    """For 60 steps; its process lives, and says that it does."""
+def test_a_stalled_loop_delays_no_learner(tmp_path: Path) -> None:
+    """The loop stalls for 60 steps; its process lives and sends heartbeats."""
     stands = {"learner": 3, "step": 30, "seconds": 60 * STEP_SECONDS}
     config = configure(tmp_path, steps=150, name="standing:standing", **stands)
     with link(tmp_path, mbit=None) as made:
@@ -303,5 +311,5 @@ def test_a_loop_that_stands_still_holds_nobody_up(tmp_path: Path) -> None:
     seen.assert_folded_once()
     seen.assert_nobody_waits()
     after = Seen(tmp_path, begin + gap, step_times(tmp_path, SLOW)[-1])
-    assert set(after.heard()) == set(range(FRAGMENTS)), "then it is heard again"
+    assert set(after.heard()) == set(range(FRAGMENTS)), "then it is merged again"
     assert_replays(tmp_path / "run")

@@ -1,4 +1,4 @@
-"""What `ddiloco plan` says of a link with a set rate, against a real run over it."""
+"""The prediction of `ddiloco plan` for a link with a set rate, against a real run over it."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ from network.network_spaces import unavailable
 
 pytestmark = [
     pytest.mark.network,
-    pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "namespaces are here"),
+    pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "namespaces are available"),
 ]
 
 WARM, LAST = 24, 8
 
 
 @pytest.mark.long
-def test_the_rounds_that_a_slow_link_bears(saturated: Saturated) -> None:
-    """A third of what is due, or more rounds that not everybody is in; a busy machine answers late,
-    hence the wide margins."""
+def test_the_number_of_rounds_on_a_slow_link(saturated: Saturated) -> None:
+    """A third of what is due, or more rounds without all learners.
+
+    A busy machine answers late, hence the wide margins.
+    """
     pace = saturated.step_seconds
     steps = step_times(saturated.folder, "learner-0")
     typical = median(b - a for a, b in pairwise(steps))
@@ -41,10 +43,10 @@ def test_the_rounds_that_a_slow_link_bears(saturated: Saturated) -> None:
     kept = sum(begin < at <= end for at in merged(saturated.folder)) / (len(steps) - LAST - WARM)
 
     found, rate = model_of(saturated.config), saturated.mbit * 1e6 / 8
-    # tbf holds back up to 0.2 s.
+    # tbf delays packets by up to 0.2 s.
     near = Site("near", LEARNERS, Link(rate, rate, 0.2))
     network = Network((near,), HUB, Link(math.inf, math.inf))
     model = Model(found["params"], found["layers"] or 1, pace)
     plan = simulate(Case(model, Options(fragments=8, period=8, overlap=2), network))
-    assert 0.2 < plan.kept < 0.4, "the link bears about a third of it"
+    assert 0.2 < plan.kept < 0.4, "the link carries about a third of it"
     assert plan.kept - 0.12 <= kept <= 2 * plan.kept

@@ -1,7 +1,7 @@
-"""One rank of a learner is cut off: its packets are lost, and nobody is told.
+"""One rank of a learner is cut off: its packets are lost without an error.
 
-Rank 1 is at the near end of the link, all else at the far one: rank 0, a plain learner, the syncer.
-The ranks talk in one network, learner and syncer in another.
+Rank 1 is at the near end of the link. Rank 0, a plain learner and the syncer are at the far end.
+The ranks communicate in one network, learner and syncer in another.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from replay_check import assert_replays
 
 pytestmark = [
     pytest.mark.network,
-    pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "namespaces are here"),
+    pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "namespaces are available"),
 ]
 
 RANKS, SYNCER = NETWORKS
@@ -41,13 +41,13 @@ STEP_SECONDS = 0.2
 
 @contextmanager
 def system_in(folder: Path, max_steps: int) -> Iterator[System]:
-    """A syncer at the far end."""
+    """Create a syncer at the far end."""
     run = {"learners": 2, "max_steps": max_steps}
     (folder / "token").write_text(TOKEN)
     syncer = {"host": SYNCER_ADDRESS, "token_file": folder / "token"}
     system = System(folder / "run", token=TOKEN, run=run, sync=ASYNCHRONOUS, syncer=syncer)
     try:
-        system.call(lambda: enter(FAR))  # its thread makes the sockets
+        system.call(lambda: enter(FAR))  # its thread creates the sockets
         system.start()
         yield system
     finally:
@@ -62,17 +62,17 @@ def job_of(system: System, name: str, kind: str, **options: Any) -> Job:
 
 
 def passed(since: float, seconds: float) -> None:
-    """The cut lasts so long."""
+    """Wait until so much time has passed since an instant of this process's clock."""
     time.sleep(max(0.0, since + seconds - time.monotonic()))
 
 
 def sent_at(folder: Path) -> dict[tuple[int, str], float]:
-    """When the learner of several ranks began to send each contribution."""
+    """Return when the multi-rank learner began to send each contribution."""
     return {_key(r.data): r.at for r in records(folder, "one") if r.type == "SendBody"}
 
 
 def folded_at(folder: Path) -> dict[tuple[int, str], float]:
-    """When the shard took each of them."""
+    """Return when the shard folded each of them."""
     folds = (r for r in records(folder, "shard-0") if r.type == "Fold")
     return {_key(r.data): r.at for r in folds if r.data["learner"] == "one"}
 
@@ -82,7 +82,7 @@ def _key(data: dict[str, Any]) -> tuple[int, str]:
 
 
 def until_folded(learner: Ranks, folder: Path, since: float) -> None:
-    """Waits until the shard has taken what the learner has begun to send since."""
+    """Wait until the shard has folded the contributions that the learner began to send since."""
     deadline = time.monotonic() + 300
     while True:
         sent = sent_at(folder)
@@ -94,7 +94,7 @@ def until_folded(learner: Ranks, folder: Path, since: float) -> None:
 
 
 def assert_whole(folder: Path) -> None:
-    """What is folded has arrived whole, and is in one version."""
+    """Check that every folded contribution arrived whole, and is in one version."""
     shard = records(folder, "shard-0")
     own = [r for r in shard if r.data.get("learner") == "one"]
     arrived = Counter(_key(r.data) for r in own if r.type == "BodyArrived")
@@ -105,16 +105,16 @@ def assert_whole(folder: Path) -> None:
 
 
 def assert_it_lost_no_step(folder: Path) -> None:
-    """The other learner."""
+    """Check the other learner."""
     times = step_times(folder, "other")
     gaps = [after - before for before, after in pairwise(times)]
-    assert max(gaps) < 1.5, "half of the shortest interval of the protocol"
+    assert max(gaps) < 1.5, "half of the protocol's shortest interval"
     assert len(gaps) > 0.8 * (times[-1] - times[0]) / median(gaps)
 
 
 @pytest.mark.long
-def test_cut_off_from_rank_0_for_a_while_the_learner_goes_on(tmp_path: Path) -> None:
-    """What was silent for so long is tried again after as long: then the budget is half spent."""
+def test_a_learner_continues_after_a_rank_was_cut_off_from_rank_0(tmp_path: Path) -> None:
+    """A silent connection is tried again after as long a silence: then the budget is half spent."""
     with (
         link(tmp_path, mbit=None) as made,
         system_in(tmp_path, 450) as system,
@@ -138,8 +138,8 @@ def test_cut_off_from_rank_0_for_a_while_the_learner_goes_on(tmp_path: Path) -> 
 
 
 @pytest.mark.long
-def test_cut_off_for_good_its_ranks_end_and_it_comes_back(tmp_path: Path) -> None:
-    """They end by the timeouts of the program's own collectives, on both sides."""
+def test_a_learner_with_a_rank_cut_off_for_good_ends_and_returns(tmp_path: Path) -> None:
+    """Both sides end by the timeouts of the program's own collectives."""
     with (
         link(tmp_path, mbit=None) as made,
         system_in(tmp_path, 250) as system,
@@ -161,7 +161,7 @@ def test_cut_off_for_good_its_ranks_end_and_it_comes_back(tmp_path: Path) -> Non
 
 
 @pytest.mark.long
-def test_a_carrier_that_is_cut_off_from_the_syncer_has_nothing_merged_in_part(
+def test_no_part_of_a_sync_rank_that_is_cut_off_is_merged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = several_carriers(monkeypatch)
@@ -184,14 +184,14 @@ def test_a_carrier_that_is_cut_off_from_the_syncer_has_nothing_merged_in_part(
         learner.ends_well()
         other.ends_well()
         system.wait_finished()
-    under_way = cut_at + 5.0  # what had arrived whole
+    under_way = cut_at + 5.0  # contributions that had arrived whole
     assert not [at for at in folded_at(tmp_path).values() if under_way < at < healed_at]
     assert_it_lost_no_step(tmp_path)
     assert_whole(tmp_path)
 
 
 @pytest.mark.long
-def test_carriers_of_machines_of_one_name_find_rank_0(
+def test_sync_ranks_on_machines_with_the_same_name_find_rank_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = several_carriers(monkeypatch)
@@ -210,10 +210,10 @@ def test_carriers_of_machines_of_one_name_find_rank_0(
 
 
 @pytest.mark.long
-def test_a_run_ends_though_a_carrier_is_cut_off(
+def test_a_run_ends_although_a_sync_rank_is_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The closing rounds wait for its learner, but not for ever; here each is tried but once."""
+    """The closing rounds wait for its learner, but not forever; here each is tried only once."""
     monkeypatch.setattr(rounds, "SWEEP_TRIES_MAX", 1)
     options = several_carriers(monkeypatch)
     with (

@@ -1,6 +1,6 @@
-"""A learner on a machine that reaches nothing but another one, by the commands of the page.
+"""A learner on a machine that can reach only one other machine, by the commands of the page.
 
-The machine has a link to the near end alone, as a compute node to its login node; the syncer is at
+The machine is linked only to the near end, as a compute node to its login node. The syncer is at
 the far end.
 """
 
@@ -28,7 +28,7 @@ from process.process_runs import config_of, until
 
 pytestmark = [
     pytest.mark.network,
-    pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "namespaces are here"),
+    pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "namespaces are available"),
 ]
 
 INSIDE = NEAR.replace("near", "inside")
@@ -38,7 +38,7 @@ PAGE = [block.text for block in blocks_of(ROOT / "docs" / "how-to" / "clouds.md"
 
 @pytest.fixture
 def made(tmp_path: Path) -> Iterator[Link]:
-    """The link between syncer and login node, and a node behind that."""
+    """Create the link between syncer and login node, and a node behind the login node."""
     subprocess.run(["ip", "netns", "del", INSIDE], check=False, capture_output=True)
     with link(tmp_path, mbit=None) as made:
         _ip("netns", "add", INSIDE)
@@ -50,7 +50,7 @@ def made(tmp_path: Path) -> Iterator[Link]:
             _ip("-n", INSIDE, "link", "set", "lo", "up")
             yield made
         finally:
-            for process in made.started[1:]:  # what `run` has started, with all its children
+            for process in made.started[1:]:  # the process groups that `run` has started
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
             _ip("netns", "del", INSIDE)
@@ -61,7 +61,7 @@ def _ip(*words: str) -> None:
 
 
 def begun(made: Link, folder: Path, **tables: Any) -> RunConfig:
-    """A syncer of two shards at the far end."""
+    """Start a syncer of two shards at the far end."""
     config = config_of(
         folder / "run",
         run={"max_steps": 30, "learners": 1, "evaluator": False},
@@ -77,7 +77,7 @@ def begun(made: Link, folder: Path, **tables: Any) -> RunConfig:
 
 
 def printed(words: str, **changes: str) -> str:
-    """The block of the page that has these words, with this network's addresses."""
+    """Return the block of the page with these words, with this network's addresses."""
     (text,) = (text for text in PAGE if words in text)
     names = {"syncer.example": FAR_ADDRESS, "login": LOGIN, **changes}
     for name, address in names.items():
@@ -86,7 +86,7 @@ def printed(words: str, **changes: str) -> str:
 
 
 def run(made: Link, space: str, script: str, folder: Path) -> subprocess.Popen[bytes]:
-    """Bash in a namespace, which leads a group of its own."""
+    """Run bash in a namespace, as the leader of a separate process group."""
     with (folder / f"log-{len(made.started)}").open("wb") as log:
         process = subprocess.Popen(
             ["ip", "netns", "exec", space, "bash", "-c", script],
@@ -108,7 +108,7 @@ def assert_there_is_no_way(folder: Path) -> None:
     assert "Network is unreachable" in ended.stderr
 
 
-def test_by_a_relay(made: Link, tmp_path: Path) -> None:
+def test_a_learner_connects_through_a_relay(made: Link, tmp_path: Path) -> None:
     if shutil.which("socat") is None:
         pytest.skip("socat is not here")
     begun(made, tmp_path)
@@ -120,7 +120,7 @@ def test_by_a_relay(made: Link, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_by_a_proxy(made: Link, tmp_path: Path) -> None:
+def test_a_learner_connects_through_a_proxy(made: Link, tmp_path: Path) -> None:
     certificates = encrypted.made(tmp_path / "tls", host=FAR_ADDRESS)
     begun(made, tmp_path, tls=encrypted.tables(certificates))
     assert_there_is_no_way(tmp_path)

@@ -12,7 +12,7 @@ HERE = Path(__file__).parent
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test of real processes is long unless it is marked as the smoke test of its feature."""
+    """Mark every test of real processes as long, unless it is the smoke test of its feature."""
     for item in items:
         if item.path.is_relative_to(HERE) and not item.get_closest_marker("smoke"):
             item.add_marker("long")

@@ -11,14 +11,14 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def config_of(example: str, folder: Path, *settings: str) -> RunConfig:
-    """The run file of an example, whose programs are found from any folder."""
+    """Return the run file of an example, whose programs are found from any folder."""
     config = load_config(
         EXAMPLES / f"{example}.toml",
         [
             f"run.folder={str(folder)!r}",
             "syncer.port=0",
             "learner.checkpoint_interval_seconds=1.0",
-            "sync.quorum=2",  # the run cannot end before a killed learner is back
+            "sync.quorum=2",  # the run cannot end before a killed learner has returned
             *settings,
         ],
     )
@@ -34,7 +34,7 @@ def config_of(example: str, folder: Path, *settings: str) -> RunConfig:
 
 
 def programs(folder: Path) -> list[str]:
-    """Processes that were started for the learners of a run, ranks of torchrun included."""
+    """Return the processes started for the learners of a run, including ranks of torchrun."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

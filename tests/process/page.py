@@ -11,11 +11,11 @@ from urllib.parse import urlencode, urlsplit
 
 
 class PageReader(threading.Thread):
-    """Signs in and takes in what the page is told, to the end.
+    """Signs in and receives the page's events, to the end.
 
     Attributes:
-        states: How often it was told a whole state.
-        steps: The global steps that it was told, in order.
+        states: The number of whole states received.
+        steps: The global steps received, in order.
         end: The last message.
     """
 

@@ -36,15 +36,16 @@ SMALL = {
     "step_seconds": 0.05,
 }
 STEP_SECONDS_MAX = 5.0
-"""A step that takes longer waits for another process. A busy machine may take seconds by itself; in
-virtual time (`tests/simulation`) no step takes a moment longer."""
+"""A longer step waits for another process. A busy machine alone may take seconds; in virtual time
+(`tests/simulation`) no step takes any longer.
+"""
 
 PATIENCE = 4
-"""What is waited for may take so many times as long as on an idle machine."""
+"""Factor on time limits, because a busy machine is slower than an idle one."""
 
 
 def config_of(folder: Path, **tables: Any) -> RunConfig:
-    """The configuration of a small run."""
+    """Return the configuration of a small run."""
     return RunConfig(
         run={
             "name": "small",
@@ -65,7 +66,7 @@ def config_of(folder: Path, **tables: Any) -> RunConfig:
 
 
 def config_file(folder: Path, **tables: Any) -> Path:
-    """The same as a file beside the run folder."""
+    """Write the same configuration to a file next to the run folder."""
     path = folder.with_suffix(".toml")
     path.write_text(dump_config(config_of(folder, **tables)))
     return path
@@ -73,9 +74,9 @@ def config_file(folder: Path, **tables: Any) -> Path:
 
 @functools.cache
 def fork_server() -> ForkServer | None:
-    """One for all tests of this process: importing PyTorch for each would take most of their time.
+    """One for all tests of this process: each import of PyTorch would take most of their time.
 
-    Its children have the folder and the environment that this process has now.
+    Its children have this process's present folder and environment.
     """
     if not AVAILABLE:
         return None
@@ -90,7 +91,7 @@ def fork_server() -> ForkServer | None:
 def local_run(
     config: RunConfig, *, resume: bool = False, own_server: bool = False, learners: bool = True
 ) -> Iterator[LocalRun]:
-    """A `LocalRun` that is closed in any case."""
+    """Create a `LocalRun` that is closed in any case."""
     server = None if own_server or not config.run.fork_server else fork_server()
     run = LocalRun(config, resume=resume, server=server, learners=learners)
     try:
@@ -100,7 +101,7 @@ def local_run(
 
 
 def wait(run: LocalRun, script: Iterator[None] | None = None, seconds: float = 90.0) -> RunOutcome:
-    """Waits for the run's end while a script goes on by one `yield` at each poll."""
+    """Wait for the run's end while a script advances by one `yield` per poll."""
     deadline = time.monotonic() + PATIENCE * seconds
 
     def on_poll() -> None:
@@ -112,18 +113,18 @@ def wait(run: LocalRun, script: Iterator[None] | None = None, seconds: float = 9
         return run.wait(on_poll)
     finally:
         if isinstance(script, Generator):
-            script.close()  # It may have started something, and stops it then.
+            script.close()  # The script may have started processes; closing it stops them.
 
 
 def pause(seconds: float) -> Iterator[None]:
-    """Yields until so much time has passed."""
+    """Yield until this time has passed."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         yield
 
 
 def when(condition: Callable[[], object]) -> Iterator[None]:
-    """Yields until something is so."""
+    """Yield until a condition is true."""
     while not condition():
         yield
 
@@ -131,7 +132,7 @@ def when(condition: Callable[[], object]) -> Iterator[None]:
 def until(
     condition: Callable[[], object], what: str, seconds: float = 30.0, every: float = 0.02
 ) -> None:
-    """Waits until something is so; looks again after ``every`` seconds."""
+    """Wait until a condition is true; check it every ``every`` seconds."""
     deadline = time.monotonic() + PATIENCE * seconds
     while not condition():
         assert time.monotonic() < deadline, f"waited {PATIENCE * seconds} s in vain: {what}"
@@ -139,26 +140,26 @@ def until(
 
 
 def send(run: LocalRun, name: str, number: signal.Signals) -> None:
-    """Sends a child of the run a signal."""
+    """Send a signal to a child of the run."""
     process = run.supervisor.children[name].process
     assert process is not None
     process.send_signal(number)
 
 
 def health(address: str) -> dict[str, Any]:
-    """What a shard says of itself; empty if it does not answer."""
+    """Return the answer of a shard at `/healthz`; empty if it does not answer."""
     with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/healthz", timeout=1) as r:
         return dict(json.load(r))
     return {}
 
 
 def records(folder: Path, who: str) -> list[Record]:
-    """What one process put on its tape."""
+    """Return the records on a process's tape."""
     return list(TapeReader(folder / "tape" / f"{who}.jsonl"))
 
 
 def longest_step(folder: Path, who: str) -> float:
-    """The longest time between two step boundaries of a learner that lived once."""
+    """Return the longest time between two step boundaries of a learner with one incarnation."""
     own = records(folder, who)
     assert max(r.life for r in own) == 0, f"{who} was restarted"
     steps = [r.at for r in own if r.type == "StepFinished"]
@@ -166,13 +167,13 @@ def longest_step(folder: Path, who: str) -> float:
 
 
 def logs(folder: Path) -> str:
-    """The ends of all logs, for a failure's message."""
+    """Return the ends of all logs, for a failure's message."""
     found = sorted((folder / "logs").glob("*.log"))
     return "\n".join(f"--- {p.name}\n{p.read_text(errors='replace')[-1500:]}" for p in found)
 
 
 def orphans(folder: Path) -> list[str]:
-    """Processes of this user whose command line names the run folder."""
+    """Return the processes of this user whose command line names the run folder."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
@@ -185,7 +186,7 @@ def orphans(folder: Path) -> list[str]:
 
 
 def command(*arguments: str, **options: Any) -> subprocess.Popen[str]:
-    """Starts ``ddiloco ARGUMENTS`` in a process group of its own, as a terminal would."""
+    """Start ``ddiloco ARGUMENTS`` in a separate process group, like a terminal."""
     return subprocess.Popen(
         [sys.executable, "-m", "decoupled_diloco.cli", *arguments],
         stdout=subprocess.PIPE,
@@ -199,7 +200,7 @@ def command(*arguments: str, **options: Any) -> subprocess.Popen[str]:
 
 @contextlib.contextmanager
 def stopped_at_exit(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
-    """The process, which is killed if it still lives at the end."""
+    """Yield the process, and kill it at the end if it still runs."""
     try:
         yield process
     finally:
@@ -208,7 +209,7 @@ def stopped_at_exit(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen
 
 
 def kill_everything(folder: Path, process: subprocess.Popen[str]) -> None:
-    """SIGKILL, to the launcher and to all of its children before they notice."""
+    """Send SIGKILL to the launcher and to all of its children before they notice."""
     process.send_signal(signal.SIGSTOP)
     for each in orphans(folder):
         number = int(each.partition(":")[0])
@@ -220,7 +221,7 @@ def kill_everything(folder: Path, process: subprocess.Popen[str]) -> None:
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """All that TensorBoard reads from a folder: steps and values by tag."""
+    """Return all scalars that TensorBoard reads from a folder: steps and values by tag."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     read = EventAccumulator(str(folder))
@@ -232,7 +233,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def ddiloco(*arguments: str, columns: int = 80) -> subprocess.CompletedProcess[str]:
-    """Runs ``ddiloco ARGUMENTS`` as a user would."""
+    """Run ``ddiloco ARGUMENTS`` like a user."""
     return subprocess.run(
         [sys.executable, "-m", "decoupled_diloco.cli", *arguments],
         capture_output=True,
@@ -243,8 +244,8 @@ def ddiloco(*arguments: str, columns: int = 80) -> subprocess.CompletedProcess[s
     )
 
 
-def told(*arguments: str) -> str:
-    """What a command that succeeds prints."""
+def output_of(*arguments: str) -> str:
+    """Return the output of a command that must succeed."""
     done = ddiloco(*arguments)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr

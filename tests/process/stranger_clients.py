@@ -1,9 +1,9 @@
-"""Connections of strangers, by the hundred: silent, slow, wrong and endless ones.
+"""Hundreds of unauthenticated connections: silent, slow, wrong and endless ones.
 
     python tests/process/stranger_clients.py HOST PORT COUNT SECONDS [tls]
 
-Each is dialled again some seconds after it was closed. At the end one line of JSON tells what
-became of them.
+Each is opened again some seconds after it was closed. At the end, one line of JSON reports what
+happened to them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 AGAIN_SECONDS = 5.0
-"""After it was closed a stranger dials again."""
+"""Time between the close of a connection and the next attempt."""
 
 HELLO_BYTES = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(30)
-"""The begin of an agreement on TLS; the rest never comes."""
+"""The start of a TLS handshake; the rest is never sent."""
 
 UPGRADE = (
     b"GET /control HTTP/1.1\r\nHost: x\r\nX-Principal: learner-0\r\nX-Role: learner\r\n"
@@ -41,7 +41,7 @@ async def silent() -> AsyncIterator[bytes]:
 
 
 async def slow() -> AsyncIterator[bytes]:
-    """A header that never ends, a byte a second."""
+    """Send an endless header, one byte per second."""
     for octet in b"GET /healthz HTTP/1.1\r\nX-Slow: " + b"x" * 5_000:
         yield bytes([octet])
         await asyncio.sleep(1)
@@ -83,7 +83,7 @@ async def watching() -> AsyncIterator[bytes]:
 
 
 async def asking() -> AsyncIterator[bytes]:
-    """What needs no secret, again and again."""
+    """Send requests that need no secret, repeatedly."""
     while True:
         yield b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
         await asyncio.sleep(1)
@@ -95,7 +95,7 @@ KINDS: tuple[Says, ...] = (
 
 
 async def stranger(host: str, port: int, says: Says, tls: bool, tally: dict[str, int]) -> None:
-    """One of them, for ever."""
+    """Run one of the connections forever."""
     while True:
         tally["dialled"] += 1
         try:
@@ -107,7 +107,7 @@ async def stranger(host: str, port: int, says: Says, tls: bool, tally: dict[str,
 
 
 async def connection(host: str, port: int, says: Says, tls: bool) -> None:
-    """Says its words, and hears what is answered, until the other side closes."""
+    """Send bytes, and read the answer until the other side closes."""
     context: Any = None
     if tls and says is not half_open:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -130,7 +130,7 @@ async def connection(host: str, port: int, says: Says, tls: bool) -> None:
 
 
 async def crowd(host: str, port: int, count: int, seconds: float, tls: bool) -> dict[str, int]:
-    """So many of them, of all kinds, who come within a few seconds."""
+    """Open this many connections of all kinds within a few seconds."""
     tally: dict[str, int] = collections.defaultdict(int)
     tasks = []
     for number in range(count):
@@ -146,7 +146,7 @@ async def crowd(host: str, port: int, count: int, seconds: float, tls: bool) -> 
 
 
 def start(address: str, count: int, seconds: float) -> subprocess.Popen[str]:
-    """Strangers in a process of their own, who leave the processor to others where they can."""
+    """Start the connections in a separate process with low CPU priority, where possible."""
     scheme, _, place = address.partition("://")
     host, _, port = place.rpartition(":")
     told = [host, port, str(count), str(seconds), *(["tls"] if scheme == "https" else [])]

@@ -1,4 +1,4 @@
-"""A loop of one's own with Accelerate, as its users start it."""
+"""A separate training loop with Accelerate, started like a user starts it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS, ACCUMULATED = 64, 2
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.smoke), 2])
 def test_its_steps_and_tokens_are_counted(ranks: int, tmp_path: Path) -> None:
-    """Two batches are accumulated to a step; of several processes all are one learner."""
+    """Two batches are accumulated per step; several processes are together one learner."""
     system = System(tmp_path / "run", run={"learners": 1, "max_steps": 12})
     system.start()
     try:

@@ -42,14 +42,14 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "train.py"
 
 
 def ended(process: subprocess.Popen[str], seconds: float = 60.0) -> str:
-    """The output of a process that ends well within so many seconds."""
+    """Return the output of a process that must end successfully within this time."""
     output, _ = process.communicate(timeout=PATIENCE * seconds)
     assert process.returncode == 0, output
     return output
 
 
 def example(address: str, token_file: str, name: str) -> subprocess.Popen[str]:
-    """The example as a process."""
+    """Start the example as a process."""
     return subprocess.Popen(
         [
             *(sys.executable, str(EXAMPLE), "--syncer", address),
@@ -64,7 +64,7 @@ def example(address: str, token_file: str, name: str) -> subprocess.Popen[str]:
 
 def test_the_example_trains_against_a_syncer(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    # A quorum of both: one alone would have spent the budget before the other is there.
+    # A quorum of both: one alone would reach the budget before the other one has joined.
     sync = {"quorum": 2}
     file = config_file(folder, run={"max_steps": 120}, syncer={"shards": 2}, sync=sync)
     with ExitStack() as stack:
@@ -73,7 +73,7 @@ def test_the_example_trains_against_a_syncer(tmp_path: Path) -> None:
         addresses = syncer.stdout.readline().split(": ")[1].strip().split(", ")
         token_file = syncer.stdout.readline().split(": ")[1].strip()
         assert Path(token_file) == folder / "token"
-        assert Path(token_file).stat().st_mode & 0o077 == 0, "nobody else may read the secret"
+        assert Path(token_file).stat().st_mode & 0o077 == 0, "no other user may read the secret"
         learners = [
             stack.enter_context(stopped_at_exit(example(addresses[1], token_file, name)))
             for name in ("a", "b")
@@ -85,9 +85,9 @@ def test_the_example_trains_against_a_syncer(tmp_path: Path) -> None:
         assert "the model holds the run's final weights" in text
     for name in ("a", "b"):
         assert output.count(f"{name} joined") == output.count(f"{name} is done") == 1, output
-    assert re.search(r"step \d+/120, ", output), "its progress is shown"
+    assert re.search(r"step \d+/120, ", output), "the learner's progress is shown"
     assert f"the budget is spent; {folder / 'weights.safetensors'}" in output
-    assert re.search(r"tokens +[\d.]+k, [\d.]+k/s", output), "the summary is true of both"
+    assert re.search(r"tokens +[\d.]+k, [\d.]+k/s", output), "both learners print the same summary"
     assert re.search(r"^a +\d\d+ +[\d.]+k +\d\.\d\d\d +\d", output, re.MULTILINE), output
     page = (folder / "report.html").read_text()
     assert "2 learners, 2 syncer shards" in page
@@ -101,7 +101,7 @@ def test_the_example_trains_against_a_syncer(tmp_path: Path) -> None:
     "mistake",
     ["address", "no file", "wrong token", "no syncer"],
 )
-def test_the_example_tells_a_mistake_in_one_line(tmp_path: Path, mistake: str) -> None:
+def test_the_example_reports_a_mistake_in_one_line(tmp_path: Path, mistake: str) -> None:
     folder, secret = tmp_path / "run", tmp_path / "secret"
     secret.write_text("guessed\n")
     with ExitStack() as stack:
@@ -159,13 +159,13 @@ def test_a_learner_that_is_stopped_does_not_hold_the_shards(tmp_path: Path) -> N
 
 
 def exported(folder: Path, out: Path) -> dict[str, Tensor]:
-    """The weights that ``ddiloco export`` finds in a run folder."""
+    """Return the weights that ``ddiloco export`` finds in a run folder."""
     told = ended(command("export", str(folder), "--out", str(out)))
     assert f"load_file('{out}/model.safetensors')" in told
     return load_weights(out / "model.safetensors")
 
 
-def test_a_syncer_that_is_started_again_after_a_kill_spares_the_run(tmp_path: Path) -> None:
+def test_a_run_continues_with_a_syncer_that_is_restarted_after_a_kill(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     file = str(config_file(folder, run={"max_steps": 100_000}))
     with ExitStack() as stack:
@@ -197,7 +197,7 @@ def test_a_syncer_that_is_started_again_after_a_kill_spares_the_run(tmp_path: Pa
         new.communicate(timeout=240)
 
 
-def test_the_options_of_a_syncer_hold_for_all_its_shards(tmp_path: Path) -> None:
+def test_the_options_of_a_syncer_apply_to_all_its_shards(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("hunter2\n")
     port = free_ports(1)[0]
@@ -225,7 +225,7 @@ def test_the_options_of_a_syncer_hold_for_all_its_shards(tmp_path: Path) -> None
 
 
 @pytest.mark.smoke
-def test_every_id_has_a_secret_of_its_own(tmp_path: Path) -> None:
+def test_every_name_has_a_separate_secret(tmp_path: Path) -> None:
     folder, principals = tmp_path / "run", tmp_path / "principals"
     names = ["learner-0", "learner-1", "shard-1", "evaluator"]
     principals.write_text("".join(f'{name} = "of {name}"\n' for name in names))
@@ -274,7 +274,7 @@ def test_every_id_has_a_secret_of_its_own(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_options_that_do_not_fit_are_refused(
+def test_invalid_combinations_of_options_are_rejected(
     tmp_path: Path, arguments: list[str], sentence: str
 ) -> None:
     file = str(config_file(tmp_path / "run"))
@@ -285,7 +285,7 @@ def test_options_that_do_not_fit_are_refused(
 
 
 @pytest.mark.smoke
-def test_every_process_by_hand(tmp_path: Path) -> None:
+def test_every_process_can_be_started_by_hand(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     ports = free_ports(2)
     addresses = [f"http://127.0.0.1:{port}" for port in ports]
@@ -306,7 +306,7 @@ def test_every_process_by_hand(tmp_path: Path) -> None:
             assert text in output
 
         other = ["--set", "sync.sync_every=8", "--set", f"run.folder={tmp_path / 'other'}"]
-        # The shard that does not host the coordinator is there first.
+        # The shard that does not host the coordinator starts first.
         shards = [shard(1)]
         until(lambda: health(addresses[1]), "shard 1 listens")
         refused(shard(1, *other), 4, f"cannot listen on 127.0.0.1:{ports[1]}")
@@ -337,7 +337,7 @@ def test_every_process_by_hand(tmp_path: Path) -> None:
 
 @pytest.mark.smoke
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a file system of 64 KiB")
-def test_training_goes_on_when_the_disk_of_the_tape_is_full(tmp_path: Path) -> None:
+def test_training_continues_when_the_disk_of_the_tape_is_full(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     config = config_of(folder, run={"max_steps": 120})
     tape = str(folder / "tape")
@@ -354,7 +354,7 @@ def test_training_goes_on_when_the_disk_of_the_tape_is_full(tmp_path: Path) -> N
 
         outcome = wait(run, script())
         assert outcome.finished, outcome.reason
-        assert os.statvfs(tape).f_bavail == 0, "the test has filled nothing"
+        assert os.statvfs(tape).f_bavail == 0, "the test did not fill the disk"
     assert outcome.weights is not None
     assert load_weights(outcome.weights)
     said = {path.stem: path.read_text() for path in (folder / "logs").glob("*.log")}
@@ -390,4 +390,6 @@ def test_a_disk_that_was_full_for_a_moment_costs_no_record(tmp_path: Path) -> No
         model = read_run(folder)
         assert not model.problems
         assert model.global_step >= 120
-        assert all(log.left for log in model.learners.values()), "also what came last is there"
+        assert all(log.left for log in model.learners.values()), (
+            "the last records are on the tape too"
+        )

@@ -1,4 +1,4 @@
-"""`ddiloco chaos`: real processes under a scenario's faults, and the verdict on their tapes."""
+"""`ddiloco chaos`: real processes with a scenario's faults, and the verdict on their tapes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from decoupled_diloco_lab.chaos import spaces
 from process.process_runs import command, config_file, orphans, stopped_at_exit, until
 
 ACCEPTED_MIN = 0.8
-"""On a machine with other work, processes take ten seconds to start, and what is trained meanwhile
-is lost with a learner that is killed then."""
+"""On a busy machine, processes take ten seconds to start. Training in that time is lost with a
+learner that is then killed.
+"""
 
 
 def chaos(folder: Path, *arguments: str, seconds: float = 280.0) -> tuple[int, str]:
@@ -37,7 +38,7 @@ def event(**keys: object) -> str:
 
 
 def story(folder: Path, *events: str, head: str = "") -> tuple[str, str]:
-    """The two arguments: a run and its scenario."""
+    """Return the two arguments: a run and its scenario."""
     path = folder / "story.toml"
     path.write_text("".join([head, *events]))
     run = config_file(
@@ -63,7 +64,7 @@ def test_every_kind_of_process_is_killed_five_times(tmp_path: Path) -> None:
     assert min(struck.count(name) for name in ("shard-0", "shard-1", "evaluator")) >= 5
     assert sum(name.startswith("learner-") for name in struck) == 5
     ended = [r.data["name"] for r in TapeReader(folder) if r.data.get("signal") == signal.SIGKILL]
-    assert sorted(ended) == sorted(struck), "nobody else was killed, and everybody who was to be"
+    assert sorted(ended) == sorted(struck), "exactly the intended processes were killed"
 
 
 def test_links_and_disks_fail_in_every_way(tmp_path: Path) -> None:
@@ -95,13 +96,15 @@ def test_links_and_disks_fail_in_every_way(tmp_path: Path) -> None:
     if "disk-full" in told:
         full = [reason for order, reason in failed if order == "Merge" and "No space" in reason]
         assert full, "the kernel had no space"
-        assert list((folder / "durable" / "shard-0").glob("*.safetensors")), "it is in the folder"
+        assert list((folder / "durable" / "shard-0").glob("*.safetensors")), (
+            "the run is in the folder"
+        )
 
 
 @pytest.mark.skipif(
-    bool(spaces.unavailable("ip", "tc")), reason=spaces.unavailable("ip", "tc") or "it is here"
+    bool(spaces.unavailable("ip", "tc")), reason=spaces.unavailable("ip", "tc") or "available"
 )
-def test_a_link_has_its_rate_and_may_be_throttled(tmp_path: Path) -> None:
+def test_a_link_has_its_rate_and_can_be_throttled(tmp_path: Path) -> None:
     head = """
 [[learners]]
 count = 2
@@ -136,14 +139,14 @@ down = "2Mbit/s"
         if begin + 1 < r.wall < end and r.data["participants"]
     ]
     assert late
-    assert max(late) > 0.3, "its bodies took their time"
+    assert max(late) > 0.3, "payloads were slow"
     evicted = [r for r in records if r.type == "Evict" and "lease" in r.data["reason"]]
-    assert not evicted, "heartbeats go through"
+    assert not evicted, "heartbeats pass"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_is_left_when_it_is_interrupted(tmp_path: Path, number: signal.Signals) -> None:
-    """Also who stands just then, and so cannot notice that its parent is gone."""
+def test_an_interrupt_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
+    """Including a stopped process, which cannot notice that its parent has ended."""
     pause = event(kind="pause", target="learner-1", at_seconds=0.5)
     cut = event(kind="cut", target="learner-0", at_seconds=0.5)
     run, path = story(tmp_path, pause, cut)
@@ -159,7 +162,7 @@ def test_nothing_is_left_when_it_is_interrupted(tmp_path: Path, number: signal.S
 
 
 @pytest.mark.smoke
-def test_what_real_processes_cannot_do_is_told_at_once(tmp_path: Path) -> None:
+def test_faults_that_real_processes_cannot_have_are_rejected_at_once(tmp_path: Path) -> None:
     jump = event(kind="clock-jump", target="shard-0", jump_seconds=30, at_seconds=5)
     folder = tmp_path / "run"
     code, output = chaos(folder, *story(tmp_path, jump))

@@ -1,4 +1,4 @@
-"""The command line: how a run is interrupted, refused and cleaned up."""
+"""The command line: how a run is interrupted, rejected and cleaned up."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from replay_check import assert_replays
 
 
 def ended(process: subprocess.Popen[str], seconds: float) -> tuple[int, str]:
-    """The exit code and output of a process that ends within so many seconds."""
+    """Return the exit code and output of a process that must end within this time."""
     started = time.monotonic()
     output, _ = process.communicate(timeout=240)
     assert time.monotonic() - started < PATIENCE * seconds, output
@@ -38,7 +38,7 @@ def ended(process: subprocess.Popen[str], seconds: float) -> tuple[int, str]:
 
 
 def phases(folder: Path) -> str:
-    """What shard 0 says of itself."""
+    """Return the phases that shard 0 reports."""
     log = folder / "logs" / "shard-0.log"
     text = log.read_text() if log.exists() else ""
     address = text.partition("listens on ")[2].partition("\n")[0]
@@ -46,7 +46,7 @@ def phases(folder: Path) -> str:
 
 
 def free(folder: Path) -> bool:
-    """Whether a new run could have the folder; what is in it is moved aside."""
+    """Whether a new run could use the folder; its contents are moved aside."""
     try:
         RunFolder(folder).release()
     except ConfigError:
@@ -102,7 +102,7 @@ def test_a_killed_launcher_leaves_no_orphan(tmp_path: Path, late: str) -> None:
 
 
 @pytest.mark.smoke
-def test_a_taken_port_is_told_at_once(tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported_at_once(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         file = config_file(tmp_path / "run", syncer={"port": port})
@@ -110,10 +110,10 @@ def test_a_taken_port_is_told_at_once(tmp_path: Path) -> None:
     assert code == 4
     assert f"error: a shard cannot listen on 127.0.0.1:{port}: Address already in use" in output
     assert "--set syncer.port=" in output
-    assert not (tmp_path / "run").exists(), "what has not begun is no run"
+    assert not (tmp_path / "run").exists(), "a run that has not begun leaves nothing"
 
 
-def test_one_shard_whose_port_is_taken_leaves_no_folder(tmp_path: Path) -> None:
+def test_a_shard_whose_port_is_in_use_leaves_no_folder(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         file = config_file(tmp_path / "run", syncer={"port": port})
@@ -121,11 +121,11 @@ def test_one_shard_whose_port_is_taken_leaves_no_folder(tmp_path: Path) -> None:
     assert code == 4
     assert f"error: a shard cannot listen on 127.0.0.1:{port}: Address already in use" in output
     assert "Choose another one with --port" in output
-    assert not (tmp_path / "run").exists(), "what has not begun is no run"
+    assert not (tmp_path / "run").exists(), "a run that has not begun leaves nothing"
 
 
 @pytest.mark.smoke
-def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+def test_a_folder_in_use_is_rejected(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with RunFolder(folder):
         code, output = ended(command("train", str(config_file(folder))), 30.0)
@@ -148,13 +148,13 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     ],
     ids=" ".join,
 )
-def test_a_folder_of_other_files_is_refused_and_left_alone(
+def test_a_folder_of_other_files_is_rejected_and_unchanged(
     tmp_path: Path, arguments: list[str]
 ) -> None:
     folder = tmp_path / "project"
     folder.mkdir()
     file = config_file(folder)
-    shutil.copyfile(file, folder / "run.toml")  # a project may call its own settings so
+    shutil.copyfile(file, folder / "run.toml")  # a project's own settings may have this name
     (folder / "model.py").write_text("the work of years")
     name, *options = arguments
     here = ["--set", f"run.folder={folder}"]
@@ -167,7 +167,7 @@ def test_a_folder_of_other_files_is_refused_and_left_alone(
     assert sorted(path.name for path in folder.iterdir()) == ["model.py", "run.toml"]
 
 
-def test_initial_weights_that_are_not_there_end_the_run(tmp_path: Path) -> None:
+def test_missing_initial_weights_end_the_run(tmp_path: Path) -> None:
     file = config_file(tmp_path / "run", sync={"initial_weights": tmp_path / "none.safetensors"})
     code, output = ended(command("train", str(file)), 60.0)
     assert code == 2
@@ -195,7 +195,7 @@ def test_a_second_run_moves_the_first_aside(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_shard_that_is_told_to_end_has_not_finished(
+def test_a_shard_that_is_asked_to_stop_has_not_finished(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     port = str(free_ports(1)[0])
@@ -204,11 +204,11 @@ def test_a_shard_that_is_told_to_end_has_not_finished(
     until(lambda: health(f"http://127.0.0.1:{port}"), "it listens")
     process.send_signal(number)
     code, output = ended(process, 5.0)
-    assert code == 130, "or a supervisor would not start it again"
+    assert code == 130, "otherwise a supervisor would not restart it"
     assert "Traceback" not in output
 
 
-def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
+def test_a_reader_that_exits_does_not_end_the_run(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     process = command("train", str(config_file(folder)))
     assert process.stdout is not None
@@ -235,7 +235,7 @@ def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
         {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
     ],
 )
-def test_output_to_a_terminal_without_every_character_is_no_error(
+def test_a_terminal_that_lacks_characters_causes_no_error(
     words: tuple[str, ...], locale: dict[str, str]
 ) -> None:
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""`ddiloco doctor` as a process, against real syncers on loopback, and against nobody."""
+"""`ddiloco doctor` as a process, against real syncers on loopback, and without a syncer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from process.process_runs import (
 from replay_check import assert_replays
 
 SECONDS_MAX = 60.0
-"""The doctor's own 15, and Python and torch starting on a busy machine."""
+"""The doctor's own limit of 15 seconds, and the start of Python and torch on a busy machine."""
 
 Findings = dict[str, dict[str, str]]
 
@@ -42,7 +42,7 @@ def start(*arguments: str) -> subprocess.Popen[str]:
 
 
 def result(process: subprocess.Popen[str]) -> tuple[int, Findings]:
-    """Exit code and findings by check."""
+    """Return the exit code, and the findings by check."""
     output, _ = process.communicate(timeout=SECONDS_MAX)
     assert "Traceback" not in output
     found = {each["check"]: each for each in json.loads(output)}
@@ -61,7 +61,7 @@ def errors(found: Findings) -> set[str]:
 
 @dataclass
 class Syncer:
-    """Two shards that listen, and wait for learners."""
+    """Two shards that listen and wait for learners."""
 
     file: Path
     address: str
@@ -70,7 +70,7 @@ class Syncer:
 
 @contextmanager
 def serving(file: Path, *ports: int) -> Iterator[None]:
-    """`ddiloco syncer` until the block ends, and its shards with it."""
+    """Run `ddiloco syncer` and its shards until the block ends."""
     with stopped_at_exit(command("syncer", str(file))) as process:
         for port in ports:
             until(lambda port=port: health(f"http://127.0.0.1:{port}"), "it listens")
@@ -91,7 +91,7 @@ def syncer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Syncer]:
 
 
 def _two_ports() -> int:
-    """The first of two free ports in a row."""
+    """Return the first of two consecutive free ports."""
     while True:
         (port,) = free_ports(1)
         with ExitStack() as stack:
@@ -118,7 +118,7 @@ def test_a_syncer_that_waits_for_learners_is_fine(syncer: Syncer) -> None:
 
 
 @pytest.mark.smoke
-def test_a_wrong_token_is_told(syncer: Syncer, tmp_path: Path) -> None:
+def test_a_wrong_auth_token_is_reported(syncer: Syncer, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("wrong")
     token = ("--auth-token-file", str(tmp_path / "token"))
     code, found = examined("--syncer", syncer.address, *token)
@@ -130,14 +130,14 @@ def test_a_wrong_token_is_told(syncer: Syncer, tmp_path: Path) -> None:
 
 
 @pytest.mark.smoke
-def test_the_ports_of_a_running_syncer_are_taken(syncer: Syncer) -> None:
+def test_the_ports_of_a_running_syncer_are_in_use(syncer: Syncer) -> None:
     code, found = examined(str(syncer.file))
     assert (code, errors(found)) == (1, {"ports"})
     assert "Address already in use" in found["ports"]["text"]
 
 
-def test_what_does_not_answer_is_told(tmp_path: Path) -> None:
-    """Nothing listens; something takes the connection and says nothing; something else answers."""
+def test_a_server_that_does_not_answer_is_reported(tmp_path: Path) -> None:
+    """Nothing listens; a server accepts and sends nothing; another program answers."""
     with ExitStack() as stack:
         hung = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         other = ["-m", "http.server", "--bind", "127.0.0.1", "--directory", str(tmp_path)]
@@ -181,8 +181,8 @@ def _listens(port: int) -> bool:
     return True
 
 
-def test_during_training_it_disturbs_nobody(tmp_path: Path) -> None:
-    """One with the run's file and one with a wider model; learners do not notice either."""
+def test_the_doctor_does_not_disturb_training(tmp_path: Path) -> None:
+    """One with the run's file and one with a wider model; learners notice neither."""
     folder = tmp_path / "run"
     wider = config_file(tmp_path / "wider", workload={"width": 48, "step_seconds": 0.1})
     config = config_of(folder, run={"max_steps": 2000}, workload={"step_seconds": 0.1})
@@ -198,7 +198,7 @@ def test_during_training_it_disturbs_nobody(tmp_path: Path) -> None:
                 with stopped_at_exit(start(str(file), *arguments)) as process:
                     yield from when(lambda process=process: process.poll() is not None)
                     results[name] = result(process)
-                # It builds the model within a few seconds, or does without: it was too busy here.
+                # On a busy machine, the doctor skips a model that takes seconds to build.
                 if "layout" in results[name][1]:
                     break
         times["end"] = time.time()
@@ -233,8 +233,10 @@ def test_during_training_it_disturbs_nobody(tmp_path: Path) -> None:
     assert_replays(folder)
 
 
-def test_a_secret_of_ones_own_is_enough(tmp_path: Path) -> None:
-    """Where each id has its secret, the doctor finds out whose it is, and is not taken for it."""
+def test_a_separate_secret_is_enough(tmp_path: Path) -> None:
+    """With a secret per name, the doctor finds the name of its own, and is not taken for that
+    learner.
+    """
     folder, own = tmp_path / "run", tmp_path / "own"
     own.write_text("two")
     principals = tmp_path / "principals.toml"
@@ -250,7 +252,7 @@ def test_a_secret_of_ones_own_is_enough(tmp_path: Path) -> None:
 
 
 class Enough(Exception):
-    """The test has seen what it wanted; the run need not end."""
+    """The test has its result; the run need not end."""
 
 
 ENDLESS = """
@@ -272,7 +274,7 @@ class Endless:
 """
 
 
-def test_a_model_that_is_never_built_is_left_behind(tmp_path: Path) -> None:
+def test_the_doctor_does_not_wait_for_a_model_that_is_never_built(tmp_path: Path) -> None:
     (tmp_path / "endless_model_of_a_test.py").write_text(ENDLESS)
     run = tmp_path / "run.toml"
     run.write_text(

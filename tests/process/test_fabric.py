@@ -1,4 +1,4 @@
-"""A loop of one's own with Lightning Fabric, as its users start it."""
+"""A separate training loop with Lightning Fabric, started like a user starts it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROWS, ACCUMULATED, CONTEXT = 64, 2, 64
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.smoke), 2])
 def test_its_steps_and_tokens_are_counted(ranks: int, tmp_path: Path) -> None:
-    """Two batches are accumulated to a step; of several processes all are one learner."""
+    """Two batches are accumulated per step; several processes are together one learner."""
     system = System(tmp_path / "run", run={"learners": 1, "max_steps": 12})
     system.start()
     try:
@@ -42,7 +42,9 @@ def test_its_steps_and_tokens_are_counted(ranks: int, tmp_path: Path) -> None:
     coordinator = CoordinatorStates(tmp_path / "run").read()
     assert coordinator is not None
     names = [tensor["name"] for tensor in json.loads(coordinator["layout"])["tensors"]]
-    assert names == ["0.weight", "2.weight", "2.bias", "4.weight", "4.bias"], "not the wrappers'"
+    assert names == ["0.weight", "2.weight", "2.bias", "4.weight", "4.bias"], (
+        "and not the wrappers' names"
+    )
     last = [each for each in told if each["type"] == "StepReport"][-1]
     assert last["step"] >= 12
     assert last["tokens"] == last["step"] * ranks * ACCUMULATED * ROWS * CONTEXT

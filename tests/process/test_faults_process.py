@@ -1,4 +1,4 @@
-"""Processes of a run are killed and stopped; the run goes on."""
+"""Processes of a run are killed and stopped; the run continues."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_killed_learner_costs_the_others_no_step(tmp_path: Path) -> None:
     assert min(steps) > 5
     log = (folder / "logs" / "learner-1.log").read_text()
     begun = [int(n) for n in re.findall(r"begins at batch (\d+)", log)]
-    # What it trained on in the half second that its tape had not yet written counts too.
+    # Tokens of the last half second count too, although the tape had not been written yet.
     assert begun[0] == 0
     assert 0 < begun[1] <= steps[0] + 20
     ways = [r.data["way"] for r in killed if r.type == "Recovered"]
@@ -69,11 +69,11 @@ def test_a_killed_learner_costs_the_others_no_step(tmp_path: Path) -> None:
     for shard in ("shard-0", "shard-1"):
         later = [r for r in records(folder, shard) if r.type == "RoundFinished" and r.wall > back]
         states = {p["state"] for r in later for p in r.data["participants"] if "-1" in p["learner"]}
-        assert "folded" in states, f"{shard} has not merged anything of its second life"
+        assert "folded" in states, f"{shard} has merged nothing since its restart"
     assert assert_replays(folder) > 500
 
 
-def test_who_is_killed_is_forked_anew(tmp_path: Path) -> None:
+def test_a_killed_process_is_forked_again(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     config = config_of(folder, run={"max_steps": 100_000})
     taken: dict[str, int] = {}
@@ -104,8 +104,8 @@ def test_who_is_killed_is_forked_anew(tmp_path: Path) -> None:
     assert_replays(folder)
 
 
-def test_a_run_goes_on_when_its_fork_server_is_killed(tmp_path: Path) -> None:
-    """Nobody tells any more how a process ended, and what is started next imports by itself."""
+def test_a_run_continues_when_its_fork_server_is_killed(tmp_path: Path) -> None:
+    """The exit codes of its children are lost, and later processes import PyTorch by themselves."""
     folder = tmp_path / "run"
     config = config_of(folder, run={"max_steps": 100_000})
 
@@ -139,7 +139,7 @@ def parent(pid: int) -> int:
 
 
 def devices(pid: int) -> list[str]:
-    """What a process has opened beside its standard input that others lack then: ports, devices."""
+    """Return the ports and devices that a process has open and that others then lack."""
     links = [link for link in Path(f"/proc/{pid}/fd").iterdir() if link.name != "0"]
     opened = [str(link.readlink()) for link in links]
     return [name for name in opened if name.startswith(("socket:", "/dev/nvidia", "/dev/dri"))]
@@ -152,7 +152,7 @@ def environment(pid: int) -> bytes:
 SHARDS = ("shard-0", "shard-1")
 
 
-def test_a_stopped_shard_evicts_nobody_and_a_stopped_learner_comes_back(tmp_path: Path) -> None:
+def test_a_stopped_shard_evicts_no_learner_and_a_stopped_learner_returns(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     config = config_of(
         folder,
@@ -194,16 +194,16 @@ def test_a_stopped_shard_evicts_nobody_and_a_stopped_learner_comes_back(tmp_path
         assert max(r.life for r in own) == 0
         ((out, learner),) = evicted(shard)
         assert learner == "learner-1"
-        assert stopped + 9 < out, "its lease is ten seconds"
+        assert stopped + 9 < out, "its lease lasts ten seconds"
         greeted = [r for r in own if r.type == "Accept" and r.wall > back]
         assert greeted[0].data["learner"] == "learner-1"
-        assert greeted[0].data["epoch"] == 1, "it is the same process"
+        assert greeted[0].data["epoch"] == 1, "the process is the same"
         assert greeted[0].data["why"] == "came back"
     assert_replays(folder)
 
 
 @pytest.mark.smoke
-def test_killed_shards_are_restored_from_what_learners_hold(tmp_path: Path) -> None:
+def test_killed_shards_are_restored_from_the_learners_copies(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     config = config_of(
         folder, run={"learners": 2, "max_steps": 420}, syncer={"shards": 2}, sync={"quorum": 2}
@@ -234,23 +234,23 @@ def test_killed_shards_are_restored_from_what_learners_hold(tmp_path: Path) -> N
             if r.type in ("Merge", "Install") and r.data["fragment"] % 2 == int(name[-1])
         ]
         terms = {term for term, _ in versions}
-        assert len(terms) == 2, "a new life has a new term"
+        assert len(terms) == 2, "a restarted shard has a new term"
         for fragment in {r.data["fragment"] for r in own if r.type == "Merge"}:
             mine = [
                 (r.data["version"]["term"], r.data["version"]["counter"])
                 for r in own
                 if r.type in ("Merge", "Install") and r.data["fragment"] == fragment
             ]
-            assert mine == sorted(mine), "versions only go up"
+            assert mine == sorted(mine), "versions only increase"
             restored = [counter for term, counter in mine if term == max(terms)]
-            assert restored[0] > 0, "it does not begin anew"
+            assert restored[0] > 0, "the run does not start again"
     assert_replays(folder)
 
 
 @pytest.mark.smoke
-@pytest.mark.timeout(300)  # it would wait for ever
-def test_whoever_waits_for_shards_that_have_ended_waits_no_longer(tmp_path: Path) -> None:
-    """As a syncer that goes on with a run's last steps, and is busy while they are taken."""
+@pytest.mark.timeout(300)  # it would wait forever
+def test_a_process_does_not_wait_for_shards_that_have_ended(tmp_path: Path) -> None:
+    """As with a syncer that continues with a run's last steps, and is busy while they are taken."""
     with local_run(config_of(tmp_path / "run", run={"learners": 1, "max_steps": 8})) as run:
         run.start()
         until(lambda: [run.supervisor.poll(), run.supervisor.children["shard-0"].done][1], "end")
@@ -259,7 +259,7 @@ def test_whoever_waits_for_shards_that_have_ended_waits_no_longer(tmp_path: Path
 
 
 @pytest.mark.smoke
-def test_a_run_whose_evaluator_is_gone_still_has_its_result_evaluated(tmp_path: Path) -> None:
+def test_a_run_that_loses_its_evaluator_still_evaluates_its_result(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with local_run(config_of(folder, run={"evaluator": True, "max_steps": 30})) as run:
         run.start()
@@ -274,7 +274,7 @@ def test_a_run_whose_evaluator_is_gone_still_has_its_result_evaluated(tmp_path: 
     assert evaluated.loss < math.log(256)
 
 
-def test_a_learner_that_comes_back_after_the_end_keeps_nobody_waiting(tmp_path: Path) -> None:
+def test_a_learner_that_returns_after_the_end_delays_no_process(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     config = config_of(folder, faults=[{"at": 0.95, "kill": "learner-1"}])
     with local_run(config) as run:
@@ -294,7 +294,7 @@ def test_a_learner_that_comes_back_after_the_end_keeps_nobody_waiting(tmp_path: 
 
 
 class Enough(Exception):
-    """The test has seen what it wanted; the run need not end."""
+    """The test has its result; the run need not end."""
 
 
 def phase(run: LocalRun, name: str) -> str:

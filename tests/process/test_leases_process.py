@@ -16,7 +16,9 @@ from process.process_runs import command, config_of, local_run, logs, records, s
 
 
 def trained_on(folder: Path, who: str) -> dict[tuple[int, int, int], int]:
-    """Batches that each life of a learner trained by its tape, by epoch, pass and part."""
+    """Return the batches that each incarnation trained according to its tape, by epoch and
+    partition.
+    """
     trained: dict[tuple[int, int, int], int] = defaultdict(int)
     machine: LearnerMachine | None = None
     for record in records(folder, who):
@@ -36,7 +38,9 @@ def trained_on(folder: Path, who: str) -> dict[tuple[int, int, int], int]:
 
 
 def check_against_tapes(account: DataAccount, folder: Path, killed: set[tuple[str, int]]) -> None:
-    """Each learner trained what the ledger says of it, and, unless it was killed, it knows."""
+    """Check that each learner trained what the ledger records, and reported it unless it was
+    killed.
+    """
     tapes = {path.stem for path in (folder / "tape").glob("learner-*.jsonl")}
     trained = {who: trained_on(folder, who) for who in tapes}
     for turn, parts in account.turns.items():
@@ -55,7 +59,7 @@ def has_settled(folder: Path, learner: str) -> bool:
     return any(account.shares(turn).get(learner) for turn in account.turns)
 
 
-def test_every_part_is_somebodys_whoever_dies_and_joins(tmp_path: Path) -> None:
+def test_every_partition_is_trained_through_deaths_and_joins(tmp_path: Path) -> None:
     """learner-1 is killed for good, learner-2 joins, the coordinator's process is killed."""
     folder = tmp_path / "run"
     config = config_of(
@@ -92,8 +96,8 @@ def test_every_part_is_somebodys_whoever_dies_and_joins(tmp_path: Path) -> None:
         for part in account.turns[0].values()
         if part.spans[0].learner == "learner-1" and len(part.spans) > 1
     ]
-    assert handed_on, "the parts of the dead learner are nobody's"
-    assert account.count(0, "durable") == 32, "the first pass is complete"
+    assert handed_on, "the dead learner has no leases"
+    assert account.count(0, "durable") == 32, "the first epoch is complete"
     assert all(repeat.end > repeat.first for repeat in account.repeats)
     check_against_tapes(account, folder, {("learner-1", 1)})
     assert len({r.life for r in records(folder, "coordinator")}) == 2

@@ -1,4 +1,4 @@
-"""`ddiloco status`, `watch`, `explain`, `timing` on a run that is going on, and on its folder."""
+"""`ddiloco status`, `watch`, `explain`, `intervals` on a run in progress, and on its folder."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from process.process_runs import (
     ddiloco,
     health,
     local_run,
+    output_of,
     records,
-    told,
     wait,
     when,
 )
@@ -45,7 +45,7 @@ from replay_check import assert_replays
 from unit.show.show_worlds import write_world
 
 
-def test_a_run_is_read_while_it_goes_on(tmp_path: Path) -> None:
+def test_a_run_is_read_while_it_is_in_progress(tmp_path: Path) -> None:
     config = config_of(
         tmp_path / "run", run={"name": "live", "max_steps": 1_000_000}, syncer={"shards": 2}
     )
@@ -54,12 +54,12 @@ def test_a_run_is_read_while_it_goes_on(tmp_path: Path) -> None:
         for _ in read_while_it_goes_on(run, tmp_path):
             run.supervisor.poll()
             time.sleep(0.05)
-    text = told("explain", "learner", "learner-1", str(run.path))
+    text = output_of("explain", "learner", "learner-1", str(run.path))
     assert "killed (SIGKILL)" in " ".join(text.split())
     assert_replays(run.path)
 
 
-def test_a_run_is_read_when_it_is_over(tmp_path: Path) -> None:
+def test_a_run_is_read_after_its_end(tmp_path: Path) -> None:
     config = config_of(tmp_path / "run", syncer={"shards": 2})
     with local_run(config) as run:
         run.start()
@@ -72,8 +72,8 @@ def read_while_it_goes_on(run, tmp_path: Path) -> Iterator[None]:
     run.supervisor.kill("learner-1", restart=True)
     yield from when(lambda: any(r.life == 1 for r in steps_of(run.path, "learner-1")))
     token, address = ("--auth-token-file", str(run.secret_file)), run.addresses[1]
-    live = json.loads(told("status", address, *token, "--json"))
-    folder = json.loads(told("status", str(run.path), "--json"))
+    live = json.loads(output_of("status", address, *token, "--json"))
+    folder = json.loads(output_of("status", str(run.path), "--json"))
     for status in (live, folder):
         assert (status["name"], status["phase"]) == ("live", "running")
         assert {x["name"] for x in status["learners"]} == {"learner-0", "learner-1"}
@@ -83,8 +83,10 @@ def read_while_it_goes_on(run, tmp_path: Path) -> Iterator[None]:
     assert live["learners"][0]["discarded_why"] is None
     assert folder["learners"][0]["loss"] is not None
     assert folder["step"] >= live["step"]
-    assert "shard-1" in told("explain", "round", "2", address, *token)
-    assert "not known to the syncer" in told("explain", "learner", "learner-0", address, *token)
+    assert "shard-1" in output_of("explain", "round", "2", address, *token)
+    assert "not known to the syncer" in output_of(
+        "explain", "learner", "learner-0", address, *token
+    )
     refused(address, tmp_path)
 
 
@@ -107,7 +109,7 @@ def refused(address: str, tmp_path: Path) -> None:
 
 
 def afterwards(folder: Path) -> None:
-    status = json.loads(told("status", str(folder), "--json"))
+    status = json.loads(output_of("status", str(folder), "--json"))
     assert status["phase"] == "finished"
     assert status["bytes_up"] > 0
     rounds = [
@@ -122,31 +124,31 @@ def afterwards(folder: Path) -> None:
         assert not [line for line in lines_of(tape, []) if secret.encode() in line.text]
     shard, data = rounds[len(rounds) // 2]
     number = str(data["round"])
-    text = told("explain", "round", number, str(folder), "--shard", str(shard))
+    text = output_of("explain", "round", number, str(folder), "--shard", str(shard))
     assert data["why"] in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= 80
-    assert "set the clock" in told("explain", "step", "50", str(folder))
-    window = told("intervals", str(folder)).split("grace window")[1].splitlines()[0]
+    assert "set the clock" in output_of("explain", "step", "50", str(folder))
+    window = output_of("intervals", str(folder)).split("grace window")[1].splitlines()[0]
     assert "not measured" not in window
     done = ddiloco("explain", "round", "100000", str(folder))
     assert (done.returncode, "there are shard-0: 1 to" in done.stderr) == (2, True)
 
 
-def test_nobody_there_is_told_with_exit_code_4() -> None:
+def test_an_unreachable_syncer_has_exit_code_4() -> None:
     done = ddiloco("status", f"http://127.0.0.1:{free_ports(1)[0]}")
     assert done.returncode == 4
     assert "is it running" in done.stderr
 
 
 def test_the_table_of_intervals_fits_a_terminal() -> None:
-    text = told("intervals", "quickstart")
+    text = output_of("intervals", "quickstart")
     assert max(map(len, text.splitlines())) <= 80
     assert "learner's lease" in text
     assert ddiloco("intervals", "no-such-recipe").returncode == 2
 
 
 def _without_size() -> dict[str, str]:
-    """The environment; what it may say of another terminal's size goes before that of this one."""
+    """Return the environment without the size of another terminal."""
     return {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
 
 
@@ -173,7 +175,7 @@ class Terminal:
         fcntl.ioctl(self.slave, termios.TIOCSWINSZ, size)
 
     def read(self, seconds: float) -> str:
-        """The text of everything that was drawn within this time."""
+        """Return the text of everything that was drawn within this time."""
         deadline, drawn = time.monotonic() + seconds, b""
         while (left := deadline - time.monotonic()) > 0:
             if select.select([self.master], [], [], left)[0]:
@@ -192,10 +194,10 @@ class Terminal:
         os.write(self.master, keys)
 
     def ended(self) -> int:
-        """The exit code; the terminal is as it was before."""
+        """Return the exit code, and check that the terminal is restored."""
         deadline = time.monotonic() + 120
         while self.process.poll() is None:
-            assert time.monotonic() < deadline, "it does not end"
+            assert time.monotonic() < deadline, "the command does not end"
             self.read(0.1)
         self.read(0.2)
         assert termios.tcgetattr(self.slave) == self.before
@@ -221,7 +223,7 @@ def terminal(*arguments: str) -> Iterator[Terminal]:
 
 @pytest.fixture
 def halfway(tmp_path: Path) -> Path:
-    """The folder of a run that is not over."""
+    """Yield the folder of a run that is in progress."""
     write_world(tmp_path, until=30.0)
     return tmp_path
 
@@ -239,7 +241,7 @@ def test_watch_quits_cleanly(halfway: Path, keys: bytes) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_watch_gives_the_terminal_back_when_it_is_told_to_end(halfway: Path, number: int) -> None:
+def test_watch_restores_the_terminal_when_it_is_asked_to_stop(halfway: Path, number: int) -> None:
     with terminal("watch", str(halfway)) as screen:
         screen.expect("shard-1")
         os.kill(screen.process.pid, number)
@@ -258,7 +260,7 @@ def test_arrow_keys_do_not_end_watch(halfway: Path) -> None:
 
 
 class Spoilt(FolderSource):
-    """A source in which something goes wrong that nobody has thought of."""
+    """A source that fails in an unexpected way."""
 
     def poll(self) -> list[Record]:
         if self.generation:
@@ -267,7 +269,7 @@ class Spoilt(FolderSource):
         return super().poll()
 
 
-def test_whatever_ends_the_reading_ends_watch(halfway: Path) -> None:
+def test_any_error_of_the_reader_ends_watch(halfway: Path) -> None:
     reader = Reader(Spoilt(halfway), every=0.01)
     reader.start()
     reader.join(10)
@@ -282,7 +284,7 @@ def test_watch_follows_the_size_of_the_terminal(halfway: Path) -> None:
         screen.resize(50, 20)
         os.killpg(screen.process.pid, signal.SIGWINCH)
         deadline, narrow = time.monotonic() + 120, ""
-        while "learner" not in narrow or "copies" in narrow:  # what was drawn before, at first
+        while "learner" not in narrow or "copies" in narrow:  # first, what was drawn before
             assert time.monotonic() < deadline, narrow[-2000:]
             narrow = screen.read(1.0)
         screen.press(b"q")
@@ -297,7 +299,7 @@ def test_watch_ends_with_the_run(tmp_path: Path) -> None:
         assert screen.ended() == 0
 
 
-def test_watch_outlives_a_syncer_that_goes_away(halfway: Path) -> None:
+def test_watch_outlives_a_syncer_that_exits(halfway: Path) -> None:
     port = free_ports(1)[0]
     with terminal_of(halfway, port) as (screen, serving):
         screen.expect("shard-0")
@@ -306,12 +308,12 @@ def test_watch_outlives_a_syncer_that_goes_away(halfway: Path) -> None:
         with Serving(halfway, port):
             deadline = time.monotonic() + 120
             while "out of reach" in screen.read(1.5):
-                assert time.monotonic() < deadline, "it does not come back"
+                assert time.monotonic() < deadline, "the run does not return"
         screen.press(b"q")
         assert screen.ended() == 0
 
 
-def test_watch_ends_when_the_syncer_goes_right_before_the_end(halfway: Path) -> None:
+def test_watch_ends_when_the_syncer_exits_right_before_the_end(halfway: Path) -> None:
     reader = Reader(FolderSource(halfway), every=1.0)
     assert reader.status is not None
     reader.trouble = (time.monotonic() - GONE_SECONDS - 1, "connection refused")
@@ -327,14 +329,14 @@ def test_watch_ends_when_the_syncer_goes_right_before_the_end(halfway: Path) -> 
     assert not reader.over
 
 
-def test_watch_wants_a_terminal(halfway: Path) -> None:
+def test_watch_requires_a_terminal(halfway: Path) -> None:
     done = ddiloco("watch", str(halfway))
     assert done.returncode == 2
     assert "use ddiloco status" in done.stderr
 
 
 class Serving:
-    """A shard's tape behind HTTP, from a thread of its own; nothing else of a shard."""
+    """A shard's tape behind HTTP, from a separate thread, without a shard."""
 
     def __init__(self, folder: Path, port: int) -> None:
         address = f"http://127.0.0.1:{port}"
@@ -371,7 +373,7 @@ class Serving:
 
 @contextlib.contextmanager
 def terminal_of(folder: Path, port: int) -> Iterator[tuple[Terminal, Serving]]:
-    """`ddiloco watch` on a tape that is served at this port."""
+    """Run `ddiloco watch` on a tape that is served at this port."""
     secret = folder / "secret"
     secret.write_text("secret\n")
     arguments = ("watch", f"http://127.0.0.1:{port}", "--auth-token-file", str(secret))

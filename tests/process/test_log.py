@@ -1,4 +1,4 @@
-"""A run's numbers in TensorBoard, Weights & Biases and MLflow, by their own libraries."""
+"""A run's numbers in TensorBoard, Weights & Biases and MLflow, through their own libraries."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SHORT = {"max_steps": 240, "evaluator": True, "evaluate_interval_seconds": 1.0}
 
 
 def run_of(config: RunConfig) -> None:
-    # Its environment is the test's: the shared fork server has that of an earlier moment.
+    # No shared fork server: its environment is older than the test's.
     with local_run(config, own_server=True) as run:
         run.start()
         assert wait(run).finished, logs(run.path)
@@ -51,14 +51,14 @@ def test_a_run_is_logged_to_all_places_at_once(
 
     found = scalars(folder / "tensorboard")
     steps = [step for step, _ in found["diloco/run_step"]]
-    assert steps == sorted(steps), "steps never go back"
+    assert steps == sorted(steps), "steps never decrease"
     assert steps[-1] >= SHORT["max_steps"], logs(folder)
     assert found["diloco/run_step"][-1] == (steps[-1], float(steps[-1]))
     kept = 1 - found["diloco/discarded_tokens"][-1][1] / found["diloco/tokens"][-1][1]
     assert found["diloco/kept_share"][-1][1] == pytest.approx(kept, rel=1e-4)
     for tag in ("learner-0/loss", "learner-1/loss", "evaluation/loss", "diloco/bytes_up"):
         assert found[tag][-1][1] > 0
-    assert found["diloco/learners"][-1][1] == 0, "at the end none is stepping"
+    assert found["diloco/learners"][-1][1] == 0, "at the end no learner is stepping"
 
     (kept_by_wandb,) = (folder / "wandb").glob("offline-run-*/run-*.wandb")
     told = kept_by_wandb.read_bytes()
@@ -77,7 +77,7 @@ def test_a_run_is_logged_to_all_places_at_once(
 
 
 def learners(file: Path, stack: ExitStack, *options: str) -> list[subprocess.Popen[str]]:
-    """Both learners of a run, started by hand."""
+    """Run both learners of a run, started by hand."""
     told = [["learner", str(file), "--index", str(index), *options] for index in (0, 1)]
     return [stack.enter_context(stopped_at_exit(command(*arguments))) for arguments in told]
 
@@ -111,8 +111,8 @@ def token_of(folder: Path) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("encryption", ["mutual TLS", "a token"])
-def test_shard_0_alone_logs_the_run(tmp_path: Path, encryption: str) -> None:
-    """No launcher is there: it starts the logger, waits for it at the end, and starts it anew."""
+def test_only_shard_0_logs_the_run(tmp_path: Path, encryption: str) -> None:
+    """Without a launcher, it starts the logger, waits for it at the end, and restarts it."""
     ports, places = free_ports(2), {**SHORT, "trackers": ("tensorboard",)}
     tables: dict[str, Any] = {"run": places, "syncer": {"shards": 2}}
     scheme, token = "https", []
@@ -151,7 +151,7 @@ def test_shard_0_alone_logs_the_run(tmp_path: Path, encryption: str) -> None:
 
 
 def loggers(folder: Path) -> list[int]:
-    """The processes that log a run to its folder."""
+    """Return the processes that log a run to its folder."""
     found = subprocess.run(
         ["pgrep", "-f", f"cli track .* --out {folder}"], capture_output=True, text=True
     )
@@ -165,10 +165,10 @@ def loggers(folder: Path) -> list[int]:
         ("wandb", "wandb is not installed: pip install 'decoupled-diloco\\[wandb\\]'"),
     ],
 )
-def test_a_place_that_cannot_be_is_told_before_there_is_a_run(
+def test_an_invalid_tracker_is_reported_before_the_run_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, sentence: str
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "wandb", None)  # as where it is not installed
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)  # as if it were not installed
     with pytest.raises(ConfigError, match=sentence):
         LocalRun(config_of(tmp_path / "run", run={**SHORT, "trackers": (place,)}))
     assert not (tmp_path / "run").exists()

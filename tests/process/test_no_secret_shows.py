@@ -1,8 +1,8 @@
-"""Secrets of every kind stay where they were put: in no file, no output, no list of processes.
+"""Secrets of every kind appear in no other file, no output and no process list.
 
-Real processes are started with a token, with a secret for each id, and with certificates; they are
-killed, refused, watched and asked by every command. Then every byte that anybody could read is
-looked through, for each secret and for its usual encodings.
+Real processes are started with an auth token, with a secret per name, and with certificates. They
+are killed, rejected, watched and queried by every command. Then every readable byte is searched for
+each secret and its usual encodings.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ BUDGET = {"max_steps": 100_000, "learners": 2}
 
 
 def encodings(secret: str) -> Iterator[bytes]:
-    """A secret as it is, and as programs write it."""
+    """Return a secret as it is, and in the forms in which programs write it."""
     raw = secret.encode()
     yield from {raw, quote(secret, safe="").encode(), quote(secret).encode()}
     yield from {quote_plus(secret).encode(), json.dumps(secret)[1:-1].encode(), raw.hex().encode()}
-    for shift in range(3):  # within other text, base64 cuts it at any of three places
+    for shift in range(3):  # within other text, base64 has one of three alignments
         for encode in (base64.b64encode, base64.urlsafe_b64encode):
             yield encode(bytes(shift) + raw)[4:-4]
 
@@ -50,13 +50,13 @@ def needles_of(secrets: Mapping[str, str]) -> dict[str, list[bytes]]:
 
 
 def key_of(path: Path) -> list[bytes]:
-    """What of a private key would be recognised: its lines, and its bytes."""
+    """Return the recognizable forms of a private key: its lines, and its bytes."""
     lines = path.read_bytes().split(b"\n")[1:-2]
     return [*lines, base64.b64decode(b"".join(lines))[30:62]]
 
 
 def everywhere(folder: Path) -> Iterator[tuple[str, bytes]]:
-    """Every file below a folder, those that are compressed too."""
+    """Yield every file below a folder, including compressed ones."""
     for path in sorted(folder.rglob("*")):
         if path.is_file() and not path.is_symlink():
             data = path.read_bytes()
@@ -66,7 +66,7 @@ def everywhere(folder: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def processes() -> Iterator[tuple[str, bytes]]:
-    """What each process of this machine shows of itself."""
+    """Yield what each process of this machine exposes."""
     for place in Path("/proc").glob("[0-9]*"):
         for name in ("cmdline", "environ"):
             with contextlib.suppress(OSError):
@@ -80,8 +80,8 @@ class Watch:
     """Collects where a secret was found.
 
     Args:
-        secrets: By name, in every encoding.
-        token: The run's, as it is, if it is known from the first.
+        secrets: Every encoding, by name.
+        token: The run's auth token, if it is known from the start.
     """
 
     def __init__(self, secrets: dict[str, list[bytes]], token: str = "") -> None:
@@ -98,7 +98,7 @@ class Watch:
 
 
 def asked(*arguments: str, code: int | None = 0) -> bytes:
-    """All that a command says, which ends with this exit code; ``None``: whichever."""
+    """Return all output of a command that ends with this exit code; ``None`` allows any code."""
     done = subprocess.run(
         [sys.executable, "-m", "decoupled_diloco.cli", *arguments],
         capture_output=True,
@@ -110,7 +110,7 @@ def asked(*arguments: str, code: int | None = 0) -> bytes:
 
 
 def pass_of(address: str, secret: str) -> str:
-    """The cookie that a browser gets for the secret."""
+    """Return the cookie that a browser receives for the secret."""
 
     class Stay(urllib.request.HTTPRedirectHandler):
         def redirect_request(self, *_: Any) -> None:
@@ -128,7 +128,7 @@ def pass_of(address: str, secret: str) -> str:
 
 
 def guess(address: str) -> None:
-    """A stranger shows a token of its own, in each place where one is looked for."""
+    """Send an invented token in each place where a server looks for one."""
     for headers in ({"Authorization": f"Bearer {STRANGE}"}, {"Cookie": f"ddiloco-page={STRANGE}"}):
         for path in ("/run", "/", "/tape", f"/run?token={quote(STRANGE)}"):
             request = urllib.request.Request(address + path, headers=headers)
@@ -137,7 +137,7 @@ def guess(address: str) -> None:
 
 
 def kill(run: Path, name: str) -> None:
-    """Kills a role's process, found by its command line."""
+    """Kill a role's process, found by its command line."""
     role, _, number = name.partition("-")
     option = {"learner": b"--index", "shard": b"--shard"}[role]
     for place in Path("/proc").glob("[0-9]*"):
@@ -152,7 +152,9 @@ def kill(run: Path, name: str) -> None:
 
 @contextlib.contextmanager
 def training(file: Path) -> Iterator[subprocess.Popen[str]]:
-    """``ddiloco train`` with its output in a file beside, interrupted as a user would."""
+    """Run ``ddiloco train`` with its output in a file next to the run, and interrupt it like a
+    user.
+    """
     output = file.with_suffix(".out").open("w")
     process = command("train", str(file))
     try:
@@ -168,7 +170,7 @@ def training(file: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def asking(address: str, file: Path, run: Path, told: list[str]) -> list[list[str]]:
-    """Commands that ask a run that goes on."""
+    """Return commands that query a run in progress."""
     return [
         ["status", address, *told],
         ["doctor", str(file), "--syncer", address, *told],
@@ -180,7 +182,7 @@ def asking(address: str, file: Path, run: Path, told: list[str]) -> list[list[st
 
 
 def lived(file: Path, run: Path, watch: Watch, told: list[str]) -> None:
-    """A life of a run with everything in it that could show a secret."""
+    """Run with everything that could expose a secret."""
     with training(file) as process:
         addresses = run / "addresses"
         until(lambda: addresses.exists() and addresses.read_text().split(), "addresses", 60)
@@ -200,14 +202,14 @@ def lived(file: Path, run: Path, watch: Watch, told: list[str]) -> None:
         watch.look_at_processes()
         for name in ("learner-0", "shard-1"):
             kill(run, name)
-        everything = run.name == "own"  # one run is asked by all commands
+        everything = run.name == "own"  # all commands query one run
         for words in asking(address, file, run, told)[: None if everything else 3]:
             watch.look(f"what {words[0]} says", asked(*words))
             watch.look_at_processes()
         if address.startswith("http://"):
             refused = asked("status", address, *wrong(file.parent.parent / "private"), code=5)
             watch.look("what a wrong token is told", refused)
-        assert process.poll() is None, "the run has gone on"
+        assert process.poll() is None, "the run has continued"
     watch.look("what train says", file.with_suffix(".out").read_bytes())
 
 
@@ -292,15 +294,17 @@ def test_a_launch_folder_keeps_its_secret_in_one_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.smoke
-def test_the_search_finds_what_is_there(tmp_path: Path) -> None:
-    """Each encoding, in a file, in a packed one, and in a list of processes."""
+def test_the_search_finds_secrets(tmp_path: Path) -> None:
+    """Each encoding, in a file, in a compressed one, and in a process list."""
     secret = "Vb3/+&=%a-token-to-be-found"
     watch = Watch(needles_of({"token": secret}))
     raw = secret.encode()
     (tmp_path / "a").write_bytes(b"x" + raw)
     (tmp_path / "b").write_text(f"/?token={quote(secret, safe='')}")
     (tmp_path / "c").write_bytes(base64.b64encode(b"u:" + raw))
-    (tmp_path / "d.xz").write_bytes(lzma.compress(b"..." + raw))  # so short, it is stored as it is
+    (tmp_path / "d.xz").write_bytes(
+        lzma.compress(b"..." + raw)
+    )  # a text this short is stored uncompressed
     (tmp_path / "e").write_text(json.dumps({"token": secret}))
     (tmp_path / "f").write_text("nothing")
     for where, data in everywhere(tmp_path):
@@ -315,7 +319,7 @@ def test_the_search_finds_what_is_there(tmp_path: Path) -> None:
         env={**os.environ, "SECRET": secret},
     )
     assert shown.stdout
-    shown.stdout.readline()  # before, it may still look like its parent
+    shown.stdout.readline()  # before that, it may still look like its parent
     try:
         watch.look_at_processes()
     finally:

@@ -17,7 +17,7 @@ from process.process_runs import command, config_file, orphans, stopped_at_exit,
 def test_a_run_is_listed_followed_killed_and_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All commands take the newest run in runs/."""
+    """All commands use the newest run in runs/."""
     monkeypatch.chdir(tmp_path)
     run = Path("runs/small")
     run.parent.mkdir()
@@ -30,12 +30,12 @@ def test_a_run_is_listed_followed_killed_and_stopped(
         first = pids()
         assert first.keys() == {"shard-0", "learner-0", "learner-1"}
         with stopped_at_exit(command("logs", "learner-1", "--follow")) as follower:
-            assert f"sent SIGKILL to learner-1 (process {first['learner-1']})" in told(
+            assert f"sent SIGKILL to learner-1 (process {first['learner-1']})" in output_of(
                 "kill", "learner-1"
             )
             until(lambda: log.read_text().count("has joined") > 1, "learner-1 has joined again", 60)
             assert {name for name, pid in pids().items() if pid != first[name]} == {"learner-1"}
-            assert "asked process" in told("stop")
+            assert "asked process" in output_of("stop")
             launcher.wait(120)
             output, _ = follower.communicate(timeout=60)
         assert follower.returncode == 0
@@ -47,22 +47,24 @@ def test_a_run_is_listed_followed_killed_and_stopped(
     assert str(refused.exception) == "runs/small is not running"
 
 
-def told(*arguments: str) -> str:
-    """What a command prints; in this process, because imports take longer than the command."""
+def output_of(*arguments: str) -> str:
+    """Return the output of a command; in this process, because imports take longer than the
+    command.
+    """
     result = CliRunner().invoke(app, [*arguments])
     assert result.exit_code == 0, (result.output, result.exception)
     return result.stdout
 
 
 def listed() -> dict[str, Any]:
-    """The only run, as `ddiloco list` shows it."""
-    [found] = json.loads(told("list", "--json"))
+    """Return the only run, as `ddiloco list` shows it."""
+    [found] = json.loads(output_of("list", "--json"))
     return dict(found)
 
 
 def pids() -> dict[str, str]:
-    """The process ids of all processes that are running, by name."""
-    table = told("status", "--pids").rpartition("process")[2].splitlines()[1:]
+    """Return the process IDs of all running processes, by name."""
+    table = output_of("status", "--pids").rpartition("process")[2].splitlines()[1:]
     rows = [line.split() for line in table]
     assert all(row[2] == "running" for row in rows), rows
     return {row[0]: row[1] for row in rows}

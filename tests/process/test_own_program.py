@@ -1,4 +1,4 @@
-"""A program with a loop of its own that ends in the middle: quietly, and at once."""
+"""A program with a separate training loop that ends in the middle: normally, or abruptly."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def train():
 
 @pytest.fixture(scope="module")
 def syncer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """A syncer, and how to reach it."""
+    """Run a syncer, and yield its address."""
     file = config_file(
         tmp_path_factory.mktemp("own") / "run", run={"max_steps": 10_000_000, "learners": 1}
     )
@@ -50,7 +50,7 @@ def syncer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]
 
 
 def program(where: tuple[str, str], ending: str) -> subprocess.Popen[str]:
-    """The program with this ending."""
+    """Run the program with this ending."""
     return subprocess.Popen(
         [sys.executable, "-X", "faulthandler", "-c", PROGRAM + ending, *where],
         stdout=subprocess.PIPE,
@@ -69,7 +69,7 @@ def test_ctrl_c_ends_a_program_that_does_not_close(syncer: tuple[str, str], agai
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=240)
     assert process.returncode == 130
-    # The second, too, if Ctrl-C arrives between the change of the weights and `step`.
+    # Also the second one, if Ctrl-C arrives between the change of the weights and `step`.
     early = "a leaves the run before its budget is reached (step "
     replaced = "The weights of a were replaced after its last step"
     warnings = output.replace("under way\n", "").splitlines()
@@ -78,7 +78,7 @@ def test_ctrl_c_ends_a_program_that_does_not_close(syncer: tuple[str, str], agai
 
 
 @pytest.mark.smoke
-def test_a_program_may_fall_off_its_end(syncer: tuple[str, str]) -> None:
+def test_a_program_may_end_without_closing(syncer: tuple[str, str]) -> None:
     ending = "\nfor _ in range(200):\n    learner.step(tokens=1)\nprint('done', flush=True)\n"
     with stopped_at_exit(program(syncer, ending)) as process:
         output, _ = process.communicate(timeout=240)
@@ -87,7 +87,7 @@ def test_a_program_may_fall_off_its_end(syncer: tuple[str, str]) -> None:
     assert output.count("\n") == 2
 
 
-def test_a_loop_that_outlives_the_main_thread_is_told(syncer: tuple[str, str]) -> None:
+def test_a_loop_that_outlives_the_main_thread_is_reported(syncer: tuple[str, str]) -> None:
     with stopped_at_exit(program(syncer, "\nthreading.Thread(target=train).start()\n")) as process:
         output, _ = process.communicate(timeout=240)
     assert process.returncode == 0

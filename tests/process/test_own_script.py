@@ -48,7 +48,7 @@ def test_a_killed_program_rejoins(example: str, settings: list[str], tmp_path: P
     assert bool(model.evaluations) == (example == "train_ddp")
 
 
-def test_a_run_that_all_programs_have_left_says_so(tmp_path: Path) -> None:
+def test_a_run_without_programs_reports_it(tmp_path: Path) -> None:
     script = tmp_path / "short.py"
     script.write_text(
         """
@@ -89,5 +89,5 @@ def test_sigterm_flushes_and_keeps_a_checkpoint(tmp_path: Path) -> None:
     for name in ("learner-0", "learner-1"):
         assert list((kept / name).glob("*")), "a checkpoint"
         said = [r.type for r in records(run.path, name)]
-        assert "DrainAsked" in said, "it flushes"
+        assert "DrainAsked" in said, "the learner flushes"
     assert not programs(run.path)

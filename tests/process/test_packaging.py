@@ -1,8 +1,8 @@
 """The wheel alone is the product: command, recipes, completion, types; the sdist can build it.
 
-Further wheels add commands and engines. A wheel is installed where
-nothing else of this project can be seen. That environment borrows what else this one has installed
-(torch above all) by links, which needs no network and takes no time.
+Further wheels add commands and engines. A wheel is installed where nothing else of this project is
+visible. That environment uses this environment's other packages (torch above all) by links, which
+needs no network and no time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SMALL = (
     "run.evaluator=false",
     "faults=",
 )
-"""The quickstart in seconds: one learner, few steps, a smaller model, nobody killed."""
+"""The quickstart in seconds: one learner, few steps, a smaller model, no faults."""
 
 SCRIPT = """\
 import torch
@@ -68,7 +68,7 @@ echo "${{COMPREPLY[@]}}"
 
 
 class Environment:
-    """A new environment with these wheels in it, and without these modules of others."""
+    """A new environment with these wheels, and without these modules of other distributions."""
 
     def __init__(self, path: Path, *wheels: Path, lacking: Collection[str] = ()) -> None:
         self.path = path
@@ -82,7 +82,7 @@ class Environment:
                 (own / each.name).symlink_to(each)
 
     def run(self, *command: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-        """What a command prints whose program is looked for in this environment first."""
+        """Return the output of a command whose program is searched for here first."""
         return subprocess.run(
             ["/usr/bin/env", *command],
             cwd=cwd,
@@ -93,7 +93,7 @@ class Environment:
 
 
 def build(project: Path, folder: Path) -> Path:
-    """A folder with the sdist of a project, and the wheel that was built from it."""
+    """Return a folder with the sdist of a project, and the wheel that was built from it."""
     command = [sys.executable, "-m", "build", "--no-isolation"]
     done = subprocess.run([*command, "--outdir", folder, project], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -107,7 +107,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 FURTHER = ("engines", "lab", "plan")
-"""The distributions beside the core, by their folders in `packages`."""
+"""The distributions other than the core, by their folders in `packages`."""
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,6 @@ def further(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def wheel(built: Path) -> Path:
-    """The wheel."""
     (found,) = built.glob("*.whl")
     return found
 
@@ -153,11 +152,11 @@ def test_the_wheel_alone_trains_a_shipped_recipe(installed: Environment, tmp_pat
     for name in ("run.toml", "report.html"):
         assert (folder / name).stat().st_size > 0, name
     tape = folder / "tape" / "shard-0.jsonl"
-    assert any(True for _ in lines_of(tape, [])), "its tape, in segments or not"
+    assert any(True for _ in lines_of(tape, [])), "the tape, in segments or not"
 
 
 @pytest.mark.smoke
-def test_the_wheel_without_its_extra_says_how_to_have_the_command(
+def test_the_wheel_without_its_extra_explains_how_to_get_the_command(
     wheel: Path, tmp_path: Path
 ) -> None:
     base = Environment(tmp_path / "venv", wheel, lacking=NEEDED)
@@ -169,9 +168,7 @@ def test_the_wheel_without_its_extra_says_how_to_have_the_command(
 
 
 @pytest.mark.parametrize("what", ["rules", "dashboard"])
-def test_the_wheel_alone_has_what_watches_a_run(
-    installed: Environment, tmp_path: Path, what: str
-) -> None:
+def test_the_wheel_alone_can_watch_a_run(installed: Environment, tmp_path: Path, what: str) -> None:
     done = installed.run("ddiloco", "metrics", what, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "ddiloco_shard_learners" in done.stdout
@@ -186,7 +183,7 @@ GOODPUT = ("goodput", "--chips", "10k", "--days", "0.1", "--seeds", "1", "--syst
     [(PLAN, "plan"), (GOODPUT, "plan"), (("simulate", "mixed-speeds"), "lab"), (("chaos",), "lab")],
     ids=["plan", "goodput", "simulate", "chaos"],
 )
-def test_the_wheel_alone_says_how_to_install_a_command(
+def test_the_wheel_alone_explains_how_to_install_a_command(
     installed: Environment, tmp_path: Path, command: tuple[str, ...], extra: str
 ) -> None:
     done = installed.run("ddiloco", *command, cwd=tmp_path)
@@ -204,14 +201,14 @@ def test_the_wheel_imports_no_further_distribution(installed: Environment, tmp_p
 
 
 def on_slurm(folder: Path) -> tuple[str, ...]:
-    """A command that shows what would be submitted to Slurm."""
+    """Return a command that prints what would be submitted to Slurm."""
     (folder / "big.toml").write_text(
         '[run]\nlearners = 2\nmax_steps = 10\n[launch]\nbackend = "slurm"\n'
     )
     return ("ddiloco", "launch", "big.toml", "--dry-run")
 
 
-def test_the_wheel_alone_says_how_to_install_engines(
+def test_the_wheel_alone_explains_how_to_install_engines(
     installed: Environment, tmp_path: Path
 ) -> None:
     done = installed.run(*on_slurm(tmp_path), cwd=tmp_path)
@@ -241,9 +238,7 @@ def test_the_wheels_together_plan(all_installed: Environment, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", FURTHER)
-def test_a_further_wheel_holds_its_package_and_nothing_else(
-    further: dict[str, Path], name: str
-) -> None:
+def test_a_further_wheel_contains_only_its_package(further: dict[str, Path], name: str) -> None:
     with zipfile.ZipFile(further[name]) as archive:
         names = set(archive.namelist())
     tops = {each.split("/")[0] for each in names}
@@ -253,7 +248,7 @@ def test_a_further_wheel_holds_its_package_and_nothing_else(
 
 @pytest.mark.parametrize("command", [["ddiloco"], ["python", "-m", "decoupled_diloco"]])
 @pytest.mark.parametrize("kind", ["recipes", "scenarios"])
-def test_what_is_shipped_is_listed_and_printed(
+def test_shipped_recipes_are_listed_and_printed(
     all_installed: Environment, tmp_path: Path, command: list[str], kind: str
 ) -> None:
     folder = ROOT / kind if kind == "recipes" else Path(decoupled_diloco_lab.__file__).parent / kind
@@ -272,7 +267,9 @@ def test_a_shipped_scenario_finds_its_recipe(all_installed: Environment, tmp_pat
     assert "of virtual time in" in done.stdout
 
 
-def test_a_file_goes_before_a_shipped_recipe(installed: Environment, tmp_path: Path) -> None:
+def test_a_file_takes_precedence_over_a_shipped_recipe(
+    installed: Environment, tmp_path: Path
+) -> None:
     (tmp_path / "homelab").write_text("[run]\n")
     own = installed.run("ddiloco", "train", "homelab", cwd=tmp_path)
     assert (own.returncode, own.stdout) == (2, "")
@@ -299,7 +296,7 @@ def test_bash_completes(installed: Environment, tmp_path: Path, words: str, comp
     assert reply.strip() == completed
 
 
-def test_zsh_is_told_names_with_titles(installed: Environment, tmp_path: Path) -> None:
+def test_zsh_receives_names_with_titles(installed: Environment, tmp_path: Path) -> None:
     asked = {"_DDILOCO_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": "ddiloco train quick"}
     told = installed.run("ddiloco", cwd=tmp_path, **asked).stdout
     assert told.startswith('_arguments \'*: :(("quickstart":"Four learners and two')
@@ -311,7 +308,7 @@ def test_types_are_shipped(
 ) -> None:
     (tmp_path / "mine.py").write_text(SCRIPT)
     mypy = [sys.executable, "-m", "mypy", "--strict", "--python-executable", installed.python]
-    # What it knows of torch takes it a minute to find out; a cache outlives this test.
+    # The analysis of torch takes a minute; its cache outlives this test.
     mypy += ["--cache-dir", str(pytestconfig.cache.mkdir("mypy-of-the-wheel"))]
     done = subprocess.run([*mypy, "mine.py"], cwd=tmp_path, capture_output=True, text=True)
     assert 'mine.py:5: note: Revealed type is "int"' in done.stdout, done.stdout + done.stderr
@@ -320,7 +317,7 @@ def test_types_are_shipped(
 
 
 @pytest.mark.smoke
-def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_contains_only_the_package(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"decoupled_diloco"}
@@ -329,7 +326,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
 
 
 @pytest.mark.smoke
-def test_the_sdist_holds_what_it_takes_to_build_and_test(built: Path) -> None:
+def test_the_sdist_contains_everything_to_build_and_test(built: Path) -> None:
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}

@@ -16,7 +16,7 @@ from process.process_runs import config_of, health, local_run, send, wait, when
 
 
 def fold_of(run: LocalRun) -> list[str]:
-    """The processes that fold tapes for pages, of shard 0 of this run."""
+    """Return the processes of this run's shard 0 that fold tapes for pages."""
     shard = run.supervisor.children["shard-0"].process
     assert shard is not None
     done = subprocess.run(
@@ -25,7 +25,7 @@ def fold_of(run: LocalRun) -> list[str]:
     return [line for line in done.stdout.splitlines() if "page.fold" in line]
 
 
-def test_the_page_of_a_run_changes_tells_of_faults_and_of_the_end(tmp_path: Path) -> None:
+def test_the_page_of_a_run_shows_changes_faults_and_the_end(tmp_path: Path) -> None:
     config = config_of(
         tmp_path / "run", run={"evaluator": True, "max_steps": 240}, syncer={"shards": 2}
     )
@@ -33,7 +33,7 @@ def test_the_page_of_a_run_changes_tells_of_faults_and_of_the_end(tmp_path: Path
 
     def script() -> Iterator[None]:
         yield from when(lambda: health(run.addresses[0]).get("clock", 0) > 4)
-        assert not fold_of(run), "nobody looks, so nothing is folded"
+        assert not fold_of(run), "without viewers, nothing is folded"
         secret = run.secret_file.read_text().strip()
         reader = PageReader(run.addresses[0], secret)
         reader.start()
@@ -61,7 +61,7 @@ def test_the_page_of_a_run_changes_tells_of_faults_and_of_the_end(tmp_path: Path
 
 
 @pytest.mark.smoke
-def test_a_page_goes_on_with_the_syncer_that_is_started_again(tmp_path: Path) -> None:
+def test_a_page_continues_with_a_restarted_syncer(tmp_path: Path) -> None:
     config = config_of(tmp_path / "run", run={"max_steps": 1_000_000})
     readers: list[PageReader] = []
 
@@ -73,7 +73,7 @@ def test_a_page_goes_on_with_the_syncer_that_is_started_again(tmp_path: Path) ->
         yield from when(lambda: len(set(first.steps)) > 2)
         send(run, "shard-0", signal.SIGKILL)
         yield from when(lambda: not first.is_alive())
-        assert first.end is None, "it was killed, and could say nothing"
+        assert first.end is None, "it was killed, and could send nothing"
         yield from when(lambda: health(run.addresses[0]))
         second = PageReader(run.addresses[0], secret)
         assert second._cookie.split("=")[0] == first._cookie.split("=")[0]

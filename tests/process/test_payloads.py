@@ -1,4 +1,4 @@
-"""Real processes that keep their payloads: the run's weights follow from them, bit for bit."""
+"""Real processes that record payloads: these reproduce the run's weights, bit for bit."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from replay_check import assert_replays
 
 
 def running(run: LocalRun, name: str) -> bool:
-    """Whether a shard is at work."""
+    """Whether a shard is running."""
     return health(run.addresses[int(name[-1])]).get("phase") == "running"
 
 
 @pytest.mark.parametrize("disk", ["kept", "lost", "none"])
-def test_weights_are_computed_again_whatever_befell_the_shards(tmp_path: Path, disk: str) -> None:
-    """Both shards are killed: with their disks, with disks that are lost, and with none."""
+def test_weights_are_reproduced_after_any_fault_of_the_shards(tmp_path: Path, disk: str) -> None:
+    """Both shards are killed: with their disks, with lost disks, and with none."""
     folder = tmp_path / "run"
     config = config_of(
         folder,

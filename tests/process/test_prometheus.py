@@ -1,4 +1,4 @@
-"""A real Prometheus watches a real run: it scrapes every process, and an alert comes and goes."""
+"""A real Prometheus watches a real run: it scrapes every process, and an alert fires and clears."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ import pytest
 
 import encrypted
 from free_ports import free_ports
-from process.process_runs import config_of, local_run, stopped_at_exit, told, until
+from process.process_runs import config_of, local_run, output_of, stopped_at_exit, until
 from unit.monitor.promtool import needs_prometheus, promtool
 
 
 def ask(address: str, path: str, **query: str) -> Any:
-    """What Prometheus answers; ``None``: it does not yet."""
+    """Return the answer of Prometheus; ``None`` while it does not answer."""
     url = f"{address}/api/v1/{path}?{urllib.parse.urlencode(query)}"
     try:
         with urllib.request.urlopen(url, timeout=5) as answer:
@@ -36,7 +36,7 @@ def ask(address: str, path: str, **query: str) -> Any:
 
 
 def value(address: str, query: str) -> dict[str, float]:
-    """A query's value by run, shard and learner."""
+    """Return a query's value by run, shard and learner."""
     found = ask(address, "query", query=query) or {"result": []}
     return {
         each["metric"].get("shard", "") + each["metric"].get("learner", ""): float(each["value"][1])
@@ -47,12 +47,12 @@ def value(address: str, query: str) -> dict[str, float]:
 def firing(address: str) -> dict[str, dict[str, str]]:
     alerts = (ask(address, "alerts") or {"alerts": []})["alerts"]
     found = {a["labels"]["alertname"]: a["labels"] for a in alerts if a["state"] == "firing"}
-    found.pop("DilocoGoodputLow", None)  # On a busy machine it is.
+    found.pop("DilocoGoodputLow", None)  # It is late on a busy machine.
     return found
 
 
 def neighbours() -> int:
-    """A port that nobody listens on, nor on the next."""
+    """Return a free port whose next port is free too."""
     while True:
         (port,) = free_ports(1)
         with contextlib.suppress(OSError, OverflowError):
@@ -62,9 +62,9 @@ def neighbours() -> int:
 
 @contextlib.contextmanager
 def prometheus(folder: Path, run: Path) -> Iterator[str]:
-    """One that watches a run by the shipped files, with short times."""
-    config = told("metrics", "config", str(run)).replace("15s", "1s")
-    rules = re.sub(r"for: \w+", "for: 1s", told("metrics", "rules")).replace("> 60", "> 3")
+    """Run a Prometheus that watches a run with the shipped files and short intervals."""
+    config = output_of("metrics", "config", str(run)).replace("15s", "1s")
+    rules = re.sub(r"for: \w+", "for: 1s", output_of("metrics", "rules")).replace("> 60", "> 3")
     (folder / "prometheus.yml").write_text(config)
     (folder / "ddiloco-rules.yml").write_text(rules)
     assert "SUCCESS" in promtool("check", "config", str(folder / "prometheus.yml"))
@@ -85,7 +85,7 @@ def prometheus(folder: Path, run: Path) -> Iterator[str]:
 
 
 @needs_prometheus
-def test_prometheus_watches_a_run_and_tells_of_a_learner_that_is_gone(tmp_path: Path) -> None:
+def test_prometheus_watches_a_run_and_alerts_on_a_lost_learner(tmp_path: Path) -> None:
     config = config_of(
         tmp_path / "run",
         run={"max_steps": 1_000_000},
@@ -126,11 +126,11 @@ def test_prometheus_watches_a_run_and_tells_of_a_learner_that_is_gone(tmp_path: 
 
 
 @needs_prometheus
-def test_prometheus_tells_in_time_that_certificates_end(tmp_path: Path) -> None:
-    """Mutual TLS, and no token: it shows a certificate of its own."""
+def test_prometheus_alerts_before_certificates_expire(tmp_path: Path) -> None:
+    """Mutual TLS without an auth token: Prometheus presents a separate certificate."""
     tls = tmp_path / "tls"
-    told("certs", "create-ca", str(tls), "--valid-days", "3")
-    told("certs", "add", str(tls), "learner-0", "learner-1", "prometheus", "--valid-days", "3")
+    output_of("certs", "create-ca", str(tls), "--valid-days", "3")
+    output_of("certs", "add", str(tls), "learner-0", "learner-1", "prometheus", "--valid-days", "3")
     config = config_of(
         tmp_path / "run",
         run={"max_steps": 1_000_000},
@@ -150,14 +150,14 @@ def test_prometheus_tells_in_time_that_certificates_end(tmp_path: Path) -> None:
             days = {round(seconds / 86_400) for seconds in value(there, left).values()}
             assert days == {3}
 
-            told("certs", "renew", str(tls), "--valid-days", "90")
+            output_of("certs", "renew", str(tls), "--valid-days", "90")
             until(lambda: not firing(there), "the alert is over", 60)
             days = {round(seconds / 86_400) for seconds in value(there, left).values()}
             assert days == {90}
 
 
 @pytest.mark.smoke
-def test_metrics_are_behind_the_token(tmp_path: Path) -> None:
+def test_metrics_require_the_auth_token(tmp_path: Path) -> None:
     config = config_of(tmp_path / "run", run={"max_steps": 1_000_000})
     with local_run(config) as run:
         run.start()
@@ -174,7 +174,7 @@ def test_metrics_are_behind_the_token(tmp_path: Path) -> None:
 
 
 def promtool_says(text: str) -> None:
-    """Prometheus' linter finds nothing, where it is installed."""
+    """Return the findings of Prometheus's linter, where it is installed."""
     if not needs_prometheus.args[0]:
         promtool("check", "metrics", given=text)
     assert "# HELP ddiloco_shard_clock_steps" in text

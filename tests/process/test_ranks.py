@@ -1,4 +1,4 @@
-"""Learners of several ranks that the launcher starts: cut, killed, told to go, and brought back."""
+"""Multi-rank learners that the launcher starts: cut off, killed, asked to stop, and restarted."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ MIXED = {"ranks": [1, 2, 2], "parallelism": ["plain", "fsdp", "tp"], "sync_ranks
 
 
 def config(folder: Path, learner: dict[str, Any], steps: int, learners: int = 2) -> RunConfig:
-    """A run of these learners, with fixed parts of the data.
+    """Return a run of these learners, with fixed partitions of the data.
 
-    Its clock stands while one of them is away, so that no run ends before a script does.
+    Its clock stops while one of them is disconnected, so no run ends before a script does.
     """
     return config_of(
         folder,
@@ -52,7 +52,7 @@ def config(folder: Path, learner: dict[str, Any], steps: int, learners: int = 2)
 
 
 def ranks_of(run: LocalRun, name: str) -> list[int]:
-    """The process ids of a learner's ranks, rank 0 first; empty: it has not begun."""
+    """Return the process IDs of a learner's ranks, rank 0 first; empty before they start."""
     process = run.supervisor.children[name].process
     if process is None:
         return []
@@ -64,7 +64,7 @@ def ranks_of(run: LocalRun, name: str) -> list[int]:
 
 
 def ended(pid: int) -> bool:
-    """Whether a process is gone, or a zombie that nobody waits for."""
+    """Whether a process is gone, or a zombie whose parent does not wait for it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
@@ -72,7 +72,7 @@ def ended(pid: int) -> bool:
 
 
 def trains(run: LocalRun, name: str, life: int = 0, steps: int = 1) -> bool:
-    """Whether a learner has made steps in a life."""
+    """Whether a learner has made steps in an incarnation."""
     own = [r for r in records(run.path, name) if r.life == life] if has_tape(run, name) else []
     return sum(r.type == "StepFinished" for r in own) >= steps
 
@@ -86,7 +86,7 @@ def kept(run: LocalRun, name: str) -> bool:
 
 
 def starts(folder: Path, name: str) -> list[dict[str, Any]]:
-    """How each life of a learner began."""
+    """Return the start record of each incarnation of a learner."""
     return [r.data for r in records(folder, name) if r.type == "Recovered"]
 
 
@@ -136,7 +136,7 @@ def test_torchrun_restarts_a_learner_and_the_other_one_loses_no_step(tmp_path: P
     processes: list[subprocess.Popen[bytes]] = []
 
     def begun() -> list[tuple[int, int]]:
-        """Process id and first step of rank 1, for each of its lives."""
+        """Return process ID and first step of rank 1, for each incarnation."""
         found = re.findall(r"rank 1 is process (\d+), begins at step (\d+)", log.read_text())
         return [(int(pid), int(step)) for pid, step in found]
 
@@ -148,7 +148,7 @@ def test_torchrun_restarts_a_learner_and_the_other_one_loses_no_step(tmp_path: P
                     [*torchrun, str(script), *where],
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    # else a restart finds the addresses of the life before in torchrun's store
+                    # otherwise a restart finds the old incarnation's addresses in torchrun's store
                     env={
                         **os.environ,
                         "OMP_NUM_THREADS": "1",
@@ -171,13 +171,13 @@ def test_torchrun_restarts_a_learner_and_the_other_one_loses_no_step(tmp_path: P
         for process in processes:
             process.terminate()
             process.wait()
-    assert [step > 0 for _, step in begun()] == [False, True], "it goes on from its checkpoint"
+    assert [step > 0 for _, step in begun()] == [False, True], "it continues from its checkpoint"
     assert starts(folder, "learner-1")[-1]["way"] == "checkpoint"
     assert longest_step(folder, "learner-0") < STEP_SECONDS_MAX
     assert_replays(folder)
 
 
-def test_learners_of_different_parallelism_are_killed_and_come_back_with_other_ranks(
+def test_killed_learners_of_different_parallelism_return_with_other_ranks(
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "run"
@@ -210,11 +210,11 @@ def test_learners_of_different_parallelism_are_killed_and_come_back_with_other_r
     for name in ("learner-1", "learner-2"):
         assert starts(folder, name)[2]["why"].startswith("its own checkpoint of step"), logs(folder)
     begins = [int(line.split()[-4]) for line in log.splitlines() if "begins at batch" in line]
-    assert 0 < begins[2] < begins[4], "rank 0's and rank 1's, twice; then one process"
+    assert 0 < begins[2] < begins[4], "two ranks twice, then one process"
 
 
 @pytest.mark.smoke
-def test_a_rank_that_dies_alone_ends_its_learner_which_comes_back(tmp_path: Path) -> None:
+def test_the_death_of_one_rank_ends_its_learner_which_returns(tmp_path: Path) -> None:
     folder = tmp_path / "run"
 
     def script() -> Iterator[None]:
@@ -236,15 +236,17 @@ def test_a_rank_that_dies_alone_ends_its_learner_which_comes_back(tmp_path: Path
         outcome = wait(run, script(), seconds=150.0)
     assert outcome.finished, outcome.reason
     own = [r.data for r in records(folder, "launcher") if r.type == "ProcessEnded"]
-    # The launcher stops a last life that ends slowly on a busy machine, so its code may be any.
+    # The launcher stops an incarnation that ends slowly on a busy machine: any code is possible.
     first, killed, _ = [each["code"] for each in own if each["name"] == "learner-0"]
-    assert first in (137, 1), "as the killed rank, or as the other one, which fails without it"
+    assert first in (137, 1), (
+        "the code of the killed rank, or of the other one, which fails without it"
+    )
     assert killed is None
     assert [each["way"] for each in starts(folder, "learner-0")[1:]] == ["checkpoint"] * 2
     assert_replays(folder)
 
 
-def test_who_is_told_to_go_stops_on_all_ranks_at_the_same_step(tmp_path: Path) -> None:
+def test_a_learner_that_is_asked_to_stop_stops_all_ranks_at_the_same_step(tmp_path: Path) -> None:
     folder = tmp_path / "run"
 
     def script() -> Iterator[None]:
@@ -260,7 +262,7 @@ def test_who_is_told_to_go_stops_on_all_ranks_at_the_same_step(tmp_path: Path) -
         outcome = wait(run, script())
     assert outcome.finished, outcome.reason
     first = [r for r in records(folder, "learner-1") if r.life == 0]
-    assert any(r.type == "DrainAsked" for r in first), "it hands in what it has trained"
+    assert any(r.type == "DrainAsked" for r in first), "it flushes what it has trained"
     assert [each["way"] for each in starts(folder, "learner-1")[1:]] == ["checkpoint"]
     assert "Traceback" not in (folder / "logs" / "learner-1.log").read_text()
 

@@ -1,6 +1,6 @@
-"""Every recipe trains, through the command with real processes or in virtual time; small.
+"""Every recipe trains at a small size, with real processes or in virtual time.
 
-The recipes' own sizes are for people; what is tried here is that each of their settings works.
+The recipes' own sizes are for people; these tests check that each of their settings works.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ ELSEWHERE = {"homelab", "mixed-speeds", "vision"}
 """Trained by other tests: by hand, with their speeds, and below."""
 
 PROCESSES = ("data-parallel", "fsdp", "mixed-parallelism", "quickstart")
-"""Trained by real processes; the others differ from them in settings only, and moe in its model,
-which real processes train in the commands of docs/how-to/workload.md."""
+"""Trained by real processes. The others differ from them only in settings; moe also differs in its
+model, which real processes train in the commands of docs/how-to/workload.md.
+"""
 
 RECIPES = {path.stem for path in (ROOT / "recipes").glob("*.toml")}
 VIRTUAL = sorted(RECIPES - ELSEWHERE - set(PROCESSES))
@@ -53,7 +54,7 @@ SMALL: dict[str, dict[str, Any]] = {
 
 
 def ran(*arguments: str, **options: Any) -> str:
-    """The output of a command that succeeds."""
+    """Return the output of a command that must succeed."""
     process = command(*arguments, **options)
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
@@ -61,9 +62,9 @@ def ran(*arguments: str, **options: Any) -> str:
 
 
 def sets(recipe: Path, folder: Path, options: dict[str, Any], steps: int = 0) -> list[str]:
-    """The settings of a small run; with an evaluator only if the run takes so many steps.
+    """Return the settings of a small run, with an evaluator only for a run of enough steps.
 
-    A run of a second would be over before the evaluator has joined.
+    A run of a second would end before the evaluator has joined.
     """
     config = load_config(recipe)
     settings = {
@@ -83,7 +84,7 @@ def sets(recipe: Path, folder: Path, options: dict[str, Any], steps: int = 0) ->
 def trained(
     recipe: Path, folder: Path, options: dict[str, Any], steps: int = 0, **where: Any
 ) -> str:
-    """Trains a recipe small, with real processes; returns what the command prints."""
+    """Train a small version of a recipe with real processes, and return the command's output."""
     given = [f"--set={each}" for each in sets(recipe, folder, options, steps)]
     return ran("train", str(recipe), *given, **where)
 
@@ -119,7 +120,7 @@ def test_a_recipe_trains_in_virtual_time(tmp_path: Path, name: str) -> None:
     assert run.evaluate()["loss"] < before["loss"]
 
 
-def test_an_exported_run_evaluates_as_its_last_evaluation(tmp_path: Path) -> None:
+def test_an_exported_run_has_the_loss_of_its_last_evaluation(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     trained(ROOT / "recipes/vision.toml", folder, SMALL["vit"], steps=150)
     output = ran("export", str(folder))

@@ -1,4 +1,4 @@
-"""Learner processes that are killed or told to go, and what of their work is kept."""
+"""Learner processes that are killed or asked to stop, and what is kept of their work."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from replay_check import assert_replays
 
 
 @pytest.mark.smoke
-def test_who_is_told_to_go_hands_in_keeps_itself_and_comes_back(tmp_path: Path) -> None:
+def test_a_learner_that_is_asked_to_stop_flushes_saves_itself_and_returns(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     config = config_of(
         folder,
@@ -70,11 +70,11 @@ def test_who_is_told_to_go_hands_in_keeps_itself_and_comes_back(tmp_path: Path) 
     ways = [r.data for r in own if r.type == "Recovered"]
     assert [each["way"] for each in ways[1:]] == ["checkpoint"]
     last = f"its own checkpoint of step {steps}, epoch 1"
-    assert ways[1]["why"] == last, "it is of the boundary at which it went"
+    assert ways[1]["why"] == last, "it belongs to the boundary at which the learner stopped"
     assert_replays(folder)
 
 
-def test_a_supervised_learner_ends_its_step_and_keeps_itself_however_long_it_takes(
+def test_a_supervised_learner_ends_even_a_long_step_and_saves_itself(
     tmp_path: Path,
 ) -> None:
     tables = {
@@ -92,7 +92,7 @@ def test_a_supervised_learner_ends_its_step_and_keeps_itself_however_long_it_tak
         with stopped_at_exit(command("learner", str(own), *where)) as learner:
             tape = tmp_path / "own" / "tape" / "learner-0.jsonl"
             until(lambda: tape.exists() and "StepFinished" in tape.read_text(), "a step", 90)
-            learner.send_signal(signal.SIGTERM)  # seconds before the next one is finished
+            learner.send_signal(signal.SIGTERM)  # seconds before the next step is finished
             output, _ = learner.communicate(timeout=60)
     assert learner.returncode == 130, output
     assert "killing it" not in output
@@ -102,7 +102,7 @@ def test_a_supervised_learner_ends_its_step_and_keeps_itself_however_long_it_tak
 @pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.smoke), signal.SIGINT]
 )
-def test_a_signal_while_torch_is_imported_ends_it_at_once_and_in_silence(
+def test_a_signal_during_the_import_of_torch_ends_the_process_silently(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     arguments = ["learner", "quickstart", "--index", "0", "--syncer", "http://127.0.0.1:9"]

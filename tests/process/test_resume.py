@@ -1,4 +1,4 @@
-"""A run goes on in its folder after everything was killed."""
+"""A run continues in its folder after everything was killed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BUDGET = 40
 
 
 def clock_of(folder: Path) -> int:
-    """The newest step that any life of shard 0 has reached."""
+    """Return the newest step that any incarnation of shard 0 has reached."""
     if not (folder / "tape" / "shard-0.jsonl").exists():
         return 0
     steps = [r.data["clock"] for r in records(folder, "shard-0") if r.type == "ClockAdvanced"]
@@ -51,7 +51,7 @@ def train(*arguments: str) -> tuple[int, str]:
 
 
 def train_until(folder: Path, step: int, *arguments: str) -> None:
-    """Trains until the clock is here, then kills everything."""
+    """Train until the clock reaches this step, then kill everything."""
     with stopped_at_exit(command("train", *arguments)) as process:
         until(lambda: clock_of(folder) >= step or process.poll() is not None, f"step {step}", 60)
         assert process.poll() is None, process.communicate()[0]
@@ -67,7 +67,7 @@ def lives(folder: Path, who: str) -> list[list[Record]]:
 
 
 def published(folder: Path) -> list[tuple[int, tuple[int, int]]]:
-    """Fragment and version of each copy that a shard told of, in order."""
+    """Return fragment and version of each copy that a shard announced, in order."""
     return [
         (message["fragment"], (message["version"]["term"], message["version"]["counter"]))
         for r in records(folder, "shard-0")
@@ -76,7 +76,9 @@ def published(folder: Path) -> list[tuple[int, tuple[int, int]]]:
 
 
 def check(folder: Path) -> None:
-    """No version goes back, none is issued twice with other bits, and the tape explains it all."""
+    """Check that no version decreases or is issued twice with other bits, and that the tape
+    replays.
+    """
     newest: dict[int, tuple[int, int]] = {}
     counters: dict[int, int] = {}
     for fragment, version in published(folder):
@@ -88,9 +90,9 @@ def check(folder: Path) -> None:
     assert {r.who: r.differences for r in results if r.differences} == {}
 
 
-def test_a_run_goes_on_after_everything_was_killed_again_and_again(tmp_path: Path) -> None:
+def test_a_run_continues_after_everything_was_killed_repeatedly(tmp_path: Path) -> None:
     folder, rng = tmp_path / "run", random.Random(4)
-    budget = 4 * BUDGET  # far behind the last kill, however late that comes
+    budget = 4 * BUDGET  # long after the last kill, even if that is late
     file = config_file(
         folder,
         run={"max_steps": budget},
@@ -116,11 +118,11 @@ def test_a_run_goes_on_after_everything_was_killed_again_and_again(tmp_path: Pat
     ]
     clocks = [life for life in beginnings if life]
     for before, after in pairwise(clocks):
-        assert after[0] >= before[-1] - 4, "the clock goes on within a period of where it was"
+        assert after[0] >= before[-1] - 4, "the clock continues within a period of its last value"
     code, text = train("--resume", str(folder))
     assert code == 0
     assert "already finished" in text
-    more = clock_of(folder) + 12  # the loops have gone on until they were told of the end
+    more = clock_of(folder) + 12  # the loops continued until they received the end
     code, text = train("--resume", str(folder), "--set", f"run.max_steps={more}")
     assert code == 0, text
     check(folder)
@@ -131,11 +133,11 @@ def test_a_run_goes_on_after_everything_was_killed_again_and_again(tmp_path: Pat
 
 
 def checkpoints(folder: Path) -> list[int]:
-    """The complete checkpoints of the run, ascending."""
+    """Return the complete checkpoints of the run, in ascending order."""
     return sorted(int(p.parent.name) for p in folder.glob("checkpoints/*/manifest.json"))
 
 
-def test_a_run_goes_back_to_a_consistent_checkpoint_and_names_one_that_is_corrupt(
+def test_a_run_returns_to_a_consistent_checkpoint_and_names_a_corrupt_one(
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "run"
@@ -178,7 +180,9 @@ def test_a_run_goes_back_to_a_consistent_checkpoint_and_names_one_that_is_corrup
 
 
 def check_data(folder: Path) -> None:
-    """The ledger went back with the checkpoint, adds up, and gives no lease number out twice."""
+    """Check that the ledger returned with the checkpoint, is consistent, and issues no lease number
+    twice.
+    """
     basis = [item for item in read_ledger(folder / FILE) if isinstance(item, Basis)]
     assert len(basis) == 1
     account = read_data(folder)
@@ -187,7 +191,7 @@ def check_data(folder: Path) -> None:
     assert len(leased) == len(set(leased))
     back = [item for item in read_ledger(folder / FILE) if isinstance(item, TakenBack)]
     assert {item.learner for item in back} >= set(basis[0].book.holders), (
-        "lives before the checkpoint"
+        "incarnations before the checkpoint"
     )
 
 
@@ -202,8 +206,8 @@ def process_id(folder: Path, of: str) -> int:
 
 
 @pytest.mark.smoke
-def test_a_checkpoint_on_demand_and_one_that_everybody_died_in(tmp_path: Path) -> None:
-    """The second one waits for a learner that stands still when all are killed: it is not used."""
+def test_a_checkpoint_on_demand_and_one_that_a_kill_interrupted(tmp_path: Path) -> None:
+    """The second one waits for a stalled learner when all are killed, and is not used."""
     folder = tmp_path / "run"
     file = config_file(folder, run={"max_steps": 100 * BUDGET}, syncer={"shards": 2})
     with stopped_at_exit(command("train", str(file))) as process:
@@ -226,11 +230,11 @@ def test_a_checkpoint_on_demand_and_one_that_everybody_died_in(tmp_path: Path) -
         code, text = run_command("checkpoint", str(folder), "--auth-token-file", str(wrong))
         assert code == 5, text
         os.kill(process_id(folder, "--index 1"), signal.SIGSTOP)
-        # Within this process: a busy machine may start a command for longer than a lease lasts, and
-        # a checkpoint does not wait for a learner that is out.
+        # Within this process: on a busy machine, a command may start more slowly than a lease
+        # expires, and a checkpoint does not wait for an evicted learner.
         done = CliRunner().invoke(app, ["checkpoint", str(folder), "--timeout-seconds", "2"])
         assert done.exit_code == 1
-        assert "the parts of learner-1 are still to come" in done.output
+        assert "waiting for the parts of learner-1" in done.output
         kill_everything(folder, process)
     assert (folder / "checkpoints/000002").exists()
     assert checkpoints(folder) == [1]
@@ -254,7 +258,7 @@ SYNCHRONOUS = {
 }
 
 
-def test_a_synchronous_run_goes_on_from_one_checkpoint_to_the_same_bits_each_time(
+def test_a_synchronous_run_continues_from_a_checkpoint_to_the_same_bits(
     tmp_path: Path,
 ) -> None:
     folder, kept = tmp_path / "run", tmp_path / "kept"
@@ -284,7 +288,7 @@ def test_a_synchronous_run_goes_on_from_one_checkpoint_to_the_same_bits_each_tim
     assert any(tensor.abs().sum() > 0 for tensor in first.values())
 
 
-def test_what_cannot_go_on_is_named(tmp_path: Path) -> None:
+def test_a_run_that_cannot_continue_is_explained(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     code, text = train("--resume", str(folder))
     assert code == 2

@@ -1,8 +1,8 @@
-"""What a resumed run has in common with one that was never interrupted, and what it has not.
+"""A resumed run compared with one that was never interrupted: what is equal and what is not.
 
-A workload of its own writes down each batch that is trained, at which global step and rate. One run
-is not interrupted, one is stopped with Ctrl-C, one is killed whole. docs/how-to/resume.md says
-what is exact. Cost: five starts of a small run.
+A special workload records each trained batch with its global step and rate. One run is not
+interrupted, one is stopped with Ctrl-C, and one is killed as a whole. docs/how-to/resume.md
+lists what is exact. Cost: five starts of a small run.
 """
 
 from __future__ import annotations
@@ -89,15 +89,15 @@ def make(options):
 
 @dataclass(frozen=True)
 class Trained:
-    """A run that is over.
+    """A finished run.
 
     Attributes:
-        folder: Where its workload and its run folder are.
-        batches: Numbers of the batches that its one learner trained, in order.
-        steps: The global step of each, by which the rate was chosen.
-        factors: The factor on the learning rate of each.
-        interrupted_at: How many batches were trained before the interruption.
-        taken_up_at: The learner's own step that the resumed run began with.
+        folder: The folder of its workload and its run folder.
+        batches: Numbers of the batches that its only learner trained, in order.
+        steps: The global step of each batch, which determined the rate.
+        factors: The factor on the learning rate of each batch.
+        interrupted_at: The number of batches that were trained before the interruption.
+        taken_up_at: The learner's own step with which the resumed run began.
     """
 
     folder: Path
@@ -109,7 +109,7 @@ class Trained:
 
     @property
     def evaluation(self) -> float:
-        """The last evaluation on the run's tape."""
+        """Return the last evaluation on the run's tape."""
         told = [r.data["loss"] for r in records(self.folder / "run", "evaluator") if _evaluated(r)]
         return float(told[-1])
 
@@ -119,7 +119,7 @@ def _evaluated(record: Record) -> bool:
 
 
 def write_files(folder: Path) -> Path:
-    """The workload's module, and the run's file."""
+    """Write the workload's module, and the run's file."""
     folder.mkdir()
     (folder / "recorded.py").write_text(WORKLOAD)
     config = RunConfig(
@@ -140,7 +140,7 @@ def trained(folder: Path) -> list[dict[str, Any]]:
 
 
 def train(folder: Path, *arguments: str, stop: str = "") -> None:
-    """`ddiloco train`, to the end or until it is interrupted or killed."""
+    """Run `ddiloco train`, to its end or until it is interrupted or killed."""
     with stopped_at_exit(command("train", *arguments, cwd=folder)) as process:
         if stop:
             until(
@@ -157,7 +157,7 @@ def train(folder: Path, *arguments: str, stop: str = "") -> None:
 
 
 def run_of(folder: Path, stop: str) -> Trained:
-    """A whole run, interrupted and resumed if `stop` says so."""
+    """Run to the end, interrupted and resumed if `stop` asks for it."""
     train(folder, str(write_files(folder)), stop=stop)
     interrupted_at = len(trained(folder))
     if stop:
@@ -177,7 +177,7 @@ def run_of(folder: Path, stop: str) -> Trained:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
-    """One run that was not interrupted, one that got Ctrl-C, one that was killed."""
+    """One run that was not interrupted, one that received Ctrl-C, one that was killed."""
     top = tmp_path_factory.mktemp("exact")
     return {stop: run_of(top / (stop or "whole"), stop) for stop in ("", "interrupt", "kill")}
 
@@ -186,11 +186,11 @@ def test_after_ctrl_c_no_batch_is_skipped_or_repeated(runs: dict[str, Trained]) 
     whole, stopped = runs[""], runs["interrupt"]
     assert whole.batches == list(range(len(whole.batches)))
     assert STOP_AT <= stopped.interrupted_at < BUDGET
-    assert stopped.taken_up_at == stopped.interrupted_at, "it has kept its last step"
+    assert stopped.taken_up_at == stopped.interrupted_at, "it saved its last step"
     assert stopped.batches == list(range(len(stopped.batches)))
 
 
-def test_after_a_kill_the_data_go_on_from_the_checkpoint(runs: dict[str, Trained]) -> None:
+def test_after_a_kill_the_data_continue_from_the_checkpoint(runs: dict[str, Trained]) -> None:
     killed = runs["kill"]
     again = killed.batches[killed.interrupted_at :]
     assert 0 < killed.taken_up_at <= killed.interrupted_at
@@ -198,8 +198,10 @@ def test_after_a_kill_the_data_go_on_from_the_checkpoint(runs: dict[str, Trained
 
 
 @pytest.mark.parametrize("stop", ["interrupt", "kill"])
-def test_the_schedule_goes_on_at_the_runs_step(runs: dict[str, Trained], stop: str) -> None:
-    """The same rate at the same global step, which may go back a little where all was killed."""
+def test_the_schedule_continues_at_the_runs_step(runs: dict[str, Trained], stop: str) -> None:
+    """The same rate at the same global step, which may decrease a little after a kill of
+    everything.
+    """
     whole, resumed = runs[""], runs[stop]
     rates = dict(zip(whole.steps, whole.factors, strict=True))
     assert all(
@@ -211,13 +213,13 @@ def test_the_schedule_goes_on_at_the_runs_step(runs: dict[str, Trained], stop: s
     assert len(back) <= 1
     assert sum(back) <= 2 * PERIOD
     first = resumed.steps[resumed.interrupted_at]
-    assert first >= resumed.steps[resumed.interrupted_at - 1] - 2 * PERIOD, "it began anew"
+    assert first >= resumed.steps[resumed.interrupted_at - 1] - 2 * PERIOD, "it started again"
     assert max(resumed.steps) >= BUDGET - 1
 
 
 @pytest.mark.parametrize("stop", ["", "interrupt", "kill"])
 def test_the_evaluation_is_that_of_the_weights(runs: dict[str, Trained], stop: str) -> None:
-    """The same held-out data in each life: what is told of the end is what the weights give."""
+    """The held-out data is the same after each start: the evaluation matches the final weights."""
     folder = runs[stop].folder
     spec = importlib.util.spec_from_file_location("recorded", folder / "recorded.py")
     assert spec is not None

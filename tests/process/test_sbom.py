@@ -1,4 +1,4 @@
-"""The bill of materials names what an installation brings, each with version and licence."""
+"""The bill of materials lists what an installation contains, with versions and licenses."""
 
 from __future__ import annotations
 
@@ -37,27 +37,27 @@ def bill(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-def test_each_runtime_dependency_has_its_version_and_a_licence(
+def test_each_runtime_dependency_has_its_version_and_a_license(
     tool: ModuleType, bill: dict[str, Any]
 ) -> None:
     listed = {canonicalize_name(each["name"]): each for each in bill["components"]}
     direct = {"torch", "numpy", "aiohttp", "pydantic", "safetensors", "cryptography"}
     assert direct <= listed.keys()
-    assert {"frozenlist", "cffi", "sympy"} <= listed.keys(), "what those need is there, too"
+    assert {"frozenlist", "cffi", "sympy"} <= listed.keys(), "their dependencies are listed too"
     assert listed.keys() == tool.runtime("decoupled-diloco", ["tls"])
     for name, component in listed.items():
         assert component["version"] == version(name)
         assert tool.licenses_of(component), name
 
 
-def test_what_only_develops_is_not_listed(bill: dict[str, Any]) -> None:
+def test_development_dependencies_are_not_listed(bill: dict[str, Any]) -> None:
     names = {canonicalize_name(each["name"]) for each in bill["components"]}
     assert not names & {"pytest", "mypy", "ruff", "hypothesis", "transformers", "cyclonedx-bom"}
     assert bill["bomFormat"] == "CycloneDX"
 
 
 @pytest.mark.smoke
-def test_licences_that_nobody_expects_are_refused(tool: ModuleType) -> None:
+def test_unexpected_licenses_are_rejected(tool: ModuleType) -> None:
     def of(*told: str) -> str:
         problem: str = tool.problem_of(
             {"name": "a", "licenses": [{"license": {"id": each}} for each in told]}

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C for a program of one's own, and for its DataLoader workers."""
+"""SIGTERM and Ctrl-C for a user's program, and for its DataLoader workers."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def system(tmp_path: Path) -> Iterator[System]:
 def program(
     system: System, kept: Path, loop: str, last: int = 10**7
 ) -> Iterator[subprocess.Popen[str]]:
-    """The program, once it has made ten steps, or has used all its data."""
+    """Yield the program once it has made ten steps, or has used all its data."""
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, system.addresses[0], str(kept), loop, str(last)],
         stdout=subprocess.PIPE,
@@ -142,7 +142,7 @@ def test_sigterm_to_the_group_ends_a_loop_in_order(
     assert steps_kept(tmp_path / "kept") >= 10
 
 
-def test_sigterm_ends_a_loop_that_does_not_look_at_what_step_returns(
+def test_sigterm_ends_a_loop_that_ignores_the_result_of_step(
     system: System, tmp_path: Path
 ) -> None:
     with program(system, tmp_path / "kept", "unchecked") as process:
@@ -155,7 +155,7 @@ def test_sigterm_ends_a_loop_that_does_not_look_at_what_step_returns(
 
 
 @pytest.mark.smoke
-def test_ctrl_c_for_the_group_keeps_a_checkpoint(system: System, tmp_path: Path) -> None:
+def test_ctrl_c_to_the_group_saves_a_checkpoint(system: System, tmp_path: Path) -> None:
     with program(system, tmp_path / "kept", "with") as process:
         os.killpg(process.pid, signal.SIGINT)
         output, _ = process.communicate(timeout=240)
@@ -170,7 +170,7 @@ def test_workers_that_die_first_while_the_loop_waits_for_them(
     """The loop waits for a batch; its workers receive the signal before it does."""
     with program(system, tmp_path / "kept", loop, last=20) as process:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        for child in children:  # one by one, as on a busy machine
+        for child in children:  # one after the other, as on a busy machine
             os.kill(int(child), signal.SIGTERM)
             until(lambda child=child: not alive(child), "the worker ends")
         process.send_signal(signal.SIGTERM)

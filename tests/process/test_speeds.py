@@ -1,4 +1,4 @@
-"""Learners of unequal speed as real processes: nobody waits, everybody is heard."""
+"""Learners of unequal speed as real processes: none waits, and all are merged."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def history(folder: Path) -> RunModel:
 
 
 def folded(history: RunModel) -> Iterator[tuple[int, Participant]]:
-    """Fragment and participant of every contribution that was merged."""
+    """Return fragment and participant of every contribution that was merged."""
     for shard in history.shards.values():
         for round in shard.rounds:
             if round.merged:
@@ -67,8 +67,8 @@ def folded(history: RunModel) -> Iterator[tuple[int, Participant]]:
                         yield round.result.fragment, participant
 
 
-def test_nobody_waits(history: RunModel) -> None:
-    """Each learner keeps its own pace; a busy machine may delay a step, another learner may not."""
+def test_no_learner_waits(history: RunModel) -> None:
+    """Each learner keeps its own pace: a busy machine may delay a step, another learner may not."""
     assert not history.outages
     for name, pace in PACE.items():
         (life,) = history.learners[name].lives
@@ -78,7 +78,7 @@ def test_nobody_waits(history: RunModel) -> None:
         assert len(gaps) > 0.9 * (life.steps_at[-1] - life.steps_at[0]) / pace
 
 
-def test_every_fragment_hears_every_learner(history: RunModel) -> None:
+def test_every_fragment_receives_every_learner(history: RunModel) -> None:
     heard = defaultdict(set)
     for fragment, participant in folded(history):
         heard[fragment].add(participant.learner)
@@ -87,32 +87,34 @@ def test_every_fragment_hears_every_learner(history: RunModel) -> None:
 
 
 def test_weights_follow_the_tokens_of_each_learner(history: RunModel) -> None:
-    """All train equal batches, so that tokens by steps is the same, and tokens are what differs."""
+    """All train equal batches, so tokens per step are equal, and only tokens differ."""
     tokens, rates = defaultdict(list), set()
     for _, participant in folded(history):
         tokens[participant.learner].append(participant.tokens)
         rates.add(participant.tokens / participant.steps)
     assert rates == {4 * 16}
     fastest = median(tokens["learner-3"])
-    assert fastest == pytest.approx(24 * 4 * 16, rel=0.1), "one period, but what was in flight"
+    assert fastest == pytest.approx(24 * 4 * 16, rel=0.1), "one period, minus the steps in flight"
     for name, pace in PACE.items():
         assert median(tokens[name]) == pytest.approx(fastest * 0.1 / pace, rel=0.5), name
 
 
-def test_it_replays(folder: Path) -> None:
+def test_the_run_replays(folder: Path) -> None:
     assert assert_replays(folder) > 500
 
 
 def test_each_is_merged_after_its_own_steps_where_learners_open_rounds(tmp_path: Path) -> None:
     folder = run_of(tmp_path / "run", *OWN_ROUNDS)
     history, steps = read_run(folder), defaultdict(list)
-    test_nobody_waits(history)
+    test_no_learner_waits(history)
     for _, participant in folded(history):
         steps[participant.learner].append(participant.steps)
     assert steps.keys() == PACE.keys()
     for name, each in steps.items():
         trained = sum(life.steps for life in history.learners[name].lives)
-        rounds = len(each) / 24  # of each fragment: the first after less, the last at the end
-        assert rounds == pytest.approx(trained / 24 + 1, abs=0.6), "one in a period of its own"
-        assert sum(each) == pytest.approx(24 * trained, rel=0.15), "each step is in, once"
+        rounds = (
+            len(each) / 24
+        )  # for each fragment: the first covers less, and the last one the rest
+        assert rounds == pytest.approx(trained / 24 + 1, abs=0.6), "one per period of the learner"
+        assert sum(each) == pytest.approx(24 * trained, rel=0.15), "each step is merged once"
     assert_replays(folder)

@@ -1,4 +1,4 @@
-"""Shards with standbys: killed, stopped, or cut off from the shared folder, their runs go on."""
+"""Shards with standbys: killed, stopped, or cut off from the shared folder; their runs continue."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ STANDBYS = {"shards": 2, "standby": True, "lease_seconds": LEASE_SECONDS}
 
 
 def phase(run: LocalRun, shard: int) -> str:
-    """Of whichever process of the shard answers."""
+    """Return the phase of the shard's process that answers."""
     answers = [health(each) for each in alternatives(run.addresses[shard])]
     return next((str(answer["phase"]) for answer in answers if answer), "")
 
 
 def acting(folder: Path, shard: int) -> list[tuple[str, int]]:
-    """Who has acted for a shard, in order: process and claim."""
+    """Return the processes that acted for a shard, in order: process and claim."""
     files = [f"shard-{shard}", f"shard-{shard}-standby"]
     taken = [
         r for f in files if (folder / "tape" / f"{f}.jsonl").exists() for r in records(folder, f)
@@ -48,7 +48,7 @@ def acting(folder: Path, shard: int) -> list[tuple[str, int]]:
 
 
 def both(folder: Path, shard: int) -> list[Record]:
-    """The records of both processes of a shard, in order."""
+    """Return the records of both processes of a shard, in order."""
     files = [f"shard-{shard}", f"shard-{shard}-standby"]
     found = [r for f in files for r in records(folder, f)]
     return sorted(found, key=lambda r: (r.wall, r.seq))
@@ -65,12 +65,12 @@ def assert_versions_only_go_up(own: list[Record]) -> None:
             for r in own
             if r.type in ("Merge", "Install") and r.data["fragment"] == fragment
         ]
-        assert mine == sorted(mine), "versions only go up"
+        assert mine == sorted(mine), "versions only increase"
         assert len({term for term, _ in mine}) >= 2, "a new claim has a new term"
 
 
 def assert_nothing_is_lost(own: list[Record]) -> None:
-    """What anybody was told of before the takeover is what the standby has read."""
+    """Check that the standby has read every version that was announced before the takeover."""
     recovered = next(r for r in own if r.type == "DiskRead")
     told: dict[int, tuple[tuple[int, int], str]] = {}
     for record in own[: own.index(recovered)]:
@@ -116,9 +116,7 @@ def test_a_standby_takes_over_from_a_shard_that_is_killed(tmp_path: Path, shard:
 
 
 @pytest.mark.parametrize("shard", [1, 0])
-def test_a_shard_that_was_stopped_commits_nothing_once_it_goes_on(
-    tmp_path: Path, shard: int
-) -> None:
+def test_a_stopped_shard_commits_nothing_after_it_continues(tmp_path: Path, shard: int) -> None:
     folder = tmp_path / "run"
     config = config_of(folder, run={"learners": 2, "max_steps": 450}, syncer=STANDBYS)
     stopped = f"shard-{shard}"
@@ -140,18 +138,18 @@ def test_a_shard_that_was_stopped_commits_nothing_once_it_goes_on(
     assert longest_step(folder, "learner-0") < STEP_SECONDS_MAX
     takeover = next(r.wall for r in both(folder, shard) if r.data.get("claim") == 2)
     late = [r for r in records(folder, stopped) if r.wall > takeover and r.kind != "sample"]
-    assert not late, "its machine was told nothing any more"
+    assert not late, "its machine received nothing more"
     own = both(folder, shard)
     assert_versions_only_go_up(own)
     assert_nothing_is_lost(own)
-    # Its lease may have said so, or the newer claim that a commit has found.
+    # The reason is its expired lease, or the newer claim that a commit found.
     steps_down = [r for r in records(folder, f"{stopped}.claims") if r.type == "StepDown"]
     assert len(steps_down) <= 1
     assert assert_replays(folder) > 500
 
 
 def test_a_shard_that_cannot_reach_the_shared_folder_stops_committing(tmp_path: Path) -> None:
-    """It sees the claims through a link of its own, which is taken away; its standby does not."""
+    """It sees the claims through a separate link, which is removed; its standby does not use it."""
     folder = tmp_path / "run"
     config = config_of(folder, run={"learners": 2, "max_steps": 450}, syncer=STANDBYS)
     mounted = tmp_path / "mounted"
@@ -165,24 +163,24 @@ def test_a_shard_that_cannot_reach_the_shared_folder_stops_committing(tmp_path: 
 
     with local_run(config) as run:
         (run.path / "durable").mkdir()
-        see_through_a_link_of_its_own(run, mounted)
+        see_through_a_separate_link(run, mounted)
         run.start()
         outcome = wait(run, script(), seconds=150.0)
     assert outcome.finished, outcome.reason
     assert acting(folder, 1)[:2] == [("shard-1", 1), ("shard-1-standby", 2)]
-    # Its lease is over, or a commit under way found sooner that its claim cannot be confirmed.
+    # Its lease expired, or a commit found earlier that its claim cannot be confirmed.
     ends = ("StepDown", "HolderLeaves")
     lost = next(r for r in records(folder, "shard-1.claims") if r.type in ends)
     assert lost.type == "HolderLeaves" or "could not be renewed" in lost.data["why"]
     taken = next(r for r in both(folder, 1) if r.data.get("claim") == 2)
     assert not [r for r in records(folder, "shard-1") if r.type == "Merge" and r.wall > lost.wall]
-    assert lost.wall < taken.wall, "one stops before the other begins"
+    assert lost.wall < taken.wall, "one process stops before the other one begins"
     assert_nothing_is_lost(both(folder, 1))
     assert assert_replays(folder) > 500
 
 
-def see_through_a_link_of_its_own(run: LocalRun, mounted: Path) -> None:
-    """Shard 1's first process reaches each entry of the run folder through a symbolic link."""
+def see_through_a_separate_link(run: LocalRun, mounted: Path) -> None:
+    """Make shard 1's first process reach each entry of the run folder through a symbolic link."""
     inside = mounted / "run"
     inside.mkdir(parents=True)
     for name in ("claims", "durable", "tape", "run.toml"):
@@ -197,15 +195,15 @@ def see_through_a_link_of_its_own(run: LocalRun, mounted: Path) -> None:
 
 
 def phase_at(run: LocalRun, shard: int, turn: int) -> str:
-    """Of one of the two processes of a shard."""
+    """Return the phase of one of the two processes of a shard."""
     return str(health(alternatives(run.addresses[shard])[turn]).get("phase"))
 
 
-def test_a_shard_that_is_told_to_end_hands_over_at_once(tmp_path: Path) -> None:
+def test_a_shard_that_is_asked_to_stop_releases_its_claim_at_once(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     config = config_of(
         folder,
-        run={"learners": 2, "max_steps": 2000},  # it is ended long before
+        run={"learners": 2, "max_steps": 2000},  # the process ends long before
         syncer={**STANDBYS, "lease_seconds": 60.0},
     )
 
@@ -225,8 +223,8 @@ def test_a_shard_that_is_told_to_end_hands_over_at_once(tmp_path: Path) -> None:
     assert_replays(folder)
 
 
-def test_a_run_that_was_over_goes_on_with_its_standbys(tmp_path: Path) -> None:
-    """Whoever begins again is not told that there is nothing left to do."""
+def test_a_finished_run_continues_with_its_standbys(tmp_path: Path) -> None:
+    """Its processes must not stop because the claims show that the run is over."""
     folder = tmp_path / "run"
     for claim, max_steps in ((1, 40), (2, 80)):
         config = config_of(
@@ -243,9 +241,9 @@ def test_a_run_that_was_over_goes_on_with_its_standbys(tmp_path: Path) -> None:
             "shard-0-standby": 0,
             "learner-0": 0,
         }
-        assert len(acting(folder, 0)) == claim, "one has acted all the time"
+        assert len(acting(folder, 0)) == claim, "one process has acted all the time"
     assert_replays(folder)
 
 
 class Enough(Exception):
-    """The test has seen what it wanted; the run need not end."""
+    """The test has its result; the run need not end."""

@@ -1,4 +1,7 @@
-"""Hundreds of strangers at a real shard: no learner waits, a new one gets in, no log fills up."""
+"""Hundreds of unauthenticated connections to a shard: learners neither wait nor fail to join.
+
+No log fills up.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +23,18 @@ from process.process_runs import (
 
 COUNT = 400
 SECONDS = 14.0
-"""Longer than a stranger may stay."""
+"""Longer than an unauthenticated connection may stay."""
 
 
 def epoch(run: LocalRun, name: str) -> int:
-    """A learner's life, as the tape tells it; who has died is started again."""
+    """Return a learner's incarnation according to its tape; a dead learner is restarted."""
     run.supervisor.poll()
     run.followed.poll()
     learner = run.followed.run.learners.get(name)
     return 0 if learner is None else learner.epoch
 
 
-def test_four_hundred_strangers_delay_nobody(tmp_path: Path) -> None:
+def test_four_hundred_unauthenticated_connections_delay_no_learner(tmp_path: Path) -> None:
     config = config_of(tmp_path / "run", run={"max_steps": 100_000, "learners": 3})
     with local_run(config) as run:
         run.start()
@@ -43,7 +46,9 @@ def test_four_hundred_strangers_delay_nobody(tmp_path: Path) -> None:
         with socket.create_connection((host, int(port)), timeout=SECONDS + 10) as silent:
             time.sleep(3)
             before = epoch(run, "learner-2")
-            run.supervisor.kill("learner-2", restart=True)  # it comes back beside the strangers
+            run.supervisor.kill(
+                "learner-2", restart=True
+            )  # it returns while the other connections are open
             until(lambda: epoch(run, "learner-2") > before, "a learner that joins beside strangers")
             waits = []
             while crowd.poll() is None:
@@ -51,7 +56,7 @@ def test_four_hundred_strangers_delay_nobody(tmp_path: Path) -> None:
                 assert health(address)
                 waits.append(time.monotonic() - began)
                 time.sleep(0.2)
-            assert silent.recv(100) == b"", "who says nothing is closed"
+            assert silent.recv(100) == b"", "silent connections are closed"
         told = json.loads(crowd.communicate()[0])
         assert told["dialled"] >= COUNT
         assert told["closed"] > COUNT / 2, told

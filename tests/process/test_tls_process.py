@@ -38,7 +38,7 @@ from replay_check import assert_replays
 
 
 def ddiloco(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """A command that ends."""
+    """Run a command to its end."""
     return subprocess.run(
         [sys.executable, "-m", "decoupled_diloco.cli", *arguments],
         capture_output=True,
@@ -80,8 +80,8 @@ def log(run: LocalRun, name: str) -> str:
 
 
 @pytest.mark.smoke
-def test_a_learner_comes_back_and_certificates_are_renewed(folder: Path, tmp_path: Path) -> None:
-    """Mutual TLS and no token: killed, back, cut off, renewed, to the end of the budget."""
+def test_a_learner_returns_and_certificates_are_renewed(folder: Path, tmp_path: Path) -> None:
+    """Mutual TLS without an auth token: killed, back, cut off, renewed, to the budget's end."""
     config = config_of(
         tmp_path / "run",
         run={"max_steps": 400},
@@ -98,7 +98,10 @@ def test_a_learner_comes_back_and_certificates_are_renewed(folder: Path, tmp_pat
         for name, file in (("shard-0", "syncer"), ("shard-1", "syncer"), ("learner-0",) * 2):
             assert f"{folder}/{file}.pem expires in 72 hours: renew it" in log(run, name)
         certificates(folder, "renew", "--valid-days", "90")
-        for name in ("learner-0", "shard-1"):  # The shard dials the coordinator, and is dialled.
+        for name in (
+            "learner-0",
+            "shard-1",
+        ):  # The shard connects to the coordinator, and learners connect to the shard.
             child, process = (children := run.supervisor.children)[name], children[name].process
             run.supervisor.kill(name, restart=True)
             while child.process in (None, process):
@@ -115,14 +118,16 @@ def test_a_learner_comes_back_and_certificates_are_renewed(folder: Path, tmp_pat
         outcome = wait(run, script(run))
         assert outcome.finished, (outcome.reason, logs(run.path))
         assert "new certificates" in log(run, "shard-0")
-        assert log(run, "learner-0").count(".pem expires in") == 1, "the renewed one does not"
+        assert log(run, "learner-0").count(".pem expires in") == 1, (
+            "the renewed one does not expire soon"
+        )
     assert_replays(run.path)
 
 
 ENDLESS = {"max_steps": 100_000}
 
 
-def test_commands_are_let_in_by_a_certificate_and_told_what_they_lack(
+def test_commands_connect_with_a_certificate_and_report_what_is_missing(
     folder: Path, tmp_path: Path
 ) -> None:
     config = config_of(tmp_path / "run", run=ENDLESS, tls=encrypted.tables(folder))
@@ -130,7 +135,9 @@ def test_commands_are_let_in_by_a_certificate_and_told_what_they_lack(
         run.start()
         until(lambda: steps(run) > 2, "a few steps")
         _readers(run.addresses[0], folder)
-        done = ddiloco("checkpoint", str(run.path))  # it shows what the run's settings name
+        done = ddiloco(
+            "checkpoint", str(run.path)
+        )  # it presents the certificate that the run's settings name
         assert done.returncode == 0, (done.stdout, done.stderr)
         assert "checkpoint 2 of the whole run" in done.stdout
 
@@ -138,7 +145,7 @@ def test_commands_are_let_in_by_a_certificate_and_told_what_they_lack(
 def test_a_supervised_learner_finds_an_encrypted_run_by_its_folder(
     folder: Path, tmp_path: Path
 ) -> None:
-    """Its files are given by hand, to the process that is started again, too."""
+    """Its files are given by hand, also to the restarted process."""
     tls = encrypted.tables(folder)
     config = config_of(
         tmp_path / "run", run={"max_steps": 400, "learners": 1}, sync={"quorum": 1}, tls=tls
@@ -163,7 +170,7 @@ def test_a_supervised_learner_finds_an_encrypted_run_by_its_folder(
             until(lambda: steps(run) > before + 10, "the run goes on", 60)
 
 
-def test_chaos_strikes_an_encrypted_run(folder: Path, tmp_path: Path) -> None:
+def test_chaos_injects_faults_into_an_encrypted_run(folder: Path, tmp_path: Path) -> None:
     file = config_file(
         tmp_path / "run",
         run={"max_steps": 200},
@@ -181,7 +188,7 @@ def test_chaos_strikes_an_encrypted_run(folder: Path, tmp_path: Path) -> None:
 
 
 def test_the_page_reads_encrypted_shards_elsewhere(folder: Path, tmp_path: Path) -> None:
-    """Each shard has a folder of its own: shard 0's page asks the others for their tapes."""
+    """Each shard has a separate folder: shard 0's page requests the other shards' tapes."""
     ports = free_ports(2)
     told = ",".join(f"https://127.0.0.1:{port}" for port in ports)
     tables: dict[str, Any] = {"run": ENDLESS, "tls": encrypted.tables(folder)}
@@ -201,7 +208,7 @@ def test_the_page_reads_encrypted_shards_elsewhere(folder: Path, tmp_path: Path)
 
 
 def merged(port: int, context: ssl.SSLContext) -> set[str]:
-    """The shards whose rounds the page tells of in its first state."""
+    """Return the shards whose rounds are in the page's first state."""
     connection = http.client.HTTPSConnection("127.0.0.1", port, context=context, timeout=10)
     with contextlib.suppress(OSError, http.client.HTTPException), contextlib.closing(connection):
         connection.request("GET", "/page/events")
@@ -230,10 +237,8 @@ def _readers(address: str, folder: Path) -> None:
         assert (done.returncode, words in done.stderr) == (code, True), done.stderr
 
 
-def test_a_learner_that_trusts_another_authority_ends_and_says_so(
-    folder: Path, tmp_path: Path
-) -> None:
-    """It would be refused for ever, so it does not try for ever."""
+def test_a_learner_that_trusts_another_ca_ends_with_an_error(folder: Path, tmp_path: Path) -> None:
+    """It would be rejected forever, so it does not try forever."""
     other = encrypted.made(tmp_path / "other")
     file = config_file(tmp_path / "run", tls=encrypted.tables(folder))
     config = config_of(tmp_path / "run", run=ENDLESS, tls=encrypted.tables(folder))
@@ -252,7 +257,7 @@ def test_a_learner_that_trusts_another_authority_ends_and_says_so(
             assert (process.returncode, words in output) == (AccessError.exit_code, True), output
 
 
-def test_what_lacks_is_said_before_anything_starts(folder: Path, tmp_path: Path) -> None:
+def test_missing_files_are_reported_before_anything_starts(folder: Path, tmp_path: Path) -> None:
     (folder / "learner-1.pem").unlink()
     with pytest.raises(ConfigError, match=r"has no learner-1\.pem: make it with ddiloco cert"):
         LocalRun(config_of(tmp_path / "run", tls=encrypted.tables(folder)))
@@ -262,7 +267,7 @@ def test_what_lacks_is_said_before_anything_starts(folder: Path, tmp_path: Path)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_syncer_at_a_folder_of_its_own_says_how_to_join(folder: Path, tmp_path: Path) -> None:
+def test_a_syncer_with_a_separate_folder_prints_how_to_join(folder: Path, tmp_path: Path) -> None:
     """`ddiloco syncer` prints a command that works as soon as the files are filled in."""
     file = config_file(tmp_path / "run", tls=encrypted.tables(folder))
     process = command("syncer", str(file))

@@ -18,7 +18,7 @@ def ended(*arguments: str) -> tuple[int, str]:
 
 
 def traced(collector: ReceivingCollector) -> dict[bytes, set[str]]:
-    """Which processes have spans in each trace."""
+    """Return the processes with spans in each trace."""
     found = defaultdict(set)
     for told, span in collector.spans:
         found[span.trace_id].add(told["service.name"])
@@ -26,7 +26,7 @@ def traced(collector: ReceivingCollector) -> dict[bytes, set[str]]:
 
 
 @pytest.mark.smoke
-def test_a_run_that_is_over_is_sent_whole(tmp_path: Path) -> None:
+def test_a_finished_run_is_sent_completely(tmp_path: Path) -> None:
     run, short = str(tmp_path / "run"), ("--set", "run.max_steps=40")
     code, output = ended("simulate", "flaky-link", "--protocol-only", *short, "--tape", run)
     assert code == 0, output
@@ -45,6 +45,6 @@ def test_a_run_that_is_over_is_sent_whole(tmp_path: Path) -> None:
         assert not span.parent_span_id or (span.trace_id, span.parent_span_id) in ids
         assert (len(span.trace_id), len(span.span_id)) == (16, 8)
     both = [each for each in traced(collector).values() if len(each) > 1]
-    assert both, "shard and learners are in one trace"
+    assert both, "shard and learners are in the same trace"
     assert all(any(name.startswith("shard-") for name in each) for each in both)
     assert any(any(name.startswith("learner-") for name in each) for each in both)

@@ -44,10 +44,9 @@ TRIAL = (
     ),
     Break(
         "message-before-checkpoint",
-        "asyncio.get_running_loop().call_soon(self._hear, checkpoint)",
+        "asyncio.get_running_loop().call_soon(self._observe_checkpoint, checkpoint)",
         "a shard handles a message before the checkpoint ahead of it",
-        test="unit/syncer/test_sessions.py"
-        "::test_a_newer_number_is_heard_before_the_message_that_brings_it",
+        test="unit/syncer/test_sessions.py::test_a_newer_number_is_handled_before_its_message",
     ),
     Break(
         "copy-before-checkpoint",
@@ -163,7 +162,7 @@ TRIAL = (
         'problem = ""',
         "the digest of a replayed merge is not checked",
         test="unit/syncer/test_durable.py"
-        "::test_a_version_that_the_journal_does_not_lead_to_is_not_claimed",
+        "::test_a_version_that_the_journal_does_not_reproduce_is_not_restored",
     ),
     Break(
         "commit-before-journal",
@@ -171,22 +170,21 @@ TRIAL = (
 self.tensors.commit(fragment, step)
 journal.append(fields, as_bytes(step.gradient).numpy().data)""",
         "a merge changes the tensors before the journal has it",
-        test="unit/syncer/test_durable.py"
-        "::test_the_disk_has_a_merge_before_the_tensors_take_it_over",
+        test="unit/syncer/test_durable.py::test_a_merge_is_on_disk_before_the_tensors_change",
     ),
     Break(
         "previous-checkpoint-deleted",
         "self._delete_before(number)",
         "a shard keeps only its newest checkpoint",
         test="unit/syncer/test_durable.py"
-        "::test_a_torn_checkpoint_is_named_and_the_one_before_leads_to_the_same_bits",
+        "::test_a_torn_checkpoint_is_named_and_the_previous_one_gives_the_same_bits",
     ),
     Break(
         "claim-not-confirmed-after",
         "pass",
         "a claim is not confirmed after a merge",
         test="unit/syncer/test_shard_lease.py"
-        "::test_what_was_done_while_a_newer_claim_was_made_is_told_to_nobody",
+        "::test_a_result_of_a_task_during_a_newer_claim_is_not_announced",
     ),
     Break(
         "older-whole-copy-offered",
@@ -198,8 +196,7 @@ journal.append(fields, as_bytes(step.gradient).numpy().data)""",
         "seal-without-digest",
         'text = f"{fragment} {version}".encode()',
         "a seal does not cover the digest",
-        test="unit/syncer/test_seals.py"
-        "::test_what_was_made_up_is_not_and_takes_nothing_else_with_it",
+        test="unit/syncer/test_seals.py::test_an_invented_version_is_removed_and_the_others_stay",
     ),
     Break(
         "run-checkpoint-deleted",
@@ -264,6 +261,6 @@ journal.append(fields, as_bytes(step.gradient).numpy().data)""",
         "tick-before-arrivals",
         "for _ in range(0):",
         "a shard checks leases before it handles what has arrived",
-        test="unit/syncer/test_late_ticks.py::test_what_has_arrived_is_told_before_the_tick",
+        test="unit/syncer/test_late_ticks.py::test_arrived_messages_are_handled_before_the_tick",
     ),
 )

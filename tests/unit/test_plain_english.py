@@ -16,11 +16,15 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 FORBIDDEN = re.compile(
-    r"\b(who|whom|whoever|nobody|everybody|is told|are told|tells of|is no \w+|hand(?:s|ed)? in"
+    r"\b(who(?!\"?:)|whom|whoever|nobody|everybody|is told|are told|tells of|is no (?!longer\b)\w+"
+    r"|hand(?:s|ed)? in"
     r"|so many|goes on with|for ever|by and by|else's|how-manieth|one's own|anew)\b(?!')",
     re.IGNORECASE,
 )
-"""Words for persons used for processes, and turns of phrase that a reader has to translate."""
+"""Words for persons used for processes, and turns of phrase that a reader has to translate.
+
+``who:`` documents the field of that name on the tape.
+"""
 
 ALLOWED: dict[str, str] = {}
 """Files that may use these words, each with the reason."""
@@ -79,16 +83,7 @@ REMAINING: dict[str, int] = {
     "src/decoupled_diloco/learner/sharded_state.py": 1,
     "src/decoupled_diloco/learner/parameter_store.py": 1,
     "src/decoupled_diloco/learner/transfers.py": 2,
-    "src/decoupled_diloco/merge/plan.py": 1,
-    "src/decoupled_diloco/monitor/endpoint.py": 1,
     "src/decoupled_diloco/participants.py": 1,
-    "src/decoupled_diloco/protocol/adapt.py": 1,
-    "src/decoupled_diloco/protocol/features/partitions.py": 1,
-    "src/decoupled_diloco/protocol/features/state_transfer.py": 4,
-    "src/decoupled_diloco/protocol/first_copies.py": 1,
-    "src/decoupled_diloco/protocol/norm_gate.py": 2,
-    "src/decoupled_diloco/protocol/members.py": 1,
-    "src/decoupled_diloco/protocol/messages.py": 3,
     "src/decoupled_diloco/ranks/rank_checkpoints.py": 2,
     "src/decoupled_diloco/ranks/group.py": 7,
     "src/decoupled_diloco/ranks/rank_model.py": 1,
@@ -96,39 +91,6 @@ REMAINING: dict[str, int] = {
     "src/decoupled_diloco/ranks/redistribute.py": 3,
     "src/decoupled_diloco/ranks/rank_store.py": 6,
     "src/decoupled_diloco/ranks/sync_ranks.py": 11,
-    "src/decoupled_diloco/run_model/fold_records.py": 1,
-    "src/decoupled_diloco/run_model/phrases.py": 3,
-    "src/decoupled_diloco/show/explain.py": 5,
-    "src/decoupled_diloco/show/page/document.py": 1,
-    "src/decoupled_diloco/show/page/history.py": 1,
-    "src/decoupled_diloco/show/page/site.py": 2,
-    "src/decoupled_diloco/show/report.py": 1,
-    "src/decoupled_diloco/show/terminal.py": 1,
-    "src/decoupled_diloco/syncer/data_plane.py": 5,
-    "src/decoupled_diloco/syncer/checkpoint_requests.py": 1,
-    "src/decoupled_diloco/syncer/run_checkpoints.py": 2,
-    "src/decoupled_diloco/syncer/shard_connections.py": 5,
-    "src/decoupled_diloco/syncer/coordinator.py": 6,
-    "src/decoupled_diloco/syncer/durable.py": 4,
-    "src/decoupled_diloco/syncer/shard_tensors.py": 2,
-    "src/decoupled_diloco/syncer/stored_weights.py": 1,
-    "src/decoupled_diloco/syncer/link.py": 1,
-    "src/decoupled_diloco/syncer/payload_archive.py": 1,
-    "src/decoupled_diloco/syncer/seals.py": 3,
-    "src/decoupled_diloco/syncer/shard.py": 2,
-    "src/decoupled_diloco/syncer/shard_lease.py": 7,
-    "src/decoupled_diloco/syncer/tapes.py": 5,
-    "src/decoupled_diloco/tape/__init__.py": 2,
-    "src/decoupled_diloco/tape/reader.py": 1,
-    "src/decoupled_diloco/tape/records.py": 1,
-    "src/decoupled_diloco/tape/replay.py": 4,
-    "src/decoupled_diloco/tape/sources.py": 2,
-    "src/decoupled_diloco/tape/writer.py": 2,
-    "src/decoupled_diloco/transport/interface.py": 2,
-    "src/decoupled_diloco/transport/admission.py": 1,
-    "src/decoupled_diloco/transport/http_server.py": 1,
-    "src/decoupled_diloco/transport/reachability.py": 1,
-    "src/decoupled_diloco/transport/tokens.py": 2,
     "src/decoupled_diloco/workloads/__init__.py": 8,
     "src/decoupled_diloco/workloads/workload.py": 3,
     "src/decoupled_diloco/workloads/text.py": 2,
@@ -169,8 +131,8 @@ def prose_of(page: Path) -> str:
 
 
 def strings_of(source: Path) -> list[tuple[int, str]]:
-    """The texts of a module with spaces in them, with their lines, and its comments."""
-    text = source.read_text()
+    """The texts of a module with spaces in them, without code, and its comments; with lines."""
+    text = re.sub(r"``[^`\n]+``", "`x`", source.read_text())
     found = [
         (node.lineno, node.value)
         for node in ast.walk(ast.parse(text))

@@ -100,8 +100,8 @@ class MergePlan:
             modules: If not empty, the modules of each fragment: see `mapped`.
 
         Raises:
-            ConfigError: The layout cannot be split into so many fragments, the modules do not match
-                the model, or a codec is unknown.
+            ConfigError: The layout cannot be split into this many fragments, the modules do not
+                match the model, or a codec is unknown.
         """
         return cls(
             layout=layout,

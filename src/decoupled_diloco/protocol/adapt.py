@@ -163,7 +163,7 @@ def arrived(
     uplink.per_bit.update(seconds / bits, SMOOTHING)
     late = seconds > FITS * allowed and uplink.rung + 1 < len(ladder)
     finer = ladder[uplink.rung - 1][1] if uplink.rung else 0.0
-    # The slower of the last payload and the average: one fast payload is no evidence.
+    # The slower of the last payload and the average: one fast payload proves little.
     would = max(seconds / bits, float(uplink.per_bit)) * finer
     well = finer > 0.0 and would <= FITS_WELL * allowed
     match uplink.patience.observe(late=late, well=well):

@@ -79,7 +79,7 @@ def term_granted(
         state.phase = "empty"
         return []
     state.phase = "restoring"
-    # When the run returns to a checkpoint, newer copies are ignored, so there is no reason to wait.
+    # When the run returns to a checkpoint, newer copies are ignored, so a wait is useless.
     settle_at = now if state.durable_is_exact else None
     state.fill = Fill(attempt=0, started_at=now, settle_at=settle_at)
     effects: list[SyncerEffect] = []

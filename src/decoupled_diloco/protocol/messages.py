@@ -1644,7 +1644,7 @@ Condition = Literal["held", "released", "finished"]
 
 @dataclass(frozen=True, slots=True)
 class NewestLease:
-    """A shard's newest claim, as the storage has it. ``number`` = 0: there is no claim."""
+    """A shard's newest claim, as the storage has it. ``number`` = 0: no claim exists."""
 
     number: int
     nonce: str

@@ -31,7 +31,7 @@ SAMPLES_MAX = 32
 
 
 SAMPLES_MIN = 8
-"""With fewer norms there is no limit."""
+"""Minimum number of norms for a limit."""
 
 
 DEVIATION_MIN = 0.1
@@ -65,7 +65,7 @@ def norm_limit(
 ) -> tuple[float, float] | None:
     """Return the largest norm that is merged unchanged, and the usual norm.
 
-    ``None``: there is no limit (yet).
+    ``None``: no limit applies (yet).
 
     Args:
         samples: The fragment's last contributions, of all learners.

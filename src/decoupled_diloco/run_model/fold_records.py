@@ -283,7 +283,7 @@ def read_run(path: str | Path, keep: Keep = "run") -> RunModel:
     """Return the model of a run, from its run folder, its tape folder or a single tape file.
 
     Raises:
-        StorageError: There is no tape, or it has another schema.
+        StorageError: The tape does not exist, or it has another schema.
     """
     reader = TapeReader(path)
     model = run_of(reader, keep)

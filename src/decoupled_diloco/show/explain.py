@@ -80,7 +80,7 @@ def explain_round(run: RunModel, number: int, shard: int | None = None) -> list[
     """Explain a round of one shard, or of all shards, because each shard numbers its own rounds.
 
     Raises:
-        ConfigError: There is no such round; the message lists the existing ones.
+        ConfigError: The round does not exist; the message lists the existing ones.
     """
     shards = shards_of(run, shard)
     lines: list[str] = []
@@ -93,7 +93,7 @@ def explain_round(run: RunModel, number: int, shard: int | None = None) -> list[
             f"{log.name}: {numbers(r.number for r in (*log.rounds, *log.open.values()))}"
             for log in shards
         ]
-        raise ConfigError(f"there is no round {number}; there are {'; '.join(known) or 'none'}")
+        raise ConfigError(f"round {number} does not exist; there are {'; '.join(known) or 'none'}")
     return lines[1:]
 
 
@@ -117,7 +117,7 @@ def shards_of(run: RunModel, shard: int | None) -> list[ShardLog]:
     """Return the shard with this number, or all.
 
     Raises:
-        ConfigError: There is no such shard; the message lists the existing ones.
+        ConfigError: The shard does not exist; the message lists the existing ones.
     """
     logs = list(run.shards.values())
     chosen = [log for log in logs if shard in (None, log.index)]
@@ -408,12 +408,12 @@ def explain_learner(run: RunModel, name: str, *, live: bool = False) -> list[str
     """Explain what a learner did; a ``live`` syncer does not have the learners' tapes.
 
     Raises:
-        ConfigError: There is no such learner; the message lists the existing ones.
+        ConfigError: The learner does not exist; the message lists the existing ones.
     """
     learner = run.learners.get(name)
     if learner is None:
         names = listing(list(run.learners))
-        raise ConfigError(f"there is no learner {name!r} on this tape; there is {names}")
+        raise ConfigError(f"learner {name!r} does not exist on this tape; there is {names}")
     lives = many(max(1, len(learner.steps_of), learner.epoch), "incarnation")
     steps, tokens = many(learner.steps, "step"), format_count(learner.tokens)
     lines = [f"{name}: {steps}, {tokens} tokens in {lives}.", "", "Incarnations:"]

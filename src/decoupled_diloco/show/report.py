@@ -59,7 +59,7 @@ def write_report(source: str | Path | RunModel, out: str | Path) -> RunModel:
         The run in the report.
 
     Raises:
-        StorageError: There is no tape, it has another schema, or the page cannot be written.
+        StorageError: The tape does not exist or has another schema, or the page cannot be written.
     """
     run = source if isinstance(source, RunModel) else read_run(source)
     folder = Path(out).parent if isinstance(source, RunModel) else Path(source)

@@ -1,7 +1,8 @@
-"""What a running syncer answers who asks for a checkpoint of the whole run.
+"""Answers requests for a checkpoint of the whole run.
 
-``/checkpoint`` begins one, or names the one under way; ``/checkpoint?number=N`` says how far it is.
-Both require a token of the run, as the tapes do. Only shard 0 answers, where the coordinator is.
+``/checkpoint`` begins one, or returns the one in progress. ``/checkpoint?number=N`` returns its
+progress. Both require an auth token of the run, as the tapes do. Only shard 0 answers, because it
+hosts the coordinator.
 """
 
 from __future__ import annotations
@@ -18,25 +19,27 @@ CHECKPOINT_PATH = "/checkpoint"
 
 
 class Coordinator(Protocol):
-    """Where checkpoints begin."""
+    """Begins checkpoints and reports their state."""
 
     def want_checkpoint(self) -> CheckpointAnswer:
-        """Begins a checkpoint; one that is under way will do."""
+        """Begin a checkpoint, unless one is in progress."""
         ...
 
     def checkpoint_answer(self, number: int) -> CheckpointAnswer:
-        """What has become of a checkpoint."""
+        """Return the state of a checkpoint."""
         ...
 
 
 def answer(coordinator: Coordinator | None, query: Mapping[str, str]) -> Document:
-    """Answers a request; see `transport.documents`.
+    """Answer a request; see `transport.documents`.
 
     Raises:
-        NoSuchDocumentError: The coordinator is not in this process, or the number is none.
+        NoSuchDocumentError: The coordinator is not in this process, or the number is not valid.
     """
     if coordinator is None:
-        raise NoSuchDocumentError("the coordinator is not here: ask shard 0")
+        raise NoSuchDocumentError(
+            "this shard does not host the coordinator: send the request to shard 0"
+        )
     number = query.get("number")
     if number is None:
         found = coordinator.want_checkpoint()

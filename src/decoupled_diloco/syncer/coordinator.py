@@ -1,10 +1,14 @@
-"""The coordinator's shell: joins and shards at its channels, its state on disk.
+"""The coordinator's shell: joins and shards on its channels, and its state on disk.
 
-It lives in the process of shard 0. What it must not forget is forced to disk before anybody hears
-of a change: epochs, terms, layout and phase in one small JSON file, learners that have joined since
-it was written, a line each, and the data ledger, which is appended to. A thread writes them, so
-that a slow disk delays joins and never a heartbeat; while the disk is full, orders wait, and the
-rounds of the shards go on.
+It runs in the process of shard 0. State that it must not lose is synced to disk before any other
+process is notified of a change. This state has three parts:
+
+- epochs, terms, layout and phase, in one small JSON file;
+- one record for each learner that joined after this file was written;
+- the data ledger, which is appended to.
+
+A separate thread writes them, so a slow disk delays joins and never a heartbeat. While the disk is
+full, orders wait, and the shards' rounds continue.
 """
 
 from __future__ import annotations
@@ -69,26 +73,26 @@ from decoupled_diloco.transport.payload_store import BodyBooks
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1.0
-"""How long orders wait before the state is written again after the disk was full."""
+"""Interval between attempts to write the state while the disk is full; orders wait."""
 
 LISTEN_SECONDS = 0.1
-"""How often it looks whether the process that bears a wanted id is heard."""
+"""Interval of checks whether the process that already uses a requested name is alive."""
 
 FAREWELL_SECONDS = 20.0
-"""How long the coordinator waits at the end for the other shards to be gone."""
+"""Longest wait at the end of the run for the other shards to disconnect."""
 
 DEVICE_CHARACTERS = 80
-"""So much of what a learner says of its device is kept."""
+"""Maximum number of characters kept of a learner's device description."""
 
 LAST_REPORT_SECONDS = 5.0
-"""How long it waits at the end for learners to say which of their data are durable, and to go."""
+"""Longest wait at the end of the run for the learners' last data reports, and for them to leave."""
 
 _NOT_THE_RUNS = (
-    "the model is not the run's: build the same one in every learner "
+    "the model differs from the run's: build the same model in every learner "
     "(ours: the run's; theirs: this process's)"
 )
 
-_ANOTHER_RUN = "another run is at this address now"
+_ANOTHER_RUN = "this address now belongs to another run"
 
 ShardLink = Callable[[messages.ToShard | messages.ShardAdmitted | messages.JoinRefused], None]
 
@@ -98,16 +102,16 @@ class CoordinatorHost:
 
     Args:
         config: The run's settings.
-        addresses: Where learners reach the shards, in order.
-        folder: The run folder; the state is kept here.
-        tape: Makes the tape of its events, given what a replay needs to know of this life.
-        bodies: Where the process of shard 0 takes bodies in and offers them: for relays.
+        addresses: The shards' addresses for learners, in order.
+        folder: The run folder, which holds the state.
+        tape: Creates the tape of the coordinator's events from the header that a replay needs.
         fail: Ends the process; called once, with the error.
-        shard_lease: The claim by which this process acts.
+        bodies: The data plane of the process of shard 0, for relays.
+        shard_lease: The leadership lease of this process.
 
     Raises:
-        StorageError: the state of an earlier life is there and cannot be read.
-        ConfigError: it is there, and of a run with other settings.
+        StorageError: The state of an earlier coordinator exists and cannot be read.
+        ConfigError: That state belongs to a run with other settings.
     """
 
     def __init__(
@@ -156,14 +160,14 @@ class CoordinatorHost:
         self._checkpoint_kept = CheckpointAnswer("given up", 0)
 
     async def serve_join(self, channel: Channel, join: messages.Join) -> None:
-        """Answers a join, and watches its connection until it is gone."""
+        """Answer a join, and serve its connection until it closes."""
         if join.run and join.run != self._run:
             channel.send(encode(messages.JoinRefused(_ANOTHER_RUN, False)))
             await channel.close(_ANOTHER_RUN)
             return
         if join.role == "learner" and await self._has_a_live_process(join):
             reason = (
-                f"{join.learner} is in the run already, and its process is alive: pass "
+                f"name={join.learner!r} is in use by a live process of this run: pass "
                 "another name=, or stop the other process first"
             )
             channel.send(encode(messages.JoinRefused(reason, True)))
@@ -186,12 +190,12 @@ class CoordinatorHost:
         try:
             while True:
                 message = decode(await channel.receive(), messages.FROM_MEMBER)
-                self._heard_on(connection, join.learner)
+                self._note_active(connection, join.learner)
                 self._driver.tell(Received(join.learner, message, join.nonce))
         finally:
             self._leave(connection)
             self._gone.set()
-            # Who has joined again before its old connection was found dead is not gone.
+            # A process that joined again before its old connection was found dead is not lost.
             if all(other.nonce != join.nonce for _, other in self._present(join.learner)):
                 self._driver.tell(Lost(join.learner, join.nonce))
 
@@ -201,8 +205,11 @@ class CoordinatorHost:
         self._joining[connection] = (channel, join, layout)
         self._connections_of.setdefault(join.learner, []).append(connection)
 
-    def _heard_on(self, connection: int, learner: str) -> None:
-        """It is this connection that works: others may be dead and not found so yet."""
+    def _note_active(self, connection: int, learner: str) -> None:
+        """Move a connection that received a message to the end of its learner's list.
+
+        Other connections of this learner may be dead and not yet found so.
+        """
         connections = self._connections_of[learner]
         if connections[-1] != connection:
             connections.remove(connection)
@@ -215,27 +222,28 @@ class CoordinatorHost:
             del self._connections_of[join.learner]
 
     def _present(self, learner: str) -> list[tuple[Channel, messages.Join]]:
-        """The connections of an id, the one that was heard last at the end; of nobody else's."""
+        """Return a learner's connections, the one with the newest message last."""
         return [self._joining[each][:2] for each in self._connections_of.get(learner, ())]
 
     async def _has_a_live_process(self, join: messages.Join) -> bool:
-        """Whether another process bears this id; one that is dead is found so within its lease.
+        """Whether another live process uses the name of a join.
 
-        Who is alive is heard again within a ping.
+        A live process sends a byte within a ping interval. The connection of a dead one is closed
+        within its lease.
         """
-        asked_at = now()
+        since = now()
         while others := [
             channel for channel, other in self._present(join.learner) if other.nonce != join.nonce
         ]:
-            if any(channel.last_received > asked_at for channel in others):
+            if any(channel.last_received > since for channel in others):
                 return True
             await asyncio.sleep(LISTEN_SECONDS)
         return False  # break: id-always-taken
 
     def _read_layout(self, join: messages.Join) -> tuple[Layout | None, str]:
-        """The joining model's layout, and how it differs from the run's, in words."""
+        """Return the layout of a joining model, and how it differs from the run's, in words."""
         if not join.layout:
-            problem = "a learner must say what its layout is"
+            problem = "the join has no layout: a learner must send its model's layout"
             return None, problem if join.role == "learner" else ""
         layout = synchronised(Layout.from_text(join.layout), self._config)
         if self._layout is not None:
@@ -248,7 +256,7 @@ class CoordinatorHost:
         return layout, ""
 
     async def serve_shard(self, channel: Channel, hello: messages.ShardHello) -> None:
-        """Follows the connection of a shard in another process."""
+        """Serve the connection of a shard in another process until it closes."""
         problem = self._shard_problem(hello)
         if problem:
             channel.send(encode(messages.JoinRefused(problem, False)))
@@ -264,7 +272,7 @@ class CoordinatorHost:
             while True:
                 message: Any = decode(await channel.receive(), kinds)
                 if self._shards.get(hello.shard) is not link:
-                    raise ProtocolError(f"another process acts for shard {hello.shard} now")
+                    raise ProtocolError(f"another process now acts for shard {hello.shard}")
                 self.shard_said(hello.shard, message)
         except ProtocolError as error:
             await channel.close(str(error))
@@ -277,11 +285,11 @@ class CoordinatorHost:
                 self._driver.tell(Lost(shard_peer(hello.shard)))
 
     def _shard_problem(self, hello: messages.ShardHello) -> str:
-        """Why a shard in another process cannot be one of this run, in words."""
+        """Return why a shard in another process does not belong to this run; empty if it does."""
         if not 0 < hello.shard < len(self._addresses):
             return (
-                f"shard={hello.shard} does not fit: this run has shards 0 to "
-                f"{len(self._addresses) - 1}, and 0 hosts the coordinator: correct --shard"
+                f"shard={hello.shard} is not valid: this run has shards 0 to "
+                f"{len(self._addresses) - 1}, and shard 0 hosts the coordinator: correct --shard"
             )
         try:
             difference = difference_of(self._config.public(), read_public(hello.settings).public())
@@ -290,38 +298,46 @@ class CoordinatorHost:
         if difference:
             return (
                 f"shard {hello.shard} was started with other settings than shard 0: {difference}: "
-                "give all shards the same file"
+                "start all shards with the same file"
             )
         return ""
 
     async def everyone_gone(self) -> None:
-        """Waits until learners and other shards have said their last and gone, but not for ever."""
+        """Wait until learners have sent their last reports and other shards have disconnected.
 
-        async def nobody(seconds: float, present: Callable[[], bool]) -> None:
+        The wait is bounded by ``LAST_REPORT_SECONDS`` and ``FAREWELL_SECONDS``.
+        """
+
+        async def absence(seconds: float, present: Callable[[], bool]) -> None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     while present():
                         self._gone.clear()
                         await self._gone.wait()
 
-        await nobody(LAST_REPORT_SECONDS, lambda: self._writing or self._has_learners())
-        await nobody(FAREWELL_SECONDS, lambda: any(shard != 0 for shard in self._shards))
+        await absence(LAST_REPORT_SECONDS, lambda: self._writing or self._has_learners())
+        await absence(FAREWELL_SECONDS, lambda: any(shard != 0 for shard in self._shards))
 
     def _has_learners(self) -> bool:
         return any(join.role == "learner" for _, join, _ in self._joining.values())
 
     def shard_greeted(self, hello: messages.ShardHello, link: ShardLink) -> None:
-        """A shard is here; ``link`` brings it messages, if it may act for the shard."""
+        """Handle the first message of a shard.
+
+        Args:
+            hello: The message.
+            link: Sends messages to the shard, if this process may act for the shard.
+        """
         self._greeting = link
-        greeting = replace(hello, settings="")  # what the tape has in its header
+        greeting = replace(hello, settings="")  # the tape's header has them
         self._driver.tell(Connected(shard_peer(hello.shard), greeting))
 
     def shard_said(self, shard: int, message: messages.FromShard) -> None:
-        """A shard said something."""
+        """Handle a message of a shard."""
         self._driver.tell(Received(shard_peer(shard), message))
 
     async def close(self) -> None:
-        """Nothing more happens."""
+        """Stop the driver: no more events are handled."""
         await self._driver.close()
 
     @at_decision(messages.AdoptLayout)
@@ -339,7 +355,10 @@ class CoordinatorHost:
 
     @at_decision(messages.Send)
     def _addressed(self, order: messages.Send) -> ShardLink | None:
-        """A message is for the process that acts for the shard now, however long it waits."""
+        """Return the link to the process that acts for the shard now.
+
+        The message is for this process, even if the order waits until another one has replaced it.
+        """
         return self._shards.get(shard_of(order.peer)) if is_shard_peer(order.peer) else None
 
     @executes(messages.Persist)
@@ -348,18 +367,18 @@ class CoordinatorHost:
 
     @executes(Enter)
     def _enter_in_ledger(self, order: Enter) -> HoldsUp:
-        # Those that follow go along: an entry may be on the disk before its time.
+        # One write for all waiting entries: an entry may be on disk before its turn.
         entries = [order.entry, *(each.entry for each in self._driver.take(Enter))]
         return HoldsUp(self._write(partial(self._appending, entries)))
 
     def _saving_of(self, first: messages.Persist) -> Callable[[], Callable[[], None]]:
-        """One write for all that wait for one: the state is as it is after the last of them."""
+        """Return one write for all waiting orders: the state is the one after the last of them."""
         wanted = [first, *self._driver.take(messages.Persist)]
         learners = {order.learner for order in wanted}
         return self._saving if "" in learners else partial(self._adding, sorted(learners))
 
     def _adding(self, learners: list[str]) -> Callable[[], None]:
-        """Adds the records of these to what is on the disk; all of it, if that cannot be."""
+        """Return a write of these learners' records alone, or of the whole state if need be."""
         if not self._states.can_append:
             return self._saving()
         known = self.machine.state.learners
@@ -367,22 +386,25 @@ class CoordinatorHost:
         return lambda: self._states.append(records)
 
     async def _write(self, task: Callable[[], Callable[[], None]]) -> None:
-        """Writes, trying again for as long as the disk is full; then orders go on."""
-        self._writing, told = True, False
+        """Write, and try again while the disk is full; later orders wait until then."""
+        self._writing, reported = True, False
         while True:
             try:
                 await asyncio.to_thread(task())
                 break
             except StorageError as error:
-                if not told:
-                    logger.error("%s: joins, leases and the end of the run wait for it", error)
-                told = True
+                if not reported:
+                    logger.error("%s: joins, leases and the end of the run wait", error)
+                reported = True
                 await asyncio.sleep(RETRY_SECONDS)
         self._writing = False
         self._gone.set()
 
     def _note_device(self, connection: int) -> None:
-        """Puts the device of a learner that was let in on the tape: the text is anybody's."""
+        """Record the device of an admitted learner on the tape.
+
+        The text comes from the learner, so it is truncated and reduced to printable characters.
+        """
         join = self._joining[connection][1] if connection in self._joining else None
         if join is not None and join.role == "learner" and join.device:
             text = "".join(each for each in join.device[:DEVICE_CHARACTERS] if each.isprintable())
@@ -420,6 +442,7 @@ class CoordinatorHost:
 
     @executes(BeginCheckpoint)
     def _begin_checkpoint(self, order: BeginCheckpoint) -> None:
+        # A copy from this instant: the state may change before the shards' parts are complete.
         self._part = self._document()
 
     @executes(KeepCheckpoint)
@@ -427,14 +450,14 @@ class CoordinatorHost:
         return self._keep_checkpoint(order, self._part)
 
     @executes(messages.AdoptLayout)
-    def _tell_layout(self, order: messages.AdoptLayout, _: None) -> None:
+    def _send_layout(self, order: messages.AdoptLayout, _: None) -> None:
         for link in self._shards.values():
             link(messages.LayoutSet(self._layout_text()))
 
     @executes(messages.AdmitShard)
     def _admit_shard(self, order: messages.AdmitShard, link: ShardLink) -> None:
         if self._shards.get(order.shard) is not link:
-            return  # the newer process is told its own
+            return  # the newer process receives its own messages
         link(messages.ShardAdmitted(order.term, order.begun, self._key))
         if self._layout is not None:
             link(messages.LayoutSet(self._layout_text()))
@@ -442,7 +465,7 @@ class CoordinatorHost:
     @executes(messages.Send)
     def _send(self, order: messages.Send, link: ShardLink | None) -> None:
         if not is_shard_peer(order.peer):
-            self._inform(order.peer, order.message)
+            self._send_to_learner(order.peer, order.message)
         elif link is not None and self._shards.get(shard_of(order.peer)) is link:
             link(cast("messages.ToShard", order.message))
 
@@ -458,11 +481,11 @@ class CoordinatorHost:
             logger.info("checkpoint %d of the whole run is complete%s", effect.number, missing)
             self._checkpoint_kept = CheckpointAnswer.kept(self._folder, effect)
         except StorageError as error:
-            logger.error("%s: checkpoint %d of the run is not complete", error, effect.number)
+            logger.error("%s: checkpoint %d of the run is incomplete", error, effect.number)
             self._checkpoint_kept = CheckpointAnswer("given up", effect.number, str(error))
 
     def want_checkpoint(self) -> CheckpointAnswer:
-        """Begins a checkpoint; one that is under way will do."""
+        """Begin a checkpoint, unless one is in progress."""
         problem = self.machine.why_no_checkpoint
         if problem:
             return CheckpointAnswer("refused", 0, problem)
@@ -470,7 +493,7 @@ class CoordinatorHost:
         return self.checkpoint_answer(self.machine.state.checkpoint)
 
     def checkpoint_answer(self, number: int) -> CheckpointAnswer:
-        """What has become of a checkpoint of this life."""
+        """Return the state of a checkpoint that this process began."""
         under_way, (given_up, reason) = (
             self.machine.checkpoints.open,
             self.machine.checkpoints.given_up,
@@ -481,14 +504,14 @@ class CoordinatorHost:
             return CheckpointAnswer.of_open(under_way)
         if number in self.machine.state.checkpoints_kept:
             return CheckpointAnswer("open", number, "its manifest is being written")
-        words = reason if given_up == number else "this coordinator knows nothing of it"
+        words = reason if given_up == number else "this coordinator has no such checkpoint"
         return CheckpointAnswer("given up", number, words)
 
     def _answer(self, connection: int, message: messages.Message) -> None:
         if connection in self._joining:
             self._joining[connection][0].send(encode(message))
 
-    def _inform(self, learner: str, message: messages.Message) -> None:
+    def _send_to_learner(self, learner: str, message: messages.Message) -> None:
         present = self._present(learner)
         if present:
             channel, _ = present[-1]
@@ -514,7 +537,9 @@ class CoordinatorHost:
             return lambda: self._ledger.append(entries)
         document = self._document_before(entries)
 
-        def write() -> None:  # first the state, which only one coordinator can go on from
+        # The state first: only one coordinator can create its number, so an earlier coordinator
+        # fails here before it appends to the ledger.
+        def write() -> None:
             self._states.write(document)
             self._ledger.append(entries)
 
@@ -525,16 +550,16 @@ class CoordinatorHost:
         return lambda: self._states.write(document)
 
     def _document_before(self, entries: list[LedgerEntry]) -> dict[str, Any]:
-        """The document as it is written before these entries, with all that the ledger lacks.
+        """Return the document to write before these entries, with entries that the ledger lacks.
 
-        The state is that after every entry that has been decided, and some of them wait.
+        The state already contains every decided entry, and some of these still wait to be written.
         """
         orders = (order for order, _ in self._driver.waiting)
         waiting = [order.entry for order in orders if isinstance(order, Enter)]
         return self._document() | {"entered": [encode(entry) for entry in (*entries, *waiting)]}
 
     def _load(self) -> Any:
-        """Goes on from the state of an earlier life, and returns it; ``None`` if there is none."""
+        """Restore the state of an earlier coordinator and return it; ``None`` if there is none."""
         kept = read_document(self._states, self._config)
         if kept is None:
             return None

@@ -1,4 +1,4 @@
-"""The coordinator's state as one JSON document, with the run's layout, settings, id and key."""
+"""The coordinator's state as one JSON document, with the run's layout, settings, ID and key."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ _STATE = TypeAdapter(CoordinatorState)
 
 
 def read_state(folder: Path, config: RunConfig) -> CoordinatorState | None:
-    """The state that a coordinator would go on from with these settings; ``None``: none is there.
+    """Return the state from which a coordinator with these settings would continue.
+
+    ``None`` if there is none.
 
     Raises:
-        StorageError: It cannot be read.
-        ConfigError: It is of a run with other settings; the budget may differ.
+        StorageError: The state cannot be read.
+        ConfigError: It belongs to a run with other settings; the budget may differ.
     """
     kept = read_document(CoordinatorStates(folder), config)
     if kept is None:
@@ -38,11 +40,11 @@ def read_state(folder: Path, config: RunConfig) -> CoordinatorState | None:
 
 
 def read_layout(folder: Path, config: RunConfig) -> Layout | None:
-    """The model's layout that the coordinator has kept; ``None``: no learner has brought one.
+    """Return the model's layout from the coordinator's state; ``None`` if no learner has sent one.
 
     Raises:
-        StorageError: It cannot be read.
-        ConfigError: It is of a run with other settings.
+        StorageError: The state cannot be read.
+        ConfigError: It belongs to a run with other settings.
     """
     kept = read_document(CoordinatorStates(folder), config)
     return None if kept is None else kept[2]
@@ -51,11 +53,11 @@ def read_layout(folder: Path, config: RunConfig) -> Layout | None:
 def document_at_checkpoint(
     part: Mapping[str, Any], newest: CoordinatorState | None
 ) -> tuple[dict[str, Any], CoordinatorState]:
-    """What the coordinator's file holds to go on from a checkpoint, and the state in it.
+    """Return the contents of the coordinator's file that continue from a checkpoint, and its state.
 
     Args:
-        part: The document as it was then.
-        newest: What it has known last: no epoch, term or lease is given out twice.
+        part: The document at the checkpoint.
+        newest: The newest known state, so that no epoch, term or lease is issued twice.
     """
     state = _STATE.validate_python(part["state"])
     back = raised(state, newest or state)
@@ -63,18 +65,18 @@ def document_at_checkpoint(
 
 
 def plain(state: CoordinatorState) -> Any:
-    """A state as it is written."""
+    """Return a state as JSON values."""
     return _STATE.dump_python(state, mode="json")
 
 
 def read_document(
     states: CoordinatorStates, config: RunConfig
 ) -> tuple[dict[str, Any], CoordinatorState, Layout | None] | None:
-    """The newest document, the state in it and the layout; ``None``: there is none yet.
+    """Return the newest document, its state and its layout; ``None`` if there is none yet.
 
     Raises:
-        StorageError: It cannot be read.
-        ConfigError: It is of a run with other settings.
+        StorageError: The document cannot be read.
+        ConfigError: It belongs to a run with other settings.
     """
     document = states.read()
     if document is None:
@@ -91,7 +93,7 @@ def read_document(
     difference = difference_of(lasting(config), lasting(theirs))
     if difference:
         raise ConfigError(
-            f"{states.folder} is of a run with other settings: {difference}: move the run folder "
-            "away, choose another, or give this run's own file"
+            f"{states.folder} belongs to a run with other settings: {difference}: move the run "
+            "folder away, choose another one, or start with that run's file"
         )
     return document, state, found

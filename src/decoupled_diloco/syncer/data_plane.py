@@ -1,8 +1,8 @@
-"""Bodies on their way into a shard and out of it: what the data plane is told, and reports.
+"""A shard's incoming and outgoing payloads.
 
-`Uploads` joins each expected body with its announcement on the control plane, has it verified
-whole, and tells the machine. `Downloads` makes published copies available under the paths of the
-core.
+`Uploads` matches each expected payload with its announcement on the control plane, has it verified
+as a whole, and passes the result to the machine. `Downloads` offers published copies under the
+paths that the machine uses.
 """
 
 from __future__ import annotations
@@ -32,22 +32,29 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 DECODED_MAX = 2
-"""Contributions that are decoded and not folded yet: one in the worker, one that the loop looks at.
-Further bodies wait as they came, in the transport's bounded pool."""
+"""Contributions that are decoded and not yet folded: one in the worker, one that the loop handles.
+
+Further payloads wait undecoded in the transport's bounded pool.
+"""
 
 
 class InWorker(Protocol):
-    """The shard's one worker."""
+    """The shard's only worker thread."""
 
     def run(self, task: Callable[[], _T], /) -> Awaitable[_T]:
-        """Runs a function, after those that were given before; the result of ``task()``."""
+        """Run a function after all earlier ones, and return the result of ``task()``."""
 
 
 @dataclass(slots=True)
 class Expected:
-    """A body that is expected: what for, its upload, and what its learner has said of it.
+    """An expected payload.
 
-    ``has_arrived``: whether it has, once the upload is over. ``task``: takes it, once it is here.
+    Attributes:
+        effect: The order to expect it.
+        upload: Its upload.
+        message: The learner's announcement, once received.
+        has_arrived: ``None`` until the upload ends; then whether the payload arrived.
+        task: The task that processes the payload, once it has arrived.
     """
 
     effect: messages.Expect | messages.ExpectCopy
@@ -58,7 +65,7 @@ class Expected:
 
     @property
     def is_over(self) -> bool:
-        """Whether there is nothing to wait for: body and announcement are here, or none comes."""
+        """Whether payload and announcement are here, or the upload failed."""
         return self.has_arrived is False or (bool(self.has_arrived) and self.message is not None)
 
 
@@ -66,20 +73,20 @@ _Purpose = tuple[str, int, Asking | int]
 
 
 def _purpose(effect: messages.Expect | messages.ExpectCopy) -> _Purpose:
-    """What an announcement names: learner, fragment, and which asking it answers."""
+    """Return the learner, the fragment and the request that an announcement names."""
     name = effect.ask if isinstance(effect, messages.Expect) else effect.attempt
     return effect.learner, effect.fragment, name
 
 
 class Uploads:
-    """The bodies that a shard expects.
+    """The payloads that a shard expects.
 
     Args:
-        tensors: Where contributions are verified and copies installed.
+        tensors: Verifies contributions and installs copies.
         bodies: The server's data plane.
-        driver: Of the shard's machine.
+        driver: The driver of the shard's machine.
         worker: Runs tensor work.
-        keep: Keeps each verified body under its path, in the worker.
+        keep: Records each verified payload under its path; called in the worker.
     """
 
     def __init__(
@@ -100,14 +107,14 @@ class Uploads:
         self._paths: dict[_Purpose, str] = {}
 
     def url(self, path: str) -> str:
-        """The transport's URL of an expected path."""
+        """Return the transport's URL of an expected path."""
         return self._expected[path].upload.url
 
     @executes(messages.Expect, messages.ExpectCopy, sliced=True)
     def expect(self, effect: messages.Expect | messages.ExpectCopy) -> None:
-        """Is ready for a body from now on; an older body of the same purpose is refused."""
+        """Accept a payload from now on; an older payload for the same purpose is rejected."""
         path, plan = effect.path, self._tensors.plan
-        self._refuse(path, "asked again")
+        self._refuse(path, "requested again")
         if isinstance(effect, messages.Expect):
             sizes = plan.uplink_sizes(effect.fragment, effect.codec)
             nbytes, nbytes_min = sizes[-1], sizes[0]
@@ -123,7 +130,7 @@ class Uploads:
         self._refuse(order.path, order.why)
 
     def _refuse(self, path: str, why: str) -> None:
-        """Refuses the body of a path from now on."""
+        """Reject the payload of a path from now on."""
         expected = self._expected.get(path)
         if expected is not None:
             self._forget(expected)
@@ -139,7 +146,7 @@ class Uploads:
                 del self._paths[purpose]
 
     def announce(self, learner: str, message: messages.Upload | messages.Copy) -> None:
-        """A learner has said what its body is."""
+        """Take a learner's announcement of its payload."""
         match message:
             case messages.Upload(fragment, ask):
                 path = self._paths.get((learner, fragment, ask))
@@ -154,9 +161,9 @@ class Uploads:
         self._take_up(expected)  # break: arrived-payload-ignored
 
     def _take_up(self, expected: Expected) -> None:
-        """Begins with a body once it is here, or never will be.
+        """Start to process a payload once it has arrived or its upload has failed.
 
-        Until then no task waits for it: a round expects thousands.
+        Until then no task waits for it, because a round expects thousands of payloads.
         """
         is_wanted = self._expected.get(expected.effect.path) is expected
         if is_wanted and expected.task is None and expected.is_over:
@@ -206,7 +213,9 @@ class Uploads:
             await self._take(upload, verify, arrived)
         except (TransportError, ProtocolError, MergeError) as error:
             if not self._driver.stopped:
-                logger.warning("fragment %d: nothing from %s: %s", fragment, learner, error)
+                logger.warning(
+                    "fragment %d: the contribution of %s is rejected: %s", fragment, learner, error
+                )
                 is_finite = not isinstance(error, MergeError)
                 self._driver.tell(
                     messages.BodyCorrupt(learner, fragment, ask, str(error), is_finite)
@@ -235,31 +244,33 @@ class Uploads:
     async def _take(
         self, upload: BodyUpload, use: Callable[[PoolBody], None], then: Callable[[], None]
     ) -> None:
-        """Uses a body in the worker, tells the machine, gives the buffer back.
+        """Use a payload in the worker, notify the machine, and release the buffer.
 
-        What the machine orders when it is told ``then`` has gone through the worker before the next
-        one is decoded.
+        The orders that ``then`` causes have passed through the worker before the next payload is
+        decoded.
         """
         body = await upload.body
         try:
             async with self._decoded:  # break: decoded-without-limit
                 await self._worker.run(lambda: use(body))
                 then()
+                # The worker is a queue: this returns when the orders that `then` caused are done.
                 await self._worker.run(lambda: None)
         finally:
             body.release()
 
 
 class Downloads:
-    """Published copies that learners may fetch.
+    """Published copies that learners can fetch.
 
-    Of each fragment: the newest whole, which is the shard's own published copy, and the newest
-    differences, so that who is a few versions behind need not fetch four bytes an element. Who asks
-    for an older body is told that it is gone, and fetches the newest whole.
+    For each fragment, these are the newest whole copy, which is the shard's own published copy, and
+    the newest differences. So a learner that is a few versions behind need not fetch four bytes per
+    element. A request for an older payload is answered as gone; the learner then fetches the newest
+    whole copy.
 
     Args:
         bodies: The server's data plane.
-        differences: How many of each fragment, at least 1.
+        differences: The number of differences kept per fragment, at least 1.
     """
 
     def __init__(self, bodies: BodyBooks, differences: int) -> None:
@@ -270,7 +281,7 @@ class Downloads:
         self._sizes: dict[str, int] = {}
 
     def offer(self, fragment: int, version: Version, published: PublishedCopy) -> None:
-        """Offers a version: whole, and as difference unless that is empty."""
+        """Offer a version as a whole copy and, unless it is empty, as a difference."""
         whole, difference = f"/whole/{fragment}/{version}", f"/difference/{fragment}/{version}"
         older = self._wholes.pop(fragment, whole)
         if older != whole:
@@ -292,11 +303,11 @@ class Downloads:
         self._sizes.pop(path, None)
 
     def url(self, path: str) -> str:
-        """The transport's URL of an offered path; empty for an empty path."""
+        """Return the transport's URL of an offered path; empty for an empty path."""
         return self._urls[path] if path else ""
 
     def difference_nbytes(self, path: str) -> int:
-        """The size of an offered difference; 0 for an empty path."""
+        """Return the size of an offered difference; 0 for an empty path."""
         return self._sizes[path] if path else 0
 
 

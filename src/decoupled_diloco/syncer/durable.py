@@ -1,24 +1,24 @@
-"""What a shard keeps on disk: every version that anybody has received survives a crash.
+"""The durable state of a shard: every version that another process has received survives a crash.
 
 A *checkpoint* holds the master, the published copy and the outer optimizer's state of every owned
-fragment, 12 bytes a parameter with momentum. The *journal* behind it has one record for each merge
-since: the merged outer gradient, 4 bytes an element, on the disk before anybody hears of the new
-version. The same state and gradient give the same bits, so the journal leads from the checkpoint to
-what the shard was; the digest of each published copy proves it.
+fragment: 12 bytes per parameter with momentum. The *journal* after it has one record per merge: the
+merged outer gradient, 4 bytes per element. The record is on disk before any process is notified of
+the new version. The same state and gradient give the same bits, so checkpoint and journal together
+reproduce the shard's state. The digest of each published copy verifies it.
 
-When the journal has grown to ``JOURNAL_CHECKPOINTS_MAX`` times the checkpoint, a new journal is
-begun and then a new checkpoint written: merges go on in the new journal whether or not the
-checkpoint gets there, so from any whole checkpoint the journals from its number on lead to the
-present. The pair before is kept: a checkpoint that turns out to be torn is replaced by the one
-before it and two journals. So the folder holds at most 2 · (1 + JOURNAL_CHECKPOINTS_MAX)
-checkpoint sizes, and one more while one is written.
+When the journal is ``JOURNAL_CHECKPOINTS_MAX`` times as large as the checkpoint, a new journal is
+created, and then a new checkpoint is written. Merges continue in the new journal even if the
+checkpoint fails. So from any whole checkpoint, the journals from its number on lead to the present.
+The previous pair is kept: a torn checkpoint is replaced by the one before it and two journals. So
+the folder holds at most 2 · (1 + JOURNAL_CHECKPOINTS_MAX) checkpoint sizes, and one more while a
+checkpoint is being written.
 
-When a run is over, its result has the published copies, and the launcher leaves them to it
-(`ShardDisk.leave_to`): 8 bytes a parameter stay.
+After a run, its result contains the published copies. The launcher then removes them from the
+checkpoint (`ShardDisk.leave_to`), and 8 bytes per parameter stay.
 
-Files: ``<number>.safetensors`` and ``<number>.journal``, numbers ascending. A process that acts for
-the shard by a claim has numbers of its own, above those of all earlier claims: what an earlier
-process still writes falls into none of its files.
+Files: ``<number>.safetensors`` and ``<number>.journal``, in ascending order. A process that acts
+for the shard by a claim has a separate range of numbers, above those of all earlier claims. So an
+earlier process that still writes cannot touch its files.
 """
 
 from __future__ import annotations
@@ -49,23 +49,29 @@ from decoupled_diloco.syncer.shard_tensors import FragmentTensors, PublishedCopy
 Json = dict[str, Any]
 
 EXACT = "exact"
-"""A file of this name: the checkpoint beside it is a part of the run's checkpoint to which the run
-goes back. Nothing newer that any process holds may take its place."""
+"""Name of a file that marks the checkpoint next to it as a part of the run checkpoint to which the
+run returns.
+
+No newer state that any process holds may replace this checkpoint.
+"""
 
 DURABLE = "durable"
-"""The folder in the run folder; each shard has its own in it."""
+"""Subfolder of the run folder that contains one folder per shard."""
 
 JOURNAL_CHECKPOINTS_MAX = 4
-"""Twelve periods of merges: a checkpoint costs a quarter of what the journal between two does, and
-replaying one takes about as long as its merges took, without waiting for anybody."""
+"""Largest size of a journal in checkpoint sizes: twelve periods of merges.
+
+A checkpoint then costs a quarter of the journal's writes. A replay takes about as long as the
+merges took, without waits for other processes.
+"""
 
 NUMBERS_PER_CLAIM = 1_000_000
-"""Checkpoints of one process; at one a minute it takes two years to reach it."""
+"""Checkpoint numbers per process; at one checkpoint per minute they last almost two years."""
 
 
 @dataclass(frozen=True)
 class Durable:
-    """A fragment as the disk has it."""
+    """A fragment's version and the digest of its published copy, as on disk."""
 
     version: Version
     digest: str
@@ -73,21 +79,21 @@ class Durable:
 
 @dataclass(frozen=True)
 class ShardPart:
-    """All that a shard needs to go on from one moment.
+    """Everything that a shard needs to continue from one moment.
 
     Attributes:
         state: Tensors that are never written to again.
-        metadata: What they are.
+        metadata: Identity, versions and memory, as JSON texts.
     """
 
     state: dict[str, Tensor]
     metadata: dict[str, str]
 
     def write(self, path: Path) -> str:
-        """Writes it; returns the digest over everything in it.
+        """Write the part, and return the digest over all of it.
 
         Raises:
-            StorageError: It cannot be written.
+            StorageError: The part cannot be written.
         """
         digests = {name: digest(tensor) for name, tensor in self.state.items()}
         metadata = self.metadata | {"digests": json.dumps(digests)}
@@ -96,10 +102,10 @@ class ShardPart:
 
 
 def part_digest(path: Path) -> str:
-    """The digest over everything in a file of `ShardPart.write`, every byte of it checked.
+    """Return the digest over a file of `ShardPart.write`, after a check of every byte.
 
     Raises:
-        StorageError: It is missing, torn or corrupt.
+        StorageError: The file is missing, torn or corrupt.
     """
     metadata = load_metadata(path)
     _load_checked(path, metadata)
@@ -107,14 +113,14 @@ def part_digest(path: Path) -> str:
 
 
 def lacking(folder: Path, published: Mapping[int, Version]) -> str:
-    """What a shard's folder lacks of what was in it, as far as names and headers show.
+    """Return what is missing from a shard's folder, as far as names and headers show.
 
     Args:
-        folder: Of one shard whose run has begun.
-        published: Versions that the shard has sent to learners: they were on its disk before.
+        folder: The folder of one shard whose run has begun.
+        published: Versions that the shard has sent to learners, and that were on its disk before.
 
     Returns:
-        The file and the problem, in words; empty: nothing is known to be missing.
+        The file and the problem, in words; empty if nothing is known to be missing.
 
     Raises:
         StorageError: The folder cannot be read.
@@ -134,7 +140,7 @@ def lacking(folder: Path, published: Mapping[int, Version]) -> str:
     else:
         return problems[0] if problems else f"{folder} has no checkpoint of its shard"
     if exists(folder / EXACT):
-        return ""  # it has just been put back to this checkpoint
+        return ""  # a resume has just restored this checkpoint
     if not exists(journal := folder / f"{number:08d}.journal"):
         return f"{journal} does not exist, though the checkpoint beside it does"
     later = sorted(int(p.stem) for p in names_in(folder) if _is_own(p, ".journal"))
@@ -158,22 +164,22 @@ def _is_own(path: Path, suffix: str) -> bool:
 
 
 def identity_of_shard(config: RunConfig, layout: Layout) -> str:
-    """What a shard's files are of: the run's settings that last, and the model's layout."""
+    """Return the identity of a shard's files: the run's lasting settings and the model's layout."""
     return f"{identity_of(config)} {layout.fingerprint}"
 
 
 class ShardDisk:
-    """The durable side of one shard; its merge worker alone uses it.
+    """The durable state of one shard; only its merge worker uses it.
 
     Args:
-        folder: Where its files are.
-        identity: Of the run's settings and layout, in a word: what is of another run is refused.
+        folder: The folder of its files.
+        identity: The identity of the run's settings and layout; files of another run are rejected.
         tensors: The shard's tensors.
-        claim: By which this process acts for the shard; 0: no other process can.
+        claim: The claim by which this process acts for the shard; 0 if no other process can.
 
     Attributes:
-        problems: What could not be read or written, in words.
-        memory: What the shard knew besides at the last merge, as JSON values.
+        problems: Descriptions of failed reads and writes.
+        memory: The shard's other knowledge at the last merge, as JSON values.
     """
 
     def __init__(
@@ -196,21 +202,21 @@ class ShardDisk:
         self._journal_bytes_max = 0
 
     def recover(self) -> dict[int, Durable]:
-        """Brings the tensors back to what they were when an earlier process ended.
+        """Restore the tensors to their values at the end of an earlier process.
 
         Returns:
-            The fragments that are there. Empty: nothing was kept, or nothing of it is whole.
+            The restored fragments. Empty: nothing was stored, or none of it is whole.
 
         Raises:
-            ConfigError: The folder belongs to a run with other settings or another layout, or lacks
-                what was left to the run's result.
+            ConfigError: The folder belongs to a run with other settings or another layout, or the
+                run's result lacks copies that were left to it.
         """
         numbers = sorted((int(path.stem) for path in self._files(".safetensors")), reverse=True)
         for number in numbers:
             try:
                 found = self._read(number)
             except StorageError as error:
-                self.problems.append(f"{error}: the one before it is used")
+                self.problems.append(f"{error}: the previous checkpoint is used")
                 continue
             self._whole = number
             self._replay_from(number, found)
@@ -219,32 +225,32 @@ class ShardDisk:
 
     @property
     def is_exact(self) -> bool:
-        """Whether what is there was put there to go back to; see `EXACT`."""
+        """Whether a resume put the checkpoint here to return to it; see `EXACT`."""
         return exists(self.folder / EXACT)
 
     def installed(self, versions: Mapping[int, Version], memory: Json | None = None) -> None:
-        """All fragments bear these versions now: where the run begins, or goes on after a restart.
+        """Store all fragments with these versions, at the run's begin or after a restart.
 
         Args:
-            versions: Of all owned fragments.
-            memory: What the shard knows besides, as JSON values; kept as it is.
+            versions: The versions of all owned fragments.
+            memory: The shard's other knowledge, as JSON values; stored unchanged.
 
         Raises:
             StorageError: They cannot be written; the next merge tries again.
         """
-        self.close()  # no journal leads from what it had to what is here now
+        self.close()  # no journal leads from the old state to this one
         self._versions, self.memory = dict(versions), memory
         self.checkpoint()
         with contextlib.suppress(FileNotFoundError):
             runtime().disk.remove(self.folder / EXACT)
 
     def merge(self, fragment: int, version: Version, memory: Json | None = None) -> PublishedCopy:
-        """Merges what was folded; the disk has it, and the memory, before the tensors take it over.
+        """Merge what was folded; merge and memory are on disk before the tensors change.
 
         Raises:
             MergeError: See `ShardTensors.prepare`.
-            StorageError: It cannot be written. The fragment is as it was, and nobody may hear of
-                the version.
+            StorageError: The merge cannot be written. The fragment is unchanged, and no process may
+                be notified of the version.
         """
         step = self.tensors.prepare(fragment)
         journal = self._journal_with_room()
@@ -261,16 +267,18 @@ class ShardDisk:
         return step.copy
 
     def checkpoint(self) -> None:
-        """Begins a new journal, writes all fragments, and deletes what is no longer needed.
+        """Begin a new journal, write all fragments, and delete files that are not needed any more.
 
         Raises:
-            StorageError: It cannot be written; what was there is untouched and goes on.
+            StorageError: The checkpoint cannot be written; the existing files stay in use.
         """
         if self._journal is not None:  # break: checkpoint-deleted-early
             self._journal.settle()
         number = self._free_number()
         journal = Journal(self._path(number, ".journal"))
         begun = self._journal is not None
+        # Switch first: a checkpoint whose write fails may still be whole on disk. Recovery would
+        # then start from it and its journal, and ignore merges that went into the old journal.
         if begun:  # break: old-journal-after-failure
             self._begin(journal)
         try:
@@ -298,15 +306,18 @@ class ShardDisk:
             self._journal = journal
 
     def _save(self, path: Path) -> int:
-        """Writes a checkpoint; its size in bytes."""
+        """Write a checkpoint, and return its size in bytes."""
         self.part(self.memory).write(path)
         return size_of(path)
 
     def part(self, memory: Json | None) -> ShardPart:
-        """All fragments as they are now, to be written elsewhere, by any thread.
+        """Return the current fragments, to be written elsewhere by any thread.
+
+        The tensors are shared, not copied: a merge replaces a fragment's tensors and never writes
+        to them.
 
         Args:
-            memory: What the shard knows besides.
+            memory: The shard's other knowledge.
         """
         state = {
             f"{fragment}.{name}": tensor
@@ -321,7 +332,7 @@ class ShardDisk:
         return ShardPart(state, metadata)
 
     def finish(self) -> None:
-        """The run is over: only the last state is kept.
+        """Keep only the final state, after the run.
 
         Raises:
             StorageError: It cannot be written.
@@ -330,13 +341,13 @@ class ShardDisk:
         self._delete_before(self._whole)
 
     def leave_to(self, weights: Path) -> None:
-        """Takes the published copies that a file of weights has out of the last checkpoint.
+        """Remove the published copies that a file of weights contains from the last checkpoint.
 
         Args:
-            weights: The run's result: `recover` looks for it in the run folder.
+            weights: The run's result: `recover` reads it from the run folder.
 
         Raises:
-            StorageError: A file cannot be read or written; what was there is untouched.
+            StorageError: A file cannot be read or written; the checkpoint is unchanged.
         """
         path = self._path(max(int(p.stem) for p in self._files(".safetensors")), ".safetensors")
         metadata = load_metadata(path)
@@ -348,7 +359,7 @@ class ShardDisk:
         save_weights(path, state, metadata)
 
     def close(self) -> None:
-        """Closes the journal."""
+        """Close the journal."""
         if self._journal is not None:
             self._journal.close()
             self._journal = None
@@ -360,13 +371,13 @@ class ShardDisk:
             try:
                 self.checkpoint()
             except StorageError as error:
-                self.problems.append(f"{error}: the journal goes on instead")
+                self.problems.append(f"{error}: the journal grows instead")
                 self._journal_bytes_max += self._journal_bytes_max // JOURNAL_CHECKPOINTS_MAX
         assert self._journal is not None
         return self._journal
 
     def _delete_before(self, number: int) -> None:
-        """Deletes older pairs, and what a crash has left of a checkpoint that was being written."""
+        """Delete older pairs, and temporary files of a checkpoint that a crash interrupted."""
         older = [file for file in self._files() if int(file.stem) < number]
         torn = [file for file in names_in(self.folder) if file.match(".*.part")]
         for file in (*older, *torn):
@@ -380,14 +391,14 @@ class ShardDisk:
             raise
         except NOT_JSON as error:
             path = self._path(number, ".safetensors")
-            raise StorageError(f"{path} is no shard's checkpoint: {error!r:.200}") from error
+            raise StorageError(f"{path} is not a shard's checkpoint: {error!r:.200}") from error
 
     def _load(self, number: int) -> dict[int, Durable]:
         path = self._path(number, ".safetensors")
         metadata = load_metadata(path)
         if metadata.get("identity") != self.identity:
             raise ConfigError(
-                f"{path} is of a run with other settings or another model: train in another "
+                f"{path} belongs to a run with other settings or another model: train in another "
                 "folder, or with the settings of that run"
             )
         state = self._with_published(path, _load_checked(path, metadata), metadata)
@@ -402,7 +413,7 @@ class ShardDisk:
     def _with_published(
         self, path: Path, state: dict[str, Tensor], metadata: Mapping[str, str]
     ) -> dict[str, Tensor]:
-        """The state with the copies that `leave_to` has left to the run's result."""
+        """Return the state with the published copies that `leave_to` left to the run's result."""
         versions, digests = json.loads(metadata["versions"]), json.loads(metadata["digests"])
         left = [int(p) for p in versions if _published(p) not in state]
         result = self.folder.parents[1] / RESULT
@@ -414,16 +425,18 @@ class ShardDisk:
             problem = str(error)
         if problem:
             raise ConfigError(
-                f"{path} leaves the published copies to the run's result, but {problem}: put the "
-                "result of this run back"
+                f"{path} needs the published copies in the run's result, but {problem}: restore "
+                "the result of this run"
             )
         return state | {_published(p): values for p, values in found.items()}
 
     def _replay_from(self, number: int, found: dict[int, Durable]) -> None:
-        """Takes the merges of a checkpoint's journal over, and of those after it."""
+        """Replay the merges in the journals from a checkpoint's number on."""
         journals = sorted(int(p.stem) for p in self._files(".journal") if int(p.stem) >= number)
         last: dict[tuple[int, str], int] = {}
-        if len(journals) > 1:  # what is written again later was not told before
+        # A version that was written again later had not been announced before: only its last
+        # record counts.
+        if len(journals) > 1:
             for journal in journals:
                 for record in filter(_is_merge, JournalReader(self._path(journal, ".journal"))):
                     last[record.fields["fragment"], record.fields["version"]] = journal
@@ -432,21 +445,21 @@ class ShardDisk:
             records = JournalReader(self._path(journal, ".journal"))
             for record in records:
                 if not _is_merge(record):
-                    self.problems.append(f"{records.path}: a record in it is no merge: left out")
+                    self.problems.append(f"{records.path}: a record is not a merge and is skipped")
                     continue
                 place = (record.fields["fragment"], record.fields["version"])
                 if last.get(place, journal) == journal:
                     self._replay(journal, record, found, wrong)
             if records.torn_bytes:
                 self.problems.append(
-                    f"{records.path}: {records.torn_bytes} bytes behind its last whole record are "
-                    "left out: a merge that nobody has heard of, unless the disk has lost more"
+                    f"{records.path}: {records.torn_bytes} bytes after its last whole record are "
+                    "skipped: a merge that was never announced, unless the disk lost more"
                 )
 
     def _replay(
         self, number: int, record: JournalRecord, found: dict[int, Durable], wrong: set[int]
     ) -> None:
-        """Takes a merge over; a fragment whose digest is wrong stays behind."""
+        """Replay a merge; a fragment with a wrong digest stays at its previous version."""
         fragment, durable = int(record.fields["fragment"]), _durable(record)
         if fragment in wrong or fragment not in found:
             return
@@ -455,14 +468,15 @@ class ShardDisk:
         try:
             step = self.tensors.step(fragment, _gradient(record))
             # break: replay-digest-unchecked
-            problem = "" if durable.digest == step.copy.digest else "another digest"
+            problem = "" if durable.digest == step.copy.digest else "the digest differs"
         except MergeError as error:
             problem = str(error)
         if problem:
             wrong.add(fragment)
             self.problems.append(
                 f"{self._path(number, '.journal')}: version {durable.version} of fragment "
-                f"{fragment} cannot be had from it ({problem}): {found[fragment].version} can"
+                f"{fragment} cannot be restored ({problem}): "
+                f"version {found[fragment].version} is used"
             )
             return
         self.tensors.commit(fragment, step)
@@ -497,13 +511,13 @@ def _seal(metadata: Mapping[str, str]) -> str:
 
 
 def as_tensors(entry: FragmentTensors) -> dict[str, Tensor]:
-    """A fragment's state by names."""
+    """Return a fragment's state as tensors by name."""
     outer = {f"outer.{name}": tensor for name, tensor in entry.outer.state_dict().items()}
     return {"master": entry.master, "published": entry.published, **outer}
 
 
 def from_tensors(tensors: ShardTensors, fragment: int, state: dict[str, Tensor]) -> FragmentTensors:
-    """A fragment's state from a checkpoint's tensors."""
+    """Return a fragment's state from a checkpoint's tensors."""
     prefix = f"{fragment}."
     mine = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
     outer = tensors.plan.outer_of(fragment)
@@ -514,10 +528,10 @@ def from_tensors(tensors: ShardTensors, fragment: int, state: dict[str, Tensor])
 
 
 def _is_merge(record: JournalRecord) -> bool:
-    """Whether it is what `ShardDisk.merge` writes, as far as its fields tell."""
+    """Whether a record has the fields and the body size that `ShardDisk.merge` writes."""
     fragment, version, digest = (record.fields.get(n) for n in ("fragment", "version", "digest"))
     try:
-        Version.read(version)  # type: ignore[arg-type]  # what it does not take it raises for
+        Version.read(version)  # type: ignore[arg-type]  # other types raise
     except NOT_JSON:
         return False
     return (

@@ -1,4 +1,4 @@
-"""Brings the tapes of a shard's process to the disk: no heartbeat waits for it or for the text."""
+"""Writes the tapes of a shard's process to disk; heartbeats wait neither for disk nor for text."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from decoupled_diloco.tape.samples import BytesMoved, Sample
 from decoupled_diloco.transport.interface import Stats
 
 STATS_SECONDS = 5.0
-"""How often the bytes moved are written to the tape."""
+"""Interval at which the bytes moved are recorded on the tape."""
 
 
 class Flushing:
-    """See the module.
+    """Writes the tapes and samples the bytes moved.
 
     Args:
-        tapes: The shard's own, and the coordinator's if it is here.
-        stats: What the server has counted.
+        tapes: The shard's tape, then the coordinator's if it runs in this process.
+        stats: The server's byte counters.
     """
 
     def __init__(self, tapes: Sequence[TapeWriter], stats: Stats) -> None:
@@ -30,10 +30,10 @@ class Flushing:
         self._stats = stats
 
     async def run(self) -> None:
-        """Writes for as long as it is not cancelled.
+        """Write until cancelled.
 
-        The text is made here, some records in each turn of the loop: a thread that made it would
-        keep the interpreter from the loop for as long.
+        The text is created in this task, a few records per turn of the event loop. A thread that
+        created it would hold the interpreter, and with it the loop, for as long.
         """
         while True:
             await asyncio.sleep(FLUSH_SECONDS)
@@ -44,18 +44,18 @@ class Flushing:
                 await asyncio.to_thread(self._flush)
 
     async def count_bytes(self) -> None:
-        """Samples the bytes moved for as long as it is not cancelled."""
+        """Sample the bytes moved until cancelled."""
         while True:
             await asyncio.sleep(STATS_SECONDS)
             self.sample(BytesMoved.of(self._stats))
 
     def sample(self, sample: Sample) -> None:
-        """Notes a sample on the shard's own tape."""
-        with contextlib.suppress(StorageError):  # a full disk was told of already
+        """Record a sample on the shard's own tape."""
+        with contextlib.suppress(StorageError):  # a full disk is already reported
             self._tapes[0].sample(now(), sample)
 
     async def close(self) -> None:
-        """Writes the rest."""
+        """Write the remaining records."""
         self.sample(BytesMoved.of(self._stats))
         await asyncio.to_thread(self._flush)
 

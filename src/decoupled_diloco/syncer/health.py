@@ -1,4 +1,4 @@
-"""What a shard answers at `/healthz`."""
+"""The shard's answer at `/healthz`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from decoupled_diloco.protocol.syncer_machine import SyncerMachine
 
 
 def health_of(machine: SyncerMachine, run: str) -> dict[str, object]:
-    """The shard's state in a few words, as plain JSON values.
+    """Return a summary of the shard's state as plain JSON values.
 
     Args:
-        machine: The shard's.
+        machine: The shard's machine.
         run: The run's name.
     """
     state = machine.state

@@ -1,4 +1,4 @@
-"""A shard's link to the coordinator, which is in this process (shard 0) or in another."""
+"""A shard's link to the coordinator, which runs in this process (shard 0) or in another one."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _FROM_COORDINATOR = (messages.ShardAdmitted, messages.JoinRefused, *get_args(mes
 
 
 class CoordinatorLink:
-    """Keeps a shard in touch with the coordinator; rounds go on without it.
+    """Keeps a shard connected to the coordinator; rounds continue without it.
 
     Args:
-        hello: How the shard greets.
-        ordered: Told each message, in order.
-        host: The coordinator, if it is in this process.
-        client: Dials it, if it is not.
-        address: Where; see `config.addresses.alternatives`.
-        fail: Told of an error of ``ordered`` that came outside `run`.
-        out_of_reach: Told whenever nobody answers.
+        hello: The shard's first message.
+        ordered: Receives each message, in order.
+        host: The coordinator, if it runs in this process.
+        client: Connects to the coordinator, if it runs in another process.
+        address: The coordinator's address; see `config.addresses.alternatives`.
+        fail: Receives an error that ``ordered`` raised outside `run`.
+        out_of_reach: Called whenever an attempt to connect fails.
     """
 
     def __init__(
@@ -54,28 +54,28 @@ class CoordinatorLink:
         self._fail = fail
         self._out_of_reach = out_of_reach
         self._held_back: list[FromCoordinator] | None = None
-        self._tell: Callable[[messages.FromShard], None] = lambda message: None
+        self._send: Callable[[messages.FromShard], None] = lambda message: None
 
     def tell(self, message: messages.FromShard) -> None:
-        """Sends a message, if the coordinator is there."""
-        self._tell(message)
+        """Send a message, if the coordinator is connected."""
+        self._send(message)
 
     def hold_back(self) -> None:
-        """What comes from now on waits."""
+        """Queue messages from now on instead of passing them on."""
         self._held_back = []
 
     def let_go(self) -> None:
-        """What has waited is handed on."""
+        """Pass the queued messages on."""
         waiting, self._held_back = self._held_back or [], None
         for message in waiting:
             self.hand_on(message)
 
     async def run(self) -> None:
-        """Greets the coordinator, and again whenever the link has broken.
+        """Connect to the coordinator, again whenever the link breaks.
 
         Raises:
-            ConfigError: the coordinator is of a run with other settings.
-        LeaseError: another process acts for the shard now.
+            ConfigError: The coordinator belongs to a run with other settings.
+            LeaseError: Another process now acts for the shard.
         """
         if self._host is not None:
             self._greet_host(self._host)
@@ -83,17 +83,17 @@ class CoordinatorLink:
         backoff = Backoff()
         while True:
             await self._dial(backoff)
-            logger.warning("the coordinator is out of reach: rounds go on, joins do not")
+            logger.warning("the coordinator is out of reach: rounds continue, joins wait")
             await asyncio.sleep(backoff.next())
 
     def _greet_host(self, host: CoordinatorHost) -> None:
         loop, shard = asyncio.get_running_loop(), self._hello.shard
 
         def link(message: FromCoordinator | messages.JoinRefused) -> None:
-            # Not at once: the orders of one event are carried out before the next event.
-            loop.call_soon(self._obey, message)
+            # In the next turn: the orders of one event are executed before the next event.
+            loop.call_soon(self._handle, message)
 
-        self._tell = lambda message: host.shard_said(shard, message)
+        self._send = lambda message: host.shard_said(shard, message)
         host.shard_greeted(self._hello, link)
 
     async def _dial(self, backoff: Backoff) -> None:
@@ -104,28 +104,28 @@ class CoordinatorLink:
             "shard",
             f"shard-{shard}",
             backoff,
-            on_failure=self._no_answer,
+            on_failure=self._report_failure,
         )
-        self._tell = lambda message: channel.send(encode(message))
+        self._send = lambda message: channel.send(encode(message))
         channel.send(encode(self._hello))
         with contextlib.suppress(TransportError):
             while True:
                 self.hand_on(_not_refused(decode(await channel.receive(), _FROM_COORDINATOR)))
                 backoff.reset()
 
-    def _no_answer(self, error: TransportError, delay: float) -> None:
+    def _report_failure(self, error: TransportError, delay: float) -> None:
         logger.warning("the coordinator is out of reach, trying again in %.1f s: %s", delay, error)
         self._out_of_reach()
 
-    def _obey(self, message: FromCoordinator | messages.JoinRefused) -> None:
-        """What the coordinator in this same process said."""
+    def _handle(self, message: FromCoordinator | messages.JoinRefused) -> None:
+        """Handle a message of a coordinator in this process."""
         try:
             self.hand_on(_not_refused(message))
         except Exception as error:
             self._fail(error)
 
     def hand_on(self, message: FromCoordinator) -> None:
-        """Has the shard obey, unless it is held back."""
+        """Pass a message to the shard, or queue it while messages are held back."""
         if self._held_back is not None:
             self._held_back.append(message)
         else:

@@ -1,21 +1,21 @@
-"""Bodies kept for a replay: from them and the tape a run's weights follow again, bit for bit.
+"""Recorded payloads: with them and the tape, a replay reproduces a run's weights exactly.
 
-With ``syncer.record_payloads`` each shard keeps what the tape does not: every contribution and
-whole copy that it has verified, the initial weights that it has read, and what it has recovered
-from its disk after a restart. A contribution is kept before it is folded, by the merge worker,
-which waits for the kernel and not for the disk.
+With ``syncer.record_payloads`` each shard records what the tape lacks: every verified contribution
+and whole copy, the initial weights that it read, and the state that it recovered from disk after a
+restart. The merge worker records a contribution before it folds it. It waits for the kernel, not
+for the disk.
 
 Files below ``RUN/payloads/shard-N``, named by the paths on the tape::
 
-    layout.json                                what the bodies are cut from
+    layout.json                                the layout that the payloads belong to
     up/<term>/<round>/<learner>/<epoch>/<ask>  a contribution, in the uplink codec
     copy/<term>/<fragment>/<learner>/<ask>     a whole fragment, fp32
     file/<fragment>                            a fragment of the run's file of initial weights, fp32
-    recovered/<term>.safetensors               all that the shard's disk had, in a checkpoint's form
+    recovered/<term>.safetensors               the state on the shard's disk, as in a checkpoint
 
-That is two bytes a parameter in bf16 for every learner and period H, and it is not bounded: when
-the disk has less left than the shard's journal and checkpoints may still need, or a file cannot be
-written, recording ends for good and says so; the run goes on.
+In bf16 this takes two bytes per parameter for every learner and period H, without a bound.
+Recording ends for good, with a warning, if a file cannot be written. It also ends when the free
+space falls below what the shard's journal and checkpoints may still need. The run continues.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from decoupled_diloco.syncer.durable import JOURNAL_CHECKPOINTS_MAX, as_tensors,
 from decoupled_diloco.syncer.shard_tensors import FragmentTensors, ShardTensors
 
 PAYLOADS = "payloads"
-"""The folder in the run folder; each shard has its own in it."""
+"""Subfolder of the run folder that contains one folder per shard."""
 
 LAYOUT = "layout.json"
 
-RESERVE_BYTES_A_PARAMETER = 12 * 2 * (2 + JOURNAL_CHECKPOINTS_MAX)
-"""What is left free for the shard's disk: two pairs, and one being written."""
+RESERVE_BYTES_PER_PARAMETER = 12 * 2 * (2 + JOURNAL_CHECKPOINTS_MAX)
+"""Free space left for the shard's disk: two pairs, and one that is being written."""
 
 
 class Payloads:
-    """Keeps the bodies of one shard; its merge worker alone uses it.
+    """Records the payloads of one shard; only its merge worker uses it.
 
     Args:
         run: The run folder.
-        shard: Whose they are.
+        shard: The shard's number.
         tensors: The shard's tensors.
-        on_end: Told why recording has ended, once.
+        on_end: Called once, with the reason, when recording ends.
 
     Attributes:
-        folder: Where they are.
+        folder: The folder of the recorded payloads.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Payloads:
         self.folder = run / PAYLOADS / f"shard-{shard}"
         self._tensors = tensors
         numel = sum(tensors.plan.fragments[p].numel for p in tensors.owned)
-        self._reserve_bytes = RESERVE_BYTES_A_PARAMETER * numel
+        self._reserve_bytes = RESERVE_BYTES_PER_PARAMETER * numel
         self._on_end = on_end
         self._ended = False
         self._disk = runtime().disk
@@ -70,14 +70,14 @@ class Payloads:
         self.keep(LAYOUT, text.encode())
 
     def keep(self, path: str, body: Body) -> None:
-        """Keeps a body under its path on the tape."""
+        """Record a payload under its path on the tape."""
         if self._ended:
             return
         content = as_bytes(body).numpy().data
         file = self.folder / path.strip("/")
         try:
             self._disk.make_folder(file.parent)
-            self._leave_room(content.nbytes)
+            self._require_space(content.nbytes)
             self._disk.put(file, content)
         except StorageError as error:
             self._end(str(error))
@@ -85,29 +85,29 @@ class Payloads:
             self._end(f"{file} cannot be written: {error.strerror or error}")
 
     def keep_file(self, fragments: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
-        """Passes the fragments of the run's file of initial weights on, and keeps each."""
+        """Yield the fragments of the run's file of initial weights, and record each."""
         for fragment, values in fragments:
             self.keep(f"file/{fragment}", values)
             yield fragment, values
 
     def keep_recovered(self, term: int) -> None:
-        """Keeps all that the shard has recovered from its disk."""
+        """Record the state that the shard recovered from its disk."""
         if self._ended:
             return
         entries = self._tensors.fragments
         state = {f"{p}.{n}": t for p, e in entries.items() for n, t in as_tensors(e).items()}
         try:
-            self._leave_room(sum(t.numel() * t.element_size() for t in state.values()))
+            self._require_space(sum(t.numel() * t.element_size() for t in state.values()))
             save_weights(_recovered(self.folder, term), state)
         except OSError as error:
             self._end(str(error))
 
-    def _leave_room(self, nbytes: int) -> None:
+    def _require_space(self, nbytes: int) -> None:
         free = self._disk.free_bytes(self.folder)
         if free - nbytes < self._reserve_bytes:
             raise StorageError(
-                f"{self.folder}: {free >> 20} MiB are free, and the journal may need "
-                f"{self._reserve_bytes >> 20} MiB of them: free disk space before the next run"
+                f"{self.folder} has {free >> 20} MiB of free space, and the journal may need "
+                f"{self._reserve_bytes >> 20} MiB of it: free disk space before the next run"
             )
 
     def _end(self, problem: str) -> None:
@@ -116,20 +116,20 @@ class Payloads:
 
 
 def read_layout(folder: Path) -> Layout:
-    """The layout of a shard's payloads.
+    """Return the layout of a shard's payloads.
 
     Raises:
-        StorageError: It is missing, or torn.
+        StorageError: It is missing or torn.
     """
     path = folder / LAYOUT
     try:
         return Layout.from_text(runtime().disk.read(path))
     except (OSError, ProtocolError) as error:
-        raise StorageError(f"{path} cannot be read ({error}): there is no layout") from error
+        raise StorageError(f"{path} cannot be read, and it holds the layout: {error}") from error
 
 
 def read_body(folder: Path, path: str) -> bytearray | None:
-    """The body of a path on the tape; ``None``: it was not kept."""
+    """Return the payload of a path on the tape; ``None`` if it was not recorded."""
     try:
         return bytearray(runtime().disk.read(folder / path.strip("/")))
     except OSError:
@@ -139,7 +139,7 @@ def read_body(folder: Path, path: str) -> bytearray | None:
 def read_recovered(
     folder: Path, term: int, tensors: ShardTensors
 ) -> Mapping[int, FragmentTensors] | None:
-    """What the shard had recovered when it was given a term; ``None``: it was not kept."""
+    """Return the state that the shard recovered before a term; ``None`` if it was not recorded."""
     path = _recovered(folder, term)
     if not exists(path):
         return None

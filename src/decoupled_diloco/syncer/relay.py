@@ -1,8 +1,8 @@
-"""Chunks of a learner's state on their way to another one, through the process of shard 0.
+"""Relays chunks of a learner's state to another learner, through the process of shard 0.
 
-A few chunks of a relay are expected or kept at a time, and the next ones are expected when the
-receiver says that it has one: memory is bounded by `WINDOW` chunks for each relay. The receiver may
-fetch a chunk that is kept as often as it likes, so a broken link costs one chunk and no more.
+Only a few chunks of a relay are expected or kept at a time. The next chunks are expected when the
+receiver reports that it has one. So `WINDOW` chunks bound the memory of each relay. The receiver
+may fetch a kept chunk any number of times, so a broken link costs at most one chunk.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from decoupled_diloco.transport.payload_store import BodyBooks, BodyUpload
 from decoupled_diloco.transport.pool import PoolBody
 
 WINDOW = 4
-"""Chunks of one relay in memory or on their way in: 16 MiB keep a link of 1 Gbit/s and 100 ms busy.
+"""Chunks of one relay in memory or in transfer.
+
+Their 16 MiB keep a link of 1 Gbit/s and 100 ms busy.
 """
 
 
 @dataclass
 class _Passage:
-    """One relay: which chunks are expected (``uploads``) and which are kept (``bodies``)."""
+    """One relay: the expected chunks (``uploads``) and the kept ones (``bodies``)."""
 
     donor: str
     sizes: tuple[int, ...]
@@ -39,7 +41,7 @@ class Relay:
 
     Args:
         bodies: The server's data plane.
-        spawn: Runs a coroutine in the process's loop.
+        spawn: Runs a coroutine in the process's event loop.
     """
 
     def __init__(
@@ -50,14 +52,14 @@ class Relay:
         self._passages: dict[str, _Passage] = {}
 
     def open(self, path: str, donor: str, head_nbytes: int, nbytes: int) -> None:
-        """Expects the first chunks of a donor; chunk 0 is the head."""
+        """Expect the first chunks from a state provider; chunk 0 is the head."""
         passage = _Passage(donor, (head_nbytes, *chunk_sizes(nbytes)))
         self._passages[path] = passage
         for _ in range(WINDOW):
             self._expect_next(path, passage)
 
     def taken(self, path: str, chunk: int) -> None:
-        """The receiver has this chunk, and all before it."""
+        """Release the chunks up to this one: the receiver has them."""
         passage = self._passages.get(path)
         if passage is None:
             return
@@ -67,7 +69,7 @@ class Relay:
             self._expect_next(path, passage)
 
     def close(self, path: str, why: str) -> None:
-        """Forgets a relay."""
+        """Cancel a relay and release its chunks."""
         passage = self._passages.pop(path, None)
         if passage is None:
             return

@@ -1,7 +1,7 @@
-"""The weights before and after: the run's file of initial weights, and the result's shares.
+"""The weights at both ends of a run: the file of initial weights, and the shares of the result.
 
-Each shard writes its share of the final published copies to the run folder before the run is called
-finished; `assemble` puts the shares together into one safetensors file with the model's own names.
+Each shard writes its share of the final published copies to the run folder before the run counts as
+finished. `assemble` combines the shares into one safetensors file with the model's own names.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ RESULT = "weights.safetensors"
 def initial_values(
     path: Path, plan: MergePlan, fragments: Iterable[int]
 ) -> Iterator[tuple[int, Tensor]]:
-    """The run's initial weights: these fragments one after the other, each fp32 [N].
+    """Yield the run's initial weights for these fragments, one after the other, each fp32 [N].
 
     The file is read once.
 
     Raises:
-        ConfigError: the file is missing or torn, lacks a tensor, or one has another shape.
+        ConfigError: The file is missing or torn, lacks a tensor, or a tensor has another shape.
     """
     try:
         weights = load_weights(path)
     except StorageError as error:
         raise ConfigError(
-            f"initial_weights={str(path)!r} cannot be used: {error}: correct the path, or leave "
-            "initial_weights out"
+            f"initial_weights={str(path)!r} cannot be used: {error}: correct the path, or omit "
+            "initial_weights"
         ) from error
     tensors: list[Tensor] = []
     for spec in plan.layout.tensors:
         found = weights.get(spec.name)
         if found is None:
-            way_out = 'set sync.merge.buffers="local"' if spec.is_buffer else "leave it out"
+            fix = 'set sync.merge.buffers="local"' if spec.is_buffer else "omit initial_weights"
             raise ConfigError(
                 f"initial_weights={str(path)!r} lacks {spec.name!r}, which the model has: use the "
-                f"weights of this model, or {way_out}"
+                f"weights of this model, or {fix}"
             )
         if tuple(found.shape) != spec.shape:
             raise ConfigError(
                 f"{spec.name!r} has shape {tuple(found.shape)} in {str(path)!r} and {spec.shape} "
-                "in the model: use the weights of this model, or leave initial_weights out"
+                "in the model: use the weights of this model, or omit initial_weights"
             )
         tensors.append(found)
     for fragment in fragments:
@@ -61,15 +61,15 @@ def initial_values(
 
 
 def share_file(run: Path, shard: int) -> Path:
-    """The file of one shard's share."""
+    """Return the file of one shard's share."""
     return run / SHARES / f"shard-{shard}.safetensors"
 
 
 def save_share(folder: Path, shard: int, tensors: ShardTensors, versions: dict[int, str]) -> None:
-    """Writes one shard's published copies, with the layout and versions.
+    """Write one shard's published copies, with the layout and versions.
 
     Raises:
-        StorageError: the file cannot be written.
+        StorageError: The file cannot be written.
     """
     copies = {f"fragment.{p}": tensors.whole(p) for p in tensors.owned if p in tensors.fragments}
     metadata = {
@@ -80,18 +80,18 @@ def save_share(folder: Path, shard: int, tensors: ShardTensors, versions: dict[i
 
 
 def assemble(folder: Path, plan: MergePlan, shards: int) -> Path:
-    """Puts the shards' shares together.
+    """Combine the shards' shares into the result.
 
     Args:
         folder: The run folder.
-        plan: How the run was cut.
-        shards: S.
+        plan: The run's merge plan.
+        shards: The number of shards S.
 
     Returns:
-        The file with the global weights, under the model's names (tied ones too) and dtypes.
+        The file with the global weights, under the model's names (including tied ones) and dtypes.
 
     Raises:
-        StorageError: a share is missing or torn, or the file cannot be written.
+        StorageError: A share is missing or torn, or the file cannot be written.
     """
     named, versions = read_shares(folder, plan, shards)
     result = folder / RESULT
@@ -102,10 +102,10 @@ def assemble(folder: Path, plan: MergePlan, shards: int) -> Path:
 def read_shares(
     folder: Path, plan: MergePlan, shards: int
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The global weights by the model's names, and the version of each fragment.
+    """Return the global weights by the model's names, and the version of each fragment.
 
     Raises:
-        StorageError: a share is missing or torn.
+        StorageError: A share is missing or torn.
     """
     copies: dict[int, Tensor] = {}
     versions: dict[str, str] = {}
@@ -122,15 +122,17 @@ def read_shares(
             raise StorageError(f"{path} is not a share of a result: {error!r:.200}") from error
     missing = sorted(set(range(len(plan.fragments))) - copies.keys())
     if missing:
-        raise StorageError(f"fragments {missing} are in no share below {folder / SHARES}")
+        raise StorageError(
+            f"fragments {missing} are missing from the shares below {folder / SHARES}"
+        )
     return by_name(plan, copies), versions
 
 
 def values_in(path: Path, plan: MergePlan, fragments: Iterable[int]) -> dict[int, Tensor]:
-    """Fragments as a file of weights has them: fp32 [N].
+    """Return fragments from a file of weights, each fp32 [N].
 
     Raises:
-        StorageError: it is missing, torn, or of another model.
+        StorageError: The file is missing, torn, or of another model.
     """
     weights = load_weights(path)
     tensors = [
@@ -139,12 +141,12 @@ def values_in(path: Path, plan: MergePlan, fragments: Iterable[int]) -> dict[int
     ]
     for spec, found in zip(plan.layout.tensors, tensors, strict=True):
         if tuple(found.shape) != spec.shape:
-            raise StorageError(f"{path} is of another model: {spec.name!r} has another shape")
+            raise StorageError(f"{path} belongs to another model: {spec.name!r} has another shape")
     return {fragment: gather(plan.fragments[fragment], tensors) for fragment in fragments}
 
 
 def by_name(plan: MergePlan, copies: Mapping[int, Tensor]) -> dict[str, Tensor]:
-    """Whole copies of all fragments as tensors under the model's names, tied ones too."""
+    """Return the tensors of whole copies under the model's names, including tied ones."""
     tensors = [
         torch.empty(s.shape, dtype=DTYPES[s.dtype], device="cpu") for s in plan.layout.tensors
     ]
@@ -158,10 +160,10 @@ def by_name(plan: MergePlan, copies: Mapping[int, Tensor]) -> dict[str, Tensor]:
 
 
 def read_layout(folder: Path) -> Layout:
-    """The run's layout, from the first shard's share.
+    """Return the run's layout, from the first shard's share.
 
     Raises:
-        StorageError: it is missing or torn.
+        StorageError: The share is missing or torn.
     """
     path = share_file(folder, 0)
     try:

@@ -1,12 +1,13 @@
-"""Checkpoints of the whole run on disk: the shards' parts, and the manifest of a complete one.
+"""Checkpoints of the whole run on disk: the shards' parts, and a manifest once complete.
 
 ```
 RUN/checkpoints/000012/shard-0.safetensors   shard-1.safetensors   manifest.json
 ```
 
-A shard's part is a checkpoint as in `durable`. Learners keep theirs in their own folders. The
-manifest is written last, whole or not at all: a checkpoint without one is not complete. It names
-every part with its digest, who is missing, and holds the coordinator's own part.
+A shard's part has the format of a checkpoint in `durable`. Learners keep their parts in their own
+folders. The manifest is written last and atomically: a checkpoint without a manifest is incomplete.
+The manifest lists every part with its digest and the learners without a part, and contains the
+coordinator's own part.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ class Manifest:
     """A complete checkpoint.
 
     Attributes:
-        number: Of the checkpoint.
-        folder: Where the shards' parts are.
-        shards: Their parts.
-        learners: Those of the learners, in their own checkpoint folders.
-        missing: Learners that were there and gave none.
-        coordinator: What the coordinator's file held.
+        number: The checkpoint's number.
+        folder: The folder of the shards' parts.
+        shards: The shards' parts.
+        learners: The learners' parts, in their own checkpoint folders.
+        missing: Learners that were in the run and provided no part.
+        coordinator: The contents of the coordinator's file.
     """
 
     number: int
@@ -53,20 +54,21 @@ class Manifest:
     coordinator: dict[str, Any]
 
     def part(self, who: str) -> Path:
-        """The file of a shard's part."""
+        """Return the file of a shard's part."""
         return self.folder / f"{who}.safetensors"
 
     def check(self) -> None:
-        """Reads the shards' parts, every byte.
+        """Read every byte of the shards' parts.
 
         Raises:
-            StorageError: One is missing, torn, corrupt or another one.
+            StorageError: A part is missing, torn, corrupt, or belongs to another checkpoint.
         """
         for part in self.shards:
             path = self.part(part.who)
             if part_digest(path) != part.digest:
                 raise StorageError(
-                    f"{path} is not the part that belongs to checkpoint {self.number}"
+                    f"{path} is not the part that belongs to checkpoint {self.number}: its digest "
+                    f"differs from the manifest's"
                 )
 
 
@@ -75,15 +77,15 @@ State = Literal["refused", "open", "complete", "given up"]
 
 @dataclass(frozen=True)
 class CheckpointAnswer:
-    """What has become of a checkpoint.
+    """The state of a checkpoint.
 
     Attributes:
-        state: ``refused``: none can begin now.
-        number: Of the checkpoint; 0: there is none.
-        words: Why it was refused or given up, or what it waits for.
-        folder: Where the shards' parts are, at the syncer.
-        nbytes: Of all parts.
-        missing: Learners that were there and gave no part.
+        state: ``refused``: no checkpoint can begin now.
+        number: The checkpoint's number; 0 if there is none.
+        words: Why it was refused or abandoned, or what it waits for.
+        folder: The folder of the shards' parts, on the syncer's machine.
+        nbytes: The size of all parts.
+        missing: Learners that were in the run and provided no part.
     """
 
     state: State
@@ -95,7 +97,7 @@ class CheckpointAnswer:
 
     @classmethod
     def kept(cls, run: Path, checkpoint: KeepCheckpoint) -> CheckpointAnswer:
-        """Of a checkpoint that is complete, its manifest written."""
+        """Return the answer for a complete checkpoint, whose manifest is written."""
         nbytes = sum(part.nbytes for part in (*checkpoint.shards, *checkpoint.learners))
         folder = str(checkpoint_folder(run, checkpoint.number).absolute())
         return cls(
@@ -104,28 +106,28 @@ class CheckpointAnswer:
 
     @classmethod
     def of_open(cls, checkpoint: OpenCheckpoint) -> CheckpointAnswer:
-        """Of a checkpoint that waits for parts."""
+        """Return the answer for a checkpoint that waits for parts."""
         awaited = [f"shard-{shard}" for shard in sorted(checkpoint.shards_awaited)]
         awaited += sorted(checkpoint.learners_awaited)
-        words = f"the parts of {', '.join(awaited)} are still to come"
+        words = f"waiting for the parts of {', '.join(awaited)}"
         return cls("open", checkpoint.number, words, missing=tuple(sorted(checkpoint.missing)))
 
 
 def checkpoint_folder(run: Path, number: int) -> Path:
-    """Where the parts of a checkpoint are in a run folder."""
+    """Return the folder of a checkpoint's parts in a run folder."""
     return run / SHARES / f"{number:06d}"
 
 
 def part_file(run: Path, number: int, shard: int) -> Path:
-    """The file of one shard's part."""
+    """Return the file of one shard's part."""
     return checkpoint_folder(run, number) / f"shard-{shard}.safetensors"
 
 
 def write_manifest(run: Path, checkpoint: KeepCheckpoint, coordinator: dict[str, Any]) -> None:
-    """Makes a checkpoint complete.
+    """Write the manifest, which makes a checkpoint complete.
 
     Raises:
-        StorageError: It cannot be written; the checkpoint is not complete.
+        StorageError: The manifest cannot be written; the checkpoint is incomplete.
     """
     document = {
         "format": FORMAT,
@@ -139,18 +141,18 @@ def write_manifest(run: Path, checkpoint: KeepCheckpoint, coordinator: dict[str,
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest in the folder of a checkpoint.
+    """Return the manifest in the folder of a checkpoint.
 
     Raises:
-        StorageError: The checkpoint is not complete, or its manifest cannot be read.
+        StorageError: The checkpoint is incomplete, or its manifest cannot be read.
     """
     path = folder / MANIFEST
     try:
         document = json.loads(runtime().disk.read(path))
         if document["format"] != FORMAT:
             raise StorageError(
-                f"{path} has format {document['format']}, but this version reads {FORMAT} only: "
-                "continue with the decoupled-diloco that wrote it"
+                f"{path} has format={document['format']}, but this version reads only {FORMAT}: "
+                "continue with the version of decoupled-diloco that wrote it"
             )
         return Manifest(
             int(document["checkpoint"]),
@@ -163,24 +165,32 @@ def read_manifest(folder: Path) -> Manifest:
     except StorageError:
         raise
     except FileNotFoundError:
-        raise StorageError(f"{folder} is not complete: it has no {MANIFEST}") from None
+        raise StorageError(f"{folder} is incomplete: it has no {MANIFEST}") from None
     except (OSError, *NOT_JSON) as error:
         raise StorageError(f"{path} cannot be read: {error!r}") from error
 
 
 def checkpoint_folders(run: Path) -> list[Path]:
-    """The folders of all checkpoints of a run, complete or not, newest first."""
-    there = names_in(run / SHARES)
-    return sorted((path for path in there if path.name.isdecimal()), key=number_in, reverse=True)
+    """Return the folders of a run's checkpoints, complete or not, newest first."""
+    found = names_in(run / SHARES)
+    return sorted((path for path in found if path.name.isdecimal()), key=number_in, reverse=True)
 
 
 def number_in(folder: Path) -> int:
-    """The number of the checkpoint that a folder is for."""
+    """Return the number of the checkpoint that a folder belongs to."""
     return int(folder.name)
 
 
 def forget_checkpoints(run: Path, keep: Container[int], before: int) -> None:
-    """Deletes what nobody will go back to; what cannot be deleted is tried again next time."""
+    """Delete checkpoints that no process will return to.
+
+    A failed deletion is tried again next time.
+
+    Args:
+        run: The run folder.
+        keep: Numbers of checkpoints that stay.
+        before: Only checkpoints with smaller numbers are deleted.
+    """
     for folder in checkpoint_folders(run):
         number = number_in(folder)
         if number < before and number not in keep:

@@ -1,9 +1,10 @@
-"""Seals on published versions, so that nobody can say that it holds what was never published.
+"""Seals on published versions: a learner can only claim to hold versions that were published.
 
-A shard that starts again takes a fragment from a learner that holds a newer version than its own
-disk. Who could make such a version up would put any weights in the place of the run's. So shards
-seal each version together with the digest of its values, by a key that the coordinator keeps and
-gives to shards alone; a learner shows the seal with what it says it holds (rule 13).
+A restarted shard takes a fragment from a learner that holds a newer version than the shard's own
+disk. A learner that could invent such a version could replace the run's weights with any others. So
+shards seal each version together with the digest of its values. The key is kept by the coordinator
+and given only to shards. A learner sends the seal with each version that it reports to hold (rule
+13).
 """
 
 from __future__ import annotations
@@ -16,25 +17,25 @@ from hashlib import blake2b
 from decoupled_diloco.protocol.messages import Holding, Published, Version
 
 SEAL_BYTES = 12
-"""2⁹⁶ guesses: and each costs a connection."""
+"""Length of a seal: 2⁹⁶ possible values, and each guess costs a connection."""
 
 
 class Seals:
-    """Makes and checks seals.
+    """Creates and verifies seals.
 
     Args:
-        key: The run's; nobody but coordinator and shards has it.
+        key: The run's key in hexadecimal; only the coordinator and the shards have it.
     """
 
     def __init__(self, key: str) -> None:
         self._key = bytes.fromhex(key)
 
     def sealed(self, message: Published) -> Published:
-        """The announcement with its seal."""
+        """Return the announcement with its seal."""
         return replace(message, seal=self._of(message.fragment, message.version, message.digest))
 
     def genuine(self, held: Iterable[Holding]) -> tuple[Holding, ...]:
-        """Those that have been published."""
+        """Return the reported versions that were published."""
         return tuple(holding for holding in held if self._is_genuine(holding))
 
     def _is_genuine(self, holding: Holding) -> bool:

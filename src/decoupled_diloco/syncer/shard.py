@@ -1,8 +1,8 @@
 """One syncer shard as a process: the shell around `SyncerMachine`.
 
-One event loop carries out orders; tensors are handled by one worker thread, in the order of the
-orders, so that the loop answers heartbeats while a merge is running. Shard 0 also hosts the
-coordinator; the other shards dial it.
+One event loop executes orders. One worker thread handles tensors, in the order of the orders, so
+the loop answers heartbeats during a merge. Shard 0 also hosts the coordinator; the other shards
+connect to it.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ from decoupled_diloco.transport.interface import Channel, Client, Server
 logger = logging.getLogger(__name__)
 
 HEARD_SECONDS = 1.0
-"""How often the shard looks at who was heard: every ping interval."""
+"""Interval at which the shard reports which peers sent something: every ping interval."""
 
 ServerFactory = Callable[[Callable[[Channel], Coroutine[Any, Any, None]]], Server]
 
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """What a shard has from the moment it hears what the model's layout is."""
+    """The objects that a shard creates once it receives the model's layout."""
 
     layout: Layout
     worker: Worker
@@ -67,29 +67,29 @@ class Parts:
 
 
 class Shard:
-    """One shard process, made in its event loop.
+    """One shard process; created in its event loop.
 
     Args:
         config: The run's settings.
-        shard: Which shard this is.
-        addresses: Where the shards are, in order; the first hosts the coordinator.
+        shard: The number of this shard.
+        addresses: The shards' addresses, in order; the first one hosts the coordinator.
         folder: The run folder.
-        server: Makes the transport's server, given what to run for each channel.
-        client: Dials the coordinator (shards other than 0).
+        server: Creates the transport's server from the function that serves a channel.
+        client: Connects to the coordinator (shards other than 0).
         tape: This shard's tape.
-        coordinator_tape: Makes the coordinator's tape (shard 0), given its header.
-        shard_lease: The claim by which this process acts for the shard.
-        linger: Serve on when the run is over, until `stop`.
-        last: What is waited for when the run is over, before it stops; it serves meanwhile.
+        coordinator_tape: Creates the coordinator's tape (shard 0) from its header.
+        shard_lease: The leadership lease by which this process acts for the shard.
+        linger: Continue to serve after the run, until `stop`.
+        last: Awaited after the run, before the shard stops; the shard still serves meanwhile.
 
     Attributes:
-        machine: What decides.
-        driver: What runs it.
-        parts: What there is once the model's layout is known.
+        machine: The state machine, which decides.
+        driver: The driver, which runs the machine.
+        parts: The `Parts`, once the model's layout is known.
 
     Raises:
-        StorageError: the coordinator's state on disk cannot be read.
-        ConfigError: it is of a run with other settings.
+        StorageError: The coordinator's state on disk cannot be read.
+        ConfigError: It belongs to a run with other settings.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Shard:
             client=client,
             address=addresses[0],
             fail=self.fail,
-            out_of_reach=lambda: self.driver.spawn(self._look_for_the_end()),
+            out_of_reach=lambda: self.driver.spawn(self._check_for_end()),
         )
         self._seals: asyncio.Future[Seals] = asyncio.get_running_loop().create_future()
         self.parts: asyncio.Future[Parts] = asyncio.get_running_loop().create_future()
@@ -167,32 +167,35 @@ class Shard:
 
     @property
     def address(self) -> str:
-        """Where the server listens."""
+        """The address at which the server listens."""
         return self._server.address
 
     @property
     def host(self) -> CoordinatorHost | None:
-        """The coordinator, if it is in this process."""
+        """The coordinator, if it runs in this process."""
         return self._host
 
     @property
     def finished(self) -> bool:
-        """Whether the run is over, as opposed to this process being stopped."""
+        """Whether the run is over, as opposed to a stop of this process."""
         state = self.machine.state
         return state.phase == "finished" or state.stopped
 
     async def run(self, started: Callable[[], None] = lambda: None) -> None:
-        """Serves until the run is finished or `stop` is called.
+        """Serve until the run is finished or `stop` is called.
+
+        Args:
+            started: Called once the server listens.
 
         Raises:
-            TransportError: the port is taken.
-            DilocoError: the state on disk cannot be read or written.
+            TransportError: The port is in use.
+            DilocoError: The state on disk cannot be read or written.
         """
         torch.set_num_threads(self.config.syncer.threads)
         await self._server.start()
         logger.info("shard %d listens on %s", self.shard, self.address)
         self.driver.spawn(self._coordinator.run())
-        self.driver.spawn(self._listen())
+        self.driver.spawn(self._report_heard())
         self.driver.spawn(self._flushing.run())
         self.driver.spawn(self._flushing.count_bytes())
         started()
@@ -204,7 +207,7 @@ class Shard:
             raise self._error
 
     def stop(self) -> None:
-        """Ends `run`; safe to call from a signal handler of the loop."""
+        """End `run`; safe to call from a signal handler of the loop."""
         self.driver.stop()
         self._stopping.set()
 
@@ -219,11 +222,11 @@ class Shard:
         await self._flushing.close()
 
     def health(self) -> dict[str, object]:
-        """What `/healthz` answers."""
+        """Return the answer at `/healthz`."""
         return health_of(self.machine, self.config.run.name)
 
     def describe(self) -> dict[str, object]:
-        """What `/run` answers: the settings, where the shards are, the run's layout once known."""
+        """Return the answer at `/run`: settings, addresses and, once known, the layout."""
         return {
             "settings": self.config.public(),
             "addresses": self._addresses,
@@ -231,7 +234,7 @@ class Shard:
         }
 
     def watched(self) -> WatchedShard:
-        """What its metrics are read from."""
+        """Return the objects from which the shard's metrics are read."""
         return WatchedShard(
             self.config,
             self.machine,
@@ -246,7 +249,7 @@ class Shard:
     def _durable(self) -> Path:
         return self._folder / DURABLE / f"shard-{self.shard}"
 
-    async def _listen(self) -> None:
+    async def _report_heard(self) -> None:
         while True:
             await asyncio.sleep(HEARD_SECONDS)
             for heard in self._heard():
@@ -257,7 +260,11 @@ class Shard:
         return [messages.Heard(heard)] if heard else []  # break: heard-unreported
 
     def fail(self, error: BaseException) -> None:
-        """Ends the process: what is half done here is nobody's state; a new life restores it."""
+        """End the process after an error.
+
+        The process may be in the middle of a change, so its memory is not used any more. The next
+        process restores the shard from disk.
+        """
         if self._error is None:
             self._error = error
             details = None if isinstance(error, DilocoError) else error
@@ -265,7 +272,7 @@ class Shard:
         self.stop()
 
     async def _serve(self, channel: Channel) -> None:
-        """One control connection; its first message says what it is for."""
+        """Serve one control connection; its first message determines its purpose."""
         try:
             kinds: tuple[type[Any], ...] = (messages.Hello, messages.Join, messages.ShardHello)
             data = await first_message(channel)
@@ -273,7 +280,8 @@ class Shard:
             match first:
                 case messages.Hello():
                     self._require_principal(channel, first.learner)
-                    await self._seals  # what it holds can be told from what it makes up
+                    # The key of the seals verifies the versions that the learner reports.
+                    await self._seals
                     await self._sessions.serve(channel, self._genuine(first), checkpoint)
                 case _ if self._host is None:
                     channel.send(encode(messages.Referred(self._addresses[0])))
@@ -295,7 +303,9 @@ class Shard:
     @staticmethod
     def _require_principal(channel: Channel, name: str) -> None:
         if channel.peer.principal != name:
-            raise ProtocolError(f"the token is for {channel.peer.principal!r}, not for {name!r}")
+            raise ProtocolError(
+                f"the auth token is for {channel.peer.principal!r}, not for {name!r}"
+            )
 
     def _said(self, learner: str, message: messages.FromLearner) -> None:
         if isinstance(message, messages.Upload | messages.Copy) and self.parts.done():
@@ -309,9 +319,10 @@ class Shard:
 
     @at_decision(messages.Send, messages.Broadcast)
     def _as_of_now(self, order: messages.Send | messages.Broadcast) -> tuple[messages.Message, int]:
-        """The message, and the newest checkpoint's number, which it bears.
+        """Return the message and the number of the newest checkpoint, which the message carries.
 
-        A version's copy is where it is now: it may be withdrawn before all have heard of it.
+        A copy's URL is resolved now, because the copy may be withdrawn before all peers receive the
+        message.
         """
         message: messages.Message = order.message
         if isinstance(message, messages.Published):
@@ -347,7 +358,7 @@ class Shard:
         self._tally.finished(order)
 
     @executes(messages.ClockAdvanced, messages.RoundOpened)
-    def _only_for_the_tape(self, order: messages.ClockAdvanced | messages.RoundOpened) -> None:
+    def _tape_only(self, order: messages.ClockAdvanced | messages.RoundOpened) -> None:
         pass
 
     @executes(messages.Note)
@@ -357,7 +368,7 @@ class Shard:
 
     @executes(messages.Stop, sliced=True)
     async def _stop_last(self, order: messages.Stop) -> None:
-        """The coordinator's process stays until the other shards have heard that all is over."""
+        """Stop after the run; the coordinator's process stays until the other shards have left."""
         if self._host is not None:
             await self._host.everyone_gone()
         if self._last is not None:
@@ -368,16 +379,19 @@ class Shard:
         logger.info("shard %d has finished, and lingers until SIGTERM", self.shard)
 
     def _report(self, message: messages.FromShard) -> Coroutine[Any, Any, None] | None:
-        """Tells the coordinator of the first versions and of the end when they are on the disk."""
-        tell = partial(self._coordinator.tell, message)
+        """Send a message to the coordinator.
+
+        A report of the first versions, or of the end, waits until these are on disk.
+        """
+        send = partial(self._coordinator.tell, message)
         if self.parts.done():
             worker = self.parts.result().worker
             if isinstance(message, messages.Swept):
-                return worker.save_share(tell)
+                return worker.save_share(send)
             # break: ready-before-disk
             if isinstance(message, messages.ShardReady) and worker.disk is not None:
-                return worker.keep_installed(tell)
-        tell()
+                return worker.keep_installed(send)
+        send()
         return None
 
     def _ordered(self, message: messages.ToShard | messages.ShardAdmitted) -> None:
@@ -386,7 +400,7 @@ class Shard:
         if isinstance(message, messages.ShardAdmitted):
             if not self._seals.done():
                 self._seals.set_result(Seals(message.key))
-            message = dataclasses.replace(message, key="")  # it goes to no tape
+            message = dataclasses.replace(message, key="")  # the key must not be on the tape
         if isinstance(message, messages.LayoutSet):
             self._set_layout(message.layout)
             for admitted in self._begun:
@@ -395,20 +409,23 @@ class Shard:
             self._begun.clear()
         waits = not self.parts.done() and self.config.syncer.persist
         if isinstance(message, messages.ShardAdmitted) and message.begun and waits:
-            self._begun = [message]  # the disk is read first, and that takes the layout
+            self._begun = [message]  # the disk is read first, which requires the layout
         else:
             self.driver.tell(messages.Received(COORDINATOR, message))
 
     async def _recover(self, admitted: messages.ShardAdmitted) -> None:
-        """Reads the disk; then the machine hears of it, and that it may begin."""
+        """Read the disk, and pass the result and then the admission to the machine."""
         found = await self.parts.result().worker.recover(admitted.term)
         if found is not None:
             self.driver.tell(found)
         self.driver.tell(messages.Received(COORDINATOR, admitted))
         self._coordinator.let_go()
 
-    async def _look_for_the_end(self) -> None:
-        """Whoever could not hear the end from the coordinator reads it in its claim."""
+    async def _check_for_end(self) -> None:
+        """Finish if the claim shows that the run is over.
+
+        The coordinator may have ended before this shard received the order to finish.
+        """
         if await self._shard_lease.ended():
             self._coordinator.hand_on(messages.FinishOrdered())
 

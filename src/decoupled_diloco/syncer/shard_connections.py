@@ -1,4 +1,4 @@
-"""A shard's connections to learners and observers: which are there, and what they are sent."""
+"""A shard's connections to learners and observers, and the messages sent to them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from decoupled_diloco.transport.interface import Channel, Encoded
 ShardDriver = Driver[messages.SyncerEvent, messages.SyncerEffect]
 
 GREETING_SECONDS = 10.0
-"""How long a new connection may take to say what it is for: as long as one may be silent."""
+"""Time limit for the first message of a new connection: as long as a connection may be silent."""
 
 _FROM_LEARNER = get_args(messages.FromLearner)
 
 
 @dataclass
 class Session:
-    """The current connection of a learner or observer."""
+    """The current connection of a learner or observer.
+
+    ``heard`` is the instant of the newest byte that `Sessions.heard_since` has reported.
+    """
 
     channel: Channel
     role: messages.Role
@@ -36,7 +39,7 @@ class Session:
 
 @dataclass
 class Greeting:
-    """A connection that the machine has been told of, and has not been let in or turned away."""
+    """A connection that the machine has received, and has neither accepted nor rejected yet."""
 
     channel: Channel
     learner: str
@@ -48,62 +51,68 @@ class Sessions:
     """Connections by learner name; the newest one that the machine accepted counts.
 
     Args:
-        driver: Of the shard's machine.
-        said: Takes what a learner says on its current connection.
+        driver: The driver of the shard's machine.
+        received: Receives the learner's name and each message on its current connection.
     """
 
     def __init__(
-        self, driver: ShardDriver, said: Callable[[str, messages.FromLearner], None]
+        self, driver: ShardDriver, received: Callable[[str, messages.FromLearner], None]
     ) -> None:
         self.sessions: dict[str, Session] = {}
         self.greeting: dict[int, Greeting] = {}
         self._driver = driver
-        self._said = said
+        self._received = received
         self._connections = 0
 
     async def serve(self, channel: Channel, hello: messages.Hello, checkpoint: int) -> None:
-        """Follows a connection from its greeting, which was of this checkpoint, until it is gone.
+        """Serve a connection from its first message until it closes.
+
+        Args:
+            hello: The first message.
+            checkpoint: The number of the newest checkpoint at the sender of that message.
 
         Raises:
-            ProtocolError: What comes is no message of a learner, or the name is an observer's.
-            TransportError: It is gone.
+            ProtocolError: A message is not one of a learner's, or the name belongs to an observer.
+            TransportError: The connection closed.
         """
         known = self.sessions.get(hello.learner)
         if known is not None and known.role != hello.role:
-            raise ProtocolError(f"{hello.learner!r} is here as {known.role}: use another name")
+            raise ProtocolError(f"{hello.learner!r} is connected as {known.role}: use another name")
         self._connections += 1
         connection = self._connections
         self.greeting[connection] = Greeting(channel, hello.learner, hello.role)
-        self._hear(checkpoint)
+        self._observe_checkpoint(checkpoint)
         self._driver.tell(messages.Connected(hello.learner, hello, connection))
         try:
             while True:
                 data = await channel.receive()
                 checkpoint = number_of(data)
                 message = cast("messages.FromLearner", decode(data, _FROM_LEARNER))
-                self._hear(checkpoint)  # break: message-before-checkpoint
+                self._observe_checkpoint(checkpoint)  # break: message-before-checkpoint
                 if self._is_current(hello.learner, connection):
-                    self._said(hello.learner, message)
+                    self._received(hello.learner, message)
         finally:
-            if connection in self.greeting:  # what the machine has said to it is not done yet
+            if connection in self.greeting:  # the machine's answer has not been executed yet
                 self.greeting[connection].is_gone = True
             else:
                 self._end(hello.learner, connection)
 
     @executes(messages.Accept, sliced=True)
     def _accept(self, order: messages.Accept) -> None:
-        """Lets a greeting in; an older connection of the same id is closed."""
+        """Accept a connection, and close an older connection with the same name."""
         connection, learner = order.connection, order.learner
         greeting = self.greeting.pop(connection)
         older = self.sessions.get(learner)
         if older is not None:
-            self._driver.spawn(older.channel.close("a newer connection of the same id took over"))
+            self._driver.spawn(
+                older.channel.close("replaced by a newer connection with the same name")
+            )
         self.sessions[learner] = Session(greeting.channel, greeting.role, order.epoch, connection)
         if greeting.is_gone:
             self._end(learner, connection)
 
     def _end(self, learner: str, connection: int) -> None:
-        """A connection is gone; the machine hears so unless it knows of a newer one."""
+        """End a connection; the machine is notified unless it knows a newer connection."""
         if not self._is_current(learner, connection):
             return
         del self.sessions[learner]
@@ -122,13 +131,13 @@ class Sessions:
         self._driver.spawn(channel.close(order.reason))
 
     def send(self, learner: str, message: dict[str, Any]) -> None:
-        """Tells a learner something, if it is there."""
+        """Send a message to a learner, if it is connected."""
         session = self.sessions.get(learner)
         if session is not None:
             session.channel.send(message)
 
     def broadcast(self, message: dict[str, Any]) -> Iterator[None]:
-        """Tells everybody who is there now something: one at each step, the same text each."""
+        """Send the same text to all peers that are connected now, one peer per step."""
         text = Encoded(message)
         for session in tuple(self.sessions.values()):
             session.channel.send(text)
@@ -141,7 +150,7 @@ class Sessions:
             self._driver.spawn(session.channel.close(order.reason))
 
     def heard_since(self, seconds: float) -> tuple[str, ...]:
-        """Of whom any byte was received more than ``seconds`` after they were last named here."""
+        """Return the peers that sent a byte more than ``seconds`` after their last report."""
         heard = []
         for learner, session in self.sessions.items():
             if session.channel.last_received > session.heard + seconds:
@@ -150,15 +159,19 @@ class Sessions:
         return tuple(heard)
 
     def last_heard(self) -> dict[str, float]:
-        """When the last byte of each who is connected was received."""
-        return {who: session.channel.last_received for who, session in self.sessions.items()}
+        """Return the instant of the last byte from each connected peer."""
+        return {name: session.channel.last_received for name, session in self.sessions.items()}
 
-    def _hear(self, checkpoint: int) -> None:
-        """A shard takes its part of a checkpoint before a message of it does anything here."""
+    def _observe_checkpoint(self, checkpoint: int) -> None:
+        """Have the machine take its part of a newer checkpoint before it handles the message.
+
+        A message that was sent after its sender took a checkpoint must not change what this shard's
+        part of that checkpoint contains.
+        """
         known = self._driver.machine.state.checkpoint
         if checkpoint > known + LEAD_MAX:
             raise ProtocolError(
-                f"checkpoint {checkpoint} cannot be: the newest known here is {known}"
+                f"checkpoint={checkpoint} is not valid: the newest one known here is {known}"
             )
         if checkpoint > known:
             self._driver.tell(CheckpointHeard(checkpoint))
@@ -170,15 +183,15 @@ class Sessions:
 
 
 async def first_message(channel: Channel) -> dict[str, object]:
-    """What a new connection says first.
+    """Return the first message on a new connection.
 
     Raises:
-        ProtocolError: It takes too long.
+        ProtocolError: No message arrived in time.
     """
     try:
         async with asyncio.timeout(GREETING_SECONDS):
             return await channel.receive()
     except TimeoutError:
         raise ProtocolError(
-            f"it has not said within {GREETING_SECONDS:g} s what it is here for"
+            f"the connection sent no first message within {GREETING_SECONDS:g} s"
         ) from None

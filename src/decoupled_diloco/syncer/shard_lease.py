@@ -1,12 +1,13 @@
-"""The lease by which a process acts for its shard: the shell around `ShardLeaseMachine`.
+"""The leadership lease of a shard's process: the shell around `ShardLeaseMachine`.
 
-A process of a shard that has a standby first waits for its claim, then serves, and ends when it
-loses it. Whatever others must be able to rely on is *fenced*: done while the claim is the newest,
-and told of only if it still is. As the storage shows a claim to everybody once it is made, whoever
-makes the next one finds what was told of before, whatever the clocks say.
+With a standby, a process of a shard first waits for its claim, then serves, and ends when it loses
+the claim. Work that other processes rely on is *fenced*. It is done while the claim is the newest,
+and its result is used only if the claim is still the newest afterwards. The storage shows a claim
+to all processes once it is made. So the process with the next claim finds every result that was
+announced before, whatever the clocks show.
 
-An error that is not the storage's own answer ends the process, once: a lease that went on without
-the answer to an order would wait forever.
+An error other than the storage's own answer ends the process, once: without the answer to an order,
+the lease would wait forever.
 """
 
 from __future__ import annotations
@@ -40,24 +41,24 @@ _T = TypeVar("_T")
 
 
 class NoStandby:
-    """What takes the lease's place where one process alone can act for a shard."""
+    """Stands in for the lease where only one process can act for a shard."""
 
     number = 0
     nonce = ""
 
     def holds(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def fenced(self, task: Callable[[], _T]) -> Callable[[], _T]:
-        """The task, as it is."""
+        """Return the task unchanged."""
         return task
 
     def when_lost(self, on_lost: Callable[[BaseException], None]) -> None:
-        """Never."""
+        """Do nothing: the lease cannot be lost."""
 
     async def ended(self) -> bool:
-        """There is no claim that could say so."""
+        """Return False: without claims, none can show that the run is over."""
         return False
 
 
@@ -69,14 +70,14 @@ class ShardLease:
 
     Args:
         store: The shard's claims.
-        waits: Another process is meant to be first.
-        tape: Where events go.
+        tape: The tape of the lease's events.
+        waits: Whether another process should make the first claim.
 
     Attributes:
-        nonce: Of this process.
-        number: Of our claim; 0 before `gained`.
-        waited_seconds: How long the claim before ours was silent.
-        run_over: There is nothing left to wait for.
+        nonce: The nonce of this process.
+        number: The number of this process's claim; 0 before `gained`.
+        waited_seconds: How long the previous claim was silent.
+        run_over: Whether there is nothing left to wait for.
     """
 
     def __init__(self, store: ClaimStore, tape: TapeWriter, *, waits: bool) -> None:
@@ -98,10 +99,10 @@ class ShardLease:
         self._raised = False
 
     async def gained(self) -> bool:
-        """Waits for the claim; ``False``: the run is over, or `give_up` was called.
+        """Wait for the claim; return ``False`` if the run is over or `give_up` was called.
 
         Raises:
-            Exception: The error that has ended the lease meanwhile.
+            Exception: The error that ended the lease in the meantime.
         """
         self._driver.tell(Tick())
         await self._settled.wait()
@@ -109,13 +110,13 @@ class ShardLease:
         return self.number > 0
 
     def when_lost(self, on_lost: Callable[[BaseException], None]) -> None:
-        """Sets the function that ends this process when the claim is lost or the lease fails."""
+        """Set the function that ends this process when the claim is lost or the lease fails."""
         self._on_lost = on_lost
         if self._lost is not None:
             self._report(self._lost)
 
     def give_up(self) -> None:
-        """Waits no longer."""
+        """Stop waiting for the claim."""
         self._settled.set()
 
     def holds(self) -> bool:
@@ -123,7 +124,7 @@ class ShardLease:
         return self.machine.holds(now())
 
     def confirm(self) -> None:
-        """Asks the storage too; for threads.
+        """Check the storage as well; for threads.
 
         Raises:
             LeaseError: Another process acts for the shard, or may do so.
@@ -132,21 +133,25 @@ class ShardLease:
         newest = self.store.newest()
         if newest != self.number or not self.holds():  # break: claim-not-confirmed
             raise LeaseError(
-                f"claim {self.number} is over (the newest is {newest}): nothing is done with it "
-                "any more"
+                f"claim {self.number} is over (the newest is {newest}): this process no longer "
+                "acts for the shard"
             )
 
     def fenced(self, task: Callable[[], _T]) -> Callable[[], _T]:
-        """The task, done only while the claim is the newest, with no result if it is not any more.
+        """Return a task that runs only while the claim is the newest.
+
+        It returns a result only if the claim is still the newest afterwards.
 
         Raises:
-            LeaseError: In the task: see `confirm`. What was done is told to nobody.
+            LeaseError: In the task; see `confirm`. The result is not announced to any process.
             StorageError: In the task: the storage cannot be read, and nothing was done.
         """
 
         def run() -> _T:
             self.confirm()
             result = task()
+            # Again: a process with a newer claim may have read the storage during the task, and
+            # would miss the result.
             try:
                 self.confirm()  # break: claim-not-confirmed-after
             except StorageError as error:
@@ -156,7 +161,7 @@ class ShardLease:
         return run
 
     async def ended(self) -> bool:
-        """Whether the run is over, and the coordinator has ended: by the claim of shard 0."""
+        """Whether shard 0's claim shows that the run is over and the coordinator has ended."""
         return await asyncio.get_running_loop().run_in_executor(self._worker, self._ended)
 
     def _ended(self) -> bool:
@@ -166,29 +171,32 @@ class ShardLease:
         try:
             return claims.look().condition == "finished"
         except StorageError:
-            return False  # it is asked again
+            return False  # the caller tries again later
 
     async def end(self, *, finished: bool) -> None:
-        """Gives the claim back, so that no process waits for it to run out.
+        """Release the claim, so that no process waits until it expires.
+
+        Args:
+            finished: Whether the run is over.
 
         Raises:
-            Exception: An error that has ended the lease and was not reported before.
+            Exception: An error that ended the lease and was not reported before.
         """
         self._on_lost = None  # the process that acted has ended: an error is raised here
         self._driver.tell(messages.HolderLeaves(finished))
-        # A storage that does not answer is left alone after a while.
+        # If the storage does not answer, the claim expires by itself.
         await self._driver.finish(self.store.lease_seconds)
         self._worker.shutdown(wait=False, cancel_futures=True)
         self.tape.close()
         self._raise_failure()
 
     def _failed(self, error: BaseException) -> None:
-        """Whoever waits for the lease, or acts by it, receives the error."""
+        """Report an error to the caller of `gained`, or to the process that acts by this claim."""
         self._settled.set()
         self._report(error)
 
     def _report(self, error: BaseException) -> None:
-        """Ends the process that acts by this claim; before there is one, the error is kept."""
+        """End the process that acts by this claim; the error is kept until there is one."""
         if self._on_lost is None:
             self._lost = error
             return
@@ -216,7 +224,7 @@ class ShardLease:
     def _stand_down(self, order: messages.StandDown) -> None:
         self.run_over = True
         logger.info(
-            "nothing to wait for (%s): to go on with it, use --resume, or remove %s",
+            "nothing to wait for (%s): to continue the run, use --resume, or remove %s",
             order.why,
             self.store.folder,
         )
@@ -227,12 +235,12 @@ class ShardLease:
         logger.warning("%s: %s", order.text, order.why)
 
     @executes(messages.Look, messages.Acquire, messages.Renew, messages.GiveBack)
-    async def _ask(self, order: LeaseOrder) -> Done | Failed | None:
+    async def _execute(self, order: LeaseOrder) -> Done | Failed | None:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._worker, self._answer, order)
 
     def _answer(self, order: LeaseOrder) -> Done | Failed | None:
-        """What the storage says to an order."""
+        """Execute an order on the storage and return the answer."""
         store = self.store
         try:
             match order:
@@ -248,9 +256,9 @@ class ShardLease:
                 case messages.GiveBack(number, finished):
                     condition: messages.Condition = "finished" if finished else "released"
                     store.renew(number, self.machine.state.renewals, condition)
-        except OSError as error:  # an order without an answer would hang for ever
+        except OSError as error:  # an order without an answer would hang forever
             if isinstance(order, messages.GiveBack):
-                logger.warning("the claim could not be given back: %s", error)
+                logger.warning("the claim could not be released and expires by itself: %s", error)
                 return None
             return Failed(order, str(error))
         return None

@@ -1,17 +1,23 @@
 """The tensors of one shard: master, published copy, outer optimizer and accumulators.
 
-Pure arithmetic on the orders of `SyncerMachine`: used by the shard process and by the virtual
-world alike. Not thread-safe: one worker calls it, in the order of the orders.
+This is pure arithmetic on the orders of `SyncerMachine`. Both the shard process and the virtual
+world use it. It is not thread-safe: one worker calls it, in the order of the orders.
 
-Host memory an owned parameter: 12 bytes of state (master, published copy, momentum), and the newest
-differences on offer: two of 2 bytes each in bf16, with fewer bits more of them, 4.3 bytes together
-at most (`Downloads`; the whole on offer is the published copy itself). For each fragment with
-buffers, what the newest merges have changed of them (`BufferHistory`). For each fragment that
-something was folded for: an accumulator (4 bytes an element of the largest fragment, kept for the
-next one); two bodies that have arrived and are not folded yet, decoded (4 bytes); during the merge
-a second copy of the state of that fragment.
+Host memory per owned parameter:
 
-Shapes: N elements of a fragment; B bytes of a body.
+- State: 12 bytes (master, published copy, momentum).
+- Offered differences (`Downloads`): at most 4.3 bytes together. In bf16 these are two of 2 bytes
+  each; with fewer bits, more differences are kept. The offered whole copy is the published copy
+  itself.
+
+Further memory:
+
+- For a fragment with buffers: the changes of the newest merges to them (`BufferHistory`).
+- For a fragment with folded contributions: an accumulator of 4 bytes per element of the largest
+  fragment, which is reused; two decoded contributions that are not folded yet (4 bytes per
+  element); and during the merge a second copy of the fragment's state.
+
+Shapes: N elements of a fragment; B bytes of a payload.
 """
 
 from __future__ import annotations
@@ -40,7 +46,7 @@ from decoupled_diloco.merge.sketch import are_alike, sketch
 from decoupled_diloco.protocol.messages import Asking, Version
 
 COMPARED_MAX = 32
-"""With how many other contributions a new one is compared."""
+"""Maximum number of other contributions that a new one is compared with."""
 
 
 @dataclass
@@ -54,7 +60,7 @@ class FragmentTensors:
 
 @dataclass(frozen=True)
 class PublishedCopy:
-    """What everybody is given: the difference [B], the whole Θ̂ (fp32 [N]) and its digest.
+    """The published data of a version: the difference [B], the whole Θ̂ (fp32 [N]) and its digest.
 
     Neither tensor is written to again.
     """
@@ -66,12 +72,12 @@ class PublishedCopy:
 
 @dataclass(frozen=True)
 class OuterStep:
-    """An outer step that is not taken over yet.
+    """An outer step that is not committed yet.
 
     Attributes:
-        after: The fragment's tensors after it.
-        gradient: Δ, fp32 [N]: with the fragment before it, all that `after` follows from.
-        copy: What everybody is given.
+        after: The fragment's tensors after the step.
+        gradient: Δ, fp32 [N]. It determines `after` together with the fragment before the step.
+        copy: The published copy.
     """
 
     after: FragmentTensors
@@ -83,9 +89,9 @@ class ShardTensors:
     """The tensors of the fragments that one shard owns.
 
     Args:
-        plan: The run's layout, cut, codecs and merge method.
+        plan: The run's layout, fragments, codecs and merge method.
         owned: The fragments of this shard.
-        earlier_versions: How many versions a contribution's base may be behind the newest one.
+        earlier_versions: How many versions the base of a contribution may be behind the newest one.
     """
 
     def __init__(self, plan: MergePlan, owned: tuple[int, ...], earlier_versions: int = 1) -> None:
@@ -104,13 +110,17 @@ class ShardTensors:
         self._used: dict[int, Tensor] = {}
 
     def install(self, fragment: int, values: Tensor) -> str:
-        """Takes values (fp32 [N], kept) as master and published copy, with fresh momentum.
+        """Install values as master and published copy, with fresh momentum.
+
+        Args:
+            fragment: The fragment.
+            values: fp32 [N]; kept without a copy.
 
         Returns:
             The digest of the published copy.
 
         Raises:
-            MergeError: the values are not finite.
+            MergeError: The values are not finite.
         """
         numel = self.plan.fragments[fragment].numel
         assert values.shape == (numel,), f"{tuple(values.shape)} for N={numel}"
@@ -121,26 +131,26 @@ class ShardTensors:
         return values_digest(values)
 
     def receive(self, fragment: int, values: Tensor, announced: str) -> None:
-        """Keeps a whole fragment (fp32 [N], kept) aside until it is to be installed.
+        """Store a whole fragment (fp32 [N], without a copy) until it is installed.
 
         Raises:
-            ProtocolError: its digest is not the announced one.
-            MergeError: the values are not finite.
+            ProtocolError: Its digest differs from the announced one.
+            MergeError: The values are not finite.
         """
         actual = values_digest(values)
         if actual != announced:
-            raise ProtocolError(f"the digest is {actual}, {announced} was announced")
+            raise ProtocolError(f"digest={actual}, but {announced} was announced")
         self._require_finite(fragment, values)
         self._received[fragment] = (actual, values)
 
     def _require_finite(self, fragment: int, values: Tensor) -> None:
-        """Parameters must be finite; a buffer may be infinite, as a mask or a least value is."""
+        """Check that parameters are finite; buffers may be infinite, as in a mask or a minimum."""
         trained = parameters_numel(self.plan.fragments[fragment], self.plan.layout)
         if not is_finite(values[:trained]):
-            raise MergeError(f"fragment {fragment} has NaN or infinite values: not installed")
+            raise MergeError(f"fragment {fragment} has NaN or infinite values and is not installed")
 
     def install_received(self, fragment: int, wanted: str) -> None:
-        """Installs what was kept aside, if it is what is wanted; it is needed no more."""
+        """Remove the stored fragment, and install it if its digest is the wanted one."""
         actual, values = self._received.pop(fragment, ("", None))
         if values is not None and actual == wanted:
             self.install(fragment, values)
@@ -148,26 +158,26 @@ class ShardTensors:
     def verify(
         self, fragment: int, ask: Asking, body: Body, announced: str, codec: str = ""
     ) -> float:
-        """Checks a contribution whole and keeps it decoded until it is folded or dropped.
+        """Verify a whole contribution, and keep it decoded until it is folded or dropped.
 
         Args:
-            fragment: Which fragment.
-            ask: Which asking it answers.
-            body: [B] in the codec.
-            announced: The digest that the learner gave.
+            fragment: The fragment.
+            ask: The request that it answers.
+            body: The payload, [B] in the codec.
+            announced: The digest that the learner sent.
             codec: The name of the codec; the run's uplink codec if empty.
 
         Returns:
-            Its norm.
+            The norm of the contribution.
 
         Raises:
-            ProtocolError: another digest, or another size.
-            MergeError: not finite.
+            ProtocolError: The digest or the size is wrong.
+            MergeError: The values are not finite.
         """
         uplink = self.plan.uplink_of(fragment, codec)
         actual = body_digest(body, uplink)
         if actual != announced:
-            raise ProtocolError(f"the body's digest is {actual}, {announced} was announced")
+            raise ProtocolError(f"digest={actual}, but {announced} was announced")
         numel = self.plan.fragments[fragment].numel
         contribution = Contribution(numel, self.plan.segments(fragment))
         contribution.add(0, uplink.decode(body, numel))
@@ -175,16 +185,16 @@ class ShardTensors:
         return contribution.norm
 
     def alike(self, fragment: int, ask: Asking, learner: str) -> tuple[str, ...]:
-        """The learners whose contributions to the next merge are nearly parallel to this one.
+        """Return the learners with contributions to the next merge that are nearly parallel to it.
 
-        With many learners it is compared with the newest `COMPARED_MAX`. Buffers do not count:
-        their values, not changes, are sent, and they are alike in all learners. A learner's first
-        contribution is compared with none.
+        With many learners, the comparison covers the newest `COMPARED_MAX` contributions. Buffers
+        do not count: learners send their values, not changes, and these are similar in all
+        learners. A learner's first contribution is not compared.
 
         Args:
-            fragment: Which fragment.
-            ask: Names a contribution that was verified and is neither folded nor dropped.
-            learner: Which learner made it.
+            fragment: The fragment.
+            ask: The request whose contribution was verified and is neither folded nor dropped.
+            learner: The learner that made the contribution.
         """
         numel = parameters_numel(self.plan.fragments[fragment], self.plan.layout)
         own = sketch(self._arrived[ask].parts[0][1][:numel])
@@ -196,7 +206,7 @@ class ShardTensors:
             if name != learner and before is not None and are_alike(own, other, before)
         }
         others[ask] = learner, own
-        earlier[learner] = own  # the newest is the last one
+        earlier[learner] = own  # the newest comes last, so the first one is the oldest
         if len(earlier) > COMPARED_MAX:
             del earlier[next(iter(earlier))]
         return tuple(sorted(found))
@@ -210,15 +220,15 @@ class ShardTensors:
         scale: float = 1.0,
         discount: float = 1.0,
     ) -> None:
-        """Folds a verified contribution, scaled, into its fragment's accumulator.
+        """Fold a verified contribution, scaled, into its fragment's accumulator.
 
         Args:
-            fragment: Which fragment.
-            ask: Which asking it answers.
+            fragment: The fragment.
+            ask: The request that the contribution answers.
             steps: c_steps of its snapshot.
             tokens: c_tokens of its snapshot.
-            scale: What its values are multiplied by.
-            discount: What its weight is multiplied by.
+            scale: Factor of its values.
+            discount: Factor of its weight.
         """
         contribution = self._arrived.pop(ask)
         if scale != 1.0:
@@ -236,31 +246,32 @@ class ShardTensors:
         self._accumulators[fragment].add_contribution(contribution, weight)
 
     def drop(self, ask: Asking) -> None:
-        """Forgets a verified contribution that is not wanted."""
+        """Discard a verified contribution."""
         self._arrived.pop(ask, None)
         for sketches in self._sketches.values():
             sketches.pop(ask, None)
 
     def forget_folded(self, fragment: int) -> None:
-        """Forgets what was folded, if anything; the accumulator's memory serves the next one."""
+        """Discard folded contributions, if any; the next accumulator reuses the memory."""
         kept = {a: s for a, s in self._sketches[fragment].items() if a in self._arrived}
         self._sketches[fragment] = kept
         if self._accumulators.pop(fragment, None) is not None:
             self._free.append(self._used.pop(fragment))
 
     def merge(self, fragment: int) -> PublishedCopy:
-        """Merges what was folded and takes the result over; see `prepare` and `commit`."""
+        """Merge what was folded, and commit the result; see `prepare` and `commit`."""
         step = self.prepare(fragment)
         self.commit(fragment, step)
         return step.copy
 
     def prepare(self, fragment: int) -> OuterStep:
-        """Merges what was folded: outer gradient, outer step, new copy; nothing changes yet.
+        """Compute the outer step from what was folded; the fragment does not change yet.
 
-        The outer gradient is minus the merged contribution (Algorithm 2, and rule 6).
+        The outer gradient is the negated merged contribution (Algorithm 2, and rule 6).
 
         Raises:
-            MergeError: no weight, or a result that is not finite; the fragment is as it was.
+            MergeError: The total weight is zero, or the result is not finite. The fragment is
+                unchanged.
         """
         try:
             return self.step(fragment, self._accumulators[fragment].result().neg_())
@@ -268,11 +279,13 @@ class ShardTensors:
             self.forget_folded(fragment)
 
     def step(self, fragment: int, gradient: Tensor) -> OuterStep:
-        """The outer step that a merged outer gradient (fp32 [N], kept) leads to.
+        """Return the outer step for a merged outer gradient (fp32 [N], kept without a copy).
 
-        The same state and gradient give the same bits, so that a journal need only keep gradients.
+        The same state and gradient give the same bits, so a journal only needs gradients.
         """
         entry = self.fragments[fragment]
+        # Copies, because a failed step must change nothing, and because readers still use the old
+        # tensors: the data plane sends `published`, and a checkpoint is written from all of them.
         master, published = entry.master.clone(), entry.published.clone()
         outer = self.plan.outer_of(fragment)
         outer.load_state_dict(entry.outer.state_dict())  # break: failed-step-moves-momentum
@@ -282,11 +295,11 @@ class ShardTensors:
         return OuterStep(FragmentTensors(master, published, outer), gradient, copy)
 
     def commit(self, fragment: int, step: OuterStep) -> None:
-        """The fragment is from now on what the step has led to."""
+        """Replace the fragment's tensors by the result of the step."""
         self.fragments[fragment] = step.after
 
     def installed(self, fragment: int, version: Version) -> None:
-        """The published copy bears this version; nothing that was made from another one comes."""
+        """Record that the published copy has this version; older bases are unknown from now on."""
         sizes = buffer_sizes(self.plan.fragments[fragment], self.plan.layout)
         if sizes:
             self._buffers[fragment] = BufferHistory(sizes, self._earlier_versions)
@@ -294,10 +307,10 @@ class ShardTensors:
             self._buffers[fragment].add(version, self.plan.buffers_of(fragment, published))
 
     def published(self, fragment: int, version: Version, copy: PublishedCopy) -> PublishedCopy:
-        """The copy that was just merged bears this version.
+        """Record that the copy that was just merged has this version.
 
         Returns:
-            The copy, whose difference lacks the buffers that have not changed.
+            The copy, whose difference omits unchanged buffers.
         """
         if fragment not in self._buffers:
             return copy
@@ -308,15 +321,15 @@ class ShardTensors:
         return replace(copy, difference=packed(copy.difference, before, wire))
 
     def unpacked(self, fragment: int, body: Body, base: Version, codec: str = "") -> Body:
-        """A contribution's body with the buffers that its learner left out: those of its base.
+        """Return a contribution's payload, with omitted buffers filled in from its base.
 
         Raises:
-            ProtocolError: It is not such a body, or the buffers of the base are not known any more.
+            ProtocolError: The payload is malformed, or the base's buffers are not known any more.
         """
         history = self._buffers.get(fragment)
         buffers = None if history is None else history.of(base)
         return unpacked(body, buffers, self.plan.uplink_of(fragment, codec))
 
     def whole(self, fragment: int) -> Tensor:
-        """The published copy Θ̂, fp32 [N]; never written to again."""
+        """Return the published copy Θ̂, fp32 [N]; it is never written to again."""
         return self.fragments[fragment].published

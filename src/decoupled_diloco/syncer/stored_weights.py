@@ -1,4 +1,4 @@
-"""The global weights of a run as its shards keep them on disk: at any time."""
+"""Reads the global weights of a run from its shards' disks, at any time."""
 
 from __future__ import annotations
 
@@ -23,15 +23,17 @@ from decoupled_diloco.syncer.shard_tensors import ShardTensors
 logger = logging.getLogger(__name__)
 
 TRIES = 3
-"""A running shard may delete what has just been listed; its newer checkpoint is there then."""
+"""Attempts to read: a running shard may delete a listed checkpoint after it wrote a newer one."""
 
 
 def kept_layout(run: Path, config: RunConfig) -> Layout | None:
-    """The layout of what a run's shards keep; ``None``: nobody has joined, or they keep nothing.
+    """Return the layout of the weights on the shards' disks.
+
+    ``None`` if no learner has joined, or if the shards store nothing.
 
     Raises:
         StorageError: The coordinator's state cannot be read.
-        ConfigError: It is of a run with other settings.
+        ConfigError: It belongs to a run with other settings.
     """
     if not is_folder(run / DURABLE):
         return None
@@ -41,12 +43,12 @@ def kept_layout(run: Path, config: RunConfig) -> Layout | None:
 def read_kept(
     run: Path, config: RunConfig, layout: Layout
 ) -> tuple[dict[str, Tensor], dict[str, str], int | None]:
-    """The global weights by the model's names, the version of each fragment, and the step.
+    """Return the global weights by the model's names, the version of each fragment, and the step.
 
-    Every shard's are as of its last merge.
+    Each shard's weights are those of its last merge.
 
     Raises:
-        StorageError: A shard keeps none, or none that is whole.
+        StorageError: A shard has no whole checkpoint.
     """
     plan = plan_of(layout, config)
     copies: dict[int, Tensor] = {}
@@ -65,15 +67,16 @@ def read_kept(
 
 
 def leave_to_result(run: Path, config: RunConfig, shards: Iterable[int]) -> None:
-    """Deletes of a run that is over what its result has as well.
+    """Delete the files of a finished run that its result makes redundant.
 
-    Those are the shares of the result, and the published copies in the shards' checkpoints. Replays
-    of recorded bodies compare the shares; where shards keep nothing else, they stay as well.
+    These are the shares of the result, and the published copies in the shards' checkpoints. Replays
+    of recorded payloads compare the shares, so runs with such records keep everything. If the
+    shards store no checkpoints, nothing is deleted either.
 
     Args:
         run: The run folder, with the result.
         config: The run.
-        shards: Those whose processes have ended.
+        shards: The shards whose processes have ended.
     """
     layout = kept_layout(run, config)
     if layout is None or config.syncer.record_payloads:
@@ -83,7 +86,7 @@ def leave_to_result(run: Path, config: RunConfig, shards: Iterable[int]) -> None
             _disk_of(run, config, layout, shard).leave_to(run / RESULT)
             runtime().disk.remove(share_file(run, shard))
     except OSError as error:
-        logger.warning("%s: what shards keep beside the result stays as it is", error)
+        logger.warning("%s: the shards' files next to the result are not deleted", error)
 
 
 def _disk_of(run: Path, config: RunConfig, layout: Layout, shard: int) -> ShardDisk:

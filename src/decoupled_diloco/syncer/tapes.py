@@ -1,9 +1,10 @@
-"""A shard's event tapes, as `ddiloco status` and its like read them from a running syncer.
+"""A shard's event tapes over HTTP, as `ddiloco status` and similar commands read them.
 
-``/tape`` tells where all shards are and which tapes this one has; ``/tape?who=NAME&from=OFFSET``
-gives what a reader needs of the next piece of one, and where to go on. A piece is read and looked
-through in a thread, one at a time: no reader holds the event loop up for the disk, but that thread
-takes its share of the interpreter, about ten milliseconds for a piece.
+``/tape`` lists the addresses of all shards and the tapes of this one.
+``/tape?who=NAME&from=OFFSET`` returns the lines of the next piece of a tape that a reader needs,
+and the offset after it. A piece is read and filtered in a thread, one at a time. So no reader
+blocks the event loop for the disk, but that thread takes its share of the interpreter: about ten
+milliseconds per piece.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from decoupled_diloco.tape.segments import (
 from decoupled_diloco.transport.documents import Document, NoSuchDocumentError
 
 PIECE_BYTES = 1 << 20
-"""How much of a tape one request goes through: about ten milliseconds."""
+"""Bytes of a tape that one request covers; they take about ten milliseconds."""
 
 
 class TapeDocuments:
     """Serves the tapes of one process.
 
     Args:
-        run: Name of the run.
-        shard: Number of this shard.
-        addresses: Where all shards are, as learners are told.
-        tapes: The file of each tape by the name of who writes it.
+        run: The run's name.
+        shard: The number of this shard.
+        addresses: The addresses of all shards, as sent to learners.
+        tapes: The file of each tape by the name of the writing process.
     """
 
     def __init__(
@@ -49,16 +50,16 @@ class TapeDocuments:
         self._reading = asyncio.Semaphore(1)
 
     async def __call__(self, query: Mapping[str, str]) -> Document:
-        """Answers a request; see `transport.documents`."""
+        """Answer a request; see `transport.documents`."""
         if "who" not in query:
             about = {**self._about, "tapes": sorted(self._tapes), "wall": runtime().wall()}
             return Document(json.dumps(about).encode())
         who, start = query["who"], query.get("from", "0")
         if who not in self._tapes:
             names = ", ".join(sorted(self._tapes))
-            raise NoSuchDocumentError(f"no tape of {who[:80]!r} is here: there is {names}")
+            raise NoSuchDocumentError(f"who={who[:80]!r} has no tape here: the tapes are {names}")
         if not (start.isascii() and start.isdigit() and len(start) < 18):
-            raise NoSuchDocumentError(f"from={start[:40]!r} is no offset in a tape")
+            raise NoSuchDocumentError(f"from={start[:40]!r} is not an offset in a tape")
         async with self._reading:
             return await asyncio.to_thread(
                 read_piece, self._tapes[who], int(start), detail=query.get("detail") == "1"
@@ -66,12 +67,13 @@ class TapeDocuments:
 
 
 def read_piece(path: Path, start: int, *, detail: bool) -> Document:
-    """What a reader needs of the next piece of a tape.
+    """Return the lines of the next piece of a tape that a reader needs.
 
     Returns:
-        Lines; ``next`` is where to go on, ``size`` how long the tape is now. When ``next`` is where
-        it began there is no more, perhaps but a line that is being written. ``tape`` is the same
-        for as long as it is this tape: another run's may be longer.
+        Lines, with three facts. ``next`` is the offset after them, and ``size`` the current length
+        of the tape. When ``next`` is the given offset, the reader is at the end, except for a line
+        that is being written. ``tape`` identifies the tape: another run's tape at this path may be
+        longer.
     """
     try:
         identity, size = _identity(path), newest_of(path).end
@@ -90,7 +92,7 @@ def read_piece(path: Path, start: int, *, detail: bool) -> Document:
 
 
 def _read(path: Path, start: int) -> tuple[bytes, int | None]:
-    """Some text, with the end of a line if there is one; where its segment ends, if it does."""
+    """Return text with a line end, unless the tape has none, and the end of a full segment."""
     file, begin, end = open_at(path, start)
     piece = b""
     with file, contextlib.suppress(*CORRUPT):
@@ -104,6 +106,6 @@ def _read(path: Path, start: int) -> tuple[bytes, int | None]:
 
 
 def _identity(path: Path) -> str:
-    """Of a tape's first line, which tells when it was begun, and by which process."""
+    """Return a digest of a tape's first line, which holds its start time and process."""
     first = next(lines_of(path, []), Line(b"", 0)).text
     return hashlib.sha256(first).hexdigest()[:16] if first.endswith(b"\n") else ""

@@ -1,4 +1,4 @@
-"""What a shard does with tensors: one worker, in the order of the orders, and what follows."""
+"""A shard's tensor work: one worker thread, in the order of the orders."""
 
 from __future__ import annotations
 
@@ -35,21 +35,22 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 MEMORY_SECONDS = 1.0
-"""How old what a merge's record remembers of learners may be: they tell it again."""
+"""Greatest age of the learners' data in a merge's record; learners send them again after a restart.
+"""
 
 
 class Worker:
-    """Folds, merges, installs, and writes what must be on the disk before anybody hears of it.
+    """Folds, merges and installs, and writes what must be on disk before it is announced.
 
     Args:
-        driver: Of the shard's machine.
-        tensors: Its fragments.
-        disk: Where they are durable, if they are.
-        payloads: Where bodies are recorded, if they are.
-        folder: The run's.
-        initial_weights: The run's file of them, if it has one.
-        downloads: Takes what is published.
-        shard_lease: By which this process acts.
+        driver: The driver of the shard's machine.
+        tensors: The shard's fragments.
+        disk: The durable state, if the shard has one.
+        payloads: The recorder of payloads, if they are recorded.
+        folder: The run folder.
+        initial_weights: The run's file of initial weights, if it has one.
+        downloads: Offers the published copies.
+        shard_lease: The leadership lease of this process.
     """
 
     def __init__(
@@ -76,11 +77,11 @@ class Worker:
         self._remembered_at, self._remembered = -math.inf, dict[str, Any]()
 
     async def run(self, task: Callable[[], _T]) -> _T:
-        """Runs a function in the worker's thread, after those that were given before."""
+        """Run a function in the worker's thread, after all earlier ones."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, task)
 
     def close(self) -> None:
-        """Ends the thread, and closes the disk."""
+        """End the thread, and close the disk."""
         self._executor.shutdown(wait=True, cancel_futures=True)
         if self.disk is not None:
             self.disk.close()
@@ -125,7 +126,7 @@ class Worker:
         return Done(order, Made(published.digest))
 
     def _memory(self) -> dict[str, Any]:
-        """What a merge's record remembers; with thousands of learners it is made now and then."""
+        """Return the memory for a merge's record; with many learners it is refreshed rarely."""
         at = now()
         if at >= self._remembered_at + MEMORY_SECONDS:
             self._remembered_at, self._remembered = at, encode(remembered(self._machine.state))
@@ -133,7 +134,7 @@ class Worker:
 
     @at_decision(messages.Install)
     def _install(self, order: messages.Install) -> None:
-        """At once: the orders of the same decision already tell where the copy is."""
+        """Install at the instant of the decision: its other orders contain the copy's URL."""
         tensors, fragment = self.tensors, order.fragment
         tensors.install_received(fragment, order.digest)
         tensors.installed(fragment, order.version)
@@ -151,7 +152,12 @@ class Worker:
         return self.keep_installed() if is_last and self.disk is not None and not begins else None
 
     async def keep_installed(self, then: Callable[[], None] | None = None) -> None:
-        """Writes what all fragments are now; with something to do ``then``, until it can."""
+        """Write the current state of all fragments to disk.
+
+        Args:
+            then: Called after the write. With it, a failed write is tried again until it succeeds;
+                without it, the next merge tries again.
+        """
         disk = self.disk
         assert disk is not None
         while True:
@@ -161,7 +167,7 @@ class Worker:
                 await self.run(partial(disk.installed, versions, memory))
                 break
             except StorageError as error:
-                logger.error("%s: nothing is merged until it can", error)
+                logger.error("%s: merges wait until it can be written", error)
             if then is None:
                 return
             await asyncio.sleep(RETRY_SECONDS)
@@ -175,10 +181,12 @@ class Worker:
     async def _take_checkpoint(
         self, order: TakeCheckpoint, memory: dict[str, Any]
     ) -> Done | Failed:
-        """The part is what the worker has when this has come through its queue; rounds go on."""
+        """Write this shard's part as of the end of the worker's queue; rounds continue."""
         disk = self.disk
         if disk is None:
-            return Failed(order, "syncer.persist=false keeps nothing")
+            return Failed(order, "no checkpoint is written with syncer.persist=false")
+        # Through the worker's queue, so that the part has every merge before the order and none
+        # after it. The write needs no queue: the part's tensors never change.
         part = await self.run(lambda: disk.part(memory))
         path = part_file(self._folder, order.number, self._machine.shard)
         try:
@@ -202,7 +210,7 @@ class Worker:
         return Done(order, messages.WeightsLoaded(digests))
 
     async def save_share(self, then: Callable[[], None]) -> None:
-        """Writes this shard's share of the result, with something to do ``then``."""
+        """Write this shard's share of the result, then call ``then``."""
         versions = {p: str(f.version) for p, f in self._machine.state.fragments.items()}
         save = partial(save_share, self._folder, self._machine.shard, self.tensors, versions)
         await self.run(self._shard_lease.fenced(save))
@@ -212,7 +220,7 @@ class Worker:
         then()
 
     async def recover(self, term: int) -> messages.DiskRead | None:
-        """Reads what an earlier life has left on the disk; ``None``: nothing of use."""
+        """Restore the state of an earlier process from disk; ``None`` if none can be restored."""
         disk, payloads = self.disk, self._payloads
         assert disk is not None
         found = await self.run(disk.recover)

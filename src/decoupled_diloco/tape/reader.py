@@ -38,7 +38,7 @@ class TapeReader:
         problems: One sentence for each part that could not be read; valid after an iteration.
 
     Raises:
-        StorageError: There is no tape. While iterating: a file has another schema.
+        StorageError: The tape does not exist. While iterating: a file has another schema.
     """
 
     def __init__(self, path: str | Path) -> None:

@@ -127,7 +127,7 @@ def replay_run(
         One result for each process that has a machine, and the problems found while reading.
 
     Raises:
-        StorageError: There is no tape, or it has another version.
+        StorageError: The tape does not exist, or it has another version.
         ProtocolError: An event on the tape has another version.
     """
     reader = TapeReader(path)
@@ -224,7 +224,7 @@ def divergences(left: str | Path, right: str | Path) -> list[Divergence]:
     Times and samples are not compared.
 
     Raises:
-        StorageError: There is no tape.
+        StorageError: A tape does not exist.
     """
     ours = {who: list(map(_content, records)) for who, records in by_process(TapeReader(left))}
     theirs = {who: list(map(_content, records)) for who, records in by_process(TapeReader(right))}

@@ -54,7 +54,7 @@ class Source(Protocol):
         """Return the records since the last call.
 
         Raises:
-            StorageError: There is no tape, or it cannot be read.
+            StorageError: The tape does not exist or cannot be read.
             TransportError: No syncer answers.
         """
         ...
@@ -231,7 +231,7 @@ class SyncerSource:
                 raise _AnotherRun
             records += filter(None, map(parser.parse, document.body.splitlines()))
             self._offsets[who] = following
-            if following <= start:  # an answer holds a limited piece: repeat until there is no more
+            if following <= start:  # an answer holds a limited piece: repeat until the end
                 return records
 
     def now(self) -> float:

@@ -88,7 +88,7 @@ class HttpServer:
         website: Answers browsers.
 
     Raises:
-        ConfigError: There is no token on an address that other machines can reach, or a file of
+        ConfigError: An address that other machines can reach has no auth token, or a file of
             `tls` cannot be used.
     """
 

@@ -4,7 +4,7 @@ The transport makes no protocol decisions: control messages are dictionaries tha
 represent, and payloads are opaque bytes. Three implementations share this interface: HTTP
 (aiohttp), the virtual world's transport, and an in-process transport for tests.
 
-There is no timeout setting. Two derived intervals decide when something is lost. Both count only
+No setting specifies a timeout. Two derived intervals decide when something is lost. Both count only
 time during which this process really ran, so that a process that was paused does not drop its peers
 as soon as it resumes:
 

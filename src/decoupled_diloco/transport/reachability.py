@@ -62,7 +62,7 @@ Cause = Literal[
     "refused",  # nothing listens on the port
     "unreachable",  # no route, or a firewall that rejects
     "timeout",  # no reply from the host
-    "silent",  # the connection is accepted, but there is no answer
+    "silent",  # the connection is accepted, but nothing answers
     "tls",  # the TLS handshake failed
     "stranger",  # another program answers
     "token",  # the token is rejected

@@ -105,12 +105,12 @@ class Tokens:
         """Reject an open server on an address that other machines can reach.
 
         Raises:
-            ConfigError: There is no token, and `host` is not a loopback address.
+            ConfigError: No auth token is set, and `host` is not a loopback address.
         """
         if self.open and not is_loopback(host):
             raise ConfigError(
-                f"host={host!r} without a token would let anyone who can reach it into the run: "
-                "set a token, or bind to 127.0.0.1"
+                f"host={host!r} cannot be used without an auth token, because other machines can "
+                "reach it: set an auth token, or bind to 127.0.0.1"
             )
 
     def authorize(

@@ -116,7 +116,7 @@ async def test_bad_names_are_refused(world: Any) -> None:
 
 
 async def test_open_server_beyond_loopback_is_a_config_error(world: Any) -> None:
-    with pytest.raises(ConfigError, match=r"set a token, or bind to 127\.0\.0\.1"):
+    with pytest.raises(ConfigError, match=r"set an auth token, or bind to 127\.0\.0\.1"):
         await world.server(host="0.0.0.0")
 
 

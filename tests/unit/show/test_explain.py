@@ -263,7 +263,7 @@ def test_a_round_number_of_all_shards_or_of_one(chronicle):
 
 def test_unknown_names_are_answered_with_existing_ones(folder, chronicle):
     rounds = len(finished(folder, 0))
-    there = f"no round 999; there are shard-0: 1 to {rounds}; shard-1"
+    there = f"round 999 does not exist; there are shard-0: 1 to {rounds}; shard-1"
     with pytest.raises(ConfigError, match=there):
         explain_round(chronicle, 999)
     with pytest.raises(ConfigError, match="shard-0 and shard-1"):

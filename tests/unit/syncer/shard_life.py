@@ -1,4 +1,4 @@
-"""A shard's tensors and its disk, from one life to the next."""
+"""A shard's tensors and its disk, over several processes of the shard."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def tensors_of_a_shard() -> ShardTensors:
 
 
 class Life:
-    """One life of a shard, with its disk."""
+    """One process of a shard, with its disk."""
 
     def __init__(self, folder: Path, identity: str = "run layout", claim: int = 0) -> None:
         self.tensors = tensors_of_a_shard()
@@ -51,7 +51,7 @@ class Life:
         return self.tensors.plan.fragments[fragment].numel
 
     def merge(self, fragment: int) -> None:
-        """A round in which one learner contributes something that no other round has."""
+        """Run a round in which one learner sends a contribution that no other round has."""
         self.rounds += 1
         rng = torch.Generator().manual_seed(self.rounds)
         body = self.tensors.plan.uplink.encode(torch.randn(self.numel(fragment), generator=rng))

@@ -1,4 +1,4 @@
-"""What the coordinator's shell writes for joins: one line each, one write for all that wait."""
+"""The coordinator's writes for joins: one record each, and one write for all that wait."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LAYOUT = json.dumps(layout_of(nn.Linear(4, 3)).to_json())
 
 
 class Line:
-    """The coordinator's end of a connection: notes what is sent; hears what it is told to."""
+    """The coordinator's end of a connection: records sent messages, receives those of `speak`."""
 
     last_received = 0.0
 
@@ -56,13 +56,13 @@ class Line:
 
     @property
     def epoch(self) -> int | None:
-        """As the coordinator has admitted it; ``None``: it has not heard yet."""
+        """The incarnation in the coordinator's admission; ``None`` before the admission."""
         answers = [m for m in self.sent if isinstance(m, dict) and m["type"] == "Admitted"]
         return answers[0]["epoch"] if answers else None
 
 
 class Life:
-    """One life of a coordinator in a folder."""
+    """One process of a coordinator in a folder."""
 
     def __init__(self, folder: Path, claim: int = 0) -> None:
         self.folder = folder
@@ -88,14 +88,14 @@ class Life:
         return self.tasks[-1]
 
     def ask(self, name: str, nonce: str = "n") -> Line:
-        """Somebody asks to join; the answer may take until the disk has it."""
+        """Send a join; the answer may take until the join is on disk."""
         line = Line()
         join = messages.Join(name, nonce, "learner", LAYOUT)
         self.spawn(self.host.serve_join(cast("Channel", line), join))
         return line
 
     async def join(self, *names: str, nonce: str = "n") -> list[Line]:
-        """These ask at the same time; returns once all have been let in."""
+        """Send these joins at the same time, and wait until all are admitted."""
         lines = [self.ask(name, nonce) for name in names]
         await until(lambda: all(line.epoch for line in lines))
         return lines
@@ -105,7 +105,7 @@ class Life:
         return {name: each.epoch for name, each in self.host.machine.state.learners.items()}
 
     async def crash(self) -> None:
-        """Ends it without a word, as a kill does; what is on the disk stays as it is."""
+        """End the process like a kill: the files on disk stay as they are."""
         closing = asyncio.ensure_future(self.host.close())
         for task in self.tasks:
             task.cancel()
@@ -128,12 +128,12 @@ class Life:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The state that was written whole last."""
+        """The newest state that was written as a whole."""
         return [each["state"] for each in self._documents if "state" in each][-1]
 
     @property
     def lines(self) -> list[str]:
-        """The learners whose records were written beside that state since then."""
+        """The learners whose records were written after that state."""
         names: list[str] = []
         for each in self._documents:
             names = [] if "state" in each else [*names, *each["joined"]]
@@ -166,7 +166,9 @@ async def begin(tmp_path: Path) -> AsyncIterator[Callable[..., Life]]:
 Begin = Callable[..., Life]
 
 
-async def test_the_first_join_writes_all_and_the_next_ones_a_line_each(begin: Begin) -> None:
+async def test_the_first_join_writes_the_whole_state_and_later_ones_a_record_each(
+    begin: Begin,
+) -> None:
     life = begin()
     await life.join("a")
     assert (life.whole, life.lines) == (["a"], [])
@@ -175,7 +177,7 @@ async def test_the_first_join_writes_all_and_the_next_ones_a_line_each(begin: Be
     assert (life.whole, life.lines) == (["a"], ["b", "c"])
 
 
-async def test_a_second_live_process_with_an_id_may_ask_again(begin: Begin) -> None:
+async def test_a_second_live_process_with_a_name_may_try_again(begin: Begin) -> None:
     """The first may be about to end: its node agent starts the second at the same time."""
     life = begin()
     (first,) = await life.join("a", nonce="first")
@@ -185,10 +187,10 @@ async def test_a_second_live_process_with_an_id_may_ask_again(begin: Begin) -> N
     await until(lambda: second.sent)
     refusal = decode(second.sent[0], (messages.JoinRefused,))
     assert refusal.retry
-    assert "its process is alive" in refusal.reason
+    assert "a live process" in refusal.reason
 
 
-async def test_those_that_ask_during_a_write_share_the_next_one(
+async def test_joins_during_a_write_share_the_next_write(
     begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     life = begin()
@@ -203,7 +205,7 @@ async def test_those_that_ask_during_a_write_share_the_next_one(
     assert life.lines == ["b", "c", "d"]
 
 
-async def test_nobody_hears_of_a_join_before_the_disk_has_it(
+async def test_a_join_is_on_disk_before_it_is_answered(
     begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     life = begin()
@@ -224,7 +226,7 @@ async def test_nobody_hears_of_a_join_before_the_disk_has_it(
     assert told == [None, None]
 
 
-async def test_a_join_beside_a_change_of_the_whole_state_is_written_with_it(begin: Begin) -> None:
+async def test_a_join_with_a_change_of_the_whole_state_is_written_with_it(begin: Begin) -> None:
     life = begin()
     await life.join("a")
     await life.join("b")
@@ -232,13 +234,13 @@ async def test_a_join_beside_a_change_of_the_whole_state_is_written_with_it(begi
     line = life.ask("c")  # its write begins first
     other = life.ask("d")
     await asyncio.sleep(0)
-    life.host.shard_greeted(hello, lambda message: None)  # a term is given out: all is written
+    life.host.shard_greeted(hello, lambda message: None)  # a new term: the whole state is written
     await until(lambda: line.epoch and other.epoch)
     assert life.whole == ["a", "b", "c", "d"]
     assert life.lines == []
 
 
-async def test_a_crash_between_line_and_rewrite_forgets_nobody(begin: Begin) -> None:
+async def test_a_crash_between_record_and_rewrite_loses_no_learner(begin: Begin) -> None:
     life = begin()
     await life.join("a")
     await life.join("b")
@@ -248,10 +250,10 @@ async def test_a_crash_between_line_and_rewrite_forgets_nobody(begin: Begin) -> 
     assert again.epochs == {"a": 1, "b": 1}
     (line,) = await again.join("b", nonce="another process")
     assert line.epoch == 2
-    assert again.whole == ["a", "b"], "the next life adds nothing to another's lines"
+    assert again.whole == ["a", "b"], "a new process adds no records to another one's"
 
 
-async def test_a_line_that_is_spoilt_is_told_of_and_not_skipped(begin: Begin) -> None:
+async def test_a_corrupted_record_is_an_error_and_is_not_skipped(begin: Begin) -> None:
     life = begin()
     await life.join("a")
     await life.join("b")
@@ -261,7 +263,7 @@ async def test_a_line_that_is_spoilt_is_told_of_and_not_skipped(begin: Begin) ->
         begin()
 
 
-async def test_what_could_not_be_added_is_written_once_there_is_room(
+async def test_records_that_could_not_be_added_are_written_once_there_is_space(
     begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(coordinator, "RETRY_SECONDS", 0.01)
@@ -278,12 +280,14 @@ async def test_what_could_not_be_added_is_written_once_there_is_room(
     assert sorted({*life.whole, *life.lines}) == ["a", "b", "c"]
 
 
-async def test_an_order_that_waited_for_the_disk_is_not_for_a_newer_process(tmp_path: Path) -> None:
-    """A shard would act by the term that its earlier process has had."""
+async def test_an_order_that_waited_for_the_disk_is_not_sent_to_a_newer_process(
+    tmp_path: Path,
+) -> None:
+    """Otherwise a shard would act in the term of its earlier process."""
     life = Life(tmp_path)
     host, told = life.host, dict[str, list[Any]]()
     settings = public_text(life.config)
-    host._driver._is_waiting = True  # a disk that takes its time
+    host._driver._is_waiting = True  # a slow disk
     for nonce in ("first", "second"):
         told[nonce] = []
         host.shard_greeted(messages.ShardHello(0, nonce, settings, 0), told[nonce].append)
@@ -298,8 +302,8 @@ async def test_an_order_that_waited_for_the_disk_is_not_for_a_newer_process(tmp_
     await life.crash()
 
 
-async def test_a_member_is_answered_where_it_was_heard_last(tmp_path: Path) -> None:
-    """Its other connections may be dead, and not found so yet."""
+async def test_an_answer_uses_the_connection_with_the_newest_message(tmp_path: Path) -> None:
+    """The other connections may be dead without having been found so."""
     life = Life(tmp_path)
     first = life.ask("a")
     second = life.ask("a")
@@ -311,10 +315,10 @@ async def test_a_member_is_answered_where_it_was_heard_last(tmp_path: Path) -> N
     await life.crash()
 
 
-async def test_what_is_decided_while_the_state_is_written_is_in_the_ledger_of_the_next_life(
+async def test_decisions_during_a_write_of_the_state_are_in_the_next_ledger(
     begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It dies between the two: the leases of its state are those after all that was decided."""
+    """The crash comes between the two writes: the leases in the state include every decision."""
     monkeypatch.setattr(coordinator, "RETRY_SECONDS", 0.01)
     life = begin()
     (line,) = await life.join("a")
@@ -332,10 +336,10 @@ async def test_what_is_decided_while_the_state_is_written_is_in_the_ledger_of_th
     assert account.turns[0][0].standing == "returned"
 
 
-async def test_what_is_decided_while_the_ledger_is_written_is_in_that_of_the_next_life(
+async def test_decisions_during_a_write_of_the_ledger_are_in_the_next_ledger(
     begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each attempt writes the state as it is then."""
+    """Each attempt writes the state at that time."""
     monkeypatch.setattr(coordinator, "RETRY_SECONDS", 0.01)
     life = begin(claim=1)
     lines = await life.join("a", "b")

@@ -1,4 +1,4 @@
-"""What a shard offers, and for how long."""
+"""The payloads that a shard offers, and for how long."""
 
 from __future__ import annotations
 

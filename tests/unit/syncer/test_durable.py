@@ -1,4 +1,4 @@
-"""What a shard keeps on disk: checkpoint, journal, and the way back from them."""
+"""A shard's state on disk: checkpoint, journal, and recovery from them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Lives = Callable[..., "Life"]
 
 @pytest.fixture
 def life_of(tmp_path: Path) -> Iterator[Callable[..., Life]]:
-    """Makes lives on one disk; their files are closed in the end."""
+    """Create processes on one disk; their files are closed at the end."""
     lives: list[Life] = []
 
     def make(identity: str = "run layout", claim: int = 0) -> Life:
@@ -40,14 +40,14 @@ def same(left: list[Tensor], right: list[Tensor]) -> bool:
     return len(left) == len(right) and all(map(torch.equal, left, right))
 
 
-def test_nothing_is_found_where_nothing_was_kept(tmp_path: Path, life_of: Lives) -> None:
+def test_an_empty_folder_restores_nothing(tmp_path: Path, life_of: Lives) -> None:
     life = life_of()
     assert life.disk.recover() == {}
     assert life.disk.problems == []
 
 
 @pytest.mark.parametrize("merges", [0, 1, 7, 40])
-def test_the_next_life_has_the_same_bits_momentum_and_all(life_of: Lives, merges: int) -> None:
+def test_the_next_process_has_the_same_bits_and_momentum(life_of: Lives, merges: int) -> None:
     life = life_of().begin()
     for number in range(merges):
         life.merge(number % 2)
@@ -60,10 +60,10 @@ def test_the_next_life_has_the_same_bits_momentum_and_all(life_of: Lives, merges
     after.disk.installed(after.versions)
     for each in (life, after):
         each.merge(0)
-    assert same(after.values(), life.values()), "and goes on the same way"
+    assert same(after.values(), life.values()), "and continues in the same way"
 
 
-def test_the_disk_has_a_merge_before_the_tensors_take_it_over(
+def test_a_merge_is_on_disk_before_the_tensors_change(
     life_of: Lives, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     life = life_of().begin()
@@ -80,10 +80,10 @@ def test_the_disk_has_a_merge_before_the_tensors_take_it_over(
     assert same(life.values(), before)
     assert life_of().disk.recover() == life.durable()
     life.merge(1)
-    assert life_of().disk.recover() == life.durable(), "space again: it goes on"
+    assert life_of().disk.recover() == life.durable(), "with space again, merges continue"
 
 
-def test_cut_anywhere_in_the_journal_the_merges_before_are_there(
+def test_a_journal_truncated_anywhere_restores_all_earlier_merges(
     tmp_path: Path, life_of: Lives
 ) -> None:
     life = life_of().begin()
@@ -101,7 +101,7 @@ def test_cut_anywhere_in_the_journal_the_merges_before_are_there(
         assert life_of().disk.recover() == known[whole]
 
 
-def test_a_torn_checkpoint_is_named_and_the_one_before_leads_to_the_same_bits(
+def test_a_torn_checkpoint_is_named_and_the_previous_one_gives_the_same_bits(
     tmp_path: Path, life_of: Lives
 ) -> None:
     life = life_of().begin()
@@ -119,10 +119,10 @@ def test_a_torn_checkpoint_is_named_and_the_one_before_leads_to_the_same_bits(
     assert "torn" in problem
 
 
-def test_a_checkpoint_with_other_bits_of_the_right_length_is_named_and_not_used(
+def test_a_checkpoint_with_wrong_bits_of_the_right_length_is_named_and_not_used(
     tmp_path: Path, life_of: Lives
 ) -> None:
-    """As a disk leaves one that it has confirmed and not written: safetensors itself has no sum."""
+    """As after a write that the disk confirmed and lost: safetensors itself has no checksum."""
     life = life_of().begin()
     life.merge(0)
     life.disk.checkpoint()
@@ -135,10 +135,10 @@ def test_a_checkpoint_with_other_bits_of_the_right_length_is_named_and_not_used(
     assert same(after.values(), life.values())
     (problem,) = after.disk.problems
     assert f"{newest} is torn" in problem
-    assert "is not what was written: the one before it is used" in problem
+    assert "is not what was written: the previous checkpoint is used" in problem
 
 
-def test_what_a_crash_has_left_of_a_checkpoint_is_deleted_by_the_next_one(
+def test_the_next_checkpoint_deletes_one_that_a_crash_interrupted(
     tmp_path: Path, life_of: Lives
 ) -> None:
     life = life_of().begin()
@@ -147,7 +147,7 @@ def test_what_a_crash_has_left_of_a_checkpoint_is_deleted_by_the_next_one(
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_journal_that_is_torn_at_its_end_says_so(tmp_path: Path, life_of: Lives) -> None:
+def test_a_journal_with_a_torn_end_is_reported(tmp_path: Path, life_of: Lives) -> None:
     life = life_of().begin()
     life.merge(0)
     (journal,) = tmp_path.glob("*.journal")
@@ -155,13 +155,13 @@ def test_a_journal_that_is_torn_at_its_end_says_so(tmp_path: Path, life_of: Live
     after = life_of()
     after.disk.recover()
     (problem,) = after.disk.problems
-    assert "bytes behind its last whole record are left out" in problem
+    assert "bytes after its last whole record are skipped" in problem
 
 
-def test_initial_weights_that_are_replaced_are_not_led_to_by_the_journal_before(
+def test_replaced_initial_weights_do_not_use_the_previous_journal(
     tmp_path: Path, life_of: Lives, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another attempt to begin, on a full disk: nothing is merged onto the first one's file."""
+    """A second attempt to begin, on a full disk: nothing is merged onto the first one's file."""
     life = life_of().begin()
     life.tensors.install(0, torch.ones(life.numel(0)))
 
@@ -180,7 +180,9 @@ def test_initial_weights_that_are_replaced_are_not_led_to_by_the_journal_before(
     assert same(after.values(), life.values())
 
 
-def test_the_folder_stays_bounded_and_the_journal_is_cut(tmp_path: Path, life_of: Lives) -> None:
+def test_the_folder_stays_bounded_and_old_journals_are_deleted(
+    tmp_path: Path, life_of: Lives
+) -> None:
     life = life_of().begin()
     sizes = []
     for number in range(300):
@@ -194,10 +196,10 @@ def test_the_folder_stays_bounded_and_the_journal_is_cut(tmp_path: Path, life_of
     assert life_of().disk.recover() == life.durable()
 
 
-def test_a_version_that_the_journal_does_not_lead_to_is_not_claimed(
+def test_a_version_that_the_journal_does_not_reproduce_is_not_restored(
     tmp_path: Path, life_of: Lives
 ) -> None:
-    """As after an update of torch that computes other bits: learners may hold the true ones."""
+    """As after a PyTorch update that computes other bits: learners may hold the right ones."""
     life = life_of().begin()
     life.merge(0)
     known = life.durable()
@@ -214,13 +216,13 @@ def test_a_version_that_the_journal_does_not_lead_to_is_not_claimed(
     assert known[0] != found[0]
 
 
-def test_another_runs_folder_is_refused(tmp_path: Path, life_of: Lives) -> None:
+def test_the_folder_of_another_run_is_rejected(tmp_path: Path, life_of: Lives) -> None:
     life_of().begin()
-    with pytest.raises(ConfigError, match="of a run with other settings or another model"):
+    with pytest.raises(ConfigError, match="belongs to a run with other settings or another model"):
         life_of("another").disk.recover()
 
 
-def test_when_the_run_is_over_only_the_last_state_is_kept(tmp_path: Path, life_of: Lives) -> None:
+def test_after_the_run_only_the_last_state_is_kept(tmp_path: Path, life_of: Lives) -> None:
     life = life_of().begin()
     for number in range(6):
         life.merge(number % 2)
@@ -230,7 +232,7 @@ def test_when_the_run_is_over_only_the_last_state_is_kept(tmp_path: Path, life_o
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_the_result_has_is_not_kept_twice(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_copies_in_the_result_are_not_kept_twice(tmp_path: Path, dtype: torch.dtype) -> None:
     run, folder = tmp_path, tmp_path / "durable" / "shard-0"
     life = Life(folder).begin()
     life.merge(0)
@@ -242,14 +244,16 @@ def test_what_the_result_has_is_not_kept_twice(tmp_path: Path, dtype: torch.dtyp
     [file] = folder.glob("*.safetensors")
     before = file.stat().st_size
     life.disk.leave_to(run / RESULT)
-    assert (file.stat().st_size < 0.7 * before) == (dtype is torch.float32), "if the bits are there"
+    assert (file.stat().st_size < 0.7 * before) == (dtype is torch.float32), (
+        "if the result has these bits"
+    )
     after = Life(folder)
     assert after.disk.recover() == life.durable()
     assert same(after.values(), life.values())
 
 
 @pytest.mark.parametrize("harm", ["moved away", "another"])
-def test_a_result_that_is_not_there_any_more_is_asked_for(tmp_path: Path, harm: str) -> None:
+def test_a_missing_result_is_named_in_the_error(tmp_path: Path, harm: str) -> None:
     run, folder = tmp_path, tmp_path / "durable" / "shard-0"
     life = Life(folder).begin()
     life.disk.finish()
@@ -261,15 +265,13 @@ def test_a_result_that_is_not_there_any_more_is_asked_for(tmp_path: Path, harm: 
         save_weights(run / RESULT, {name: values + 1 for name, values in named.items()})
     else:
         (run / RESULT).rename(run / "elsewhere")
-    with pytest.raises(ConfigError, match=rf"{RESULT}.*put the result of this run back"):
+    with pytest.raises(ConfigError, match=rf"{RESULT}.*restore the result of this run"):
         Life(folder).disk.recover()
 
 
 @pytest.mark.parametrize("claims", [(1, 2), (0, 1), (1, 0)])
-def test_what_a_replaced_process_still_writes_is_not_read(
-    life_of: Lives, claims: tuple[int, int]
-) -> None:
-    """It writes checkpoints and journals of its own; the next life has what the newer one had."""
+def test_files_of_a_replaced_process_are_not_read(life_of: Lives, claims: tuple[int, int]) -> None:
+    """It writes separate checkpoints and journals; the next process reads only the newer ones."""
     old = life_of(claim=claims[0]).begin()
     for number in range(5):
         old.merge(number % 2)
@@ -278,7 +280,7 @@ def test_what_a_replaced_process_still_writes_is_not_read(
     for p in FRAGMENTS:
         new.versions[p] = Version(2, old.versions[p].counter)
     new.disk.installed(new.versions)
-    if all(claims):  # without a claim it is sure to be alone
+    if all(claims):  # without a claim, no other process exists
         for number in range(40):
             old.merge(number % 2)
         old.disk.checkpoint()

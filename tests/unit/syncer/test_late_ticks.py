@@ -1,4 +1,4 @@
-"""After a pause a shard hears what has arrived before it looks whose lease is over (rule 13)."""
+"""After a pause, a shard handles arrived messages before it expires leases (rule 13)."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from decoupled_diloco.transport.interface import Channel
 from memory_transport import MemoryClient, MemoryNetwork, MemoryServer
 
 LATE_SECONDS = 0.1
-"""Too little for a shard to notice that it stood still."""
+"""Too short for a shard to notice that it was paused."""
 
 
 class Standing(Runtime):
-    """The shard's clock stands, but for when the test lets it leap."""
+    """The shard's clock: it stands still except when the test moves it."""
 
     at = 1000.0
 
@@ -40,7 +40,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @asynccontextmanager
 async def a_shard(folder: Path) -> AsyncIterator[tuple[Shard, Channel]]:
-    """One shard, with its coordinator, and the connection of a learner that it has let in."""
+    """Create a shard with its coordinator, and the connection of an admitted learner."""
     network, tapes = MemoryNetwork(), list[TapeWriter]()
 
     def tape(who: str, header: Mapping[str, Any]) -> TapeWriter:
@@ -73,16 +73,16 @@ async def a_shard(folder: Path) -> AsyncIterator[tuple[Shard, Channel]]:
 
 
 async def is_kept_after_a_pause(folder: Path, *received: messages.FromLearner) -> bool:
-    """Whether a learner is still live when its lease is over and these messages have come."""
+    """Whether a learner is still live after its lease expired and these messages arrived."""
     loop = asyncio.get_running_loop()
     with within(Standing()) as clock:
         async with a_shard(folder) as (shard, channel):
-            # From here on nothing but the messages can renew the lease.
+            # From here on only the messages can renew the lease.
             shard._sessions.sessions["a"].heard = float("inf")
             deadline = shard.machine.deadline()
             assert deadline is not None
             clock.at = deadline + LATE_SECONDS
-            shard.driver._armed_for = None  # the loop's clock has not leapt
+            shard.driver._armed_for = None  # the loop's clock has not moved
             shard.driver._go_on()
             for message in received:
                 loop.call_later(0, channel.send, encode(message))
@@ -91,10 +91,10 @@ async def is_kept_after_a_pause(folder: Path, *received: messages.FromLearner) -
             return "a" in shard.machine.state.members
 
 
-async def test_what_has_arrived_is_told_before_the_tick(tmp_path: Path) -> None:
-    """The timer fires in the same turn of the loop in which the report comes, and before it."""
+async def test_arrived_messages_are_handled_before_the_tick(tmp_path: Path) -> None:
+    """The timer fires in the same turn of the loop in which the report arrives, and before it."""
     assert await is_kept_after_a_pause(tmp_path, messages.StepReport(1, 8, 1.0))
 
 
-async def test_who_is_silent_loses_its_lease(tmp_path: Path) -> None:
+async def test_a_silent_learner_loses_its_lease(tmp_path: Path) -> None:
     assert not await is_kept_after_a_pause(tmp_path)

@@ -55,7 +55,7 @@ def shares(folder: Path, model: nn.Module, shards: int) -> MergePlan:
     return plan
 
 
-def test_shares_become_the_model_again_with_tied_names_and_dtypes(
+def test_shares_are_combined_into_the_model_with_tied_names_and_dtypes(
     tmp_path: Path, model: Tied
 ) -> None:
     plan = shares(tmp_path, model, shards=2)
@@ -73,11 +73,11 @@ def test_a_missing_share_is_named(tmp_path: Path, model: Tied) -> None:
     (tmp_path / "checkpoints" / "shard-1.safetensors").unlink()
     with pytest.raises(StorageError, match=r"shard-1\.safetensors"):
         assemble(tmp_path, plan, 2)
-    with pytest.raises(StorageError, match="fragments \\[1\\] are in no share"):
+    with pytest.raises(StorageError, match="fragments \\[1\\] are missing from the shares"):
         assemble(tmp_path, plan, 1)
 
 
-def test_a_share_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_share_is_rejected(tmp_path: Path) -> None:
     save_weights(tmp_path / "checkpoints" / "shard-0.safetensors", {"x": torch.zeros(2)})
     with pytest.raises(StorageError, match="is not a share of a result"):
         read_layout(tmp_path)
@@ -102,7 +102,7 @@ def test_initial_weights_come_from_a_file_by_name(
         assert torch.equal(values[p], gather(fragment, own))
 
 
-def test_initial_weights_of_another_model_are_refused(tmp_path: Path, model: Tied) -> None:
+def test_initial_weights_of_another_model_are_rejected(tmp_path: Path, model: Tied) -> None:
     plan = plan_of(model)
     path = tmp_path / "begin.safetensors"
     state = {name: value.clone() for name, value in model.state_dict().items()}

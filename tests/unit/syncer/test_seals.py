@@ -1,4 +1,4 @@
-"""Nobody can say that it holds what was never published (rule 13)."""
+"""A learner cannot claim to hold a version that was never published (rule 13)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ V = Version(3, 41)
 
 
 def held(key: str = KEY) -> Holding:
-    """What a learner says of a version that was published under a key."""
+    """Return a learner's report of a version that was published under a key."""
     message = Seals(key).sealed(Published(2, V, None, "digest", "", "/whole", 9))
     assert (message.version, message.digest, message.clock) == (V, "digest", 9)
     return Holding(message.fragment, message.version, message.digest, message.seal)
 
 
-def test_what_was_published_is_genuine_in_every_process_that_has_the_key() -> None:
+def test_a_published_version_is_genuine_in_every_process_with_the_key() -> None:
     assert Seals(KEY).genuine([held()]) == (held(),)
 
 
@@ -37,5 +37,5 @@ def test_what_was_published_is_genuine_in_every_process_that_has_the_key() -> No
     ],
     ids=["counter", "term", "fragment", "digest", "no seal", "not ASCII", "key"],
 )
-def test_what_was_made_up_is_not_and_takes_nothing_else_with_it(made_up: Holding) -> None:
+def test_an_invented_version_is_removed_and_the_others_stay(made_up: Holding) -> None:
     assert Seals(KEY).genuine([made_up, held()]) == (held(),)

@@ -1,4 +1,4 @@
-"""A shard believes no number of a checkpoint that cannot be."""
+"""A shard rejects checkpoint numbers that are not possible, and follows its connections."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from memory_transport import MemoryClient, MemoryNetwork, MemoryServer
 
 
 class Told:
-    """In the driver's place: notes what the machine would be told."""
+    """Stands in for the driver: records the events for the machine."""
 
     def __init__(self, checkpoint: int) -> None:
         self.facts: list[Any] = []
@@ -44,7 +44,7 @@ def let_in(sessions: Sessions, connection: int, learner: str) -> None:
 
 
 async def greet(checkpoint: int) -> list[Any]:
-    """What a shard that knows of checkpoint 7 is told when somebody greets with this number."""
+    """Return the events of a shard that knows checkpoint 7, when a greeting has this number."""
     driver = Told(7)
     served = asyncio.get_running_loop().create_future()
     sessions = sessions_of(driver)
@@ -70,14 +70,14 @@ async def greet(checkpoint: int) -> list[Any]:
     return driver.facts
 
 
-def test_a_newer_number_is_heard_before_the_greeting() -> None:
+def test_a_newer_number_is_handled_before_the_greeting() -> None:
     told = asyncio.run(greet(8))
     assert told[0] == CheckpointHeard(8)
     assert isinstance(told[1], Connected)
     assert not any(isinstance(event, CheckpointHeard) for event in asyncio.run(greet(7)))
 
 
-async def test_a_newer_number_is_heard_before_the_message_that_brings_it() -> None:
+async def test_a_newer_number_is_handled_before_its_message() -> None:
     class Talkative(Line):
         said = [numbered(messages.StepReport(1, 8, 1.0), 8)]  # noqa: RUF012
 
@@ -102,14 +102,14 @@ async def test_a_newer_number_is_heard_before_the_message_that_brings_it() -> No
     assert [type(event) for event in told[:3]] == [Connected, CheckpointHeard, messages.StepReport]
 
 
-def test_a_number_far_ahead_breaks_the_connection_and_changes_nothing() -> None:
+def test_a_number_far_ahead_closes_the_connection_and_changes_nothing() -> None:
     assert asyncio.run(greet(7 + LEAD_MAX))[0] == CheckpointHeard(7 + LEAD_MAX)
-    with pytest.raises(ProtocolError, match="cannot be: the newest known here is 7"):
+    with pytest.raises(ProtocolError, match="is not valid: the newest one known here is 7"):
         asyncio.run(greet(8 + LEAD_MAX))
 
 
 class Line:
-    """The near end of a connection: notes what is sent, and says nothing until it is closed."""
+    """The near end of a connection: records sent messages, receives nothing until closed."""
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
@@ -128,7 +128,7 @@ class Line:
 
 
 class Syncer:
-    """Sessions of a machine that has been told of who greets, and has not answered yet."""
+    """Sessions of a machine that has received the greetings and has not answered yet."""
 
     def __init__(self) -> None:
         self.driver = Told(0)
@@ -156,7 +156,7 @@ class Syncer:
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
 
-async def test_a_broadcast_is_one_text_for_all_who_are_there() -> None:
+async def test_a_broadcast_is_one_text_for_all_connected_peers() -> None:
     syncer = Syncer()
     lines = [await syncer.greet(f"l{number}") for number in range(50)]
     for number in range(50):
@@ -165,12 +165,12 @@ async def test_a_broadcast_is_one_text_for_all_who_are_there() -> None:
         pass
     sent = [message for line in lines for message in line.sent]
     assert len(sent) == 50
-    assert len({id(message) for message in sent}) == 1, "encoded once, not for each"
+    assert len({id(message) for message in sent}) == 1, "encoded once, not once per peer"
     assert sent[0].text == '{"type":"Ending"}'
     await syncer.end()
 
 
-async def test_who_is_gone_before_it_was_let_in_is_told_of_once_it_is() -> None:
+async def test_a_peer_that_leaves_before_it_is_accepted_is_lost_once_it_is_accepted() -> None:
     syncer = Syncer()
     line = await syncer.greet("a")
     await syncer.part(line)
@@ -181,7 +181,7 @@ async def test_who_is_gone_before_it_was_let_in_is_told_of_once_it_is() -> None:
     await syncer.end()
 
 
-async def test_who_has_greeted_anew_is_not_gone() -> None:
+async def test_a_peer_that_connected_again_is_not_lost() -> None:
     syncer = Syncer()
     line = await syncer.greet("a")
     await syncer.part(line)

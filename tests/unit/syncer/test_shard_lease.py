@@ -1,4 +1,4 @@
-"""Acting by a claim: in turns, fenced, and not at all without the storage."""
+"""Acting by a claim: one process at a time, fenced, and never without the storage."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def contender(folder: Path, name: str, lease_seconds: float = LEASE_SECONDS) -> 
     return ShardLease(store, TapeWriter(folder / "tape", f"shard-1.{name}", header), waits=waits)
 
 
-async def test_two_act_in_turns(folder: Path) -> None:
+async def test_two_processes_act_one_after_the_other(folder: Path) -> None:
     first, second = contender(folder, "first"), contender(folder, "standby")
     waiting = asyncio.ensure_future(second.gained())
     assert await first.gained()
@@ -51,7 +51,7 @@ async def test_two_act_in_turns(folder: Path) -> None:
     await second.end(finished=True)
 
 
-async def test_who_waits_ends_with_the_run(folder: Path) -> None:
+async def test_a_waiting_process_ends_with_the_run(folder: Path) -> None:
     first, second = contender(folder, "first"), contender(folder, "standby")
     assert await first.gained()
     waiting = asyncio.ensure_future(second.gained())
@@ -62,7 +62,7 @@ async def test_who_waits_ends_with_the_run(folder: Path) -> None:
     await second.end(finished=True)
 
 
-async def test_who_is_told_to_end_while_it_waits_ends(folder: Path) -> None:
+async def test_a_waiting_process_ends_when_asked_to(folder: Path) -> None:
     first, second = contender(folder, "first"), contender(folder, "standby")
     assert await first.gained()
     waiting = asyncio.ensure_future(second.gained())
@@ -74,7 +74,7 @@ async def test_who_is_told_to_end_while_it_waits_ends(folder: Path) -> None:
     await first.end(finished=False)
 
 
-async def test_without_the_storage_it_steps_down_and_another_may_act(folder: Path) -> None:
+async def test_a_process_without_storage_steps_down_and_another_one_may_act(folder: Path) -> None:
     first = contender(folder, "first")
     assert await first.gained()
     lost: list[BaseException] = []
@@ -101,7 +101,7 @@ def broken(*arguments: object) -> object:
 
 
 @pytest.mark.parametrize("order", ["look", "claim"])
-async def test_an_order_that_fails_otherwise_ends_the_wait_for_a_claim(
+async def test_an_unexpected_failure_of_an_order_ends_the_wait_for_a_claim(
     folder: Path, monkeypatch: pytest.MonkeyPatch, order: str
 ) -> None:
     """Without an answer, a standby would wait forever."""
@@ -114,7 +114,7 @@ async def test_an_order_that_fails_otherwise_ends_the_wait_for_a_claim(
 
 
 async def failure_of(shard_lease: ShardLease) -> list[BaseException]:
-    """The errors with which a lease has ended the process that acts by it, once there is one."""
+    """Return the errors with which a lease ended the process that acts by it."""
     failed, errors = asyncio.Event(), list[BaseException]()
 
     def end(error: BaseException) -> None:
@@ -131,7 +131,7 @@ async def failure_of(shard_lease: ShardLease) -> list[BaseException]:
     [(ClaimStore, "renew"), (ShardLeaseMachine, "handle"), (ShardLeaseMachine, "deadline")],
     ids=["in a task", "in the machine", "for the next timer"],
 )
-async def test_a_lease_that_fails_ends_the_process_that_acts_by_it_once(
+async def test_a_failed_lease_ends_its_acting_process_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch, owner: type, part: str
 ) -> None:
     shard_lease = contender(folder, "first")
@@ -143,7 +143,7 @@ async def test_a_lease_that_fails_ends_the_process_that_acts_by_it_once(
     assert errors == [BROKEN]
 
 
-async def test_a_lease_that_fails_before_its_process_acts_ends_it_when_it_does(
+async def test_a_lease_that_fails_early_ends_its_process_when_that_acts(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shard_lease = contender(folder, "first")
@@ -160,7 +160,7 @@ async def test_a_lease_that_fails_before_its_process_acts_ends_it_when_it_does(
     await shard_lease.end(finished=False)
 
 
-async def test_a_claim_that_cannot_be_given_back_for_another_reason_raises(
+async def test_an_unexpected_error_in_the_release_of_a_claim_is_raised(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shard_lease = contender(folder, "first", lease_seconds=60.0)
@@ -176,7 +176,7 @@ QUESTIONS = ("is_folder", "names", "read")
 
 
 def fail_once(monkeypatch: pytest.MonkeyPatch, question: str, code: int) -> list[str]:
-    """Has the disk's next answer be an error; the list has the paths that were asked about."""
+    """Make the disk's next answer an error; the returned list has the requested paths."""
     asked: list[str] = []
     answer = getattr(Disk, question)
 
@@ -207,7 +207,7 @@ async def test_a_standby_takes_over_after_a_read_that_failed(
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.ESTALE])
 @pytest.mark.parametrize("question", ["is_folder", "names"])
-async def test_a_shard_that_acts_reports_a_storage_that_fails_as_such(
+async def test_an_acting_shard_reports_failed_storage_as_a_storage_error(
     folder: Path, monkeypatch: pytest.MonkeyPatch, question: str, code: int
 ) -> None:
     """Its merge is tried again: any other error would end the process."""
@@ -222,8 +222,8 @@ async def test_a_shard_that_acts_reports_a_storage_that_fails_as_such(
     await shard_lease.end(finished=False)
 
 
-async def test_what_is_fenced_is_not_done_once_there_is_a_newer_claim(folder: Path) -> None:
-    """Whatever the clock says: this one's lease is not over."""
+async def test_a_fenced_task_is_not_run_once_there_is_a_newer_claim(folder: Path) -> None:
+    """Independent of the clock: this process's lease has not expired."""
     shard_lease = contender(folder, "first", lease_seconds=60.0)
     assert await shard_lease.gained()
     done: list[str] = []
@@ -235,7 +235,7 @@ async def test_what_is_fenced_is_not_done_once_there_is_a_newer_claim(folder: Pa
     await shard_lease.end(finished=False)
 
 
-async def test_what_was_done_while_a_newer_claim_was_made_is_told_to_nobody(folder: Path) -> None:
+async def test_a_result_of_a_task_during_a_newer_claim_is_not_announced(folder: Path) -> None:
     shard_lease = contender(folder, "first", lease_seconds=60.0)
     assert await shard_lease.gained()
     other = ClaimStore(shard_lease.store.folder, "other", 60.0, "other")
@@ -244,7 +244,7 @@ async def test_what_was_done_while_a_newer_claim_was_made_is_told_to_nobody(fold
     await shard_lease.end(finished=False)
 
 
-async def test_a_storage_that_is_gone_for_a_moment_is_no_reason_to_end(folder: Path) -> None:
+async def test_storage_that_fails_for_a_moment_does_not_end_the_process(folder: Path) -> None:
     shard_lease = contender(folder, "first", lease_seconds=60.0)
     assert await shard_lease.gained()
     (folder / "claims").rename(folder / "unmounted")
@@ -257,6 +257,6 @@ async def test_a_storage_that_is_gone_for_a_moment_is_no_reason_to_end(folder: P
     await shard_lease.end(finished=False)
 
 
-def test_one_process_alone_has_no_fence() -> None:
+def test_a_single_process_has_no_fence() -> None:
     assert NO_STANDBY.holds()
     assert NO_STANDBY.fenced(lambda: 7)() == 7

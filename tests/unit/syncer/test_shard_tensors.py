@@ -56,38 +56,38 @@ def test_one_learner_and_an_outer_rate_of_one_is_the_identity() -> None:
 
 
 def received() -> tuple[ShardTensors, str]:
-    """A shard of zeros that has received ones; and their digest."""
+    """Return a shard of zeros that has received ones, and the digest of these."""
     tensors, ones = shard(), torch.ones(N)
     tensors.receive(0, ones, digest(ones))
     return tensors, digest(ones)
 
 
-def test_a_copy_is_kept_aside_until_it_is_to_be_installed() -> None:
+def test_a_copy_is_stored_until_it_is_installed() -> None:
     tensors, wanted = received()
-    assert torch.equal(tensors.whole(0), torch.zeros(N)), "another attempt may have begun"
+    assert torch.equal(tensors.whole(0), torch.zeros(N)), "another attempt may be in progress"
     tensors.install_received(0, wanted)
     assert torch.equal(tensors.whole(0), torch.ones(N))
     assert torch.equal(tensors.fragments[0].master, torch.ones(N))
 
 
-def test_a_copy_that_is_not_the_one_that_is_wanted_changes_nothing() -> None:
+def test_an_unwanted_copy_changes_nothing() -> None:
     tensors, wanted = received()
     tensors.install_received(0, digest(torch.zeros(N)))
     assert torch.equal(tensors.whole(0), torch.zeros(N))
     tensors.install_received(0, wanted)
-    assert torch.equal(tensors.whole(0), torch.zeros(N)), "it was forgotten"
+    assert torch.equal(tensors.whole(0), torch.zeros(N)), "it was discarded"
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_copy_that_is_no_good_is_not_even_kept(bad: float) -> None:
+def test_an_invalid_copy_is_not_stored(bad: float) -> None:
     tensors, wanted = received()
-    with pytest.raises(ProtocolError, match="the digest is"):
+    with pytest.raises(ProtocolError, match="digest="):
         tensors.receive(0, torch.full((N,), 2.0), wanted)
     values = torch.full((N,), bad)
     with pytest.raises(MergeError, match="not installed"):
         tensors.receive(0, values, digest(values))
     tensors.install_received(0, wanted)
-    assert torch.equal(tensors.whole(0), torch.ones(N)), "what came before is still here"
+    assert torch.equal(tensors.whole(0), torch.ones(N)), "the earlier copy is still stored"
 
 
 def test_weights_are_quantity_times_quality() -> None:
@@ -109,7 +109,7 @@ def test_uniform_weighting_ignores_the_counters() -> None:
     torch.testing.assert_close(tensors.merge(0).whole, torch.full((N,), 1.5))
 
 
-def test_what_bf16_rounds_away_goes_out_the_next_time() -> None:
+def test_the_rounding_error_of_bf16_is_published_the_next_time() -> None:
     tensors = shard(downlink="bf16")
     d = torch.full((N,), 1.0 + 2.0**-10)
     deliver(tensors, FIRST, d)
@@ -122,7 +122,7 @@ def test_what_bf16_rounds_away_goes_out_the_next_time() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_contribution_that_is_not_finite_is_refused(bad: float) -> None:
+def test_a_contribution_that_is_not_finite_is_rejected(bad: float) -> None:
     tensors = shard()
     d = torch.zeros(N)
     d[5] = bad
@@ -130,10 +130,10 @@ def test_a_contribution_that_is_not_finite_is_refused(bad: float) -> None:
         deliver(tensors, FIRST, d)
 
 
-def test_another_digest_or_size_is_refused() -> None:
+def test_a_wrong_digest_or_size_is_rejected() -> None:
     tensors = shard()
     body = codec("fp32").encode(torch.zeros(N))
-    with pytest.raises(ProtocolError, match=r"digest is .*, 00 was announced"):
+    with pytest.raises(ProtocolError, match=r"digest=.*, but 00 was announced"):
         tensors.verify(0, FIRST, body, "00")
     with pytest.raises((ProtocolError, MergeError)):
         tensors.verify(0, FIRST, body[:-4], digest(body[:-4]))
@@ -150,8 +150,10 @@ def test_a_diverged_outer_step_leaves_the_fragment_as_it_was() -> None:
     assert not any(value.any() for value in tensors.fragments[0].outer.state_dict().values())
 
 
-def test_what_is_folded_is_forgotten_on_request_and_what_has_arrived_is_not() -> None:
-    """A merge that the disk did not take: what came meanwhile goes into the next one."""
+def test_folded_contributions_are_discarded_and_unfolded_ones_stay() -> None:
+    """After a merge that the disk did not take, contributions that arrived meanwhile join the next
+    one.
+    """
     tensors = shard(method="mean")
     deliver(tensors, FIRST, torch.full((N,), 1.0))
     deliver(tensors, SECOND, torch.full((N,), 2.0))
@@ -162,7 +164,7 @@ def test_what_is_folded_is_forgotten_on_request_and_what_has_arrived_is_not() ->
     torch.testing.assert_close(tensors.merge(0).whole, torch.full((N,), 2.0))
 
 
-def test_what_is_dropped_leaves_nothing_behind() -> None:
+def test_a_dropped_contribution_leaves_nothing() -> None:
     tensors = shard()
     deliver(tensors, FIRST, torch.ones(N))
     tensors.drop(FIRST)
@@ -173,7 +175,7 @@ def test_what_is_dropped_leaves_nothing_behind() -> None:
 
 
 def test_two_contributions_of_one_learner_are_two() -> None:
-    """A late one and the next: each is folded with its own counters."""
+    """A late one and the next one: each is folded with its own counters."""
     tensors = shard(method="mean")
     deliver(tensors, FIRST, torch.full((N,), 1.0))
     deliver(tensors, SECOND, torch.full((N,), 4.0))
@@ -192,7 +194,7 @@ def test_a_discount_counts_once_in_the_weight() -> None:
     torch.testing.assert_close(tensors.merge(0).whole, torch.full((N,), expected))
 
 
-def test_what_is_published_is_never_written_to_again() -> None:
+def test_a_published_copy_is_never_written_to_again() -> None:
     tensors = shard()
     before = tensors.whole(0)
     deliver(tensors, FIRST, torch.ones(N))
@@ -201,13 +203,13 @@ def test_what_is_published_is_never_written_to_again() -> None:
     assert not before.any()
 
 
-def test_initial_weights_that_are_not_finite_are_refused() -> None:
+def test_initial_weights_that_are_not_finite_are_rejected() -> None:
     tensors = ShardTensors(plan(), (0,))
     with pytest.raises(MergeError, match="fragment 0 has NaN"):
         tensors.install(0, torch.full((N,), math.nan))
 
 
-def test_a_whole_body_is_copied_out_of_its_buffer() -> None:
+def test_a_whole_payload_is_copied_out_of_its_buffer() -> None:
     buffer = bytearray(codec("fp32").encode(torch.ones(N)).numpy().tobytes())
     values = values_of(memoryview(buffer), N)
     buffer[:] = bytes(len(buffer))
@@ -217,7 +219,7 @@ def test_a_whole_body_is_copied_out_of_its_buffer() -> None:
 
 
 def test_nearly_parallel_contributions_to_one_merge_are_named() -> None:
-    """Whether those before are folded already or not; the next merge begins anew."""
+    """Whether the earlier ones are folded already or not; the next merge starts empty."""
     rng, tensors, number = torch.Generator().manual_seed(1), shard(), iter(range(1, 99))
 
     def alike(learner: str, d: Tensor, *, folds: bool = True) -> tuple[str, ...]:
@@ -229,13 +231,15 @@ def test_nearly_parallel_contributions_to_one_merge_are_named() -> None:
         return found
 
     one, other, third = (torch.randn(N, generator=rng) for _ in range(3))
-    assert [alike(name, one) for name in "abc"] == [(), (), ()], "all are the first ones"
+    assert [alike(name, one) for name in "abc"] == [(), (), ()], (
+        "a first contribution is not compared"
+    )
     tensors.merge(0)
     assert [alike("a", other), alike("b", third), alike("c", 2 * other)] == [(), (), ("a",)]
     assert alike("c", third, folds=False) == ("b",), "whether it is folded or not"
     assert alike("a", third) == ("b", "c")
     tensors.merge(0)
-    assert alike("a", one) == (), "those before are merged"
-    assert alike("d", one) == (), "its first one"
+    assert alike("a", one) == (), "the earlier ones are merged"
+    assert alike("d", one) == (), "its first contribution"
     assert alike("b", one) == ("a", "d")
-    assert alike("b", 2 * one) == (), "it goes one way in every round"
+    assert alike("b", 2 * one) == (), "its direction is the same in every round"

@@ -1,4 +1,4 @@
-"""What a shard serves of its tapes: bounded pieces, whole lines, where to go on; over real HTTP."""
+"""The tapes that a shard serves over HTTP: bounded pieces, whole lines, and the next offset."""
 
 import asyncio
 import json
@@ -38,12 +38,12 @@ def documents_of(folder, shard=0, addresses=("http://127.0.0.1:1", "http://127.0
 
 
 def elsewhere(documents, folder, _, *arguments):
-    """The documents of another folder."""
+    """Return the documents of another folder."""
     return documents(folder, *arguments)
 
 
 def follow(path, *, detail=True):
-    """All pieces of a tape, and how many there were."""
+    """Return all pieces of a tape, and their number."""
     start, text, pieces = 0, b"", 0
     while True:
         document = read_piece(path, start, detail=detail)
@@ -54,7 +54,7 @@ def follow(path, *, detail=True):
         start, pieces = following, pieces + 1
 
 
-def test_pieces_together_are_the_whole_in_any_size(folder, monkeypatch):
+def test_pieces_of_any_size_make_up_the_whole_tape(folder, monkeypatch):
     path = folder / "tape" / "shard-0.jsonl"
     whole, pieces = follow(path)
     assert pieces == 1
@@ -63,7 +63,7 @@ def test_pieces_together_are_the_whole_in_any_size(folder, monkeypatch):
 
 
 def in_segments(folder, source):
-    """The same text as a process writes it that fills a segment with every 20 lines."""
+    """Write the same text in segments of 20 lines each."""
     folder.mkdir()
     tape = folder / source.name
     lines = source.read_bytes().splitlines(keepends=True)
@@ -89,7 +89,7 @@ def test_pieces_of_a_tape_in_segments_are_the_same_text(folder, tmp_path, monkey
     assert int(last.facts["size"]) == whole.stat().st_size + len('{"v":1,"at"')
 
 
-async def test_who_reads_a_shard_hears_of_a_spoilt_segment_and_goes_on(
+async def test_a_reader_reports_a_corrupted_segment_and_continues(
     servers, folder, tmp_path, monkeypatch
 ):
     (tmp_path / "tape").mkdir()
@@ -109,7 +109,7 @@ async def test_who_reads_a_shard_hears_of_a_spoilt_segment_and_goes_on(
     assert f"from byte {spoilt.begin} to {spoilt.end} missing" in problem
 
 
-def test_a_line_longer_than_a_piece_comes_whole(tmp_path, monkeypatch):
+def test_a_line_longer_than_a_piece_arrives_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(tapes, "PIECE_BYTES", 100)
     path = tmp_path / "shard-0.jsonl"
     line = json.dumps({"v": 1, "kind": "effect", "type": "Note", "data": {"text": "x" * 1000}})
@@ -117,7 +117,7 @@ def test_a_line_longer_than_a_piece_comes_whole(tmp_path, monkeypatch):
     assert follow(path)[0] == path.read_bytes()
 
 
-def test_a_line_that_is_being_written_is_left_for_later(folder, tmp_path):
+def test_an_unfinished_line_is_read_later(folder, tmp_path):
     whole = (folder / "tape" / "shard-0.jsonl").read_bytes()
     path = tmp_path / "shard-0.jsonl"
     path.write_bytes(whole[:-20])
@@ -129,7 +129,7 @@ def test_a_line_that_is_being_written_is_left_for_later(folder, tmp_path):
     assert int(rest.facts["next"]) == len(whole)
 
 
-def test_an_offset_behind_the_end_gives_nothing(folder):
+def test_an_offset_after_the_end_returns_nothing(folder):
     path = folder / "tape" / "shard-0.jsonl"
     document = read_piece(path, 10**12, detail=True)
     assert (document.body, document.facts["next"]) == (b"", str(10**12))
@@ -138,19 +138,19 @@ def test_an_offset_behind_the_end_gives_nothing(folder):
 @pytest.mark.parametrize(
     ("query", "message"),
     [
-        ({"who": "learner-1"}, "there is coordinator, shard-0"),
-        ({"who": "../token"}, "no tape of"),
-        ({"who": "shard-0", "from": "-1"}, "no offset"),
-        ({"who": "shard-0", "from": "9" * 30}, "no offset"),
-        ({"who": "shard-0", "from": "²"}, "no offset"),
+        ({"who": "learner-1"}, "the tapes are coordinator, shard-0"),
+        ({"who": "../token"}, "has no tape here"),
+        ({"who": "shard-0", "from": "-1"}, "is not an offset"),
+        ({"who": "shard-0", "from": "9" * 30}, "is not an offset"),
+        ({"who": "shard-0", "from": "²"}, "is not an offset"),
     ],
 )
-async def test_what_is_not_there_is_said(folder, query, message):
+async def test_a_missing_document_is_named_in_the_error(folder, query, message):
     with pytest.raises(NoSuchDocumentError, match=message):
         await documents_of(folder)(query)
 
 
-async def test_a_tape_that_is_gone_is_said(tmp_path):
+async def test_a_missing_tape_is_an_error(tmp_path):
     with pytest.raises(NoSuchDocumentError, match="No such file"):
         await documents_of(tmp_path)({"who": "shard-0"})
 
@@ -161,7 +161,7 @@ async def nobody(channel):
 
 @pytest.fixture
 async def servers(folder):
-    """Both shards of the run; they know each other's addresses."""
+    """Both shards of the run, which know each other's addresses."""
     addresses: list[str] = []
     started = []
     for shard in (0, 1):
@@ -182,7 +182,7 @@ async def in_thread(function, *arguments):
     return await asyncio.to_thread(function, *arguments)
 
 
-async def test_any_shard_leads_to_all(servers):
+async def test_any_shard_gives_access_to_all_tapes(servers):
     for server in servers:
         source = SyncerSource((server.address,), "secret")
         records = await in_thread(source.poll)
@@ -192,7 +192,7 @@ async def test_any_shard_leads_to_all(servers):
         assert source.problems() == []
 
 
-async def test_a_shard_that_is_out_of_reach_is_told_and_the_others_are_read(servers):
+async def test_an_unreachable_shard_is_reported_and_the_others_are_read(servers):
     source = SyncerSource((servers[0].address,), "secret")
     await in_thread(source.poll)
     await servers[1].stop()
@@ -201,10 +201,10 @@ async def test_a_shard_that_is_out_of_reach_is_told_and_the_others_are_read(serv
 
 
 @pytest.mark.parametrize("longer", ["one", "all"])
-async def test_a_new_run_at_the_same_addresses_is_read_from_its_beginning_once(
+async def test_a_new_run_at_the_same_addresses_is_read_once_from_its_start(
     servers, folder, tmp_path_factory, monkeypatch, longer
 ):
-    """Also when its tapes have grown beyond what was read of the old ones, or only some have."""
+    """Also when all or some of its tapes are longer than the part of the old ones that was read."""
     copy = tmp_path_factory.mktemp("served-copy")
     names = ("shard-0", "shard-1", "coordinator")
     whole = {name: (folder / "tape" / f"{name}.jsonl").read_bytes() for name in names}
@@ -231,7 +231,7 @@ async def test_a_new_run_at_the_same_addresses_is_read_from_its_beginning_once(
     assert await in_thread(source.poll) == []
 
 
-async def test_a_wrong_token_is_refused(servers):
+async def test_a_wrong_auth_token_is_rejected(servers):
     for token in (None, "wrong", "secret-wrong"):
         with pytest.raises(AccessError) as caught:
             await in_thread(SyncerSource((servers[0].address,), token).poll)
@@ -239,7 +239,7 @@ async def test_a_wrong_token_is_refused(servers):
         assert "wrong" not in str(caught.value)
 
 
-async def test_each_ids_own_secret_will_do(folder):
+async def test_the_separate_secret_of_each_name_is_accepted(folder):
     tokens = Tokens(principals={"learner-0": "one", "learner-1": "two"})
     server = HttpServer(
         tokens=tokens, on_channel=nobody, queries={TAPE_PATH: documents_of(folder, 1)}
@@ -254,7 +254,7 @@ async def test_each_ids_own_secret_will_do(folder):
         await server.stop()
 
 
-async def test_browsers_are_refused(servers):
+async def test_browsers_are_rejected(servers):
     async with aiohttp.ClientSession() as session:
         headers = {"Authorization": "Bearer secret", "Origin": "http://evil.example"}
         async with session.get(servers[0].address + TAPE_PATH, headers=headers) as answer:
@@ -268,19 +268,19 @@ async def test_only_reading_is_served(servers):
                 assert answer.status in (400, 404, 405)
 
 
-async def test_another_server_is_told_apart(servers):
-    with pytest.raises(ProtocolError, match="no tape of"):
+async def test_another_server_is_recognized(servers):
+    with pytest.raises(ProtocolError, match="has no tape here"):
         await in_thread(fetch, servers[0].address, TAPE_PATH, {"who": "x"}, "secret")
 
 
-async def test_a_token_that_cannot_be_one_is_not_repeated(servers):
+async def test_an_invalid_auth_token_is_not_printed(servers):
     for token in ("two\nlines", "schlüssel€"):
         with pytest.raises(ConfigError, match="the token has invalid characters") as caught:
             await in_thread(fetch, servers[0].address, TAPE_PATH, {}, token)
         assert token not in str(caught.value)
 
 
-def test_nobody_there_is_a_sentence_with_a_way_out():
+def test_an_unreachable_syncer_is_one_sentence_with_a_fix():
     with pytest.raises(TransportError, match="is it running") as caught:
         SyncerSource(("http://127.0.0.1:1",), None).poll()
     assert caught.value.exit_code == 4
@@ -302,6 +302,6 @@ def test_nobody_there_is_a_sentence_with_a_way_out():
         "http://\u202ex:1",
     ],
 )
-def test_what_is_no_address_is_said(address):
+def test_an_invalid_address_is_an_error(address):
     with pytest.raises(ConfigError, match="not a valid syncer address"):
         fetch(address, TAPE_PATH, {}, None)

@@ -1,4 +1,4 @@
-"""What a shard does with a body that it expects, and that nothing waits for thousands of them."""
+"""A shard's handling of an expected payload, without a task for each of thousands."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def plan_of(model: nn.Module) -> MergePlan:
 
 
 class Shard:
-    """As much of a shard as an intake needs: everything that it starts and tells is noted."""
+    """The parts of a shard that an intake needs; records started tasks and events."""
 
     def __init__(self) -> None:
         plan = plan_of(nn.Linear(4, 3, bias=False))
@@ -79,13 +79,15 @@ class Shard:
 
 
 async def test_few_contributions_are_decoded_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many arrive together: each takes four bytes an element until it is folded."""
+    """Independent of how many arrive together: each takes four bytes per element until it is
+    folded.
+    """
     shard, folding = Shard(), asyncio.Event()
     decoded: list[str] = []
 
     async def in_worker(task: Callable[[], _T]) -> _T:
         result = task()
-        await folding.wait()  # what is decoded waits until the worker folds it
+        await folding.wait()  # a decoded contribution waits until the worker folds it
         return result
 
     monkeypatch.setattr(
@@ -118,7 +120,7 @@ async def shard() -> AsyncIterator[Shard]:
     await asyncio.gather(*shard.tasks, return_exceptions=True)
 
 
-async def test_an_expected_body_costs_no_task_until_it_is_here(shard: Shard) -> None:
+async def test_an_expected_payload_needs_no_task_until_it_arrives(shard: Shard) -> None:
     before = len(asyncio.all_tasks())
     for number in range(100):
         shard.expect(f"l{number}")
@@ -131,7 +133,7 @@ async def test_an_expected_body_costs_no_task_until_it_is_here(shard: Shard) -> 
 
 
 @pytest.mark.parametrize("announced_first", [True, False])
-async def test_body_and_announcement_may_come_in_any_order(
+async def test_payload_and_announcement_may_arrive_in_any_order(
     shard: Shard, announced_first: bool
 ) -> None:
     shard.expect("a")
@@ -148,7 +150,7 @@ async def test_body_and_announcement_may_come_in_any_order(
     assert (event.learner, event.ask, event.steps, event.tokens) == ("a", Asking(1, 1), 2, 64)
 
 
-async def test_a_body_that_stops_coming_is_told_of_though_it_was_never_announced(
+async def test_a_payload_that_stalls_is_reported_without_an_announcement(
     shard: Shard,
 ) -> None:
     shard.expect("a")
@@ -161,10 +163,10 @@ async def test_a_body_that_stops_coming_is_told_of_though_it_was_never_announced
     assert "5 of 48 bytes arrived" in event.reason
 
 
-async def test_a_body_that_is_not_expected_any_more_says_nothing(shard: Shard) -> None:
+async def test_a_payload_that_is_not_expected_any_more_reports_nothing(shard: Shard) -> None:
     shard.expect("a")
     shard.announce("a")
-    shard.intake._unexpect(messages.Unexpect("/up/a/1", "it was asked anew"))
+    shard.intake._unexpect(messages.Unexpect("/up/a/1", "it was requested again"))
     shard.expect("a", 2)
     shard.announce("a", 1)
     await settle()
@@ -174,7 +176,7 @@ async def test_a_body_that_is_not_expected_any_more_says_nothing(shard: Shard) -
     assert [event.ask for event in shard.told] == [Asking(1, 2)]
 
 
-async def test_memory_of_a_body_that_is_refused_goes_back(shard: Shard) -> None:
+async def test_the_memory_of_a_rejected_payload_is_released(shard: Shard) -> None:
     shard.expect("a")
     await shard.put("a")
     shard.intake._unexpect(messages.Unexpect("/up/a/1", "its learner is gone"))
@@ -185,8 +187,8 @@ async def test_memory_of_a_body_that_is_refused_goes_back(shard: Shard) -> None:
 BASE = Version(1, 0)
 
 
-async def test_a_body_may_leave_out_the_buffers_of_its_base(shard: Shard) -> None:
-    """It is kept for replays with all of them; one that says nonsense is refused."""
+async def test_a_payload_may_omit_the_buffers_of_its_base(shard: Shard) -> None:
+    """It is recorded for replays with all buffers; a malformed one is rejected."""
     kept: dict[str, bytes] = {}
     model = nn.BatchNorm1d(4)
     model.register_buffer("mask", torch.ones(64, 64))

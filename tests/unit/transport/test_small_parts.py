@@ -61,7 +61,7 @@ def test_open_tokens_admit_anyone_on_loopback_only() -> None:
     Tokens().check_bind("::1")
     Tokens().check_bind("localhost")
     for host in ("0.0.0.0", "::", "192.168.1.2", "example.org", ""):
-        with pytest.raises(ConfigError, match="set a token"):
+        with pytest.raises(ConfigError, match="set an auth token"):
             Tokens().check_bind(host)
         Tokens("secret").check_bind(host)
 

@@ -208,7 +208,7 @@ GRACE_SECONDS = 15.0
 """How long a learner may be disconnected before its leases are revoked.
 
 It is three times the longest pause between two reconnection attempts. Nothing waits for a
-partition, so there is no hurry.
+partition, so the time may be long.
 """
 
 

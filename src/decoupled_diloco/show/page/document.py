@@ -244,7 +244,7 @@ def few(names: Collection[str]) -> str:
 
 
 def open_rounds(run: RunModel, status: RunStatus) -> list[dict[str, Any]]:
-    """Return what each open round waits for, from whom and why; oldest first."""
+    """Return what each open round waits for, from which peers and why; oldest first."""
     as_of = status.as_of - run.started_wall
     every = [(shard, each) for shard in status.shards for each in shard.open_rounds]
     every.sort(key=lambda pair: -pair[1].open_seconds)

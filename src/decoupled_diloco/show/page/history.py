@@ -184,7 +184,7 @@ class _Line(NamedTuple):
 
 
 def charts_of(history: PageHistory, learners: Iterable[str]) -> dict[str, Any]:
-    """Return the page's charts as SVG, empty if there is no data, and the legend of the losses."""
+    """Return the page's charts as SVG, empty without data, and the legend of the losses."""
     samples = history.samples
     lines, band = _loss_lines(history, learners)
     sent = _Line("sent", "c0", history.series(each.sent for each in samples))

@@ -129,7 +129,7 @@ class Site:
             package, place, kind = FILES[name]
             return _text(_file(package, place), kind)
         if path not in (ROOT, EVENTS):
-            raise RequestRefusal(404, f"there is no page at {path[:200]}")
+            raise RequestRefusal(404, f"path={path[:200]} is not a page")
         if not self._access.is_authenticated(request):
             if path == EVENTS:
                 raise RequestRefusal(401, "sign in first")
@@ -242,7 +242,7 @@ class Access:
 
     @property
     def open(self) -> bool:
-        """Whether there is no secret."""
+        """Whether the page requires no secret."""
         return self._tokens.open
 
     def check_origin(self, request: web.BaseRequest) -> None:
