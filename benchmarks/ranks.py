@@ -43,7 +43,7 @@ from decoupled_diloco.merge import Fragment, layout_of, local_of, partition
 from decoupled_diloco.ranks.group import RankGroup
 from decoupled_diloco.ranks.rank_model import described, joined
 from decoupled_diloco.ranks.redistribute import HeldRows, Parts, Redistribution
-from decoupled_diloco.ranks.sync_ranks import Carrier
+from decoupled_diloco.ranks.sync_ranks import SyncRank
 from decoupled_diloco.runtime import blocking
 
 GPT = {"layers": 4, "width": 128, "heads": 4, "batch_size": 16}
@@ -186,14 +186,14 @@ def redistribute(kind: str, repetitions: int) -> dict[str, Any]:
 
 def carried() -> Callable[[], int]:
     """Start counting the payload bytes that this process syncs; return a function for the count."""
-    nbytes, answer = [0], Carrier.answer
+    nbytes, answer = [0], SyncRank.answer
 
-    async def counted(carrier: Carrier, request: dict[str, Any]) -> dict[str, Any]:
-        found = await answer(carrier, request)
+    async def counted(sync_rank: SyncRank, request: dict[str, Any]) -> dict[str, Any]:
+        found = await answer(sync_rank, request)
         nbytes[0] += found.get("sent", 0) + found.get("received", 0)
         return found
 
-    Carrier.answer = counted  # type: ignore[method-assign]
+    SyncRank.answer = counted  # type: ignore[method-assign]
     return lambda: nbytes[0]
 
 

@@ -23,7 +23,14 @@ from integration.real_system import System
 from network.apart_program import hasty, main, nameless
 from network.network_runs import records, step_times
 from network.network_spaces import FAR, NETWORKS, enter, link, unavailable
-from ranks.rank_learners import ASYNCHRONOUS, Ranks, ranks, several_carriers, steps_told, until_told
+from ranks.rank_learners import (
+    ASYNCHRONOUS,
+    Ranks,
+    ranks,
+    several_sync_ranks,
+    wait_for_log,
+    wait_for_step,
+)
 from ranks.rank_program import Job
 from replay_check import assert_replays
 
@@ -121,17 +128,17 @@ def test_a_learner_continues_after_a_rank_was_cut_off_from_rank_0(tmp_path: Path
         ranks(job_of(system, "other", "plain"), 1, main) as other,
         ranks(job_of(system, "one", "fsdp"), 2, main) as learner,
     ):
-        steps_told(learner, 10)
+        wait_for_step(learner, 10)
         made.silence(RANKS)
         cut_at = time.monotonic()
-        until_told(learner, "rank 1 of this learner says nothing")
+        wait_for_log(learner, "rank 1 of this learner does not respond")
         passed(cut_at, CUT_SECONDS)
         made.hear(RANKS)
         healed_at = time.monotonic()
-        until_told(learner, "rank 1 of this learner goes on")
+        wait_for_log(learner, "rank 1 of this learner continues")
         until_folded(learner, tmp_path, healed_at)
-        learner.ends_well()
-        other.ends_well()
+        learner.require_success()
+        other.require_success()
         system.wait_finished()
     assert_it_lost_no_step(tmp_path)
     assert_whole(tmp_path)
@@ -146,15 +153,15 @@ def test_a_learner_with_a_rank_cut_off_for_good_ends_and_returns(tmp_path: Path)
         ranks(job_of(system, "other", "plain"), 1, main) as other,
     ):
         with ranks(job_of(system, "one", "fsdp"), 2, hasty) as learner:
-            steps_told(learner, 10)
+            wait_for_step(learner, 10)
             made.silence(RANKS)
-            until_told(learner, "rank 1 of this learner says nothing")
+            wait_for_log(learner, "rank 1 of this learner does not respond")
             assert set(learner.wait(60)) & {0, None} == set(), learner.log(1)[-3000:]
         ended_at = time.monotonic()
         with ranks(job_of(system, "one", "plain"), 1, main) as again:
             until_folded(again, tmp_path, ended_at)
-            again.ends_well()
-        other.ends_well()
+            again.require_success()
+        other.require_success()
         system.wait_finished()
     assert_it_lost_no_step(tmp_path)
     assert_whole(tmp_path)
@@ -164,25 +171,25 @@ def test_a_learner_with_a_rank_cut_off_for_good_ends_and_returns(tmp_path: Path)
 def test_no_part_of_a_sync_rank_that_is_cut_off_is_merged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = several_carriers(monkeypatch)
+    options = several_sync_ranks(monkeypatch)
     with (
         link(tmp_path, mbit=None) as made,
         system_in(tmp_path, 350) as system,
         ranks(job_of(system, "other", "plain", block=options["block"]), 1, main) as other,
         ranks(job_of(system, "one", "fsdp", **options), 2, main) as learner,
     ):
-        steps_told(learner, 4)
+        wait_for_step(learner, 4)
         until_folded(learner, tmp_path, 0.0)
         made.silence(SYNCER)
         cut_at = time.monotonic()
-        until_told(learner, "rank 1 of this learner carries no fragments", 120.0)
+        wait_for_log(learner, "rank 1 of this learner syncs no fragments", 120.0)
         passed(cut_at, CUT_SECONDS)
         healed_at = time.monotonic()
         made.hear(SYNCER)
-        until_told(learner, "rank 1 of this learner carries fragments again")
+        wait_for_log(learner, "rank 1 of this learner syncs fragments again")
         until_folded(learner, tmp_path, healed_at)
-        learner.ends_well()
-        other.ends_well()
+        learner.require_success()
+        other.require_success()
         system.wait_finished()
     under_way = cut_at + 5.0  # contributions that had arrived whole
     assert not [at for at in folded_at(tmp_path).values() if under_way < at < healed_at]
@@ -194,17 +201,17 @@ def test_no_part_of_a_sync_rank_that_is_cut_off_is_merged(
 def test_sync_ranks_on_machines_with_the_same_name_find_rank_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = several_carriers(monkeypatch)
+    options = several_sync_ranks(monkeypatch)
     with (
         link(tmp_path, mbit=None),
         system_in(tmp_path, 60) as system,
         ranks(job_of(system, "other", "plain", block=options["block"]), 1, main) as other,
         ranks(job_of(system, "one", "fsdp", **options), 2, nameless) as learner,
     ):
-        steps_told(learner, 4)
+        wait_for_step(learner, 4)
         until_folded(learner, tmp_path, 0.0)
-        learner.ends_well()
-        other.ends_well()
+        learner.require_success()
+        other.require_success()
         system.wait_finished()
     assert_whole(tmp_path)
 
@@ -215,19 +222,19 @@ def test_a_run_ends_although_a_sync_rank_is_cut_off(
 ) -> None:
     """The closing rounds wait for its learner, but not forever; here each is tried only once."""
     monkeypatch.setattr(rounds, "SWEEP_TRIES_MAX", 1)
-    options = several_carriers(monkeypatch)
+    options = several_sync_ranks(monkeypatch)
     with (
         link(tmp_path, mbit=None) as made,
         system_in(tmp_path, 100) as system,
         ranks(job_of(system, "other", "plain", block=options["block"]), 1, main) as other,
         ranks(job_of(system, "one", "fsdp", **options), 2, main) as learner,
     ):
-        steps_told(learner, 4)
+        wait_for_step(learner, 4)
         until_folded(learner, tmp_path, 0.0)
         made.silence(SYNCER)
         learner.wait(240)
-        learner.ends_well()
-        other.ends_well()
+        learner.require_success()
+        other.require_success()
         system.wait_finished()
     assert_it_lost_no_step(tmp_path)
     assert_whole(tmp_path)

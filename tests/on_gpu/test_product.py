@@ -222,7 +222,7 @@ def test_ranks_divide_a_model_in_each_way_and_exchange_over_the_host(tmp_path: P
         work._work.wait()
         assert work._whole(0)
         out = torch.empty(3, device="cpu")
-        dist.all_to_all_single(out, torch.ones(3, device="cpu"), [3], [3], group.bodies)
+        dist.all_to_all_single(out, torch.ones(3, device="cpu"), [3], [3], group.payloads)
         assert float(out.sum()) == 3
         total, on_host = torch.ones(1, device=DEVICE), torch.ones(1, device="cpu")
         dist.all_reduce(total)

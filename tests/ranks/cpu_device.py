@@ -1,7 +1,7 @@
-"""The CPU as torchtitan's device, which has to be an accelerator otherwise: import it first.
+"""Make torchtitan accept the CPU, although it requires an accelerator; import this first.
 
-It stands in for what torchtitan asks of ``torch.cuda``: names and sizes of memory, and sums as gloo
-has them. All else is torchtitan's own.
+This module replaces the functions of ``torch.cuda`` that torchtitan uses: device names, memory
+sizes, and sums that gloo supports. Everything else is torchtitan itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def nothing(*arguments: Any) -> None:
-    """The CPU has no such thing."""
+    """Do nothing: the CPU has no such state."""
 
 
 CPU = SimpleNamespace(
@@ -40,7 +40,7 @@ _set_factor = FSDPModule.set_gradient_divide_factor
 
 
 def set_factor(self: FSDPModule, factor: float) -> None:
-    """Gloo has no sum that scales, as NCCL has; FSDP2 can do without."""
+    """Make FSDP2 scale separately: unlike NCCL, gloo has no sum with a factor."""
     _set_factor(self, factor)
     self.set_force_sum_reduction_for_comms(True)
 

@@ -1,4 +1,4 @@
-"""A rank that computes one batch's loss and gradients with a divided model of a workload."""
+"""A rank that computes the loss and the gradients of one batch with a distributed model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from decoupled_diloco.workloads import Workload, load_workload
 from decoupled_diloco.workloads.rank_split import divided, share_of_data
-from ranks.rank_program import Job, settle
+from ranks.rank_program import Job, set_up
 
 SMALL: dict[str, Any] = {"layers": 2, "width": 16, "heads": 2, "batch_size": 2}
 TEXT: dict[str, Any] = {**SMALL, "context": 8, "corpus_bytes_max": 50_000}
@@ -26,7 +26,7 @@ SIZES: dict[str, dict[str, Any]] = {
 def measured(
     workload: Workload, model: nn.Module, number: int
 ) -> tuple[float, dict[str, Tensor | None]]:
-    """The loss of a batch, and its gradients."""
+    """Return the loss of a batch and its gradients."""
     batch = next(workload.batches(0, 1, number))
     loss = workload.loss(model, batch)
     loss.backward()
@@ -35,11 +35,15 @@ def measured(
     return loss.item(), whole
 
 
-def main(job: Job, surroundings: Mapping[str, str]) -> None:
-    """``job.kind``: the workload and how it is cut; ``job.folder``: where rank 0 leaves it."""
-    settle(job, surroundings)
+def main(job: Job, environment: Mapping[str, str]) -> None:
+    """Measure, and write the result of rank 0 into ``job.folder``.
+
+    ``job.kind`` has the workload and its parallelism.
+    """
+    set_up(job, environment)
     dist.init_process_group("gloo")
-    found = measured_divided(job.kind)  # The model is gone before the group: DDP's end can hang.
+    # The model is deleted before the process group: DDP's destructor can hang otherwise.
+    found = measured_divided(job.kind)
     if dist.get_rank() == 0:
         torch.save(found, job.folder / "found.pt")
     dist.barrier()
@@ -47,7 +51,7 @@ def main(job: Job, surroundings: Mapping[str, str]) -> None:
 
 
 def measured_divided(kind: str) -> tuple[float, dict[str, Tensor | None]]:
-    """What this rank finds."""
+    """Return the loss and the gradients on this rank."""
     name, _, parallelism = kind.partition(" ")
     workload = load_workload(name, SIZES[name])
     model = divided(workload.model(), workload, parallelism)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""One rank of a learner that is Lightning's Trainer: DDP, or FSDP2 by ModelParallelStrategy."""
+"""One rank of a Lightning Trainer: DDP, or FSDP2 with ModelParallelStrategy."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from ranks.rank_program import Job, full, settle
+from ranks.rank_program import Job, full, set_up
 
 
-def main(job: Job, surroundings: Mapping[str, str]) -> None:
-    settle(job, surroundings)
+def main(job: Job, environment: Mapping[str, str]) -> None:
+    set_up(job, environment)
     os.environ |= {"TORCHELASTIC_RUN_ID": "one", "LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"]}
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 

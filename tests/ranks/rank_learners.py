@@ -1,4 +1,4 @@
-"""Learners of several ranks as processes, forked from one that has imported all."""
+"""Multi-rank learners as processes, forked from one that has imported everything."""
 
 from __future__ import annotations
 
@@ -50,29 +50,29 @@ class Ranks:
             port = free.getsockname()[1]
         self.processes: list[BaseProcess] = []
         for rank in range(world):
-            surroundings = {"OMP_NUM_THREADS": "1"}
+            environment = {"OMP_NUM_THREADS": "1"}
             if job.kind != "plain":
                 numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world}
-                surroundings |= {name: str(number) for name, number in numbers.items()}
-                surroundings |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            process = FORKS.Process(target=main, args=(job, surroundings))
+                environment |= {name: str(number) for name, number in numbers.items()}
+                environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            process = FORKS.Process(target=main, args=(job, environment))
             process.start()
             self.processes.append(process)
 
     def log(self, rank: int) -> str:
-        """What a rank has printed."""
+        """Return the output of a rank."""
         path = self.job.folder / f"{self.job.name}-{rank}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
     def wait(self, seconds: float = SECONDS_MAX) -> list[int | None]:
-        """The exit codes; ``None``: it still runs after so long."""
+        """Wait and return the exit codes; ``None``: the process still runs."""
         deadline = time.monotonic() + seconds
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
         return [process.exitcode for process in self.processes]
 
-    def ends_well(self) -> None:
-        """All end, without an error; who does not says where it is."""
+    def require_success(self) -> None:
+        """Wait until all ranks exit with code 0; a rank that does not exit prints its stack."""
         codes = self.wait()
         for rank, process in enumerate(self.processes):
             if process.is_alive():
@@ -95,7 +95,7 @@ class Ranks:
 
 @contextmanager
 def ranks(job: Job, world: int, main: Main = rank_program.main) -> Iterator[Ranks]:
-    """A learner whose processes are gone afterwards."""
+    """Run a learner; kill its processes at the end."""
     started = Ranks(job, world, main)
     try:
         yield started
@@ -112,20 +112,20 @@ SYNCHRONOUS = {
     "overlap_steps": 1,
     "quorum": 1,
     "wait": "at_overlap",
-    # while it waits for one fragment, another must not come a step early
+    # While it waits for one fragment, another one must not be applied a step early.
     "apply": {"when": "at_overlap"},
 }
 
 
 TOLERANCE = 1e-6
-"""Of the fragment's norm: sums over ranks have another order than those of one process."""
+"""Relative to the fragment's norm: sums over ranks are rounded in another order."""
 
 
 History = dict[int, list[Tensor]]
 
 
 def recorded(patch: pytest.MonkeyPatch) -> History:
-    """Every version of every fragment, as the shard merges it."""
+    """Record every version of every fragment that the shard merges."""
     found: History = defaultdict(list)
     commit = ShardTensors.commit
 
@@ -149,13 +149,13 @@ def system_in(folder: Path, **tables: Any) -> Iterator[System]:
 
 
 BLOCK = 128
-"""Elements that have a digest of their own: the model is so small."""
+"""Elements per digest block: small, so that ranges of the small model have whole blocks."""
 
 
-def several_carriers(patch: pytest.MonkeyPatch, carriers: Any = "all") -> dict[str, Any]:
-    """A job's options; syncer and ranks have the same blocks."""
+def several_sync_ranks(patch: pytest.MonkeyPatch, sync_ranks: Any = "all") -> dict[str, Any]:
+    """Return a job's options; also set the block size of the syncer to that of the ranks."""
     patch.setattr(sys.modules["decoupled_diloco.merge.codec"], "DIGEST_NUMEL", BLOCK)
-    return {"sync_ranks": carriers, "block": BLOCK}
+    return {"sync_ranks": sync_ranks, "block": BLOCK}
 
 
 ASYNCHRONOUS = {
@@ -171,15 +171,15 @@ ASYNCHRONOUS = {
 NOWHERE = "http://127.0.0.1:9"
 
 
-def steps_told(learner: Ranks, steps: int) -> None:
-    """Waits until rank 0 has said that it has made so many steps."""
-    until_told(learner, f"step {steps}\n")
+def wait_for_step(learner: Ranks, step: int) -> None:
+    """Wait until rank 0 has finished a step."""
+    wait_for_log(learner, f"step {step}\n")
 
 
-def until_told(learner: Ranks, what: str, seconds: float = 240.0) -> None:
-    """Waits until rank 0 has said so."""
+def wait_for_log(learner: Ranks, text: str, seconds: float = 240.0) -> None:
+    """Wait until the output of rank 0 contains a text."""
     deadline = time.monotonic() + seconds
-    while what not in learner.log(0):
+    while text not in learner.log(0):
         assert time.monotonic() < deadline, learner.log(0)[-3000:]
         assert None in learner.wait(0.0), learner.log(0)[-3000:]
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""One rank of a learner, as torchrun starts it; `learners` forks its ranks from one process."""
+"""One rank of a learner, as torchrun would start it; `learners` forks ranks from one process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch._dynamo  # the first optimizer brings it in: once is enough for all ranks
+import torch._dynamo  # the first optimizer imports it: once, here, is faster than in every rank
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -66,7 +66,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Embedding, blocks, head: something for each kind of parallelism to cut."""
+    """A model with embedding, blocks and head, which each kind of parallelism can distribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,10 +88,10 @@ def batch_of(seed: int, step: int) -> tuple[Tensor, Tensor]:
 
 
 def parallel(kind: str, model: nn.Module, **policies: Any) -> tuple[nn.Module, int, int]:
-    """The model as this kind has it; this rank's part of the batch, and of how many.
+    """Distribute a model; return it, this rank's share of the batch, and the number of shares.
 
     Args:
-        policies: FSDP2's.
+        policies: Options of FSDP2.
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if kind == "plain":
@@ -127,7 +127,7 @@ def parallel(kind: str, model: nn.Module, **policies: Any) -> tuple[nn.Module, i
 
 
 def stage_of(model: nn.Module, stage: int, stages: int) -> nn.Module:
-    """The model without what other stages have; the names stay."""
+    """Remove the modules of other stages; the others keep their names."""
     for n in range(LAYERS):
         if n * stages // LAYERS != stage:
             del model.blocks[str(n)]
@@ -139,7 +139,7 @@ def stage_of(model: nn.Module, stage: int, stages: int) -> nn.Module:
 
 
 class Gradients:
-    """The loss of a batch, and its gradients in the model."""
+    """Computes the loss of a batch, and the gradients of the model."""
 
     def __init__(self, kind: str, model: nn.Module) -> None:
         self._model = model
@@ -171,7 +171,7 @@ class Gradients:
 
 
 def accumulated(model: nn.Module, tokens: Tensor, targets: Tensor) -> float:
-    """The loss of a batch in two halves; the first one's gradients stay on their rank."""
+    """Compute a batch in two halves; the gradients of the first half are not reduced at once."""
     halves = [*zip(tokens.chunk(2), targets.chunk(2), strict=True)]
     total = 0.0
     for last, half in enumerate(halves):
@@ -186,7 +186,7 @@ def accumulated(model: nn.Module, tokens: Tensor, targets: Tensor) -> float:
 
 
 def evaluate(model: nn.Module, tokens: Tensor) -> None:
-    """Between two steps; it leaves the root of FSDP2 unsharded."""
+    """Evaluate between two steps, which leaves FSDP2's root module unsharded."""
     model.eval()
     with torch.no_grad():
         model(tokens)
@@ -198,12 +198,12 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 COLLECTIVE_SECONDS = 15
-"""What the training program's own collectives wait for a rank."""
+"""Timeout of the training program's own collectives."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank of a learner is told."""
+    """The settings of every rank of a learner."""
 
     kind: str
     address: str
@@ -218,28 +218,27 @@ class Job:
     interval_seconds: float = 0.0
     sync_ranks: int | Literal["hosts", "all"] = 1
     block: int = 0
-    """Elements that have a digest of their own; 0: as the product has it."""
+    """Elements per digest block; 0: the default."""
     token: str | None = None
     event_tape: Path | None = None
     metrics_address: str | None = None
     tracker: str | None = None
     manner: str = ""
-    """Of its loop or its model: one of the following."""
+    """Variant of the loop or the model; one of the following."""
 
 
 THOROUGH = "thorough"
-"""Tied and frozen weights, gradients accumulated and clipped, an evaluation at first and after each
-step."""
+"""Tied and frozen weights, accumulated and clipped gradients, an evaluation at the start and after
+each step."""
 WRAPPED = "wrapped"
-"""Blocks that recompute their activations, each compiled by itself."""
+"""Blocks that recompute their activations, each compiled separately."""
 HALF = "half"
-"""FSDP2 computes in bf16, and keeps its parameters in host memory."""
+"""FSDP2 computes in bf16 and keeps its parameters in host memory."""
 CLIP_NORM = 0.1
 
 
 def full(model: nn.Module) -> dict[str, Tensor]:
-    """The logical parameters; every rank calls it."""
-    # Of a pipeline: this rank's stage.
+    """Return the logical parameters, or those of this rank's stage; every rank calls this."""
     whole = {
         name.removeprefix("module."): each.full_tensor() if isinstance(each, DTensor) else each
         for name, each in model.named_parameters()
@@ -247,10 +246,10 @@ def full(model: nn.Module) -> dict[str, Tensor]:
     return {name: each.detach().clone() for name, each in whole.items()}
 
 
-def main(job: Job, surroundings: Mapping[str, str]) -> None:
-    """Trains until the run is over, or the job's steps are made; leaves the weights."""
-    settle(job, surroundings)
-    group.LOOK_SECONDS, group.LONG_SECONDS = 0.5, 4.0
+def main(job: Job, environment: Mapping[str, str]) -> None:
+    """Train until the run ends or the job's steps are done; write the weights."""
+    set_up(job, environment)
+    group.CHECK_SECONDS, group.STALLED_SECONDS = 0.5, 4.0
     if job.block:
         sys.modules["decoupled_diloco.merge.codec"].DIGEST_NUMEL = job.block  # type: ignore[attr-defined]
     if "RANK" in os.environ:
@@ -265,7 +264,7 @@ def write_nothing(*arguments: object) -> None:
 
 
 class Position:
-    """Of a rank's own data."""
+    """An object with state that differs by rank, like the position in a rank's data."""
 
     def __init__(self) -> None:
         self.rank = learner_rank()
@@ -277,14 +276,14 @@ class Position:
         print(f"the position of rank {state['rank']} is back", flush=True)
 
 
-def settle(job: Job, surroundings: Mapping[str, str]) -> None:
-    """Takes the surroundings of a rank, and logs to its file."""
-    os.environ.update(surroundings)
+def set_up(job: Job, environment: Mapping[str, str]) -> None:
+    """Set the environment of a rank, and write its output to its file."""
+    os.environ.update(environment)
     rank = int(os.environ.get("RANK", "0"))
     log = os.open(job.folder / f"{job.name}-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    faulthandler.enable(2)  # who does not end is asked, with SIGABRT, where it is
+    faulthandler.enable(2)  # SIGABRT prints the stack of a rank that does not exit
     logging.basicConfig(level=logging.INFO, force=True)
     torch.set_num_threads(1)
 
@@ -316,7 +315,7 @@ def train(job: Job) -> None:
             next(model.parameters()).fill_(math.nan)
     if trouble == "on the meta device":
         net.blocks["1"].up.to("meta")
-    if job.trouble == "partial":  # whoever makes a mesh does so on all ranks
+    if job.trouble == "partial":  # all ranks must create the mesh
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         if trouble:
             own = DTensor.from_local(net.head.weight.detach(), mesh, [Partial()])

@@ -1,4 +1,4 @@
-"""A learner of several ranks goes on from its checkpoint, as another number of ranks too."""
+"""A multi-rank learner continues from its checkpoint, also with another number of ranks."""
 
 from __future__ import annotations
 
@@ -16,27 +16,31 @@ from ranks.rank_learners import (
     NOWHERE,
     TOLERANCE,
     ranks,
-    several_carriers,
-    steps_told,
+    several_sync_ranks,
     system_in,
-    until_told,
+    wait_for_log,
+    wait_for_step,
 )
 from ranks.rank_program import INTERLEAVED, Job
 
 STEPS = 12
 ALONE = {"fragments": 3, "sync_every": 3000, "overlap_steps": 1, "quorum": 1}
-"""No fragment is due: what a learner trains is its own."""
+"""Settings without due fragments, so that the learner's weights are its own."""
 
 
 def trained(folder: Path, *lives: tuple[str, int], **options: Any) -> dict[str, Any]:
-    """What a learner has after so many steps, that it makes in lives of these kinds and ranks."""
+    """Train `STEPS` steps in several incarnations; return the learner's final state.
+
+    Args:
+        lives: The kind and the number of ranks of each incarnation.
+    """
     with system_in(folder, run={"max_steps": 10_000}, sync=ALONE) as system:
         for number, (kind, world) in enumerate(lives, 1):
             steps = STEPS * number // len(lives)
             own = options if kind != "plain" else options | {"sync_ranks": 1}
             job = Job(kind, system.addresses[0], "one", folder, steps, optimizer="adamw", **own)
             with ranks(replace(job, checkpoint=folder / "kept"), world) as learner:
-                learner.ends_well()
+                learner.require_success()
                 assert f"begins at step {STEPS * (number - 1) // len(lives)}\n" in learner.log(0)
     found: dict[str, Any] = torch.load(folder / "one.pt")
     return found
@@ -61,14 +65,14 @@ def without_a_stop(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_it_goes_on_as_if_it_had_not_stopped(
+def test_a_restarted_learner_trains_the_same_as_without_a_stop(
     lives: tuple[tuple[str, int], ...], without_a_stop: dict[str, Any], tmp_path: Path
 ) -> None:
     found = trained(tmp_path, *lives)
     assert found["steps"] == STEPS
     assert found["tokens"] == without_a_stop["tokens"]
     for name, ours in without_a_stop["weights"].items():
-        if name in found["weights"]:  # of a pipeline rank 0 has its stage
+        if name in found["weights"]:  # rank 0 of a pipeline has only its stage
             difference = float((ours - found["weights"][name]).norm() / ours.norm())
             assert difference <= 10 * TOLERANCE, f"{name}: {difference}"
 
@@ -78,13 +82,13 @@ def test_it_goes_on_as_if_it_had_not_stopped(
     [(("fsdp", 2), ("ddp", 3)), pytest.param((("tp", 2), ("plain", 1)), marks=pytest.mark.long)],
     ids=str,
 )
-def test_several_carriers_keep_and_read_the_published_copies(
+def test_several_sync_ranks_keep_and_read_the_published_copies(
     lives: tuple[tuple[str, int], ...],
     without_a_stop: dict[str, Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = trained(tmp_path, *lives, **several_carriers(monkeypatch))
+    found = trained(tmp_path, *lives, **several_sync_ranks(monkeypatch))
     for name, ours in without_a_stop["weights"].items():
         difference = float((ours - found["weights"][name]).norm() / ours.norm())
         assert difference <= 10 * TOLERANCE, f"{name}: {difference}"
@@ -94,12 +98,12 @@ def test_several_carriers_keep_and_read_the_published_copies(
 
 
 @pytest.mark.long
-def test_published_copies_that_are_lost_are_told_and_nothing_hangs(tmp_path: Path) -> None:
+def test_lost_published_copies_are_reported_and_nothing_hangs(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     with system_in(tmp_path, run={"max_steps": 10_000}, sync=ALONE) as system:
         job = Job("fsdp", system.addresses[0], "one", tmp_path, 4, optimizer="adamw")
         with ranks(replace(job, checkpoint=kept), 2) as learner:
-            learner.ends_well()
+            learner.require_success()
         (kept / "one/00000001.ranks/published-0.safetensors").unlink()
         with ranks(replace(job, checkpoint=kept), 2) as learner:
             codes = learner.wait()
@@ -108,20 +112,20 @@ def test_published_copies_that_are_lost_are_told_and_nothing_hangs(tmp_path: Pat
 
 
 @pytest.mark.long
-def test_a_pipeline_begins_anew_after_a_plain_life(tmp_path: Path) -> None:
-    """Rank 0 has but its stage: which parameter is which in the optimizer it cannot tell."""
+def test_a_pipeline_does_not_use_a_single_process_checkpoint(tmp_path: Path) -> None:
+    """Rank 0 has only its stage, so it cannot match the optimizer's state to parameters."""
     with system_in(tmp_path, run={"max_steps": 10_000}, sync=ALONE) as system:
         job = Job("plain", system.addresses[0], "one", tmp_path, 4, optimizer="adamw")
         job = replace(job, checkpoint=tmp_path / "kept")
         with ranks(job, 1) as learner:
-            learner.ends_well()
+            learner.require_success()
         with ranks(replace(job, kind="pipeline"), 3) as learner:
-            learner.ends_well()
+            learner.require_success()
             log = learner.log(0)
-        assert "its checkpoint is of a learner of one process: it is of another model" in log
+        assert "its checkpoint is of a single-process learner: it is of another model" in log
 
 
-def test_each_rank_has_its_own_objects_back(tmp_path: Path) -> None:
+def test_each_rank_restores_its_own_objects(tmp_path: Path) -> None:
     trained(tmp_path, ("ddp", 2), ("ddp", 2), ("fsdp", 3))
     logs = [(tmp_path / f"one-{rank}.log").read_text() for rank in range(3)]
     for rank in range(2):
@@ -131,50 +135,50 @@ def test_each_rank_has_its_own_objects_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_killed_among_steps_it_comes_back_with_what_was_kept(tmp_path: Path) -> None:
+def test_a_learner_killed_between_steps_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     with system_in(tmp_path, run={"max_steps": 150}, sync=ASYNCHRONOUS) as system:
         job = Job("fsdp", system.addresses[0], "one", tmp_path, pause=0.05, optimizer="adamw")
         job = replace(job, checkpoint=kept, interval_seconds=0.5)
         with ranks(job, 2) as learner:
-            steps_told(learner, 60)
+            wait_for_step(learner, 60)
             learner.send(1, signal.SIGKILL)
             assert set(learner.wait()) & {0, None} == set()
         files = sorted(path.name for path in (kept / "one").iterdir())
         assert len([name for name in files if name.endswith(".safetensors")]) == 2, files
         with ranks(replace(job, pause=0.0), 3) as learner:
-            until_told(learner, "own progress goes on")
-            learner.ends_well()
+            wait_for_log(learner, "own progress goes on")
+            learner.require_success()
             log = learner.log(0)
         begun = int(log.rsplit("begins at step ", 1)[1].split()[0])
         assert begun >= 20
 
 
-def test_a_disk_that_is_not_shared_is_refused_on_every_rank(tmp_path: Path) -> None:
+def test_a_disk_that_is_not_shared_is_rejected_on_every_rank(tmp_path: Path) -> None:
     job = Job("ddp", NOWHERE, "one", tmp_path, trouble="another disk", checkpoint=tmp_path / "kept")
     with ranks(job, 2) as learner:
         assert set(learner.wait()) & {0, None} == set()
         for rank in range(2):
-            assert "rank 1 does not see what rank 0 has written in" in learner.log(rank)
+            assert "rank 1 does not see what rank 0 wrote into" in learner.log(rank)
 
 
-def test_a_checkpoint_that_cannot_be_written_is_told_and_training_goes_on(tmp_path: Path) -> None:
+def test_a_failed_checkpoint_is_reported_and_training_continues(tmp_path: Path) -> None:
     with system_in(tmp_path, run={"max_steps": 60}, sync=ASYNCHRONOUS) as system:
         job = Job("fsdp", system.addresses[0], "one", tmp_path, pause=0.02, trouble="full disk")
         job = replace(job, checkpoint=tmp_path / "kept", interval_seconds=0.3)
         with ranks(job, 2) as learner:
-            learner.ends_well()
+            learner.require_success()
             log = learner.log(0)
     assert "rank 1: OSError(28, 'No space left on device')" in log
-    assert "no checkpoint of one this time" in log
+    assert "one has no checkpoint this time" in log
     assert not list((tmp_path / "kept/one").glob("0*"))
 
 
-def test_it_writes_its_part_of_a_checkpoint_of_the_run(tmp_path: Path) -> None:
+def test_a_learner_writes_its_part_of_a_run_checkpoint(tmp_path: Path) -> None:
     with system_in(tmp_path, run={"max_steps": 10_000}, sync=ASYNCHRONOUS) as system:
         job = Job("fsdp", system.addresses[0], "one", tmp_path, pause=0.02, optimizer="adamw")
         with ranks(replace(job, checkpoint=tmp_path / "kept"), 2) as learner:
-            steps_told(learner, 10)
+            wait_for_step(learner, 10)
             coordinator = system.shards[0]._host
             assert coordinator is not None
             number = system.call(coordinator.want_checkpoint).number

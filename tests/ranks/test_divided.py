@@ -1,4 +1,4 @@
-"""A workload's model that is cut over ranks computes what the whole one computes."""
+"""A workload's distributed model computes the same as the whole model."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ KINDS = ["gpt fsdp", "moe ddp", "vit tp", "gpt ddp", "gpt tp", "vit ddp", "vit f
 
 
 @pytest.mark.parametrize("kind", long_after(3, KINDS))
-def test_loss_and_gradients_are_those_of_the_whole_model(kind: str, tmp_path: Path) -> None:
+def test_loss_and_gradients_equal_those_of_the_whole_model(kind: str, tmp_path: Path) -> None:
     name, parallelism = kind.split()
     with ranks(Job(kind, "", "one", tmp_path), 2, divided_program.main) as learner:
-        learner.ends_well()
+        learner.require_success()
     loss, gradients = torch.load(tmp_path / "found.pt")
     workload = load_workload(name, SIZES[name])
     alone = [measured(workload, workload.model(), n) for n in range(1 + (parallelism != "tp"))]
@@ -44,26 +44,27 @@ def test_loss_and_gradients_are_those_of_the_whole_model(kind: str, tmp_path: Pa
             "moe",
             {},
             {"ranks": 2, "parallelism": "fsdp"},
-            "workload 'moe' cannot be cut by parallelism='fsdp' over ranks=2: an expert that gets "
-            "no token on one rank has no gradient there, which FSDP2 does not allow: use 'ddp'",
+            "workload 'moe' cannot be combined with parallelism='fsdp' and ranks=2: an expert "
+            "without tokens on a rank has no gradient there, which FSDP2 does not support: use "
+            "'ddp'",
         ),
         (
             "moe",
             {},
             {"ranks": 2, "parallelism": "tp"},
-            "workload 'moe' cannot be cut by parallelism='tp' over ranks=2: tensor parallel is for "
-            "'gpt', 'paced' and 'vit': use 'ddp'",
+            "workload 'moe' cannot be combined with parallelism='tp' and ranks=2: only 'gpt', "
+            "'paced' and 'vit' support tensor parallel: use 'ddp'",
         ),
         (
             "gpt",
             {"heads": 4},
             {"ranks": 3, "parallelism": "tp"},
-            "workload 'gpt' cannot be cut by parallelism='tp' over ranks=3: heads=4 is not a "
-            "multiple of it: change either",
+            "workload 'gpt' cannot be combined with parallelism='tp' and ranks=3: heads=4 is not "
+            "a multiple of ranks: change one of them",
         ),
     ],
 )
-def test_what_cannot_be_cut_is_refused(
+def test_an_unsupported_parallelism_is_rejected(
     name: str, options: dict[str, object], learner: dict[str, object], reason: str
 ) -> None:
     config = RunConfig(

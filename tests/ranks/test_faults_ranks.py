@@ -1,4 +1,4 @@
-"""What goes wrong with a learner of several ranks, and what is said of it."""
+"""Failures of multi-rank learners, and the messages about them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ranks.rank_learners import (
     ASYNCHRONOUS,
     NOWHERE,
     ranks,
-    several_carriers,
-    steps_told,
+    several_sync_ranks,
     system_in,
-    until_told,
+    wait_for_log,
+    wait_for_step,
 )
 from ranks.rank_program import WRAPPED, Job
 
 
 @pytest.mark.parametrize(
-    ("kind", "trouble", "told"),
+    ("kind", "trouble", "message"),
     long_after(
         3,
         [
@@ -45,15 +45,15 @@ from ranks.rank_program import WRAPPED, Job
             (
                 "tp",
                 "partial",
-                "rank 1: parameter 'head.weight' is placed as (Partial(sum),): what is Partial has "
-                "no values of its own; redistribute it to Shard or Replicate",
+                "rank 1: parameter 'head.weight' is placed as (Partial(sum),): a Partial parameter "
+                "has no values on any rank; redistribute it to Shard or Replicate",
             ),
             ("fsdp", "not finite", "rank 1: the model's 'embedding.weight' has NaN"),
         ],
     ),
 )
-def test_ranks_that_do_not_fit_end_with_the_reason_on_each(
-    kind: str, trouble: str, told: str, tmp_path: Path
+def test_ranks_that_do_not_fit_end_with_the_reason_on_every_rank(
+    kind: str, trouble: str, message: str, tmp_path: Path
 ) -> None:
     sync_ranks = 3 if trouble == "too many sync ranks" else 1
     job = Job(kind, NOWHERE, "one", tmp_path, trouble=trouble, sync_ranks=sync_ranks)
@@ -62,27 +62,27 @@ def test_ranks_that_do_not_fit_end_with_the_reason_on_each(
         assert 0 not in codes
         assert None not in codes
         for rank in range(2):
-            assert told in learner.log(rank), learner.log(rank)[-3000:]
+            assert message in learner.log(rank), learner.log(rank)[-3000:]
 
 
-def test_a_rank_that_makes_no_learner_is_named(tmp_path: Path) -> None:
+def test_a_rank_without_a_learner_is_named(tmp_path: Path) -> None:
     with ranks(Job("fsdp", NOWHERE, "one", tmp_path, trouble="no learner"), 2) as learner:
         deadline = time.monotonic() + 240
-        while "no Learner was made yet on rank 1 of 2" not in learner.log(0):
+        while "no Learner has been created yet on rank 1 of 2" not in learner.log(0):
             assert time.monotonic() < deadline, learner.log(0)
             time.sleep(0.2)
 
 
 @pytest.mark.long
-def test_ranks_that_wait_for_the_run_are_not_told_apart(tmp_path: Path) -> None:
+def test_ranks_that_wait_for_the_run_are_not_reported_as_diverged(tmp_path: Path) -> None:
     with ranks(Job("ddp", NOWHERE, "one", tmp_path), 2) as learner:
-        until_told(learner, "is not in the run yet")
-        time.sleep(8.0)  # twice as long as ranks may differ here
-        assert "has to make the same calls" not in learner.log(0) + learner.log(1)
+        wait_for_log(learner, "is not in the run yet")
+        time.sleep(8.0)  # twice `STALLED_SECONDS` of these ranks
+        assert "must make the same calls" not in learner.log(0) + learner.log(1)
 
 
 @pytest.mark.long
-def test_a_rank_that_makes_a_step_fewer_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_takes_one_step_less_is_named(tmp_path: Path) -> None:
     with system_in(tmp_path, run={"max_steps": 10_000}, sync=ASYNCHRONOUS) as system:
         job = Job("ddp", system.addresses[0], "one", tmp_path, steps=6, trouble="a step fewer")
         with ranks(job, 2) as learner:
@@ -94,10 +94,10 @@ def test_a_rank_that_makes_a_step_fewer_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("many", [True, False])
-def test_a_stopped_rank_is_named_and_the_learner_goes_on_with_it(
+def test_a_stopped_rank_is_named_and_its_learner_continues_with_it(
     many: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = several_carriers(monkeypatch) if many else {}
+    options = several_sync_ranks(monkeypatch) if many else {}
     alone = options | {"sync_ranks": 1}
     with system_in(tmp_path, run={"max_steps": 100}, sync=ASYNCHRONOUS) as system:
         address = system.addresses[0]
@@ -105,37 +105,37 @@ def test_a_stopped_rank_is_named_and_the_learner_goes_on_with_it(
             ranks(Job("plain", address, "other", tmp_path, pause=0.1, **alone), 1) as other,
             ranks(Job("tp", address, "one", tmp_path, pause=0.1, **options), 2) as learner,
         ):
-            steps_told(learner, 4)
+            wait_for_step(learner, 4)
             learner.send(1, signal.SIGSTOP)
             made = other.log(0).count("step")
-            until_told(learner, "rank 1 of this learner says nothing")
-            assert other.log(0).count("step") > made + 20, "the other one waited"
+            wait_for_log(learner, "rank 1 of this learner does not respond")
+            assert other.log(0).count("step") > made + 20, "the other learner waited"
             learner.send(1, signal.SIGCONT)
-            until_told(learner, "rank 1 of this learner goes on")
-            learner.ends_well()
-            other.ends_well()
+            wait_for_log(learner, "rank 1 of this learner continues")
+            learner.require_success()
+            other.require_success()
         system.wait_finished()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("rank", "many"), [(1, True), (0, False), (1, False)])
-def test_a_killed_rank_ends_the_others_and_the_learner_comes_back_in_another_size(
+def test_a_killed_rank_ends_the_others_and_the_learner_restarts_with_another_size(
     rank: int, many: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = several_carriers(monkeypatch) if many else {}
+    options = several_sync_ranks(monkeypatch) if many else {}
     alone = options | {"sync_ranks": 1}
     with system_in(tmp_path, run={"max_steps": 60}, sync=ASYNCHRONOUS) as system:
         address = system.addresses[0]
         with ranks(Job("plain", address, "other", tmp_path, pause=0.1, **alone), 1) as other:
             with ranks(Job("fsdp", address, "one", tmp_path, pause=0.1, **options), 2) as learner:
-                steps_told(learner, 4)
+                wait_for_step(learner, 4)
                 learner.send(rank, signal.SIGKILL)
                 codes = learner.wait(30)
                 assert codes[rank] == -signal.SIGKILL
                 assert codes[1 - rank] not in (0, None), learner.log(1 - rank)[-2000:]
             with ranks(Job("ddp", address, "one", tmp_path, pause=0.1, **options), 3) as again:
-                again.ends_well()
-            other.ends_well()
+                again.require_success()
+            other.require_success()
         system.wait_finished()
 
 
@@ -150,5 +150,5 @@ def test_learners_of_different_parallelism_train_in_one_run(tmp_path: Path) -> N
             ranks(Job("tp", address, "c", tmp_path, seed=3), 2) as tensor,
         ):
             for learner in (plain, fsdp, tensor):
-                learner.ends_well()
+                learner.require_success()
         system.wait_finished()

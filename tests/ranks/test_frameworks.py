@@ -1,4 +1,4 @@
-"""Frameworks with several ranks: one learner."""
+"""Several ranks of a training framework are one learner."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ranks.rank_program import Job
 
 
 def found(folder: Path, kind: str, main: Main) -> dict[str, Any]:
-    """What both ranks have after eight steps."""
+    """Return the state after eight steps, which must be the same on both ranks."""
     with system_in(folder, run={"max_steps": 10_000}, sync={"wait": "never"}) as system:
         job = Job(kind, system.addresses[0], "one", folder, steps=8)
         with ranks(job, 2, main) as learner:
-            learner.ends_well()
+            learner.require_success()
     first, second = (torch.load(folder / f"found-{rank}.pt") for rank in range(2))
     for name, ours in first.pop("weights").items():
         assert torch.equal(ours, second["weights"][name])
@@ -28,14 +28,14 @@ def found(folder: Path, kind: str, main: Main) -> dict[str, Any]:
     return dict(first)
 
 
-def test_the_ranks_of_hugging_faces_trainer_are_one_learner(tmp_path: Path) -> None:
-    told = found(tmp_path, "ddp", trainer_program.main)
-    assert told["steps"] == 8
-    assert told["tokens"] == 2 * sum(Lines().lengths), "of both ranks, two epochs of 64 lines"
+def test_the_ranks_of_a_hugging_face_trainer_are_one_learner(tmp_path: Path) -> None:
+    state = found(tmp_path, "ddp", trainer_program.main)
+    assert state["steps"] == 8
+    assert state["tokens"] == 2 * sum(Lines().lengths), "of both ranks, two epochs of 64 lines"
 
 
 @pytest.mark.parametrize("kind", long_after(1, ["fsdp", "ddp"]))
-def test_the_ranks_of_lightnings_trainer_are_one_learner(kind: str, tmp_path: Path) -> None:
-    told = found(tmp_path, kind, lightning_program.main)
-    assert told["steps"] == 8
-    assert told["tokens"] == 8 * 2 * 2 * 4, "steps, ranks, batches, rows"
+def test_the_ranks_of_a_lightning_trainer_are_one_learner(kind: str, tmp_path: Path) -> None:
+    state = found(tmp_path, kind, lightning_program.main)
+    assert state["steps"] == 8
+    assert state["tokens"] == 8 * 2 * 2 * 4, "steps, ranks, batches, rows"

@@ -1,4 +1,4 @@
-"""One learner of each kind of parallelism trains what a plain one trains."""
+"""A learner with any kind of parallelism trains the same as a single-process learner."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ranks.rank_learners import (
     History,
     ranks,
     recorded,
-    several_carriers,
+    several_sync_ranks,
     system_in,
 )
 from ranks.rank_program import BATCH, HALF, INTERLEAVED, THOROUGH, Job
@@ -27,17 +27,17 @@ from ranks.rank_program import BATCH, HALF, INTERLEAVED, THOROUGH, Job
 def trained(
     folder: Path, kind: str, world: int, merged: History, **options: Any
 ) -> tuple[dict[int, Any], Any]:
-    """A run of one learner: the versions of each fragment, and what the learner has at its end."""
+    """Run one learner; return the versions of each fragment and the learner's final state."""
     with system_in(folder) as system:
         with ranks(Job(kind, system.addresses[0], "one", folder, **options), world) as learner:
-            learner.ends_well()
+            learner.require_success()
             assert all("learner 0 of 1\n" in learner.log(rank) for rank in range(world))
         system.wait_finished()
     return {p: list(v) for p, v in merged.items()}, torch.load(folder / "one.pt")
 
 
 def alone(folder: Path, **options: Any) -> dict[int, list[Tensor]]:
-    """What a learner of one process publishes."""
+    """Return the versions of a single-process learner."""
     with pytest.MonkeyPatch.context() as patch:
         return trained(folder, "plain", 1, recorded(patch), **options)[0]
 
@@ -74,7 +74,7 @@ def thorough(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Tensor]
         ],
     ),
 )
-def test_it_publishes_what_a_plain_learner_does(
+def test_versions_equal_those_of_a_single_process_learner(
     kind: str,
     world: int,
     plain: dict[int, list[Tensor]],
@@ -98,7 +98,7 @@ def assert_the_same(plain: dict[int, list[Tensor]], cut: dict[int, list[Tensor]]
 
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "world"), [("fsdp", 3), ("ddp", 2), ("fsdp", 1)])
-def test_a_thorough_loop_publishes_what_a_plain_learner_does(
+def test_versions_of_a_thorough_loop_equal_those_of_a_single_process_learner(
     kind: str,
     world: int,
     thorough: dict[int, list[Tensor]],
@@ -110,7 +110,7 @@ def test_a_thorough_loop_publishes_what_a_plain_learner_does(
 
 
 @pytest.mark.long
-def test_what_computes_in_bf16_stays_close_to_a_plain_learner(
+def test_training_in_bf16_stays_close_to_a_single_process_learner(
     plain: dict[int, list[Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cut, _ = trained(tmp_path, "fsdp", 2, recorded(monkeypatch), manner=HALF)
@@ -121,20 +121,20 @@ def test_what_computes_in_bf16_stays_close_to_a_plain_learner(
 
 
 @pytest.mark.parametrize(
-    ("kind", "world", "carriers"),
+    ("kind", "world", "sync_ranks"),
     long_after(
         1, [("fsdp", 3, 2), ("ddp", 2, "all"), ("fsdp_tp", 4, "all"), ("pipeline", 3, "all")]
     ),
 )
-def test_several_carriers_do_what_one_does(
+def test_several_sync_ranks_publish_the_same_as_one(
     kind: str,
     world: int,
-    carriers: Any,
+    sync_ranks: Any,
     plain: dict[int, list[Tensor]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    options = several_carriers(monkeypatch, carriers)
+    options = several_sync_ranks(monkeypatch, sync_ranks)
     parts: list[Any] = []
     opened = BodyBooks.open
 
@@ -146,6 +146,6 @@ def test_several_carriers_do_what_one_does(
     cut, end = trained(tmp_path, kind, world, recorded(monkeypatch), **options)
     assert_the_same(plain, cut)
     assert end["tokens"] == end["steps"] * BATCH * 4
-    assert {who for who, _ in parts} == {"one"}, "the syncer knows one learner"
-    count = world if carriers == "all" else carriers
-    assert len({start for _, (start, _) in parts}) >= count, "and gets its bodies in parts"
+    assert {who for who, _ in parts} == {"one"}, "the syncer sees more than one learner"
+    count = world if sync_ranks == "all" else sync_ranks
+    assert len({start for _, (start, _) in parts}) >= count, "payloads are not split"

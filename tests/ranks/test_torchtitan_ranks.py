@@ -1,4 +1,4 @@
-"""torchtitan's Trainer with several ranks: one learner; the CPU stands in for its device alone."""
+"""Several ranks of torchtitan's Trainer are one learner; the CPU replaces its accelerator."""
 
 from __future__ import annotations
 
@@ -23,21 +23,23 @@ from ranks import titan_program
 
 ROUNDS = 3
 TOLERANCE = 2e-4
-"""Of the fragment's norm, which these rounds change by 4 %. Sums over ranks have another order than
-those of one process, and AdamW makes much of that where a gradient's element is of the size of its
-epsilon (1e-8; the median is 3e-5). After three rounds the difference is 3e-5 of the norm.
+"""Relative to the fragment's norm, which these rounds change by 4 %.
+
+Sums over ranks are rounded in another order. AdamW amplifies this where a gradient's element is as
+small as its epsilon (1e-8; the median is 3e-5). After three rounds the difference is 3e-5 of the
+norm.
 """
 
 
 def trained(
     folder: Path, kind: str, world: int, patch: pytest.MonkeyPatch
 ) -> dict[int, list[Tensor]]:
-    """The versions of each fragment that a run of one learner has."""
+    """Run one learner; return the versions of each fragment."""
     merged = recorded(patch)
     with system_in(folder, run={"max_steps": 4 * (ROUNDS + 1)}) as system:
         job = Job(kind, system.addresses[0], "one", folder)
         with ranks(job, world, titan_program.main) as learner:
-            learner.ends_well()
+            learner.require_success()
         system.wait_finished()
         assemble(system.folder, plan_of(read_layout(system.folder), system.config), 1)
     return {p: versions[:ROUNDS] for p, versions in merged.items()}
@@ -49,13 +51,13 @@ def found(folder: Path, world: int = 2) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Tensor]]:
-    """What the same model in a loop of one process publishes."""
+    """The versions of the same model in a single-process loop."""
     with pytest.MonkeyPatch.context() as patch:
         return trained(tmp_path_factory.mktemp("plain"), "plain", 1, patch)
 
 
 @pytest.mark.parametrize("kind", long_after(1, ["pipeline", "fsdp", "tp", "interleaved"]))
-def test_it_publishes_what_a_plain_learner_does(
+def test_versions_equal_those_of_a_plain_loop(
     kind: str, plain: dict[int, list[Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cut = trained(tmp_path, kind, 2, monkeypatch)
@@ -67,15 +69,15 @@ def test_it_publishes_what_a_plain_learner_does(
             difference = float((ours - theirs).norm() / ours.norm())
             assert difference <= TOLERANCE, f"fragment {fragment}, round {number}: {difference}"
     end, held = load_weights(tmp_path / "run" / RESULT), set[str]()
-    for told in found(tmp_path):
-        assert told["over"]
-        held |= told["weights"].keys()
-        for name, weights in told["weights"].items():
-            assert torch.equal(weights, end[name]), f"{name} is not the run's, on every rank"
+    for state in found(tmp_path):
+        assert state["over"]
+        held |= state["weights"].keys()
+        for name, weights in state["weights"].items():
+            assert torch.equal(weights, end[name]), f"{name} differs from the run's result"
             assert weights.isfinite().all()
-        assert told["tokens"] == told["steps"] * titan_program.ROWS * titan_program.LENGTH
-        assert told["rounds"] >= ROUNDS
-        last = told["logged"][-1]
+        assert state["tokens"] == state["steps"] * titan_program.ROWS * titan_program.LENGTH
+        assert state["rounds"] >= ROUNDS
+        last = state["logged"][-1]
         assert last["diloco/run_step"] > 0
         assert last["diloco/rounds"] >= ROUNDS
         assert last["diloco/discarded_tokens"] >= 0
@@ -84,16 +86,16 @@ def test_it_publishes_what_a_plain_learner_does(
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["fsdp", "pipeline", "interleaved"])
-def test_it_resumes_from_torchtitans_checkpoint(kind: str, tmp_path: Path) -> None:
+def test_a_learner_resumes_from_torchtitans_checkpoint(kind: str, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     with system_in(tmp_path, run={"max_steps": 10_000}, sync={"wait": "never"}) as system:
         for steps in (8, 12):
             job = Job(kind, system.addresses[0], "one", tmp_path, steps=steps, checkpoint=kept)
             with ranks(job, 2, titan_program.main) as learner:
-                learner.ends_well()
-            for told in found(tmp_path):
-                assert told["steps"] == steps
-                assert told["tokens"] == steps * titan_program.ROWS * titan_program.LENGTH
-                assert told["epoch"] == 1 + (steps == 12)
-                assert told["optimizer_steps"] == steps, "its optimizer goes on"
-    assert len(found(tmp_path)[0]["logged"]) == 4, "the second life's steps alone"
+                learner.require_success()
+            for state in found(tmp_path):
+                assert state["steps"] == steps
+                assert state["tokens"] == steps * titan_program.ROWS * titan_program.LENGTH
+                assert state["epoch"] == 1 + (steps == 12)
+                assert state["optimizer_steps"] == steps, "the optimizer continues"
+    assert len(found(tmp_path)[0]["logged"]) == 4, "only the second incarnation's steps"

@@ -1,4 +1,4 @@
-"""A learner of several ranks is scraped and logged at one place, though every rank names it."""
+"""Only rank 0 of a multi-rank learner exposes metrics and logs, although all ranks configure it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def system(tmp_path: Path):
     system.close()
 
 
-def test_rank_0_reports_for_all(system: System, tmp_path: Path) -> None:
+def test_rank_0_reports_for_all_ranks(system: System, tmp_path: Path) -> None:
     (port,) = free_ports(1)
     job = Job(
         *("fsdp", system.addresses[0], "one", tmp_path),
@@ -34,10 +34,10 @@ def test_rank_0_reports_for_all(system: System, tmp_path: Path) -> None:
     with ranks(job, 2) as learner:
         until(lambda: "step 10\n" in learner.log(1), "it trains", 60)
         found = scraped(f"http://127.0.0.1:{port}/metrics")
-        learner.ends_well()
+        learner.require_success()
     steps = found["ddiloco_learner_steps_total"]
     assert 8 <= steps <= 60
-    # The tokens of both ranks' halves; those of the last two steps may be a guess.
+    # The tokens of both ranks' halves; those of the last two steps may be an estimate.
     a_step = found["ddiloco_learner_tokens_total"] / steps
     assert a_step == pytest.approx(BATCH * 4, rel=0.01)
     assert found["ddiloco_learner_loss"] > 0
@@ -49,7 +49,7 @@ def test_rank_0_reports_for_all(system: System, tmp_path: Path) -> None:
     assert {"loss", "diloco/tokens", "diloco/run_step"} <= logged.keys()
 
 
-def test_a_port_that_is_taken_ends_all_ranks(system: System, tmp_path: Path) -> None:
+def test_an_occupied_port_ends_all_ranks(system: System, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         job = Job("ddp", system.addresses[0], "one", tmp_path, metrics_address=f"127.0.0.1:{port}")

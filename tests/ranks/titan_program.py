@@ -1,6 +1,6 @@
-"""One rank of a learner that is torchtitan's Trainer with its debug model, on the CPU.
+"""One rank of a torchtitan Trainer with its debug model, on the CPU.
 
-Of the kind ``plain`` it is one process without torchtitan's Trainer: the same model in a loop.
+With the kind ``plain``, it is a single process that trains the same model in a plain loop.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from decoupled_diloco import Learner
 from ranks import cpu_device
-from ranks.rank_program import Job, full, settle
+from ranks.rank_program import Job, full, set_up
 
 from torchtitan.components.dataloader import BaseDataLoader  # isort: skip
 from torchtitan.config import JobConfig  # isort: skip
@@ -32,7 +32,7 @@ ALONE |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
 
 
 def batch_of(seed: int, number: int) -> tuple[Tensor, Tensor]:
-    """All rows of a step: inputs and labels."""
+    """Return all rows of a step: inputs and labels."""
     generator = torch.Generator().manual_seed(1000 * seed + number)
     tokens = torch.randint(VOCABULARY, (ROWS, LENGTH + 1), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
@@ -62,7 +62,7 @@ class Rows(BaseDataLoader):
 
 
 def config_of(job: Job, parts: int, tp: int = 1, pp: int = 1) -> JobConfig:
-    """torchtitan's configuration of its debug model; two batches a step on every rank."""
+    """Return torchtitan's configuration of its debug model; every rank has two batches per step."""
     config = JobConfig()
     config.job.dump_folder = str(job.folder / f"{job.name}-titan")
     config.model.name, config.metrics.log_freq = NAME, 1
@@ -83,13 +83,13 @@ def config_of(job: Job, parts: int, tp: int = 1, pp: int = 1) -> JobConfig:
 
 
 def register() -> None:
-    """torchtitan's Llama 3 with these rows instead of a text and its tokenizer."""
+    """Register torchtitan's Llama 3 with these rows instead of a text and its tokenizer."""
     spec = replace(llama3.get_train_spec(), build_dataloader_fn=Rows, build_tokenizer_fn=None)
     train_spec.register_train_spec(NAME, spec)
 
 
 def begin_alike(parts: list[nn.Module]) -> None:
-    """The same weights on any number of ranks."""
+    """Initialize weights that are the same for any number of ranks."""
     with torch.no_grad():
         for part in parts:
             for name, parameter in part.named_parameters():
@@ -102,8 +102,8 @@ def begin_alike(parts: list[nn.Module]) -> None:
                 parameter.copy_(values)
 
 
-def main(job: Job, surroundings: Mapping[str, str]) -> None:
-    settle(job, ALONE | surroundings)
+def main(job: Job, environment: Mapping[str, str]) -> None:
+    set_up(job, ALONE | environment)
     if job.kind == "plain":
         plain(job)
     else:
@@ -142,7 +142,7 @@ def titan(job: Job) -> None:
 
 
 def plain(job: Job) -> None:
-    """What torchtitan does, written out."""
+    """Do the same as torchtitan in a plain loop."""
     model = llama3.Transformer(llama3.llama3_args["debugmodel"])
     with torch.no_grad():
         model.init_weights()

@@ -1,4 +1,4 @@
-"""One rank of a learner that is Hugging Face's Trainer."""
+"""One rank of a Hugging Face Trainer."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from ranks.rank_program import Job, settle
+from ranks.rank_program import Job, set_up
 
 
-def main(job: Job, surroundings: Mapping[str, str]) -> None:
-    settle(job, surroundings)
+def main(job: Job, environment: Mapping[str, str]) -> None:
+    set_up(job, environment)
     from decoupled_diloco.integrations.transformers import synchronize
     from integration.lines import model_of, trainer_of
 

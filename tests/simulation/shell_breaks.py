@@ -114,7 +114,7 @@ COORDINATOR = (
     ),
 )
 
-TWO_RANKS = {"ranks": 2, "carriers": 2, "staged": False}
+TWO_RANKS = {"ranks": 2, "sync_ranks": 2, "staged": False}
 
 RANKS = (
     Break(

@@ -33,7 +33,7 @@ def test_a_world_keeps_all_rules(seed: int) -> None:
 @pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("seed", long_after(2, range(40, 45)))
 def test_a_world_with_multi_rank_learners_keeps_all_rules(seed: int, staged: bool) -> None:
-    learners = {"ranks": 3, "carriers": 2, "staged": staged}
+    learners = {"ranks": 3, "sync_ranks": 2, "staged": staged}
     assert worlds.run(seed, changes=Changes(learners=learners)).events > 0
 
 

@@ -32,15 +32,7 @@ ALLOWED: dict[str, str] = {}
 SENTENCE_WORDS_MAX = 30
 
 REMAINING: dict[str, int] = {
-    "packages/engines/src/decoupled_diloco_engines/kubernetes_objects.py": 1,
-    "packages/engines/src/decoupled_diloco_engines/ray.py": 2,
-    "packages/engines/src/decoupled_diloco_engines/ray_cluster.py": 2,
     "packages/lab/src/decoupled_diloco_lab/chaos/pauses.py": 1,
-    "packages/lab/src/decoupled_diloco_lab/simulate/crowd.py": 3,
-    "packages/lab/src/decoupled_diloco_lab/simulate/virtual_network.py": 2,
-    "packages/lab/src/decoupled_diloco_lab/simulate/script.py": 1,
-    "packages/lab/src/decoupled_diloco_lab/simulate/system.py": 1,
-    "packages/lab/src/decoupled_diloco_lab/simulate/weights_replay.py": 1,
     "src/decoupled_diloco/__main__.py": 1,
     "src/decoupled_diloco/cli/list.py": 1,
     "src/decoupled_diloco/cli/logs.py": 1,
@@ -84,16 +76,6 @@ REMAINING: dict[str, int] = {
     "src/decoupled_diloco/learner/parameter_store.py": 1,
     "src/decoupled_diloco/learner/transfers.py": 2,
     "src/decoupled_diloco/participants.py": 1,
-    "src/decoupled_diloco/ranks/rank_checkpoints.py": 2,
-    "src/decoupled_diloco/ranks/group.py": 7,
-    "src/decoupled_diloco/ranks/rank_model.py": 1,
-    "src/decoupled_diloco/ranks/rank_party.py": 5,
-    "src/decoupled_diloco/ranks/redistribute.py": 3,
-    "src/decoupled_diloco/ranks/rank_store.py": 6,
-    "src/decoupled_diloco/ranks/sync_ranks.py": 11,
-    "src/decoupled_diloco/workloads/__init__.py": 8,
-    "src/decoupled_diloco/workloads/workload.py": 3,
-    "src/decoupled_diloco/workloads/text.py": 2,
 }
 """Forbidden words that are left in a file."""
 

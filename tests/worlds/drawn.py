@@ -127,7 +127,7 @@ def with_ranks(choices: Choices, learners: list[LearnerSpec]) -> list[LearnerSpe
         return replace(
             spec,
             ranks=ranks,
-            carriers=choices.integer(1, ranks),
+            sync_ranks=choices.integer(1, ranks),
             staged=choices.chance(0.6),
             variance=min(spec.variance, 0.02),  # all ranks wait for the slowest one
         )

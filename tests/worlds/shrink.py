@@ -37,7 +37,7 @@ SIMPLE_OPTIONS: tuple[tuple[str, tuple[Any, ...]], ...] = (
 
 SIMPLE_LEARNERS: tuple[tuple[str, Any], ...] = (
     ("ranks", 1),
-    ("carriers", 1),
+    ("sync_ranks", 1),
     ("staged", False),
     ("variance", 0.0),
     ("jitter", 0.0),

@@ -1,11 +1,12 @@
-"""A learner of several ranks: one training job on several devices, one participant of the run.
+"""A multi-rank learner: one training job on several devices, which is one participant of the run.
 
-`party` is where `Learner` enters: rank 0 leads, the others follow. `seat` is a rank's place among
-the others: the exchange of documents at a boundary, and the plan that each carries out. `group` and
-`surroundings` are how ranks meet; `model`, `redistribute` and `tensors` are what each rank holds of
-the parameters; `store` and `checkpoints` turn what rank 0's machine orders into plans; `sync_ranks`
-carry fragments to the syncer and back.
+- `party`: the entry point for `Learner`. Rank 0 leads, the other ranks follow.
+- `seat`: what all ranks do alike. They exchange documents at a boundary and execute the same plan.
+- `group`, `surroundings`: how ranks communicate with each other and with the syncer.
+- `model`, `redistribute`, `tensors`: which parameters each rank holds, and how they move.
+- `store`, `checkpoints`: turn the orders of rank 0's machine into plans.
+- `sync_ranks`: move fragments to the syncer and back.
 
-Threads of a rank: its training thread, one strand for collectives behind the boundary (`tensors`),
-and on a sync rank an event loop with one worker (`sync_ranks`).
+Threads of a rank: its training thread, and one strand for background collectives (`tensors`). A
+sync rank other than rank 0 also has an event loop with one worker (`sync_ranks`).
 """

@@ -1,14 +1,19 @@
-"""The ranks of one learner: small documents at boundaries, tensors behind, and a watch over them.
+"""Communication of a learner's ranks: documents at boundaries, tensors in the background, a watch.
 
-Three process groups of gloo's, all in host memory: *boundary* for one document of every rank each
-step, which travels while the step is trained; *bodies* for redistribution and *checkpoints* for
-those, each used by one thread of each rank. None is the framework's own, so nothing here waits for
-its collectives, nor they for this.
+Each rank has three process groups. All use gloo and host memory:
 
-A rank that waits in a collective cannot say which rank hangs, so `Watch` does: in a thread of its
-own each rank tells the job's store every few seconds that it lives, and at which place of its
-program it is. Rank 0 looks at all others, they look at rank 0. Nothing is ended here: collectives
-have timeouts of their own (`SILENCE_SECONDS`, and the training program's).
+- *boundary* exchanges one document per rank and step, while the step is trained,
+- *payloads* redistributes fragments,
+- *checkpoints* writes checkpoints.
+
+One thread of each rank uses each group. The training framework has its own groups, so its
+collectives and these never wait for each other.
+
+A rank that waits in a collective cannot find out which rank hangs, so `Watch` does. A separate
+thread of each rank writes an entry to the job's store every few seconds: the rank is alive, and at
+this place in its program. Rank 0 reads the other ranks' entries; they read the entry of rank 0. The
+watch only logs. Collectives have their own timeouts: `SILENCE_SECONDS` here, the training program's
+elsewhere.
 """
 
 from __future__ import annotations
@@ -33,30 +38,39 @@ from decoupled_diloco.runtime import now
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 5.0
-LONG_SECONDS = 20.0
-"""Ranks that are at different places for so long, or say nothing, are named."""
+CHECK_SECONDS = 5.0
+"""Seconds between two entries of a rank in the store."""
+STALLED_SECONDS = 20.0
+"""A rank that does not respond, or is at another place, for this many seconds is logged."""
 
 
 @dataclass
-class _Seen:
-    """What was last heard of a rank, and since when it is so (seconds of the runtime)."""
+class _LastSeen:
+    """The last known state of another rank; times are seconds of the runtime's clock.
 
-    said: Any = None
-    heard: float = 0.0
+    Attributes:
+        entry: Its last entry in the store.
+        changed_at: When the entry last changed.
+        place: Where in its program the rank is.
+        since: When it came to this place.
+        logged: The last warning about it; empty if it is in order.
+    """
+
+    entry: Any = None
+    changed_at: float = 0.0
     place: str = ""
     since: float = 0.0
-    told: str = ""
+    logged: str = ""
 
 
 class Watch:
-    """One rank's look at the others, in a thread of its own.
+    """One rank's watch over other ranks, in a separate thread.
 
     Args:
-        store: The job's; copied, since a store serves one thread at a time.
-        meeting: Begins the keys; the same on every rank, and used once.
-        rank: This one.
-        size: How many there are.
+        store: The job's store. It is copied, because a store serves one thread at a time.
+        meeting: Prefix of the keys; the same on every rank, and used once.
+        rank: This rank.
+        size: The number of ranks.
 
     Attributes:
         place: Where in its program this rank is.
@@ -67,130 +81,138 @@ class Watch:
         self._meeting = meeting
         self._rank = rank
         self._others = range(1, size) if rank == 0 else (0,)
-        self._seen = {other: _Seen(heard=now()) for other in self._others}
+        self._seen = {other: _LastSeen(changed_at=now()) for other in self._others}
         self._since, self._place = now(), ""
         self._end = threading.Event()
-        if hasattr(store, "clone"):  # PyTorch before 2.8 has none
+        if hasattr(store, "clone"):  # PyTorch before 2.8 has no clone(): no watch there
             self._store = store.clone()
             threading.Thread(target=self._run, name="ddiloco-watch", daemon=True).start()
 
     def close(self) -> None:
-        """Ends the thread soon; does not wait for it."""
+        """Stop the thread, without waiting for it."""
         self._end.set()
 
     def _run(self) -> None:
-        lives = 0
+        beats = 0
         try:
-            while not self._end.wait(LOOK_SECONDS):
-                lives += 1
-                self._store.set(self._key(self._rank), json.dumps([lives, self.place]))
-                self._look(now())
+            while not self._end.wait(CHECK_SECONDS):
+                beats += 1
+                self._store.set(self._key(self._rank), json.dumps([beats, self.place]))
+                self._check(now())
         except RuntimeError as error:  # the store ends with the rank that serves it
             if not self._end.is_set():
-                logger.warning("other ranks can't be watched any more: %s", str(error)[:200])
+                logger.warning(
+                    "the job's store failed; other ranks are not watched any more: %s",
+                    str(error)[:200],
+                )
 
     def _key(self, rank: int) -> str:
         return f"{self._meeting}/at/{rank}"
 
-    def _look(self, at: float) -> None:
+    def _check(self, at: float) -> None:
         if self.place != self._place:
             self._place, self._since = self.place, at
         for rank, seen in self._seen.items():
-            said = self._store.get(self._key(rank)) if self._has(rank) else None
-            if said != seen.said:
-                seen.said, seen.heard = said, at
-                place = json.loads(said)[1] if said else ""
+            # get() of a missing key would block this thread.
+            entry = self._store.get(self._key(rank)) if self._has(rank) else None
+            if entry != seen.entry:
+                seen.entry, seen.changed_at = entry, at
+                place = json.loads(entry)[1] if entry else ""
                 if place != seen.place:
                     seen.place, seen.since = place, at
-            trouble = self._trouble(rank, seen, at)
-            if trouble and trouble != seen.told:
-                logger.warning("%s", trouble)
-            if seen.told and not trouble:
-                logger.warning("rank %d of this learner goes on", rank)
-            seen.told = trouble
+            problem = self._problem(rank, seen, at)
+            if problem and problem != seen.logged:
+                logger.warning("%s", problem)
+            if seen.logged and not problem:
+                logger.warning("rank %d of this learner continues", rank)
+            seen.logged = problem
 
     def _has(self, rank: int) -> bool:
         return bool(self._store.check([self._key(rank)]))
 
-    def _trouble(self, rank: int, seen: _Seen, at: float) -> str:
-        if at - seen.heard > LONG_SECONDS:
+    def _problem(self, rank: int, seen: _LastSeen, at: float) -> str:
+        """Return a sentence about a stalled rank; empty if it is in order."""
+        if at - seen.changed_at > STALLED_SECONDS:
             return (
-                f"rank {rank} of this learner says nothing: its process is stopped, or its "
-                "machine or network is gone"
+                f"rank {rank} of this learner does not respond: its process is stopped, or its "
+                "machine or network is down"
             )
-        if seen.place != self._place and at - max(seen.since, self._since) > LONG_SECONDS:
+        if seen.place != self._place and at - max(seen.since, self._since) > STALLED_SECONDS:
             return (
                 f"rank {rank} of this learner is at {seen.place!r} and rank {self._rank} at "
-                f"{self._place!r}, for more than {LONG_SECONDS:.0f} s: every rank has to make the "
-                "same calls, step by step"
+                f"{self._place!r}, for more than {STALLED_SECONDS:.0f} s: every rank must make "
+                "the same calls in every step"
             )
         return ""
 
 
 SLOT_BYTES = 1024
-"""What each rank says at a boundary is sent in one piece if it is no longer than this."""
+"""A rank's document at a boundary is sent in one piece if it fits into this many bytes."""
 
 LENGTH_BYTES = 4
+"""Bytes of a slot that contain the length of the document, big-endian."""
 
 SILENCE_SECONDS = 600.0
-"""A rank that says nothing for so long while others wait for it is given up."""
+"""Timeout of collectives: a rank that is awaited for this many seconds is treated as lost."""
 
 MISSING_SECONDS = 10.0
-"""After so long in the constructor it is said which ranks have made no `Learner` yet."""
+"""After this many seconds, rank 0 logs which ranks have not created their `Learner` yet."""
 
 _MEETINGS = itertools.count()
-"""Every rank makes its groups in the same order."""
+"""Numbers the meetings; every rank creates its groups in the same order."""
 
 
 def ranks_of_this_job() -> int:
-    """How many ranks the program's process group has; 1 without one.
+    """Return the number of ranks of the program's process group; 1 without a process group.
 
     Raises:
-        ConfigError: The program's launcher has started several, and there is no process group.
+        ConfigError: WORLD_SIZE is above 1, and no process group is initialized.
     """
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     ranks = os.environ.get("WORLD_SIZE", "1")
     if ranks not in ("", "0", "1"):
         raise ConfigError(
-            f"WORLD_SIZE={ranks} says that this is one of {ranks} ranks, and there is no process "
-            "group: call torch.distributed.init_process_group() before Learner, or unset "
-            "WORLD_SIZE if every process is a learner of its own"
+            f"WORLD_SIZE={ranks}, but no process group is initialized: call "
+            "torch.distributed.init_process_group() before Learner, or unset WORLD_SIZE if every "
+            "process is a separate learner"
         )
     return 1
 
 
-def chosen_sync_ranks(carriers: object, hosts: Sequence[str]) -> tuple[int, ...]:
-    """The ranks that talk to the syncer; rank 0 is one of them.
+def chosen_sync_ranks(sync_ranks: object, hosts: Sequence[str]) -> tuple[int, ...]:
+    """Return the ranks that communicate with the syncer; rank 0 is one of them.
 
     >>> chosen_sync_ranks(2, "aaaa"), chosen_sync_ranks("hosts", "aabb")
     ((0, 2), (0, 2))
 
     Args:
-        carriers: How many, evenly spread; ``"hosts"``: one on each; ``"all"``.
+        sync_ranks: Their number, 1 to the number of ranks, evenly spread; ``"hosts"``: the first
+            rank of each host; ``"all"``: every rank.
         hosts: The host of each rank.
 
     Raises:
-        ConfigError: There are not so many ranks, or it is no such value.
+        ConfigError: The value is not valid, or there are fewer ranks.
     """
     ranks = len(hosts)
-    if carriers == "all":
+    if sync_ranks == "all":
         return tuple(range(ranks))
-    if carriers == "hosts":
+    if sync_ranks == "hosts":
         return tuple(sorted({host: rank for rank, host in reversed([*enumerate(hosts)])}.values()))
-    if type(carriers) is not int or not 1 <= carriers <= ranks:
+    if type(sync_ranks) is not int or not 1 <= sync_ranks <= ranks:
         raise ConfigError(
-            f"sync_ranks={carriers!r} is out of range: pass 1 to {ranks}, because this learner has "
-            f"{ranks} rank{'s' * (ranks > 1)}, or 'hosts' (one per host) or 'all'"
+            f"sync_ranks={sync_ranks!r} is out of range: pass 1 to {ranks}, because this learner "
+            f"has {ranks} rank{'s' * (ranks > 1)}, or 'hosts' (one per host) or 'all'"
         )
-    return tuple(ranks * n // carriers for n in range(carriers))
+    return tuple(ranks * n // sync_ranks for n in range(sync_ranks))
 
 
 def is_sharded(model: torch.nn.Module | Sequence[torch.nn.Module]) -> bool:
-    """Whether a process group holds the model in parts, be it a group of one rank."""
+    """Whether a process group shards the model, even if the group has only one rank."""
     if not (dist.is_available() and dist.is_initialized()):
         return False
-    from torch.distributed.fsdp import FSDPModule  # slow to import, and there with such a model
+    # Slow to import; a sharded model has imported it already.
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
     parts = [model] if isinstance(model, torch.nn.Module) else model
@@ -201,13 +223,13 @@ def is_sharded(model: torch.nn.Module | Sequence[torch.nn.Module]) -> bool:
 
 
 class Exchange(Protocol):
-    """One document of every rank, on its way."""
+    """An exchange that is under way: one document from every rank."""
 
     async def wait(self) -> list[dict[str, Any]]:
-        """What each rank said, by rank.
+        """Return the document of each rank, by rank.
 
         Raises:
-            TransportError: A rank is gone, or silent for too long.
+            TransportError: A rank is gone, or does not respond.
         """
         ...
 
@@ -239,7 +261,7 @@ class Collectives(Protocol):
 
 
 class _Exchange:
-    """An `Exchange` by gloo."""
+    """An `Exchange` over gloo."""
 
     def __init__(self, group: RankGroup, mine: bytes) -> None:
         self._group = group
@@ -249,18 +271,21 @@ class _Exchange:
         head = mine[: SLOT_BYTES - LENGTH_BYTES]
         slot[LENGTH_BYTES : LENGTH_BYTES + len(head)] = _bytes(head)
         self._slots = [torch.empty_like(slot) for _ in range(group.size)]
-        with _told("start an exchange"):
+        with _collective_errors("start an exchange"):
             self._work = dist.all_gather(self._slots, slot, group.boundary, async_op=True)
 
     async def wait(self) -> list[dict[str, Any]]:
         """See `Exchange`; blocks this thread."""
-        with _told("wait for the other ranks"):
+        with _collective_errors("wait for the other ranks"):
             assert self._work is not None
             self._work.wait()
             return [json.loads(self._whole(rank)) for rank in range(self._group.size)]
 
     def _whole(self, rank: int) -> bytes:
-        """A document; what is too long for a slot follows."""
+        """Return a rank's document; receive the rest of it if it does not fit into a slot.
+
+        Every rank calls this for every rank, in order, because the rest needs a collective.
+        """
         slot = bytes(self._slots[rank].tolist())
         length = int.from_bytes(slot[:LENGTH_BYTES], "big")
         head = slot[LENGTH_BYTES : LENGTH_BYTES + length]
@@ -276,11 +301,15 @@ def _bytes(data: bytes) -> Tensor:
     return torch.tensor(list(data), dtype=torch.uint8, device="cpu")
 
 
-class _told:
-    """Errors of collectives as this library's own."""
+class _collective_errors:
+    """Converts errors of collectives in its block to `TransportError`.
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    Args:
+        action: What the block does, for the message "could not {action} of this learner".
+    """
+
+    def __init__(self, action: str) -> None:
+        self._action = action
 
     def __enter__(self) -> None:
         pass
@@ -288,68 +317,72 @@ class _told:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, RuntimeError | ValueError) and not isinstance(error, DilocoError):
             raise TransportError(
-                f"could not {self._what} of this learner: one is gone or hangs ({error!s:.300}). "
-                "Have its launcher restart all of them, as torchrun does"
+                f"could not {self._action} of this learner: a rank is gone or hangs "
+                f"({error!s:.300}). Let the launcher restart all ranks, as torchrun does"
             ) from error
 
 
 class RankGroup:
     """The ranks of one learner: all ranks of the program's process group.
 
-    Every rank makes one, at the same place of its program.
+    Every rank creates one, at the same place in its program.
 
     Attributes:
-        watch: Says which rank hangs.
+        watch: Logs which rank hangs.
         rank: This process, 0 to size − 1. Rank 0 is the leader.
-        size: How many there are.
+        size: The number of ranks.
 
     Raises:
-        ConfigError: There is no process group, or PyTorch has no gloo.
+        ConfigError: No process group is initialized, or PyTorch has no gloo.
         TransportError: A rank is gone.
     """
 
     def __init__(self) -> None:
         if not dist.is_initialized():
-            raise ConfigError("a RankGroup needs torch.distributed.init_process_group first")
+            raise ConfigError(
+                "no process group is initialized: call torch.distributed.init_process_group() "
+                "before RankGroup"
+            )
         if not dist.is_gloo_available():
             raise ConfigError(
-                "this build of PyTorch has no gloo, by which the ranks of a learner talk in host "
-                "memory: install one that has it, as the official wheels do"
+                "this build of PyTorch has no gloo, which a learner's ranks use to communicate in "
+                "host memory: install a build with gloo, such as an official wheel"
             )
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         silence = timedelta(seconds=SILENCE_SECONDS)
-        with _told("meet the other ranks"):
+        with _collective_errors("meet the other ranks"):
             self.watch = self._meet()
+            # The order is the same on every rank: new_group is a collective.
             self.boundary = dist.new_group(backend="gloo", timeout=silence)
-            self.bodies = dist.new_group(backend="gloo", timeout=silence)
+            self.payloads = dist.new_group(backend="gloo", timeout=silence)
             self.checkpoints = dist.new_group(backend="gloo", timeout=silence)
 
     def global_rank(self, rank: int) -> int:
-        """A rank of this group, as the program counts it."""
+        """Return the rank in the program's process group of a rank of this group."""
         return rank
 
     def exchange(self, document: dict[str, Any]) -> _Exchange:
-        """Tells all ranks a document and begins to hear theirs."""
+        """Send a document to all ranks and begin to receive theirs."""
         return _Exchange(self, json.dumps(document, separators=(",", ":")).encode())
 
     async def exchanged(self, document: dict[str, Any]) -> list[dict[str, Any]]:
-        """The same, and waits for theirs."""
+        """Send a document to all ranks and return the documents of all, by rank."""
         return await self.exchange(document).wait()
 
     async def all_to_all(
         self, out: Tensor, given: Tensor, out_sizes: list[int], given_sizes: list[int]
     ) -> None:
         """See `redistribute.AllToAll`."""
-        with _told("move a fragment between the ranks"):
-            dist.all_to_all_single(out, given, out_sizes, given_sizes, self.bodies)
+        with _collective_errors("move a fragment between the ranks"):
+            dist.all_to_all_single(out, given, out_sizes, given_sizes, self.payloads)
 
     def close(self) -> None:
-        """Lets the groups go."""
-        for group in (self.boundary, self.bodies, self.checkpoints):
+        """Destroy the process groups."""
+        for group in (self.boundary, self.payloads, self.checkpoints):
             dist.destroy_process_group(group)
 
     def _meet(self) -> Watch:
-        """Waits until every rank is here: the groups' own waiting would not say who is missing."""
+        """Wait until every rank has arrived; log the missing ranks, which `new_group` cannot."""
         store = dist.distributed_c10d._get_default_store()
         meeting = f"decoupled-diloco/meeting-{next(_MEETINGS)}"
         store.set(f"{meeting}/{self.rank}", "here")
@@ -369,8 +402,8 @@ class RankGroup:
         here = [store.check([f"{meeting}/{rank}"]) for rank in range(self.size)]
         missing = _numbers([rank for rank, present in enumerate(here) if not present])
         return (
-            f"no Learner was made yet on rank {missing} of {self.size}: every rank of the process "
-            "group has to make one, with the same arguments"
+            f"no Learner has been created yet on rank {missing} of {self.size}: every rank of the "
+            "process group must create one, with the same arguments"
         )
 
 

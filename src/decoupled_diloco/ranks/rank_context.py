@@ -1,6 +1,6 @@
-"""What a rank asks of its surroundings: the other ranks, and how it reaches them and the syncer.
+"""The backend of a rank: the other ranks, and connections to them and to the syncer.
 
-The ranks of a real learner have `RankSurroundings`; virtual ones override what they replace.
+The ranks of a real learner use `RankSurroundings`. Simulated ranks override parts of it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from decoupled_diloco.transport.tokens import Tokens, is_loopback
 
 
 class RankState(Protocol):
-    """What checkpoints of the ranks are made of: see `ShardedState`."""
+    """Saves and restores the ranks' state; see `ShardedState`."""
 
     def save(self, folder: Path) -> Future[Any]: ...
 
@@ -32,7 +32,7 @@ class RankState(Protocol):
 
 
 class RankSurroundings:
-    """A real rank's: torch.distributed and HTTP.
+    """The backend of a real rank: torch.distributed and HTTP.
 
     Attributes:
         group: The ranks of this learner.
@@ -47,18 +47,19 @@ class RankSurroundings:
         self._ranks = self.group = RankGroup()
 
     def sharded_state(self, module: nn.Module, stateful: Mapping[str, Any]) -> RankState:
-        """What checkpoints are made of."""
+        """Return the object that saves and restores this rank's part of checkpoints."""
         return ShardedState(module, stateful, self._ranks.checkpoints)
 
     def host(self) -> str:
-        """What ranks have in common that reach one another by loopback: kernel and network.
+        """Return an id that is equal for ranks that reach each other over loopback.
 
-        Not a name, where Linux tells better: machines of one image may all be called the same.
+        On Linux it identifies the running kernel and the network namespace. The host name is only
+        used elsewhere, because machines with the same image may have the same name.
         """
         try:
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
             return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}"
-        except OSError:  # no Linux
+        except OSError:  # not Linux
             return socket.gethostname()
 
     def client(
@@ -70,18 +71,28 @@ class RankSurroundings:
         *,
         within: bool = False,
     ) -> Client:
-        """A carrier's, to the syncer, or within the learner to rank 0: as plain as collectives."""
+        """Return a sync rank's client.
+
+        Args:
+            principal: The name under which it connects.
+            token: The auth token, or the key of rank 0's server.
+            trusted: Addresses that may receive the token.
+            tls: Certificates; ``None``: no TLS.
+            within: The client connects to rank 0 of this learner and not to the syncer. It then
+                logs no warning about a plain connection: collectives are not encrypted either.
+        """
         return HttpClient(
             token=token, trusted=trusted, principal=principal, tls=tls, told_plain=within
         )
 
     def server(self, hosts: Sequence[str], key: str, on_channel: OnChannel) -> Server:
-        """Rank 0's, for the other carriers; the key opens it."""
-        host = "127.0.0.1" if len(set(hosts)) == 1 else "0.0.0.0"  # it has a key
+        """Return rank 0's server for the other sync ranks, which need the key."""
+        # Any network may reach it if there are several hosts: the key protects it.
+        host = "127.0.0.1" if len(set(hosts)) == 1 else "0.0.0.0"
         return HttpServer(host=host, tokens=Tokens(run_token=key), on_channel=on_channel)
 
     def addresses(self, server: Server) -> list[str]:
-        """Where the other carriers may find it, once it has started."""
+        """Return the possible addresses of a started server, for the other sync ranks."""
         host, port = server.address.removeprefix("http://").rsplit(":", 1)
         names = [os.environ.get("MASTER_ADDR", ""), socket.gethostname()]
         names = [host] if is_loopback(host) else [*filter(None, names)]

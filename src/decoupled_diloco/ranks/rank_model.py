@@ -1,11 +1,13 @@
-"""What the ranks of one learner hold of its model.
+"""Which parameters each rank of a learner holds.
 
-Every rank lists its own tensors; what they say together is the logical layout, the same as a plain
-model's, and the boxes (`boxes.Box`) in which it is cut. FSDP2, HSDP, tensor parallel and mixtures
-say it by their DTensors, DDP by plain tensors on every rank, pipeline stages by tensors that only
-some ranks have.
+Every rank describes its own tensors. Together the descriptions give the logical layout, which
+equals that of an unsharded model, and the boxes (`redistribute.Box`) into which it is sharded:
 
-A model may be several modules: the parts of a pipeline that one rank has.
+- FSDP2, HSDP, tensor parallel and combinations have DTensors.
+- DDP has plain tensors on every rank.
+- Pipeline stages have tensors on some ranks only.
+
+A model may consist of several modules: the pipeline stages of one rank.
 """
 
 from __future__ import annotations
@@ -32,10 +34,10 @@ class RankModel:
     """One rank's part of a learner's model.
 
     Attributes:
-        layout: The logical tensors, of all ranks.
-        sharding: Which rank holds what.
-        tensors: For each tensor of the layout, this rank's own parameter or buffer, or ``None``.
-        counted: The ranks whose tokens count: one of those that train the same data.
+        layout: The logical tensors of all ranks.
+        sharding: Which rank holds which elements.
+        tensors: For each tensor of the layout, this rank's parameter or buffer, or ``None``.
+        counted: The ranks whose tokens count: one of each set that trains the same data.
     """
 
     layout: Layout
@@ -45,30 +47,31 @@ class RankModel:
 
 
 def sharded_modules(module: Model) -> list[FSDPModule]:
-    """Lists the modules that FSDP2 shards, in module order."""
+    """Return the modules that FSDP2 shards, in module order."""
     return [
         each for part in parts_of(module) for each in part.modules() if isinstance(each, FSDPModule)
     ]
 
 
 def reshard(modules: Iterable[FSDPModule]) -> None:
-    """Makes FSDP2 hold its shards: after an evaluation, the root module holds whole parameters."""
+    """Make FSDP2 hold its shards: after an evaluation, the root module holds whole parameters."""
     for each in modules:
         each.reshard()
 
 
 def data_of(module: Model, rank: int) -> list[Any]:
-    """Says which data this rank trains: ranks that say the same train the same, and count once.
+    """Return a key of the data that this rank trains. Ranks with the same key count once.
 
-    Data-parallel are the ranks of DDP and of FSDP2's mesh (a shard or a replica each); not those of
-    a tensor-parallel mesh. A model of plain tensors without DDP is taken to be averaged over the
-    ranks by the training loop itself; of a pipeline's stages `joined` knows better.
+    Ranks of DDP and of FSDP2's mesh (shards and replicas) are data-parallel; ranks of a
+    tensor-parallel mesh are not. A model of plain tensors without DDP counts as data-parallel: the
+    training loop is expected to average it over the ranks. `joined` corrects this for pipeline
+    stages.
     """
     for each in (each for part in parts_of(module) for each in part.modules()):
         if isinstance(each, nn.parallel.DistributedDataParallel):
             return ["ddp", dist.get_rank(each.process_group)]
         if isinstance(each, FSDPModule):
-            state: Any = each._get_fsdp_state()  # it has no public name
+            state: Any = each._get_fsdp_state()  # no public function returns the mesh
             group = state._fsdp_param_group
             if group is not None:
                 return ["fsdp", *(group.mesh_info.mesh.get_coordinate() or [])]
@@ -78,7 +81,7 @@ def data_of(module: Model, rank: int) -> list[Any]:
 
 
 def refuse_placements(module: nn.Module) -> None:
-    """Refuses what is in parts that only add up.
+    """Reject parameters whose local values are only summands of the real value.
 
     Raises:
         ConfigError: A trainable parameter is placed as `Partial`.
@@ -90,18 +93,18 @@ def refuse_placements(module: nn.Module) -> None:
             isinstance(placement, Partial) for placement in parameter.placements
         ):
             raise ConfigError(
-                f"parameter {name!r} is placed as {parameter.placements}: what is Partial has no "
-                "values of its own; redistribute it to Shard or Replicate"
+                f"parameter {name!r} is placed as {parameter.placements}: a Partial parameter has "
+                "no values on any rank; redistribute it to Shard or Replicate"
             )
 
 
 def described(module: nn.Module, wrapped: Model, rank: int) -> dict[str, Any]:
-    """What this rank tells the others: its layout, a box of each tensor, which data it trains.
+    """Return this rank's description for the others: layout, boxes and key of its data.
 
     Args:
         module: The model without its wrappers (`plain`).
-        wrapped: The model as it was given.
-        rank: This one.
+        wrapped: The model as it was passed.
+        rank: This rank.
 
     Raises:
         ConfigError: See `refuse_placements` and `layout_of`.
@@ -113,7 +116,7 @@ def described(module: nn.Module, wrapped: Model, rank: int) -> dict[str, Any]:
     parts = list(enumerate(parts_of(module)))
     part_with = {
         id(tensor): number
-        for number, part in reversed(parts)  # what is tied belongs to the first
+        for number, part in reversed(parts)  # a tied tensor belongs to the first part
         for tensor in (*part.parameters(), *part.buffers())
     }
     return {
@@ -132,7 +135,7 @@ def _box_of(tensor: Tensor) -> Box | None:
     if len(chunks) > 1:
         raise ConfigError(
             f"a tensor of shape {shape} is placed as {tensor.placements}, in {len(chunks)} boxes "
-            "on one rank: one box a rank is supported"
+            "on one rank: one box per rank is supported"
         )
     if not chunks or not tensor.to_local().numel():
         return None
@@ -141,12 +144,12 @@ def _box_of(tensor: Tensor) -> Box | None:
 
 
 def joined(
-    module: nn.Module, all_described: Sequence[dict[str, Any]], carriers: tuple[int, ...]
+    module: nn.Module, all_described: Sequence[dict[str, Any]], sync_ranks: tuple[int, ...]
 ) -> RankModel:
-    """The learner's model from what its ranks have described.
+    """Return the learner's model from the descriptions of its ranks.
 
     Raises:
-        ConfigError: The ranks do not fit together; the first difference and the rank are named.
+        ConfigError: The ranks do not fit together. The message has the first difference and rank.
     """
     layouts = [Layout.from_json(each["layout"]) for each in all_described]
     layout = _union(layouts, [each["parts"] for each in all_described])
@@ -158,12 +161,13 @@ def joined(
             box = each["boxes"][own[spec.name]] if spec.name in own else None
             found.append(None if box is None else Box(tuple(box[0]), tuple(box[1])))
         boxes.append(tuple(found))
-    sharding = Sharding(tuple(spec.shape for spec in layout.tensors), tuple(boxes), carriers)
+    sharding = Sharding(tuple(spec.shape for spec in layout.tensors), tuple(boxes), sync_ranks)
     missing = sharding.missing()
     if missing is not None:
         raise ConfigError(
-            f"tensor {layout.tensors[missing].name!r} is not whole on the {len(layouts)} ranks of "
-            "this learner: all ranks of its mesh have to be in the process group, and nobody else"
+            f"tensor {layout.tensors[missing].name!r} is not complete on the {len(layouts)} ranks "
+            "of this learner: the process group must contain all ranks of the model's mesh, and no "
+            "others"
         )
     named = named_tensors(module)
     tensors = tuple(named.get(spec.name) for spec in layout.tensors)
@@ -172,6 +176,12 @@ def joined(
 
 
 def _counted(all_described: Sequence[dict[str, Any]], *, staged: bool) -> tuple[int, ...]:
+    """Return the first rank of each set that trains the same data.
+
+    Args:
+        staged: The ranks have different tensors. All ranks with plain tensors are then stages of
+            one pipeline, which train the same data.
+    """
     first: dict[str, int] = {}
     for rank, each in enumerate(all_described):
         kind = each["data"][0]
@@ -181,13 +191,16 @@ def _counted(all_described: Sequence[dict[str, Any]], *, staged: bool) -> tuple[
 
 
 def _union(layouts: Sequence[Layout], parts: Sequence[Sequence[int]]) -> Layout:
-    """One layout: that of every rank, or that of stages which have no tensor in common.
+    """Return one layout from ranks with equal layouts, or from stages without common tensors.
 
-    Of several stages a rank, the first of every rank come before the second, as a looped schedule
-    has them: the order is that of the whole model.
+    If a rank has several stages, the first stages of all ranks come before the second ones, as in a
+    looped schedule. So the order is that of the whole model.
 
     Args:
-        parts: For each rank, in which of its parts each tensor is.
+        parts: For each rank, the number of the part that contains each tensor.
+
+    Raises:
+        ConfigError: Two ranks have some common tensors, but different layouts.
     """
     tensors: dict[str, tuple[int, TensorSpec]] = {}
     constants: dict[str, Constant] = {}
@@ -201,8 +214,8 @@ def _union(layouts: Sequence[Layout], parts: Sequence[Sequence[int]]) -> Layout:
                 if difference is not None:
                     raise ConfigError(
                         f"ranks {first} (ours) and {rank} (theirs) have different models: "
-                        f"{difference}. Ranks have the same tensors, or none in common as the "
-                        "stages of a pipeline"
+                        f"{difference}. All ranks must have the same tensors, or none in common, "
+                        "as pipeline stages have"
                     )
                 break
         else:

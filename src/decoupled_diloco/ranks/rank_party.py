@@ -1,11 +1,11 @@
-"""The party of a learner of several ranks: rank 0 takes part in the run, the others follow it.
+"""The party of a multi-rank learner: rank 0 takes part in the run, the other ranks follow it.
 
-*Leader.* Rank 0 has the connections and the one `LearnerMachine`. It is one step ahead: at boundary
-b it tells the machine of the step that ends at b + 1, and what the machine orders there is the plan
-of b + 1, which travels to all ranks while that step is trained. So no step waits for the plan, and
-every rank does the same at the same boundary.
+*Leader.* Rank 0 has the connections and the only `LearnerMachine`, which is one step ahead. At
+boundary b, rank 0 already reports to the machine the step that ends at b + 1. The machine's orders
+become the plan of b + 1, which travels to all ranks while this step is trained. So no step waits
+for a plan, and every rank does the same at the same boundary.
 
-*Followers* carry the plans out, and report how many tokens they trained.
+*Followers* execute the plans, and report how many tokens they trained.
 
 Source: rule 18 of the method's description (`docs/how-to/many-gpus.md`).
 """
@@ -32,7 +32,7 @@ from decoupled_diloco.merge import Layout
 from decoupled_diloco.protocol.messages import StepFinished
 from decoupled_diloco.ranks.rank_checkpoints import LeaderCheckpointer
 from decoupled_diloco.ranks.rank_process import Document, RankSeat
-from decoupled_diloco.ranks.sync_ranks import CarriedExchange
+from decoupled_diloco.ranks.sync_ranks import SyncRankExchange
 from decoupled_diloco.runtime import now
 from decoupled_diloco.tape.samples import LossMeasured
 
@@ -41,19 +41,20 @@ HOLDING = "a step that holds"
 JOINING = "joining"
 CLOSING = "close"
 FLUSHING = "flush"
-"""Where in the program a rank is, as it tells the others."""
+"""A rank's place in the program, which it sends to the other ranks."""
 
 REPLACED = "another Learner with its name was created in its process"
 
 NOTHING: Document = {"orders": [], "applied": {}}
-"""A plan that orders nothing."""
+"""A plan without orders."""
 
-KEEP_IN_TOUCH_SECONDS = 30.0
-"""While the leader waits it lets the others know at least so often that it is there."""
+CONTACT_SECONDS = 30.0
+"""Longest time between two exchanges while the leader waits. The other ranks wait in a collective,
+which has a timeout."""
 
 
 class NoLeases(DataLeases):
-    """Of a learner of several ranks: each would have to take its own part of every batch."""
+    """Rejects data leases: ranks cannot split the batches of a lease among themselves."""
 
     def __init__(self) -> None:
         self.taken = lambda: 0
@@ -62,55 +63,56 @@ class NoLeases(DataLeases):
         """See `DataLeases.open`.
 
         Raises:
-            ConfigError: always.
+            ConfigError: Always.
         """
         raise ConfigError(
-            "leased data are for learners of one process: with several ranks, split the data "
-            "yourself"
+            "leased data need a single-process learner: with several ranks, split the data in the "
+            "training program"
         )
 
     def close(self) -> None:
-        """See `DataLeases.close`: there are none."""
+        """See `DataLeases.close`; there are no leases to close."""
 
 
 class TokenCount:
-    """The learner's tokens: those of steps whose ranks have reported, and a guess of the rest.
+    """Counts the learner's tokens: known ones of trained steps, and estimates of planned steps.
 
-    The machine is told of a step before it is trained. The guess is the last step that is known; a
-    difference is made up for when it is known.
+    The machine receives a step before it is trained. Its tokens are estimated as those of the last
+    trained step. Later estimates correct the difference once the real number is known.
     """
 
     def __init__(self) -> None:
-        self._steps = self._tokens = self._told = self._told_steps = self._last = 0
+        self._steps = self._tokens = self._last = 0
+        self._planned_steps = self._planned_tokens = 0
 
     def reported(self, tokens: int) -> None:
-        """All ranks have told of one more step."""
+        """Add the tokens of one more step that all ranks have trained."""
         self._steps += 1
         self._tokens += tokens
         self._last = tokens
 
     @property
     def ahead(self) -> tuple[int, int]:
-        """Steps and tokens that the machine was told of, and nobody has reported."""
-        return self._told_steps - self._steps, self._told - self._tokens
+        """Steps and tokens that the machine has received, and the ranks have not reported yet."""
+        return self._planned_steps - self._steps, self._planned_tokens - self._tokens
 
     def next(self) -> int:
-        """What the machine is told of its next step."""
-        self._told_steps += 1
-        unknown = self._told_steps - self._steps
-        tokens = max(0, self._tokens + unknown * self._last - self._told)
-        self._told += tokens
+        """Return the tokens to report to the machine for its next step, at least 0."""
+        self._planned_steps += 1
+        unknown = self._planned_steps - self._steps
+        tokens = max(0, self._tokens + unknown * self._last - self._planned_tokens)
+        self._planned_tokens += tokens
         return tokens
 
 
 class LeaderRank:
-    """Rank 0 of a learner of several ranks.
+    """Rank 0 of a multi-rank learner.
 
     Args:
-        seat: Its place among the ranks.
+        seat: Its context among the ranks.
         boundary: Its boundaries, whose orders become plans.
-        ending: How it ends.
-        reports: What others are told of each step.
+        ending: Flushes and closes the learner.
+        reports: Logs and records each step.
     """
 
     ends_alone: ClassVar[bool] = False
@@ -127,7 +129,7 @@ class LeaderRank:
         self.ending = ending
         self._reports = reports
         exchange, checkpointer = self.membership.background.bodies, boundary.checkpointer
-        assert isinstance(exchange, CarriedExchange)
+        assert isinstance(exchange, SyncRankExchange)
         assert isinstance(checkpointer, LeaderCheckpointer)
         self._exchange, self._checkpointer = exchange, checkpointer
         self._count = TokenCount()
@@ -150,7 +152,7 @@ class LeaderRank:
 
     @property
     def progress(self) -> LearnerProgress:
-        """See `Party`; the tokens of the last two steps may be a guess."""
+        """See `Party`; the tokens of the last two steps may be an estimate."""
         return self._seat.progress
 
     @property
@@ -160,7 +162,7 @@ class LeaderRank:
 
     @property
     def _at(self) -> str:
-        """Where in the program this rank is, for the others' watch too."""
+        """This rank's place in the program, which the other ranks watch."""
         return self._seat.group.watch.place
 
     @_at.setter
@@ -182,7 +184,7 @@ class LeaderRank:
         await self.membership.join(self)
         self._enter_run()
         if self._admitted:
-            await self._conduct()  # the carriers can come
+            await self._conduct()  # with it the sync ranks can connect, which `read` needs
         if self.membership.background.restoring:
             await self._checkpointer.read()
         boundary.begin()
@@ -193,17 +195,16 @@ class LeaderRank:
         await self._conduct("joined")
 
     async def wait(self, seconds: float) -> None:
-        """Has the other ranks do what is ordered while this one waits; see `Waits`."""
+        """Wait, and have all ranks execute orders that arrive meanwhile; see `Waits`."""
         changed = self.membership.background.changed
         self._enter_run()
         self._seat.raise_failure()
         self._checkpointer.raise_failure()
-        if not (
-            self._admitted or self._seat.store.waits or now() - self._met_at > KEEP_IN_TOUCH_SECONDS
-        ):
-            await self.membership.wait(min(seconds, KEEP_IN_TOUCH_SECONDS))
+        if not (self._admitted or self._seat.store.waits or now() - self._met_at > CONTACT_SECONDS):
+            await self.membership.wait(min(seconds, CONTACT_SECONDS))
             return
-        # The background needs the lock while the ranks meet: what they wait for comes by it.
+        # Release the caller's lock while the ranks meet: they may wait for values that the
+        # background can only deliver with the lock.
         changed.__exit__(None, None, None)
         try:
             await self._conduct()
@@ -211,7 +212,7 @@ class LeaderRank:
             changed.__enter__()
 
     def _enter_run(self) -> None:
-        """Once the run has let this learner in, the other ranks are told its settings."""
+        """After the run has admitted this learner, send its settings to the other ranks, once."""
         shared = self.membership.background.shared
         if shared is None or self._seat.tensors is not None:
             return
@@ -220,7 +221,15 @@ class LeaderRank:
         self._admitted = {**asdict(self.admission), "layout": layout, "addresses": addresses}
 
     async def _conduct(self, last: str = "", **besides: Any) -> tuple[int, ...]:
-        """One exchange with all ranks, which wait; ``last``: they wait no longer."""
+        """Exchange a plan with the other ranks, which wait in `FollowerRank._follow`.
+
+        Args:
+            last: Ends their wait, if it is the value that they expect.
+            besides: Other fields of the plan.
+
+        Returns:
+            The fragments whose global weights were applied.
+        """
         plan = self._next_plan() | besides
         if self._admitted:
             plan["admitted"], self._admitted = self._admitted, {}
@@ -241,19 +250,19 @@ class LeaderRank:
         }
 
     async def step(self, tokens: int, loss: float | None) -> bool:
-        """See `Party`; the plan that is carried out was made a step ago."""
+        """See `Party`; executes the plan that was made one step ago."""
         boundary, seat = self.boundary, self._seat
         self.membership.raise_failure()
         seat.raise_failure()
         seat.check_model()
         boundary.trained.check_optimizer()
         began = now()
-        said: Document = {"tokens": tokens, "loss": loss}
-        if seat.under_way is None:
-            self._reported(await seat.meet(FIRST, **said))
+        report: Document = {"tokens": tokens, "loss": loss}
+        if seat.under_way is None:  # the first plan has no earlier step to travel with
+            self._reported(await seat.meet(FIRST, **report))
             self._decide()
             seat.start(FIRST, plan=self._plan)
-            said = {}
+            report = {}
         self._reported(await seat.arrive())
         plan = self._plan
         applied = await seat.carry_out(plan)
@@ -263,19 +272,19 @@ class LeaderRank:
             applied += await self._conduct("released")
         boundary.trained.applied(applied)
         self._decide()
-        seat.start(seat.next_step(), plan=self._plan, **said)
+        seat.start(seat.next_step(), plan=self._plan, **report)
         self._reports.stepped(began, applied, self._loss)
         return bool(plan["facts"]["goes_on"])
 
     def _decide(self) -> None:
-        """The plan of the next boundary."""
-        told = self.boundary.at(StepFinished(self._count.next()), self._loss)
+        """Make the plan of the next boundary."""
+        orders = self.boundary.at(StepFinished(self._count.next()), self._loss)
         if self._checkpointer.due:
             self.boundary.keep()
-        self._plan = {**self._next_plan(), "hold": told.hold}
+        self._plan = {**self._next_plan(), "hold": orders.hold}
 
     def checkpoint(self, run_checkpoint: int | None) -> Future[Written] | None:
-        """See `Party`; it is taken at the end of the next step but one."""
+        """See `Party`; the checkpoint is taken at the end of the step after the next one."""
         if self._seat.under_way is None or self._checkpointer.folder is None:
             return self.boundary.keep(run_checkpoint)
         return self._checkpointer.want()
@@ -300,16 +309,16 @@ class LeaderRank:
         self._seat.progress = replace(self._seat.progress, steps=steps, tokens=tokens)
 
     def request_stop(self) -> None:
-        """See `Party`: the next plan says so to all ranks."""
+        """See `Party`; the next plan has all ranks stop."""
         self.boundary.stop_requested = True
 
     async def flush(self, seconds: float, why: str) -> bool:
         """See `Party`; every rank calls it."""
         await self._last_plan()
         self._at = FLUSHING
-        handed = not self.closed and await self.ending.flush(self, seconds, why)
-        await self._conduct("handed", handed=handed)
-        return handed
+        flushed = not self.closed and await self.ending.flush(self, seconds, why)
+        await self._conduct("flushed", flushed=flushed)
+        return flushed
 
     async def close(self) -> None:
         """See `Party`; every rank calls it."""
@@ -322,14 +331,14 @@ class LeaderRank:
         self._seat.leave()
 
     async def _last_plan(self) -> None:
-        """What was planned for a step that will not come is done now."""
+        """Execute the plan of a step that will not be trained."""
         if self._seat.under_way is not None:
             self._reported(await self._seat.arrive())
             await self._seat.carry_out(self._plan)
             self.boundary.untrained = self._count.ahead
 
     async def asks_to_stop(self, error: BaseException) -> bool:
-        """See `Party`. Never: the other ranks would have to end at the same step."""
+        """See `Party`; always false, because all ranks would have to stop at the same step."""
         return False
 
     async def abort(self, error: BaseException) -> bool:
@@ -339,7 +348,7 @@ class LeaderRank:
         return False
 
     def replaced(self) -> None:
-        """See `Party`; the other ranks do the same when they create theirs."""
+        """See `Party`; the other ranks are replaced when they create their new `Learner`."""
         self._seat.leave(DilocoError(REPLACED))
         self._leave(REPLACED, abrupt=True)
 
@@ -353,12 +362,12 @@ class LeaderRank:
 
 
 class FollowerRank:
-    """Any other rank of a learner of several ranks.
+    """Any other rank of a multi-rank learner.
 
     Args:
-        seat: Its place among the ranks.
-        connection: Where the syncer is.
-        options: Among them the auth token and the certificates.
+        seat: Its context among the ranks.
+        connection: The syncer's addresses, and optionally the client to use.
+        options: The participant's options, with the auth token and the certificates.
     """
 
     ends_alone: ClassVar[bool] = False
@@ -372,7 +381,7 @@ class FollowerRank:
         self._seat = seat
         self._connection, self._options = connection, options
         self._admission: Admission | None = None
-        self._handed = False
+        self._flushed = False
 
     @property
     def name(self) -> str:
@@ -381,8 +390,8 @@ class FollowerRank:
 
     @property
     def admission(self) -> Admission:
-        """See `Party`; rank 0 has told it."""
-        assert self._admission is not None, "join() returns only once the run let us in"
+        """See `Party`; received from rank 0."""
+        assert self._admission is not None, "call join() first"
         return self._admission
 
     @property
@@ -400,27 +409,27 @@ class FollowerRank:
         await self._follow(JOINING, "joined")
 
     async def _follow(self, at: str, last: str) -> tuple[int, ...]:
-        """Does what the leader orders, until it says the last."""
+        """Execute the leader's plans until its document has ``last``; return applied fragments."""
         applied = tuple[int, ...]()
         while True:
             document = (await self._seat.meet(at))[0]
             if "admitted" in document["plan"]:
                 self._admit(document["plan"]["admitted"])
             applied += await self._seat.carry_out(document["plan"])
-            self._handed = bool(document["plan"].get("handed"))
+            self._flushed = bool(document["plan"].get("flushed"))
             if document["last"] == last:
                 return applied
 
-    def _admit(self, told: Document) -> None:
-        layout, addresses = told.pop("layout"), told.pop("addresses")
-        self._admission = Admission(**told)
+    def _admit(self, admitted: Document) -> None:
+        layout, addresses = admitted.pop("layout"), admitted.pop("addresses")
+        self._admission = Admission(**admitted)
         process.take_over(self._admission.name, self.addresses)
         config = read_public(json.dumps(self._admission.settings))
         plan = plan_of(Layout.from_json(layout), config)
         self._seat.admit(plan)
         self._seat.trained.admit(plan, config.sync.merge.buffers != "local")
         name = self._admission.name
-        self._seat.carry(plan, name, addresses, self._options, self._connection.client)
+        self._seat.open_link(plan, name, addresses, self._options, self._connection.client)
 
     async def step(self, tokens: int, loss: float | None) -> bool:
         """See `Party`."""
@@ -428,34 +437,34 @@ class FollowerRank:
         seat.raise_failure()
         seat.check_model()
         self._seat.trained.check_optimizer()
-        said: Document = {"tokens": tokens, "loss": loss}
+        report: Document = {"tokens": tokens, "loss": loss}
         if seat.under_way is None:
-            await seat.meet(FIRST, **said)
+            await seat.meet(FIRST, **report)
             seat.start(FIRST)
-            said = {}
+            report = {}
         plan = (await seat.arrive())[0]["plan"]
         applied = await seat.carry_out(plan)
         if plan["hold"]:
             applied += await self._follow(HOLDING, "released")
         self._seat.trained.applied(applied)
-        seat.start(seat.next_step(), **said)
+        seat.start(seat.next_step(), **report)
         return bool(plan["facts"]["goes_on"])
 
     def checkpoint(self, run_checkpoint: int | None) -> None:
-        """See `Party`: the leader tells when; on other ranks this is nothing."""
+        """See `Party`; does nothing, because the leader orders checkpoints."""
 
     def count_from(self, steps: int, tokens: int) -> None:
         """See `Party`."""
         self._seat.progress = replace(self._seat.progress, steps=steps, tokens=tokens)
 
     def request_stop(self) -> None:
-        """See `Party`: of the leader alone does it end anything."""
+        """See `Party`; does nothing, because only the leader's request counts."""
 
     async def flush(self, seconds: float, why: str) -> bool:
         """See `Party`; every rank calls it."""
         await self._last_plan()
-        await self._follow(FLUSHING, "handed")
-        return self._handed
+        await self._follow(FLUSHING, "flushed")
+        return self._flushed
 
     async def close(self) -> None:
         """See `Party`; every rank calls it."""
@@ -469,7 +478,7 @@ class FollowerRank:
             await self._seat.carry_out((await self._seat.arrive())[0]["plan"])
 
     async def asks_to_stop(self, error: BaseException) -> bool:
-        """See `Party`. Never: the other ranks would have to end at the same step."""
+        """See `Party`; always false, because all ranks would have to stop at the same step."""
         return False
 
     async def abort(self, error: BaseException) -> bool:
@@ -479,6 +488,6 @@ class FollowerRank:
         return False
 
     def replaced(self) -> None:
-        """See `Party`; the other ranks do the same when they create theirs."""
+        """See `Party`; the other ranks are replaced when they create their new `Learner`."""
         self._seat.leave(DilocoError(REPLACED))
         self.closed = True

@@ -1,9 +1,9 @@
-"""One rank's place in its learner: what leader and followers do alike.
+"""A rank's context in its learner: what the leader and the followers do alike.
 
-All ranks meet at every boundary by one exchange of documents (`group`), in which the leader's has
-the *plan*: what every rank does to its parameters there. Between two steps the exchange is under
-way while the step is trained; where the training loop waits anyway (joining, holding, closing) it
-is waited for.
+All ranks meet at every boundary: they exchange documents (`group`). The leader's document has the
+*plan*: what every rank does to its parameters at this boundary. Between two steps, the exchange
+runs while the step is trained. Where the training loop waits anyway (joining, holding, closing),
+the ranks wait for the exchange.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from decoupled_diloco.ranks.group import Exchange, chosen_sync_ranks
 from decoupled_diloco.ranks.rank_checkpoints import LeaderCheckpointer
 from decoupled_diloco.ranks.rank_context import RankState, RankSurroundings
 from decoupled_diloco.ranks.rank_model import RankModel, described, joined, reshard, sharded_modules
-from decoupled_diloco.ranks.rank_store import CarriedValues, RankedStore
-from decoupled_diloco.ranks.sync_ranks import CarriedExchange, CarrierLink, cut_for
+from decoupled_diloco.ranks.rank_store import RankedStore, SyncRankValues
+from decoupled_diloco.ranks.sync_ranks import SyncRankExchange, SyncRankLink, sharding_for
 from decoupled_diloco.ranks.tensors import RankTensors
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.transport.interface import Client
@@ -45,7 +45,7 @@ from decoupled_diloco.transport.tokens import read_secret
 Document = dict[str, Any]
 
 MARK = ".ranks"
-"""A file by which all ranks see that they have one folder."""
+"""A file in the checkpoint folder by which the ranks verify that they share the folder."""
 
 _ERRORS: dict[str, type[DilocoError]] = {
     kind.__name__: kind for kind in (ConfigError, TransportError)
@@ -53,19 +53,23 @@ _ERRORS: dict[str, type[DilocoError]] = {
 
 
 class RankSeat:
-    """See the module; used by the thread that trains.
+    """See the module; only the training thread may use it.
 
     Args:
         model: This rank's part of the model.
-        around: By which it meets the others.
+        around: Provides the other ranks.
 
     Attributes:
-        model: This rank's part of the learner's model, once it has met the others.
-        key: By which carriers open the leader's server.
-        trained: That part with its optimizers, from `train` on.
-        store: By which rank 0 tells the ranks what is ordered of the parameters.
-        hosts: Of each rank.
-        progress: As of the last plan that was carried out.
+        model: This rank's part of the learner's model, after `take`.
+        key: The key of the leader's server, for the sync ranks; after `take`.
+        trained: The part of the model with its optimizers, after `train`.
+        store: The parameter store of rank 0; its orders become plans. After `take`.
+        hosts: The host of each rank, after `take`.
+        sync_rank_values: The ranges of fragments that this rank has as a sync rank.
+        link: The link to the leader; only on a sync rank other than rank 0.
+        failure: The error of a background thread, if any.
+        under_way: The exchange that was started and not yet awaited, if any.
+        progress: The learner's progress according to the last plan that was executed.
     """
 
     model: RankModel
@@ -77,12 +81,12 @@ class RankSeat:
     def __init__(self, model: Model, around: RankSurroundings) -> None:
         self._given = model
         self._module = plain(model)
-        self._sharded = sharded_modules(model)  # walking a large model takes a millisecond
+        self._sharded = sharded_modules(model)  # kept: to walk a large model takes a millisecond
         self.around = around
         self.group = around.group
         self.tensors: RankTensors | None = None
-        self.carried = CarriedValues()
-        self.link: CarrierLink | None = None
+        self.sync_rank_values = SyncRankValues()
+        self.link: SyncRankLink | None = None
         self.failure: BaseException | None = None
         self.under_way: Exchange | None = None
         self.progress = LearnerProgress()
@@ -97,16 +101,16 @@ class RankSeat:
         folder: Path | None,
         check: Callable[[], None],
     ) -> RankSeat:
-        """Meets the others, once; returns itself.
+        """Meet the other ranks and compare arguments, once; return this object.
 
         Args:
-            arguments: What has to be the same on every rank, by name.
-            stateful: What checkpoints keep beside the model, the inner optimizer among it.
-            folder: Where checkpoints are, or ``None``: none are kept.
-            check: What else may be wrong on this rank alone; raises `ConfigError`.
+            arguments: Arguments that must be the same on every rank, by name.
+            stateful: Objects that checkpoints keep besides the model, such as the inner optimizer.
+            folder: The folder for checkpoints; ``None``: none are kept.
+            check: Verifies what may be wrong on this rank alone; raises `ConfigError`.
 
         Raises:
-            ConfigError: On every rank, if something is wrong on one; the rank is named.
+            ConfigError: On every rank, if there is an error on one; the message has its rank.
             TransportError: A rank is gone.
         """
         mine: Document = {"arguments": arguments, "host": self.around.host()}
@@ -121,16 +125,17 @@ class RankSeat:
             mine["key"] = runtime().secret() if self.leads else ""
             mine |= described(self._module, self._given, self.group.rank)
         except ConfigError as error:
+            # Not raised here: the other ranks would wait in the exchange until its timeout.
             mine["problem"] = str(error)
         documents = await self.group.exchanged(mine)
         for rank, document in enumerate(documents):
             if document.get("problem"):
                 raise ConfigError(f"rank {rank}: {document['problem']}")
-            _refuse_difference(documents[0]["arguments"], document["arguments"], rank)
+            _reject_difference(documents[0]["arguments"], document["arguments"], rank)
         self.key = str(documents[0]["key"])
         self.hosts = tuple(str(document["host"]) for document in documents)
-        carriers = chosen_sync_ranks(arguments["sync_ranks"] or 1, self.hosts)
-        self.model = joined(self._module, documents, carriers)
+        sync_ranks = chosen_sync_ranks(arguments["sync_ranks"] or 1, self.hosts)
+        self.model = joined(self._module, documents, sync_ranks)
         self.store = RankedStore(self.model.layout)
         if folder is not None:
             await self._require_shared(folder, documents[0]["mark"])
@@ -141,17 +146,17 @@ class RankSeat:
         return self.group.rank == 0
 
     async def _require_shared(self, folder: Path, mark: str) -> None:
-        """Refuses a folder that is another one on another machine."""
+        """Reject a folder that is not the same one on all machines."""
         sees = (folder / MARK).is_file() and (folder / MARK).read_text() == mark
         for rank, document in enumerate(await self.group.exchanged({"sees": sees})):
             if not document["sees"]:
                 raise ConfigError(
-                    f"rank {rank} does not see what rank 0 has written in {folder}: give "
-                    "checkpoint= a folder on a disk that all ranks share"
+                    f"rank {rank} does not see what rank 0 wrote into {folder}: pass checkpoint= a "
+                    "folder on a disk that all ranks share"
                 )
 
     def train(self, optimizers: InnerOptimizers | None) -> TrainedModel:
-        """This rank's part of the model with its optimizers."""
+        """Create and return `trained`."""
         self.trained = TrainedModel(
             self._given,
             optimizers,
@@ -163,19 +168,19 @@ class RankSeat:
 
     @contextmanager
     def tells_errors(self) -> Iterator[None]:
-        """Raises what is wrong in the block on the other ranks, too."""
+        """Raise an error of the block on the other ranks, too."""
         try:
             yield
         except DilocoError as error:
             self.leave(error)
             raise
 
-    def exchange(self, context: Context) -> CarriedExchange:
-        """Rank 0's payloads, which the carriers have."""
-        return CarriedExchange(
+    def exchange(self, context: Context) -> SyncRankExchange:
+        """Return rank 0's exchange of payloads, which the sync ranks hold."""
+        return SyncRankExchange(
             context,
             sharding=self.model.sharding,
-            values=self.carried,
+            values=self.sync_rank_values,
             store=self.store,
             key=self.key,
             hosts=self.hosts,
@@ -183,16 +188,20 @@ class RankSeat:
         )
 
     def checkpointer(self, *arguments: Any) -> LeaderCheckpointer:
-        """Rank 0's checkpoints, which all ranks write; see `Checkpointer`."""
+        """Return rank 0's checkpointer; all ranks write the checkpoints. See `Checkpointer`."""
         return LeaderCheckpointer(self.store, self.group.size, *arguments)
 
     @property
     def versions(self) -> tuple[str, ...]:
-        """The version of each fragment that was taken last, by the plans carried out."""
+        """The version of each fragment, by index, according to the plans that were executed."""
         return tuple(self._held[fragment] for fragment in sorted(self._held))
 
     def check_model(self) -> None:
-        """Reports a change of the model to all ranks."""
+        """Verify that the model has not changed.
+
+        Raises:
+            ConfigError: It has; the other ranks receive the error, too.
+        """
         try:
             self.trained.guard.check()
         except ConfigError as error:
@@ -200,12 +209,12 @@ class RankSeat:
             raise
 
     def next_step(self) -> str:
-        """The name of the step that begins, by which ranks see that they make the same calls."""
+        """Return the name of the next step; ranks compare it to verify that they are in step."""
         self._calls += 1
         return f"step {self._calls}"
 
     async def carry_out(self, plan: Document) -> tuple[int, ...]:
-        """Does what a plan says; returns the fragments whose global weights are taken."""
+        """Execute a plan; return the fragments whose global weights were applied."""
         writes = any(order[0] == "write" for order in plan["orders"])
         try:
             if self.tensors is not None:
@@ -221,21 +230,21 @@ class RankSeat:
         return tuple(applied)
 
     def admit(self, plan: MergePlan) -> RankTensors:
-        """The run's cut is known: from here on plans can be carried out."""
-        self.model = replace(self.model, sharding=cut_for(plan, self.model.sharding))
+        """Take the run's partition of the model; from now on, plans can be executed."""
+        self.model = replace(self.model, sharding=sharding_for(plan, self.model.sharding))
         self.tensors = RankTensors(
             self.model,
             plan.fragments,
             self.group.rank,
             self.group.all_to_all,
-            self.carried,
+            self.sync_rank_values,
             before_write=self.reshard,
             failed=self._failed,
             state=self._state,
         )
         return self.tensors
 
-    def carry(
+    def open_link(
         self,
         plan: MergePlan,
         learner: str,
@@ -243,54 +252,66 @@ class RankSeat:
         options: ParticipantOptions,
         client: Callable[[], Client] | None,
     ) -> None:
-        """Does its part as a carrier, if it is one beside the leader.
+        """Open the link to the leader, if this rank is a sync rank other than the leader.
 
         Args:
-            plan: The run's.
+            plan: The run's merge plan.
             learner: This learner's id.
-            addresses: Where rank 0 may be found.
-            options: Among them the auth token and the certificates.
-            client: Makes what dials the syncer; default: by the token and tls.
+            addresses: Possible addresses of rank 0.
+            options: The participant's options, with the auth token and the certificates.
+            client: Creates the syncer's client; default: an HTTP client with token and TLS.
         """
-        if not self.leads and self.group.rank in self.model.sharding.carriers:
-            self.link = CarrierLink(
+        if not self.leads and self.group.rank in self.model.sharding.sync_ranks:
+            self.link = SyncRankLink(
                 self.group.rank,
                 addresses,
-                partial(self.around.client, "carrier", self.key, addresses, within=True),
+                partial(self.around.client, "sync-rank", self.key, addresses, within=True),
                 client
                 or partial(
                     self.around.client, learner, read_secret(options.auth_token), tls=options.tls
                 ),
                 plan,
                 self.model.sharding,
-                self.carried,
+                self.sync_rank_values,
                 self._failed,
             )
 
-    async def meet(self, at: str, **said: Any) -> list[Document]:
-        """What every rank says here; waits for all, and for what was ordered before."""
+    async def meet(self, at: str, **report: Any) -> list[Document]:
+        """Exchange documents and wait for all ranks, after the orders of earlier plans are done.
+
+        Args:
+            at: This rank's place in the program.
+            report: Other fields of its document.
+
+        Returns:
+            The document of each rank.
+
+        Raises:
+            ConfigError, DilocoError: See `arrive`.
+        """
         self.group.watch.place = at
         if self.tensors is not None:
             await self.tensors.idle()
-        self.start(at, **said)
+        self.start(at, **report)
         return await self.arrive()
 
-    def start(self, at: str, **said: Any) -> None:
-        """Begins an exchange."""
+    def start(self, at: str, **report: Any) -> None:
+        """Start an exchange; `arrive` waits for it. Arguments as for `meet`."""
         assert self.under_way is None
         self.group.watch.place = at
-        self.under_way = self.group.exchange({"at": at, **said})
+        self.under_way = self.group.exchange({"at": at, **report})
 
     async def arrive(self) -> list[Document]:
-        """Ends the exchange that is under way.
+        """Wait for the exchange that is under way, and return the document of each rank.
 
         Raises:
-            ConfigError: The ranks are not at the same place of their programs.
-            DilocoError: What a rank has failed of, on every rank.
+            ConfigError: The ranks are not at the same place in their programs.
+            DilocoError: A rank has failed; every rank raises its error.
         """
         exchange, self.under_way = self.under_way, None
         assert exchange is not None
         documents = await exchange.wait()
+        # Errors come first: a rank that failed is at another place, which is only a consequence.
         for rank, document in enumerate(documents):
             if "failed" in document:
                 kind = _ERRORS.get(document.get("kind", ""), TransportError)
@@ -299,17 +320,17 @@ class RankSeat:
             if document["at"] != documents[0]["at"]:
                 raise ConfigError(
                     f"rank {rank} of this learner is at {document['at']}, rank 0 at "
-                    f"{documents[0]['at']}: every rank makes the same calls, step by step"
+                    f"{documents[0]['at']}: every rank must make the same calls in every step"
                 )
         return documents
 
     def raise_failure(self) -> None:
-        """What went wrong behind."""
+        """Raise the background thread's error, if any."""
         if self.failure is not None:
             raise self.failure
 
     def leave(self, failed: BaseException | None = None) -> None:
-        """No further exchange; says why, if it is an error."""
+        """End this rank's part in the learner; send an error, if any, to the other ranks."""
         if failed is not None and self.under_way is None:
             self.start("error", failed=str(failed)[:300], kind=type(failed).__name__)
         if self.tensors is not None:
@@ -324,11 +345,11 @@ class RankSeat:
         self._end(error)
 
     def _end(self, error: BaseException) -> None:
-        self.carried.fail(error)
+        self.sync_rank_values.fail(error)
         self.store.failed(error)
 
     def reshard(self) -> None:
-        """See `model.reshard`."""
+        """Make FSDP2 hold its shards; see `model.reshard`."""
         reshard(self._sharded)
 
 
@@ -339,7 +360,7 @@ async def seated(
     objects: Mapping[str, Any],
     around: RankSurroundings | None = None,
 ) -> RankSeat:
-    """Return this rank's place, once all ranks have arrived and their arguments agree.
+    """Return this rank's context, once all ranks have arrived and their arguments agree.
 
     Raises:
         ConfigError: On every rank, if one rank finds an error.
@@ -357,7 +378,7 @@ async def seated(
             if folder is not None:
                 require_stateful(name, thing)
 
-    # What must be the same on every rank.
+    # These must be the same on every rank.
     alike: dict[str, Any] = {
         "name": options.name,
         "checkpoint": str(folder),
@@ -372,7 +393,7 @@ async def seated(
 
 
 NOT_SHARED: tuple[object, ...] = ((), (OPTIMIZER,))
-"""What ``StateSharing.objects`` of a multi-rank learner may be: nothing, or the default."""
+"""Allowed values of ``StateSharing.objects`` for a multi-rank learner: none, or the default."""
 
 
 def _folder_of(options: ParticipantOptions) -> Path | None:
@@ -381,22 +402,22 @@ def _folder_of(options: ParticipantOptions) -> Path | None:
 
 
 def _marked(folder: Path) -> str:
-    """Writes what all ranks have to see."""
+    """Write a mark into the checkpoint folder and return it; all ranks must see it."""
     mark = runtime().unique_id()
     try:
         runtime().disk.put(folder / MARK, mark.encode())
     except OSError as error:
         raise ConfigError(
-            f"checkpoint=: {folder} cannot be written ({error.strerror}): give a folder that this "
-            "process may write to, or leave it out"
+            f"checkpoint=: {folder} cannot be written ({error.strerror}): pass a folder that this "
+            "process may write to, or leave checkpoint= out"
         ) from error
     return mark
 
 
-def _refuse_difference(first: dict[str, Any], other: dict[str, Any], rank: int) -> None:
+def _reject_difference(first: dict[str, Any], other: dict[str, Any], rank: int) -> None:
     for name, value in first.items():
         if other.get(name) != value:
             raise ConfigError(
                 f"rank {rank} of this learner has {name}={other.get(name)!r}, rank 0 has "
-                f"{value!r}: give every rank the same arguments"
+                f"{value!r}: pass the same arguments on every rank"
             )

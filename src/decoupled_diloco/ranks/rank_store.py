@@ -1,8 +1,8 @@
-"""The leader's parameter store: what is ordered of it becomes a part of the next plan.
+"""The leader's parameter store, whose calls become orders in the next plan.
 
-The leader's `LearnerTensors` uses it as any store. Nothing is read or written by the call: every
-rank, the leader among them, carries the orders out at the boundary that the plan is for. Values are
-not here either: carriers have them, and all know them by the number of a `Handle`.
+The leader's `LearnerTensors` uses it like any `ParameterStore`. A call reads and writes nothing:
+every rank, including the leader, executes the orders at the boundary of the plan. Values are not
+here either. The sync ranks hold them, and all ranks refer to them by the number of a `Handle`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from decoupled_diloco.learner.parameter_store import HostCopy
 from decoupled_diloco.merge import Fragment, Layout
 
 HELD = 0
-"""In the place of a number: the values that were written last."""
+"""Used instead of a handle's number: the values that were written last."""
 
 
 class Handle:
-    """A fragment's values that the carriers have, until nobody has the handle any more.
+    """Refers to a fragment's values, which the sync ranks keep until the handle is collected.
 
     Attributes:
-        number: By which the carriers know them.
-        digest: Of a published copy.
+        number: The number of the values on the sync ranks, from 1.
+        digest: The digest of a published copy; empty for other values.
     """
 
     def __init__(self, number: int, numel: int, digest: str = "") -> None:
@@ -36,16 +36,16 @@ class Handle:
         self._numel = numel
 
     def numel(self) -> int:
-        """N, as a tensor tells it."""
+        """Return the number of elements N, like `Tensor.numel`."""
         return self._numel
 
     def values(self) -> Tensor:
-        """See `HostCopy.values`: nobody has them whole."""
-        raise AssertionError("the values are with the carriers")
+        """See `HostCopy.values`; it cannot be called, because no rank has all values."""
+        raise AssertionError("only the sync ranks have the values")
 
 
-class CarriedValues:
-    """A carrier's ranges of fragments, fp32, by number; safe to use from several threads."""
+class SyncRankValues:
+    """A sync rank's ranges of fragments, fp32, by handle number; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -53,13 +53,13 @@ class CarriedValues:
         self._error: BaseException | None = None
 
     def put(self, number: int, values: Tensor) -> None:
-        """They are here."""
+        """Provide values; futures of this number complete."""
         future = self.future(number)
         if not future.done():
             future.set_result(values)
 
     def future(self, number: int) -> Future[Tensor]:
-        """Done when they are here."""
+        """Return a future that completes when the values have arrived."""
         with self._lock:
             future = self._values.setdefault(number, Future())
             if self._error is not None and not future.done():
@@ -67,12 +67,12 @@ class CarriedValues:
             return future
 
     def forget(self, number: int) -> None:
-        """Nobody needs them any more."""
+        """Delete values that are no longer needed."""
         with self._lock:
             self._values.pop(number, None)
 
     def fail(self, error: BaseException) -> None:
-        """What is not here will never be: who waits for it, or will, gets this error."""
+        """Fail all present and future waits for values that have not arrived."""
         with self._lock:
             self._error = error
             for future in self._values.values():
@@ -81,7 +81,7 @@ class CarriedValues:
 
 
 class RankedStore:
-    """See the module; safe to use from several threads.
+    """See the module; thread-safe.
 
     Args:
         layout: The logical tensors of all ranks.
@@ -103,21 +103,21 @@ class RankedStore:
 
     @property
     def waits(self) -> bool:
-        """Whether there is something that the ranks have not been told."""
+        """Whether there are orders for the next plan."""
         return bool(self._orders)
 
     def take(self) -> list[list[object]]:
-        """The orders since it was asked last, for the next plan."""
+        """Return the orders since the last call, for the next plan."""
         with self._lock:
             orders, self._orders = self._orders, []
-            told, self._spreads = self._spreads, []
-        for future in told:
-            with contextlib.suppress(InvalidStateError):  # Who waited has left.
+            planned, self._spreads = self._spreads, []
+        for future in planned:
+            with contextlib.suppress(InvalidStateError):  # the waiting task was cancelled
                 future.set_result(None)
         return orders
 
     def failed(self, error: BaseException) -> None:
-        """Nothing that is ordered will come: who waits for it, or will, gets this error."""
+        """Fail all present and future waits for orders: no plan will be made."""
         with self._lock:
             self._error = error
             for future in self._spreads:
@@ -126,7 +126,7 @@ class RankedStore:
             self._spreads.clear()
 
     def handle(self, numel: int, digest: str) -> Handle:
-        """For values [N] that the carriers are about to have."""
+        """Return a new handle for values [N] that the sync ranks are about to receive."""
         with self._lock:
             return self._new_handle(numel, digest)
 
@@ -159,28 +159,31 @@ class RankedStore:
         return values
 
     async def spread(self, fragment: Fragment, values: Handle) -> None:
-        """Has every rank fetch its part of what the carriers have; returns when a plan says so.
+        """Order every rank to fetch its part of values; return when a plan has the order.
 
-        A step later each has it: what is written by the next plan waits for nothing.
+        The parts arrive while a step is trained, so a write in the plan after it waits for nothing.
+
+        Raises:
+            DilocoError: The learner has failed or ended; see `failed`.
         """
         with self._lock:
             self._orders.append(["spread", fragment.index, values.number])
-            told = Future[None]()
+            planned = Future[None]()
             if self._error is None:
-                self._spreads.append(told)
+                self._spreads.append(planned)
             else:
-                told.set_exception(self._error)
-        await asyncio.wrap_future(told)
+                planned.set_exception(self._error)
+        await asyncio.wrap_future(planned)
 
     def adopt(self, fragment: int, values: Handle) -> None:
-        """A published copy that a checkpoint has kept: every rank holds its part of it."""
+        """Order every rank to hold its part of a published copy that a checkpoint kept."""
         with self._lock:
             self._orders.append(["spread", fragment, values.number])
             self._orders.append(["hold", fragment, values.number])
             self._held[fragment] = values
 
     def order(self, *what: object) -> None:
-        """Anything else that every rank does at the boundary."""
+        """Add any other order for all ranks; see `tensors.Orders`."""
         with self._lock:
             self._orders.append(list(what))
 
@@ -191,5 +194,5 @@ class RankedStore:
             self._held[fragment] = values
 
     def _forget(self, number: int) -> None:
-        # Without the lock: it may be called within it, as whatever frees memory may.
+        # Without the lock: the garbage collector may call this while this thread holds it.
         self._orders.append(["forget", number])

@@ -1,15 +1,16 @@
-"""Fragments between the ranks' own boxes and the carriers' ranges.
+"""Moves fragments between the ranks' boxes and the sync ranks' ranges.
 
-A rank of a sharded model holds of each tensor one *box*, a range of indices in each dimension; it
-keeps it as a tensor of the box's shape. A fragment's piece is a range of the flattened tensor. Such
-a range is a few boxes too (`boxes_of_range`), so what both have in common is found, viewed and
-copied without an index for each element.
+A rank of a sharded model holds one *box* of each tensor: a range of indices in each dimension, kept
+as a tensor of the box's shape. A fragment's piece is a range of the flattened tensor. Such a range
+consists of a few boxes as well (`boxes_of_range`). So their intersection is found, viewed and
+copied without an index per element.
 
-The *carriers*, the ranks that talk to the syncer, hold contiguous ranges of each fragment's flat
-vector. Both ways the elements travel by one all-to-all of bounded chunks in host memory; what stays
-on its rank is copied once, beside it. What several ranks hold alike is sent by one of them.
+The *sync ranks*, which communicate with the syncer, hold contiguous ranges of each fragment's flat
+vector. In both directions, the elements travel in bounded chunks, with one all-to-all in host
+memory per chunk. Elements that stay on their rank are copied directly. If several ranks hold the
+same elements, one of them sends.
 
-Shapes: R ranks, W carriers, N elements of a fragment.
+Shapes: R ranks, W sync ranks, N elements of a fragment.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Box:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Box:
-        """All of a tensor."""
+        """Return the box of a whole tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -51,7 +52,7 @@ class Box:
         return math.prod(self.shape)
 
     def intersection(self, other: Box) -> Box | None:
-        """What lies in both; ``None`` if nothing does."""
+        """Return the box that both have in common; ``None`` if there is none."""
         start = tuple(
             max(ours, theirs) for ours, theirs in zip(self.start, other.start, strict=True)
         )
@@ -60,7 +61,7 @@ class Box:
         return None if empty else Box(start, stop)
 
     def view(self, tensor: Tensor, part: Box) -> Tensor:
-        """The part of this box in the tensor [*self.shape] that holds this box."""
+        """Return a view of ``part``, which lies in this box, in this box's tensor [*self.shape]."""
         for dimension, (own, first, last) in enumerate(
             zip(self.start, part.start, part.stop, strict=True)
         ):
@@ -69,9 +70,9 @@ class Box:
 
 
 def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """Elements ``start <= i < stop`` of the flattened tensor, as boxes in order.
+    """Yield elements ``start <= i < stop`` of the flattened tensor as boxes, in order.
 
-    Each box is contiguous in the flattened tensor; there are at most 2·dimensions − 1.
+    Each box is contiguous in the flattened tensor. There are at most 2·dimensions − 1 boxes.
 
     >>> [box.shape for box in boxes_of_range((3, 4), 2, 10)]
     [(1, 2), (1, 4), (1, 2)]
@@ -102,7 +103,7 @@ def _within_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> It
 
 
 def rows_of_range(box: Box, shape: tuple[int, ...], start: int, stop: int) -> Box | None:
-    """The rows of a box that have elements of the range; what a snapshot copies.
+    """Return the rows of a box that have elements of the range, which a snapshot copies.
 
     >>> rows_of_range(Box((0, 0), (8, 2)), (8, 4), 9, 17)
     Box(start=(2, 0), stop=(5, 2))
@@ -115,16 +116,16 @@ def rows_of_range(box: Box, shape: tuple[int, ...], start: int, stop: int) -> Bo
 
 
 def at(flat: Tensor, shape: tuple[int, ...], first: int, part: Box) -> Tensor:
-    """A part of a tensor in a flat vector that holds the flattened tensor from element ``first``.
+    """View a box of a tensor in a flat vector that holds a range of the flattened tensor.
 
     Args:
         flat: One dimension; contiguous.
-        shape: Of the tensor.
-        first: The flattened tensor's element that is ``flat[0]``.
-        part: Lies within ``flat``.
+        shape: The tensor's shape.
+        first: The index in the flattened tensor of ``flat[0]``.
+        part: The box; all of its elements are in ``flat``.
 
     Returns:
-        A view of the part's shape.
+        A view of ``flat`` with the box's shape.
     """
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     offset = sum(s * i for s, i in zip(strides, part.start, strict=True)) - first
@@ -132,11 +133,11 @@ def at(flat: Tensor, shape: tuple[int, ...], first: int, part: Box) -> Tensor:
 
 
 CHUNK_NUMEL = 1 << 20
-"""Elements of a range that are on their way at once, for each carrier."""
+"""Elements of a range that travel at once, per sync rank."""
 
 
 class AllToAll(Protocol):
-    """Every rank sends a part of its vector to each other rank."""
+    """A collective in which every rank sends a part of its vector ``given`` to each other rank."""
 
     async def __call__(
         self, out: Tensor, given: Tensor, out_sizes: list[int], given_sizes: list[int], /
@@ -148,7 +149,7 @@ class HeldRows:
     """A rank's part of a fragment's piece: whole rows of its box.
 
     Attributes:
-        box: Where in the tensor it lies.
+        box: The rows' box in the tensor.
         values: [*box.shape]
     """
 
@@ -157,44 +158,50 @@ class HeldRows:
 
 
 Parts = tuple[HeldRows | None, ...]
-"""What a rank holds of a fragment, for each of its pieces; ``None``: nothing."""
+"""A rank's part of each piece of a fragment; ``None``: no element of the piece."""
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """Which rank holds what of each tensor, and who carries it.
+    """Which rank holds which part of each tensor, and which ranks are sync ranks.
 
     Args:
         shapes: The logical tensors' shapes, in the layout's order.
-        boxes: For each tensor, what each of the R ranks holds of it.
-        carriers: The ranks that talk to the syncer, ascending.
-        uncut: Fragments whose bodies cannot be cut: the first carrier has them.
+        boxes: For each tensor, the box of each of the R ranks; ``None``: no element.
+        sync_ranks: The ranks that communicate with the syncer, ascending.
+        unsplit: Fragments whose payloads cannot be split: the first sync rank holds all of them.
     """
 
     shapes: tuple[tuple[int, ...], ...]
     boxes: tuple[tuple[Box | None, ...], ...]
-    carriers: tuple[int, ...] = (0,)
-    uncut: tuple[int, ...] = ()
+    sync_ranks: tuple[int, ...] = (0,)
+    unsplit: tuple[int, ...] = ()
 
     @cached_property
     def ranks(self) -> int:
         return len(self.boxes[0])
 
     def ranges(self, fragment: Fragment) -> tuple[tuple[int, int], ...]:
-        """Each carrier's range of a flat fragment, in blocks of it; the last ones may be empty."""
-        if fragment.index in self.uncut:
-            return ((0, fragment.numel), *[(fragment.numel,) * 2] * (len(self.carriers) - 1))
-        return block_ranges(fragment.numel, len(self.carriers))
+        """Return each sync rank's range of a flat fragment; the last ranges may be empty.
+
+        Ranges start and end between blocks of the payload's digest.
+        """
+        if fragment.index in self.unsplit:
+            return ((0, fragment.numel), *[(fragment.numel,) * 2] * (len(self.sync_ranks) - 1))
+        return block_ranges(fragment.numel, len(self.sync_ranks))
 
     def missing(self) -> int | None:
-        """A tensor of which some elements are on no rank; ``None``: all are somewhere."""
+        """Return the index of a tensor with elements that no rank holds; ``None`` if there is none.
+
+        The boxes of a tensor must be equal or disjoint.
+        """
         for index, (shape, boxes) in enumerate(zip(self.shapes, self.boxes, strict=True)):
             if sum(box.numel for box in set(boxes) if box) != Box.whole(shape).numel:
                 return index
         return None
 
     def holders(self, tensor: int) -> dict[Box, tuple[int, ...]]:
-        """The different boxes of a tensor, each with the ranks that hold it."""
+        """Return the different boxes of a tensor, each with the ranks that hold it."""
         found: dict[Box, tuple[int, ...]] = {}
         for rank, box in enumerate(self.boxes[tensor]):
             if box is not None:
@@ -204,12 +211,12 @@ class Sharding:
 
 @dataclass(frozen=True)
 class _Run:
-    """Elements that one rank holds in one box, within one chunk of one carrier."""
+    """Elements that one rank holds in one box, within one chunk of one sync rank."""
 
     piece: int
     tensor: int
-    first: int  # the flattened tensor's element at which the chunk's part of the piece begins
-    position: int  # where in the chunk this part begins
+    first: int  # index in the flattened tensor of the first element of the piece in the chunk
+    position: int  # index in the chunk of this element
     part: Box
     holders: tuple[int, ...]
 
@@ -218,7 +225,7 @@ class Redistribution:
     """Moves one fragment at a time; every rank makes the same calls in the same order.
 
     Args:
-        sharding: Who holds what.
+        sharding: Which rank holds which part.
         rank: This rank.
         exchange: `torch.distributed.all_to_all_single` over the ranks, on host memory.
         chunk_numel: See `CHUNK_NUMEL`.
@@ -233,7 +240,7 @@ class Redistribution:
         self._chunk_numel = chunk_numel
 
     def parts(self, fragment: Fragment) -> tuple[Box | None, ...]:
-        """The rows of this rank's boxes that have elements of each piece."""
+        """Return, for each piece, the rows of this rank's box that have elements of it."""
         found: list[Box | None] = []
         for piece in fragment.pieces:
             box = self._sharding.boxes[piece.tensor][self._rank]
@@ -242,35 +249,35 @@ class Redistribution:
         return tuple(found)
 
     def own_range(self, fragment: Fragment) -> tuple[int, int]:
-        """This rank's range as a carrier; empty if it is none."""
-        if self._rank not in self._sharding.carriers:
+        """Return this rank's range of a flat fragment; empty if it is not a sync rank."""
+        if self._rank not in self._sharding.sync_ranks:
             return 0, 0
-        own = self._sharding.carriers.index(self._rank)
+        own = self._sharding.sync_ranks.index(self._rank)
         return self._sharding.ranges(fragment)[own]
 
     async def collect(self, fragment: Fragment, parts: Parts) -> Tensor:
-        """From the ranks' parts to the carriers' ranges.
+        """Move the ranks' parts to the sync ranks' ranges.
 
         Args:
-            parts: This rank's; any dtype.
+            parts: This rank's parts; any dtype.
 
         Returns:
-            This carrier's range of the fragment, fp32; empty on a rank that is none.
+            This rank's range of the fragment, fp32; empty if it is not a sync rank.
         """
         start, stop = self.own_range(fragment)
         flat = torch.empty(stop - start, dtype=torch.float32, device="cpu")
         for chunks in self._chunks(fragment):
-            sizes = self._sizes(chunks, to_carriers=True)
+            sizes = self._sizes(chunks, to_sync_ranks=True)
             given = torch.empty(sum(sizes[0]), dtype=torch.float32, device="cpu")
             out = torch.empty(sum(sizes[1]), dtype=torch.float32, device="cpu")
             filled = 0
-            for (first, runs), carrier in zip(chunks, self._sharding.carriers, strict=True):
+            for (first, runs), sync_rank in zip(chunks, self._sharding.sync_ranks, strict=True):
                 for run in runs:
-                    if self._giver(run, carrier) != self._rank:
+                    if self._sender(run, sync_rank) != self._rank:
                         continue
                     held = parts[run.piece]
                     assert held is not None
-                    if carrier == self._rank:
+                    if sync_rank == self._rank:
                         target = self._in_chunk(flat[first - start :], run)
                     else:
                         target = given[filled : filled + run.part.numel].view(run.part.shape)
@@ -281,13 +288,13 @@ class Redistribution:
         return flat
 
     def _unpack(self, out: Tensor, chunks: _Chunks, flat: Tensor, start: int) -> None:
-        if self._rank not in self._sharding.carriers:
+        if self._rank not in self._sharding.sync_ranks:
             return
-        first, runs = chunks[self._sharding.carriers.index(self._rank)]
+        first, runs = chunks[self._sharding.sync_ranks.index(self._rank)]
         chunk, read = flat[first - start :], 0
-        for giver in self._others():
+        for sender in self._others():
             for run in runs:
-                if self._giver(run, self._rank) == giver:
+                if self._sender(run, self._rank) == sender:
                     part = out[read : read + run.part.numel].view(run.part.shape)
                     self._in_chunk(chunk, run).copy_(part)
                     read += run.part.numel
@@ -296,13 +303,13 @@ class Redistribution:
         return [rank for rank in range(self._sharding.ranks) if rank != self._rank]
 
     async def distribute(self, fragment: Fragment, flat: Tensor) -> Parts:
-        """From the carriers' ranges to the ranks' parts.
+        """Move the sync ranks' ranges to the ranks' parts.
 
         Args:
-            flat: This carrier's range of the fragment, fp32; empty on a rank that is none.
+            flat: This rank's range of the fragment, fp32; empty if it is not a sync rank.
 
         Returns:
-            This rank's parts, fp32; elements of the rows that are not of the fragment are
+            This rank's parts, fp32. Elements of the rows that are not in the fragment are
             undefined.
         """
         start, _ = self.own_range(fragment)
@@ -314,18 +321,18 @@ class Redistribution:
             for box in rows
         )
         for chunks in self._chunks(fragment):
-            sizes = self._sizes(chunks, to_carriers=False)
+            sizes = self._sizes(chunks, to_sync_ranks=False)
             given = self._pack(chunks, flat, start, sum(sizes[0]))
             out = torch.empty(sum(sizes[1]), dtype=torch.float32, device="cpu")
             await self._exchange(out, given, sizes[1], sizes[0])
             read = 0
-            for (first, runs), carrier in zip(chunks, self._sharding.carriers, strict=True):
+            for (first, runs), sync_rank in zip(chunks, self._sharding.sync_ranks, strict=True):
                 for run in runs:
                     if self._rank not in run.holders:
                         continue
                     held = parts[run.piece]
                     assert held is not None
-                    if carrier == self._rank:
+                    if sync_rank == self._rank:
                         source = self._in_chunk(flat[first - start :], run)
                     else:
                         source = out[read : read + run.part.numel].view(run.part.shape)
@@ -335,13 +342,13 @@ class Redistribution:
 
     def _pack(self, chunks: _Chunks, flat: Tensor, start: int, numel: int) -> Tensor:
         given = torch.empty(numel, dtype=torch.float32, device="cpu")
-        if self._rank not in self._sharding.carriers:
+        if self._rank not in self._sharding.sync_ranks:
             return given
-        first, runs = chunks[self._sharding.carriers.index(self._rank)]
+        first, runs = chunks[self._sharding.sync_ranks.index(self._rank)]
         chunk, filled = flat[first - start :], 0
-        for taker in self._others():
+        for receiver in self._others():
             for run in runs:
-                if taker in run.holders:
+                if receiver in run.holders:
                     target = given[filled : filled + run.part.numel].view(run.part.shape)
                     target.copy_(self._in_chunk(chunk, run))
                     filled += run.part.numel
@@ -351,39 +358,39 @@ class Redistribution:
         shape = self._sharding.shapes[run.tensor]
         return at(chunk[run.position :], shape, run.first, run.part)
 
-    def _giver(self, run: _Run, carrier: int) -> int:
-        """The one of those that hold it who sends it: the carrier itself, if it can."""
-        return carrier if carrier in run.holders else run.holders[carrier % len(run.holders)]
+    def _sender(self, run: _Run, sync_rank: int) -> int:
+        """Return the rank that sends a run to a sync rank: this sync rank itself if it holds it."""
+        return sync_rank if sync_rank in run.holders else run.holders[sync_rank % len(run.holders)]
 
-    def _sizes(self, chunks: _Chunks, *, to_carriers: bool) -> tuple[list[int], list[int]]:
-        """How many elements this rank gives to and takes from each other rank."""
-        gives, takes = [0] * self._sharding.ranks, [0] * self._sharding.ranks
-        for (_, runs), carrier in zip(chunks, self._sharding.carriers, strict=True):
+    def _sizes(self, chunks: _Chunks, *, to_sync_ranks: bool) -> tuple[list[int], list[int]]:
+        """Return how many elements this rank sends to and receives from each other rank."""
+        sends, receives = [0] * self._sharding.ranks, [0] * self._sharding.ranks
+        for (_, runs), sync_rank in zip(chunks, self._sharding.sync_ranks, strict=True):
             for run in runs:
-                holders = (self._giver(run, carrier),) if to_carriers else run.holders
-                peers = [rank for rank in holders if rank != carrier]
-                at_ranks, at_carrier = (gives, takes) if to_carriers else (takes, gives)
+                holders = (self._sender(run, sync_rank),) if to_sync_ranks else run.holders
+                peers = [rank for rank in holders if rank != sync_rank]
+                at_ranks, at_sync_rank = (sends, receives) if to_sync_ranks else (receives, sends)
                 if self._rank in peers:
-                    at_ranks[carrier] += run.part.numel
-                if self._rank == carrier:
+                    at_ranks[sync_rank] += run.part.numel
+                if self._rank == sync_rank:
                     for peer in peers:
-                        at_carrier[peer] += run.part.numel
-        return gives, takes
+                        at_sync_rank[peer] += run.part.numel
+        return sends, receives
 
     def _chunks(self, fragment: Fragment) -> Iterator[_Chunks]:
-        """The chunks of all carriers that travel at once, until all have travelled."""
+        """Yield the chunks that travel at once, one per sync rank, until all have traveled."""
         ranges = self._sharding.ranges(fragment)
         longest = max(stop - start for start, stop in ranges)
-        for behind in range(0, longest, self._chunk_numel):
+        for offset in range(0, longest, self._chunk_numel):
             chunks = []
             for start, stop in ranges:
-                first = min(start + behind, stop)
+                first = min(start + offset, stop)
                 last = min(first + self._chunk_numel, stop)
                 chunks.append((first, tuple(self._runs(fragment, first, last))))
             yield chunks
 
     def _runs(self, fragment: Fragment, first: int, last: int) -> Iterator[_Run]:
-        """What is in elements ``first <= i < last`` of the flat fragment, box by box."""
+        """Yield the runs of elements ``first <= i < last`` of the flat fragment, box by box."""
         begins = 0
         for index, piece in enumerate(fragment.pieces):
             start, stop = max(first, begins), min(last, begins + piece.numel)
@@ -400,4 +407,4 @@ class Redistribution:
 
 
 _Chunks = Sequence[tuple[int, tuple[_Run, ...]]]
-"""For each carrier: the chunk's first element in the flat fragment, and what is in it."""
+"""For each sync rank: the index in the flat fragment of the chunk's first element, and its runs."""

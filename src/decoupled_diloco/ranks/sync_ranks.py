@@ -1,17 +1,17 @@
-"""The ranks that carry a learner's fragments to the syncer and back: its *carriers*.
+"""The ranks that move a learner's fragments to the syncer and back: its *sync ranks*.
 
-The leader, rank 0, asks (`CarriedExchange`, on its background's event loop). Each carrier does the
-same to its own range of a fragment (`Carrier`: encode, send, fetch, decode, keep) and answers with
-the digests of its blocks; no rank ever has more of a fragment. A fragment's values (a copy of the
-parameters, a published copy) have a number by which all know them. The syncer never learns how many
-carriers a learner has: all use the learner's name.
+The leader, rank 0, sends requests (`SyncRankExchange`, on its background's event loop). Each sync
+rank executes them for its own range of a fragment (`SyncRank`: encode, send, fetch, decode, keep).
+It answers with the digests of its blocks. No rank ever has more of a fragment. A fragment's values
+(a copy of the parameters, or a published copy) have a number that is the same on all ranks. The
+syncer cannot see how many sync ranks a learner has, because all use the learner's name.
 
-The leader asks the others over a link (`LeaderLink`, `CarrierLink`) by the same transport as to the
-syncer. A link that breaks is made again, and what was asked meanwhile has failed, as if the syncer
-had been out of reach.
+The leader reaches the other sync ranks over links (`LeaderLink`, `SyncRankLink`), which use the
+same transport as connections to the syncer. A broken link is opened again. Requests that were
+pending have failed then, as if the syncer had been unreachable.
 
-Host memory of one of W carriers: 4·N/W bytes for what it holds of the published copies, and what is
-in flight.
+Host memory of one of W sync ranks: 4·N/W bytes per fragment for its range of the published copy,
+and the data in flight.
 
 Source: rule 18 of the method's description (`docs/how-to/many-gpus.md`).
 """
@@ -62,7 +62,7 @@ from decoupled_diloco.merge.plan import MergePlan, values_of
 from decoupled_diloco.protocol import messages
 from decoupled_diloco.protocol.messages import Done, Failed
 from decoupled_diloco.ranks.rank_context import RankSurroundings
-from decoupled_diloco.ranks.rank_store import CarriedValues, Handle, RankedStore
+from decoupled_diloco.ranks.rank_store import Handle, RankedStore, SyncRankValues
 from decoupled_diloco.ranks.redistribute import Sharding
 from decoupled_diloco.runtime import now, runtime
 from decoupled_diloco.storage.vector_ranges import RESIDUAL, Ranges, keep_ranges, kept_range, summed
@@ -76,16 +76,16 @@ _ERRORS: dict[str, type[DilocoError]] = {
 }
 
 
-class Carrier:
-    """See the module; used by one event loop.
+class SyncRank:
+    """Executes the leader's requests for its ranges; used by one event loop.
 
     Args:
-        plan: The run's.
-        ranges: Of each fragment the range that this carrier has.
-        number: Which of the carriers it is.
-        values: What it holds.
-        client: The transport's client.
-        in_worker: Runs what takes long.
+        plan: The run's merge plan.
+        ranges: Its range of each fragment.
+        number: Its index among the sync ranks; names its files.
+        values: The values of its ranges.
+        client: Returns the client of the syncer's data plane.
+        in_worker: Runs a function that takes long in a worker thread.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Carrier:
         plan: MergePlan,
         ranges: Sequence[tuple[int, int]],
         number: int,
-        values: CarriedValues,
+        values: SyncRankValues,
         client: Callable[[], Client],
         in_worker: Callable[[Callable[[], Any]], Awaitable[Any]],
     ) -> None:
@@ -103,47 +103,50 @@ class Carrier:
         self._values = values
         self._client = client
         self._in_worker = in_worker
-        self._bodies: dict[int, tuple[Tensor, int, int]] = {}
+        self._payloads: dict[int, tuple[Tensor, int, int]] = {}
 
-    async def answer(self, asked: Document) -> Document:
-        """Does what the leader asks; says what went wrong, if it is an error of ours."""
+    async def answer(self, request: Document) -> Document:
+        """Execute a request and return the answer, which may be a `DilocoError`; see `raised`."""
         try:
-            match asked["do"]:
+            match request["do"]:
                 case "encode":
-                    return await self._encode(asked)
+                    return await self._encode(request)
                 case "copy":
-                    return await self._copy(asked)
+                    return await self._copy(request)
                 case "put":
-                    return await self._put(asked)
+                    return await self._put(request)
                 case "drop":
-                    self._bodies.pop(asked["job"], None)
+                    self._payloads.pop(request["job"], None)
                     return {}
                 case "fetch":
-                    return await self._fetch(asked)
+                    return await self._fetch(request)
                 case "keep":
-                    return await self._keep(asked)
+                    return await self._keep(request)
                 case "adopt":
-                    return await self._adopt(asked)
+                    return await self._adopt(request)
                 case _:
-                    raise AssertionError(f"no order of this version: {asked}")
+                    raise AssertionError(f"unknown request: {request}")
         except DilocoError as error:
             return {"error": str(error), "kind": type(error).__name__}
 
     def drop_all(self) -> None:
-        """Nobody will ask for what was made."""
-        self._bodies.clear()
+        """Delete all encoded payloads: the leader will not request them any more."""
+        self._payloads.clear()
 
     async def _value(self, number: int) -> Tensor:
         return await asyncio.wrap_future(self._values.future(number))
 
-    async def _encode(self, asked: Document) -> Document:
-        """A contribution: the copy less the published one from which it was trained (rule 6)."""
-        plan, fragment = self._plan, asked["fragment"]
+    async def _encode(self, request: Document) -> Document:
+        """Encode a contribution: the copy minus the published copy it was trained from (rule 6)."""
+        plan, fragment = self._plan, request["fragment"]
         start, stop = self._ranges[fragment]
-        theta, published = await self._value(asked["copy"]), await self._value(asked["published"])
-        residuals = [await self._value(number) for number in asked["residuals"]]
+        theta, published = (
+            await self._value(request["copy"]),
+            await self._value(request["published"]),
+        )
+        residuals = [await self._value(number) for number in request["residuals"]]
         whole = plan.fragments[fragment]
-        uplink = plan.uplink_of(fragment, asked["codec"])
+        uplink = plan.uplink_of(fragment, request["codec"])
         if stop - start < whole.numel and not is_cuttable(uplink):
             raise ConfigError(
                 f"codec {uplink.name!r} cannot be split among sync ranks: set sync_ranks=1"
@@ -154,86 +157,86 @@ class Carrier:
             d = contribution(part, plan.layout, theta, published)
             body, residual = plan.encode(d, residuals, uplink)
             digests = block_digests(body, uplink)
-            # A fragment with buffers is not cut, so this carrier has all of them.
+            # A fragment with buffers is not split, so this sync rank has all of them.
             return packed(body, plan.buffers_of(fragment, published), uplink), digests, residual
 
         body, digests, residual = await self._in_worker(encode)
         if residual is not None:
-            self._values.put(asked["leaves"], residual)
+            self._values.put(request["leaves"], residual)
         first = uplink.nbytes(start) if start else 0
-        is_cut = stop - start < whole.numel
-        total = uplink.nbytes(whole.numel) if is_cut else body.numel()
-        self._bodies[asked["job"]] = body, first, total
+        is_split = stop - start < whole.numel
+        total = uplink.nbytes(whole.numel) if is_split else body.numel()
+        self._payloads[request["job"]] = body, first, total
         return {"digests": digests.hex()}
 
-    async def _copy(self, asked: Document) -> Document:
-        """The values themselves, as a shard wants them whole."""
-        start, _ = self._ranges[asked["fragment"]]
-        values = await self._value(asked["values"])
+    async def _copy(self, request: Document) -> Document:
+        """Prepare the values themselves as a payload, for a shard that requests a whole copy."""
+        start, _ = self._ranges[request["fragment"]]
+        values = await self._value(request["values"])
         digests = await self._in_worker(lambda: block_digests(values, codec("fp32")))
-        total = self._plan.whole_nbytes(asked["fragment"])
-        self._bodies[asked["job"]] = as_bytes(values), 4 * start, total
+        total = self._plan.whole_nbytes(request["fragment"])
+        self._payloads[request["job"]] = as_bytes(values), 4 * start, total
         return {"digests": digests.hex()}
 
-    async def _put(self, asked: Document) -> Document:
-        body, first, total = self._bodies.pop(asked["job"])
-        url, base = asked["url"], asked["base"]
+    async def _put(self, request: Document) -> Document:
+        body, first, total = self._payloads.pop(request["job"])
+        url, base = request["url"], request["base"]
         await self._client().put(url, _view(body), base=base, first=first, total=total)
         return {"sent": body.numel()}
 
-    async def _fetch(self, asked: Document) -> Document:
-        """A published copy, or what it differs by from one that is here."""
-        plan, fragment = self._plan, asked["fragment"]
+    async def _fetch(self, request: Document) -> Document:
+        """Fetch a published copy, or its difference to a copy that this sync rank has."""
+        plan, fragment = self._plan, request["fragment"]
         start, stop = self._ranges[fragment]
-        whole, numel = asked["on"] is None, plan.fragments[fragment].numel
+        whole, numel = request["on"] is None, plan.fragments[fragment].numel
         downlink = codec("fp32") if whole else plan.downlink_of(fragment)
-        first, total = downlink.nbytes(start) if start else 0, asked["nbytes"]
+        first, total = downlink.nbytes(start) if start else 0, request["nbytes"]
         last = downlink.nbytes(stop) if stop < numel else total
         body = torch.empty(last - first, dtype=torch.uint8, device="cpu")
-        url, base = asked["url"], asked["base"]
+        url, base = request["url"], request["base"]
         await self._client().get(url, _view(body), base=base, first=first, total=total)
-        before = None if whole else await self._value(asked["on"])
+        before = None if whole else await self._value(request["on"])
 
         def decode() -> tuple[Tensor, bytes]:
             if before is None:
                 values = values_of(body, stop - start)
             else:
-                values = before.clone()
+                values = before.clone()  # the earlier copy is still in use under its own number
                 buffers = plan.buffers_of(fragment, values)
                 receive(values, unpacked(body, buffers, downlink), downlink)
             return values, block_digests(values, codec("fp32"))
 
         values, digests = await self._in_worker(decode)
-        self._values.put(asked["number"], values)
+        self._values.put(request["number"], values)
         return {"digests": digests.hex(), "received": body.numel()}
 
-    async def _keep(self, asked: Document) -> Document:
-        """Published copies to the disk; each carrier has a file of its own."""
+    async def _keep(self, request: Document) -> Document:
+        """Write published copies and residuals to the disk, into a separate file per sync rank."""
         published: Ranges = {}
         residuals: Ranges = {}
         for p, (start, stop) in enumerate(self._ranges):
             if start == stop:  # break: empty-range-awaited
-                continue  # nobody brings it here
-            published[p, start] = await self._value(asked["numbers"][p])
-            left = [await self._value(number) for number in asked["residuals"][p]]
+                continue  # no values for an empty range ever arrive
+            published[p, start] = await self._value(request["numbers"][p])
+            left = [await self._value(number) for number in request["residuals"][p]]
             if left:
                 residuals[p, start] = await self._in_worker(partial(summed, left))
-        folder = Path(asked["folder"])
+        folder = Path(request["folder"])
         # break: ranks-keep-no-copies
         await self._in_worker(lambda: keep_ranges(folder, self._number, published))
         await self._in_worker(lambda: keep_ranges(folder, self._number, residuals, RESIDUAL))
         return {}
 
-    async def _adopt(self, asked: Document) -> Document:
-        """And back, whoever has written them."""
-        folder, digests = Path(asked["folder"]), []
-        for fragment, number in enumerate(asked["numbers"]):
+    async def _adopt(self, request: Document) -> Document:
+        """Read published copies and residuals; other sync ranks may have written the ranges."""
+        folder, digests = Path(request["folder"]), []
+        for fragment, number in enumerate(request["numbers"]):
             values = await self._in_worker(
                 partial(kept_range, folder, fragment, *self._ranges[fragment])
             )
             digests.append(block_digests(values, codec("fp32")).hex())
             self._values.put(number, values)
-        for fragment, number in asked["residuals"]:
+        for fragment, number in request["residuals"]:
             start, stop = self._ranges[fragment]
             read = partial(kept_range, folder, fragment, start, stop, RESIDUAL)
             self._values.put(number, await self._in_worker(read))
@@ -245,10 +248,10 @@ def _view(body: Body) -> memoryview:
 
 
 def raised(answer: Document) -> Document:
-    """The same answer.
+    """Return the same answer.
 
     Raises:
-        DilocoError: It tells of one.
+        DilocoError: The answer contains an error.
     """
     if "error" in answer:
         raise _ERRORS.get(answer["kind"], TransportError)(answer["error"])
@@ -258,11 +261,11 @@ def raised(answer: Document) -> Document:
 T = TypeVar("T")
 
 REACH_SECONDS = 60.0
-"""A carrier that cannot reach rank 0 for so long at the start gives up."""
+"""A sync rank that cannot reach rank 0 within this time after its start fails."""
 
 
 class LeaderLink:
-    """The leader's end of the link to one carrier."""
+    """The leader's end of the link to one sync rank."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
@@ -271,8 +274,9 @@ class LeaderLink:
         self._came = asyncio.Event()
 
     async def stay(self, channel: Channel) -> None:
-        """Hears what the carrier answers, until the link breaks."""
-        self.lost("the sync rank has connected again")  # and has dropped what it was asked before
+        """Receive answers on a channel of the sync rank until the channel breaks."""
+        # A sync rank that connects again has dropped the requests of its earlier channel.
+        self.lost("the sync rank has connected again")
         self._channel = channel
         self._came.set()
         try:
@@ -282,45 +286,45 @@ class LeaderLink:
                 if waiting is not None and not waiting.done():
                     waiting.set_result(answer)
         except TransportError as error:
-            if self._channel is channel:
+            if self._channel is channel:  # otherwise a newer channel has replaced it
                 self._channel = None
                 self._came.clear()
                 self.lost(str(error))
 
-    async def ask(self, asked: Document) -> Document:
-        """What the carrier answers.
+    async def request(self, request: Document) -> Document:
+        """Send a request and return the sync rank's answer; waits for the link if it is down.
 
         Raises:
-            TransportError: The link broke meanwhile.
+            TransportError: The link broke before the answer.
         """
         await self._came.wait()
         assert self._channel is not None
         number = next(self._numbers)
         answered = self._waiting[number] = asyncio.get_running_loop().create_future()
-        self._channel.send(asked | {"asks": number})
+        self._channel.send(request | {"request": number})
         answer: Document = await answered
         return answer
 
     def lost(self, reason: str) -> None:
-        """Nothing that is asked will be answered."""
+        """Fail all pending requests: they will not be answered."""
         waiting, self._waiting = self._waiting, {}
         for each in waiting.values():
             if not each.done():
                 each.set_exception(TransportError(f"the link to a sync rank broke: {reason}"))
 
 
-class CarrierLink:
-    """A carrier's end of the link to the leader, with an event loop of its own.
+class SyncRankLink:
+    """A sync rank's end of the link to the leader, with an event loop in a separate thread.
 
     Args:
-        rank: This one.
-        addresses: Where the leader may be found; the first that answers is taken.
-        leader: The client that dials it.
-        data: The client of the syncer's data plane, under the learner's name.
-        plan: The run's.
-        sharding: Who carries what.
-        values: What this carrier holds.
-        failed: Told if the leader cannot be reached at all.
+        rank: This rank.
+        addresses: Possible addresses of the leader; the first that answers is used.
+        leader: Creates the client that connects to the leader.
+        data: Creates the client of the syncer's data plane, which has the learner's name.
+        plan: The run's merge plan.
+        sharding: Which ranks are sync ranks, and their ranges.
+        values: The values of this sync rank's ranges.
+        failed: Receives an error that ends the link, such as an unreachable leader.
     """
 
     def __init__(
@@ -331,27 +335,27 @@ class CarrierLink:
         data: Callable[[], Client],
         plan: MergePlan,
         sharding: Sharding,
-        values: CarriedValues,
+        values: SyncRankValues,
         failed: Callable[[BaseException], None],
     ) -> None:
         self._rank, self._addresses = rank, tuple(addresses)
         self._leader, self._data = leader, data
-        self._number = sharding.carriers.index(rank)
+        self._number = sharding.sync_ranks.index(rank)
         self._plan, self._values, self._failed = plan, values, failed
         self._ranges = [sharding.ranges(fragment)[self._number] for fragment in plan.fragments]
         self._worker = runtime().worker("ddiloco-codec")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
         self._stopped = False
-        self._beside = runtime().beside(self._main, "ddiloco-carrier")
+        self._thread = runtime().beside(self._main, "ddiloco-sync-rank")
 
     def close(self, wait_seconds: float = 5.0) -> None:
-        """Ends the thread."""
+        """Stop the thread and wait for it, for at most ``wait_seconds``."""
         self._stopped = True
         if self._loop is not None and self._stop is not None:
-            with contextlib.suppress(RuntimeError):  # it has ended
+            with contextlib.suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(self._stop.set)
-        self._beside.join(wait_seconds)
+        self._thread.join(wait_seconds)
         self._worker.shutdown(wait=False, cancel_futures=True)
 
     async def _main(self) -> None:
@@ -372,33 +376,37 @@ class CarrierLink:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _stay(self) -> None:
-        """Keeps a link to the leader."""
+        """Keep a link to the leader: connect, answer, and connect again.
+
+        Raises:
+            ConfigError: The first connection did not succeed within `REACH_SECONDS`.
+        """
         leader, data = self._leader(), self._data()
-        carrier = Carrier(
+        sync_rank = SyncRank(
             self._plan, self._ranges, self._number, self._values, lambda: data, self._in_worker
         )
         backoff, began, reached = Backoff(), now(), False
         try:
             while True:
                 try:
-                    channel = await self._dialled(leader)
+                    channel = await self._dialed(leader)
                     reached = True
                     backoff.reset()
-                    await self._serve(channel, carrier, data)
+                    await self._serve(channel, sync_rank, data)
                 except TransportError as error:
                     if not reached and now() - began > REACH_SECONDS:
                         raise ConfigError(
                             f"rank {self._rank} cannot reach rank 0 at "
-                            f"{' or '.join(self._addresses)} ({error}): let these machines connect "
-                            "to each other, or leave out sync_ranks="
+                            f"{' or '.join(self._addresses)} ({error}): allow connections between "
+                            "these machines, or leave out sync_ranks="
                         ) from error
                 await asyncio.sleep(backoff.next())
         finally:
             await leader.close()
             await data.close()
 
-    async def _dialled(self, client: Client) -> Channel:
-        failure = TransportError("there is no address")
+    async def _dialed(self, client: Client) -> Channel:
+        failure = TransportError("rank 0 sent no address")
         for address in self._addresses:
             try:
                 return await client.connect(address, "learner", f"rank-{self._rank}")
@@ -406,13 +414,13 @@ class CarrierLink:
                 failure = error
         raise failure
 
-    async def _serve(self, channel: Channel, carrier: Carrier, data: Client) -> None:
+    async def _serve(self, channel: Channel, sync_rank: SyncRank, data: Client) -> None:
         tasks: set[asyncio.Task[None]] = set()
 
-        async def answer(asked: Document) -> None:
-            if "base" in asked:
-                data.trust(asked["base"])
-            channel.send(await carrier.answer(asked) | {"answers": asked["asks"]})
+        async def answer(request: Document) -> None:
+            if "base" in request:
+                data.trust(request["base"])
+            channel.send(await sync_rank.answer(request) | {"answers": request["request"]})
 
         try:
             while True:
@@ -423,7 +431,7 @@ class CarrierLink:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            carrier.drop_all()
+            sync_rank.drop_all()
 
     async def _in_worker(self, task: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._worker, task)
@@ -432,31 +440,31 @@ class CarrierLink:
 logger = logging.getLogger(__name__)
 
 
-def cut_for(plan: MergePlan, sharding: Sharding) -> Sharding:
-    """The same, where fragments whose bodies cannot be cut, up or down, have one carrier."""
+def sharding_for(plan: MergePlan, sharding: Sharding) -> Sharding:
+    """Return a sharding that has one sync rank for fragments that a codec cannot split."""
     wires = (plan.uplink, *plan.coarser, plan.downlink)
-    uncut = tuple(
+    unsplit = tuple(
         part.index
         for part in plan.fragments
         if not all(is_cuttable(plan.codec_of(part.index, wire)) for wire in wires)
     )
-    return replace(sharding, uncut=uncut)
+    return replace(sharding, unsplit=unsplit)
 
 
-class CarriedExchange(BodyExchange):
-    """A `BodyExchange` whose bodies are with the carriers, the leader among them.
+class SyncRankExchange(BodyExchange):
+    """A `BodyExchange` whose payloads are on the sync ranks, which include the leader.
 
     Args:
-        context: The background around it.
-        sharding: Who carries what.
-        values: What the leader holds as a carrier.
-        store: By which the ranks are told of what has been fetched.
-        key: Opens the leader's server to the other carriers.
-        hosts: Of each rank.
-        around: Has the server.
+        context: The background's context.
+        sharding: Which ranks are sync ranks, and their ranges.
+        values: The values of the leader's ranges.
+        store: Orders all ranks to fetch new values.
+        key: The key of the leader's server, for the other sync ranks.
+        hosts: The host of each rank.
+        around: Provides the server.
 
     Attributes:
-        addresses: Where other carriers may find the leader.
+        addresses: Possible addresses of the leader, for the other sync ranks.
     """
 
     def __init__(
@@ -464,7 +472,7 @@ class CarriedExchange(BodyExchange):
         context: Context,
         *,
         sharding: Sharding,
-        values: CarriedValues,
+        values: SyncRankValues,
         store: RankedStore,
         key: str,
         hosts: Sequence[str],
@@ -472,21 +480,21 @@ class CarriedExchange(BodyExchange):
     ) -> None:
         super().__init__(context)
         self.addresses: list[str] = []
-        self._uncut = sharding
+        self._given_sharding = sharding
         self._values = values
         self._store = store
         self._key = key
         self._hosts = hosts
         self._around = around
         self._jobs = itertools.count(1)
-        self._local: Carrier | None = None
-        self._links = {rank: LeaderLink() for rank in sharding.carriers if rank != 0}
+        self._local: SyncRank | None = None
+        self._links = {rank: LeaderLink() for rank in sharding.sync_ranks if rank != 0}
         self._troubles = {rank: TroubleLog() for rank in self._links}
         self._server: Server | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self) -> None:
-        """See `BodyExchange.start`: other carriers can come."""
+        """See `BodyExchange.start`; also starts the server for the other sync ranks."""
         self._loop = asyncio.get_running_loop()
         if self._links:
             self._server = self._around.server(self._hosts, self._key, self._linked)
@@ -502,26 +510,28 @@ class CarriedExchange(BodyExchange):
 
     @cached_property
     def _sharding(self) -> Sharding:
-        return cut_for(self._here.tensors.plan, self._uncut)
+        return sharding_for(self._here.tensors.plan, self._given_sharding)
 
     async def _linked(self, channel: Channel) -> None:
         link = self._links.get(int(channel.peer.principal.removeprefix("rank-")))
         if link is not None:
             await link.stay(channel)
 
-    async def _ask(self, fragment: Fragment | None, /, **asked: Any) -> list[Document]:
-        """What each carrier answers that has something of the fragment, in their order.
+    async def _request(self, fragment: Fragment | None, /, **request: Any) -> list[Document]:
+        """Send a request to all sync ranks with a range of the fragment; return the answers.
+
+        Answers are in the order of the sync ranks. Without a fragment, all sync ranks receive it.
 
         Raises:
-            DilocoError: What one of them failed of, when all have ended.
+            DilocoError: The first error, after all sync ranks have answered or failed.
         """
-        carriers: Sequence[int] = self._sharding.carriers
+        sync_ranks: Sequence[int] = self._sharding.sync_ranks
         if fragment is not None:
             ranges = self._sharding.ranges(fragment)
-            pairs = zip(carriers, ranges, strict=True)
-            carriers = [rank for rank, (start, stop) in pairs if start < stop]
+            pairs = zip(sync_ranks, ranges, strict=True)
+            sync_ranks = [rank for rank, (start, stop) in pairs if start < stop]
         answers = await asyncio.gather(
-            *(self._answer(rank, asked) for rank in carriers), return_exceptions=True
+            *(self._answer(rank, request) for rank in sync_ranks), return_exceptions=True
         )
         found: list[Document] = []
         for answer in answers:
@@ -530,13 +540,13 @@ class CarriedExchange(BodyExchange):
             found.append(raised(answer))
         return found
 
-    async def _answer(self, rank: int, asked: Document) -> Document:
+    async def _answer(self, rank: int, request: Document) -> Document:
         if rank != 0:
-            return await self._answer_of(rank, asked)
+            return await self._answer_of(rank, request)
         if self._local is None:
             plan = self._here.tensors.plan
             own = [self._sharding.ranges(fragment)[0] for fragment in plan.fragments]
-            self._local = Carrier(
+            self._local = SyncRank(
                 plan,
                 own,
                 0,
@@ -544,37 +554,38 @@ class CarriedExchange(BodyExchange):
                 lambda: self._here.client,
                 self._here.in_worker,
             )
-        return await self._local.answer(asked)
+        return await self._local.answer(request)
 
-    async def _answer_of(self, rank: int, asked: Document) -> Document:
-        """What another carrier answers; who cannot reach the syncer, or is out of reach, is told.
+    async def _answer_of(self, rank: int, request: Document) -> Document:
+        """Return another sync rank's answer; log a broken connection to the leader or the syncer.
 
-        The leader may reach both, and nothing else would say why no fragment goes through.
+        The leader itself may still reach the syncer. Without this log line, a user would not see
+        why no fragment is synced.
         """
         trouble = self._troubles[rank]
         try:
-            answer = raised(await self._links[rank].ask(asked))
+            answer = raised(await self._links[rank].request(request))
         except TransportError as error:
-            subject = f"rank {rank} of this learner carries no fragments"
+            subject = f"rank {rank} of this learner syncs no fragments"
             trouble.tell("out of reach", f"{subject} ({error}): {TRAINING_GOES_ON}")
             raise
-        if "url" in asked:
-            trouble.over(f"rank {rank} of this learner carries fragments again")
+        if "url" in request:
+            trouble.over(f"rank {rank} of this learner syncs fragments again")
         return answer
 
-    def ask_all(self, **asked: Any) -> Future[list[Document]]:
-        """Asks every carrier; for another thread."""
-        assert self._loop is not None, "the loop runs"
-        return asyncio.run_coroutine_threadsafe(self._ask(None, **asked), self._loop)
+    def request_all(self, **request: Any) -> Future[list[Document]]:
+        """Send a request to every sync rank; may be called from any other thread."""
+        assert self._loop is not None, "call start() first"
+        return asyncio.run_coroutine_threadsafe(self._request(None, **request), self._loop)
 
     async def send_body(self, effect: messages.SendBody, capture: Capture) -> None:
         """See `BodyExchange.send_body`."""
         fragment, job = capture.plan.fragments[effect.fragment], next(self._jobs)
         copy, published = capture.copy, capture.published
-        assert isinstance(copy, Handle), "it is a copy of this store"
+        assert isinstance(copy, Handle), "the copy is not of a RankedStore"
         leaves = None if capture.plan.feedback is None else self._store.handle(fragment.numel, "")
         try:
-            answers = await self._ask(
+            answers = await self._request(
                 fragment,
                 do="encode",
                 job=job,
@@ -595,10 +606,10 @@ class CarriedExchange(BodyExchange):
         """See `BodyExchange.send_copy`."""
         fragment, job = self._here.tensors.plan.fragments[effect.fragment], next(self._jobs)
         handle = copy.tensor if isinstance(copy, Copied) else copy
-        assert isinstance(handle, Handle), "it is a copy of this store"
-        asked = {"fragment": fragment.index, "values": handle.number}
+        assert isinstance(handle, Handle), "the copy is not of a RankedStore"
+        request = {"fragment": fragment.index, "values": handle.number}
         try:
-            digest = _digest(await self._ask(fragment, do="copy", job=job, **asked))
+            digest = _digest(await self._request(fragment, do="copy", job=job, **request))
             self._here.send(effect.shard, messages.Copy(effect.fragment, effect.attempt, digest))
             async with self._gates[effect.shard]:
                 await self._deliver(fragment, job, effect.shard, effect.path)
@@ -607,22 +618,22 @@ class CarriedExchange(BodyExchange):
             await self._drop(fragment, job)
 
     async def _drop(self, fragment: Fragment, job: int) -> None:
-        """What was made for it is not wanted; who has lost the link has dropped it."""
+        """Have the sync ranks delete a payload; one with a broken link has already deleted it."""
         with contextlib.suppress(TransportError):
-            await self._ask(fragment, do="drop", job=job)
+            await self._request(fragment, do="drop", job=job)
 
     async def _deliver(self, fragment: Fragment, job: int, shard: int, url: str) -> None:
         where = {"url": url, "base": self._here.address_of(shard)}
-        answers = await self._ask(fragment, do="put", job=job, **where)
+        answers = await self._request(fragment, do="put", job=job, **where)
         self._here.client.stats.data_bytes_sent += sum(each["sent"] for each in answers[1:])
 
     async def fetch(self, effect: messages.Fetch) -> None:
-        """See `BodyExchange.fetch`: the values go on to the ranks that hold their elements."""
+        """See `BodyExchange.fetch`; afterwards every rank fetches its part of the values."""
         tensors = self._here.tensors
         fragment = tensors.plan.fragments[effect.fragment]
         try:
             if not self._here.reaches(effect.shard):
-                raise TransportError("its shard is out of reach")  # or another run is there
+                raise TransportError("its shard is unreachable")  # or it serves another run
             async with self._gates[effect.shard]:
                 handle = await self._fetched(effect, fragment)
             await self._store.spread(fragment, handle)
@@ -638,7 +649,7 @@ class CarriedExchange(BodyExchange):
         handle, before = self._store.handle(fragment.numel, effect.digest), None
         if not effect.whole:
             before = self._here.tensors.newest(fragment.index)
-        answers = await self._ask(
+        answers = await self._request(
             fragment,
             do="fetch",
             number=handle.number,
@@ -652,7 +663,7 @@ class CarriedExchange(BodyExchange):
         actual = _digest(answers)
         if actual != effect.digest:  # break: wrong-part-accepted
             raise MergeError(
-                f"fragment {fragment.index} has digest {actual}, the shard announced "
+                f"fragment {fragment.index} has digest {actual}, but the shard announced "
                 f"{effect.digest}: the whole copy is fetched instead"
             )
         return handle

@@ -1,12 +1,12 @@
-"""One rank's own parameters: copied and written at boundaries, moved between ranks behind them.
+"""One rank's parameters: copied and written at boundaries, moved between ranks in the background.
 
-A plan's orders are the same on every rank, in the same order. What is local (copying a fragment's
-rows on its device, writing new values into them) is done at the boundary; what needs the host or
-the other ranks is queued for one thread, so that the collectives of all ranks are in the order of
-the plans.
+A plan's orders are the same on every rank, in the same order. Local work is done at the boundary:
+it copies a fragment's rows on their device, or writes new values into them. Work that needs the
+host or the other ranks is queued for one thread. So all ranks run their collectives in the order
+of the plans.
 
-Host memory of a rank: 4·N/R bytes for what it holds of the published copies, in the parameters'
-dtype, and what is in flight.
+Host memory of a rank, besides fragments in flight: its part of each published copy, in the
+parameters' dtype. If the model is fully sharded and fp32, this is 4·N/R bytes per fragment.
 
 Shapes: R ranks, N elements of a fragment.
 """
@@ -27,7 +27,7 @@ from decoupled_diloco.learner.parameter_store import SideStream
 from decoupled_diloco.merge import Fragment, local_of
 from decoupled_diloco.ranks.rank_context import RankState
 from decoupled_diloco.ranks.rank_model import RankModel
-from decoupled_diloco.ranks.rank_store import HELD, CarriedValues
+from decoupled_diloco.ranks.rank_store import HELD, SyncRankValues
 from decoupled_diloco.ranks.redistribute import (
     AllToAll,
     Box,
@@ -46,7 +46,14 @@ Orders = Sequence[Sequence[object]]
 
 @dataclass(frozen=True)
 class _Row:
-    """Where a part of a fragment's piece lies: in the rank's tensor, and in its rows."""
+    """The elements of a fragment's piece in this rank's tensor.
+
+    Attributes:
+        tensor: The rank's parameter or buffer.
+        box: The box of the logical tensor that the rank holds.
+        parts: Boxes with exactly the elements of the piece that the rank holds.
+        buffer: Whether the tensor is a buffer.
+    """
 
     tensor: Tensor
     box: Box
@@ -56,28 +63,33 @@ class _Row:
 
 @dataclass
 class _Copied:
-    """A copy: on the parameters' device until it has been brought to the host, behind."""
+    """A copy of rows: on the parameters' device, until the background has moved it to the host."""
 
     parts: Parts
 
 
 @dataclass(frozen=True)
 class _Received:
-    """A fragment's values that are here for the next boundary."""
+    """A fragment's values that have arrived and can be written at a boundary.
 
-    values: Parts  # fp32
-    rounded: Parts  # in the parameters' dtypes, as they are held afterwards
+    Attributes:
+        values: fp32.
+        rounded: In the parameters' dtypes; held after the write.
+    """
+
+    values: Parts
+    rounded: Parts
 
 
 def _pinned(rows: HeldRows | None) -> HeldRows | None:
-    """In memory from which the step that writes them need not wait for the device."""
+    """Return rows in pinned memory, so that a step need not wait for their copy to the device."""
     if rows is None or rows.values.is_pinned():
         return rows
     return replace(rows, values=rows.values.pin_memory())
 
 
 def _with_values(parts: Parts, values: Sequence[Tensor]) -> Parts:
-    """The same rows, with other tensors in the order of those that are there."""
+    """Return the same rows with other values, given in order without the missing rows."""
     rest = iter(values)
     return tuple(None if rows is None else replace(rows, values=next(rest)) for rows in parts)
 
@@ -87,20 +99,21 @@ def _values_of(parts: Parts) -> list[Tensor]:
 
 
 class RankTensors:
-    """What this rank does with its parameters.
+    """Executes plans on this rank's parameters; only the training thread may use it.
 
     Args:
         model: The rank's part of the model.
-        fragments: The run's cut.
+        fragments: The run's partition of the model.
         rank: This rank.
         exchange: See `redistribute.AllToAll`; called by one strand.
-        carried: What this rank has as a carrier.
+        sync_rank_values: The ranges of fragments that this rank has as a sync rank.
         before_write: Called before parameters are written: FSDP2's root may be unsharded.
-        failed: Told, in another thread, of what went wrong there.
-        state: What checkpoints are made of.
+        failed: Receives an error of the strand, in its thread.
+        state: Saves and restores this rank's part of checkpoints.
 
     Attributes:
-        saving: Told of a checkpoint that this rank writes.
+        saving: Called when this rank has started to write its part of a checkpoint. Arguments: the
+            folder, the future of the write, and the seconds of the copy.
     """
 
     def __init__(
@@ -109,7 +122,7 @@ class RankTensors:
         fragments: Sequence[Fragment],
         rank: int,
         exchange: AllToAll,
-        carried: CarriedValues,
+        sync_rank_values: SyncRankValues,
         *,
         before_write: Callable[[], None] = lambda: None,
         failed: Callable[[BaseException], None] = lambda error: None,
@@ -130,7 +143,7 @@ class RankTensors:
         self._copies: dict[int, _Copied] = {}
         self._spread: dict[int, _Received] = {}
         self._receiving: dict[int, Future[None]] = {}
-        self._carried = carried
+        self._sync_rank_values = sync_rank_values
         self._strand = runtime().strand("ddiloco-ranks")
         self._last: Future[None] | None = None
         self.saving: Callable[[str, Future[object], float], None] = lambda *arguments: None
@@ -150,15 +163,21 @@ class RankTensors:
         return rows
 
     async def carry_out(self, orders: Orders) -> None:
-        """Does what a plan orders at this boundary."""
+        """Execute the orders of a plan at this boundary.
+
+        Raises:
+            DilocoError: An awaited background order has failed.
+        """
         for order in orders:
             match order:
                 case ["copy", int(fragment), int(handle)]:
                     self._copy(fragment, handle)
                 case ["spread", int(fragment), int(handle)]:
-                    self._receiving[handle] = self._behind(partial(self._receive, handle, fragment))
+                    self._receiving[handle] = self._in_background(
+                        partial(self._receive, handle, fragment)
+                    )
                 case ["write", int(fragment), int(new), minus, float(keep)]:
-                    if new != HELD:  # it came while a step was trained, or is about to
+                    if new != HELD:  # usually it has arrived while a step was trained
                         # break: rank-writes-before-arrival
                         await runtime().outcome(self._receiving.pop(new))
                     self._write(fragment, new, minus, keep)
@@ -174,24 +193,26 @@ class RankTensors:
                     self._copies.pop(handle, None)
                     self._strand.submit(partial(self._forget, handle))
                 case _:
-                    raise AssertionError(f"no order of this version: {order}")
+                    raise AssertionError(f"unknown order: {order}")
 
     async def _forget(self, handle: int) -> None:
-        """After what was ordered before, which may just bring it here."""
+        """Delete values; runs in the strand, because an earlier order may still produce them."""
         self._spread.pop(handle, None)
         self._receiving.pop(handle, None)
-        self._carried.forget(handle)
+        self._sync_rank_values.forget(handle)
 
     async def idle(self) -> None:
-        """Waits until what was ordered is done."""
+        """Wait until all queued orders are done."""
         if self._last is not None:
             await runtime().outcome(self._last)
 
     def close(self) -> None:
-        """Nothing more is moved."""
+        """Close the strand: no more orders are executed."""
         self._strand.close()
 
-    def _behind(self, work: Callable[[], Coroutine[Any, Any, None]]) -> Future[None]:
+    def _in_background(self, work: Callable[[], Coroutine[Any, Any, None]]) -> Future[None]:
+        """Queue work for the strand, which runs one after the other; report its error."""
+
         async def done() -> None:
             try:
                 await work()
@@ -204,7 +225,7 @@ class RankTensors:
 
     @torch.no_grad()
     def _copy(self, fragment: int, handle: int) -> None:
-        """Copies this rank's rows now, and collects them at the carriers behind."""
+        """Copy this rank's rows now, and move them to the sync ranks in the background."""
         boxes = self._moves.parts(self._fragments[fragment])
         parts = tuple(
             None
@@ -223,14 +244,15 @@ class RankTensors:
                 copied.parts = _with_values(parts, on_host)
             values = await self._moves.collect(self._fragments[fragment], copied.parts)
             if values.numel():
-                self._carried.put(handle, values)
+                self._sync_rank_values.put(handle, values)
 
-        self._behind(collect)
+        self._in_background(collect)
 
     async def _receive(self, handle: int, fragment: int) -> None:
         start, stop = self._moves.own_range(self._fragments[fragment])
         nothing = torch.empty(0, dtype=torch.float32, device="cpu")
-        values = self._carried.future(handle).result(0) if start < stop else nothing
+        # No wait: the leader orders a spread only after all sync ranks have the values.
+        values = self._sync_rank_values.future(handle).result(0) if start < stop else nothing
         parts = await self._moves.distribute(self._fragments[fragment], values)
         if self._side is not None:
             parts = tuple(map(_pinned, parts))
@@ -247,7 +269,7 @@ class RankTensors:
         self.saving(folder, writing, now() - started)
 
     def _rounded(self, fragment: int, values: Parts) -> Parts:
-        """In the parameters' dtypes, as they are held."""
+        """Return parts in the parameters' dtypes, in which they are held."""
         return tuple(
             None
             if row is None or ours is None
@@ -262,13 +284,13 @@ class RankTensors:
             received = self._spread.pop(new)
             values, rounded = received.values, received.rounded
         else:
-            assert held is not None, f"nothing is held of fragment {fragment}"
+            assert held is not None, f"fragment {fragment} has no held values"
             values = rounded = held
         before: Parts | None = None
         if minus is not None:
             assert isinstance(minus, int)
             before = held if minus == HELD else self._copies[minus].parts
-            assert before is not None, f"nothing is held of fragment {fragment}"
+            assert before is not None, f"fragment {fragment} has no held values"
             before = self._on_device(before)
         values = self._on_device(values)
         self._before_write()
@@ -293,7 +315,7 @@ class RankTensors:
         self._held[fragment] = rounded
 
     def _on_device(self, parts: Parts) -> Parts:
-        """Where the parameters are."""
+        """Return parts on the device of the parameters."""
         if self._side is None:
             return parts
         return _with_values(parts, self._side.upload(_values_of(parts)))

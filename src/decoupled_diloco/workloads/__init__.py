@@ -1,13 +1,13 @@
-"""What learners train: built-in models and data, or one's own as "module:function".
+"""The models and data that learners train: built in, or custom as "module:function".
 
 | name | model and data | options |
 |---|---|---|
 | `gpt` | byte-level GPT, source of Python's standard library | `workloads.gpt.GptOptions` |
 | `paced` | `gpt`, small, with a step of fixed length | `workloads.paced.PacedOptions` |
 
-Another distribution provides a workload by an entry point: its module, with the classes that
-`load_workload` builds. The extra `lab` has `moe` (a mixture of experts in each block of `gpt`) and
-`vit` (a vision transformer on handwritten digits).
+Other distributions provide workloads with an entry point: a module with the classes that
+`load_workload` builds. The extra `lab` has `moe` (`gpt` with a mixture of experts in each block)
+and `vit` (a vision transformer on handwritten digits).
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ __all__ = ["Batch", "Workload", "load_workload", "workload_of"]
 BUILT_IN = ("gpt", "paced")
 OF_THE_LAB = ("moe", "vit")
 GROUP = "decoupled_diloco.workloads"
-"""The entry-point group by which an installed distribution provides workloads."""
+"""The entry-point group for workloads of installed distributions."""
 
 
 def workload_of(config: RunConfig) -> Workload:
     """Build the workload of a run.
 
     Raises:
-        ConfigError: Its learners run a command, or see `load_workload`.
+        ConfigError: The run has no workload because its learners run a command, or see
+            `load_workload`.
     """
     return load_workload(config.required_workload.name, config.workload_options())
 
@@ -46,15 +47,15 @@ def load_workload(name: str, options: Mapping[str, Any]) -> Workload:
     """Build a workload by name.
 
     Args:
-        name: One of `BUILT_IN`, one that a distribution provides, or "module:function". A module is
-            looked for in the folder where the command was started, too.
-        options: What the workload is built with; a function of one's own gets it as one dict.
-            The options of a run (`RunConfig.workload_options`) hold `seed`, and `total_steps` if
-            the budget is in steps, besides what the file says.
+        name: One of `BUILT_IN`, the name of a distribution's workload, or "module:function". A
+            module may also be in the current folder.
+        options: The workload's options; a custom function receives them as one dict. The options of
+            a run (`RunConfig.workload_options`) have `seed`, and `total_steps` if the budget is in
+            steps, in addition to those in the file.
 
     Raises:
-        ConfigError: There is no such workload, an option does not fit, or what the function
-            returned is no workload.
+        ConfigError: The name or an option is not valid, or the function's result is not a
+            `Workload`.
     """
     if ":" in name:
         return _load_own(name, options)
@@ -64,10 +65,10 @@ def load_workload(name: str, options: Mapping[str, Any]) -> Workload:
 
 
 def workload_module(name: str) -> ModuleType:
-    """The module of a workload that has a name: built in, or of another distribution.
+    """Return the module of a built-in workload, or of one that a distribution provides.
 
     Raises:
-        ConfigError: There is no such workload.
+        ConfigError: The name is not valid.
     """
     if name in BUILT_IN:
         return importlib.import_module(f"{__name__}.{name}")
@@ -80,7 +81,7 @@ def workload_module(name: str) -> ModuleType:
         )
     raise ConfigError(
         f"workload {name!r} is not known: {suggestion(name, (*BUILT_IN, *OF_THE_LAB))} "
-        "One's own is written as 'module:function'"
+        "Write a custom workload as 'module:function'"
     )
 
 
@@ -111,14 +112,14 @@ def _load_own(name: str, options: Mapping[str, Any]) -> Workload:
 def _import(name: str, module_name: str) -> Any:
     here = str(Path.cwd())
     if here not in sys.path:
-        sys.path.append(here)  # last, so that a file of one's own never hides an installed module
+        sys.path.append(here)  # last, so that a file here never hides an installed module
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and (module_name + ".").startswith(error.name + "."):
             raise ConfigError(
-                f"workload {name!r}: there is no module {module_name!r}, neither installed nor in "
-                f"{here}: start the command where the module lies, or install it"
+                f"workload {name!r}: module {module_name!r} is neither installed nor in {here}: "
+                "start the command in the module's folder, or install the module"
             ) from None
         raise
 

@@ -9,19 +9,19 @@ from decoupled_diloco.workloads.text import region
 from decoupled_diloco.workloads.workload import Batch, InPasses, Workload
 
 PARTITION_BATCHES = 64
-"""Batches per partition and epoch where the workload's data have no end. Requests for a lease are
-then rare, and a lost lease costs little."""
+"""Batches per partition and epoch if the workload's data are endless. Leases are then rarely
+requested, and a lost lease costs little."""
 
 
 class WorkloadPartitions:
     """The data of a workload as `decoupled_diloco.data.PartitionedData`.
 
-    A workload that is not `InPasses` has endless batches for each partition, of which each epoch
-    takes the next `PARTITION_BATCHES`.
+    A workload that is not `InPasses` has endless batches for each partition. Each epoch takes the
+    next `PARTITION_BATCHES` of them.
 
     Args:
         workload: The workload.
-        partitions: Number of partitions at most. There may be fewer, since each has a batch.
+        partitions: The highest number of partitions. There are fewer if an epoch has fewer batches.
     """
 
     def __init__(self, workload: Workload, partitions: int) -> None:

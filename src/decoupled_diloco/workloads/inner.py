@@ -1,4 +1,4 @@
-"""What the built-in workloads have in common inside a learner: optimizer, schedule, seed."""
+"""Common parts of the built-in workloads: optimizer, schedule, seed."""
 
 from __future__ import annotations
 
@@ -17,49 +17,51 @@ from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.workloads.muon import MuonAndAdamW, hidden_matrices
 
 LR_FINAL = 0.1
+"""The last learning rate as a share of the peak."""
 
 
 class InnerOptions(Settings):
-    """The options of `[workload.options]` that every built-in workload has."""
+    """The `[workload.options]` that all built-in workloads have."""
 
     table: ClassVar[str] = "[workload.options]"
 
     optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
-    """Inner optimizer: "adamw" (paper); "muon" for the hidden matrices, with "adamw" for all else
-    (MuLoCo; torch 2.9 or newer); "sgd", without momentum, for the data-parallel baseline."""
+    """Inner optimizer. "adamw": as in the paper. "muon": Muon for the hidden matrices and AdamW for
+    all other parameters (MuLoCo; needs torch 2.9). "sgd": without momentum, for the data-parallel
+    baseline."""
 
     learning_rate: float = Field(default=2e-3, gt=0)
     """Peak learning rate, greater than 0. Tune it for each batch size and inner optimizer before
     comparing runs."""
 
     weight_decay: float = Field(default=0.1, ge=0)
-    """Decay of matrices towards 0, not of norms; 0 and up."""
+    """Weight decay of matrices, at least 0. Norms are not decayed."""
 
     betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False)
-    """Averaging factors of AdamW's two moments, 0 to less than 1. 0.95 as usual for language
-    models: it forgets early gradients sooner than 0.999."""
+    """Averaging factors of AdamW's two moments, at least 0 and less than 1. The second is 0.95, as
+    usual for language models: early gradients lose their influence sooner than with 0.999."""
 
     warmup_steps: int = Field(default=20, ge=0)
-    """Global steps until the learning rate reaches its peak, 0 to less than total_steps. 20 are
-    enough for AdamW's moments to mean something."""
+    """Global steps until the learning rate reaches its peak, at least 0 and less than total_steps.
+    After 20 steps, AdamW's moments are reliable enough."""
 
     total_steps: int | None = Field(default=None, ge=1)
-    """Global step at which the learning rate has fallen to a tenth, by a cosine. Filled in with
-    the run's max_steps; without one the rate stays at its peak."""
+    """Global step at which the learning rate has fallen to a tenth of its peak, along a cosine.
+    Default: the run's max_steps. Without either, the rate stays at its peak."""
 
     seed: int = Field(default=0, ge=0, lt=2**32)
-    """Seed of the initial weights and of the order of the data. Filled in with the run's seed."""
+    """Seed of the initial weights and of the order of the data. Default: the run's seed."""
 
     def inapplicable(self) -> dict[str, str]:
-        """`betas` are AdamW's."""
+        """Return `betas` with SGD, which has none."""
         return {"betas": "with optimizer='sgd'"} if self.optimizer == "sgd" else {}
 
     @model_validator(mode="after")
     def _check_inner(self) -> InnerOptions:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(
-                f"betas={list(self.betas)} in {self.table} are out of range: "
-                "each must be at least 0 and less than 1"
+                f"betas={list(self.betas)} in {self.table} is out of range: "
+                "each number must be at least 0 and less than 1"
             )
         explicit = "warmup_steps" in self.model_fields_set
         if explicit and self.total_steps is not None and self.warmup_steps >= self.total_steps:
@@ -71,15 +73,15 @@ class InnerOptions(Settings):
 
 
 class BuiltIn:
-    """What the built-in workloads do alike: see `decoupled_diloco.workloads.Workload`."""
+    """Base class of the built-in workloads; see `decoupled_diloco.workloads.Workload`."""
 
     has_experts: ClassVar[bool] = False
-    """Whether a step may leave parameters without a gradient, as experts that get no token."""
+    """Whether parameters may have no gradient after a step, such as experts without tokens."""
 
     options: InnerOptions
 
     def model(self) -> nn.Module:
-        """A new model, its weights drawn from the seed; the global generator is left alone."""
+        """Return a new model with weights from the seed; the global generator does not change."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.options.seed)
             return self._build()
@@ -91,7 +93,7 @@ class BuiltIn:
         return make_optimizer(self.options, model)
 
     def batches(self, part: int, parts: int, start: int = 0) -> Iterator[Any]:
-        """The endless batches of one learner, from its own region of the data."""
+        """Return the endless batches of one learner, from its partition of the data."""
         return (self._batch(part, parts, step) for step in count(start))
 
     def _batch(self, part: int, parts: int, step: int) -> Any:
@@ -102,7 +104,7 @@ class BuiltIn:
 
 
 def make_optimizer(options: InnerOptions, model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW, Muon or plain SGD; weight decay on matrices only."""
+    """Return AdamW, Muon or SGD without momentum; only matrices have weight decay."""
     hidden = hidden_matrices(model) if options.optimizer == "muon" else []
     inside = {id(parameter) for parameter in hidden}
     parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in inside]
@@ -121,7 +123,11 @@ def make_optimizer(options: InnerOptions, model: nn.Module) -> torch.optim.Optim
 
 
 def rate_factor(options: InnerOptions, step: int) -> float:
-    """Linear warm-up to 1, then a cosine to 0.1 at `total_steps`, then constant."""
+    """Return the learning rate as a share of its peak, at a global step.
+
+    It rises linearly to 1 during the warm-up. Then it falls along a cosine to `LR_FINAL` at
+    `total_steps` and stays there.
+    """
     warmup, total = options.warmup_steps, options.total_steps
     if step < warmup:
         return (step + 1) / warmup
@@ -133,7 +139,7 @@ def rate_factor(options: InnerOptions, step: int) -> float:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode and without gradients; leaves it as it was."""
+    """Put a model into evaluation mode, without gradients; restore its mode at the end."""
     was_training = model.training
     model.eval()
     try:
@@ -144,10 +150,13 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def check_heads(options: InnerOptions, width: int, heads: int, unit: int, why: str) -> None:
-    """Refuses a width that the heads cannot share.
+    """Reject a width that cannot be divided among the heads.
+
+    Args:
+        why: The reason of the requirement, for the message.
 
     Raises:
-        ConfigError: `width` is not a multiple of `unit` × heads; `why` says what needs that.
+        ConfigError: `width` is not a multiple of `unit` × heads.
     """
     if width % (unit * heads):
         needed = f"heads={heads}" if unit == 1 else f"{unit} × heads={unit * heads}"

@@ -1,4 +1,4 @@
-"""Muon for the hidden matrices of a model, AdamW for all else, as one optimizer."""
+"""One optimizer that applies Muon to a model's hidden matrices and AdamW to everything else."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from torch import nn
 from decoupled_diloco.errors import ConfigError
 
 _ENDS = ("embedding", "head")
-"""Modules at the ends of a model: rows of their matrices are tokens or classes, not a mapping."""
+"""Modules at the ends of a model. The rows of their matrices are tokens or classes, so the matrix
+is not a map between hidden states."""
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """Muon orthogonalises the momentum of matrices; vectors, embedding and head get AdamW.
+    """Muon orthogonalizes the momentum of matrices; AdamW updates vectors, embedding and head.
 
-    Muon's update is scaled to the size of AdamW's, so that one learning rate and one weight decay
-    serve both. It is `torch.optim.Muon`, which torch has since 2.9.
+    Muon's updates are scaled to the size of AdamW's, so that both can use the same learning rate
+    and weight decay. The implementation is `torch.optim.Muon`, which torch 2.9 introduced.
 
     Args:
         hidden: The matrices, two-dimensional; see `hidden_matrices`.
-        groups: All other parameters, as AdamW's groups.
-        lr: Learning rate of both.
-        betas: AdamW's.
-        weight_decay: Of the matrices, and of groups that do not say otherwise.
+        groups: All other parameters, as groups for AdamW.
+        lr: Learning rate of both optimizers.
+        betas: Averaging factors of AdamW's moments.
+        weight_decay: Of the matrices, and of groups without their own value.
 
     Raises:
-        ConfigError: This torch has no Muon.
+        ConfigError: The installed torch has no Muon.
 
     Source:
         Muon: Keller Jordan; scaled as in "Muon is scalable for LLM training". Inside DiLoCo: MuLoCo
@@ -44,8 +45,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
     ) -> None:
         if not hasattr(torch.optim, "Muon"):
             raise ConfigError(
-                f'optimizer = "muon" needs torch 2.9 or newer, this is {torch.__version__}: '
-                'update torch, or take "adamw"'
+                f'optimizer = "muon" needs torch 2.9 or newer, but torch {torch.__version__} is '
+                'installed: update torch, or use "adamw"'
             )
         both: list[torch.optim.Optimizer] = []
         if hidden:
@@ -57,7 +58,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """The two work on this optimizer's groups and state."""
+        """Make both optimizers use the groups and the state of this one, without copies."""
         first = 0
         for each in self._both:
             count = len(each.param_groups)
@@ -66,12 +67,12 @@ class MuonAndAdamW(torch.optim.Optimizer):
             first += count
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """As `load_state_dict` calls it, with new groups and a new state."""
+        """Replace groups and state; `load_state_dict` calls this."""
         super().__setstate__(state)
         self._share()
 
     def step(self, closure: Any = None) -> Any:
-        """One step of both."""
+        """Do one step of both optimizers."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -82,7 +83,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """The trainable matrices between a model's embedding and its head."""
+    """Return the trainable matrices between a model's embedding and its head."""
     return [
         parameter
         for name, parameter in model.named_parameters()

@@ -1,7 +1,8 @@
-"""The byte-level GPT with a step of a fixed length: `name = "paced"`.
+"""The byte-level GPT with steps of fixed length: `name = "paced"`.
 
-For tests and demonstrations of timing with several learners on few cores: real training of a
-model so small that its learners do not disturb each other, slowed down to a known speed.
+It serves tests and demonstrations of timing with several learners on few cores. The training is
+real, but slowed down to a known speed. The model is so small that learners do not slow down each
+other.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from decoupled_diloco.workloads.gpt import GptOptions, GptWorkload, TextBatch
 
 
 class PacedOptions(GptOptions):
-    """`[workload.options]` of "paced": those of "gpt", smaller, and the length of a step."""
+    """`[workload.options]` of "paced": "gpt" with a smaller default size, and a step length."""
 
     layers: int = Field(default=2, ge=1)
     """Transformer blocks, at least 1."""
@@ -27,18 +28,18 @@ class PacedOptions(GptOptions):
     """Size of the residual stream, a multiple of 2 × heads."""
 
     context: int = Field(default=64, ge=1)
-    """Bytes that the model sees at once, at least 1."""
+    """Context length in bytes, at least 1."""
 
     batch_size: int = Field(default=4, ge=1)
-    """Sequences in one learner's batch, at least 1. The defaults train in a few milliseconds."""
+    """Sequences in one learner's batch, at least 1. A default step computes a few milliseconds."""
 
     corpus_bytes_max: int | None = Field(default=2_000_000, ge=1)
-    """Limit of the training text, bytes; small, so that a learner starts quickly."""
+    """Limit of the training text in bytes. The default is small, so that a learner starts fast."""
 
     step_seconds: float | Annotated[tuple[float, ...], Field(strict=False)] = 0.1
-    """Seconds from the start of a step to that of the next one, greater than 0: one number, or a
-    list with one for each learner, to mix fast and slow ones. A step that takes longer by itself is
-    not shortened."""
+    """Seconds from the start of a step to the start of the next one, greater than 0. A list has one
+    number per learner, for fast and slow learners in one run. A step that computes longer is not
+    shortened."""
 
     @model_validator(mode="after")
     def _check_pace(self) -> PacedOptions:
@@ -47,7 +48,7 @@ class PacedOptions(GptOptions):
         if not each or any(value <= 0 for value in each):
             raise ConfigError(
                 f"step_seconds={seconds!r} in {self.table} is out of range: "
-                "it must be greater than 0 for each learner"
+                "use numbers greater than 0"
             )
         return self
 
@@ -55,9 +56,9 @@ class PacedOptions(GptOptions):
 class PacedWorkload(GptWorkload):
     """The built-in workload "paced".
 
-    The waiting happens at the start of `loss`, which a training loop calls once in a step: it
-    sleeps until `step_seconds` have passed since it last went on. Whatever else the loop does in a
-    step is thus part of the step's length. `evaluate` does not wait.
+    `loss`, which a training loop calls once per step, first sleeps until `step_seconds` have passed
+    since the last sleep ended. So all other work of the loop is a part of the step's length.
+    `evaluate` does not sleep.
     """
 
     name: ClassVar[str] = "paced"
@@ -69,22 +70,22 @@ class PacedWorkload(GptWorkload):
         self._started: float | None = None
 
     def batches(self, part: int, parts: int, start: int = 0) -> Iterator[TextBatch]:
-        """The endless batches of one learner; from here on its own pace holds."""
+        """Return the endless batches of one learner, and set its step length."""
         self.take_place(part, parts)
         return super().batches(part, parts, start)
 
     def take_place(self, index: int, learners: int) -> None:
-        """From here on the pace of this learner holds; one that came later has the last one's."""
+        """Set this learner's step length; a learner beyond the list has that of the last one."""
         seconds = self.options.step_seconds
         if isinstance(seconds, tuple) and len(seconds) != learners:
             raise ConfigError(
-                f"step_seconds lists {len(seconds)}, but there are {learners} learners: "
-                "give one number for all, or one for each"
+                f"step_seconds has {len(seconds)} numbers, but there are {learners} learners: "
+                "use one number for all, or one per learner"
             )
         self._part = min(index, learners - 1)
 
     def loss(self, model: nn.Module, batch: TextBatch) -> Tensor:
-        """Wait for the step's time, then compute the mean cross-entropy of the next byte."""
+        """Wait until the step may start, then return the mean cross-entropy of the next byte."""
         self._pace()
         return super().loss(model, batch)
 

@@ -1,7 +1,7 @@
-"""How a workload's model is cut over the ranks of a learner.
+"""Distributes a workload's model over the ranks of a learner.
 
-Any model can be cut by DDP, and by FSDP2; where it has ``blocks``, they are gathered one at a time.
-Tensor parallel needs to know what is in them: it is there for the built-in dense transformers.
+DDP and FSDP2 accept any model. With FSDP2, a model that has ``blocks`` gathers one block at a time.
+Tensor parallel depends on the layers of a block. Only the built-in dense transformers support it.
 """
 
 from __future__ import annotations
@@ -25,40 +25,40 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DataShare:
-    """Which of its learner's batches a rank trains: one in `parts`, from number `part` on."""
+    """The batches of its learner that a rank trains: every `parts`-th one, starting with `part`."""
 
     part: int = 0
     parts: int = 1
 
 
 def require_divisible(workload: Workload, config: RunConfig) -> None:
-    """Finds out whether each learner's model can be cut as the settings say.
+    """Verify that each learner's model supports the configured parallelism and ranks.
 
     Raises:
-        ConfigError: One cannot; says what can be done.
+        ConfigError: A model does not; the message has the fix.
     """
     for index in range(config.run.learners):
         ranks, parallelism = config.learner.ranks_of(index), config.learner.parallelism_of(index)
         problem = _problem(workload, parallelism, ranks)
         if problem:
             raise ConfigError(
-                f"workload {config.required_workload.name!r} cannot be cut by "
-                f"parallelism={parallelism!r} over ranks={ranks}: {problem}"
+                f"workload {config.required_workload.name!r} cannot be combined with "
+                f"parallelism={parallelism!r} and ranks={ranks}: {problem}"
             )
 
 
 def _problem(workload: Workload, parallelism: Parallelism, ranks: int) -> str:
     if parallelism == "fsdp" and _has_experts(workload):
         return (
-            "an expert that gets no token on one rank has no gradient there, which FSDP2 does not "
-            "allow: use 'ddp'"
+            "an expert without tokens on a rank has no gradient there, which FSDP2 does not "
+            "support: use 'ddp'"
         )
     if parallelism != "tp":
         return ""
     if not isinstance(workload, BuiltIn) or workload.has_experts:
-        return "tensor parallel is for 'gpt', 'paced' and 'vit': use 'ddp'"
+        return "only 'gpt', 'paced' and 'vit' support tensor parallel: use 'ddp'"
     heads: int = getattr(workload.options, "heads")  # noqa: B009 (each built-in transformer's)
-    return f"heads={heads} is not a multiple of it: change either" if heads % ranks else ""
+    return f"heads={heads} is not a multiple of ranks: change one of them" if heads % ranks else ""
 
 
 def _has_experts(workload: Workload) -> bool:
@@ -66,16 +66,18 @@ def _has_experts(workload: Workload) -> bool:
 
 
 def divided(model: nn.Module, workload: Workload, parallelism: Parallelism) -> nn.Module:
-    """This rank's part of a model; every rank of the process group calls it.
+    """Return this rank's part of a model; every rank of the process group calls this.
 
     Args:
-        model: Whole, the same on every rank; on the device of this rank.
+        model: The whole model, with the same weights on every rank, on this rank's device.
+        workload: The model's workload.
+        parallelism: "ddp", "fsdp" or "tp".
     """
     if parallelism == "ddp":
         return nn.parallel.DistributedDataParallel(
             model, find_unused_parameters=_has_experts(workload)
         )
-    # Imported here: it takes more than a second, and a learner of one rank needs none of it.
+    # Imported here because it takes more than a second, and single-rank learners do not need it.
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import parallelize_module
@@ -109,7 +111,7 @@ def step_separately(optimizer: Optimizer) -> None:
 
 
 def _block_plan() -> dict[str, ParallelStyle]:
-    """Each rank has some heads and hidden units; all else is whole on every rank."""
+    """Split heads and hidden units over the ranks; everything else is whole on every rank."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
     return {
@@ -123,7 +125,7 @@ def _block_plan() -> dict[str, ParallelStyle]:
 
 
 def share_of_data(parallelism: Parallelism) -> DataShare:
-    """Of this rank: those of a tensor-parallel learner train the same batches."""
+    """Return this rank's share; all ranks of a tensor-parallel learner train the same batches."""
     if parallelism in ("plain", "tp"):
         return DataShare()
     return DataShare(dist.get_rank(), dist.get_world_size())

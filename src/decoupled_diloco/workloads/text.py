@@ -1,7 +1,7 @@
-"""Text to train on without a download: the source of Python's standard library, as bytes.
+"""Training text that needs no download: the source of Python's standard library, as bytes.
 
-Each learner has a region of its own of the training text. Whole files are held out for evaluation,
-so that no line of them is ever trained on.
+Each learner has a separate region of the training text. Whole files are held out for evaluation, so
+that learners never train on any line of them.
 
 Shapes: `B` windows in a batch, `T` bytes of context, `N` bytes of text.
 """
@@ -26,29 +26,31 @@ from decoupled_diloco.errors import ConfigError
 FOLDERS_LEFT_OUT = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 )
-"""Tests repeat themselves, and what is installed differs between machines."""
+"""Folders without training text: tests are repetitive, and installed packages differ by machine."""
 
 FILES_LEFT_OUT = "_sysconfigdata"
-"""Prefix of generated files that hold the paths of one machine."""
+"""Prefix of generated files that contain paths of the machine."""
 
 HELD_OUT_ONE_IN = 20
-"""One file in so many is held out."""
+"""One of this many files is held out."""
 
 HELD_OUT_BYTES_SHARE = 0.1
-"""The held-out text is at most this share of `bytes_max`."""
+"""Limit of the held-out text as a share of `bytes_max`."""
 
 SEPARATOR = b"\0"
-"""After each file, so that the model can tell where one ends."""
+"""Follows each file, so that the model can see where a file ends."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Text as bytes, in two parts that share no file.
+    """Text as bytes, in two sets that share no file.
 
     Args:
-        train: uint8 [N], the training files one after the other.
-        held_out: uint8 [N'], the held-out files one after the other.
-        digest: SHA-256 over both texts, in hex: learners with the same digest have the same data.
+        train: uint8 [N], the concatenated training files.
+        held_out: uint8 [N'], the concatenated held-out files.
+        train_files: Paths relative to the library's folder.
+        held_out_files: Paths relative to the library's folder.
+        digest: Hex SHA-256 over both texts: learners with the same digest have the same data.
     """
 
     train: Tensor
@@ -61,14 +63,17 @@ class Corpus:
 def load_corpus(bytes_max: int | None = None, root: Path | None = None) -> Corpus:
     """Read the standard library's source, without its tests.
 
-    Files come in the order of the SHA-256 of their relative path: the same everywhere, and a limit
-    or a learner's region holds a fair mixture instead of one corner of the alphabet.
+    Files are in the order of the SHA-256 of their relative paths. This order is the same on all
+    machines. It also mixes the files, so that a limited text or a learner's region is not one
+    corner of the alphabet.
 
     Args:
-        bytes_max: Limit of the training text, bytes; the last file may be cut. None: all of it.
+        bytes_max: Limit of the training text in bytes, which may truncate the last file; None: no
+            limit.
+        root: The folder of the files; default: Python's standard library.
 
     Raises:
-        ConfigError: There are no such files, or none on one side of the split.
+        ConfigError: The training text or the held-out text is empty.
     """
     root = root or Path(sysconfig.get_path("stdlib"))
     names = sorted(_source_files(root), key=_digest_of_name)
@@ -79,9 +84,9 @@ def load_corpus(bytes_max: int | None = None, root: Path | None = None) -> Corpu
     held_out, held_out_files = _read(root, held_out_names, held_out_max)
     if not train or not held_out:
         raise ConfigError(
-            f"{root} has {len(names)} Python files with {len(train)} bytes to train on and "
-            f"{len(held_out)} held out: this Python has no library source to train on; "
-            "use a workload of your own as 'module:function'"
+            f"{root} has {len(names)} Python files with {len(train)} bytes for training and "
+            f"{len(held_out)} held out: this Python has no library source; use a custom workload, "
+            "written as 'module:function'"
         )
     return Corpus(
         train=torch.frombuffer(train, dtype=torch.uint8),
@@ -93,7 +98,7 @@ def load_corpus(bytes_max: int | None = None, root: Path | None = None) -> Corpu
 
 
 def region(count: int, part: int, parts: int) -> range:
-    """The bytes of one part: `parts` neighbouring regions, equal to within one byte.
+    """Return one of `parts` adjacent ranges of `count` items, whose sizes differ by at most one.
 
     >>> [region(10, part, 3) for part in range(3)]
     [range(0, 3), range(3, 6), range(6, 10)]
@@ -105,10 +110,10 @@ def region(count: int, part: int, parts: int) -> range:
 def batch_at(
     text: Tensor, *, part: int, parts: int, step: int, batch_size: int, context: int, seed: int
 ) -> Tensor:
-    """Batch number `step` of one part, int64 [B, T + 1]: random windows within its region.
+    """Return batch number `step` of a partition, int64 [B, T + 1]: random windows of its region.
 
-    Inputs are `[:, :-1]`, targets `[:, 1:]`. A pure function of its arguments: nothing has to be
-    remembered to go on at any step.
+    Inputs are `[:, :-1]`, targets `[:, 1:]`. This is a pure function of its arguments, so training
+    can continue at any step without saved state.
 
     Raises:
         ConfigError: The region is smaller than one window.
@@ -117,7 +122,7 @@ def batch_at(
     starts = len(mine) - context
     if starts < 1:
         raise ConfigError(
-            f"part {part} of {parts} has {len(mine)} bytes of text, fewer than "
+            f"partition {part} of {parts} has {len(mine)} bytes of text, fewer than "
             f"context={context} + 1: lower learners or context, or raise corpus_bytes_max"
         )
     rng = np.random.default_rng([seed, part, step])
@@ -126,10 +131,10 @@ def batch_at(
 
 
 def windows_of(text: Tensor, context: int) -> int:
-    """Windows of a pass.
+    """Return the number of windows per epoch.
 
-    Neighbours share one byte: the last target of one is the first input of the next. A rest that is
-    smaller than a window is left out.
+    Adjacent windows share one byte: the last target of one is the first input of the next. A
+    remainder that is smaller than a window is left out.
 
     Raises:
         ConfigError: The text is smaller than one window.
@@ -145,16 +150,16 @@ def windows_of(text: Tensor, context: int) -> int:
 
 @lru_cache(maxsize=2)
 def pass_order(count: int, seed: int, turn: int) -> np.ndarray[Any, Any]:
-    """The order in which a pass goes through its items: int64 [count], drawn anew for each."""
+    """Return the order of the items in epoch `turn`: int64 [count], different in each epoch."""
     return np.random.default_rng([seed, turn]).permutation(count)
 
 
 def pass_batch_at(
     text: Tensor, *, turn: int, index: int, batch_size: int, context: int, seed: int
 ) -> Tensor:
-    """Batch number `index` of a pass in which every window of the text comes once.
+    """Return batch number `index` of an epoch in which every window of the text comes once.
 
-    int64 [B, T + 1]; the last one of a pass may be smaller.
+    int64 [B, T + 1]; the last batch of an epoch may be smaller.
     """
     order = pass_order(windows_of(text, context), seed, turn)
     mine = order[index * batch_size : (index + 1) * batch_size]
@@ -162,7 +167,7 @@ def pass_batch_at(
 
 
 def held_out_batches(text: Tensor, *, count: int, batch_size: int, context: int) -> list[Tensor]:
-    """`count` batches of windows spread evenly over a text: int64 [B, T + 1], always the same."""
+    """Return `count` fixed batches of windows, evenly spread over a text: int64 [B, T + 1]."""
     starts = len(text) - context
     if starts < 1:
         raise ConfigError(
@@ -196,12 +201,13 @@ def _digest_of_name(name: str) -> bytes:
 
 
 def _is_held_out(name: str) -> bool:
-    # The last bytes, because the first ones give the order: a limit must not empty one side.
+    # The last bytes are used because the first ones determine the order. Otherwise all held-out
+    # files would come first or last.
     return int.from_bytes(_digest_of_name(name)[-8:], "big") % HELD_OUT_ONE_IN == 0
 
 
 def _read(root: Path, names: list[str], bytes_max: int | None) -> tuple[bytearray, tuple[str, ...]]:
-    """The text of the first files up to the limit, and which files those are."""
+    """Return the text of the first files up to the limit, and the names of these files."""
     text, read = bytearray(), []
     for name in names:
         if bytes_max is not None and len(text) >= bytes_max:

@@ -1,7 +1,7 @@
-"""The blocks of the built-in transformers: pre-norm, no biases, and an MLP that can be replaced.
+"""The blocks of the built-in transformers: pre-norm, without biases, with a replaceable MLP.
 
-Query, key and value have matrices of their own, so that no tensor stands out in size and the
-balanced partition has enough of them for many fragments.
+Query, key and value have separate matrices. So all tensors have similar sizes, and there are enough
+of them for a balanced partition into many fragments.
 
 Shapes: `B` sequences, `T` positions, `W` width, `H` heads, `D` = W / H.
 """
@@ -22,13 +22,13 @@ Angles: TypeAlias = tuple[Tensor, Tensor]
 
 
 class Block(nn.Module):
-    """Attention, then an MLP, each on normed input and added to the residual stream.
+    """Attention, then an MLP; each has a normed input and adds to the residual stream.
 
     Args:
         width: W.
         heads: H, a divisor of W.
-        mlp: What follows the attention, [B, T, W] to [B, T, W].
-        causal: Whether a position sees only itself and those before it.
+        mlp: The module after the attention, [B, T, W] to [B, T, W].
+        causal: Whether a position attends only to itself and earlier positions.
     """
 
     def __init__(self, width: int, heads: int, mlp: nn.Module, *, causal: bool = True) -> None:
@@ -39,14 +39,18 @@ class Block(nn.Module):
         self.mlp = mlp
 
     def forward(self, x: Tensor, angles: Angles | None = None) -> Tensor:
-        """The residual stream [B, T, W] after the block; turned by `angles` if there are any."""
+        """Return the residual stream [B, T, W] after the block.
+
+        Args:
+            angles: Rotary angles of the positions; None: no rotary positions.
+        """
         x = x + self.attention(self.attention_norm(x), angles)
         x = x + self.mlp(self.mlp_norm(x))
         return x  # noqa: RET504 (the two residual lines belong together)
 
 
 class Attention(nn.Module):
-    """Multi-head attention, causal or not, with rotary positions or without."""
+    """Multi-head attention, optionally causal, optionally with rotary positions."""
 
     def __init__(self, width: int, heads: int, *, causal: bool) -> None:
         super().__init__()
@@ -58,7 +62,7 @@ class Attention(nn.Module):
         self.project = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor, angles: Angles | None) -> Tensor:
-        """[B, T, W] to [B, T, W]."""
+        """Map [B, T, W] to [B, T, W]."""
         q, k, v = (self._split(f(x)) for f in (self.query, self.key, self.value))
         if angles is not None:
             q, k = _rotate(q, angles), _rotate(k, angles)
@@ -67,7 +71,7 @@ class Attention(nn.Module):
         return projected
 
     def _split(self, x: Tensor) -> Tensor:
-        """[B, T, W] to [B, H, T, D]."""
+        """Reshape [B, T, W] to [B, H, T, D]."""
         sequences, steps, width = x.shape
         return x.view(sequences, steps, self.heads, width // self.heads).transpose(1, 2)
 
@@ -81,14 +85,14 @@ class MLP(nn.Module):
         self.project = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[…, W] to […, W]."""
+        """Map […, W] to […, W]."""
         projected: Tensor = self.project(F.relu(self.expand(x)).square())
         return projected
 
 
 def rotary(positions: int, size: int) -> Angles:
-    """The rotary position angles of heads of this size, for positions 0 to `positions` - 1."""
-    here = torch.get_default_device()  # where the module is built, as its parameters
+    """Return the rotary angles for heads of this size, at positions 0 to `positions` - 1."""
+    here = torch.get_default_device()  # the device on which the module's parameters are built
     even = torch.arange(0, size, 2, dtype=torch.float32, device=here)
     frequencies = ROTARY_BASE ** (-even / size)
     places = torch.arange(positions, dtype=torch.float32, device=here)
@@ -97,10 +101,12 @@ def rotary(positions: int, size: int) -> Angles:
 
 
 def initialize(model: nn.Module, blocks: int) -> None:
-    """Embedding: normal with σ = 1; matrices: 1/√fan-in; into the residual stream: less.
+    """Initialize matrices from normal distributions.
 
-    With σ = 1 the residual stream starts at the size that the norms bring it to, so that the
-    blocks add to it in small steps; it learns clearly faster than from 1/√width.
+    The standard deviation is 1 for the embedding and 1/√fan-in for other matrices. Matrices that
+    add to the residual stream have 1/√(2 · blocks) of it. With an embedding of σ = 1, the residual
+    stream starts at the size of normed values, and the blocks change it in small steps. This learns
+    clearly faster than an embedding of σ = 1/√width.
     """
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2:
@@ -112,7 +118,7 @@ def initialize(model: nn.Module, blocks: int) -> None:
 
 
 def _rotate(x: Tensor, angles: Angles) -> Tensor:
-    """Turn the two halves of each head, [B, H, T, D], by the angle of the position."""
+    """Rotate the two halves of each head, [B, H, T, D], by the angles of the position."""
     cos, sin = (each[: x.shape[2]] for each in angles)
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)

@@ -1,4 +1,4 @@
-"""What a workload is: the model and the data that a learner process trains."""
+"""The interface of a workload: the model and the data that a learner process trains."""
 
 from __future__ import annotations
 
@@ -10,81 +10,82 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Batch: TypeAlias = Any
-"""Whatever `Workload.batches` yields and `Workload.loss` takes."""
+"""A batch of any type, as `Workload.batches` yields it and `Workload.loss` accepts it."""
 
 
 @runtime_checkable
 class InPasses(Protocol):
-    """A workload whose data end: each datum is in one batch of each pass over them.
+    """A workload with finite data: each datum is in one batch of each epoch.
 
-    The built-in workloads are like this. Of any other one, `parts.WorkloadParts` takes so many
-    batches of `Workload.batches` for a part.
+    The built-in workloads have finite data. For any other workload, `parts.WorkloadPartitions`
+    takes a fixed number of batches of `Workload.batches` per partition and epoch.
     """
 
     def pass_batches(self) -> int:
-        """How many batches a pass has, at least 1."""
+        """Return the number of batches per epoch, at least 1."""
 
     def pass_batch(self, turn: int, index: int) -> Batch:
-        """Batch number `index` of a pass; depends on nothing but the options and these two.
+        """Return batch number `index` of epoch `turn`; both count from 0.
 
-        Each pass, `turn` 0 and up, is shuffled anew.
+        The batch depends only on the options and these arguments. Each epoch is shuffled again.
         """
 
 
 @runtime_checkable
 class Placed(Protocol):
-    """A workload that wants to know which learner it trains in, where the data do not say so."""
+    """A workload that needs the number of its learner, even if its data do not depend on it."""
 
     def take_place(self, index: int, learners: int) -> None:
-        """Called once, before the first batch, with the learner's number and the run's learners."""
+        """Receive the learner's number and the number of learners, once, before the first batch."""
 
 
 @runtime_checkable
 class Workload(Protocol):
-    """Model, data, loss and schedule, the same in each process that is built with the same options.
+    """Model, data, loss and schedule; equal in all processes that have the same options.
 
-    One's own workload may subclass this: then `schedule`, `sample` and `describe` have defaults.
+    A custom workload may subclass this. Then `schedule`, `sample` and `describe` have defaults.
     """
 
     def model(self) -> torch.nn.Module:
-        """A new model; the same initial weights, bit by bit, in each process on one machine."""
+        """Return a new model, with bitwise equal weights in all processes of a machine."""
 
     def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        """The inner optimizer of a model, with the peak learning rate."""
+        """Return the inner optimizer of a model, with the peak learning rate."""
 
     def batches(self, part: int, parts: int, start: int = 0) -> Iterator[Batch]:
-        """The endless batches of one learner, from batch number `start` on.
+        """Return the endless batches of one learner, starting with batch number `start`.
 
-        Batch i of a part depends on nothing but the options, `part`, `parts` and i, so that a
-        restarted learner goes on where it was. Different parts share no data.
+        Batch i depends only on the options, `part`, `parts` and i, so that a restarted learner
+        continues at the same batch. Different partitions share no data.
 
         Args:
-            part: The learner's part of the data, 0 to parts - 1.
-            parts: Number of parts, at least 1.
+            part: The learner's partition of the data, 0 to parts - 1.
+            parts: Number of partitions, at least 1.
             start: Number of the first batch, at least 0.
         """
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> Tensor:
-        """The mean loss of a batch, a scalar to call backward on."""
+        """Return the mean loss of a batch, a scalar for `backward`."""
 
     def tokens(self, batch: Batch) -> int:
-        """How much a batch counts for, in tokens (or samples, if the data has no tokens)."""
+        """Return the size of a batch in tokens, or in samples if the data have no tokens."""
 
     def schedule(self, step: int) -> float:
-        """The factor on the learning rate at a global step, 0 and up."""
+        """Return the factor on the learning rate at a global step, which counts from 0."""
         return 1.0
 
     def evaluate(self, model: torch.nn.Module) -> dict[str, float]:
-        """Metrics on held-out data, "loss" among them; the same data at each call.
+        """Return metrics on held-out data, including "loss"; each call uses the same data.
 
-        Others, such as "accuracy", are shown beside it and kept on the event tape; "tokens", if
-        given, is how many were evaluated. Leaves the model as it was, its training mode too.
+        Other metrics, such as "accuracy", are shown next to the loss and recorded on the event
+        tape. "tokens", if present, is the number of evaluated tokens. The model does not change;
+        its training mode is restored.
         """
 
     def sample(self, model: torch.nn.Module, prompt: str = "", length: int = 200) -> str | None:
-        """Something that the model says, for people to look at, or None."""
+        """Return text that the model generates, for people to read; ``None``: it generates none."""
         return None
 
     def describe(self) -> dict[str, Any]:
-        """Facts for the event tape (digest of the data, sizes), as plain JSON values."""
+        """Return facts for the event tape (digest of the data, sizes), as plain JSON values."""
         return {}

@@ -27,8 +27,8 @@ def patient_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("vit", {"batch_size": 1000}, r"batch_size=1000 exceeds the 479 images of partition 0 of 3"),
-    ("paced", {**SMALL, "step_seconds": [0.1, 0.2]}, "lists 2, but there are 3 learners"),
-    ("gpt", {**SMALL, "context": 8000}, "part 0 of 3 has 6666 bytes of text, fewer than"),
+    ("paced", {**SMALL, "step_seconds": [0.1, 0.2]}, "has 2 numbers, but there are 3 learners"),
+    ("gpt", {**SMALL, "context": 8000}, "partition 0 of 3 has 6666 bytes of text, fewer than"),
 ]
 
 
@@ -58,7 +58,7 @@ def test_the_doctor_tells(
     case = Examined(config_of(tmp_path / "run", name, options), (), None, 0.0)
     (found,) = [each for each in examine(case) if each.check == "data"]
     assert found.level == "error"
-    assert sentence.removeprefix("part 0 of 3 ") in found.text
+    assert sentence.removeprefix("partition 0 of 3 ") in found.text
 
 
 def test_leased_data_need_one_window(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A carrier leaves out buffers that have not changed, like a learner of one process (rule 18)."""
+"""A sync rank leaves out unchanged buffers, like a single-process learner (rule 18)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from decoupled_diloco.merge import (
     tensors_of,
 )
 from decoupled_diloco.protocol.messages import Asking, Version
-from decoupled_diloco.ranks.rank_store import CarriedValues
-from decoupled_diloco.ranks.sync_ranks import Carrier, raised
+from decoupled_diloco.ranks.rank_store import SyncRankValues
+from decoupled_diloco.ranks.sync_ranks import SyncRank, raised
 from decoupled_diloco.syncer.shard_tensors import ShardTensors
 from decoupled_diloco.transport.interface import Client
 
@@ -27,7 +27,7 @@ COPY, PUBLISHED, NEXT = 1, 2, 3
 
 
 class Wire:
-    """A client whose bodies stay here."""
+    """A client that keeps the last payload instead of sending it."""
 
     def __init__(self) -> None:
         self.body: Tensor = torch.empty(0)
@@ -41,15 +41,17 @@ class Wire:
         out[:] = self.body.numpy().data
 
 
-async def test_a_carrier_sends_and_fetches_only_buffers_that_have_changed() -> None:
+async def test_a_sync_rank_sends_and_fetches_only_buffers_that_have_changed() -> None:
     model = nn.BatchNorm1d(4)
     model.register_buffer("mask", torch.ones(64, 64))
     layout = layout_of(model)
     plan = plan_of(layout, RunConfig(run={"max_steps": 8}, sync={"fragments": 1}))
     (part,), numel = plan.fragments, layout.numel
     begin = gather(part, tensors_of(model, layout))
-    held, wire = CarriedValues(), Wire()
-    carrier = Carrier(plan, [(0, numel)], 0, held, lambda: cast("Client", wire), asyncio.to_thread)
+    held, wire = SyncRankValues(), Wire()
+    sync_rank = SyncRank(
+        plan, [(0, numel)], 0, held, lambda: cast("Client", wire), asyncio.to_thread
+    )
     shard, version = ShardTensors(plan, (0,)), Version(1, 0)
     shard.install(0, begin.clone())
     shard.installed(0, version)
@@ -62,17 +64,17 @@ async def test_a_carrier_sends_and_fetches_only_buffers_that_have_changed() -> N
     where = {"fragment": 0, "url": "/x", "base": ""}
     asked = {"copy": COPY, "published": PUBLISHED, "residuals": [], "codec": "bf16"}
     answer = raised(
-        await carrier.answer({"do": "encode", "job": 1, "leaves": None, **where, **asked})
+        await sync_rank.answer({"do": "encode", "job": 1, "leaves": None, **where, **asked})
     )
-    raised(await carrier.answer({"do": "put", "job": 1, **where}))
+    raised(await sync_rank.answer({"do": "put", "job": 1, **where}))
     assert wire.body.numel() == 2 * 8 + 1 + 4 * 4
-    told, body = joined_digest(bytes.fromhex(answer["digests"])), wire.body
-    shard.verify(0, Asking(1, 1), shard.unpacked(0, body, version), told)
+    digest, body = joined_digest(bytes.fromhex(answer["digests"])), wire.body
+    shard.verify(0, Asking(1, 1), shard.unpacked(0, body, version), digest)
     shard.fold(0, Asking(1, 1), 1, 1)
     copy = shard.published(0, Version(1, 1), shard.merge(0))
     assert copy.whole[12:16].tolist() == [7.0] * 4
 
     wire.body = copy.difference
     fetched = {"number": NEXT, "on": PUBLISHED, "nbytes": 2 * 8 + 1 + 4 * 4}
-    raised(await carrier.answer({"do": "fetch", **where, **fetched}))
+    raised(await sync_rank.answer({"do": "fetch", **where, **fetched}))
     assert torch.equal(held.future(NEXT).result(0), shard.whole(0))

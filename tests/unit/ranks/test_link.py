@@ -1,4 +1,4 @@
-"""The link between a learner's leader and another carrier."""
+"""The link between a learner's leader and another sync rank."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from decoupled_diloco.errors import ConfigError, TransportError
 from decoupled_diloco.merge import block_digests, codec, layout_of
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.ranks import sync_ranks as module
-from decoupled_diloco.ranks.rank_store import CarriedValues
+from decoupled_diloco.ranks.rank_store import SyncRankValues
 from decoupled_diloco.ranks.redistribute import Box, Sharding
-from decoupled_diloco.ranks.sync_ranks import Carrier, CarrierLink, LeaderLink
+from decoupled_diloco.ranks.sync_ranks import LeaderLink, SyncRank, SyncRankLink
 from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.http_server import HttpServer
 from decoupled_diloco.transport.tokens import Tokens
@@ -34,20 +34,20 @@ def plan() -> MergePlan:
 
 
 class End:
-    """One carrier beside the leader, which has none of the ranges here."""
+    """A sync rank other than the leader, which has no ranges in these tests."""
 
     def __init__(self) -> None:
         self.leader = LeaderLink()
-        self.values = CarriedValues()
+        self.values = SyncRankValues()
         self.failures: list[BaseException] = []
         self.address = ""
 
-    def link(self, address: str) -> CarrierLink:
+    def link(self, address: str) -> SyncRankLink:
         sharding = Sharding(((1, NUMEL),), ((Box((0, 0), (1, NUMEL)),) * 2,), (0, 1))
-        return CarrierLink(
+        return SyncRankLink(
             1,
             [address],
-            lambda: HttpClient(token="key", trusted=[address], principal="carrier"),
+            lambda: HttpClient(token="key", trusted=[address], principal="sync-rank"),
             lambda: HttpClient(principal="one"),
             plan(),
             sharding,
@@ -69,7 +69,7 @@ async def linked() -> AsyncIterator[End]:
     finally:
         await asyncio.to_thread(link.close)
         await server.stop()
-    assert not any(thread.name == "ddiloco-carrier" for thread in threading.enumerate())
+    assert not any(thread.name == "ddiloco-sync-rank" for thread in threading.enumerate())
     assert not end.failures
 
 
@@ -77,27 +77,27 @@ def digests_of(number: int) -> dict[str, object]:
     return {"do": "copy", "job": number, "fragment": 0, "values": number}
 
 
-async def test_what_was_asked_on_a_link_that_breaks_fails_and_a_new_link_comes() -> None:
+async def test_a_broken_link_fails_its_requests_and_a_new_link_opens() -> None:
     async with linked() as end:
         own = torch.randn(NUMEL)
         end.values.put(7, own)
-        answer = await end.leader.ask(digests_of(7))
+        answer = await end.leader.request(digests_of(7))
         assert answer["digests"] == block_digests(own, codec("fp32")).hex()
-        waits = asyncio.ensure_future(end.leader.ask(digests_of(8)))
+        waits = asyncio.ensure_future(end.leader.request(digests_of(8)))
         await asyncio.sleep(0.2)
         assert end.leader._channel is not None
         end.leader._channel.shut("cut")
         with pytest.raises(TransportError, match="the link to a sync rank broke"):
             await waits
         end.values.put(8, own + 1)
-        answer = await end.leader.ask(digests_of(8))
+        answer = await end.leader.request(digests_of(8))
         assert answer["digests"] == block_digests(own + 1, codec("fp32")).hex()
 
 
-async def test_what_was_asked_on_a_link_fails_when_it_is_made_again() -> None:
-    """The sync rank has found the old one dead first."""
+async def test_a_second_link_fails_the_requests_of_the_first() -> None:
+    """The sync rank may notice a broken link before the leader does."""
     async with linked() as end:
-        waits = asyncio.ensure_future(end.leader.ask(digests_of(8)))
+        waits = asyncio.ensure_future(end.leader.request(digests_of(8)))
         await asyncio.wait([waits], timeout=0.2)
         client = HttpClient(token="key")
         await client.connect(end.address, "learner", "rank-1")
@@ -107,30 +107,36 @@ async def test_what_was_asked_on_a_link_fails_when_it_is_made_again() -> None:
         await client.close()
 
 
-async def test_a_carrier_without_a_part_of_a_fragment_keeps_nothing_of_it(tmp_path: Path) -> None:
+async def test_a_sync_rank_without_a_range_of_a_fragment_keeps_nothing_of_it(
+    tmp_path: Path,
+) -> None:
     ranges = [(0, 0)]
-    carrier = Carrier(plan(), ranges, 1, CarriedValues(), lambda: HttpClient(), asyncio.to_thread)
-    asked = {"do": "keep", "folder": str(tmp_path), "numbers": [1], "residuals": [[]]}
-    assert await asyncio.wait_for(carrier.answer(asked), 20.0) == {}
+    sync_rank = SyncRank(
+        plan(), ranges, 1, SyncRankValues(), lambda: HttpClient(), asyncio.to_thread
+    )
+    request = {"do": "keep", "folder": str(tmp_path), "numbers": [1], "residuals": [[]]}
+    assert await asyncio.wait_for(sync_rank.answer(request), 20.0) == {}
     assert not list(tmp_path.iterdir())  # noqa: ASYNC240
 
 
-async def test_what_goes_wrong_there_is_told() -> None:
+async def test_an_error_of_the_sync_rank_is_returned() -> None:
     async with linked() as end:
-        asked = {"do": "adopt", "folder": "/none", "numbers": [1], "residuals": []}
-        answer = await end.leader.ask(asked)
+        request = {"do": "adopt", "folder": "/none", "numbers": [1], "residuals": []}
+        answer = await end.leader.request(request)
         assert (answer["kind"], answer["error"][:9]) == ("StorageError", "/none has")
 
 
-async def test_values_that_never_come_end_who_waits_for_them() -> None:
+async def test_values_that_never_arrive_fail_the_waiting_request() -> None:
     async with linked() as end:
-        waits = asyncio.ensure_future(end.leader.ask(digests_of(3)))
+        waits = asyncio.ensure_future(end.leader.request(digests_of(3)))
         await asyncio.sleep(0.1)
         end.values.fail(TransportError("this learner has ended"))
         assert (await waits)["error"] == "this learner has ended"
 
 
-async def test_a_leader_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_address_of_an_unreachable_leader_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "REACH_SECONDS", 0.3)
     end = End()
     link = end.link("http://127.0.0.1:9")

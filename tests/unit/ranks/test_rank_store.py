@@ -1,4 +1,4 @@
-"""The leader's store when who waits for it has left."""
+"""The leader's store when the waiting task was cancelled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from decoupled_diloco.merge import layout_of, partition
 from decoupled_diloco.ranks.rank_store import RankedStore
 
 
-def test_what_is_spread_for_nobody_is_ordered_all_the_same() -> None:
+def test_a_spread_is_ordered_although_its_waiting_task_was_cancelled() -> None:
     layout = layout_of(nn.Linear(3, 2))
     store = RankedStore(layout)
     (fragment,) = partition(layout, 1)

@@ -1,4 +1,4 @@
-"""Fragments between ranks' boxes and carriers' ranges."""
+"""Moving fragments between ranks' boxes and sync ranks' ranges."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from decoupled_diloco.runtime import blocking
 
 
 class Room:
-    """All-to-all between threads."""
+    """An all-to-all between threads."""
 
     def __init__(self, ranks: int) -> None:
         self._barrier = threading.Barrier(ranks)
@@ -53,7 +53,7 @@ SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
 
 
 @given(SHAPES, st.data())
-def test_a_range_is_its_boxes_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_a_range_equals_its_boxes_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
     numel = Box.whole(shape).numel
     start = data.draw(st.integers(0, numel))
     stop = data.draw(st.integers(start, numel))
@@ -69,7 +69,7 @@ def test_a_range_is_its_boxes_in_order(shape: tuple[int, ...], data: st.DataObje
 
 
 @given(SHAPES, st.data())
-def test_the_rows_have_all_that_the_box_has_of_the_range(
+def test_the_rows_contain_all_elements_of_the_range(
     shape: tuple[int, ...], data: st.DataObject
 ) -> None:
     numel = Box.whole(shape).numel
@@ -86,8 +86,8 @@ def test_the_rows_have_all_that_the_box_has_of_the_range(
 
 
 @st.composite
-def cut(draw: st.DrawFn, shape: tuple[int, ...], ranks: int) -> tuple[Box | None, ...]:
-    """A tensor on ranks: whole on each, cut along dimensions, replicated, or on some only."""
+def boxes_on_ranks(draw: st.DrawFn, shape: tuple[int, ...], ranks: int) -> tuple[Box | None, ...]:
+    """Draw a tensor's boxes: whole, split along dimensions, replicated, or on some ranks only."""
     boxes = [Box.whole(shape)]
     while len(boxes) < ranks and shape and draw(st.booleans()):
         box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
@@ -105,19 +105,19 @@ def cut(draw: st.DrawFn, shape: tuple[int, ...], ranks: int) -> tuple[Box | None
 
 @settings(deadline=None, max_examples=60)
 @given(st.data())
-def test_there_and_back(data: st.DataObject) -> None:
+def test_collecting_and_distributing_gives_the_same_values(data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch:
         block = data.draw(st.sampled_from([1, 3, 64, 1 << 16]))
         patch.setattr(sys.modules["decoupled_diloco.merge.codec"], "DIGEST_NUMEL", block)
-        there_and_back(data)
+        collect_and_distribute(data)
 
 
-def there_and_back(data: st.DataObject) -> None:
+def collect_and_distribute(data: st.DataObject) -> None:
     ranks = data.draw(st.integers(1, 4))
     shapes = data.draw(st.lists(SHAPES, min_size=1, max_size=3))
-    boxes = tuple(data.draw(cut(shape, ranks)) for shape in shapes)
-    carriers = data.draw(st.sets(st.integers(0, ranks - 1), min_size=1).map(sorted))
-    sharding = Sharding(tuple(shapes), boxes, tuple(carriers))
+    boxes = tuple(data.draw(boxes_on_ranks(shape, ranks)) for shape in shapes)
+    sync_ranks = data.draw(st.sets(st.integers(0, ranks - 1), min_size=1).map(sorted))
+    sharding = Sharding(tuple(shapes), boxes, tuple(sync_ranks))
     assert sharding.missing() is None
     pieces = []
     for index, shape in enumerate(shapes):
@@ -154,21 +154,21 @@ def there_and_back(data: st.DataObject) -> None:
 
     with ThreadPoolExecutor(ranks) as pool:
         results = list(pool.map(work, range(ranks)))
-    assert torch.cat([results[rank][0] for rank in carriers]).equal(expected)
+    assert torch.cat([results[rank][0] for rank in sync_ranks]).equal(expected)
     assert all(same for _, same in results)
-    assert room.most <= chunk * max(len(carriers), ranks)
+    assert room.most <= chunk * max(len(sync_ranks), ranks)
 
 
 @pytest.mark.parametrize("numel", [1, 127, 128, 129, 1000, 4096])
-@pytest.mark.parametrize("carriers", [1, 2, 3, 8])
-def test_ranges_end_between_blocks_and_are_even(
-    numel: int, carriers: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("sync_ranks", [1, 2, 3, 8])
+def test_ranges_end_between_blocks_and_have_similar_sizes(
+    numel: int, sync_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.modules["decoupled_diloco.merge.codec"], "DIGEST_NUMEL", 128)
-    sharding = Sharding(((1,),), (tuple([Box((0,), (1,))] * 8),), tuple(range(carriers)))
+    sharding = Sharding(((1,),), (tuple([Box((0,), (1,))] * 8),), tuple(range(sync_ranks)))
     fragment = Fragment(0, (Piece(0, 0, numel),))
-    uncut = replace(sharding, uncut=(0,)).ranges(fragment)
-    assert uncut == ((0, numel), *[(numel, numel)] * (carriers - 1))
+    unsplit = replace(sharding, unsplit=(0,)).ranges(fragment)
+    assert unsplit == ((0, numel), *[(numel, numel)] * (sync_ranks - 1))
     ranges = sharding.ranges(fragment)
     assert [start for start, _ in ranges[1:]] == [stop for _, stop in ranges[:-1]]
     assert ranges[0][0] == 0
@@ -178,6 +178,6 @@ def test_ranges_end_between_blocks_and_are_even(
     assert max(sizes) - min(sizes) <= 256
 
 
-def test_elements_that_no_rank_holds_are_noticed() -> None:
+def test_elements_that_no_rank_holds_are_found() -> None:
     sharding = Sharding(((4,),), ((Box((0,), (2,)), None),))
     assert sharding.missing() == 0

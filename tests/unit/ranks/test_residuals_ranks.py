@@ -1,4 +1,4 @@
-"""What codecs left out, at the carriers of a learner of several ranks (rules 18 and 19)."""
+"""Residuals on the sync ranks of a multi-rank learner (rules 18 and 19)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from decoupled_diloco.config.method import plan_of
 from decoupled_diloco.merge import block_ranges, codec, joined_digest, layout_of
 from decoupled_diloco.merge.codec import digested_by
 from decoupled_diloco.merge.plan import MergePlan
-from decoupled_diloco.ranks.rank_store import CarriedValues
+from decoupled_diloco.ranks.rank_store import SyncRankValues
 from decoupled_diloco.ranks.redistribute import Box, Sharding
-from decoupled_diloco.ranks.sync_ranks import Carrier, cut_for
+from decoupled_diloco.ranks.sync_ranks import SyncRank, sharding_for
 from decoupled_diloco.transport.http_client import HttpClient
 
 NUMEL = 200_000
@@ -29,15 +29,15 @@ def plan(**sync: Any) -> MergePlan:
     return plan_of(layout, RunConfig(run={"max_steps": 8}, sync=sync))
 
 
-class Carriers:
-    """So many carriers of one fragment, each with its range of what is given."""
+class SyncRanks:
+    """Sync ranks of one fragment, each with its range of the given values."""
 
     def __init__(self, count: int, **values: Tensor) -> None:
         self.plan = plan()
         self.ranges = block_ranges(NUMEL, count)
-        self.values = [CarriedValues() for _ in self.ranges]
-        self.carriers = [
-            Carrier(self.plan, [each], number, held, HttpClient, asyncio.to_thread)
+        self.values = [SyncRankValues() for _ in self.ranges]
+        self.sync_ranks = [
+            SyncRank(self.plan, [each], number, held, HttpClient, asyncio.to_thread)
             for number, (each, held) in enumerate(zip(self.ranges, self.values, strict=True))
         ]
         for (start, stop), held in zip(self.ranges, self.values, strict=True):
@@ -45,8 +45,8 @@ class Carriers:
             held.put(PUBLISHED, torch.zeros(stop - start))
             held.put(BEFORE, values["before"][start:stop])
 
-    async def ask(self, **asked: Any) -> list[dict[str, Any]]:
-        answers = [await carrier.answer(asked) for carrier in self.carriers]
+    async def request(self, **request: Any) -> list[dict[str, Any]]:
+        answers = [await sync_rank.answer(request) for sync_rank in self.sync_ranks]
         assert not any("error" in answer for answer in answers), answers
         return answers
 
@@ -54,18 +54,18 @@ class Carriers:
         return torch.cat([held.future(number).result(0) for held in self.values])
 
     async def encode(self) -> tuple[Tensor, str]:
-        """The body, put together, and its digest."""
-        asked = {"copy": COPY, "published": PUBLISHED, "residuals": [BEFORE, BEFORE]}
-        answers = await self.ask(
-            do="encode", job=1, fragment=0, codec="int2", leaves=LEAVES, **asked
+        """Return the payload of all sync ranks, concatenated, and its digest."""
+        request = {"copy": COPY, "published": PUBLISHED, "residuals": [BEFORE, BEFORE]}
+        answers = await self.request(
+            do="encode", job=1, fragment=0, codec="int2", leaves=LEAVES, **request
         )
         digest = joined_digest(bytes.fromhex("".join(each["digests"] for each in answers)))
-        return torch.cat([carrier._bodies[1][0] for carrier in self.carriers]), digest
+        return torch.cat([sync_rank._payloads[1][0] for sync_rank in self.sync_ranks]), digest
 
 
-async def test_three_carriers_make_the_body_and_the_residual_of_one(tmp_path: Path) -> None:
+async def test_three_sync_ranks_produce_the_payload_and_the_residual_of_one(tmp_path: Path) -> None:
     given = {name: torch.randn(NUMEL) for name in ("theta", "before")}
-    one, three = Carriers(1, **given), Carriers(3, **given)
+    one, three = SyncRanks(1, **given), SyncRanks(3, **given)
     (body, digest), (parts, digest_of_parts) = await one.encode(), await three.encode()
     assert torch.equal(body, parts)
     assert digest == digest_of_parts
@@ -73,24 +73,24 @@ async def test_three_carriers_make_the_body_and_the_residual_of_one(tmp_path: Pa
     u = given["theta"] + given["before"] + given["before"]
     assert torch.equal(body, codec("int2").encode(u))
 
-    await three.ask(do="keep", folder=str(tmp_path), numbers=[PUBLISHED], residuals=[[LEAVES]])
-    two = Carriers(2, **given)
-    await two.ask(do="adopt", folder=str(tmp_path), numbers=[6], residuals=[(0, BACK)])
+    await three.request(do="keep", folder=str(tmp_path), numbers=[PUBLISHED], residuals=[[LEAVES]])
+    two = SyncRanks(2, **given)
+    await two.request(do="adopt", folder=str(tmp_path), numbers=[6], residuals=[(0, BACK)])
     assert torch.equal(two.whole(BACK), one.whole(LEAVES))
 
 
 async def test_several_residuals_are_kept_as_their_sum(tmp_path: Path) -> None:
     given = {name: torch.randn(NUMEL) for name in ("theta", "before")}
-    two = Carriers(2, **given)
-    await two.ask(
+    two = SyncRanks(2, **given)
+    await two.request(
         do="keep", folder=str(tmp_path), numbers=[PUBLISHED], residuals=[[BEFORE, BEFORE]]
     )
-    await two.ask(do="adopt", folder=str(tmp_path), numbers=[6], residuals=[(0, BACK)])
+    await two.request(do="adopt", folder=str(tmp_path), numbers=[6], residuals=[(0, BACK)])
     assert torch.equal(two.whole(BACK), 2 * given["before"])
 
 
-def test_a_fragment_that_one_codec_of_the_ladder_cannot_be_cut_in_has_one_carrier() -> None:
+def test_a_fragment_that_a_codec_cannot_split_has_one_sync_rank() -> None:
     sharding = Sharding(((1,),), ((Box((0,), (1,)),) * 2,), (0, 1))
     with digested_by(64):  # groups of 128
-        assert cut_for(plan(codec={"uplink": ["bf16", "int2"]}), sharding).uncut == (0,)
-        assert cut_for(plan(codec={"uplink": "bf16"}), sharding).uncut == ()
+        assert sharding_for(plan(codec={"uplink": ["bf16", "int2"]}), sharding).unsplit == (0,)
+        assert sharding_for(plan(codec={"uplink": "bf16"}), sharding).unsplit == ()

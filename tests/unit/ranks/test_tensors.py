@@ -1,4 +1,4 @@
-"""A rank's parameters: on the host, and as if they were on a device with a stream beside."""
+"""A rank's parameters: on the host, and with a simulated side stream of a device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from decoupled_diloco.learner.parameter_store import ModuleStore, Rounded
 from decoupled_diloco.merge import gather, layout_of, partition, tensors_of
 from decoupled_diloco.ranks.rank_model import RankModel
-from decoupled_diloco.ranks.rank_store import HELD, CarriedValues
+from decoupled_diloco.ranks.rank_store import HELD, SyncRankValues
 from decoupled_diloco.ranks.redistribute import Box, Sharding
 from decoupled_diloco.ranks.tensors import RankTensors
 from decoupled_diloco.runtime import blocking
@@ -19,7 +19,7 @@ from fake_side_stream import FakeSideStream, MetaSideStream, OnOneDevice
 
 
 class Mixed(nn.Module):
-    """Two dtypes and a buffer."""
+    """A model with two dtypes and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Mixed(nn.Module):
 
 
 class One:
-    """The one rank of a learner, and what it carries."""
+    """The only rank of a learner, which is also its sync rank."""
 
     def __init__(self, device: str = "cpu") -> None:
         torch.manual_seed(0)
@@ -40,15 +40,15 @@ class One:
         boxes = tuple((Box.whole(shape),) for shape in shapes)
         model = RankModel(layout, Sharding(shapes, boxes), tuple(self.own), (0,))
         self.fragments = partition(layout, 2)
-        self.carried = CarriedValues()
-        self.tensors = RankTensors(model, self.fragments, 0, self._exchange, self.carried)
+        self.sync_rank_values = SyncRankValues()
+        self.tensors = RankTensors(model, self.fragments, 0, self._exchange, self.sync_rank_values)
 
     @staticmethod
     async def _exchange(out: Tensor, given: Tensor, outs: list[int], gives: list[int]) -> None:
         out.copy_(given)
 
     def order(self, what: str, fragment: int, handle: int) -> None:
-        """A copy or a spread, and waits until it is done."""
+        """Execute a copy or a spread, and wait until it is done."""
         self.carry_out([what, fragment, handle])
         blocking(self.tensors.idle())
 
@@ -64,15 +64,16 @@ CUDA = pytest.param(
 )
 
 
-@pytest.fixture(params=["cpu", "beside", CUDA])
+@pytest.fixture(params=["cpu", "side stream", CUDA])
 def one(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[One]:
-    """On a device; or on the CPU, as if what comes and goes went by a stream beside."""
-    if request.param != "beside":
+    """A rank on a device, or on the CPU with a fake side stream."""
+    if request.param != "side stream":
         found = One(request.param)
         yield found
         found.tensors.close()
         return
-    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: True)  # without CUDA nothing can be
+    # Without CUDA, no tensor can be pinned.
+    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: True)
     found, side = One(), FakeSideStream()
     found.tensors._side = side  # type: ignore[assignment]
     yield found
@@ -81,7 +82,7 @@ def one(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     assert side.down
 
 
-def test_a_rank_of_its_own_writes_what_a_plain_store_does(one: One) -> None:
+def test_a_single_rank_writes_the_same_as_a_plain_store(one: One) -> None:
     torch.manual_seed(0)
     store = ModuleStore(Mixed())
     generator = torch.Generator().manual_seed(1)
@@ -91,46 +92,46 @@ def test_a_rank_of_its_own_writes_what_a_plain_store_does(one: One) -> None:
             sent, copied = store.snapshot(part), 100 * number + round_
             handle = 1000 + copied
             one.order("copy", number, copied)
-            assert torch.equal(one.carried.future(copied).result(0), sent.values())
+            assert torch.equal(one.sync_rank_values.future(copied).result(0), sent.values())
             new = torch.randn(part.numel, generator=generator)
-            one.carried.put(handle, new)
+            one.sync_rank_values.put(handle, new)
             one.order("spread", number, handle)
             match how:
                 case "overwrite":
                     store.overwrite(part, new)
-                    told: list[object] = [handle, None, 0.0]
+                    write: list[object] = [handle, None, 0.0]
                 case "carry":
                     store.combine(part, new, sent, 1.0)
-                    told = [handle, copied, 1.0]
+                    write = [handle, copied, 1.0]
                 case "rebase":
                     store.combine(part, new, Rounded(part, store.layout, held), 1.0)
-                    told = [handle, HELD, 1.0]
+                    write = [handle, HELD, 1.0]
                 case "blend":
                     store.combine(part, new, None, 0.5)
-                    told = [handle, None, 0.5]
+                    write = [handle, None, 0.5]
                 case _:
                     new = held
                     store.overwrite(part, new)
-                    told = [HELD, None, 0.0]
-            one.carry_out(["write", number, *told], ["forget", copied])
+                    write = [HELD, None, 0.0]
+            one.carry_out(["write", number, *write], ["forget", copied])
             held = new
             assert torch.equal(one.now(number), store.snapshot(part).values()), how
 
 
-def test_nothing_goes_to_the_device_but_by_the_stream_beside(
+def test_only_the_side_stream_copies_to_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: True)
-    one = One("meta")  # in the place of a GPU
+    one = One("meta")  # replaces a GPU
     one.tensors._side = MetaSideStream()  # type: ignore[assignment]
     for number, part in enumerate(one.fragments):
         one.order("copy", number, number)
         for handle, minus, keep in ((10, None, 0.0), (20, number, 1.0), (30, HELD, 1.0)):
-            one.carried.put(handle + number, torch.ones(part.numel))
+            one.sync_rank_values.put(handle + number, torch.ones(part.numel))
             one.order("spread", number, handle + number)
             with OnOneDevice():
                 one.carry_out(["write", number, handle + number, minus, keep])
         with OnOneDevice():
             one.carry_out(["write", number, HELD, None, 0.5])
-        assert one.carried.future(number).result(0).device.type == "cpu"
+        assert one.sync_rank_values.future(number).result(0).device.type == "cpu"
     one.tensors.close()

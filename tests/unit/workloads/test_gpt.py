@@ -1,4 +1,4 @@
-"""The byte-level GPT: it is what it says, it learns, and it is the same in each process."""
+"""The byte-level GPT: its architecture, its training, and equality in all processes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_tied_head_is_the_embedding() -> None:
     assert model.head.weight is model.embedding.weight
 
 
-def test_the_same_seed_gives_the_same_weights_and_leaves_the_generator_alone() -> None:
+def test_the_seed_determines_the_weights_and_the_global_generator_is_unchanged() -> None:
     before = torch.random.get_rng_state()
     first, second = tiny().model().state_dict(), tiny().model().state_dict()
     assert torch.equal(torch.random.get_rng_state(), before)
@@ -80,11 +80,11 @@ def test_buffers_are_not_part_of_the_weights(workload: GptWorkload) -> None:
     assert model.state_dict().keys() == dict(model.named_parameters()).keys()
 
 
-def test_the_untrained_model_knows_little(workload: GptWorkload) -> None:
+def test_the_loss_of_an_untrained_model_is_high(workload: GptWorkload) -> None:
     assert 5.0 < workload.evaluate(workload.model())["loss"] < 7.0
 
 
-def test_a_byte_sees_only_those_before_it(workload: GptWorkload) -> None:
+def test_a_byte_depends_only_on_earlier_bytes(workload: GptWorkload) -> None:
     model = workload.model()
     ids = torch.randint(256, (1, 32), generator=torch.Generator().manual_seed(0))
     changed = ids.clone()
@@ -95,7 +95,7 @@ def test_a_byte_sees_only_those_before_it(workload: GptWorkload) -> None:
     assert not torch.allclose(first[0, 20:], second[0, 20:], atol=1e-5)
 
 
-def test_a_byte_knows_where_the_others_are(workload: GptWorkload) -> None:
+def test_a_byte_depends_on_the_positions_of_others(workload: GptWorkload) -> None:
     model = workload.model()
     with torch.no_grad():
         first = model(torch.tensor([[1, 2, 3, 4]]))[0, -1]
@@ -110,18 +110,18 @@ def test_the_loss_falls_in_20_steps(optimizer: str) -> None:
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
 
 
-def test_training_twice_gives_the_same_bits() -> None:
+def test_training_is_bitwise_deterministic() -> None:
     assert train(tiny(), 3) == train(tiny(), 3)
 
 
-def test_weight_decay_leaves_norms_alone(workload: GptWorkload) -> None:
+def test_norms_have_no_weight_decay(workload: GptWorkload) -> None:
     groups = workload.optimizer(workload.model()).param_groups
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
     assert {p.ndim for p in groups[0]["params"]} == {2}
     assert {p.ndim for p in groups[1]["params"]} == {1}
 
 
-def test_a_restarted_learner_goes_on_where_it_was(workload: GptWorkload) -> None:
+def test_a_restarted_learner_continues_at_the_same_batch(workload: GptWorkload) -> None:
     whole = list(itertools.islice(workload.batches(1, 3), 8))
     resumed = list(itertools.islice(workload.batches(1, 3, start=5), 3))
     for (a, b), (c, d) in zip(whole[5:], resumed, strict=True):
@@ -145,15 +145,15 @@ def test_the_schedule_warms_up_and_falls_to_a_tenth() -> None:
     assert values == sorted(values, reverse=True)
 
 
-def test_without_a_length_the_schedule_stays_up() -> None:
+def test_without_total_steps_the_schedule_stays_at_its_peak() -> None:
     assert tiny(warmup_steps=0).schedule(0) == tiny().schedule(10**6) == 1.0
 
 
-def test_a_run_shorter_than_the_default_warm_up_is_fine() -> None:
+def test_a_run_may_be_shorter_than_the_default_warm_up() -> None:
     assert tiny(total_steps=5).schedule(4) == pytest.approx(0.25)
 
 
-def test_evaluating_twice_gives_the_same_and_changes_nothing(workload: GptWorkload) -> None:
+def test_evaluation_is_repeatable_and_changes_nothing(workload: GptWorkload) -> None:
     model = workload.model()
     for training in (True, False):
         model.train(training)
@@ -184,7 +184,7 @@ def test_a_failed_evaluation_restores_training_mode(workload: GptWorkload) -> No
     assert model.training
 
 
-def test_generating(workload: GptWorkload) -> None:
+def test_generated_text_has_the_requested_length(workload: GptWorkload) -> None:
     model = workload.model()
     assert isinstance(model, GPT)
     written = model.generate(b"def ", 40, generator=torch.Generator().manual_seed(1))
@@ -195,7 +195,7 @@ def test_generating(workload: GptWorkload) -> None:
     assert model.generate(b"def ", 0) == b""
 
 
-def test_generating_greedily_takes_the_likeliest_byte(workload: GptWorkload) -> None:
+def test_temperature_0_generates_the_likeliest_byte(workload: GptWorkload) -> None:
     model = workload.model()
     assert isinstance(model, GPT)
     with torch.no_grad():
@@ -203,7 +203,7 @@ def test_generating_greedily_takes_the_likeliest_byte(workload: GptWorkload) -> 
     assert model.generate(b"def ", 1, temperature=0) == bytes([likeliest])
 
 
-def test_a_sample_is_text(workload: GptWorkload) -> None:
+def test_a_sample_starts_with_its_prompt(workload: GptWorkload) -> None:
     model = workload.model()
     sample = workload.sample(model, "class ", 10)
     assert sample.startswith("class ")
@@ -230,8 +230,8 @@ def test_describe_is_plain_and_names_the_data(workload: GptWorkload) -> None:
         ),
         (
             {"betas": [0.9, 1.0]},
-            "betas=[0.9, 1.0] in [workload.options] are out of range: "
-            "each must be at least 0 and less than 1",
+            "betas=[0.9, 1.0] in [workload.options] is out of range: "
+            "each number must be at least 0 and less than 1",
         ),
         (
             {"warmup_steps": 10, "total_steps": 10},
@@ -249,7 +249,7 @@ def test_describe_is_plain_and_names_the_data(workload: GptWorkload) -> None:
         ),
     ],
 )
-def test_wrong_options_are_told(options: dict[str, Any], sentence: str) -> None:
+def test_invalid_options_are_rejected(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError) as error:
         GptOptions(**options)
     assert str(error.value) == sentence

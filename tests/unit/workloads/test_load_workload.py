@@ -1,4 +1,4 @@
-"""Finding a workload by name, built in or one's own."""
+"""Loading a workload by name, built in or custom."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from decoupled_diloco.workloads import Workload
 
 class Line(Workload):
-    """y = 2 x, from one weight."""
+    """A workload with one weight that learns y = 2 x."""
 
     def __init__(self, options):
         self.options = options
@@ -69,7 +69,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", OF_THE_LAB)
-def test_a_workload_whose_distribution_is_missing_says_how_to_install_it(
+def test_the_error_for_a_missing_distribution_has_the_install_command(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("decoupled_diloco.workloads.entry_points", lambda **_: [])
@@ -80,12 +80,12 @@ def test_a_workload_whose_distribution_is_missing_says_how_to_install_it(
 
 
 @pytest.mark.parametrize("name", [*BUILT_IN, *OF_THE_LAB])
-def test_workloads_with_a_name(name: str) -> None:
+def test_named_workloads_are_loaded(name: str) -> None:
     workload = load_workload(name, {"seed": 3, "total_steps": 100})
     assert isinstance(workload, Workload)
 
 
-def test_ones_own_workload_in_the_folder_of_the_command(own: str) -> None:
+def test_a_custom_workload_in_the_current_folder_is_loaded(own: str) -> None:
     options = {"seed": 0, "x": [1]}
     workload = load_workload(f"{own}:line", options)
     assert options == {"seed": 0, "x": [1]}, "the function got a copy"
@@ -99,20 +99,21 @@ def test_ones_own_workload_in_the_folder_of_the_command(own: str) -> None:
     assert (workload.schedule(9), workload.sample(model), workload.describe()) == (1.0, None, {})
 
 
-def test_an_unknown_name_is_told_with_the_nearest() -> None:
+def test_the_error_for_an_unknown_name_suggests_the_nearest() -> None:
     with pytest.raises(ConfigError) as error:
         load_workload("gtp", {})
     assert str(error.value) == (
-        "workload 'gtp' is not known: did you mean 'gpt'? One's own is written as 'module:function'"
+        "workload 'gtp' is not known: did you mean 'gpt'? Write a custom workload as "
+        "'module:function'"
     )
 
 
-def test_a_missing_module_is_told(own: str, tmp_path: Path) -> None:
+def test_a_missing_module_is_rejected(own: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         load_workload("no_such_module.inner:make", {})
     assert str(error.value) == (
-        "workload 'no_such_module.inner:make': there is no module 'no_such_module.inner', neither "
-        f"installed nor in {tmp_path}: start the command where the module lies, or install it"
+        "workload 'no_such_module.inner:make': module 'no_such_module.inner' is neither installed "
+        f"nor in {tmp_path}: start the command in the module's folder, or install the module"
     )
 
 
@@ -121,7 +122,7 @@ def test_an_import_that_fails_inside_the_module_keeps_its_traceback(own: str) ->
         load_workload(f"{own}_broken:make", {})
 
 
-def test_a_missing_function_is_told_with_the_nearest(own: str) -> None:
+def test_the_error_for_a_missing_function_suggests_the_nearest(own: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_workload(f"{own}:lime", {})
     assert str(error.value) == (
@@ -129,19 +130,19 @@ def test_a_missing_function_is_told_with_the_nearest(own: str) -> None:
     )
 
 
-def test_what_is_no_function_is_told(own: str) -> None:
+def test_a_module_attribute_that_is_not_callable_is_rejected(own: str) -> None:
     with pytest.raises(ConfigError, match="has no function 'number'"):
         load_workload(f"{own}:number", {})
 
 
 @pytest.mark.parametrize("name", [":make", "module:", ":"])
-def test_half_a_name_is_told(name: str) -> None:
+def test_an_incomplete_name_is_rejected(name: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_workload(name, {})
     assert str(error.value) == f"workload {name!r} is not of the form 'module:function'"
 
 
-def test_an_object_that_is_no_workload_is_told(own: str) -> None:
+def test_a_result_that_is_not_a_workload_is_rejected(own: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_workload(f"{own}:half", {})
     assert str(error.value) == (

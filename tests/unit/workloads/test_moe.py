@@ -1,4 +1,4 @@
-"""The mixture of experts: routing and losses against naive versions, and it learns."""
+"""The mixture of experts: routing and losses against naive versions, and training."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def train(workload: MoeWorkload, steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize("k", [1, 2, 4])
-def test_routing_is_what_a_loop_over_tokens_does(k: int) -> None:
+def test_routing_equals_a_loop_over_tokens(k: int) -> None:
     layer = MixtureOfExperts(width=8, hidden=12, experts=4, experts_per_token=k)
     x = noise(2, 5, 8)
     with torch.no_grad():
@@ -73,7 +73,7 @@ def test_routing_is_what_a_loop_over_tokens_does(k: int) -> None:
             assert torch.allclose(made, naive, atol=1e-6)
 
 
-def test_no_token_is_dropped_even_if_all_want_the_same_expert() -> None:
+def test_no_token_is_dropped_if_all_choose_the_same_expert() -> None:
     layer = MixtureOfExperts(width=4, hidden=6, experts=3, experts_per_token=1)
     with torch.no_grad():
         layer.router.weight.zero_()
@@ -97,7 +97,7 @@ def test_an_expert_without_tokens_gets_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
-def test_the_balancing_loss_is_the_naive_one(k: int) -> None:
+def test_the_balancing_loss_equals_a_naive_version(k: int) -> None:
     logits = noise(50, 5, seed=k)
     probabilities = [row.softmax(0).tolist() for row in logits]
     counts = [0] * 5
@@ -111,7 +111,7 @@ def test_the_balancing_loss_is_the_naive_one(k: int) -> None:
     assert expert_shares(logits, k).tolist() == pytest.approx([c / (50 * k) for c in counts])
 
 
-def test_the_balancing_loss_goes_from_1_to_the_number_of_experts() -> None:
+def test_the_balancing_loss_ranges_from_1_to_the_number_of_experts() -> None:
     even = 20.0 * torch.eye(4).repeat(3, 1)
     one = torch.tensor([[20.0, 0.0, 0.0, 0.0]]).repeat(12, 1)
     assert balancing_loss(even, 1).item() == pytest.approx(1.0, abs=1e-4)
@@ -144,10 +144,10 @@ def test_a_learner_balances_over_its_own_batch_only() -> None:
     first, second = (next(workload.batches(part, 2)) for part in (0, 1))
     alone = workload.loss(model, first).item()
     workload.loss(model, second)
-    assert workload.loss(model, first).item() == alone, "nothing is kept between batches"
+    assert workload.loss(model, first).item() == alone, "the loss depends on an earlier batch"
 
 
-def test_balancing_spreads_tokens_that_would_crowd() -> None:
+def test_the_balancing_loss_spreads_tokens_over_experts() -> None:
     torch.manual_seed(0)
     router = torch.nn.Linear(6, 4, bias=False)
     with torch.no_grad():
@@ -164,7 +164,7 @@ def test_balancing_spreads_tokens_that_would_crowd() -> None:
     assert after < 0.6
 
 
-def test_recording_leaves_no_hook_and_the_model_can_be_copied() -> None:
+def test_recording_removes_its_hooks_and_the_model_can_be_copied() -> None:
     workload = tiny()
     model = workload.model()
     workload.loss(model, next(workload.batches(0, 1)))
@@ -177,11 +177,11 @@ def test_the_loss_falls_in_20_steps() -> None:
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
 
 
-def test_training_twice_gives_the_same_bits() -> None:
+def test_training_is_bitwise_deterministic() -> None:
     assert train(tiny(), 3) == train(tiny(), 3)
 
 
-def test_an_evaluation_tells_how_the_experts_are_used() -> None:
+def test_an_evaluation_reports_the_use_of_experts() -> None:
     workload = tiny()
     metrics = workload.evaluate(workload.model())
     assert list(metrics) == ["loss", "expert_load_min", "expert_load_max", "router_entropy"]
@@ -190,9 +190,9 @@ def test_an_evaluation_tells_how_the_experts_are_used() -> None:
     assert metrics == workload.evaluate(workload.model())
 
 
-def test_the_default_model_trains_2_430_080_parameters_in_like_fragments() -> None:
+def test_the_default_model_has_2_430_080_parameters_in_equal_fragments() -> None:
     workload = MoeWorkload(MoeOptions())
-    # As "gpt", but in each of 4 blocks 8 experts of 2 · 128 · 256 and a router of 128 · 8.
+    # Like "gpt", but each of 4 blocks has 8 experts of 2 · 128 · 256 and a router of 128 · 8.
     expected = 4 * (4 * 128**2 + 8 * 2 * 128 * 256 + 128 * 8) + 2 * 256 * 128 + 9 * 128
     assert workload.parameters() == expected == 2_430_080
     with torch.device("meta"):
@@ -228,13 +228,13 @@ def test_describe_names_the_workload() -> None:
         ),
     ],
 )
-def test_options_that_do_not_fit_are_told(options: dict[str, Any], sentence: str) -> None:
+def test_invalid_options_are_rejected(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError) as error:
         MoeOptions(**options)
     assert str(error.value) == sentence
 
 
-def test_routing_gives_the_likeliest_first_with_weights_that_sum_to_1() -> None:
+def test_routing_returns_the_likeliest_first_with_weights_that_sum_to_1() -> None:
     weights, chosen = route(torch.tensor([[0.0, 2.0, 1.0]]), 2)
     assert chosen.tolist() == [[1, 2]]
     e = math.e

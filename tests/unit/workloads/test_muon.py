@@ -1,4 +1,4 @@
-"""Muon for the hidden matrices, AdamW for all else, as one optimizer."""
+"""One optimizer with Muon for hidden matrices and AdamW for everything else."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def train(workload: Workload, model: nn.Module, optimizer: torch.optim.Optimizer
     optimizer.zero_grad()
 
 
-def test_it_is_torchs_muon_on_hidden_matrices_and_adamw_elsewhere() -> None:
+def test_updates_equal_torchs_muon_on_hidden_matrices_and_adamw_elsewhere() -> None:
     workload = gpt("muon")
     ours, theirs = workload.model(), workload.model()
     named = dict(theirs.named_parameters())
@@ -54,7 +54,7 @@ def test_it_is_torchs_muon_on_hidden_matrices_and_adamw_elsewhere() -> None:
         assert torch.equal(parameter, named[name]), name
 
 
-def test_it_goes_on_from_its_state_and_follows_a_schedule() -> None:
+def test_it_continues_from_its_state_and_follows_a_schedule() -> None:
     workload = gpt("muon")
     model = workload.model()
     optimizer = workload.optimizer(model)
@@ -77,7 +77,7 @@ def test_it_goes_on_from_its_state_and_follows_a_schedule() -> None:
         assert torch.equal(ours, theirs), "a rate of 0 moves nothing"
 
 
-def test_an_older_torch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_torch_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.optim, "Muon")
     workload = gpt("muon")
     with pytest.raises(ConfigError, match=r'optimizer = "muon" needs torch 2\.9 or newer'):

@@ -1,4 +1,4 @@
-"""The paced workload: a step has the length that was asked for."""
+"""The paced workload: a step has the configured length."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from decoupled_diloco.workloads.paced import PacedOptions, PacedWorkload
 
 
 class Clock:
-    """Time that passes only by sleeping and by `advance`."""
+    """A clock that only `sleep` and `advance` move."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -37,7 +37,7 @@ def build(**options: Any) -> PacedWorkload:
     return PacedWorkload(PacedOptions(**{"layers": 1, "corpus_bytes_max": 100_000, **options}))
 
 
-def test_each_step_but_the_first_waits_for_the_rest_of_its_time(clock: Clock) -> None:
+def test_each_step_after_the_first_waits_for_its_time(clock: Clock) -> None:
     workload = build(step_seconds=0.5)
     model, batches = workload.model(), workload.batches(0, 1)
     for work in (0.1, 0.2, 0.7, 0.0):
@@ -47,7 +47,7 @@ def test_each_step_but_the_first_waits_for_the_rest_of_its_time(clock: Clock) ->
     assert clock.slept == [0.4, 0.3, 0.0, 0.5]
 
 
-def test_each_learner_can_have_its_own_pace(clock: Clock) -> None:
+def test_each_learner_can_have_its_own_step_length(clock: Clock) -> None:
     workload = build(step_seconds=[0.5, 2.0])
     model, batches = workload.model(), workload.batches(1, 2)
     workload.loss(model, next(batches))
@@ -63,7 +63,7 @@ def test_evaluation_does_not_wait(clock: Clock) -> None:
     assert clock.slept == []
 
 
-def test_the_loss_is_that_of_the_gpt(clock: Clock) -> None:
+def test_the_loss_equals_that_of_the_gpt(clock: Clock) -> None:
     from decoupled_diloco.workloads.gpt import GptOptions, GptWorkload
 
     workload = build()
@@ -74,20 +74,21 @@ def test_the_loss_is_that_of_the_gpt(clock: Clock) -> None:
     assert workload.loss(model, batch).item() == plain.loss(model, batch).item()
 
 
-def test_a_list_of_another_length_than_learners_is_told() -> None:
+def test_a_list_with_another_length_than_learners_is_rejected() -> None:
     with pytest.raises(ConfigError) as error:
         build(step_seconds=[0.5, 2.0]).batches(0, 3)
     assert str(error.value) == (
-        "step_seconds lists 2, but there are 3 learners: give one number for all, or one for each"
+        "step_seconds has 2 numbers, but there are 3 learners: use one number for all, or one per "
+        "learner"
     )
 
 
 @pytest.mark.parametrize("seconds", [0, -1, [], [0.1, 0.0]])
-def test_a_step_that_takes_no_time_is_told(seconds: object) -> None:
-    with pytest.raises(ConfigError, match=r"step_seconds=.* must be greater than 0 for each"):
+def test_a_step_length_that_is_not_positive_is_rejected(seconds: object) -> None:
+    with pytest.raises(ConfigError, match=r"step_seconds=.* use numbers greater than 0"):
         PacedOptions(step_seconds=seconds)
 
 
-def test_a_step_length_of_the_wrong_type_is_told() -> None:
+def test_a_step_length_of_the_wrong_type_is_rejected() -> None:
     with pytest.raises(ConfigError, match="step_seconds='fast' in"):
         PacedOptions(step_seconds="fast")

@@ -1,4 +1,4 @@
-"""Optimizers of divided models."""
+"""Optimizers of models that are distributed over ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from decoupled_diloco.workloads.rank_split import step_separately
 
 
 def mixed_parameters(folder: Path) -> list[nn.Parameter]:
-    """A DTensor and a plain tensor, as a tensor-parallel model has them."""
+    """A model with a DTensor and a plain tensor, like a tensor-parallel model."""
     dist.init_process_group(
         "gloo", store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1
     )

@@ -1,4 +1,4 @@
-"""The corpus, and who gets which part of it."""
+"""The corpus and its partitions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def library(tmp_path: Path) -> Path:
 
 
 def ramp(count: int) -> Tensor:
-    """A text in which each byte tells its position, up to 256 of them."""
+    """Return a text of at most 256 bytes in which each byte is its own position."""
     return torch.arange(count, dtype=torch.uint8)
 
 
@@ -62,7 +62,7 @@ def test_whole_files_are_held_out(library: Path) -> None:
     assert not trained & evaluated
 
 
-def test_a_new_file_moves_no_other_between_the_splits(library: Path) -> None:
+def test_a_new_file_moves_no_other_file_to_another_set(library: Path) -> None:
     before = load_corpus(root=library)
     (library / "new.py").write_text("new\n")
     after = load_corpus(root=library)
@@ -71,7 +71,7 @@ def test_a_new_file_moves_no_other_between_the_splits(library: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["test", "tests", "idle_test", "site-packages", "config-3-x"])
-def test_folders_left_out(library: Path, folder: str) -> None:
+def test_some_folders_are_left_out(library: Path, folder: str) -> None:
     before = load_corpus(root=library)
     (library / "package0" / folder).mkdir()
     (library / "package0" / folder / "x.py").write_text("tested\n")
@@ -80,7 +80,7 @@ def test_folders_left_out(library: Path, folder: str) -> None:
     assert load_corpus(root=library).digest == before.digest
 
 
-def test_the_limit_cuts_both_splits_and_leaves_neither_empty(library: Path) -> None:
+def test_the_limit_truncates_both_sets_and_empties_neither(library: Path) -> None:
     whole, limited = load_corpus(root=library), load_corpus(1000, root=library)
     assert len(limited.train) == 1000
     assert len(limited.held_out) == 100
@@ -88,8 +88,10 @@ def test_the_limit_cuts_both_splits_and_leaves_neither_empty(library: Path) -> N
     assert torch.equal(limited.held_out, whole.held_out[:100])
 
 
-def test_a_library_without_source_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has 0 Python files with 0 bytes to train on and 0 held"):
+def test_a_library_without_source_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match="has 0 Python files with 0 bytes for training and 0 held"
+    ):
         load_corpus(root=tmp_path)
 
 
@@ -109,20 +111,20 @@ def batch(part: int, step: int, *, parts: int = 3, seed: int = 0, count: int = 2
     )
 
 
-def test_a_batch_is_a_function_of_seed_part_and_step() -> None:
+def test_a_batch_depends_only_on_seed_partition_and_step() -> None:
     assert torch.equal(batch(1, 5), batch(1, 5))
     others = [batch(1, 6), batch(1, 5, seed=1), batch(0, 5) + 83]
     assert not any(torch.equal(batch(1, 5), other) for other in others)
 
 
-def test_a_batch_has_windows_of_neighbouring_bytes() -> None:
+def test_a_batch_has_windows_of_adjacent_bytes() -> None:
     windows = batch(1, 5)
     assert windows.dtype == torch.int64
     assert windows.shape == (8, 5)
     assert torch.equal(windows[:, 1:], windows[:, :-1] + 1)
 
 
-def test_parts_share_no_byte_and_reach_all_of_theirs() -> None:
+def test_partitions_are_disjoint_and_used_completely() -> None:
     seen = [set(torch.cat([batch(k, i) for i in range(200)]).flatten().tolist()) for k in range(3)]
     assert seen == [set(region(250, part, 3)) for part in range(3)]
 
@@ -131,21 +133,21 @@ def test_a_region_of_exactly_one_window_is_enough() -> None:
     assert batch(2, 0, parts=50).tolist() == [[10, 11, 12, 13, 14]] * 8
 
 
-def test_a_region_smaller_than_a_window_is_told() -> None:
+def test_a_region_smaller_than_a_window_is_rejected() -> None:
     with pytest.raises(ConfigError) as error:
         batch(1, 0, count=12)
     assert str(error.value) == (
-        "part 1 of 3 has 4 bytes of text, fewer than context=4 + 1: "
+        "partition 1 of 3 has 4 bytes of text, fewer than context=4 + 1: "
         "lower learners or context, or raise corpus_bytes_max"
     )
 
 
-def test_held_out_windows_spread_over_the_text() -> None:
+def test_held_out_windows_are_spread_over_the_text() -> None:
     batches = held_out_batches(ramp(105), count=3, batch_size=2, context=4)
     assert [one[:, 0].tolist() for one in batches] == [[0, 20], [40, 60], [80, 100]]
     assert batches[-1][-1].tolist() == [100, 101, 102, 103, 104]
 
 
-def test_a_held_out_text_smaller_than_a_window_is_told() -> None:
+def test_a_held_out_text_smaller_than_a_window_is_rejected() -> None:
     with pytest.raises(ConfigError, match="the held-out text has 4 bytes, fewer than context=4"):
         held_out_batches(ramp(4), count=1, batch_size=1, context=4)

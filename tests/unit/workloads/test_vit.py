@@ -1,4 +1,4 @@
-"""The vision transformer on digits: disjoint shares, pure batches, and it learns."""
+"""The vision transformer on digits: disjoint partitions, pure batches, and training."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def test_a_fifth_is_held_out_and_shares_no_image_with_training(workload: VitWork
     assert not set(names_of(train[0])) & set(names_of(held_out[0]))
 
 
-def test_the_seed_decides_what_is_held_out(workload: VitWorkload) -> None:
+def test_the_seed_determines_the_held_out_images(workload: VitWorkload) -> None:
     assert vit.load_digits(0).digest == workload.digits.digest
     assert vit.load_digits(1).digest != workload.digits.digest
 
 
-def test_parts_share_no_image_and_reach_all_of_theirs(workload: VitWorkload) -> None:
+def test_partitions_are_disjoint_and_used_completely(workload: VitWorkload) -> None:
     seen = []
     for part in range(3):
         batches = itertools.islice(workload.batches(part, 3), 300)
@@ -64,7 +64,7 @@ def test_a_batch_has_different_images_with_their_digits(workload: VitWorkload) -
 
 
 @pytest.mark.parametrize("shift", [0, 2])
-def test_a_restarted_learner_goes_on_where_it_was(shift: int) -> None:
+def test_a_restarted_learner_continues_at_the_same_batch(shift: int) -> None:
     workload = VitWorkload(VitOptions(**TINY, shift_pixels_max=shift))
     whole = list(itertools.islice(workload.batches(1, 3), 6))
     resumed = itertools.islice(workload.batches(1, 3, start=4), 2)
@@ -74,7 +74,7 @@ def test_a_restarted_learner_goes_on_where_it_was(shift: int) -> None:
     assert not torch.equal(whole[0][0], whole[1][0])
 
 
-def test_a_shifted_image_is_moved_and_filled_with_nothing() -> None:
+def test_a_shifted_image_is_moved_and_filled_with_zeros() -> None:
     image = torch.arange(1.0, 65.0).view(1, 8, 8)
     assert torch.equal(shifted(image, torch.tensor([[0, 0]])), image)
     down, right = shifted(image.repeat(2, 1, 1), torch.tensor([[2, 0], [0, -1]]))
@@ -84,7 +84,7 @@ def test_a_shifted_image_is_moved_and_filled_with_nothing() -> None:
     assert right[:, 7].count_nonzero() == 0
 
 
-def test_augmented_images_are_the_training_images_moved() -> None:
+def test_augmented_images_are_shifted_training_images() -> None:
     plain, moved = (VitWorkload(VitOptions(**TINY, shift_pixels_max=n)) for n in (0, 1))
     (a, first), (b, second) = next(plain.batches(0, 2)), next(moved.batches(0, 2))
     assert torch.equal(first, second)
@@ -105,7 +105,7 @@ def test_patches_are_squares_in_reading_order(side: int) -> None:
         assert patches[0, index].tolist() == square.flatten().tolist()
 
 
-def test_every_patch_sees_every_other(workload: VitWorkload) -> None:
+def test_every_patch_depends_on_all_others(workload: VitWorkload) -> None:
     model, image = workload.model(), workload.digits.train[0][:1]
     changed = image.clone()
     changed[0, 7, 7] = 1 - changed[0, 7, 7]
@@ -141,7 +141,9 @@ def test_describe_is_plain_and_counts_images(workload: VitWorkload) -> None:
     assert workload.sample(workload.model()) is None
 
 
-def test_without_scikit_learn_the_way_out_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_without_scikit_learn_has_the_install_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(vit, "find_spec", lambda n: None if n == "sklearn" else found(n))
     with pytest.raises(ConfigError) as error:
@@ -153,7 +155,7 @@ def test_without_scikit_learn_the_way_out_is_told(monkeypatch: pytest.MonkeyPatc
     )
 
 
-def test_a_share_smaller_than_a_batch_is_told() -> None:
+def test_a_partition_smaller_than_a_batch_is_rejected() -> None:
     workload = VitWorkload(VitOptions(**{**TINY, "batch_size": 500}))
     with pytest.raises(ConfigError) as error:
         next(workload.batches(0, 4))
@@ -175,7 +177,7 @@ def test_a_share_smaller_than_a_batch_is_told() -> None:
         ({"shift_pixels_max": 8}, "shift_pixels_max=8 in [workload.options] is out of range: "),
     ],
 )
-def test_options_that_do_not_fit_are_told(options: dict[str, Any], sentence: str) -> None:
+def test_invalid_options_are_rejected(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError) as error:
         VitOptions(**options)
     assert str(error.value).startswith(sentence)

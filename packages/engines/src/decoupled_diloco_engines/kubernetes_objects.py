@@ -231,7 +231,7 @@ def _learners_job(config: RunConfig) -> Manifest:
 
 
 def _failure_policy(action: str) -> Manifest:
-    """Return the policy: exit code 2 is final (wrong settings), 130 (SIGTERM) is no failure."""
+    """Return the policy: exit code 2 (wrong settings) is final, 130 (SIGTERM) is ignored."""
     lost = {"type": "DisruptionTarget", "status": "True"}
     return {
         "rules": [

@@ -72,7 +72,7 @@ class RayRun:
         """Return the state of its actors and its training; only training while Ray's head is away.
 
         Raises:
-            StorageError: There is no tape, because no process has started yet.
+            StorageError: The run has no tape yet, because no process has started.
         """
         from decoupled_diloco.run_model import run_of
         from decoupled_diloco.show.status import status_of
@@ -173,7 +173,7 @@ def launch(
             run (see `connect_args`).
 
     Raises:
-        ConfigError: A setting is wrong, Ray is not installed or too old, there is no cluster, or
+        ConfigError: A setting is wrong, Ray is not installed or too old, no cluster was found, or
             the cluster already has a run of this name.
     """
     if isinstance(config, (str, Path)):

@@ -59,7 +59,7 @@ def connected(address: str) -> ModuleType:
     """Return `ray`, connected to a cluster; an existing connection is kept.
 
     Raises:
-        ConfigError: There is no cluster at the address, or it has another version.
+        ConfigError: The address has no cluster, or a cluster with another version of Ray.
         TransportError: The program is connected, but the cluster's head is gone.
     """
     ray = require_ray()
@@ -125,8 +125,8 @@ def _require_reachable(address: str) -> None:
 
 def _no_cluster(address: str, why: str) -> ConfigError:
     return ConfigError(
-        f"there is no Ray cluster at address={address!r} of [launch.ray] ({why}): run this on one "
-        "of its nodes, or give the address that ray start --head has printed"
+        f"no Ray cluster at address={address!r} of [launch.ray] ({why}): run this on one "
+        "of its nodes, or use the address that ray start --head printed"
     )
 
 

@@ -173,7 +173,7 @@ class BareCoordinator(Bare):
                 )
                 self._order(shard, messages.Received(COORDINATOR, messages.LayoutSet(LAYOUT)))
             case _:
-                pass  # there is no disk
+                pass  # a simulated crowd has no disk
 
     def _order(self, shard: int, event: Any) -> None:
         target = self.crowd.shards[shard]
@@ -370,7 +370,7 @@ class BareShard(Bare):
                 self.over = True
                 self.crowd.ended(self)
             case _:
-                pass  # there is no disk, and folding takes no time
+                pass  # a simulated crowd has no disk, and folding takes no time
 
     def _offer(self, message: messages.Published) -> None:
         kept = deque[messages.Published](maxlen=self.crowd.options.chain + 1)
@@ -707,4 +707,4 @@ class Crowd(Stage):
             learner.leave("its loop has ended")
 
     def sample(self, sample: Any) -> None:
-        """Ignore the sample: there is no tape."""
+        """Ignore the sample: a simulated crowd has no tape."""

@@ -117,7 +117,7 @@ class RankHost(ParticipantHost):
     ) -> Learner:
         self.model = model
         around = RoomSurroundings(self.leader.room, self.rank, self.place, self.system.limits)
-        named["sync_ranks"] = self.spec.carriers
+        named["sync_ranks"] = self.spec.sync_ranks
         seat = await _seated(model, named, around)
         return await VirtualLearner(self, model, syncer, seat, **named).joined()
 
@@ -180,7 +180,7 @@ class RankedHost(LearnerHost):
     ) -> Learner:
         self.model = model
         around = RoomSurroundings(self.room, 0, self.place, self.system.limits)
-        named["sync_ranks"] = self.spec.carriers
+        named["sync_ranks"] = self.spec.sync_ranks
         seat = await _seated(model, named, around)
         leader = self.participant = VirtualLearner(self, model, syncer, seat, **named)
         loaded = leader.party.boundary.checkpointer.loaded

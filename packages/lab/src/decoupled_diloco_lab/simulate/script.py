@@ -161,7 +161,7 @@ class Script:
     def _aimed(self, happening: Happening) -> Happening:
         """Draw the members to hit, and drop processes that this run does not have.
 
-        Without tensors there is no evaluator.
+        A run without tensors has no evaluator.
         """
         target = happening.target.some(happening.choose, self._choices)
         hosts = [self._hosts[name].name for name in target.processes if name in self._hosts]

@@ -25,7 +25,7 @@ class LearnerSpec:
             Their payloads queue behind each other. The first learner's bandwidths apply.
         role: An observer only follows the published copies.
         ranks: Number of its processes.
-        carriers: Number of its sync ranks, which communicate with the syncer.
+        sync_ranks: Number of its sync ranks, which communicate with the syncer.
         staged: Each rank has its own tensors, like the stages of a pipeline. Otherwise all ranks
             have all tensors.
     """
@@ -42,5 +42,5 @@ class LearnerSpec:
     role: Role = "learner"
     shared_link: str = ""
     ranks: int = 1
-    carriers: int = 1
+    sync_ranks: int = 1
     staged: bool = False

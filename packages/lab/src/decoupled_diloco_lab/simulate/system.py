@@ -325,7 +325,7 @@ def _require_no_metrics(config: RunConfig) -> None:
     if config.learner.metrics_address:
         raise ConfigError(
             f"metrics_address={config.learner.metrics_address!r} in [learner] would be ignored, "
-            "because in virtual time there is no metrics endpoint: remove it"
+            "because a run in virtual time has no metrics endpoint: remove it"
         )
 
 

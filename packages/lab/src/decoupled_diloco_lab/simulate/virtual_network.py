@@ -125,7 +125,7 @@ class Connection:
         return self.ends[1] if end is self.ends[0] else self.ends[0]
 
     def send(self, sender: Endpoint, message: Any) -> None:
-        """Send a message, or do nothing if this end is no longer open."""
+        """Send a message, or do nothing if this end has been closed."""
         if self.open[sender.name]:
             self._carry(self.other(sender), self._arrived, (sender.cut, message))
 
@@ -384,7 +384,7 @@ class Network:
             done: Called at the receiver when all of it has arrived.
             failed: Called if it cannot arrive. The caller must bind it to the learner's process,
                 which may be the sender or the receiver.
-            follows: It directly follows a piece that has just arrived, so there is no further
+            follows: It directly follows a piece that has just arrived, and so adds no
                 latency.
         """
         clockwork, now = self.clockwork, self.clockwork.now
