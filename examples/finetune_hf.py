@@ -1,6 +1,6 @@
 r"""Custom workload: a causal language model from Hugging Face transformers.
 
-    pip install -e '.[transformers]'     # in the clone; otherwise 'decoupled-diloco[transformers]'
+    pip install -e '.[transformers]'     # in the clone
     cd examples
     ddiloco train finetune_hf.toml                      # trains tiny_llama/config.json from scratch
     ddiloco export runs/finetune_hf --format huggingface --out my_llama

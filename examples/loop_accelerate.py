@@ -1,6 +1,6 @@
 r"""Custom Accelerate loop as a learner of a run, with one or several processes.
 
-    pip install -e '.[transformers]'     # in the clone; otherwise 'decoupled-diloco[transformers]'
+    pip install -e '.[transformers]'     # in the clone
     ddiloco syncer homelab
     python examples/loop_accelerate.py --syncer http://127.0.0.1:7070 \
         --auth-token-file runs/homelab/token --name a

@@ -1,6 +1,6 @@
 r"""Custom Lightning Fabric loop as a learner of a run, with one or several processes.
 
-    pip install -e '.[lightning]'        # in the clone; otherwise 'decoupled-diloco[lightning]'
+    pip install -e '.[lightning]'        # in the clone
     ddiloco syncer homelab
     python examples/loop_fabric.py --syncer http://127.0.0.1:7070 \
         --auth-token-file runs/homelab/token --name a

@@ -1,6 +1,6 @@
 r"""The Hugging Face Trainer as a learner; the line with `synchronize` is the only addition.
 
-    pip install -e '.[transformers]'     # in the clone; otherwise 'decoupled-diloco[transformers]'
+    pip install -e '.[transformers]'     # in the clone
     ddiloco train examples/trainer_hf.toml
 
 Or start a syncer, then the script in any number of terminals, each with a different name:

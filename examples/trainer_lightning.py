@@ -1,6 +1,6 @@
 r"""The Lightning Trainer as a learner of a run; the callback is the only addition.
 
-    pip install -e '.[lightning]'        # in the clone; otherwise 'decoupled-diloco[lightning]'
+    pip install -e '.[lightning]'        # in the clone
     ddiloco syncer homelab
     python examples/trainer_lightning.py --syncer http://127.0.0.1:7070 \
         --auth-token-file runs/homelab/token --name a

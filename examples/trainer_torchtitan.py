@@ -1,6 +1,6 @@
 r"""The torchtitan Trainer as a learner of a run: all ranks of a torchrun job are one learner.
 
-    pip install -e '.[torchtitan]'        # in the clone; otherwise 'decoupled-diloco[torchtitan]'
+    pip install -e '.[torchtitan]'        # in the clone
     ddiloco syncer homelab
     torchrun --nproc-per-node 8 examples/trainer_torchtitan.py --syncer http://127.0.0.1:7070 \
         --auth-token-file runs/homelab/token --name a --parallelism.tensor_parallel_degree 2
