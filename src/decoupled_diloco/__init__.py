@@ -1,4 +1,4 @@
-"""Decoupled DiLoCo for PyTorch: learners that never wait, a syncer that merges what it can get.
+"""Decoupled DiLoCo for PyTorch: learners that never wait, and a syncer that merges their training.
 
 >>> import decoupled_diloco as dd
 >>> dd.Learner.__name__
@@ -79,7 +79,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs torch only when it is used, so that the command line starts quickly."""
+    """Import modules that need torch at their first use, so that the command line starts fast."""
     if name == "data":
         return importlib.import_module(f"{__name__}.data")
     if name in _MODULES:

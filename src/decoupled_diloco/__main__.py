@@ -1,6 +1,6 @@
-"""`ddiloco`, and `python -m decoupled_diloco`: where the command line begins.
+"""Entry point of the command line: `ddiloco`, or `python -m decoupled_diloco`.
 
-It is an extra, because a learner in a training job of one's own needs no part of it.
+The command line is an extra, because a learner in a user's training job does not need it.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from decoupled_diloco.config.toml_files import INSTALL
 from decoupled_diloco.errors import ConfigError
 
 NEEDED = ("jinja2", "prometheus_client", "rich", "tomli_w", "typer")
-"""The modules of the extra: a run is not to miss one when it is over, and its report is drawn."""
+"""Modules of the extra. They are checked at the start, so that a run does not fail at its end, when
+its report needs one of them."""
 
 
 UNICODE = ("utf-8", "utf8")
-"""Encodings with a place for every character; an old locale has another one."""
+"""Encodings that can represent every character; an old locale may have another one."""
 
 
 def main() -> NoReturn:
-    """The command line, or a sentence that says how to install it."""
+    """Run the command line, or print how to install it."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() not in UNICODE:
             stream.reconfigure(errors="replace")
-    lacking = [name for name in NEEDED if find_spec(name) is None]
-    if lacking:
-        print(f"error: ddiloco needs {', '.join(lacking)}: {INSTALL}", file=sys.stderr)
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        print(f"error: ddiloco needs {', '.join(missing)}: {INSTALL}", file=sys.stderr)
         sys.exit(ConfigError.exit_code)
     from decoupled_diloco.cli.main import main as run
 

@@ -58,34 +58,34 @@ class PartitionedData(Protocol):
 
 
 class ElasticLoader(Iterator[Any]):
-    """An endless loader whose partitions are assigned to the learners that are there.
+    """An endless loader whose partitions are assigned to the run's learners.
 
     Each partition is trained once per epoch, by one learner, while learners join and leave. The
     coordinator assigns the partitions; `bind` connects the loader to a learner.
 
     Before the first batch the loader waits for its first partition. After that it never waits: if
     the coordinator is unreachable, it uses the partitions that it holds, and then repeats the last
-    one. ``ddiloco data`` shows that.
+    one. ``ddiloco data`` shows repeated partitions.
 
-    Take the next batch only after `Learner.step` has counted the batch before. With gradient
-    accumulation, take several: all batches taken since the last step count as trained by it.
+    Take the next batch only after `Learner.step` has counted the previous one. With gradient
+    accumulation, take several batches per step: a step counts all batches taken since the last one.
 
-    As an object in ``Checkpointing(state={"data": loader})``, it continues in the middle of a
-    partition after a restart.
+    Pass it in ``Checkpointing(state={"data": loader})``, so that it continues inside a partition
+    after a restart.
 
     Args:
         dataset: A map-style dataset (with ``len`` and numbered items), which is shuffled in each
             epoch. Or, for data that can only be read in order, a function of partition and epoch
-            that returns the partition's batches. If they have ``state_dict`` and
-            ``load_state_dict``, as torchdata's ``StatefulDataLoader`` has, a partition continues
-            from that state; otherwise its first batches are skipped. Or `PartitionedData`.
+            that returns the partition's batches. If the returned object has ``state_dict`` and
+            ``load_state_dict``, like torchdata's ``StatefulDataLoader``, a partition continues
+            from its state; otherwise its first batches are skipped. Or `PartitionedData`.
         partitions: Number of partitions, 1 to 2^24, the same in every learner. At most the number
             of batches of a map-style dataset. Required unless the dataset is `PartitionedData`.
         batch_size: Items per batch of a map-style dataset; the last batch of an epoch may be
             smaller.
         seed: Seed of the shuffling of a map-style dataset.
-        prefetch: Partitions to hold beyond the current one, at least 1. More last longer while the
-            coordinator is unreachable. Default: the run's setting ``prefetch``.
+        prefetch: Partitions to hold in addition to the current one, at least 1. More of them last
+            longer while the coordinator is unreachable. Default: the run's setting ``prefetch``.
         loader_options: Further arguments of `torch.utils.data.DataLoader` for a map-style dataset,
             such as ``num_workers``.
 
@@ -144,11 +144,11 @@ class ElasticLoader(Iterator[Any]):
 
     @property
     def position(self) -> tuple[int, int]:
-        """Epoch and partition of the batch that was taken last; (-1, -1): none yet."""
+        """Epoch and partition of the last batch; (-1, -1) before the first one."""
         return self._place
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data. The coordinator knows which partitions are held."""
+        """Return the position in the data, without the leases, which the coordinator has."""
         stream = self._batches.state_dict() if isinstance(self._batches, Stateful) else None
         epoch, index = self._place
         return {"epoch": epoch, "index": index, "position": self._position, "stream": stream}
@@ -251,7 +251,7 @@ def _data_of(
 
 
 class _Skipped(Iterator[Any]):
-    """A stream from a later batch on, with the stream's own state."""
+    """A stream that starts at a later batch, with the stream's state."""
 
     def __init__(self, stream: Any, count: int) -> None:
         self._stream = stream

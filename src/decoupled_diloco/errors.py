@@ -5,11 +5,11 @@ DilocoError
 ├── ConfigError      the configuration, the command line or the model is wrong; exit code 2
 ├── ProtocolError    a message or a payload breaks the rules: drop that peer, never the run
 ├── TransportError   a peer cannot be reached, or the connection was lost
-│   ├── AccessError  the peer refuses us: wrong token, another principal's learner name
+│   ├── AccessError  the peer rejects this process: wrong auth token, or another's learner name
 │   └── RunEndedError  no process listens anymore, and the run folder records the run's end
-├── StorageError     a file is missing, torn or of another version, or the disk is full
+├── StorageError     a file is missing, torn or has another format, or the disk is full
 ├── MergeError       tensors cannot be merged: wrong size, not finite, no weight
-└── LeaseError       another process acts for this shard now: this one exits; exit code 8
+└── LeaseError       another process leads this shard now: this one exits; exit code 8
 ```
 
 A message contains the name and value that are wrong, the limit, and the fix. Programmer errors are
@@ -44,7 +44,7 @@ class TransportError(DilocoError, ConnectionError):
 
 
 class AccessError(TransportError):
-    """The peer answered with a refusal: wrong token, or a learner name of another principal."""
+    """The peer rejects this process: wrong auth token, or a learner name of another principal."""
 
     exit_code = 5
 
@@ -56,19 +56,19 @@ class RunEndedError(TransportError):
 
 
 class StorageError(DilocoError, OSError):
-    """A file is missing, torn, of another version, or cannot be written."""
+    """A file is missing, torn, has another format, or cannot be written."""
 
     exit_code = 6
 
 
 class MergeError(DilocoError):
-    """Tensors that cannot be merged."""
+    """Tensors cannot be merged."""
 
     exit_code = 7
 
 
 class LeaseError(DilocoError):
-    """This process may no longer act for its shard; after a restart it waits for the lease."""
+    """This process no longer leads its shard; after a restart it waits for the leadership lease."""
 
     exit_code = 8
 

@@ -1,4 +1,4 @@
-"""`Learner` and `Observer`: what a program creates to take part in a run, or to follow one.
+"""`Learner` takes part in a run; `Observer` follows one.
 
 ```python
 learner = Learner(model, "http://syncer:7070", auth_token=auth_token)
@@ -9,30 +9,30 @@ for batch in loader:
 learner.close()
 ```
 
-**What a learner is made of.** `Learner` is the public face, and each of its parts is one object:
+**Parts.** `Learner` is the public interface, and each of its parts is one object:
 
-- `learner.membership.Membership`: joins the run, and has the links to coordinator and shards, which
-  the *background* keeps (`learner.background`: a thread with one event loop).
-- `learner.learner_model.TrainedModel`: the program's model and inner optimizers, and the
-  checks on them.
-- `learner.boundary.Boundary`: what happens between two steps: apply staged copies, copy due
-  fragments, count, take checkpoints. `learner.ending.Closing`: what happens after the last one.
-- `learner.reports.StepReports`: what others are told of each step.
-- A *party*: whether other ranks must agree. `learner.party.Solo` is one process alone.
-  `ranks.rank_party.LeaderRank` is rank 0 of several; its boundary's orders become a plan, which all
-  ranks carry out one step later. `ranks.rank_party.FollowerRank` is any other rank; it has a model
-  and a seat among the ranks, but no membership of its own.
+- `learner.membership.Membership` joins the run. Its *background* (`learner.background`, a thread
+  with one event loop) keeps the connections to the coordinator and the shards.
+- `learner.learner_model.TrainedModel` has the program's model and inner optimizers, and their
+  checks.
+- `learner.boundary.Boundary` works between two steps: it applies staged copies, copies due
+  fragments, counts, and takes checkpoints. `learner.ending.Closing` works after the last step.
+- `learner.reports.StepReports` reports each step to counters and to an experiment tracker.
+- A *party* is the ranks that act as one learner. `learner.party.Solo` is a single process.
+  `ranks.rank_party.LeaderRank` is rank 0 of several. Its boundary's orders become a plan, which all
+  ranks execute one step later. `ranks.rank_party.FollowerRank` is any other rank. It has a model
+  and a place among the ranks, but no membership.
 
-**Which thread does what.** The *training thread* calls everything in this module. In `step` it
-takes the background's lock, tells the machine `StepFinished`, carries out the orders of the
-boundary under the lock, and queues the others. The *background thread* drains the queue, sends,
-receives, and tells the machine what has happened, under the same lock. Its *worker* encodes and
-decodes; a thread of the checkpointer writes files. So `step` waits for a decision and for its own
-copies, never for a transfer, an encoding or a disk.
+**Threads.** The *training thread* calls everything in this module. In `step` it takes the
+background's lock, passes `StepFinished` to the machine, executes the orders of the boundary under
+the lock, and queues the others. The *background thread* drains the queue, sends, receives, and
+passes events to the machine, under the same lock. Its *worker* encodes and decodes. A thread of the
+checkpointer writes files. So `step` waits for a decision and for its own copies, never for a
+transfer, an encoding or a disk.
 
 **One step**, from here to the network: `Learner.step` → `Solo.step` → `Boundary.at` →
-`Background.tell` → `LearnerMachine.handle` → `LearnerTensors.carry_out`; the report leaves by
-`ShardLinks.say`.
+`Background.tell` → `Driver.decide` → `LearnerMachine.handle` → `LearnerTensors.apply` and
+`snapshot`. `ShardLinks.send` sends the report.
 """
 
 from __future__ import annotations
@@ -103,36 +103,37 @@ Loss = float | torch.Tensor | None
 
 
 def _no_learner() -> None:
-    """What a pickled learner becomes."""
+    """Stand in for a learner in a pickle; see `Learner.__reduce__`."""
 
 
 class Learner:
     """A training job's part in a run. It never makes the training loop wait.
 
-    The constructor joins the run and overwrites the model's parameters with the global weights (if
-    this is the first learner, the model's own become the global ones). It waits for that, and for
-    nothing else ever after, unless the run's own settings say ``wait="at_overlap"``.
+    The constructor joins the run and overwrites the model's parameters with the global weights. If
+    this is the first learner, its model's weights become the global ones. The constructor waits for
+    the join. Steps do not wait for other processes, except with the run's setting
+    ``wait="at_overlap"``.
 
     Args:
         model: The model. Its trainable parameters are synchronized in place, as are its floating
-            buffers where the run's setting ``buffers`` is ``"mean"`` or ``"one"``; frozen
-            parameters are not. It may be on any one device. Wrappers (`torch.compile`, DDP,
-            Fabric's) do not change the names of its tensors. A rank that has several stages of a
-            pipeline passes a list of them, in the pipeline's order.
-        syncer: Address of a shard, such as ``"http://host:7070"``, or of several; each shard knows
-            the others. Default: the address that the launcher has passed to this program, if the
-            run has a ``command`` (see `docs/how-to/own-script.md`). Then the other arguments have
-            the run's values wherever they are left at their defaults.
+            buffers if the run's setting ``buffers`` is ``"mean"`` or ``"one"``. Frozen parameters
+            are not. All tensors are on one device of any type. Wrappers (`torch.compile`, DDP,
+            Fabric's) do not change the tensors' names. A rank that has several stages of a pipeline
+            passes a list of them, in the pipeline's order.
+        syncer: Address of a shard, such as ``"http://host:7070"``, or of several; any shard refers
+            the learner to the others. Default: the address that the launcher has passed to this
+            program, if the run has a ``command`` (see `docs/how-to/own-script.md`). Then other
+            arguments with default values take the run's values.
         name: Name of this learner in the run, the same after each restart: 1 to 64 letters, digits,
             ``.``, ``_``, ``-``. Default: host name and process id.
-        auth_token: The run's secret, if it has one: the text of its token file, with or without the
-            newline at its end.
+        auth_token: The run's auth token, if it has one: the text of its token file, with or without
+            the newline at its end.
         tls: Certificates for a syncer at ``https://``. Default: the system's CAs, and no
             certificate for this process.
         optimizer: The inner optimizer, or several in a list or dict (a GAN; Muon beside AdamW).
-            Checkpoints hold its state. An optimizer with its own copies of the weights would undo
-            what is applied; it is refused in the first steps, unless the copies are registered
-            (`register_weight_copies`) or refreshed (`on_weights_updated`).
+            Checkpoints hold its state. An optimizer that keeps separate copies of the weights would
+            undo each global update. It is rejected in the first steps, unless the copies are
+            registered (`register_weight_copies`) or refreshed (`on_weights_updated`).
         checkpoint: Folder of the learners' checkpoints, or `Checkpointing`. Default: none.
         timeouts: How long to wait for the syncer. Default: ``Timeouts()``.
         state_sharing: The state that a new learner gets from another one. Default: the optimizer's.
@@ -249,15 +250,15 @@ class Learner:
         return blocking(seated(model, options, sharing, objects))
 
     def _enter(self) -> None:
-        """Joins the run; waits for that."""
+        """Join the run, and wait for it."""
         blocking(self._party.join())
         process.enter(self)
 
     _thread: int | None = None
     """The thread that trains, from its first `step` on."""
 
-    _untold = 0
-    """Tokens of the step that the end of a loader has interrupted: see `wrap`."""
+    _unreported = 0
+    """Tokens of the unfinished step at the end of a loader; see `wrap`."""
 
     _closed_why = ""
     _is_fork = False
@@ -272,7 +273,7 @@ class Learner:
 
     @property
     def _leases(self) -> DataLeases:
-        """Where an `ElasticLoader` gets its partitions."""
+        """This learner's leases of data partitions, for an `ElasticLoader`."""
         return self._party.leases
 
     @property
@@ -282,7 +283,7 @@ class Learner:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """The syncer's addresses, as given."""
+        """The syncer's addresses, as passed to this learner."""
         return self._party.addresses
 
     @property
@@ -330,7 +331,7 @@ class Learner:
 
     @property
     def run_config(self) -> dict[str, Any]:
-        """The run's settings that all learners share, as the syncer has them."""
+        """The run's settings that all learners share, received from the syncer."""
         return self._party.admission.settings
 
     @property
@@ -340,7 +341,7 @@ class Learner:
 
     @property
     def incarnation(self) -> int:
-        """How often this learner has joined the run, from 1 on: each restart adds 1."""
+        """Number of times that this learner has joined the run, at least 1; a restart adds 1."""
         return self._party.admission.epoch
 
     @property
@@ -350,7 +351,7 @@ class Learner:
         The coordinator assigns every new name the lowest free number. A learner that restarts
         with the same name keeps its number. All ranks of a learner share one number.
 
-            torch.manual_seed(1337 + learner.index)  # its own data
+            torch.manual_seed(1337 + learner.index)  # other data in each learner
 
         Without ``name=``, each process has a new name, and so a new number: pass names if the
         number selects a part of a data set.
@@ -359,10 +360,10 @@ class Learner:
 
     @property
     def count(self) -> int:
-        """How many learners the run has, at least 1, as of this learner's join.
+        """Number of learners in the run at this learner's join, at least 1.
 
-        That is the run's setting ``learners``, or the number of names that have ever joined, if
-        that is more. It does not change while this process runs.
+        It is the larger of the run's setting ``learners`` and the number of names that have ever
+        joined. It does not change while this process runs.
         """
         return self._party.admission.count
 
@@ -374,7 +375,7 @@ class Learner:
 
         Returns:
             A future that is done when the file is written or has failed; `None` if this learner
-            keeps no checkpoints.
+            takes no checkpoints.
         """
         if self._is_fork:
             self._refuse("checkpoint()")
@@ -394,8 +395,8 @@ class Learner:
                 tensor with one element; the call waits for a tensor on a GPU. A step with 0 tokens
                 counts as a step. Default: counted from the inputs of ``model(...)`` in training
                 mode (`loops.TokenCounter`). Pass it if the model has several pipeline stages, is
-                compiled in place, or is called through a `torch.compile` wrapper that this learner
-                was not given. Pass it in all steps or in none.
+                compiled in place, or is called through a `torch.compile` wrapper that was not
+                passed to this learner. Pass it in all steps or in none.
 
         Returns:
             Whether the run continues. After ``False``, stop training and call `close`.
@@ -404,8 +405,8 @@ class Learner:
             ConfigError: A parameter was replaced, untied, unfrozen, cast or moved since the join,
                 or a synchronized buffer changed its form; ``tokens`` is negative, NaN or not a
                 number, or was passed in earlier steps and not in this one; ``loss`` is not a
-                number; in the first step: the optimizer holds its own copies of the weights; or
-                the learner is closed.
+                number; the optimizer keeps separate copies of the weights; or the learner is
+                closed.
             TransportError: ``Timeouts.disconnect`` has passed without any reachable shard.
         """
         if self._closed:
@@ -419,7 +420,7 @@ class Learner:
         return goes_on
 
     async def _take_step(self, loss: Loss, tokens: Tokens | None) -> bool:
-        """Do what `step` does, as a coroutine: `runtime.blocking` says what it may wait for."""
+        """Do what `step` does, as a coroutine; see `runtime.blocking` for what it may wait for."""
         return await self._party.step(self._counter.read(tokens), self._losses.read(loss))
 
     def _ends(self) -> None:
@@ -433,8 +434,8 @@ class Learner:
         elif self._ended and not self._warned:
             self._warned = True
             logger.warning(
-                "%s: step() is called after it returned False: the run is over, and this training "
-                "is not merged; end the outer loop as well (if learner.ended: break)",
+                "%s: step() called after it returned False: the run is over, and this training is "
+                "not merged; end the outer loop as well (if learner.ended: break)",
                 self.name,
             )
         self._ended = True
@@ -444,7 +445,7 @@ class Learner:
         return self._party.closed
 
     def _refuse(self, what: str) -> NoReturn:
-        """Raises, because the learner is closed."""
+        """Raise an error because the learner is closed, or was copied by a fork."""
         if self._is_fork:
             raise ConfigError(
                 f"{what} called on learner {self.name!r} in a forked child process: use the "
@@ -466,16 +467,15 @@ class Learner:
         If the learner has ``optimizer=``, a step is finished when the loop's body has called
         ``optimizer.step`` (of at least one of several optimizers), so gradient accumulation works.
         Otherwise each batch is a step. A batch whose body ends with ``break`` is not counted. At
-        the end of the loader the learner stays in the run for another epoch. That epoch continues
-        a step that is not finished. When the run ends, the loop ends, and the model has the final
-        weights.
+        the end of the loader the learner remains in the run for another epoch, which continues an
+        unfinished step. When the run ends, the loop ends, and the model has the final weights.
 
         Args:
             loader: The batches.
             tokens: Returns the tokens of one batch. Default: see `step`.
 
         Raises:
-            ConfigError, TransportError: see `step`.
+            ConfigError, TransportError: See `step`.
         """
         if self._closed:
             return iter(self._no_batches())
@@ -490,7 +490,7 @@ class Learner:
         if not self._warned:
             self._warned = True
             logger.warning(
-                "%s: wrap() returns no more batches, because the learner is closed%s: end the "
+                "%s: wrap() returns no more batches because the learner is closed%s: end the "
                 "outer loop as well (if learner.ended: break)",
                 self.name,
                 ": the run has ended" if self.ended else self._closed_why,
@@ -511,7 +511,7 @@ class Learner:
 
         Raises:
             ConfigError: The learner has no ``optimizer=``; see also `step`.
-            TransportError: see `step`.
+            TransportError: See `step`.
         """
         return attached(self, self._trained.optimizers, tokens)
 
@@ -527,14 +527,14 @@ class Learner:
     def state_dict(self) -> dict[str, Any]:
         """Return this learner's counters, so that they continue after a restart.
 
-        It is for loops that keep their own checkpoints; checkpoints of ``checkpoint=`` contain it.
-        It has no weights: a learner that joins takes the global ones. Save the inner optimizer and
-        the position in the data beside it.
+        It is for loops that write their own checkpoints; checkpoints of ``checkpoint=`` contain it.
+        It has no weights, because a learner that joins receives the global ones. Also save the
+        inner optimizer and the position in the data.
         """
         return {"learner": self.name, "steps": self.steps, "tokens": self.tokens}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue counting from a `state_dict`.
+        """Continue to count from a `state_dict`.
 
         Raises:
             ConfigError: The state belongs to another learner, or is not a learner's state.
@@ -569,9 +569,9 @@ class Learner:
 
         It is called now, with the names of all synchronized tensors, because the join has written
         them. Later it is called at the end of each `step` that has applied fragments, with the
-        names of their tensors; of some, only a part of the elements has changed. Use it to refresh
-        copies of the weights, such as an optimizer's or an average's. The optimizer is then not
-        checked for copies any more.
+        names of their tensors. A fragment may have only a part of a tensor's elements. Use the
+        callback to refresh copies of the weights, for example in an optimizer or an average. The
+        optimizer is then no longer checked for copies.
         """
         self._trained.on_updated(callback)
 
@@ -579,9 +579,9 @@ class Learner:
         """Flush, save a last checkpoint, and leave the run.
 
         If the run has ended, or ends now because this learner has made all steps of the budget (or
-        its share of the tokens), `close` waits for the closing sweep; then the model has the final
-        global weights. Otherwise it calls `flush` with ``Timeouts.flush``. A warning names the
-        tokens that are discarded.
+        its share of the tokens), `close` waits for the closing sweep. Then the model has the final
+        global weights. Otherwise it calls `flush` with ``Timeouts.flush``. A warning has the number
+        of tokens that are discarded.
         """
         blocking(self._close())
 
@@ -607,7 +607,7 @@ class Learner:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
-        """Return whether the error only means that a signal to stop has ended loader workers."""
+        """Return whether the only cause of the error is that a stop signal ended a worker."""
         return blocking(self.__aexit__(kind, error, traceback))
 
     async def __aenter__(self) -> Self:
@@ -629,44 +629,45 @@ class Learner:
         return False
 
     async def _ends_in_order(self, error: BaseException) -> bool:
-        """Whether an exception in the loop means that the process was asked to stop."""
+        """Return whether an exception in the loop means that the process was asked to stop."""
         return await self._party.asks_to_stop(error)
 
     def _replaced(self) -> None:
-        """Another learner with the same name takes over in this process."""
-        self._closed_why = " (another Learner with its name was created in this process)"
+        """Close: another learner with the same name takes over in this process."""
+        self._closed_why = " (another Learner with this name was created in this process)"
         try:
             self._party.replaced()
         finally:
             self._leave_process()
 
     def _forked(self) -> None:
-        """This is the copy in a forked child; it has no thread, and locks may stay held."""
+        """Mark the copy in a forked child: it has no thread, and its locks may be held forever."""
         self._party.closed = self._is_fork = True
 
     def _program_ends(self) -> None:
-        """The program ends without `close`; if other ranks wait for this one, nothing is done."""
+        """Leave the run when the program ends without `close`, unless other ranks wait for this."""
         error = getattr(sys, "last_value", None)
         if self._party.ends_alone and process.is_main(self._thread):
             blocking(self.__aexit__(None if error is None else type(error), error, None))
 
     def __deepcopy__(self, memo: object) -> Self:
-        """Itself: a copied model or Trainer that refers to a learner refers to the same one."""
+        """Return this learner, so that a copied model or Trainer refers to the same one."""
         return self
 
     def __reduce__(self) -> tuple[Callable[..., None], tuple[object, ...]]:
-        """What is pickled refers to no learner: threads and connections cannot be pickled."""
+        """Pickle the learner as ``None``, because threads and connections cannot be pickled."""
         return _no_learner, ()
 
 
 class Observer:
-    """Follows the published weights without taking part: evaluation, dashboards, export.
+    """Follows the published weights without training, for evaluation, dashboards or export.
 
     Args:
         model: The model. Its parameters become the global weights at every `pull`.
         syncer: See `Learner`. Default: the address that the launcher has passed to this program, if
             it is the run's ``evaluate_command``.
-        name: Name of the observer; no other participant has it. Default: host name and process id.
+        name: Name of the observer, which no other participant may have. Default: ``observer-``,
+            host name and process id.
         auth_token: See `Learner`.
         tls: See `Learner`.
         timeouts: How long to wait for the syncer; ``flush`` does not apply.
@@ -706,7 +707,7 @@ class Observer:
         self._enter()
 
     def _enter(self) -> None:
-        """Joins the run; waits for that."""
+        """Join the run, and wait for it."""
         blocking(self._join())
 
     async def _join(self) -> None:
@@ -748,7 +749,7 @@ class Observer:
 
     @property
     def run_config(self) -> dict[str, Any]:
-        """The run's settings that all learners share, as the syncer has them."""
+        """The run's settings that all learners share, received from the syncer."""
         return self._membership.admission.settings
 
     @property
@@ -770,7 +771,7 @@ class Observer:
         blocking(self._stay(timeout))
 
     async def _stay(self, seconds: float) -> None:
-        """Do what `wait` does, as a coroutine: `runtime.blocking` says what it may wait for."""
+        """Do what `wait` does, as a coroutine; see `runtime.blocking` for what it may wait for."""
         deadline = now() + seconds
         with self._membership.background.changed:
             while now() < deadline and not self.done:
@@ -778,7 +779,7 @@ class Observer:
                 await self._membership.background.changed.wait(min(0.5, max(0.0, deadline - now())))
 
     def updates(self, interval_seconds: float | None = None) -> Iterator[int]:
-        """Copy the newest weights into the model at intervals, until those of the run's end.
+        """Copy the newest weights into the model at intervals, until the run's final weights.
 
             for step in observer.updates():
                 observer.log(loss=evaluate(model))
@@ -788,7 +789,8 @@ class Observer:
                 run's ``evaluate_interval_seconds``; 10 if no launcher has passed it.
 
         Yields:
-            The run's step, each time the model has newer weights. The last ones are the final ones.
+            The run's step, whenever the model has newer weights. The last weights are the final
+            ones.
 
         Raises:
             ConfigError: ``interval_seconds`` is 0 or less.
@@ -828,7 +830,7 @@ class Observer:
             values = {name: float(value) for name, value in {"loss": loss, **metrics}.items()}
         except (TypeError, ValueError):
             raise ConfigError(
-                f"log(loss={loss!r}, …): every metric is a number: pass tensor.item()"
+                f"log(loss={loss!r}, …) has a metric that is not a number: pass tensor.item()"
             ) from None
         shown = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
         logger.info("step %d: %s", self.global_step, shown)
@@ -889,9 +891,10 @@ class Observer:
 
 
 def _alone(model: Model, optimizers: InnerOptimizers | None) -> tuple[ParameterStore, TrainedModel]:
-    """Return the model of a one-rank learner, and what reads and writes it."""
+    """Return the parameter store and the model of a one-rank learner."""
     module = plain(model)
-    store: ParameterStore = ModuleStore(module)  # first: it refuses what nothing else can read
+    # First, because it rejects tensors that the following checks cannot read.
+    store: ParameterStore = ModuleStore(module)
     trained = TrainedModel(model, optimizers, store.layout)
     refuse_what_is_not_finite(module)
     trained.last = LastWeights(module.parameters(), optimizers)

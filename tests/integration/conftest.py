@@ -12,7 +12,7 @@ from replay_check import assert_replays
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Callable[..., System]]:
-    """Makes systems; ends them after the test, and replays their tapes."""
+    """Create systems; after the test, end them and replay their tapes."""
     made: list[System] = []
 
     def make_one(**tables: Any) -> System:

@@ -1,4 +1,4 @@
-"""A small module of Lightning's, and rows for its Trainer."""
+"""A small Lightning module, and rows for its Trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small model of Hugging Face's, and lines for its Trainer."""
+"""A small Hugging Face model, and lines for its Trainer."""
 
 from __future__ import annotations
 

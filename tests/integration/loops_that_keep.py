@@ -1,4 +1,4 @@
-"""A loop whose learner keeps itself, in checkpoints of its own."""
+"""A training loop whose learner takes checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from integration.real_system import (
 
 Make = Callable[..., System]
 ALONE = {"sync": {"quorum": 2}, "run": {"max_steps": 1000}}
-"""Nothing is ever merged, since the second learner does not come."""
+"""Nothing is ever merged, because the second learner does not join."""
 
 
 class Thread(threading.Thread):
@@ -47,18 +47,18 @@ class Thread(threading.Thread):
 
 @contextmanager
 def stepping(loop: Loop) -> Iterator[None]:
-    """The loop goes on in a thread of its own meanwhile."""
+    """Let the loop continue in a separate thread meanwhile."""
     stop = threading.Event()
 
-    def go_on() -> None:
+    def train() -> None:
         while not (stop.is_set() or loop.dead):
             try:
                 loop.steps(1)
             except ConfigError:
-                assert loop.dead, "it was closed between two steps"
+                assert loop.dead, "it ended between two steps"
             time.sleep(0.01)
 
-    thread = Thread(go_on)
+    thread = Thread(train)
     try:
         yield
     finally:
@@ -67,7 +67,7 @@ def stepping(loop: Loop) -> Iterator[None]:
 
 
 class Position:
-    """A data loader's, for tests."""
+    """The position of a data loader."""
 
     def __init__(self) -> None:
         self.batches = 0
@@ -80,7 +80,7 @@ class Position:
 
 
 class Loop:
-    """One life of a learner that keeps itself: real steps of AdamW, a position in the data."""
+    """One incarnation of a learner with checkpoints, steps of AdamW and a position in the data."""
 
     def __init__(
         self, system: System, folder: Path, seed: int = 0, width: int = 6, **options: Any
@@ -117,11 +117,11 @@ class Loop:
         future.result(10)
 
     def die(self) -> None:
-        """As SIGKILL would, except that the tape is whole."""
+        """End like SIGKILL, except that the tape is complete."""
         self.learner.__exit__(RuntimeError, RuntimeError("killed"), None)
 
 
 def recovered(system: System, name: str = "learner-0") -> list[dict[str, Any]]:
-    """How the lives of a learner began, by its tape."""
+    """Return how the incarnations of a learner began, from its tape."""
     records = TapeReader(system.folder / "tape" / f"{name}.jsonl")
     return [record.data for record in records if record.type == "Recovered"]

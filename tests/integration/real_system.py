@@ -1,4 +1,4 @@
-"""A whole system in one process: real shards in a loop of their own, over loopback HTTP."""
+"""A whole system in one process: real shards in a separate event loop, over loopback HTTP."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ TOKENS = 8
 
 
 def patient(**given: Any) -> Timeouts:
-    """Timeouts that end a test whose shards are gone; a loop that ends keeps nobody waiting."""
+    """Return timeouts that end a test whose shards are gone, without a flush at the end."""
     return Timeouts(**{"disconnect": PATIENCE_SECONDS, "flush": 0.0, **given})
 
 
 class Model(nn.Module):
-    """Tiny, and of every kind: embedding, matrices, a vector, a frozen tensor, a buffer."""
+    """A tiny model with an embedding, matrices, a vector, a frozen tensor and a buffer."""
 
     def __init__(self, seed: int = 0, width: int = 6, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Model(nn.Module):
 
 
 class System:
-    """Shards of one run, to be started, stopped and started again on the same ports."""
+    """The shards of one run, which can be stopped and started again on the same ports."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class System:
         self._thread.start()
 
     def start(self, *shards: int, config: RunConfig | None = None) -> None:
-        """Starts these shards, or all; returns once they listen."""
+        """Start these shards, or all, and return once they listen."""
         for shard in shards or range(len(self.ports)):
             listening = threading.Event()
             main = self._serve(shard, config or self.config, listening.set)
@@ -133,24 +133,24 @@ class System:
                 tape.close()
             host = self.shards[shard].host if shard in self.shards else None
             if host is not None:
-                host._ledger.close()  # a process would end now
+                host._ledger.close()  # in a real run the process would end here
 
     def stop(self, *shards: int) -> None:
-        """Ends these shards, or all, as SIGTERM would."""
+        """End these shards, or all, as SIGTERM would."""
         for shard in shards or list(self._running):
             if shard in self.shards:
                 self.loop.call_soon_threadsafe(self.shards[shard].stop)
             self._running.pop(shard).result(PATIENCE_SECONDS)
 
     def wait_finished(self) -> None:
-        """Waits until every shard has ended by itself, the run being over."""
+        """Wait until every shard has ended by itself because the run is over."""
         for future in self._running.values():
             future.result(PATIENCE_SECONDS)
         assert not self.errors, self.errors
         assert all(shard.finished for shard in self.shards.values())
 
     def call(self, work: Callable[[], Any]) -> Any:
-        """Does something in the shards' loop, so that nothing moves meanwhile."""
+        """Call a function in the shards' loop, so that their state does not change meanwhile."""
 
         async def run() -> Any:
             return work()
@@ -158,7 +158,7 @@ class System:
         return asyncio.run_coroutine_threadsafe(run(), self.loop).result(PATIENCE_SECONDS)
 
     def close(self) -> None:
-        """Ends everything."""
+        """End everything."""
         self.stop()
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(PATIENCE_SECONDS)
@@ -166,33 +166,33 @@ class System:
         self.loop.close()
 
     def learner(self, model: nn.Module, name: str, **options: Any) -> Learner:
-        """Joins with a real `Learner`, its tape in the run folder."""
+        """Join with a real `Learner`, with its tape in the run folder."""
         tape = self.folder / "tape" / f"{name}.jsonl"
         reported = Observability(event_tape=tape)
         options = {"timeouts": patient(), "observability": reported, **options}
         return Learner(model, options.pop("syncer", self.dialled), name=name, **options)
 
     def observer(self, model: nn.Module, **options: Any) -> Observer:
-        """Follows with a real `Observer`."""
+        """Follow with a real `Observer`."""
         options = {"timeouts": patient(), "name": "watcher", **options}
         return Observer(model, self.dialled, **options)
 
     @property
     def dialled(self) -> tuple[str, ...]:
-        """Where participants in this process find the shards."""
+        """The addresses of the shards for participants in this process."""
         return tuple(map(on_this_machine, self.addresses))
 
     def by(self, client: Callable[[], Client]) -> SyncerConnection:
-        """The shards, reached by another client: for ``syncer=``."""
+        """Return a connection to the shards with another client, for ``syncer=``."""
         return SyncerConnection(self.dialled, client)
 
     def rounds(self) -> int:
-        """Rounds that were opened so far, over all shards."""
+        """Return the number of rounds that all shards have opened so far."""
         return sum(shard.machine.state.rounds_opened for shard in self.shards.values())
 
 
 class Trainer(threading.Thread):
-    """One learner's training loop in a thread of its own: random steps, then `close`."""
+    """One learner's training loop in a separate thread: random steps, then `close`."""
 
     def __init__(self, system: System, name: str, model: nn.Module | None = None, **options: Any):
         super().__init__(name=name)
@@ -229,7 +229,7 @@ class Trainer(threading.Thread):
         return learner.step(1.0, tokens=TOKENS)
 
     def end(self) -> Learner:
-        """Waits for the end of the loop; its error is raised here."""
+        """Wait for the end of the loop, and raise its error."""
         self.join(PATIENCE_SECONDS)
         assert not self.is_alive(), f"{self.name} hangs"
         if self.error is not None:
@@ -239,7 +239,7 @@ class Trainer(threading.Thread):
 
 
 def nudge(model: nn.Module, rng: random.Random) -> None:
-    """One step of "training": every trainable parameter moves a little."""
+    """Take one step of "training": every trainable parameter changes a little."""
     generator = torch.Generator().manual_seed(rng.getrandbits(32))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -250,7 +250,7 @@ def nudge(model: nn.Module, rng: random.Random) -> None:
 
 @contextmanager
 def training(*trainers: Trainer) -> Iterator[None]:
-    """Starts these loops and waits until all have joined; ends them whatever happens."""
+    """Start these loops and wait until all have joined; end them in any case."""
     for trainer in trainers:
         trainer.start()
     try:
@@ -264,7 +264,7 @@ def training(*trainers: Trainer) -> Iterator[None]:
 
 
 def until(condition: Callable[[], object], what: str, seconds: float = PATIENCE_SECONDS) -> None:
-    """Waits until something is so."""
+    """Wait until a condition is true."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds} s in vain: {what}"
@@ -272,12 +272,12 @@ def until(condition: Callable[[], object], what: str, seconds: float = PATIENCE_
 
 
 def parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of the trainable parameters."""
+    """Return copies of the trainable parameters."""
     return {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
 
 
 def equal(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> bool:
-    """Whether both hold the same bits."""
+    """Return whether both have the same bits."""
     return left.keys() == right.keys() and all(torch.equal(left[n], right[n]) for n in left)
 
 

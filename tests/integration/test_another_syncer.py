@@ -1,4 +1,4 @@
-"""What answers at a learner's address changes, or talks nonsense: its loop goes on all the same."""
+"""Another or a faulty syncer at a learner's address does not stop the learner's loop."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ LONG = {"max_steps": 100_000}
 
 
 def in_place_of(old: System, new: System) -> None:
-    """The new system will listen where the old one did."""
+    """Let the new system listen at the old one's addresses."""
     new.ports, new.addresses = old.ports, old.addresses
 
 
 def steps_on(trainer: Trainer, steps: int = 20) -> None:
-    """The loop takes so many more steps."""
+    """Wait until the loop has taken ``steps`` more steps."""
     assert trainer.learner is not None
     before = trainer.learner.steps
-    until(lambda: trainer.error or trainer.learner.steps > before + steps, "it steps on")
+    until(lambda: trainer.error or trainer.learner.steps > before + steps, "it continues to step")
     assert trainer.error is None
 
 
@@ -51,7 +51,7 @@ def test_another_run_at_its_address_costs_no_step(
     tokens: tuple[str | None, str | None],
     shards: int,
 ) -> None:
-    """The syncer was killed, and a new run begins in its place; then the right one comes back."""
+    """The syncer is killed and a new run starts at its address; then the first run returns."""
     monkeypatch.setattr(connections, "AGAIN_SECONDS", 1.0)
     tables = {"run": LONG, "syncer": {"shards": shards}}
     ours = make(token=tokens[0], **tables)
@@ -65,26 +65,26 @@ def test_another_run_at_its_address_costs_no_step(
         until(lambda: ours.rounds() > 4, "rounds")
         ours.stop()
         theirs.start()
-        until(lambda: learner.rejection_reason, "it is refused")
+        until(lambda: learner.rejection_reason, "it is rejected")
         reason = (
             "the token does not belong to this run"
             if tokens[0]
             else "this address now belongs to another run"
         )
         assert reason in learner.rejection_reason
-        refused = f"the syncer refuses this learner ({learner.rejection_reason})"
-        said = f"learner-0: {refused}: training goes on"
-        until(lambda: caplog.text.count(said) > 1, "it says so, and again")
+        refused = f"the syncer rejects this learner ({learner.rejection_reason})"
+        message = f"learner-0: {refused}: training continues"
+        until(lambda: caplog.text.count(message) > 1, "it is logged repeatedly")
         steps_on(trainer)
         host = theirs.shards[0].host
         assert host is not None
-        assert not host.machine.state.learners, "the other run has not noticed it"
+        assert not host.machine.state.learners, "the other run has not admitted it"
         assert not any(shard.machine.state.members for shard in theirs.shards.values())
         theirs.stop()
         ours.start()
         until(lambda: ours.shards[0].machine.state.phase == "running", "restored")
         rounds = ours.rounds()
-        until(lambda: ours.rounds() > rounds + 4, "rounds go on")
+        until(lambda: ours.rounds() > rounds + 4, "rounds continue")
         assert learner.rejection_reason == ""
         assert "learner-0 is in the run again, after" in caplog.text
     trainer.end()
@@ -98,7 +98,7 @@ def test_a_learner_of_another_run_may_still_end(make: Make) -> None:
         until(lambda: learner.step(tokens=TOKENS) and ours.rounds() > 2, "rounds")
         ours.stop()
         theirs.start()
-        until(lambda: learner.step(tokens=TOKENS) and learner.rejection_reason, "it is refused")
+        until(lambda: learner.step(tokens=TOKENS) and learner.rejection_reason, "it is rejected")
 
 
 ASK = Asking(1, 1)
@@ -114,25 +114,25 @@ NONSENSE: list[dict[str, Any]] = [
     encode(messages.CopyWanted(999, 1, None, "/x")),
     encode(messages.Published(999, Version(1, 9), None, "", "", "", 1)),
     encode(messages.Published(0, Version(9, 9), None, "", "http://[", "http://[", 1)),
-    encode(messages.Refusal("we do not like you", True)),
+    encode(messages.Refusal("the test rejects it", True)),
 ]
 
 
-def tell(system: System, message: dict[str, Any]) -> None:
-    """The shard says this to the learner, if that is connected."""
+def send(system: System, message: dict[str, Any]) -> None:
+    """Send this message from the shard to the learner, if the learner is connected."""
     session = system.shards[0]._sessions.sessions.get("learner-0")
     if session is not None:
         session.channel.send({"checkpoint": 0, **message})
 
 
 @pytest.mark.parametrize("message", NONSENSE, ids=range(len(NONSENSE)))
-def test_a_shard_that_talks_nonsense_costs_no_step(make: Make, message: dict[str, Any]) -> None:
+def test_invalid_messages_of_a_shard_cost_no_step(make: Make, message: dict[str, Any]) -> None:
     system = make(run=LONG)
     system.start()
     trainer = Trainer(system, "learner-0")
     with training(trainer):
         until(lambda: system.rounds() > 2, "rounds")
-        system.call(lambda: tell(system, message))
+        system.call(lambda: send(system, message))
         steps_on(trainer, 50)
     trainer.end()
 
@@ -147,7 +147,7 @@ COORDINATORS_NONSENSE = [
 
 
 @pytest.mark.parametrize("message", COORDINATORS_NONSENSE, ids=range(5))
-def test_a_coordinator_that_talks_nonsense_costs_no_step(
+def test_invalid_messages_of_a_coordinator_cost_no_step(
     make: Make, message: dict[str, Any]
 ) -> None:
     system = make(run=LONG)
@@ -164,7 +164,7 @@ def test_a_coordinator_that_talks_nonsense_costs_no_step(
 
 
 def anything(rng: random.Random, hint: Any) -> Any:
-    """A value that the wire takes for this type, sensible or not."""
+    """Return any value that the wire accepts for this type."""
     if get_origin(hint) is Literal:
         return rng.choice(get_args(hint))
     if get_origin(hint) is tuple:
@@ -184,15 +184,15 @@ def anything(rng: random.Random, hint: Any) -> Any:
 
 
 def message_of(rng: random.Random, kind: Any) -> dict[str, Any]:
-    """A message of this kind with any fields."""
+    """Return a message of this kind with random fields."""
     hints = typing.get_type_hints(kind)
     rest = {field.name: anything(rng, hints[field.name]) for field in fields(kind)}
     return {"type": kind.__name__, **rest}
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_whatever_a_shard_says_the_loop_goes_on(make: Make, seed: int) -> None:
-    """All but that the run ends, which a shard may say."""
+def test_the_loop_continues_after_any_message_of_a_shard(make: Make, seed: int) -> None:
+    """The end of the run is excluded, because a shard may send it."""
     rng = random.Random(seed)
     kinds = [
         kind
@@ -206,6 +206,6 @@ def test_whatever_a_shard_says_the_loop_goes_on(make: Make, seed: int) -> None:
         until(lambda: system.rounds() > 2, "rounds")
         for _ in range(30):
             message = message_of(rng, rng.choice(kinds))
-            system.call(lambda message=message: tell(system, message))
+            system.call(lambda message=message: send(system, message))
             steps_on(trainer, 2)
     trainer.end()

@@ -1,4 +1,4 @@
-"""What a step boundary does to real parameters, to the bit, in each mode of rule 7."""
+"""A step boundary changes real parameters exactly as each mode of rule 7 requires."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Make = Callable[..., System]
 
 @dataclass
 class Applied:
-    """One change of a fragment, and what was known just before."""
+    """One change of a fragment, with the state just before."""
 
     fragment: int
     before: Tensor
@@ -36,7 +36,7 @@ class Applied:
 
 @dataclass
 class Watching(ModuleStore):
-    """A store that notes what it is told to do; its arithmetic is the real one."""
+    """A store that records its calls; its arithmetic is the real one."""
 
     module: Model
     applied: list[Applied] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Watching(ModuleStore):
 
 @contextmanager
 def watching(monkeypatch: pytest.MonkeyPatch, model: Model) -> Iterator[list[Watching]]:
-    """The learner that trains this model gets a store that notes what it applies."""
+    """Give the learner that trains this model a store that records what it applies."""
     made: list[Watching] = []
 
     def store(module: nn.Module) -> ModuleStore:
@@ -93,7 +93,7 @@ def run(
     dtype: torch.dtype = torch.float32,
     **sync: Any,
 ) -> tuple[Any, Any]:
-    """Two learners, the first of them watched; returns what it applied and the orders for it."""
+    """Run two learners; return what the first one applied, and its orders."""
     gate = threading.Event()
     system = make(run={"max_steps": 100_000}, sync={"overlap_steps": 2, **sync})
     system.start()
@@ -125,7 +125,7 @@ def run(
     ],
     ids=lambda settings: "-".join(str(value) for value in settings.values()),
 )
-def test_what_is_applied_is_what_the_rule_says(
+def test_each_apply_follows_rule_7(
     make: Make,
     monkeypatch: pytest.MonkeyPatch,
     settings: dict[str, Any],
@@ -148,18 +148,18 @@ def test_what_is_applied_is_what_the_rule_says(
             expected = (theta - change.snapshot) + new
         else:
             assert change.published is not None
-            # What the parameters were when the copy was taken: rounded to their dtype.
+            # The published copy as the parameters held it: rounded to their dtype.
             expected = (theta - change.published.to(dtype).float()) + new
         exact = expected.to(dtype).float()
         assert torch.equal(change.after, exact), f"{mode}, fragment {change.fragment}"
     assert rule.get("alignment", "overwrite") in seen
     if rule.get("missed") == "rebase" and rule.get("alignment") == "carry":
         kept = [o.data["discarded_tokens"] for o in orders if o.data["mode"] in ("carry", "rebase")]
-        assert sum(kept) == 0, "carrying and rebasing throw nothing away"
+        assert sum(kept) == 0, "carrying and rebasing discard nothing"
 
 
 def test_a_learner_that_missed_a_round_rebases(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One is too slow for most rounds: what it trained meanwhile stays on top of what is new."""
+    """One learner is too slow for most rounds; its training is added to the new weights."""
     system = make(
         run={"max_steps": 120},
         sync={"apply": {"missed": "rebase"}, "grace_margin": 0.0, "overlap_steps": 0},
@@ -187,7 +187,7 @@ def test_a_learner_that_missed_a_round_rebases(make: Make, monkeypatch: pytest.M
         assert order.data["discarded_tokens"] == 0
 
 
-def test_a_master_copy_that_appears_in_the_first_step_is_refused(make: Callable[..., Any]) -> None:
+def test_a_master_copy_that_appears_in_the_first_step_is_rejected(make: Callable[..., Any]) -> None:
     system = make()
     system.start()
     model = Model(dtype=torch.bfloat16)
@@ -200,4 +200,4 @@ def test_a_master_copy_that_appears_in_the_first_step_is_refused(make: Callable[
         del optimizer.state[weight]["master_param"]
         assert learner.step(tokens=1)
         optimizer.state[weight]["master_param"] = weight.detach().float()
-        assert learner.step(tokens=1), "only the first step looks"
+        assert learner.step(tokens=1), "only the first step checks"

@@ -1,4 +1,4 @@
-"""BatchNorm in a real run: the weights are a whole model that evaluates like the learners' own."""
+"""BatchNorm in a real run: the result is a complete model that evaluates like the learners'."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ Make = Callable[..., System]
 
 
 def model() -> nn.Sequential:
-    """A small net that cannot be evaluated without its running statistics."""
+    """Return a small net that cannot be evaluated without its running statistics."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
 
 
 def batch(rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs far from zero, and what is to be learned of them."""
+    """Return inputs far from zero, and their targets."""
     generator = torch.Generator().manual_seed(rng.getrandbits(32))
     inputs = 20 + 5 * torch.randn(32, 4, generator=generator)
     return inputs, (inputs.mean(1, keepdim=True) - 20) / 5
 
 
 class Batched(Trainer):
-    """Really trains: the statistics follow the data."""
+    """A trainer with real training, whose statistics follow the data."""
 
     def _step(self, learner: Any, rng: random.Random) -> bool:
-        inputs, wanted = batch(rng)
-        loss = (self.model(inputs) - wanted).square().mean()
+        inputs, targets = batch(rng)
+        loss = (self.model(inputs) - targets).square().mean()
         loss.backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             for parameter in self.model.parameters():
@@ -52,7 +52,7 @@ class Batched(Trainer):
 
 
 def trained(make: Make, buffers: str) -> tuple[System, list[Batched]]:
-    """A run of two learners until its end."""
+    """Run two learners until the end."""
     system = make(run={"max_steps": 150}, sync={"merge": {"buffers": buffers}, "quorum": 2})
     system.start()
     trainers = [Batched(system, f"learner-{i}", model()) for i in range(2)]
@@ -67,18 +67,18 @@ def trained(make: Make, buffers: str) -> tuple[System, list[Batched]]:
 
 
 def loss_of(net: nn.Module) -> float:
-    """On data that nobody has trained on, by the running statistics."""
-    inputs, wanted = batch(random.Random("held out"))
+    """Return the loss on held-out data, with the running statistics."""
+    inputs, targets = batch(random.Random("held out"))
     with torch.no_grad():
-        return float((net.eval()(inputs) - wanted).square().mean())
+        return float((net.eval()(inputs) - targets).square().mean())
 
 
-def test_the_weights_of_a_run_are_a_whole_model(make: Make) -> None:
+def test_the_weights_of_a_run_are_a_complete_model(make: Make) -> None:
     system, trainers = trained(make, "mean")
     weights = find_weights(system.folder, system.config).tensors
     fresh = model()
     fresh.load_state_dict(weights, strict=True)
-    assert loss_of(fresh) < 0.2 < loss_of(model()), "it evaluates sensibly"
+    assert loss_of(fresh) < 0.2 < loss_of(model()), "it is trained"
     assert float(weights["1.running_var"].max()) + float(weights["1.running_mean"].abs().max()) > 10
     for trainer in trainers:
         for name, tensor in trainer.model.state_dict().items():
@@ -89,8 +89,8 @@ def test_the_weights_of_a_run_are_a_whole_model(make: Make) -> None:
     assert loss_of(filled) == pytest.approx(loss_of(fresh))
 
 
-def test_buffers_may_be_one_learners(make: Make) -> None:
-    """The weights evaluate as well, by the statistics of one of the two."""
+def test_buffers_may_be_those_of_one_learner(make: Make) -> None:
+    """The weights evaluate well with the statistics of one of the two learners."""
     system, trainers = trained(make, "one")
     weights = find_weights(system.folder, system.config).tensors
     fresh = model()
@@ -112,7 +112,7 @@ MASK_NBYTES = 4 * 256 * 256
 
 
 class Masked(nn.Sequential):
-    """Statistics that follow the data, and a mask that is as large as hundreds of such nets."""
+    """A net with statistics that follow the data, and a mask hundreds of times as large."""
 
     def __init__(self) -> None:
         super().__init__(*model())
@@ -120,7 +120,7 @@ class Masked(nn.Sequential):
 
 
 class Counted(Batched):
-    """Begins with the others, and may change its mask from its tenth step on."""
+    """A trainer that starts with the others, and may change its mask from its tenth step on."""
 
     def __init__(self, *arguments: Any, changes: bool = False, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -136,7 +136,7 @@ class Counted(Batched):
 @pytest.mark.parametrize("buffers", ["mean", "one"])
 @pytest.mark.parametrize("changes", [False, True])
 def test_a_buffer_is_sent_only_when_it_has_changed(make: Make, changes: bool, buffers: str) -> None:
-    """Bytes are counted from the join on; the statistics beside it are merged as ever."""
+    """Bytes are counted from the join on; the statistics are merged in each round."""
     system = make(run={"max_steps": 60}, sync={"merge": {"buffers": buffers}, "quorum": 2})
     system.start()
     gate = threading.Event()
@@ -146,7 +146,7 @@ def test_a_buffer_is_sent_only_when_it_has_changed(make: Make, changes: bool, bu
     stats = system.shards[0]._server.stats
     with training(*trainers):
         up, down = stats.data_bytes_received, stats.data_bytes_sent
-        assert min(up, down) >= MASK_NBYTES, "a joining learner gets every buffer"
+        assert min(up, down) >= MASK_NBYTES, "a joining learner receives every buffer"
         gate.set()
         for trainer in trainers:
             trainer.end()
@@ -167,8 +167,8 @@ def test_a_buffer_is_sent_only_when_it_has_changed(make: Make, changes: bool, bu
     assert float(weights["1.running_mean"].abs().max()) > 1
 
 
-def test_a_shard_that_restarts_leaves_buffers_out_and_its_run_replays(make: Make) -> None:
-    """What it has recovered is what the learners hold; recorded bodies have all buffers."""
+def test_a_restarted_shard_omits_unchanged_buffers_and_its_run_replays(make: Make) -> None:
+    """The learners hold the buffers that it has recovered; recorded payloads have all buffers."""
     system = make(run={"max_steps": 10_000}, sync={"quorum": 2}, syncer={"record_payloads": True})
     system.start()
     trainers = [Counted(system, f"learner-{i}", Masked()) for i in range(2)]
@@ -176,7 +176,7 @@ def test_a_shard_that_restarts_leaves_buffers_out_and_its_run_replays(make: Make
         until(lambda: system.rounds() > 8, "rounds")
         system.stop()
         system.start()
-        until(lambda: system.rounds() > 8, "rounds of its second life")
+        until(lambda: system.rounds() > 8, "rounds of its second incarnation")
         stats = system.shards[0]._server.stats
         up, down = stats.data_bytes_received, stats.data_bytes_sent
         until(lambda: system.rounds() > 28, "more rounds")
@@ -195,7 +195,7 @@ def test_a_shard_that_restarts_leaves_buffers_out_and_its_run_replays(make: Make
 def test_a_model_that_changes_after_the_join_is_reported_in_the_next_step(
     make: Make, what: str
 ) -> None:
-    """The learner then leaves: nothing of another model is sent."""
+    """The learner then leaves without sending anything of the changed model."""
     system = make()
     system.start()
     net = model()

@@ -1,4 +1,4 @@
-"""A learner that fetches whole copies for ever is refused; its neighbour trains on."""
+"""A learner that fetches whole copies endlessly is rejected; another learner continues."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHARE = Limits().copies_per_principal
 
 
 async def greed(system: System) -> tuple[int, str]:
-    """Fetches one fragment's whole until that is refused; how often it had it, and why no more."""
+    """Fetch a whole fragment until that is rejected; return the number of fetches and why."""
     shard = system.shards[0]
     client = HttpClient(token=system.token, limits=Limits(retries=0))
     await client.connect(system.addresses[0], "learner", "liar")
@@ -32,7 +32,7 @@ async def greed(system: System) -> tuple[int, str]:
             try:
                 await client.get(url, body)
             except ProtocolError:
-                continue  # it is not the newest any more
+                continue  # the version is no longer the newest
             except TransportError as error:
                 return had[url], str(error)
             had[url] += 1
@@ -40,7 +40,7 @@ async def greed(system: System) -> tuple[int, str]:
         await client.close()
 
 
-def test_who_fetches_for_ever_has_its_share_and_an_honest_learner_trains_on(make: Make) -> None:
+def test_endless_fetches_are_limited_and_an_honest_learner_continues(make: Make) -> None:
     system = make(run={"max_steps": 100_000}, sync={"sync_every": 800})
     system.start()
     trainer = Trainer(system, "learner-0")
@@ -54,6 +54,9 @@ def test_who_fetches_for_ever_has_its_share_and_an_honest_learner_trains_on(make
             rf"'liar' has fetched /bodies/whole/0/1\.\d+ {SHARE} times, the limit", why
         )
         before, rounds = learner.steps, system.rounds()
-        until(lambda: learner.steps > before + 50 and system.rounds() > rounds, "it trains on")
+        until(
+            lambda: learner.steps > before + 50 and system.rounds() > rounds,
+            "it continues to train",
+        )
         assert trainer.error is None
         assert not learner.rejection_reason

@@ -1,4 +1,4 @@
-"""The device that a learner trains on travels with its join: status and report show it."""
+"""A learner's join includes its device, which status and report show."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def test_status_and_report_show_the_device_of_each_learner(tmp_path: Path) -> No
     assert run.learners["learner-0"].device == "cpu"
     status = status_of(run, time.time())
     assert status.to_json()["learners"][0]["device"] == "cpu"
-    present = replace(status.learners[0], state="stepping")  # the table leaves out who has left
+    present = replace(
+        status.learners[0], state="stepping"
+    )  # the table omits learners that have left
     status = replace(status, learners=(present,))
     console = Console(width=100, file=io.StringIO(), record=True)
     console.print(render_status(status, width=100))
@@ -55,7 +57,7 @@ def test_status_and_report_show_the_device_of_each_learner(tmp_path: Path) -> No
         ("5", "cuda:1"),
     ],
 )
-def test_a_gpu_has_the_number_that_its_machine_counts(
+def test_a_gpu_is_shown_with_its_number_on_the_machine(
     monkeypatch: pytest.MonkeyPatch, visible: str, text: str
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -68,6 +70,6 @@ def test_a_gpu_has_the_number_that_its_machine_counts(
     assert device_text(model).partition(",")[0] == text
 
 
-def test_a_model_on_several_devices_names_all() -> None:
+def test_all_devices_of_a_model_are_named() -> None:
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta"))
     assert device_text(model) == "cpu + meta"

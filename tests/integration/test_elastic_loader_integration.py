@@ -1,4 +1,4 @@
-"""`ElasticLoader` with real learners: each item once per epoch, and what `bind` refuses."""
+"""`ElasticLoader` with real learners: each item once per epoch, and errors of `bind`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def running(make: Make) -> System:
 
 
 def taken(loader: ElasticLoader, learner: Learner) -> list[int]:
-    """The items of the next batch, which is trained in a step."""
+    """Take the next batch, train it in a step, and return its items."""
     (batch,) = next(loader)
     assert learner.step(tokens=len(batch))
     items: list[int] = batch.tolist()
@@ -69,7 +69,7 @@ def test_two_learners_train_different_partitions(make: Make) -> None:
     assert not seen[0] & seen[1]
 
 
-def test_a_restart_continues_in_the_middle_of_a_partition(make: Make, tmp_path: Path) -> None:
+def test_a_restart_continues_inside_a_partition(make: Make, tmp_path: Path) -> None:
     system = running(make)
     items: list[int] = []
     places = set()

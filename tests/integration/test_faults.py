@@ -1,4 +1,4 @@
-"""Shards that go and come back, and peers that break the rules: the run goes on."""
+"""The run continues when shards restart, and when peers break the protocol."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ LONG = {"max_steps": 100_000}
 
 
 @pytest.mark.parametrize("disk", ["kept", "gone", "none"])
-def test_learners_train_on_while_a_shard_is_down_and_restore_it(make: Make, disk: str) -> None:
-    """From its disk; or, where that is gone or never was, from the copies that learners hold."""
+def test_learners_continue_while_a_shard_is_down_and_restore_it(make: Make, disk: str) -> None:
+    """It is restored from its disk, or without a disk from the learners' copies."""
     system = make(run=LONG, syncer={"shards": 2, "persist": disk != "none"})
     system.start()
     trainers = [Trainer(system, f"learner-{i}", Model(seed=i)) for i in range(2)]
@@ -62,7 +62,7 @@ def test_learners_train_on_while_a_shard_is_down_and_restore_it(make: Make, disk
                 lambda steps=steps: all(
                     learner.steps > n + 30 for learner, n in zip(learners, steps, strict=True)
                 ),
-                "they train on alone",
+                "they continue alone",
             )
             assert not system.errors
             if disk == "gone":
@@ -70,21 +70,21 @@ def test_learners_train_on_while_a_shard_is_down_and_restore_it(make: Make, disk
             system.start(shard)
             until(lambda s=shard: system.shards[s].machine.state.phase == "running", "restored")
             after = system.shards[shard].machine.state
-            assert after.clock >= before.clock, "the clock does not go back"
+            assert after.clock >= before.clock, "the clock does not decrease"
             for p, version in versions.items():
-                assert after.fragments[p].version > version, "versions only go up"
+                assert after.fragments[p].version > version, "versions only increase"
             rounds = after.rounds_opened
-            until(lambda a=after, r=rounds: a.rounds_opened > r + 4, "its rounds go on")
+            until(lambda a=after, r=rounds: a.rounds_opened > r + 4, "its rounds continue")
         owned = [p for s in system.shards.values() for p in s.machine.state.fragments]
         assert sorted(owned) == [0, 1, 2, 3]
         assert (system.folder / "durable").exists() == (disk != "none")
     for trainer in trainers:
         trainer.end()
-    assert [t.learner.incarnation for t in trainers] == [1, 1], "nobody had to join anew"
+    assert [t.learner.incarnation for t in trainers] == [1, 1], "no learner had to join again"
 
 
 class Mortal(Trainer):
-    """A training loop that dies when it is told to, and takes no leave."""
+    """A training loop that can be killed, so that it does not leave the run."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -97,7 +97,7 @@ class Mortal(Trainer):
 
 
 def momenta(system: System) -> dict[int, torch.Tensor]:
-    """The outer optimizers' momentum of every fragment."""
+    """Return the outer optimizer's momentum of every fragment."""
     found = {}
     for shard in system.shards.values():
         for p, entry in shard.parts.result().worker.tensors.fragments.items():
@@ -105,8 +105,8 @@ def momenta(system: System) -> dict[int, torch.Tensor]:
     return found
 
 
-def test_all_shards_and_all_learners_are_gone_and_no_version_is_lost(make: Make) -> None:
-    """Every version that any learner received survives, and the momentum, on the shards' disks."""
+def test_no_version_is_lost_when_all_shards_and_learners_die(make: Make) -> None:
+    """The shards' disks have every version that a learner received, and the momentum."""
     system = make(run=LONG, syncer={"shards": 2})
     system.start()
     first = [Mortal(system, f"learner-{i}", Model(seed=i)) for i in range(2)]
@@ -124,7 +124,7 @@ def test_all_shards_and_all_learners_are_gone_and_no_version_is_lost(make: Make)
     with training(*second):
         until(lambda: all(state.phase == "running" for state in states), "restored")
         rounds = system.rounds()
-        until(lambda: system.rounds() > rounds + 8, "rounds go on")
+        until(lambda: system.rounds() > rounds + 8, "rounds continue")
     recovered = [
         r.value()
         for shard in range(2)
@@ -133,13 +133,13 @@ def test_all_shards_and_all_learners_are_gone_and_no_version_is_lost(make: Make)
     ]
     copies = {copy.fragment: copy for event in recovered for copy in event.copies}
     for p, version in before.items():
-        assert copies[p].version >= version, "the disk has it"
+        assert copies[p].version >= version, "the disk has the version"
     assert momentum.keys() == copies.keys()
     assert all(buffer.abs().sum() > 0 for buffer in momentum.values())
 
 
 class Sick(Trainer):
-    """From some step on it diverges in every step, or in one: a merged copy heals it."""
+    """A learner that diverges from some step on, in every step or in one."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.once = options.pop("once", False)
@@ -155,10 +155,10 @@ class Sick(Trainer):
         return super()._step(learner, rng)
 
 
-def test_a_contribution_that_is_not_finite_is_refused_and_the_run_goes_on(
+def test_a_contribution_that_is_not_finite_is_rejected_and_the_run_continues(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its own process hears of it, too."""
+    """The learner's log has a warning."""
     system = make(run={"max_steps": 60})
     system.start()
     sick, well = Sick(system, "learner-0", Model(seed=0)), Trainer(system, "learner-1")
@@ -179,86 +179,86 @@ def test_a_contribution_that_is_not_finite_is_refused_and_the_run_goes_on(
     logged = [
         r.getMessage() for r in caplog.records if r.name.startswith("decoupled_diloco.learner")
     ]
-    told = [text for text in logged if "is not merged" in text]
-    assert told[0].startswith("learner-0: it sent a contribution to fragment ")
-    assert "is not merged (1 so far)" in told[0]
-    assert "not finite" in told[0]
-    assert "look for NaN" in told[0]
-    assert len(told) <= 2, "at first, and rarely from then on"
+    warnings = [text for text in logged if "is not merged" in text]
+    assert warnings[0].startswith("learner-0: it sent a contribution to fragment ")
+    assert "is not merged (1 so far)" in warnings[0]
+    assert "not finite" in warnings[0]
+    assert "look for NaN" in warnings[0]
+    assert len(warnings) <= 2, "it is logged at first, and rarely afterwards"
     assert equal(parameters(sick.model), parameters(well.model))
     assert all(torch.isfinite(p).all() for p in parameters(well.model).values())
 
 
-def test_learners_of_one_seed_and_one_pace_are_warned_of(
+def test_learners_with_the_same_seed_and_pace_are_reported(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whatever their generators do: here their contributions are nearly equal."""
+    """Their nearly equal contributions are enough, whatever their generators do."""
     system = make(run={"max_steps": 100_000}, sync={"quorum": 2, "fragments": 2})
     system.start()
     learners = {name: system.learner(Model(), name) for name in "ab"}
     models = {name: learner._trained.given for name, learner in learners.items()}
     rngs = {name: random.Random(1) for name in learners}
-    said = ": a and b seem to train on the same data ("
+    warning = ": a and b seem to train on the same data ("
 
     def step() -> bool:
         for name, learner in learners.items():
             nudge(models[name], rngs[name])
             learner.step(tokens=TOKENS)
         texts = [record.getMessage() for record in caplog.records]
-        return all(any(text.startswith(name + said) for text in texts) for name in learners)
+        return all(any(text.startswith(name + warning) for text in texts) for name in learners)
 
-    until(step, "both say it")
+    until(step, "both report it")
     for learner in learners.values():
         learner.close()
     syncer = [r for r in caplog.records if r.name == "decoupled_diloco.syncer.shard"]
-    assert sum(said[2:] in record.getMessage() for record in syncer) == 1
+    assert sum(warning[2:] in record.getMessage() for record in syncer) == 1
     assert any("a and b seem" in each for each in advice_of(read_run(system.folder)))
 
 
-def test_what_is_not_finite_is_not_taken_from_copy_to_copy(make: Make) -> None:
+def test_values_that_are_not_finite_do_not_survive_an_apply(make: Make) -> None:
     system = make(run=LONG, sync={"apply": {"alignment": "carry", "missed": "rebase"}})
     system.start()
     sick, well = Sick(system, "learner-0", Model(seed=0), once=True), Trainer(system, "learner-1")
     with training(sick, well):
         until(lambda: system.rounds() > 2, "rounds")
         sick.falls_ill.set()
-        until(lambda: not sick.falls_ill.is_set(), "it is ill")
-        until(lambda: sick.model.hidden.weight.isfinite().all(), "a merged copy heals it")
+        until(lambda: not sick.falls_ill.is_set(), "it diverges")
+        until(lambda: sick.model.hidden.weight.isfinite().all(), "a merged copy repairs it")
 
 
-def test_joins_wait_for_a_disk_that_can_be_written_and_rounds_do_not(
+def test_joins_wait_for_a_writable_disk_and_rounds_do_not(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     system = make(run=LONG)
     system.start()
     with training(Trainer(system, "learner-0")):
-        # A file in the place of the folder that is written to: as good as a full disk.
+        # A file instead of the folder: writing fails as on a full disk.
         states, away = system.folder / "coordinator", system.folder / "away"
         states.rename(away)
         states.touch()
         late = Trainer(system, "learner-1", steps_max=2)
         late.start()
-        told = "joins, leases and the end of the run wait"
-        until(lambda: told in caplog.text, "it says so")
+        message = "joins, leases and the end of the run wait for it"
+        until(lambda: message in caplog.text, "it is logged")
         rounds = system.rounds()
-        until(lambda: system.rounds() > rounds + 4, "rounds go on")
+        until(lambda: system.rounds() > rounds + 4, "rounds continue")
         assert not late.joined.is_set()
         states.unlink()
         away.rename(states)
         assert late.end().steps == 2
 
 
-def test_nobody_hears_of_the_first_versions_before_the_disk_has_them(
+def test_first_versions_are_announced_only_when_they_are_on_the_disk(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     system = make(run=LONG)
     blocked = system.folder / "durable"
     blocked.parent.mkdir(parents=True, exist_ok=True)
-    blocked.write_text("as good as a full disk")
+    blocked.write_text("fails like a full disk")
     system.start()
     first = Trainer(system, "learner-0", steps_max=2)
     first.start()
-    until(lambda: "merges wait until it can be written" in caplog.text, "it says so")
+    until(lambda: "merges wait until it can be written" in caplog.text, "it is logged")
     time.sleep(1.0)
     assert not first.joined.is_set()
     blocked.unlink()
@@ -267,7 +267,7 @@ def test_nobody_hears_of_the_first_versions_before_the_disk_has_them(
 
 
 class Held(HttpClient):
-    """Its first difference is asked for only when told."""
+    """A client that delays the fetch of the first difference."""
 
     gate = threading.Event()
     holds = True
@@ -290,7 +290,9 @@ def test_a_copy_that_is_no_longer_offered_is_fetched_whole(make: Make) -> None:
         until(lambda: any(v.fetching and v.latest.base != v.newest for v in views), "a difference")
         [late] = [v for v in views if v.fetching and v.latest.base != v.newest]
         awaited = late.fetching
-        until(lambda: late.latest.version.counter > awaited.counter + 1, "it is withdrawn")
+        until(
+            lambda: late.latest.version.counter > awaited.counter + 1, "the difference is withdrawn"
+        )
         Held.gate.set()
         until(lambda: late.held is not None and late.held > awaited, "it has caught up")
     own = list(TapeReader(system.folder / "tape" / "learner-1.jsonl"))
@@ -303,7 +305,7 @@ def test_a_copy_that_is_no_longer_offered_is_fetched_whole(make: Make) -> None:
 
 
 class Rogue:
-    """Speaks the protocol by hand, as learner-1, to break it where it hurts."""
+    """A peer under the name learner-1 that sends hand-made messages to break the protocol."""
 
     def __init__(self, system: System) -> None:
         self.system = system
@@ -324,7 +326,7 @@ class Rogue:
         await self.client.close()
 
     async def join(self) -> None:
-        """Joins the run and says hello, as it should."""
+        """Join the run and greet the shard, as the protocol requires."""
         link = await self.client.connect(self.system.addresses[0], "learner", self.name)
         layout = json.dumps(layout_of(Model()).to_json())
         link.send(encode(messages.Join(self.name, self.nonce, "learner", layout)))
@@ -334,14 +336,14 @@ class Rogue:
         await self.greet(self.admitted.epoch)
 
     async def greet(self, epoch: int) -> Any:
-        """Says hello to the shard and returns the answer."""
+        """Greet the shard and return its answer."""
         self.channel = await self.client.connect(self.system.addresses[0], "learner", self.name)
         hello = messages.Hello(self.name, epoch, self.nonce, "learner", self.step, 0, None, ())
         self.channel.send(encode(hello))
         return decode(await self.channel.receive(), (messages.Welcome, messages.Refusal))
 
-    async def hear(self, kind: type[Any]) -> Any:
-        """Reports steps until a message of this kind comes."""
+    async def receive(self, kind: type[Any]) -> Any:
+        """Report steps until a message of this kind arrives."""
         receiving = asyncio.ensure_future(self.channel.receive())
         async with asyncio.timeout(20):
             while True:
@@ -355,13 +357,13 @@ class Rogue:
                     receiving = asyncio.ensure_future(self.channel.receive())
 
     def body(self, pull: messages.Pull, value: float = 0.01) -> torch.Tensor:
-        """An encoded contribution of the right size."""
+        """Return an encoded contribution of the right size."""
         numel = self.plan.fragments[pull.fragment].numel
         uplink = self.plan.codec_of(pull.fragment, self.plan.uplink)
         return uplink.encode(torch.full((numel,), value))
 
     async def upload(self, pull: messages.Pull, body: torch.Tensor, **changes: Any) -> None:
-        """Announces and sends a body; ``changes`` are lies in the announcement."""
+        """Announce and send a payload; ``changes`` falsify the announcement."""
         fields = {"base": pull.base, "steps": 1, "tokens": 8, "digest": digest(body), **changes}
         self.channel.send(encode(messages.Upload(pull.fragment, pull.ask, **fields)))
         await self.client.put(pull.path, body.numpy().data, base=self.system.addresses[0])
@@ -369,7 +371,7 @@ class Rogue:
 
 @pytest.fixture
 async def rogue(make: Make) -> Any:
-    """A rogue in a run that an honest learner began."""
+    """Yield a rogue in a run with an honest learner."""
     system = make(run=LONG)
     system.start()
     with training(Trainer(system, "learner-0", pause=0.02)):
@@ -378,13 +380,13 @@ async def rogue(make: Make) -> Any:
             yield rogue
         assert not system.errors
         rounds = system.rounds()
-        until(lambda: system.rounds() > rounds + 2, "the run goes on")
+        until(lambda: system.rounds() > rounds + 2, "the run continues")
 
 
 async def test_an_honest_upload_by_hand_is_accepted(rogue: Rogue) -> None:
-    pull = await rogue.hear(messages.Pull)
+    pull = await rogue.receive(messages.Pull)
     await rogue.upload(pull, rogue.body(pull))
-    outcome = await rogue.hear(messages.Outcome)
+    outcome = await rogue.receive(messages.Outcome)
     assert (outcome.ask, outcome.verdict) == (pull.ask, "accepted")
 
 
@@ -400,41 +402,41 @@ async def test_an_honest_upload_by_hand_is_accepted(rogue: Rogue) -> None:
         (0.1, {"tokens": 0}, "refused", "0 tokens in 1 steps"),
     ],
 )
-async def test_a_body_that_lies_is_refused(
+async def test_a_payload_with_a_false_announcement_is_rejected(
     rogue: Rogue, value: float, lies: dict[str, Any], verdict: str, reason: str
 ) -> None:
-    pull = await rogue.hear(messages.Pull)
+    pull = await rogue.receive(messages.Pull)
     await rogue.upload(pull, rogue.body(pull, value), **lies)
-    outcome = await rogue.hear(messages.Outcome)
+    outcome = await rogue.receive(messages.Outcome)
     assert (outcome.ask, outcome.verdict) == (pull.ask, verdict)
     assert reason in outcome.reason
 
 
 @pytest.mark.parametrize("change", [-1, +1])
-async def test_a_body_of_another_size_is_refused(rogue: Rogue, change: int) -> None:
-    pull = await rogue.hear(messages.Pull)
-    sizes = rogue.plan.uplink_sizes(pull.fragment)  # several, if it has buffers
+async def test_a_payload_of_another_size_is_rejected(rogue: Rogue, change: int) -> None:
+    pull = await rogue.receive(messages.Pull)
+    sizes = rogue.plan.uplink_sizes(pull.fragment)  # several sizes if it has buffers
     other = torch.zeros((sizes[0] if change < 0 else sizes[-1]) + change, dtype=torch.uint8)
     sizes_named = f"exactly {sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
     with pytest.raises(ProtocolError, match=f"{sizes_named} bytes, not {len(other)}"):
         await rogue.upload(pull, other)
     rogue.channel.send(
-        encode(messages.Decline(pull.fragment, pull.ask, False, "a real one says so"))
+        encode(messages.Decline(pull.fragment, pull.ask, False, "the test declines it"))
     )
 
 
-async def test_a_replayed_body_is_refused(rogue: Rogue) -> None:
-    pull = await rogue.hear(messages.Pull)
+async def test_a_replayed_payload_is_rejected(rogue: Rogue) -> None:
+    pull = await rogue.receive(messages.Pull)
     await rogue.upload(pull, rogue.body(pull))
     with pytest.raises(ProtocolError, match=r"has arrived already|was cancelled"):
         await rogue.upload(pull, rogue.body(pull))
-    assert (await rogue.hear(messages.Outcome)).verdict == "accepted"
+    assert (await rogue.receive(messages.Outcome)).verdict == "accepted"
     with pytest.raises(ProtocolError, match=r"\(410\)"):
         await rogue.upload(pull, rogue.body(pull))
 
 
-async def test_nobody_writes_for_somebody_else(rogue: Rogue) -> None:
-    pull = await rogue.hear(messages.Pull)
+async def test_a_principal_can_write_only_for_itself(rogue: Rogue) -> None:
+    pull = await rogue.receive(messages.Pull)
     thief = HttpClient()
     try:
         await thief.connect(rogue.system.addresses[0], "learner", "learner-2")
@@ -445,7 +447,7 @@ async def test_nobody_writes_for_somebody_else(rogue: Rogue) -> None:
         await thief.close()
 
 
-async def test_an_old_epoch_and_a_double_are_fenced(rogue: Rogue) -> None:
+async def test_an_old_incarnation_and_a_duplicate_are_fenced(rogue: Rogue) -> None:
     answer = await rogue.greet(rogue.admitted.epoch - 1)
     assert isinstance(answer, messages.Refusal)
     assert answer.final
@@ -466,7 +468,7 @@ async def test_an_old_epoch_and_a_double_are_fenced(rogue: Rogue) -> None:
         {},
     ],
 )
-async def test_a_message_that_breaks_the_protocol_costs_the_connection(
+async def test_a_protocol_error_closes_the_connection(
     rogue: Rogue, message: dict[str, Any]
 ) -> None:
     rogue.channel.send(message)
@@ -493,7 +495,7 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize("message", MALFORMED, ids=range(len(MALFORMED)))
-async def test_a_first_message_that_cannot_be_read_costs_its_connection_alone(
+async def test_an_unreadable_first_message_closes_only_its_connection(
     make: Make, message: Any
 ) -> None:
     system = make(run=LONG, syncer={"shards": 2})
@@ -510,5 +512,5 @@ async def test_a_first_message_that_cannot_be_read_costs_its_connection_alone(
                     await channel.receive()
         await client.close()
         rounds = system.rounds()
-        until(lambda: system.rounds() > rounds + 2, "the run goes on")
+        until(lambda: system.rounds() > rounds + 2, "the run continues")
         assert not system.errors

@@ -1,4 +1,4 @@
-"""The page about Hugging Face datasets: its code trains on streamed local files."""
+"""The code on the page about Hugging Face datasets trains on streamed local files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ datasets = pytest.importorskip("datasets")
 
 
 class Tokenizer:
-    """A tokenizer of characters."""
+    """A character tokenizer."""
 
     eos_token_id = 0
 
@@ -26,7 +26,7 @@ class Tokenizer:
         return {"input_ids": [min(ord(each), 127) for each in text]}
 
 
-def test_the_code_of_the_page_trains(make: Callable[..., System], tmp_path: Path) -> None:
+def test_the_code_on_the_page_trains(make: Callable[..., System], tmp_path: Path) -> None:
     files = []
     for number in range(4):
         files.append(tmp_path / f"{number}.txt")
@@ -50,7 +50,7 @@ def test_the_code_of_the_page_trains(make: Callable[..., System], tmp_path: Path
         "model": model,
         "optimizer": optimizer,
         "auth_token": None,
-        # Given here, so that nothing asks the hub.
+        # Passed here, so that nothing accesses the hub.
         "load_dataset": local,
         "AutoTokenizer": SimpleNamespace(from_pretrained=lambda name: Tokenizer()),
     }

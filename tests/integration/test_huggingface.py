@@ -1,4 +1,4 @@
-"""Exports in transformers: the same logits; and its models as workloads of one's own."""
+"""Exports load in transformers with the same logits; its models are custom workloads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from decoupled_diloco.merge import layout_of
 from decoupled_diloco_lab.simulate.training import train_virtually
 from unit.export.export_runs import run_folder
 
-pytestmark = pytest.mark.filterwarnings("default")  # transformers' own are not ours to mend
+pytestmark = pytest.mark.filterwarnings(
+    "default"
+)  # the warnings of transformers cannot be fixed here
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = {
@@ -54,7 +56,7 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
-    """The example as the module that `ddiloco` imports in its folder."""
+    """Return the example as the module that `ddiloco` imports in its folder."""
     spec = importlib.util.spec_from_file_location("finetune_hf", EXAMPLES / "finetune_hf.py")
     assert spec is not None
     assert spec.loader is not None
@@ -95,7 +97,7 @@ def test_the_logits_are_the_same(
     assert tokenizer.decode(tokenizer(text).input_ids) == text
 
 
-def test_it_continues_a_text_as_our_own_model_does(tmp_path: Path) -> None:
+def test_it_continues_a_text_like_our_model(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     model = run_folder(tmp_path / "run")
@@ -192,9 +194,7 @@ def exported_model(folder: Path, example: ModuleType, **config: Any) -> tuple[Pa
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_an_export_of_it_loads_in_both_formats(
-    tmp_path: Path, example: ModuleType, tied: bool
-) -> None:
+def test_its_export_loads_in_both_formats(tmp_path: Path, example: ModuleType, tied: bool) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     run, model = exported_model(tmp_path, example, tie_word_embeddings=tied)
@@ -222,7 +222,7 @@ def test_an_export_of_it_loads_in_both_formats(
         ({"config": "CONFIG", "lr": 1.0}, "unknown key 'lr' in"),
     ],
 )
-def test_options_that_do_not_fit_are_told(
+def test_invalid_options_are_reported(
     tmp_path: Path, example: ModuleType, given: dict[str, Any], sentence: str
 ) -> None:
     (tmp_path / "empty").mkdir()
@@ -239,7 +239,7 @@ def test_options_that_do_not_fit_are_told(
 def test_a_tokenizer_that_prepends_a_space_does_so_once(
     tmp_path: Path, example: ModuleType
 ) -> None:
-    """As Llama's does: lines that are tokenized one by one would each begin with a space."""
+    """Like Llama's tokenizer: if lines were tokenized separately, each would start with a space."""
     from tokenizers import Tokenizer, models, normalizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""Who may take part, and what the others are told."""
+"""Admission to a run: accepted joins, and the errors of rejected ones."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from integration.real_system import (
 Make = Callable[..., System]
 
 
-def test_a_wrong_token_is_refused_at_once(make: Make) -> None:
+def test_a_wrong_auth_token_is_rejected_at_once(make: Make) -> None:
     system = make(tokens=Tokens("right"))
     system.start()
     with pytest.raises(
@@ -61,7 +61,7 @@ def test_a_wrong_token_is_refused_at_once(make: Make) -> None:
         assert learner.incarnation == 1
 
 
-def test_a_token_may_come_straight_from_its_file(make: Make, tmp_path: Path) -> None:
+def test_an_auth_token_may_have_the_newline_of_its_file(make: Make, tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("right\n")
     system = make(tokens=Tokens("right"))
@@ -71,13 +71,13 @@ def test_a_token_may_come_straight_from_its_file(make: Make, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("token", ["", " \n", "a\nb", "caf\u00e9", "nul\0", b"x", 7])
-def test_what_can_be_no_token_is_refused_at_once(token: Any) -> None:
-    with pytest.raises(ConfigError, match=r"token.*: pass the content of the run's") as told:
+def test_an_invalid_auth_token_is_rejected_at_once(token: Any) -> None:
+    with pytest.raises(ConfigError, match=r"token.*: pass the content of the run's") as raised:
         Learner(Model(), "http://127.0.0.1:9", auth_token=token)
-    assert str(token) not in str(told.value) or len(str(token)) < 3, "the secret is not repeated"
+    assert str(token) not in str(raised.value) or len(str(token)) < 3, "the secret is not repeated"
 
 
-def test_a_principal_speaks_for_its_own_id_only(make: Make) -> None:
+def test_a_principal_can_join_only_under_its_name(make: Make) -> None:
     system = make(tokens=Tokens(principals={"learner-0": "zero", "learner-1": "one"}))
     system.start()
     with pytest.raises(AccessError, match="belongs to 'learner-1', not to 'learner-0'"):
@@ -87,9 +87,7 @@ def test_a_principal_speaks_for_its_own_id_only(make: Make) -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_syncer_on_all_interfaces_is_reached_by_the_address_that_was_dialled(
-    make: Make, first: int
-) -> None:
+def test_a_syncer_on_all_interfaces_is_reached_by_the_used_address(make: Make, first: int) -> None:
     tables = {"syncer": {"host": "0.0.0.0", "shards": 2}, "run": {"max_steps": 1000}}
     system = make(token="secret", **tables)
     assert system.addresses[1] == f"http://0.0.0.0:{system.ports[1]}"
@@ -108,18 +106,18 @@ def test_a_syncer_on_all_interfaces_is_reached_by_the_address_that_was_dialled(
             assert "learner-0" in shard.machine.state.members
 
 
-def test_one_id_is_for_one_learner_at_a_time(make: Make) -> None:
+def test_a_name_belongs_to_one_learner_at_a_time(make: Make) -> None:
     system = make(run={"max_steps": 1000})
     system.start()
     first = system.learner(Model(), "learner-0")
-    process.leave(first)  # so that it counts as another process's
+    process.leave(first)  # so that it counts as a learner of another process
     with pytest.raises(
         TransportError,
         match=r"name='learner-0' is in use by a live process of this run: pass another name=, "
         "or stop the other process first",
     ):
         system.learner(Model(), "learner-0", timeouts=patient(join=1.0))
-    assert first.step(tokens=TOKENS), "the first one does not notice"
+    assert first.step(tokens=TOKENS), "the first one continues"
     timer = threading.Timer(1.0, first.close)
     timer.start()
     with system.learner(Model(), "learner-0") as second:
@@ -127,8 +125,8 @@ def test_one_id_is_for_one_learner_at_a_time(make: Make) -> None:
     timer.join()
 
 
-def test_learners_have_numbers_which_they_keep(make: Make) -> None:
-    """Also if a learner, or the whole syncer, starts again; more join than were expected."""
+def test_learners_keep_their_numbers(make: Make) -> None:
+    """Numbers survive restarts of a learner and of the syncer, with more learners than expected."""
     system = make(run={"max_steps": 1000, "learners": 2})
     system.start()
     numbers = {}
@@ -153,15 +151,15 @@ def test_a_step_after_close_is_an_error(make: Make) -> None:
         learner.step(tokens=TOKENS)
 
 
-def test_who_comes_back_before_its_old_connection_is_found_dead_is_let_in(make: Make) -> None:
-    """Its machine lost power: nobody has closed the connection, and nothing more is heard."""
+def test_a_learner_may_return_before_its_old_connection_is_found_dead(make: Make) -> None:
+    """Its machine lost power, so the old connection is open and silent."""
     system = make(run={"max_steps": 1000})
     system.start()
     host = system.shards[0].host
     assert host is not None
 
     class Silent:
-        """A connection whose other end is no more."""
+        """A connection whose other end is gone."""
 
         last_received = 0.0
 
@@ -171,10 +169,10 @@ def test_who_comes_back_before_its_old_connection_is_found_dead_is_let_in(make: 
     timer.start()
     with system.learner(Model(), "learner-0") as learner:
         assert learner.incarnation == 1
-        assert not timer.is_alive(), "it had to wait for that"
+        assert not timer.is_alive(), "the join waited for the timeout"
 
 
-def test_the_process_of_an_old_epoch_is_fenced(make: Make) -> None:
+def test_the_process_of_an_old_incarnation_is_fenced(make: Make) -> None:
     system = make(run={"max_steps": 1000}, syncer={"shards": 2})
     system.start()
     first = system.learner(Model(), "learner-0")
@@ -183,7 +181,7 @@ def test_the_process_of_an_old_epoch_is_fenced(make: Make) -> None:
     assert host is not None
 
     def forget() -> None:
-        """As when the coordinator's connection to the first process had broken."""
+        """Act as if the coordinator's connection to the first process had broken."""
         learners = host.machine.state.learners
         learners["learner-0"] = dataclasses.replace(learners["learner-0"], present=False)
         for connection, (channel, join, layout) in host._joining.items():
@@ -192,7 +190,7 @@ def test_the_process_of_an_old_epoch_is_fenced(make: Make) -> None:
         host._connections_of["elsewhere"] = host._connections_of.pop("learner-0")
 
     system.call(forget)
-    process.leave(first)  # so that it counts as another process's
+    process.leave(first)  # so that it counts as a learner of another process
     tape = system.folder / "tape" / "learner-0-again.jsonl"
     with system.learner(
         Model(), "learner-0", observability=Observability(event_tape=tape)
@@ -201,7 +199,7 @@ def test_the_process_of_an_old_epoch_is_fenced(make: Make) -> None:
 
         until(
             lambda: first.step(tokens=TOKENS) and first.rejection_reason,
-            "it is refused, and steps on",
+            "it is rejected and continues to step",
         )
         assert (
             "incarnation 1 is older than incarnation 2: another process" in first.rejection_reason
@@ -210,11 +208,11 @@ def test_the_process_of_an_old_epoch_is_fenced(make: Make) -> None:
         members = system.shards[1].machine.state.members
         assert {name: member.epoch for name, member in members.items()} == {"learner-0": 2}
     first.close()
-    # The test itself has changed the coordinator's state behind its tape.
+    # The test has changed the coordinator's state without a record on its tape.
     (system.folder / "tape" / "coordinator.jsonl").unlink()
 
 
-def test_a_model_that_differs_is_refused_by_the_first_tensor(make: Make) -> None:
+def test_a_different_model_is_rejected_with_its_first_different_tensor(make: Make) -> None:
     system = make()
     system.start()
     with system.learner(Model(width=6), "learner-0"):
@@ -232,14 +230,14 @@ def test_a_model_that_differs_is_refused_by_the_first_tensor(make: Make) -> None
             assert second.incarnation == 1
 
 
-def test_more_fragments_than_can_be_cut_is_a_clear_error(make: Make) -> None:
+def test_too_many_fragments_are_a_clear_error(make: Make) -> None:
     system = make(sync={"fragments": 400, "sync_every": 400, "partition": {"scheme": "tensor"}})
     system.start()
     with pytest.raises(ConfigError, match="fragments=400"):
         system.learner(Model(), "learner-0")
 
 
-def test_without_a_syncer_a_learner_gives_up_when_told_to(make: Make) -> None:
+def test_without_a_syncer_a_join_ends_after_its_timeout(make: Make) -> None:
     [port] = free_ports(1)
     started = time.monotonic()
     with pytest.raises(TransportError, match=r"could not be joined \(cannot reach .*start the sy"):
@@ -249,7 +247,7 @@ def test_without_a_syncer_a_learner_gives_up_when_told_to(make: Make) -> None:
         Observer(Model(), f"http://127.0.0.1:{port}", timeouts=Timeouts(disconnect=0.1))
 
 
-def test_a_first_join_gives_up_and_says_how_to_go_on(
+def test_a_failed_first_join_reports_how_to_continue(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "AGAIN_SECONDS", 0.5)
@@ -260,12 +258,12 @@ def test_a_first_join_gives_up_and_says_how_to_go_on(
     assert f"(cannot reach {address}: Connection refused) in " in str(caught.value)
     assert " s, Timeouts(join=1.5): " in str(caught.value)
     assert f"start the syncer, correct its address ({address}), or raise" in str(caught.value)
-    said = f"a is not in the run yet: cannot reach {address}: Connection refused: trying again"
-    assert caplog.text.count(said) > 1, "it is said again"
+    message = f"a is not in the run yet: cannot reach {address}: Connection refused: retrying"
+    assert caplog.text.count(message) > 1, "it is logged again"
 
 
-def test_a_shard_at_an_address_of_elsewhere_is_named(make: Make) -> None:
-    """The run lets the learner in, but a shard's address is only good on the syncer's machine."""
+def test_a_shard_with_an_unreachable_address_is_named(make: Make) -> None:
+    """The run admits the learner, but a shard's address works only on the syncer's machine."""
     system = make(syncer={"shards": 2})
     [port] = free_ports(1)
     system.start()
@@ -277,7 +275,7 @@ def test_a_shard_at_an_address_of_elsewhere_is_named(make: Make) -> None:
         system.learner(Model(), "learner-0", timeouts=patient(join=3.0))
 
 
-async def test_what_is_no_syncer_is_called_so() -> None:
+async def test_a_server_that_is_not_a_syncer_is_reported() -> None:
     app = web.Application()
     runner = web.AppRunner(app)
     await runner.setup()
@@ -292,14 +290,16 @@ async def test_what_is_no_syncer_is_called_so() -> None:
 
 
 class Stuck(HttpClient):
-    """A client to which no body ever comes."""
+    """A client that never receives a payload."""
 
     async def get(self, url: str, out: memoryview, *, base: str = "") -> TransferStats:
         await asyncio.Event().wait()
         raise AssertionError
 
 
-def test_who_joins_as_the_run_ends_is_told_so(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
+def test_a_join_during_the_end_of_the_run_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, make: Make
+) -> None:
     for module, name in (
         (syncer_machine, "LINGER_SECONDS"),
         (rounds, "CLOSING_SECONDS"),
@@ -313,10 +313,10 @@ def test_who_joins_as_the_run_ends_is_told_so(monkeypatch: pytest.MonkeyPatch, m
     assert str(caught.value).startswith("the run is over: it ended while learner-1 was joining")
 
 
-def test_a_learner_started_after_the_end_finds_that_in_the_run_folder(
+def test_a_learner_started_after_the_end_reads_it_in_the_run_folder(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In seconds, unless the budget was raised since; then the syncer may start again."""
+    """It ends in seconds, unless the budget was raised: then the syncer may start again."""
     system = make(run={"learners": 1, "max_steps": 8})
     (system.folder / "run.toml").write_text(dump_config(system.config))
     system.start()
@@ -334,7 +334,7 @@ def test_a_learner_started_after_the_end_finds_that_in_the_run_folder(
         system.learner(Model(), "b", syncer=late, timeouts=patient(join=0.5))
 
 
-def test_a_budget_that_was_raised_is_in_the_settings_of_who_is_there(make: Make) -> None:
+def test_a_raised_budget_reaches_learners_that_are_connected(make: Make) -> None:
     system = make(run={"max_steps": 10**6})
     system.start()
     with system.learner(Model(), "learner-0") as learner:
@@ -342,7 +342,10 @@ def test_a_budget_that_was_raised_is_in_the_settings_of_who_is_there(make: Make)
         budget = {"max_steps": 2 * 10**6}
         more = system.config.model_copy(update={"run": system.config.run.model_copy(update=budget)})
         system.start(config=more)
-        until(lambda: learner.run_config["run"]["max_steps"] == 2 * 10**6, "it hears of it")
+        until(
+            lambda: learner.run_config["run"]["max_steps"] == 2 * 10**6,
+            "it receives the new budget",
+        )
 
 
 def test_a_learner_waits_for_a_syncer_that_is_started_later(
@@ -351,7 +354,7 @@ def test_a_learner_waits_for_a_syncer_that_is_started_later(
     system = make()
     trainer = Trainer(system, "learner-0", steps_max=3)
     trainer.start()
-    until(lambda: "is not in the run yet: cannot reach" in caplog.text, "it says so")
+    until(lambda: "is not in the run yet: cannot reach" in caplog.text, "it is logged")
     system.start()
     assert trainer.end().steps == 3
 
@@ -369,17 +372,17 @@ def test_the_constructor_can_be_interrupted() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "-x", "a b", "ä", "x" * 65])
-def test_a_learner_id_that_is_none_is_refused(name: str) -> None:
+def test_an_invalid_name_is_rejected(name: str) -> None:
     with pytest.raises(ConfigError, match="is not a valid learner name: use 1 to 64 letters"):
         Observer(Model(), "http://127.0.0.1:9", name=name or " ")
 
 
-def test_an_address_that_is_none_is_refused() -> None:
+def test_an_invalid_address_is_rejected() -> None:
     with pytest.raises(ConfigError, match="is not a URL: write it as 'http://host:port'"):
         Learner(Model(), "127.0.0.1:7070")
 
 
-def test_a_shard_with_another_file_is_refused(make: Make) -> None:
+def test_a_shard_with_another_configuration_is_rejected(make: Make) -> None:
     system = make(syncer={"shards": 2})
     other = make(syncer={"shards": 2}, sync={"sync_every": 8}).config
     system.start(0)
@@ -393,7 +396,7 @@ def test_a_shard_with_another_file_is_refused(make: Make) -> None:
     )
 
 
-def test_state_of_a_run_with_other_settings_is_refused(make: Make) -> None:
+def test_the_state_of_a_run_with_other_settings_is_rejected(make: Make) -> None:
     system = make()
     system.start()
     with system.learner(Model(), "learner-0"):
@@ -419,8 +422,8 @@ def test_a_torn_state_of_the_coordinator_is_a_clear_error(make: Make) -> None:
     assert "move the run folder away to start a new run" in str(error)
 
 
-def test_two_learners_at_once_one_of_another_shape(make: Make) -> None:
-    """The layout is set by the first join, though its answer waits for the disk."""
+def test_of_two_joins_at_once_one_has_another_layout(make: Make) -> None:
+    """The first join sets the layout, although its answer waits for the disk."""
     system = make()
     system.start()
     trainers = [

@@ -1,4 +1,4 @@
-"""Lightning's Trainer as a learner: the real library, on the CPU."""
+"""The Lightning Trainer as a learner, with the real library on the CPU."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_trainer_takes_part_until_the_budget_is_spent(system: System, tmp_path
     assert learner.ended
     system.wait_finished()
     assert 24 <= learner.steps == trainer.global_step < 60
-    assert learner.tokens == 8 * learner.steps, "two batches of four a step"
+    assert learner.tokens == 8 * learner.steps, "two batches of four per step"
     assert callback.rounds >= 1
     assert trainer.callback_metrics["diloco/rounds"] >= 1
 
@@ -78,7 +78,7 @@ def test_it_resumes_from_the_trainers_checkpoint(system: System, tmp_path: Path)
     assert learner is not None
     assert (learner.incarnation, learner.steps) == (2, 16)
     assert learner.tokens == sum(module.rows for module in modules)
-    assert second.optimizers[0].state_dict()["state"][0]["step"] == 16, "its optimizer went on"
+    assert second.optimizers[0].state_dict()["state"][0]["step"] == 16, "its optimizer continued"
 
 
 def test_an_error_in_training_ends_the_learner(system: System, tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_an_error_in_training_ends_the_learner(system: System, tmp_path: Path) -
         callback.learner.step(tokens=1)
 
 
-def test_a_batch_in_which_several_optimizers_step_is_one_step(
+def test_a_batch_with_steps_of_several_optimizers_is_one_step(
     system: System, tmp_path: Path
 ) -> None:
     kept = tmp_path / "kept.ckpt"

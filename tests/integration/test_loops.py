@@ -1,4 +1,4 @@
-"""Loops that do not call `step`: `Learner.wrap` and `Learner.attach`; tokens that are counted."""
+"""Loops that do not call `step`: `Learner.wrap`, `Learner.attach`, and counted tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Make = Callable[..., System]
 
 
 class Reader(nn.Module):
-    """A model that is called with tokens [B, T], and perhaps a mask."""
+    """A model that is called with tokens [B, T] and an optional mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,8 +40,8 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
 
 
-def told(system: System, name: str = "learner-0") -> list[int]:
-    """The tokens of the steps that a learner told of."""
+def reported(system: System, name: str = "learner-0") -> list[int]:
+    """Return the tokens of the steps that a learner reported."""
     records = TapeReader(system.folder / "tape" / f"{name}.jsonl")
     return [record.data["tokens"] for record in records if record.type == "StepFinished"]
 
@@ -61,7 +61,7 @@ def joined(system: System, model: nn.Module, **options: object) -> Learner:
     return system.learner(model, "learner-0", **options)
 
 
-def test_two_lines_are_enough(system: System) -> None:
+def test_wrap_and_an_optimizer_are_enough(system: System) -> None:
     model = Reader()
     optimizer = sgd(model)
     seen = 0
@@ -76,11 +76,11 @@ def test_two_lines_are_enough(system: System) -> None:
         assert learner.ended
         assert seen == learner.steps
     system.wait_finished()
-    assert set(told(system)) == {10}, "every batch has 2 x 5 tokens"
+    assert set(reported(system)) == {10}, "every batch has 2 x 5 tokens"
 
 
-def test_accumulation_and_padding_need_no_help(system: System) -> None:
-    """Steps are those of the optimizer, and masked tokens are none."""
+def test_accumulation_and_padding_are_counted(system: System) -> None:
+    """Steps are those of the optimizer, and masked tokens are not counted."""
     model = Reader()
     optimizer = sgd(model)
     mask = torch.tensor([[1, 1, 1, 0, 0], [1, 0, 0, 0, 0]])
@@ -96,18 +96,20 @@ def test_accumulation_and_padding_need_no_help(system: System) -> None:
                 model.train()
         assert learner.ended
         assert learner.steps == number // 3
-    assert set(told(system)) == {3 * 4}
+    assert set(reported(system)) == {3 * 4}
 
 
-def test_what_a_batch_counts_may_be_said(system: System) -> None:
+def test_the_tokens_of_a_batch_may_be_passed(system: System) -> None:
     model = Reader()
     with joined(system, model) as learner:
         for batch in learner.wrap([tokens(), tokens(3)], tokens=len):
             model(batch)
-        assert (learner.steps, learner.tokens) == (2, 5), "without an optimizer each is a step"
+        assert (learner.steps, learner.tokens) == (2, 5), (
+            "without an optimizer each batch is a step"
+        )
 
 
-def test_another_optimizer_s_steps_are_missed_aloud(
+def test_steps_of_another_optimizer_are_reported_as_missed(
     system: System, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = Reader()
@@ -126,7 +128,7 @@ def test_a_closed_learner_has_no_batches(system: System) -> None:
     assert list(learner.wrap([1, 2])) == []
 
 
-def test_hooks_go_with_the_loop(system: System) -> None:
+def test_hooks_are_removed_after_the_loop(system: System) -> None:
     model = Reader()
     optimizer = sgd(model)
     with joined(system, model, optimizer=optimizer) as learner:
@@ -143,8 +145,8 @@ def test_hooks_go_with_the_loop(system: System) -> None:
     assert not model._forward_pre_hooks
 
 
-def test_a_loop_that_knows_nothing_is_followed(system: System) -> None:
-    """It is left when the run is over, its `finally` included, and the model is the global one."""
+def test_attach_follows_an_unchanged_loop(system: System) -> None:
+    """The loop ends with the run, after its `finally`, and the model has the global weights."""
     model = Reader()
     optimizer = sgd(model)
     after = [False]
@@ -155,8 +157,8 @@ def test_a_loop_that_knows_nothing_is_followed(system: System) -> None:
                 model(tokens()).backward()
                 try:
                     optimizer.step()
-                except Exception:  # it swallows what it can
-                    pytest.fail("the end of a run is no error")
+                except Exception:  # a loop may catch every exception
+                    pytest.fail("the end of a run is not an error")
                 optimizer.zero_grad()
         finally:
             after[0] = True
@@ -167,7 +169,7 @@ def test_a_loop_that_knows_nothing_is_followed(system: System) -> None:
     assert after[0]
     assert learner.ended
     system.wait_finished()
-    assert set(told(system)) == {10}
+    assert set(reported(system)) == {10}
     before = parameters(model)
     model(tokens()).backward()
     optimizer.step()
@@ -189,7 +191,7 @@ def test_a_loop_that_ends_leaves_the_learner_in_the_run(system: System) -> None:
         assert learner.step(tokens=1)
 
 
-def test_without_an_optimizer_there_is_nothing_to_follow(system: System) -> None:
+def test_attach_needs_an_optimizer(system: System) -> None:
     with (
         joined(system, Reader()) as learner,
         pytest.raises(ConfigError, match="needs the optimizer: create the Learner with optimizer="),
@@ -199,7 +201,7 @@ def test_without_an_optimizer_there_is_nothing_to_follow(system: System) -> None
 
 
 @pytest.mark.parametrize("given", [None, torch.numel])
-def test_a_step_over_two_epochs_has_the_tokens_of_both(
+def test_a_step_across_two_epochs_has_the_tokens_of_both(
     given: Callable[[torch.Tensor], int] | None, system: System
 ) -> None:
     model = Reader()
@@ -216,7 +218,7 @@ def test_a_step_over_two_epochs_has_the_tokens_of_both(
 
 
 def test_step_counts_the_tokens_of_its_batches(system: System) -> None:
-    """Of accumulated ones too, without padding; calls in evaluation mode are not training."""
+    """This includes accumulated batches. Padding and calls in evaluation mode are not counted."""
     model = Reader()
     mask = torch.tensor([[1, 1, 1, 0, 0], [1, 0, 0, 0, 0]])
     with joined(system, model) as learner:
@@ -230,10 +232,10 @@ def test_step_counts_the_tokens_of_its_batches(system: System) -> None:
         assert learner.step(1.0)
         model(tokens(), attention_mask=mask)
         assert learner.step(torch.tensor(1.0))
-    assert told(system) == [10, 25, 4]
+    assert reported(system) == [10, 25, 4]
 
 
-def test_tokens_are_passed_in_every_step_or_in_none(system: System) -> None:
+def test_tokens_must_be_passed_in_every_step_or_in_none(system: System) -> None:
     model = Reader()
     with joined(system, model) as learner:
         model(tokens())
@@ -241,9 +243,9 @@ def test_tokens_are_passed_in_every_step_or_in_none(system: System) -> None:
         assert learner.step(tokens=7)
         with pytest.raises(ConfigError, match="pass tokens= in every step, or in none"):
             learner.step()
-        assert not model._forward_pre_hooks, "nothing is counted any more"
+        assert not model._forward_pre_hooks, "counting has ended"
         assert learner.step(tokens=0)
-    assert told(system) == [10, 7, 0]
+    assert reported(system) == [10, 7, 0]
 
 
 def test_the_stages_of_a_pipeline_are_not_counted(system: System) -> None:
@@ -268,14 +270,14 @@ def test_a_compiled_model_is_counted_without_compiling_again(system: System) -> 
             compiled(tokens()).backward()
             optimizer.step()
             assert learner.step()
-    assert told(system) == [10] * 4
+    assert reported(system) == [10] * 4
 
 
 @pytest.mark.parametrize("how", ["in place", "beside"])
-def test_a_model_that_is_compiled_behind_the_learner_is_not_counted(
+def test_a_model_compiled_after_the_join_is_not_counted(
     system: System, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
-    """In a graph the counter would be a constant, and each step a compilation."""
+    """In a graph the counter would be a constant, and each step would compile again."""
     torch._dynamo.reset()
     model = Reader()
     called = model
@@ -288,13 +290,13 @@ def test_a_model_that_is_compiled_behind_the_learner_is_not_counted(
             for _ in range(4):
                 called(tokens()).backward()
                 assert learner.step()
-    assert told(system) == [1] * 4
+    assert reported(system) == [1] * 4
     (warning,) = [each for each in caplog.messages if "cannot be counted" in each]
-    assert "pass tokens= to learner.step" in warning
+    assert "Pass tokens= to learner.step" in warning
 
 
-def test_a_copy_of_the_model_does_not_count(system: System) -> None:
-    """Nor does one that was saved whole and loaded: an average's, an evaluation's."""
+def test_calls_of_a_copied_model_are_not_counted(system: System) -> None:
+    """This includes a model that was pickled and loaded, for an average or an evaluation."""
     model = Reader()
     with joined(system, model) as learner:
         file = io.BytesIO()
@@ -305,7 +307,7 @@ def test_a_copy_of_the_model_does_not_count(system: System) -> None:
             each(tokens(100))
         model(tokens())
         assert learner.step()
-    assert told(system) == [10]
+    assert reported(system) == [10]
     assert all(torch.isfinite(each(tokens())) for each in copies)
 
 
@@ -318,10 +320,10 @@ def test_a_join_that_fails_leaves_no_hook() -> None:
 
 
 @pytest.mark.parametrize("wrapper", ["compile", "fabric"])
-def test_a_wrapped_model_joins_who_trains_it_plain(
+def test_a_wrapped_model_joins_learners_of_the_plain_one(
     wrapper: str, system: System, tmp_path: Path
 ) -> None:
-    """Its parameters' names are the plain model's, in its checkpoints too."""
+    """Its parameters have the plain model's names, also in its checkpoints."""
     options = {"checkpoint": tmp_path / "kept"}
     with joined(system, Reader()):
         pass

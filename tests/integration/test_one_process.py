@@ -1,4 +1,4 @@
-"""The process of a learner: a cell that runs again, a fork, and a program without `close`."""
+"""A learner's process: a notebook cell that runs again, a fork, a program without `close`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def background_threads() -> list[str]:
 def test_a_notebook_cell_may_be_interrupted_and_run_again(
     make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, kept: bool
 ) -> None:
-    """The second learner takes the name and the port; a checkpoint of the first is continued."""
+    """The second learner takes over the name and port, and continues the first's checkpoint."""
     import decoupled_diloco as dd
 
     system = make(run={"learners": 1, "max_steps": 1000}, sync={"quorum": 1})
@@ -78,11 +78,11 @@ def test_a_notebook_cell_may_be_interrupted_and_run_again(
     assert last.steps == (15 if kept else 5)
     assert not background_threads()
     assert sum("another Learner with this name" in each for each in caplog.messages) == 2
-    with pytest.raises(ConfigError, match=r"'a' \(another Learner with its name was"):
+    with pytest.raises(ConfigError, match=r"'a' \(another Learner with this name was"):
         first.step(tokens=8)
 
 
-def test_a_second_learner_with_another_name_or_syncer_closes_nothing(make: Make) -> None:
+def test_a_second_learner_with_another_name_or_syncer_does_not_take_over(make: Make) -> None:
     systems = make(run={"max_steps": 1000}), make(run={"max_steps": 1000})
     for system in systems:
         system.start()
@@ -94,7 +94,7 @@ def test_a_second_learner_with_another_name_or_syncer_closes_nothing(make: Make)
 
 
 def in_child(work: Callable[[], object]) -> str:
-    """What becomes of some work in a forked child; fails if it does not end."""
+    """Return the result of some work in a forked child; fail if the child does not end."""
 
     def run() -> None:
         try:
@@ -125,7 +125,7 @@ def test_a_forked_child_cannot_use_the_learner_and_does_not_hang(
         refused = "called on learner 'a' in a forked child process: use the learner in the process"
         with (
             learner._party.membership.background.changed
-        ):  # the child inherits it locked, and nothing unlocks it
+        ):  # the child inherits a locked lock that nothing releases
             assert f"step() {refused}" in in_child(lambda: learner.step(tokens=TOKENS))
             assert f"wrap() {refused}" in in_child(lambda: learner.wrap([1]))
             assert f"checkpoint() {refused}" in in_child(learner.checkpoint)
@@ -194,7 +194,7 @@ def test_epochs_after_the_end_of_the_run_are_reported_once(
     system.wait_finished()
 
 
-def test_data_that_end_before_the_run_are_reported_with_what_is_discarded(
+def test_an_early_end_of_the_data_is_reported_with_the_discarded_tokens(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     system = make(run={"learners": 1, "max_steps": 1000}, sync={"quorum": 1, "sync_every": 100})
@@ -206,14 +206,14 @@ def test_data_that_end_before_the_run_are_reported_with_what_is_discarded(
     learner.close()
     (warning,) = [each for each in caplog.messages if "before its budget is reached" in each]
     assert "(step 3 of 1000): 24 of its tokens are not merged and are discarded" in warning
-    assert "its model is not the run's result" in warning
+    assert "Its model is not the run's result" in warning
 
 
 @pytest.mark.parametrize("left_out", [0, 1])
-def test_as_many_steps_as_the_budget_end_with_the_runs_weights(
+def test_a_loop_of_exactly_the_budgets_steps_ends_with_the_runs_weights(
     make: Make, caplog: pytest.LogCaptureFixture, left_out: int
 ) -> None:
-    """The loop counts its own steps, and calls `close` before it hears that the run ends."""
+    """The loop counts its steps, and calls `close` before it receives the end of the run."""
     system = make(run={"learners": 2, "max_steps": 12}, sync={"quorum": 1, "overlap_steps": 2})
     system.start()
     models = Model(), Model(seed=1)
@@ -234,7 +234,7 @@ def test_as_many_steps_as_the_budget_end_with_the_runs_weights(
 def test_a_share_of_the_budgets_tokens_ends_with_the_runs_weights(
     make: Make, caplog: pytest.LogCaptureFixture, learners: int
 ) -> None:
-    """The loops count their own tokens, and call `close` before they hear that the run ends."""
+    """The loops count their tokens, and call `close` before they receive the end of the run."""
     budget = {"max_steps": None, "max_tokens": learners * 12 * TOKENS}
     system = make(run={"learners": learners, **budget}, sync={"quorum": 1, "overlap_steps": 2})
     system.start()
@@ -250,7 +250,7 @@ def test_a_share_of_the_budgets_tokens_ends_with_the_runs_weights(
     assert not [each for each in caplog.messages if "leaves the run before" in each]
 
 
-def test_a_share_of_the_tokens_is_not_waited_for_by_who_is_far_from_it(
+def test_close_does_not_wait_for_the_end_far_from_the_budget(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     budget = {"max_steps": None, "max_tokens": 100 * TOKENS}
@@ -263,7 +263,7 @@ def test_a_share_of_the_tokens_is_not_waited_for_by_who_is_far_from_it(
     assert [each for each in caplog.messages if "a leaves the run before" in each]
 
 
-def test_a_learner_may_be_copied_and_pickled_with_what_refers_to_it(make: Make) -> None:
+def test_objects_that_refer_to_a_learner_can_be_copied_and_pickled(make: Make) -> None:
     system = make(run={"learners": 1, "max_steps": 1000}, sync={"quorum": 1})
     system.start()
     model = Model()

@@ -1,4 +1,4 @@
-"""Optimizers with weights of their own, several of them, and weights that are not progress."""
+"""Optimizers with separate weights, several optimizers, and weights that are not progress."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def system(tmp_path: Path) -> Iterator[System]:
 
 
 class SlowWeights(torch.optim.SGD):
-    """Lookahead, with its slow weights under a name that is known."""
+    """Lookahead with its slow weights under a known name."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -65,16 +65,16 @@ def test_the_next_steps_continue_from_the_global_weights(
             step(second, optimizer)
         with system.learner(second, "b", optimizer=optimizer):
             assert equal(parameters(first), parameters(second))
-            for _ in range(20):  # no gradient: only its own weights could pull it away
+            for _ in range(20):  # without a gradient only the slow weights could change it
                 optimizer.zero_grad(set_to_none=False)
                 optimizer.step()
     for name, own in parameters(second).items():
-        # Unfinished progress, of fast weights before slow ones, stays, as momentum does.
+        # The lead of the fast weights over the slow ones is kept, like momentum.
         assert (own - parameters(first)[name]).abs().max() < 0.05
 
 
-def test_several_optimizers_are_kept_over_a_restart(system: System, tmp_path: Path) -> None:
-    def life(steps: int) -> tuple[dict[str, Any], int]:
+def test_several_optimizers_are_restored_after_a_restart(system: System, tmp_path: Path) -> None:
+    def incarnation(steps: int) -> tuple[dict[str, Any], int]:
         model = nn.ModuleDict({"d": nn.Linear(6, 6), "g": nn.Linear(6, 6)})
         named = {
             "d": torch.optim.AdamW(model["d"].parameters(), 0.01),
@@ -89,8 +89,8 @@ def test_several_optimizers_are_kept_over_a_restart(system: System, tmp_path: Pa
             assert learner.steps == before + steps
             return {name: flat(each.state_dict()) for name, each in named.items()}, before
 
-    ended, _ = life(5)
-    began, steps = life(0)
+    ended, _ = incarnation(5)
+    began, steps = incarnation(0)
     assert steps == 5
     for name, tensors in ended.items():
         assert all(map(torch.equal, tensors, began[name]))
@@ -157,7 +157,7 @@ def trained(system: System, known: bool, **options: Any) -> tuple[Learner, nn.Mo
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_step_of_an_optimizer_is_no_replacement(
+def test_an_optimizer_step_is_not_a_replacement_of_weights(
     system: System, known: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.manual_seed(0)
@@ -168,13 +168,11 @@ def test_a_step_of_an_optimizer_is_no_replacement(
         for _ in range(3):
             step(model, optimizer)
             learner.step(tokens=4)
-        step(model, optimizer)  # the loop is left before its learner.step
+        step(model, optimizer)  # the loop ends before its learner.step
     assert "were replaced" not in caplog.text
 
 
-def test_weights_that_are_put_back_are_submitted(
-    system: System, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_restored_weights_are_submitted(system: System, caplog: pytest.LogCaptureFixture) -> None:
     learner, model = trained(system, known=True, timeouts=patient(flush=30.0))
     own = parameters(model)
     loaded(model, {name: torch.zeros_like(each) for name, each in own.items()})
@@ -183,7 +181,7 @@ def test_weights_that_are_put_back_are_submitted(
     assert "were replaced" not in caplog.text
 
 
-def test_schedule_frees_evaluation_mode_is_no_replacement(
+def test_evaluation_mode_of_schedule_free_is_not_a_replacement(
     system: System, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.manual_seed(0)
@@ -200,7 +198,7 @@ def test_schedule_frees_evaluation_mode_is_no_replacement(
     assert shown.keys() == parameters(model).keys()
 
 
-def test_a_late_copy_is_refused_by_the_learner(system: System) -> None:
+def test_a_late_copy_is_rejected_by_the_learner(system: System) -> None:
     class Late(torch.optim.SGD):
         @torch.no_grad()
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -220,7 +218,7 @@ def test_a_late_copy_is_refused_by_the_learner(system: System) -> None:
             step(model, optimizer)
             learner.step(tokens=4)
         step(model, optimizer)
-        with pytest.raises(Exception, match="keeps weights of its own in its state 'anchor'"):
+        with pytest.raises(Exception, match="keeps separate weights in its state 'anchor'"):
             learner.step(tokens=4)
     finally:
         learner.close()

@@ -1,4 +1,4 @@
-"""Runs whose codec, merge rule and outer optimizer are the user's own."""
+"""Runs with a custom codec, merge rule and outer optimizer."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Lion(torch.optim.Optimizer):
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A module with the methods, in the folder where the program is started."""
+    """Create a module with the methods in the folder where the program starts."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     before = dict(_codecs)
     monkeypatch.chdir(tmp_path)
@@ -77,7 +77,7 @@ def tables_of(module: str) -> dict[str, Any]:
 def test_a_run_with_own_methods_ends_with_equal_weights_and_replays(
     module: str,
     make: Make,
-    tmp_path: Path,  # in this order: tapes are replayed with the module
+    tmp_path: Path,  # in this order, because tapes are replayed with the module
 ) -> None:
     tables = tables_of(module)
     load_plugins(tables, tmp_path)
@@ -104,10 +104,10 @@ def test_a_run_with_own_methods_ends_with_equal_weights_and_replays(
 
 @pytest.mark.parametrize("join", [System.learner, System.observer])
 @pytest.mark.parametrize("function", ["os:system", "MODULE:half"])
-def test_a_syncer_makes_no_program_import_code(
+def test_a_syncer_cannot_make_a_program_import_code(
     module: str, make: Make, join: Callable[..., Any], function: str
 ) -> None:
-    """Its settings name a module that is there, and that must not be imported for that reason."""
+    """Its settings name an existing module, which must not be imported for that reason."""
     function = function.replace("MODULE", module)
     system = make(run={"max_steps": 1_000_000})
     system.start()
@@ -124,7 +124,7 @@ def test_a_syncer_makes_no_program_import_code(
     assert module not in sys.modules
 
 
-def test_a_rule_that_fails_costs_its_rounds_and_not_the_run(
+def test_a_failing_merge_rule_costs_its_rounds_but_not_the_run(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])

@@ -1,7 +1,7 @@
-"""A learner is a guest in a program that may have set PyTorch's default device or dtype.
+"""A learner runs in a program that may have set PyTorch's default device or dtype.
 
-Neither changes a bit of what is merged, sent, kept or given out. The meta device stands for any
-other device: a tensor that is made there by mistake has no values, and the run fails.
+Neither changes a bit that is merged, sent, saved or exported. The meta device stands for any
+other device: a tensor that is created there by mistake has no values, and the run fails.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ DEFAULTS = ("meta", torch.bfloat16, torch.float64, torch.float16)
 
 @contextmanager
 def default(what: str | torch.dtype | None) -> Iterator[None]:
-    """PyTorch's default device or dtype as another program may have it."""
+    """Set PyTorch's default device or dtype, as another program may do."""
     try:
         if isinstance(what, str):
             torch.set_default_device(what)
@@ -62,7 +62,7 @@ def drawn(seed: int, *shape: int) -> Tensor:
 
 
 def codecs() -> list[Tensor]:
-    """What each codec makes of the same values."""
+    """Return the same values, encoded and decoded by each codec."""
     found = []
     for name in codec_names():
         each = codec(name)
@@ -76,7 +76,7 @@ def codecs() -> list[Tensor]:
 
 
 def merging() -> list[Tensor]:
-    """Both merge rules, an accumulator's state, and what a learner sends."""
+    """Return the results of both merge rules, an accumulator's state, and a contribution."""
     with torch.device("cpu"):
         model = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 5), nn.BatchNorm1d(5)).float()
     layout = layout_of(model)
@@ -107,7 +107,7 @@ OUTER: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def outer() -> list[Tensor]:
-    """Masters and states of outer optimizers, each put back once."""
+    """Return masters and states of outer optimizers, each restored once."""
     found = []
     for name, options in OUTER:
         optimizer, master = make_outer(name, lr=0.1, options=options)(50), drawn(1, 50)
@@ -122,7 +122,7 @@ def outer() -> list[Tensor]:
 
 
 def workloads() -> list[Tensor]:
-    """Batches, and losses of models that are as they were built."""
+    """Return batches, and losses of untrained models."""
     found = []
     for name in ("gpt", "moe"):
         options = {"layers": 1, "width": 16, "heads": 2, "context": 16, "eval_batches": 1}
@@ -246,7 +246,7 @@ def test_a_learner_trains_to_the_end_of_its_run(tmp_path: Path, what: str | torc
 
 
 @pytest.mark.parametrize("what", ["meta", torch.bfloat16, torch.float64], ids=str)
-def test_a_checkpoint_is_put_back_and_an_observer_follows(
+def test_a_checkpoint_is_restored_and_an_observer_follows(
     tmp_path: Path, what: str | torch.dtype
 ) -> None:
     momenta = []

@@ -1,4 +1,4 @@
-"""How a learner comes back: from its own checkpoint, from a healthy learner, from what is there."""
+"""A learner recovers from its checkpoint, from another learner, or from the run's weights."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ from integration.real_system import (
 from replay_check import assert_replays
 
 
-def test_a_learner_goes_on_from_its_own_checkpoint_as_if_nothing_had_been(
-    make: Make, tmp_path: Path
-) -> None:
+def test_a_learner_continues_exactly_from_its_checkpoint(make: Make, tmp_path: Path) -> None:
     system = make(**ALONE)
     system.start()
     first = Loop(system, tmp_path / "kept")
@@ -59,15 +57,15 @@ def test_a_learner_goes_on_from_its_own_checkpoint_as_if_nothing_had_been(
     second.learner.close()
     ways = [(each["way"], each["kept"], each["overwritten"]) for each in recovered(system)]
     assert ways == [("published", 0, 4), ("checkpoint", 4, 0)]
-    assert "of step 5, epoch 1" in recovered(system)[1]["why"]
+    assert "of step 5, incarnation 1" in recovered(system)[1]["why"]
     system.stop()
     assert_replays(system.folder)
 
 
-def test_a_learner_goes_on_from_the_rest_of_its_checkpoint_and_the_runs_weights(
+def test_a_learner_continues_from_the_rest_of_its_checkpoint_and_the_runs_weights(
     make: Make, tmp_path: Path
 ) -> None:
-    """What the weights of a run that is over have, its learners' checkpoints need not."""
+    """After a run, its learners' checkpoints omit what its weights have."""
     system = make(**ALONE)
     system.start()
     first = Loop(system, tmp_path / "kept")
@@ -83,7 +81,9 @@ def test_a_learner_goes_on_from_the_rest_of_its_checkpoint_and_the_runs_weights(
     second = Loop(system, tmp_path / "kept", seed=1)
     assert (second.position.batches, second.learner.steps, second.learner.tokens) == (5, 5, 40)
     assert equal(parameters(second.model), begun), "nothing was ever merged"
-    assert torch.equal(second.model.frozen, first.model.frozen), "no weights of a run have it"
+    assert torch.equal(second.model.frozen, first.model.frozen), (
+        "the weights of a run do not have it"
+    )
     found = second.optimizer.state_dict()["state"]
     assert found.keys() == moments["state"].keys()
     assert all(
@@ -101,7 +101,7 @@ def test_a_learner_goes_on_from_the_rest_of_its_checkpoint_and_the_runs_weights(
 
 
 @pytest.mark.parametrize("missed", ["overwrite", "rebase"])
-def test_what_the_run_has_moved_on_from_is_overwritten(
+def test_fragments_that_the_run_has_changed_are_overwritten(
     make: Make, tmp_path: Path, missed: str
 ) -> None:
     system = make(run={"max_steps": 100_000}, sync={"apply": {"missed": missed}})
@@ -112,7 +112,7 @@ def test_what_the_run_has_moved_on_from_is_overwritten(
         first.keep()
         first.die()
         before = system.rounds()
-        until(lambda: system.rounds() > before + 8, "the run goes on without it")
+        until(lambda: system.rounds() > before + 8, "the run continues without it")
         second = Loop(system, tmp_path / "kept", seed=1)
         assert second.position.batches == 4
         second.learner.close()
@@ -120,18 +120,20 @@ def test_what_the_run_has_moved_on_from_is_overwritten(
     assert recovered(system)[1]["overwritten"] == 4
     tape = TapeReader(system.folder / "tape" / "learner-0.jsonl")
     modes = [r.data["mode"] for r in tape if r.life == 1 and r.type == "Apply"]
-    assert modes[:4] == ["overwrite"] * 4, "never rebased: its first life's part may be in it"
+    assert modes[:4] == ["overwrite"] * 4, (
+        "not rebased, because the first incarnation's training may be merged"
+    )
     system.stop()
     assert_replays(system.folder)
 
 
-def test_checkpoints_are_taken_now_and_then_and_at_the_end(make: Make, tmp_path: Path) -> None:
+def test_checkpoints_are_taken_at_intervals_and_at_the_end(make: Make, tmp_path: Path) -> None:
     system = make(**ALONE)
     system.start()
     loop = Loop(system, tmp_path, interval_seconds=1e-9)
     loop.steps(1)
     folder = CheckpointFolder(tmp_path / "learner-0")
-    until(lambda: folder.newest() is not None, "the first is written")
+    until(lambda: folder.newest() is not None, "the first one is written")
     loop.steps(2)
     loop.learner.close()
     newest = folder.newest()
@@ -146,8 +148,8 @@ def test_checkpoints_are_taken_now_and_then_and_at_the_end(make: Make, tmp_path:
 
 
 @pytest.mark.parametrize("inside", ["the batch", "the optimizer"])
-def test_who_interrupts_the_loop_loses_no_step(make: Make, tmp_path: Path, inside: str) -> None:
-    """Ctrl-C strikes anywhere; only parameters that just change are not worth keeping."""
+def test_an_interrupted_loop_loses_no_step(make: Make, tmp_path: Path, inside: str) -> None:
+    """Ctrl-C may occur anywhere; only parameters inside a change are not saved."""
     system = make(**ALONE)
     system.start()
     loop = Loop(system, tmp_path, interval_seconds=0.0)
@@ -170,7 +172,7 @@ def test_who_interrupts_the_loop_loses_no_step(make: Make, tmp_path: Path, insid
     assert newest is None or newest.steps == 3
 
 
-def test_a_corrupt_checkpoint_is_named_and_the_one_before_is_used(
+def test_a_corrupt_checkpoint_is_named_and_the_previous_one_is_used(
     make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     system = make(**ALONE)
@@ -211,24 +213,24 @@ def test_a_checkpoint_of_another_run_is_not_used(make: Make, tmp_path: Path) -> 
         other.close()
 
 
-def test_a_disk_that_is_full_costs_the_checkpoint_and_nothing_else(
+def test_a_full_disk_costs_only_the_checkpoint(
     make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     system = make(**ALONE)
     system.start()
     loop = Loop(system, tmp_path / "kept", interval_seconds=1e-9)
     (tmp_path / "kept" / "learner-0").rmdir()
-    (tmp_path / "kept" / "learner-0").write_text("in the way, as a full disk would be")
+    (tmp_path / "kept" / "learner-0").write_text("a file where the folder would be")
     loop.steps(5)
     loop.learner.close()
-    assert "no checkpoint of learner-0 this time" in caplog.text
+    assert "learner-0 lost a checkpoint and continues training" in caplog.text
     tape = TapeReader(system.folder / "tape" / "learner-0.jsonl")
     problems = [r.data["problem"] for r in tape if r.type == "CheckpointWritten"]
     assert problems
     assert all("learner-0" in problem for problem in problems)
 
 
-def test_what_cannot_be_kept_is_refused_at_once(make: Make, tmp_path: Path) -> None:
+def test_a_state_that_cannot_be_saved_is_rejected_at_once(make: Make, tmp_path: Path) -> None:
     system = make(**ALONE)
     system.start()
 
@@ -258,7 +260,7 @@ def test_what_cannot_be_kept_is_refused_at_once(make: Make, tmp_path: Path) -> N
         Learner(nn.Linear(2, 2), system.addresses[0], checkpoint=tmp_path)
 
 
-def test_a_checkpoint_that_does_not_fit_the_objects_is_refused(make: Make, tmp_path: Path) -> None:
+def test_a_checkpoint_that_does_not_fit_the_objects_is_rejected(make: Make, tmp_path: Path) -> None:
     system = make(**ALONE)
     system.start()
     first = Loop(system, tmp_path)
@@ -270,8 +272,8 @@ def test_a_checkpoint_that_does_not_fit_the_objects_is_refused(make: Make, tmp_p
         system.learner(Model(), "learner-0", checkpoint=tmp_path)
 
 
-def test_who_goes_hands_in_what_it_has_and_the_others_take_part(make: Make, tmp_path: Path) -> None:
-    # An overlap of many short steps: every round gives everybody time to deliver.
+def test_a_leaving_learner_flushes_and_the_others_take_part(make: Make, tmp_path: Path) -> None:
+    # With an overlap of many short steps, all learners can deliver in every round.
     sync = {"sync_every": 50_000, "overlap_steps": 5_000}
     system = make(run={"max_steps": 100_000}, sync=sync, syncer={"shards": 2})
     system.start()
@@ -287,8 +289,10 @@ def test_who_goes_hands_in_what_it_has_and_the_others_take_part(make: Make, tmp_
     assert {each["fragment"] for each in rounds} == {0, 1, 2, 3}
     for each in rounds:
         folded = {p["learner"]: p["tokens"] for p in each["participants"] if p["state"] == "folded"}
-        assert folded.keys() == {"learner-0", "learner-1"}, "nobody is overwritten for nothing"
-        assert folded["learner-0"] == 48, "all that it has trained is in"
+        assert folded.keys() == {"learner-0", "learner-1"}, (
+            "no training is overwritten without a merge"
+        )
+        assert folded["learner-0"] == 48, "all of its training is merged"
     newest = CheckpointFolder(tmp_path / "kept" / "learner-0").newest()
     assert newest is not None
     assert newest.steps == 6
@@ -304,19 +308,19 @@ def _stepping(system: System) -> int:
     return min(shard.machine.state.members_stepping for shard in system.shards.values())
 
 
-def test_who_goes_is_dismissed_at_once_where_nothing_can_be_merged(make: Make) -> None:
+def test_a_flush_returns_at_once_if_nothing_can_be_merged(make: Make) -> None:
     system = make(**ALONE)
     system.start()
     learner = system.learner(Model(), "learner-0")
     learner.step(tokens=8)
     until(lambda: system.shards[0].machine.state.members_stepping == 1, "the step is reported")
     assert not learner.flush(600.0), "it does not wait for a second learner"
-    assert not learner.step(tokens=8), "who has handed in is done"
+    assert not learner.step(tokens=8), "a learner that has flushed is done"
     learner.close()
 
 
-def test_who_hands_in_takes_part_in_a_checkpoint(make: Make) -> None:
-    """Else everybody would wait for its part until it is gone."""
+def test_a_flushing_learner_takes_part_in_a_checkpoint(make: Make) -> None:
+    """Otherwise the checkpoint would wait for its part until it has left."""
     system = make(**ALONE)
     system.start()
     learner = system.learner(Model(), "learner-0")
@@ -330,7 +334,7 @@ def test_who_hands_in_takes_part_in_a_checkpoint(make: Make) -> None:
     assert (part["order"]["number"], part["reason"]) == (1, "it keeps no checkpoints")
 
 
-def test_how_a_learner_came_back_is_explained(make: Make, tmp_path: Path) -> None:
+def test_the_recovery_of_a_learner_is_explained(make: Make, tmp_path: Path) -> None:
     system = make(**ALONE)
     system.start()
     first = Loop(system, tmp_path)
@@ -341,4 +345,7 @@ def test_how_a_learner_came_back_is_explained(make: Make, tmp_path: Path) -> Non
     system.stop()
     text = "\n".join(explain_learner(read_run(system.folder, "details"), "learner-0"))
     assert "with the published copies and a fresh optimizer (it has no checkpoint of its" in text
-    assert "from its own checkpoint of step 2, epoch 1: its progress continued in 4, and 0" in text
+    assert (
+        "from its own checkpoint of step 2, incarnation 1: its progress continued in 4, and 0"
+        in text
+    )

@@ -1,4 +1,4 @@
-"""Whole runs with real shards and real learners, from begin to end."""
+"""Whole runs with real shards and real learners."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ def test_two_learners_and_two_shards_agree_at_the_end(make: Make) -> None:
     assert all(learner.ended for learner in learners)
     assert all(learner.steps >= 30 for learner in learners)
     first, second = (parameters(trainer.model) for trainer in trainers)
-    assert equal(first, second), "after the run all models are the global one"
+    assert equal(first, second), "after the run all models have the global weights"
     plan = plan_of(read_layout(system.folder), read_public(public_text(system.config)))
     result = load_weights(assemble(system.folder, plan, 2))
-    assert torch.equal(result.pop("seen"), trainers[0].model.seen), "a buffer is in it"
-    assert equal(first, result), "the result is what the learners hold"
+    assert torch.equal(result.pop("seen"), trainers[0].model.seen), "it includes a buffer"
+    assert equal(first, result), "the result equals the learners' models"
     assert not equal(first, parameters(Model(seed=0)))
     assert not equal(first, parameters(Model(seed=1)))
 
 
-def test_fragments_are_cut_sent_and_merged_as_they_are_told(make: Make) -> None:
-    """One learner whose every step adds 1 to all that it trains, and that waits for its rounds."""
+def test_fragments_are_snapshotted_sent_and_merged_as_scheduled(make: Make) -> None:
+    """One learner adds 1 to all parameters in every step, and waits for its rounds."""
     system = make(
         run={"learners": 1, "max_steps": 12},
         sync={
@@ -86,7 +86,7 @@ def test_fragments_are_cut_sent_and_merged_as_they_are_told(make: Make) -> None:
         for record in TapeReader(system.folder / "tape" / "learner-0.jsonl")
         if record.type == "Snapshot" and "due" in record.data["why"]
     ]
-    # One that hears of the end late may train on for a step or two.
+    # A learner that receives the end late may train a step or two more.
     assert due[:6] == [(1, 1), (3, 0), (5, 1), (7, 0), (9, 1), (11, 0)]
     steps = learner.steps
     for name, after in parameters(model).items():
@@ -118,22 +118,22 @@ def test_an_observer_follows_and_does_not_count(make: Make) -> None:
         assert learner is not None
         until(lambda: learner.steps > 8, "it trains alone")
         state = system.shards[0].machine.state
-        assert state.clock == 0, "an observer and one learner are no quorum of two"
+        assert state.clock == 0, "an observer and one learner are not a quorum of two"
         assert list(state.members) == ["learner-0"]
         assert state.observers == {"watcher"}
         before = parameters(watched)
         with training(trainers[1]):
-            until(observer.pull, "something new is published")
+            until(observer.pull, "a new version is published")
             assert not equal(before, parameters(watched))
             until(lambda: observer.done, "the run is over")
             observer.pull()
             trainers[0].end()
     final = parameters(trainers[0].model)
     assert equal(parameters(watched), final)
-    assert torch.equal(watched.frozen, frozen), "what is frozen is nobody's business"
+    assert torch.equal(watched.frozen, frozen), "frozen parameters are not synchronized"
 
 
-def test_the_second_life_of_a_learner_counts_on(make: Make) -> None:
+def test_the_second_incarnation_of_a_learner_continues_to_count(make: Make) -> None:
     system = make(run={"max_steps": 1000})
     system.start()
     model = Model()
@@ -153,7 +153,7 @@ def test_the_second_life_of_a_learner_counts_on(make: Make) -> None:
             learner.load_state_dict({**state, "learner": "other"})
 
 
-def test_a_callback_gets_the_names_of_the_tensors_that_were_updated(make: Make) -> None:
+def test_a_callback_receives_the_names_of_the_updated_tensors(make: Make) -> None:
     system = make(run={"learners": 1, "max_steps": 24})
     system.start()
     updates: list[tuple[str, ...]] = []
@@ -164,13 +164,15 @@ def test_a_callback_gets_the_names_of_the_tensors_that_were_updated(make: Make) 
         assert trainer.learner is not None
         trainer.learner.on_weights_updated(updates.append)
         names = tuple(parameters(model))
-        assert updates == [(*names, "seen")], "at once, because the join has written all tensors"
+        assert updates == [(*names, "seen")], (
+            "it is called at once, because the join has written all tensors"
+        )
         gate.set()
         trainer.end()
     later = updates[1:]
-    assert all(later), "it is called only when something was applied"
+    assert all(later), "it is called only when fragments were applied"
     assert {name for some in later for name in some} == {*names, "seen"}
-    assert min(map(len, later)) < len(names), "and not for tensors of other fragments"
+    assert min(map(len, later)) < len(names), "it is not called for tensors of other fragments"
 
 
 def test_all_callbacks_are_called_in_order(make: Make) -> None:
@@ -187,7 +189,7 @@ def test_all_callbacks_are_called_in_order(make: Make) -> None:
     assert calls == [0, 1, 2] * (len(calls) // 3)
 
 
-def test_an_optimizer_with_copies_of_its_own_is_refused(make: Make) -> None:
+def test_an_optimizer_with_separate_copies_is_rejected(make: Make) -> None:
     system = make()
     system.start()
     model = Model()
@@ -199,11 +201,11 @@ def test_an_optimizer_with_copies_of_its_own_is_refused(make: Make) -> None:
             learner.step(tokens=TOKENS)
         assert learner.steps == 0
         learner.on_weights_updated(lambda names: None)
-        assert learner.step(tokens=TOKENS), "whoever refreshes the copies is believed"
+        assert learner.step(tokens=TOKENS), "with a callback the optimizer is no longer checked"
 
 
-def test_steps_without_tokens_are_steps_and_the_run_ends(make: Make) -> None:
-    """Every label of a batch may be masked, and of all batches: no contribution has weight."""
+def test_steps_without_tokens_count_and_the_run_ends(make: Make) -> None:
+    """If all labels of all batches are masked, no contribution has weight."""
     system = make(run={"learners": 1, "max_steps": 12}, sync={"quorum": 1})
     system.start()
     with system.learner(Model(), "learner-0") as learner:
@@ -214,7 +216,7 @@ def test_steps_without_tokens_are_steps_and_the_run_ends(make: Make) -> None:
     system.wait_finished()
 
 
-def test_steps_without_tokens_among_others_lose_nothing(make: Make) -> None:
+def test_occasional_steps_without_tokens_lose_nothing(make: Make) -> None:
     system = make(run={"learners": 1, "max_steps": 24}, sync={"quorum": 1})
     system.start()
     trained = 0
@@ -230,9 +232,7 @@ def test_steps_without_tokens_among_others_lose_nothing(make: Make) -> None:
 
 
 @pytest.mark.parametrize("tokens", [-1, float("nan"), "8", True])
-def test_tokens_that_are_no_number_are_refused_and_the_step_may_be_repeated(
-    make: Make, tokens: Any
-) -> None:
+def test_invalid_tokens_are_rejected_and_the_step_may_be_repeated(make: Make, tokens: Any) -> None:
     system = make()
     system.start()
     with system.learner(Model(), "learner-0") as learner:
@@ -241,7 +241,7 @@ def test_tokens_that_are_no_number_are_refused_and_the_step_may_be_repeated(
         assert learner.steps == 0
 
 
-def test_bf16_parameters_frozen_and_tied_ones(make: Make) -> None:
+def test_bf16_frozen_and_tied_parameters(make: Make) -> None:
     class Tied(Model):
         def __init__(self, seed: int) -> None:
             super().__init__(seed, dtype=torch.bfloat16)
@@ -260,14 +260,16 @@ def test_bf16_parameters_frozen_and_tied_ones(make: Make) -> None:
     assert all(p.dtype == torch.bfloat16 for p in parameters(models[0]).values())
     for seed, model in enumerate(models):
         assert model.head.weight is model.embedding.weight, "still tied"
-        assert torch.equal(model.frozen, torch.full((3,), float(seed))), "still its own"
+        assert torch.equal(model.frozen, torch.full((3,), float(seed))), (
+            "frozen parameters keep their values"
+        )
     plan = plan_of(read_layout(system.folder), read_public(public_text(system.config)))
     result = load_weights(assemble(system.folder, plan, 1))
     assert torch.equal(result["head.weight"], result["embedding.weight"])
     assert "frozen" not in result
 
 
-def test_an_exception_in_the_loop_says_goodbye(make: Make) -> None:
+def test_an_exception_in_the_loop_leaves_the_run(make: Make) -> None:
     system = make(run={"max_steps": 1000})
     system.start()
 
@@ -279,7 +281,7 @@ def test_an_exception_in_the_loop_says_goodbye(make: Make) -> None:
     with pytest.raises(ZeroDivisionError):
         fail()
     members = system.shards[0].machine.state.members
-    until(lambda: not members, "it has left without waiting for its lease", seconds=1.0)
+    until(lambda: not members, "it has left before its lease expired", seconds=1.0)
 
 
 @pytest.mark.parametrize("syncer", ["alive", "silent"])
@@ -303,17 +305,17 @@ def test_ctrl_c_leaves_soon(make: Make, syncer: str) -> None:
         interrupt()
     seconds = time.monotonic() - started
     awake.set()
-    assert seconds < 20.0, "it does not hand in, and waits for no answer"
+    assert seconds < 20.0, "it neither flushes nor waits for an answer"
     after = {thread for thread in threading.enumerate() if thread.name == "ddiloco"}
     assert after <= before, "its thread is gone"
 
 
-def test_closing_at_the_end_without_a_last_step_hands_in_what_was_trained(make: Make) -> None:
+def test_closing_at_the_end_without_a_last_step_flushes_the_training(make: Make) -> None:
     sync = {
         "overlap_steps": 0,
         "codec": {"uplink": "fp32", "downlink": "fp32"},
         "merge": {"rule": "mean"},
-        "apply": {"alignment": "carry"},  # overwriting would discard what a round trained
+        "apply": {"alignment": "carry"},  # overwriting would discard the training during a round
     }
     outer = {"optimizer": "sgd", "lr": 1.0, "momentum": 0.0}
     system = make(run={"learners": 1, "max_steps": 8}, sync=sync, outer=outer)
@@ -330,12 +332,12 @@ def test_closing_at_the_end_without_a_last_step_hands_in_what_was_trained(make: 
     learner.close()
     assert time.monotonic() - started < 10.0, "the closing sweep does not wait for a step"
     system.wait_finished()
-    # Alone, with an outer step of exactly what it changed, the global model is the learner's own.
+    # With one learner and an outer step of exactly its change, the global model equals its model.
     for name, result in parameters(model).items():
         torch.testing.assert_close(result, trained[name], rtol=1e-5, atol=1e-6)
 
 
-def test_a_pool_smaller_than_any_body_is_slow_and_not_stuck(make: Make) -> None:
+def test_a_pool_smaller_than_any_payload_is_slow_but_not_stuck(make: Make) -> None:
     system = make(pool_bytes=16, run={"learners": 3}, sync={"participation": "all"})
     system.start()
     trainers = [Trainer(system, f"learner-{i}", Model(seed=i)) for i in range(3)]
@@ -354,7 +356,7 @@ def test_a_pool_smaller_than_any_body_is_slow_and_not_stuck(make: Make) -> None:
     assert max(map(len, folded)) == 3
 
 
-def test_a_built_in_learner_with_another_file_is_refused(
+def test_a_built_in_learner_with_another_configuration_is_rejected(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = {"layers": 1, "width": 8, "heads": 1, "context": 8, "corpus_bytes_max": 50_000}

@@ -1,4 +1,4 @@
-"""The example of torchtitan, with the CPU in the place of its device."""
+"""The torchtitan example, with the CPU instead of its device."""
 
 from __future__ import annotations
 

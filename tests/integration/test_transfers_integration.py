@@ -1,4 +1,4 @@
-"""A learner that begins with nothing takes what a healthy one gives."""
+"""A new learner receives the optimizer's state from a healthy one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from replay_check import assert_replays
 
 
 @pytest.mark.parametrize("secure", [False, True])
-def test_who_begins_with_nothing_takes_the_optimizer_of_a_healthy_learner(
+def test_a_new_learner_receives_the_optimizer_of_a_healthy_one(
     make: Make, tmp_path: Path, secure: bool
 ) -> None:
     folder = encrypted.folder()
@@ -34,20 +34,22 @@ def test_who_begins_with_nothing_takes_the_optimizer_of_a_healthy_learner(
         "auth_token": "secret",
     }
     shown = [encrypted.dialled(folder, f"learner-{n}") if secure else None for n in range(2)]
-    donor = Loop(system, tmp_path / "donor", tls=shown[0], **options)
-    donor.steps(5)
-    with stepping(donor):
+    provider = Loop(system, tmp_path / "provider", tls=shown[0], **options)
+    provider.steps(5)
+    with stepping(provider):
         joiner = Loop(
             system, tmp_path / "joiner", seed=1, name="learner-1", tls=shown[1], **options
         )
         moments = joiner.optimizer.state_dict()["state"]
-        assert moments, "it has the donor's moments"
+        assert moments, "it has the state provider's moments"
         assert joiner.position.batches >= 5
         assert all(float(each["step"]) == joiner.position.batches for each in moments.values())
         joiner.steps(2)
         joiner.learner.close()
-    assert not donor.learner._party.membership.background._transfers._blobs, "the copy is not kept"
-    donor.learner.close()
+    assert not provider.learner._party.membership.background._transfers._blobs, (
+        "the copy is not kept"
+    )
+    provider.learner.close()
     (how,) = recovered(system, "learner-1")
     assert (how["way"], how["donor"]) == ("donor", "learner-0")
     assert how["why"] == "by a relay"
@@ -56,13 +58,13 @@ def test_who_begins_with_nothing_takes_the_optimizer_of_a_healthy_learner(
     assert_replays(system.folder)
 
 
-def test_certificates_for_an_address_without_encryption_are_refused() -> None:
+def test_certificates_for_an_address_without_encryption_are_rejected() -> None:
     trusting = encrypted.dialled(encrypted.folder())
     with pytest.raises(ConfigError, match="certificates would be ignored for http://127"):
         Learner(Model(), "http://127.0.0.1:1", tls=trusting)
 
 
-def test_a_donor_that_dies_while_it_gives_is_replaced(make: Make, tmp_path: Path) -> None:
+def test_a_state_provider_that_dies_is_replaced(make: Make, tmp_path: Path) -> None:
     system = make(run={"max_steps": 100_000})
     system.start()
     first, second = Loop(system, tmp_path), Loop(system, tmp_path, name="learner-1")
@@ -73,7 +75,7 @@ def test_a_donor_that_dies_while_it_gives_is_replaced(make: Make, tmp_path: Path
         joining = Thread(lambda: Loop(system, tmp_path, name="learner-2"))
         until(
             lambda: first.learner._party.membership.background._transfers._blobs,
-            "the first is asked",
+            "the first one receives the request",
         )
         first.dead = True
         first.die()
@@ -88,11 +90,13 @@ async def _never(order: object) -> None:
     await asyncio.sleep(3600)
 
 
-def test_who_finds_no_donor_begins_afresh(make: Make, tmp_path: Path) -> None:
+def test_without_a_state_provider_a_learner_starts_with_a_fresh_optimizer(
+    make: Make, tmp_path: Path
+) -> None:
     system = make(run={"max_steps": 100_000})
     system.start()
     with training(Trainer(system, "learner-0")):
-        until(lambda: system.rounds() > 3, "the run is under way")
+        until(lambda: system.rounds() > 3, "the run has started")
         joiner = Loop(system, tmp_path, name="learner-1")
         assert not joiner.optimizer.state_dict()["state"]
         joiner.learner.close()

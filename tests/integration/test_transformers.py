@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer as a learner: the real library, on the CPU."""
+"""The Hugging Face Trainer as a learner, with the real library on the CPU."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def system(tmp_path: Path) -> Iterator[System]:
 
 
 @pytest.mark.parametrize("what", ["auto_find_batch_size", "interrupted"])
-def test_training_begins_again_in_the_same_process(
+def test_training_can_start_again_in_the_same_process(
     system: System, tmp_path: Path, what: str
 ) -> None:
-    """After an out-of-memory error that the Trainer handles, or in a notebook after Ctrl-C."""
+    """It starts again after an out-of-memory error that the Trainer handles, or after Ctrl-C."""
     model, calls = model_of(), 0
 
     def fail(module: Any, given: Any, named: Any) -> None:
@@ -73,7 +73,7 @@ def test_a_trainer_takes_part_until_the_budget_is_spent(system: System, tmp_path
     )
 
 
-def test_tokens_are_those_that_are_no_padding_of_all_calls_of_a_step(
+def test_tokens_of_all_calls_of_a_step_are_counted_without_padding(
     system: System, tmp_path: Path
 ) -> None:
     data = Lines()
@@ -82,10 +82,10 @@ def test_tokens_are_those_that_are_no_padding_of_all_calls_of_a_step(
     trainer.train()
     assert callback.learner is not None
     assert callback.learner.steps == 8
-    assert callback.learner.tokens == sum(data.lengths), "eight steps of eight are an epoch"
+    assert callback.learner.tokens == sum(data.lengths), "an epoch has eight steps of eight samples"
 
 
-def test_reports_have_the_runs_numbers(system: System, tmp_path: Path) -> None:
+def test_reports_have_the_runs_metrics(system: System, tmp_path: Path) -> None:
     seen: list[dict[str, Any]] = []
 
     class Reporter(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
@@ -112,11 +112,11 @@ def test_it_resumes_from_the_trainers_checkpoint_with_the_runs_weights(
     assert callback.learner is not None
     assert callback.learner.incarnation == 2
     assert callback.learner.steps == second.state.global_step == 16
-    assert second.optimizer.state_dict()["state"][0]["step"] == 16, "its optimizer went on"
+    assert second.optimizer.state_dict()["state"][0]["step"] == 16, "its optimizer continued"
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-def test_of_a_peft_model_only_the_adapter_is_synchronized(system: System, tmp_path: Path) -> None:
+def test_with_peft_only_the_adapter_is_synchronized(system: System, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     base = model_of()
     before = {name: each.clone() for name, each in base.state_dict().items()}
@@ -140,13 +140,13 @@ def test_of_a_peft_model_only_the_adapter_is_synchronized(system: System, tmp_pa
 
 @pytest.mark.parametrize("name", ["checkpoint", "optimizer"])
 @pytest.mark.parametrize("make", [DiLoCoCallback, synchronize])
-def test_what_the_trainer_has_itself_is_no_argument(make: Any, name: str) -> None:
+def test_options_of_the_trainer_are_not_arguments(make: Any, name: str) -> None:
     assert name not in inspect.signature(make).parameters
     assert "timeouts" in inspect.signature(make).parameters
 
 
 @pytest.mark.parametrize("name", ["deepspeed", "fsdp"])
-def test_what_keeps_the_weights_elsewhere_is_refused(name: str, tmp_path: Path) -> None:
+def test_options_that_keep_the_weights_elsewhere_are_rejected(name: str, tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, model_of())
     setattr(trainer.args, name, "something")
     callback = DiLoCoCallback("http://127.0.0.1:9")

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer as a learner: Hugging Face's, with data and adapters of its own."""
+"""TRL's SFTTrainer as a learner: a Hugging Face Trainer with its own data and adapters."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def system(tmp_path: Path) -> Iterator[System]:
 def trainer_of(
     folder: Path, model: Any, adapter: Any = None, max_steps: int = 10_000, packing: bool = False
 ) -> Any:
-    """Trains on texts of 4 to 11 words, each with its end behind it."""
+    """Return a trainer for texts of 4 to 11 words, each followed by the end token."""
     from datasets import Dataset
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -71,10 +71,8 @@ def trainer_of(
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_its_tokens_are_those_that_it_counts_itself(
-    packing: bool, system: System, tmp_path: Path
-) -> None:
-    """Texts are padded, or many are one row without a mask."""
+def test_its_tokens_equal_its_own_count(packing: bool, system: System, tmp_path: Path) -> None:
+    """Texts are padded, or several are packed into one row without a mask."""
     trainer = trainer_of(tmp_path, model_of(), max_steps=5, packing=packing)
     callback = synchronize(trainer, system.addresses, name="one")
     trainer.train()
@@ -96,7 +94,7 @@ def test_the_runs_budget_ends_it(system: System, tmp_path: Path) -> None:
     system.wait_finished()
 
 
-def test_of_its_adapter_alone_the_run_hears(system: System, tmp_path: Path) -> None:
+def test_only_its_adapter_is_synchronized(system: System, tmp_path: Path) -> None:
     from peft import LoraConfig
 
     base = model_of()

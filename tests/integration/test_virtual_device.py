@@ -1,4 +1,4 @@
-"""Virtual training on a device: where models and batches go, and what is refused."""
+"""Virtual training on a device: placement of models and batches, and errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_every_model_is_placed_on_the_device(monkeypatch: pytest.MonkeyPatch) ->
 
     def placed(model: nn.Module, device: torch.device) -> nn.Module:
         asked.append(device)
-        return model  # the CPU stands for it
+        return model  # the CPU stands for the device
 
     for module in (hosts, training):
         monkeypatch.setattr(module, "placed", placed)
@@ -63,7 +63,7 @@ def test_bf16_trains_in_autocast_and_keeps_the_weights(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda", "cuda:1"])
-def test_a_missing_device_is_refused_before_there_is_a_folder(
+def test_a_missing_device_is_rejected_before_a_folder_is_created(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""The synchronous baselines: learners that wait, on purpose."""
+"""The synchronous baselines, whose learners wait."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DILOCO = {
 }
 
 
-def test_diloco_merges_everybody_in_every_round_and_throws_nothing_away(make: Make) -> None:
+def test_diloco_merges_all_learners_in_every_round_and_discards_nothing(make: Make) -> None:
     system = make(sync=DILOCO, run={"max_steps": 40})
     system.start()
     trainers = [
@@ -42,12 +42,12 @@ def test_diloco_merges_everybody_in_every_round_and_throws_nothing_away(make: Ma
     assert len(full) >= 7
     *before, last = ([p["state"] for p in r.data["participants"]] for r in full)
     assert all(states == ["folded", "folded"] for states in before)
-    assert set(last) <= {"folded", "declined"}, "the end may find who waits with nothing new"
+    assert set(last) <= {"folded", "declined"}, "at the end a waiting learner may have nothing new"
     ticks = [r.data["tick"] for r in full]
-    assert all(b - a >= 4 for a, b in pairwise(ticks[:-1])), "one round a period"
+    assert all(b - a >= 4 for a, b in pairwise(ticks[:-1])), "one round per period"
 
 
-def test_the_others_wait_for_a_crashed_learner_and_go_on_when_it_is_back(make: Make) -> None:
+def test_the_others_wait_for_a_crashed_learner_and_continue_when_it_is_back(make: Make) -> None:
     system = make(sync=DILOCO, run={"max_steps": 60})
     system.start()
     steady = Trainer(system, "learner-0", Model(seed=1))
@@ -63,14 +63,14 @@ def test_the_others_wait_for_a_crashed_learner_and_go_on_when_it_is_back(make: M
         held = learner.steps
         again = Trainer(system, "learner-1", Model(seed=3))
         with training(again):
-            until(lambda: learner.steps > held + 10, "it goes on")
+            until(lambda: learner.steps > held + 10, "it continues")
             steady.end()
             again.end()
             system.wait_finished()
     assert equal(parameters(steady.model), parameters(again.model))
 
 
-def test_who_is_told_to_go_while_it_waits_goes(make: Make) -> None:
+def test_a_waiting_learner_can_be_asked_to_stop(make: Make) -> None:
     system = make(sync=DILOCO, run={"max_steps": 60})
     system.start()
     alone = Trainer(system, "learner-0")

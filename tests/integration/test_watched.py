@@ -1,4 +1,4 @@
-"""A learner of one's own loop, scraped and logged."""
+"""The metrics of a learner in a custom loop are scraped and logged."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_learner_is_scraped_and_logged(
     )
     (url,) = re.findall(r"mine: metrics at (\S+)", caplog.text)
     before = scraped(url)
-    assert "ddiloco_learner_loss" not in before, "none was told yet"
+    assert "ddiloco_learner_loss" not in before, "no loss was reported yet"
     for step in range(5):
         assert learner.step(3.0 - step, tokens=8)
     found = scraped(url)
@@ -45,12 +45,12 @@ def test_a_learner_is_scraped_and_logged(
     assert found["ddiloco_learner_step_overhead_seconds_count"] == 5
     assert found["ddiloco_learner_connected_shards"] == 1
     assert found["ddiloco_learner_sent_bytes_totalcontrol"] > 0
-    told = {name.removesuffix("control").removesuffix("data") for name in found}
+    shown = {name.removesuffix("control").removesuffix("data") for name in found}
     later = {
         "ddiloco_learner_applied_timestamp_seconds",  # once a version is applied
-        "ddiloco_certificate_expiry_timestamp_seconds",  # nothing is encrypted
+        "ddiloco_certificate_expiry_timestamp_seconds",  # connections are not encrypted
     }
-    assert told | later == {n for each in LEARNER for n in each.series} | set(PROCESS) | later
+    assert shown | later == {n for each in LEARNER for n in each.series} | set(PROCESS) | later
     learner.close()
     with pytest.raises(OSError):
         scraped(url)
@@ -61,7 +61,7 @@ def test_a_learner_is_scraped_and_logged(
     assert read.Scalars("diloco/tokens")[0].value == 8
 
 
-def test_a_port_that_is_taken_is_told_and_leaves_nothing_behind(make: Make) -> None:
+def test_a_port_in_use_is_reported_and_leaves_nothing_open(make: Make) -> None:
     system = make(run={"learners": 1})
     system.start()
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -82,7 +82,9 @@ def test_a_port_that_is_taken_is_told_and_leaves_nothing_behind(make: Make) -> N
         ({"tracker": "csv"}, "tracker='csv' is not a valid tracker: write 'tensorboard', 'wandb'"),
     ],
 )
-def test_what_cannot_be_is_told_before_it_joins(arguments: dict[str, str], sentence: str) -> None:
+def test_invalid_options_are_reported_before_the_join(
+    arguments: dict[str, str], sentence: str
+) -> None:
     with pytest.raises(ConfigError, match=re.escape(sentence)):
         Learner(
             Model(), "http://127.0.0.1:1", name="mine", observability=Observability(**arguments)

@@ -1,4 +1,4 @@
-"""The built-in workloads train as learners do: in a virtual world, the same in each process."""
+"""The built-in workloads train in a virtual world, with the same result in each process."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _one_thread() -> None:
 
 
 @pytest.mark.parametrize("name", ["moe", "vit"])
-def test_two_learners_train_one_model_bit_by_bit_the_same_each_time(name: str) -> None:
+def test_two_learners_train_to_the_same_bits_each_time(name: str) -> None:
     first, second = (train_virtually(config(name)) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first.weights(), second.weights(), strict=True))
     before = first.workload.evaluate(first.workload.model())
@@ -61,7 +61,7 @@ def test_two_learners_train_one_model_bit_by_bit_the_same_each_time(name: str) -
     assert after["loss"] < 0.8 * before["loss"]
     if name == "vit":
         assert after["accuracy"] > before["accuracy"] + 0.2
-        # A part's last batch may be smaller, so this need not be a multiple of 16.
+        # The last batch of a partition may be smaller, so this need not be a multiple of 16.
         assert 2 * 47 * 16 < first.tokens < 2 * 52 * 16, "tokens are images"
     else:
         assert after["expert_load_min"] > 0.1, "no expert has died"

@@ -1,4 +1,4 @@
-"""Wrapper subclasses (quantized weights, 8-bit optimizer states) in a run and over a restart."""
+"""Wrapper subclasses (quantized weights, 8-bit optimizer states) in a run and after a restart."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def model(seed: int, *, trainable: bool) -> nn.Sequential:
 
 
 @pytest.mark.parametrize("trainable", [False, True])
-def test_a_restart_has_each_wrapper_as_it_was(make: Make, tmp_path: Path, trainable: bool) -> None:
+def test_each_wrapper_is_restored_after_a_restart(
+    make: Make, tmp_path: Path, trainable: bool
+) -> None:
     system = make(run={"max_steps": 400}, sync={"quorum": 1, "fragments": 2})
     system.start()
     net = model(1, trainable=trainable)

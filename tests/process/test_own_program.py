@@ -91,4 +91,4 @@ def test_a_loop_that_outlives_the_main_thread_is_reported(syncer: tuple[str, str
     with stopped_at_exit(program(syncer, "\nthreading.Thread(target=train).start()\n")) as process:
         output, _ = process.communicate(timeout=240)
     assert process.returncode == 0
-    assert "the program's main thread has ended, and no exchange goes on without it" in output
+    assert "the program's main thread has ended, and the exchange stops with it" in output

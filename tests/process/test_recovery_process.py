@@ -69,8 +69,8 @@ def test_a_learner_that_is_asked_to_stop_flushes_saves_itself_and_returns(tmp_pa
     assert all(tokens > 0 for tokens in mine.values())
     ways = [r.data for r in own if r.type == "Recovered"]
     assert [each["way"] for each in ways[1:]] == ["checkpoint"]
-    last = f"its own checkpoint of step {steps}, epoch 1"
-    assert ways[1]["why"] == last, "it belongs to the boundary at which the learner stopped"
+    last = f"its own checkpoint of step {steps}, incarnation 1"
+    assert ways[1]["why"] == last, "it is of the boundary at which it went"
     assert_replays(folder)
 
 

@@ -94,7 +94,7 @@ def test_several_sync_ranks_keep_and_read_the_published_copies(
         assert difference <= 10 * TOLERANCE, f"{name}: {difference}"
     files = sorted(path.name for path in (tmp_path / "kept/one").glob("00000001.ranks/pub*"))
     assert files == ["published-0.safetensors", "published-1.safetensors"]
-    assert "own progress goes on in 3 of 3" in (tmp_path / "one-0.log").read_text()
+    assert "its progress continues in 3 of 3" in (tmp_path / "one-0.log").read_text()
 
 
 @pytest.mark.long
@@ -147,7 +147,7 @@ def test_a_learner_killed_between_steps_resumes_from_its_checkpoint(tmp_path: Pa
         files = sorted(path.name for path in (kept / "one").iterdir())
         assert len([name for name in files if name.endswith(".safetensors")]) == 2, files
         with ranks(replace(job, pause=0.0), 3) as learner:
-            wait_for_log(learner, "own progress goes on")
+            wait_for_log(learner, "its progress continues")
             learner.require_success()
             log = learner.log(0)
         begun = int(log.rsplit("begins at step ", 1)[1].split()[0])
@@ -170,7 +170,7 @@ def test_a_failed_checkpoint_is_reported_and_training_continues(tmp_path: Path) 
             learner.require_success()
             log = learner.log(0)
     assert "rank 1: OSError(28, 'No space left on device')" in log
-    assert "one has no checkpoint this time" in log
+    assert "one lost a checkpoint and continues training" in log
     assert not list((tmp_path / "kept/one").glob("0*"))
 
 

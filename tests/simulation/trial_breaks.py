@@ -202,28 +202,28 @@ journal.append(fields, as_bytes(step.gradient).numpy().data)""",
         "run-checkpoint-deleted",
         "ordinary = self._files()",
         "a learner deletes files that belong to a run checkpoint",
-        test="unit/learner/test_learner_checkpoint.py::test_those_of_the_run_stay_until_they_are_forgotten",
+        test="unit/learner/test_learner_checkpoint.py::test_parts_of_the_runs_checkpoints_are_kept_until_they_are_forgotten",
     ),
     Break(
         "buffers-carried",
         "pass",
         "a learner carries its own buffers over to a merged copy",
         test="unit/learner/test_parameter_store.py"
-        "::test_buffers_are_overwritten_where_parameters_are_combined",
+        "::test_buffers_are_overwritten_when_parameters_are_combined",
     ),
     Break(
         "checkpoint-not-copied",
         "copy = self._state()",
         "a checkpoint is written from state that training still changes",
         test="unit/learner/test_checkpointer.py"
-        "::test_copies_that_wait_for_a_slow_disk_are_not_written_over",
+        "::test_a_copy_that_waits_for_a_slow_disk_is_not_overwritten",
     ),
     Break(
         "in-flight-residual-lost",
         "return self.residuals[fragment]",
         "a checkpoint lacks the residual of a contribution in flight",
         test="unit/learner/test_residuals.py"
-        "::test_a_checkpoint_has_what_was_left_before_what_it_makes_again",
+        "::test_a_checkpoint_has_the_residual_before_a_contribution_made_again",
     ),
     Break(
         "failed-step-moves-momentum",
@@ -255,7 +255,7 @@ journal.append(fields, as_bytes(step.gradient).numpy().data)""",
         "rebase-keeps-rounding",
         "return self._upload(minus.published)",
         "a rebase keeps what a published copy lost in a parameter's dtype",
-        test="unit/learner/test_exchange.py::test_rebase_keeps_nothing_of_a_rounding",
+        test="unit/learner/test_exchange.py::test_rebase_does_not_keep_rounding_errors",
     ),
     Break(
         "tick-before-arrivals",

@@ -79,7 +79,7 @@ def test_a_learner_alone_needs_few_packages() -> None:
     found = {name for name in found if not name.startswith(OF_A_GPU)}
     assert len(found) <= PACKAGES_MAX, sorted(found)
     told = " ".join((ROOT / "README.md").read_text().split())
-    assert f"`pip install -e .` is enough, and brings {PACKAGES_MAX} packages" in told
+    assert f"`pip install -e .` is enough. It installs {PACKAGES_MAX} packages" in told
 
 
 def test_the_command_line_looks_for_all_that_its_extra_brings() -> None:

@@ -1,7 +1,7 @@
-"""Learners in the training frameworks that people use: each a thin module, and an extra.
+"""Learners in common training frameworks: one thin module and one extra for each.
 
-Enter at the framework's module: `transformers` (Hugging Face Trainer), `lightning`, `torchtitan`.
-Each is the framework's own kind of hook, runs on its training thread, and calls `Learner` as a
-user's loop would: `callback_base` has what all of them do. They may use only what is public in
-`learner`, and import their framework, which the core never does.
+The entry points are the frameworks' modules: `transformers` (Hugging Face Trainer), `lightning` and
+`torchtitan`. Each one uses the framework's hooks, runs on its training thread, and calls `Learner`
+as a user's loop would. `callback_base` has the common code. These modules use only public names of
+`learner`. They import their framework, which the core never does.
 """

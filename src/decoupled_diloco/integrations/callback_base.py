@@ -1,4 +1,4 @@
-"""What the callbacks of all frameworks share: join a run, report steps, count rounds, leave."""
+"""Common code of all frameworks' callbacks: join a run, report steps, count rounds, leave."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class FrameworkPart:
     """A framework's participation in a run.
 
     Args:
-        syncer: See `Learner`. ``None``: what the launcher has passed, without its checkpoints,
-            because the framework has its own.
+        syncer: See `Learner`. ``None``: the launcher's address. The launcher's checkpoint options
+            are not used, because the framework takes checkpoints itself.
         name: See `Learner`, as for the following arguments.
 
     Attributes:
-        learner: The learner, from `begin` on.
-        rounds: Global versions of fragments that the model has received.
+        learner: The learner; ``None`` before `begin`.
+        rounds: Number of global versions of fragments that the model has received.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class FrameworkPart:
 
         Args:
             model: The model that is trained.
-            optimizer: The framework's optimizer, or several, perhaps within its wrappers.
+            optimizer: The framework's optimizer, or several; they may have its wrappers.
             steps: Steps of earlier incarnations.
             tokens: Tokens of earlier incarnations.
         """

@@ -40,20 +40,20 @@ except ImportError as error:
 class DiLoCoCallback(Callback):
     """Makes a Lightning `Trainer` a learner of a run.
 
-    It joins when training begins: the module takes the run's weights, also if the Trainer has just
-    resumed from a checkpoint, whose optimizer, schedules and loops stay. Training stops when the
-    run's budget is spent, or at the Trainer's own ``max_steps`` or ``max_epochs``. If the run is
-    over then, the module has its final weights.
+    It joins when training begins. The module takes the run's weights, even if the Trainer has just
+    resumed from a checkpoint; the checkpoint's optimizer, schedules and loops are kept. Training
+    stops when the run's budget is spent, or at the Trainer's ``max_steps`` or ``max_epochs``. If
+    the run is over then, the module has the final weights.
 
-    Steps are those of the optimizer, however many batches are accumulated. With several optimizers
-    (manual optimization) a batch in which one of them steps is a step. Tokens are counted in
-    the batches (`loops.counted`). With several devices all of them are one learner: DDP, and
+    A step is a step of the optimizer, with any number of accumulated batches. With several
+    optimizers (manual optimization), each batch in which one of them steps is a step. Tokens are
+    counted in the batches (`loops.counted`). Several devices are one learner: DDP, and
     `ModelParallelStrategy` (FSDP2, tensor parallel).
 
     Args:
         syncer: See `Learner`, as for the following arguments.
         name: Name of this learner in the run, the same after each restart.
-        auth_token: The run's secret.
+        auth_token: The run's auth token.
         tls: Certificates for a syncer at ``https://``.
         timeouts: How long to wait for the syncer.
         state_sharing: The state that a new learner gets from another one.
@@ -61,7 +61,7 @@ class DiLoCoCallback(Callback):
         sync_ranks: How many ranks exchange data with the syncer.
 
     Raises:
-        ConfigError: In `Trainer.fit`, see `Learner`.
+        ConfigError: In `Trainer.fit`; see `Learner`.
     """
 
     def __init__(
@@ -88,20 +88,22 @@ class DiLoCoCallback(Callback):
         )
         self._tokens = self._before = 0
         self._steps = 0
-        self._made: int | None = None  # The Trainer counts the steps of each optimizer.
+        # Only a resumed one is set. It differs from `trainer.global_step`, which counts the steps
+        # of each optimizer.
+        self._made: int | None = None
 
     @property
     def learner(self) -> Learner | None:
-        """The learner, from the beginning of training on."""
+        """The learner; ``None`` before training begins."""
         return self._part.learner
 
     @property
     def rounds(self) -> int:
-        """Global versions of fragments that the module has taken."""
+        """Number of global versions of fragments that the module has received."""
         return self._part.rounds
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Joins the run."""
+        """Join the run."""
         self._steps = trainer.global_step
         several: Any = trainer.optimizers
         optimizers = several[0] if len(several) == 1 else (several or None)
@@ -116,7 +118,7 @@ class DiLoCoCallback(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """A batch is trained; perhaps it was the last of a step."""
+        """Count the batch, and report the step if the batch was its last one."""
         found = tokens_of(batch)
         if found is None:
             warn_uncounted(pl_module, "the batch has no tensor")
@@ -124,8 +126,8 @@ class DiLoCoCallback(Callback):
         if trainer.global_step == self._steps:
             return
         self._steps = trainer.global_step
-        every: Any = trainer  # its type lacks what its logging adds
-        logs = self._steps % max(1, every.log_every_n_steps) == 0
+        untyped: Any = trainer  # its type lacks the attributes that its logging adds
+        logs = self._steps % max(1, untyped.log_every_n_steps) == 0
         loss = outputs.get("loss") if logs and isinstance(outputs, Mapping) else None
         value = float(loss) if isinstance(loss, Tensor) else None
         if not self._part.step(value, self._tokens):
@@ -136,27 +138,27 @@ class DiLoCoCallback(Callback):
             pl_module.log_dict(numbers, on_step=True, on_epoch=False, batch_size=1)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leaves the run; if it is over, the module has the final weights afterwards."""
+        """Leave the run; if it is over, the module has the final weights afterwards."""
         self._part.end()
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Leaves the run at once."""
+        """Leave the run at once."""
         self._part.end(exception)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the Trainer's checkpoints keep of it."""
+        """Return the counters for the Trainer's checkpoints."""
         if self.learner is None:
             return {"tokens": 0}
         return {"tokens": self.learner.tokens, "steps": self.learner.steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on counting from there."""
+        """Continue to count from a `state_dict`."""
         self._before = int(state_dict["tokens"])
         self._made = state_dict.get("steps")
 
 
 def tokens_of(batch: Any) -> Tensor | int | None:
-    """What a batch is trained on: see `loops.counted`."""
+    """Return the tokens, or samples, of a batch; see `loops.counted`."""
     return counted((batch,), {})

@@ -38,24 +38,25 @@ except ImportError as error:
 
 
 class DiLoCoMixin:
-    """Makes a class of torchtitan trainers learners of a run: `DiLoCoTrainer` is the plain one.
+    """Makes a class of torchtitan trainers learners of a run.
 
-    Of another one it is ``class Mine(DiLoCoMixin, Another)``.
+    `DiLoCoTrainer` is the result for torchtitan's `Trainer`. For a subclass of it, write
+    ``class Mine(DiLoCoMixin, Another)``.
 
-    It joins when training begins: the model takes the run's weights, also if torchtitan has just
-    loaded a checkpoint, whose optimizers, schedules, step and data stay. Training stops when the
-    run's budget is spent, or at torchtitan's own ``training.steps``. If the run is over then, the
-    model has its final weights, and torchtitan's checkpointer writes them.
+    It joins when training begins. The model takes the run's weights, even if torchtitan has just
+    loaded a checkpoint; the checkpoint's optimizers, schedules, step and data are kept. Training
+    stops when the run's budget is spent, or at torchtitan's ``training.steps``. If the run is over
+    then, the model has the final weights, and torchtitan's checkpointer writes them.
 
-    Steps are the optimizer's, and tokens are torchtitan's own count of them (``n_tokens_seen``),
-    whatever is accumulated or cut. All ranks are one learner: FSDP2, tensor parallel or a pipeline,
-    as in torchtitan's ``parallelism``.
+    A step is a step of the optimizer. Tokens are torchtitan's count (``ntokens_seen``), also with
+    gradient accumulation. All ranks are one learner: FSDP2, tensor parallel or a pipeline, as in
+    torchtitan's ``parallelism``.
 
     Args:
-        config: torchtitan's own (``JobConfig``).
+        config: torchtitan's configuration (``JobConfig``).
         syncer: See `Learner`, as for the following arguments.
         name: Name of this learner in the run, the same after each restart.
-        auth_token: The run's secret.
+        auth_token: The run's auth token.
         tls: Certificates for a syncer at ``https://``.
         timeouts: How long to wait for the syncer.
         state_sharing: The state that a new learner gets from another one.
@@ -63,7 +64,7 @@ class DiLoCoMixin:
         sync_ranks: How many ranks exchange data with the syncer.
 
     Raises:
-        ConfigError: In ``train``, see `Learner`.
+        ConfigError: In ``train``; see `Learner`.
     """
 
     def __init__(
@@ -98,21 +99,21 @@ class DiLoCoMixin:
 
     @property
     def _trainer(self) -> Any:
-        """This one, as torchtitan has it: torchtitan has no types."""
+        """This object without a type, because torchtitan has no types."""
         return self
 
     @property
     def learner(self) -> Learner | None:
-        """The learner, from the beginning of training on."""
+        """The learner; ``None`` before training begins."""
         return self._part.learner
 
     @property
     def rounds(self) -> int:
-        """Global versions of fragments that the model has taken."""
+        """Number of global versions of fragments that the model has received."""
         return self._part.rounds
 
     def train(self) -> None:
-        """See torchtitan's; leaves the run at its end."""
+        """Train as torchtitan's ``train`` does, and leave the run at the end."""
         base: Any = super()
         try:
             base.train()
@@ -124,14 +125,14 @@ class DiLoCoMixin:
             self._trainer.checkpointer.save(self._trainer.step, last_step=True)
 
     def should_continue_training(self) -> bool:
-        """See torchtitan's, which asks before each step, first when its checkpoint is loaded."""
-        if self.learner is None:
+        """Return whether another step follows, for torchtitan, which calls it before each step."""
+        if self.learner is None:  # the first call: torchtitan has just loaded its checkpoint
             self._join()
         base: Any = super()
         return bool(base.should_continue_training()) and self._goes_on
 
     def train_step(self, data_iterator: Any) -> None:
-        """See torchtitan's: one step of the optimizer, and the learner's after it."""
+        """Train one step of the optimizer as torchtitan does, and report it to the learner."""
         base: Any = super()
         before = self._trainer.ntokens_seen
         base.train_step(data_iterator)
@@ -141,16 +142,16 @@ class DiLoCoMixin:
 
     def _join(self) -> None:
         trainer = self._trainer
-        tokens = trainer.ntokens_seen  # this rank's
+        tokens = trainer.ntokens_seen  # of this rank
         if trainer.parallel_dims.dp_cp_enabled:
             count = torch.tensor(tokens, dtype=torch.int64, device=trainer.device)
             tokens = dist_sum(count, trainer.parallel_dims.get_optional_mesh("loss"))
         optimizers = trainer.optimizers.optimizers
-        # Not torchtitan's container of several: a look at its state makes a step of each.
+        # Not torchtitan's container of optimizers: reading its state makes a step of each of them.
         self._part.begin(trainer.model_parts, list(optimizers), trainer.step, int(tokens))
 
     def _logged(self, step: int, loss: float, *numbers: Any, **named: Any) -> None:
-        """The metrics of a step: the run's are added, and the loss goes to the run."""
+        """Log a step's metrics with those of the run, and keep the loss for the step's report."""
         trainer = self._trainer
         if not trainer.parallel_dims.pp_enabled or trainer.pp_has_last_stage:
             self._loss = float(loss)

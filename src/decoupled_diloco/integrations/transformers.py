@@ -44,13 +44,14 @@ except ImportError as error:
 class DiLoCoCallback(TrainerCallback):
     """Makes a `Trainer` a learner of a run.
 
-    It joins when training begins: the model takes the run's weights, also if the Trainer has just
-    resumed from a checkpoint, whose optimizer, schedule and position in the data stay. Training
-    stops when the run's budget is spent or ``max_steps`` are made, whichever is first; so give
-    ``max_steps`` more than the budget. If the run is over then, the model has its final weights.
+    It joins when training begins. The model takes the run's weights, even if the Trainer has just
+    resumed from a checkpoint; the checkpoint's optimizer, schedule and position in the data are
+    kept. Training stops when the run's budget is spent or after ``max_steps``, whichever is first.
+    So set ``max_steps`` larger than the budget. If the run is over then, the model has the final
+    weights.
 
-    With ``load_best_model_at_end`` the model has the Trainer's best weights instead: they are
-    loaded after this learner has left, so the run gets what was trained.
+    With ``load_best_model_at_end`` the model has the Trainer's best weights instead. The Trainer
+    loads them after this learner has left, so the run receives the trained weights.
 
     Steps are the Trainer's. Tokens are counted from the model's inputs, without padding. Only
     trainable parameters are synchronized: with PEFT, only the adapter.
@@ -58,7 +59,7 @@ class DiLoCoCallback(TrainerCallback):
     Args:
         syncer: See `Learner`, as for the following arguments.
         name: Name of this learner in the run, the same after each restart.
-        auth_token: The run's secret.
+        auth_token: The run's auth token.
         tls: Certificates for a syncer at ``https://``.
         timeouts: How long to wait for the syncer.
         state_sharing: The state that a new learner gets from another one.
@@ -66,7 +67,7 @@ class DiLoCoCallback(TrainerCallback):
         sync_ranks: How many ranks exchange data with the syncer.
 
     Raises:
-        ConfigError: In `Trainer.train`, see `Learner`.
+        ConfigError: In `Trainer.train`; see `Learner`.
     """
 
     def __init__(
@@ -95,23 +96,28 @@ class DiLoCoCallback(TrainerCallback):
 
     @property
     def learner(self) -> Learner | None:
-        """The learner, from the beginning of training on."""
+        """The learner; ``None`` before training begins."""
         return self._part.learner
 
     @property
     def rounds(self) -> int:
-        """Global versions of fragments that the model has taken."""
+        """Number of global versions of fragments that the model has received."""
         return self._part.rounds
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Joins the run."""
+        """Join the run.
+
+        Raises:
+            ConfigError: The Trainer uses DeepSpeed or FSDP; see also `Learner`.
+        """
         for name in ("deepspeed", "fsdp"):
             if getattr(args, name, None):
                 raise ConfigError(
-                    f"{name}= in the TrainingArguments: it keeps the weights elsewhere than in the "
-                    "model. Use DDP, or FSDP2 in a loop of your own (docs/how-to/many-gpus.md)"
+                    f"{name}= in the TrainingArguments cannot be combined with a learner, because "
+                    "it keeps the weights outside of the model: use DDP, or FSDP2 in a custom loop "
+                    "(docs/how-to/many-gpus.md)"
                 )
         tokens = int(state.num_input_tokens_seen)
         self._part.begin(given["model"], given["optimizer"], state.global_step, tokens)
@@ -119,7 +125,7 @@ class DiLoCoCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> TrainerControl:
-        """One step of the optimizer is made."""
+        """Report one step of the optimizer."""
         if not self._part.step(self._loss):
             control.should_training_stop = True
         self._loss = None
@@ -128,18 +134,18 @@ class DiLoCoCallback(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Leaves the run if training ends here: before the Trainer loads its best checkpoint."""
+        """Leave the run if training ends here, before the Trainer loads its best checkpoint."""
         if control.should_training_stop:
             self._part.end()
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Adds the run's numbers; the loss goes to the run with the next step."""
+        """Add the run's metrics, and report the loss with the next step."""
         if self.learner is None:
             return
         logs: dict[str, Any] = given["logs"]
-        if "train_runtime" in logs:  # The last ones; the best checkpoint is loaded after them.
+        if "train_runtime" in logs:  # the last log; the Trainer then loads its best checkpoint
             self._part.end()
         if "loss" in logs:
             self._loss = float(logs["loss"])
@@ -148,7 +154,7 @@ class DiLoCoCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Leaves the run; if it is over, the model has the final weights afterwards."""
+        """Leave the run; if it is over, the model has the final weights afterwards."""
         self._part.end()
 
 

@@ -1,11 +1,11 @@
-"""One process that takes part in a run: what exchanges fragments with the syncer beside its loop.
+"""One process of a run, which exchanges fragments with the syncer while its loop trains.
 
-A program enters by `decoupled_diloco.participants`, whose docstring says what lives where. Two
+The public entry point is `decoupled_diloco.participants`; its docstring lists what lives where. Two
 threads meet here: the program's *training thread* (`party`, `boundary`, `ending`, `model`, `store`)
 and the *background* (`background`, `connections`, `payloads`, `transfers`), which has an event loop
 and one worker. They share one `LearnerMachine` and its tensors (`shared`, `exchange`) under one
-lock, which nothing holds for longer than a decision and the boundary's own copies take.
+lock. The lock is held only for a decision and for the copies of a step boundary.
 
-Nothing here knows of other ranks: `ranks` builds on this package. All time, randomness, threads and
-files come from the runtime, so all of it but `process` and `launched` runs on virtual machines.
+This package has no code for other ranks: `ranks` builds on it. Time, randomness, threads and files
+come from the runtime, so everything except `process` and `launched` also runs on virtual machines.
 """

@@ -1,4 +1,4 @@
-"""Creates the parts of a learner from the arguments of its constructor."""
+"""Create the parts of a learner from the arguments of its constructor."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def checkpointer_of(
     objects: Mapping[str, Any],
     kind: Callable[..., Checkpointer] = Checkpointer,
 ) -> Checkpointer:
-    """Create what takes the checkpoints of a `Learner`.
+    """Create the object that takes the checkpoints of a `Learner`.
 
     Raises:
         ConfigError: The learner has no name, or a state cannot be saved.
@@ -59,7 +59,7 @@ def checkpointer_of(
 
 
 def transfers_of(objects: Mapping[str, Any], shared: Sequence[str]) -> StateTransfers:
-    """Create what a `Learner` exchanges its state with other learners by.
+    """Create the object that exchanges a `Learner`'s state with other learners.
 
     Args:
         objects: The optimizer and the other objects with a state, by name.
@@ -82,9 +82,15 @@ def endpoint_of(
     address: str | None,
     name: str,
     token: str | None,
-    look: Callable[[Callable[[WatchedLearner], dict[str, Any]]], dict[str, Any]],
+    read: Callable[[Callable[[WatchedLearner], dict[str, Any]]], dict[str, Any]],
 ) -> MetricsEndpoint | None:
     """Create the endpoint at which Prometheus scrapes a `Learner`, if it has an address.
+
+    Args:
+        address: Address to listen on; `None`: do not listen.
+        name: The learner's name.
+        token: The auth token that a scraper must send, if any.
+        read: Calls a function with the watched learner and returns the result.
 
     Raises:
         ConfigError: The address is not valid, or is open to other machines without a token; or
@@ -100,14 +106,14 @@ def endpoint_of(
         raise ConfigError(
             f"metrics_address={address!r} needs prometheus-client: {INSTALL}"
         ) from None
-    return MetricsEndpoint(address, name, read_secret(token), partial(learner_metrics, look))
+    return MetricsEndpoint(address, name, read_secret(token), partial(learner_metrics, read))
 
 
 def step_log_of(tracker: str | None, name: str) -> StepLog | None:
-    """Create what sends a `Learner`'s metrics to an experiment tracker, if it has one.
+    """Create the log that sends a `Learner`'s metrics to an experiment tracker, if it has one.
 
     Raises:
-        ConfigError: The tracker is not known, or its library is not installed.
+        ConfigError: The tracker is unknown, or its library is not installed.
     """
     if tracker is None:
         return None

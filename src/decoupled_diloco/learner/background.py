@@ -1,8 +1,8 @@
 """The background of a learner or observer: one thread, one event loop, all of its connections.
 
-The trainer and the background share one `LearnerMachine`, with the driver's monitor as its lock. It
-is held for a decision and for what belongs to it: the orders of a step boundary, and copies of what
-is sent. The event loop executes all other orders.
+The trainer and the background share one `LearnerMachine`, and the driver's monitor is its lock. The
+lock is held for a decision and for what must happen with it: the orders of a step boundary, and
+copies of what is sent. The event loop executes all other orders.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from decoupled_diloco.errors import (
     DilocoError,
     TransportError,
 )
-from decoupled_diloco.learner.checkpointer import Checkpointer, tell_recovery
+from decoupled_diloco.learner.checkpointer import Checkpointer, log_recovery
 from decoupled_diloco.learner.connections import (
     CoordinatorSession,
     ProcessIdentity,
     ShardLinks,
-    require_sense_of_coordinator,
+    require_valid_from_coordinator,
 )
 from decoupled_diloco.learner.exchange import LearnerTensors
 from decoupled_diloco.learner.learner_model import layout_text
@@ -61,35 +61,35 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _NO_MAIN_THREAD = (
-    "the program's main thread has ended, and no exchange goes on without it: let it wait for the "
-    "thread that trains"
+    "the program's main thread has ended, and the exchange stops with it: let it join the thread "
+    "that trains"
 )
 
 STATS_SECONDS = 5.0
-"""How often the bytes moved are written to the tape."""
+"""Interval at which the bytes moved are written to the tape."""
 
 
 class Background:
     """Connections, transfers and the event loop's thread.
 
     Args:
-        identity: Who this process is.
-        addresses: One or several shards' addresses; each knows where the coordinator is.
+        identity: Identity of this process.
+        addresses: Addresses of one or several shards; each can refer to the coordinator.
         store: The parameters.
-        client: Makes the transport's client, inside the loop.
-        tape: Where events go, or ``None``.
-        timeouts: How long it waits for the run.
-        exchange: Makes what carries out orders about payloads.
-        checkpointer: A learner's own checkpoint; ``None`` for observers.
-        transfers: What a learner gives to others and takes from them.
+        client: Creates the transport's client; called in the event loop.
+        tape: Creates the event tape from its header; ``None``: write none.
+        timeouts: How long to wait for the run.
+        exchange: Creates the object that executes orders about payloads.
+        checkpointer: A learner's checkpointer; ``None`` for observers.
+        transfers: The state that a learner shares with others and takes from them.
 
     Attributes:
-        restoring: The learner goes on from its own checkpoint, which the trainer puts back.
+        restoring: The learner continues from its own checkpoint, which the trainer restores.
         links: The connections to the shards.
-        bodies: What carries out what is ordered about bodies.
-        run_id: The id of the run, once it has let this process in.
+        bodies: Executes the orders about payloads.
+        run_id: Id of the run; empty before the run has admitted this process.
         index: The number of this learner's name in the run.
-        count: How many learners the run expected when it let this process in first.
+        count: Number of learners that the run expected when it first admitted this process.
     """
 
     def __init__(
@@ -140,11 +140,15 @@ class Background:
         )
 
     def start(self) -> None:
-        """Starts the event loop."""
+        """Start the event loop's thread."""
         self._beside = runtime().beside(self._run, "ddiloco")
 
     def tell(self, event: messages.LearnerEvent, loss: float | None = None) -> StepPlan:
-        """Tells the machine a fact, and carries the boundary out; ``loss`` is for the report."""
+        """Pass a fact to the machine and execute the boundary; ``loss`` is for the report.
+
+        Orders for the tensors run under the lock, together with the decision. The caller must
+        execute what the returned plan has left.
+        """
         shared = self._require_shared()
         with self.changed:
             orders = self._boundary = []
@@ -161,9 +165,9 @@ class Background:
         return StepPlan.of(orders)
 
     def _in_loop(self, work: Callable[[], None]) -> None:
-        """Has the event loop do something, if there is one; it may just be ending."""
+        """Call ``work`` in the event loop, if there is one."""
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RuntimeError):  # the loop is already closed
                 self._loop.call_soon_threadsafe(work)
 
     def _broken(self, error: BaseException) -> None:
@@ -174,19 +178,19 @@ class Background:
         self.fail(DilocoError(f"the background of {self.identity.name} failed: {error!r}"))
 
     def sample(self, sample: Sample) -> None:
-        """Writes a measurement to the tape."""
+        """Write a measurement to the tape."""
         with self.changed:
             if self._tape is not None:
                 self._tape.sample(now(), sample)
 
     def stop(self, farewell: str, *, abrupt: bool = False, wait_seconds: float = 5.0) -> None:
-        """Says goodbye to the shards, closes all connections, ends the thread.
+        """Leave the shards, close all connections and end the thread.
 
         Args:
-            farewell: What to say; nothing if empty.
-            abrupt: An exception may have struck between the machine and its tape: the tape ends
-                here, so that what is on it can be replayed exactly.
-            wait_seconds: How long to wait for the thread, which has a stopped peer to talk to.
+            farewell: The reason to send to the shards; empty: send nothing.
+            abrupt: An exception may have occurred between a decision and its record. The tape ends
+                here, so that its content can be replayed exactly.
+            wait_seconds: How long to wait for the thread, whose peer may not answer.
         """
         with self.changed:
             if abrupt:
@@ -233,13 +237,13 @@ class Background:
 
     @at_decision(messages.Hold, messages.Release, messages.EndTraining)
     def _for_the_trainer(self, order: messages.LearnerEffect) -> None:
-        """Between boundaries the trainer sees it in the machine's state."""
+        """Add the order to the boundary; outside of one, the machine's state has it."""
         if self._boundary is not None:
             self._boundary.append(order)
 
     @at_decision(messages.Send)
     def _with_loss(self, order: messages.Send) -> messages.Message:
-        """The message; the report of a step with the step's loss in it."""
+        """Return the message; the report of a step receives the step's loss."""
         message: messages.Message = order.message
         return message if self._loss is None else with_loss(message, self._loss)
 
@@ -248,10 +252,10 @@ class Background:
         if order.peer == COORDINATOR:
             self._coordinator.tell(message)
         else:
-            self.links.say(shard_of(order.peer), message)
+            self.links.send(shard_of(order.peer), message)
 
     @executes(messages.Ready)
-    def _is_ready(self, order: messages.Ready) -> None:
+    def _mark_ready(self, order: messages.Ready) -> None:
         with self.changed:
             self.ready = True
             self.changed.notify()
@@ -263,7 +267,7 @@ class Background:
 
     @executes(messages.Recovered)
     def _recovered(self, order: messages.Recovered) -> None:
-        tell_recovery(self.identity.name, order)
+        log_recovery(self.identity.name, order)
 
     @executes(ForgetCheckpoints)
     def _forget_checkpoints(self, order: ForgetCheckpoints) -> None:
@@ -271,15 +275,15 @@ class Background:
             self.checkpointer.forget_checkpoints(order.keep, order.before)
 
     @executes(messages.Expelled, messages.Relabel, messages.RunOver)
-    def _known(self, order: messages.LearnerEffect) -> None:
-        """The machine's state says it, or the connection has heard the same."""
+    def _ignore(self, order: messages.LearnerEffect) -> None:
+        """Do nothing: the machine's state or the connection already has the same information."""
 
     def tell_later(self, event: messages.LearnerEvent) -> None:
-        """`tell` for another thread."""
+        """Pass a fact to the machine in the event loop; called by other threads."""
         self._require_shared().driver.in_loop(self.told, event)
 
     def wake(self) -> None:
-        """Has who waits for a change look again; for another thread."""
+        """Wake all waits for a change; called by other threads."""
         with self.changed:
             self.changed.notify()
 
@@ -342,7 +346,7 @@ class Background:
 
     @property
     def client(self) -> Client:
-        """What dials."""
+        """The client that opens connections."""
         assert self._client is not None, "the loop runs"
         return self._client
 
@@ -370,7 +374,7 @@ class Background:
 
     def send(self, shard: int, message: messages.Message) -> None:
         """See `Context`."""
-        self.links.say(shard, message)
+        self.links.send(shard, message)
 
     async def confirmed(self, shard: int) -> None:
         """See `Context`."""
@@ -381,20 +385,23 @@ class Background:
         return self._require_shared().driver.spawn(work)
 
     async def _end_with_the_program(self) -> None:
-        """A program that ends without `close`, by Ctrl-C say, is not held up by this thread."""
+        """Leave the run when the program ends without `close`, for example by Ctrl-C.
+
+        Otherwise this thread would keep the process alive.
+        """
         await runtime().program_ended()
         self.fail(DilocoError(_NO_MAIN_THREAD))
         self._leave("its program has ended")
 
     async def _watch(self) -> None:
-        """Bytes to the tape now and then; gives up when nobody was there for too long."""
+        """Write the bytes moved to the tape, and check how long no shard has been reachable."""
         while True:
             await asyncio.sleep(min(STATS_SECONDS, self._disconnect_seconds or STATS_SECONDS))
             self.sample(BytesMoved.of(self.client.stats))
             self.check_patience("no shard has been reachable")
 
     async def _write_tape(self) -> None:
-        """Brings the tape to the disk, in a thread: neither the trainer nor the loop waits."""
+        """Flush the tape in a thread, so that neither the trainer nor the loop waits."""
         while True:
             await asyncio.sleep(FLUSH_SECONDS)
             if (tape := self._tape) is not None and tape.waiting:
@@ -416,13 +423,13 @@ class Background:
         config = read_public(admitted.settings)
         with self.changed:
             if self.shared is not None:
-                self.shared.config = config  # joined again: the budget may be another one by now
+                self.shared.config = config  # joined again: the budget may have changed
                 return
             layout, me = Layout.from_text(admitted.layout), self.identity
             machine = LearnerMachine(options_of(config), me.name, admitted.epoch, me.nonce, me.role)
             plan, alpha = plan_of(layout, config), config.sync.apply.blend_alpha
             tensors = LearnerTensors(plan, self._store, alpha)
-            if self._make_tape and not self._stop_asked:  # else it would stay open
+            if self._make_tape and not self._stop_asked:  # after `stop`, no caller would close it
                 self._tape = self._make_tape(header_of(machine, config))
             driver = Driver[messages.LearnerEvent, messages.LearnerEffect](
                 machine, tape=self._tape, on_failure=self._broken, monitor=self.changed
@@ -438,17 +445,18 @@ class Background:
             if self.checkpointer is not None:
                 self._begin(self.shared, self.checkpointer)
             self.changed.notify()
-        logger.info("%s has joined %s, epoch %d", me.name, config.run.name, admitted.epoch)
+        logger.info("%s joined %s as incarnation %d", me.name, config.run.name, admitted.epoch)
 
-    def heard_of_coordinator(self, message: messages.ToMember) -> None:
+    def coordinator_sent(self, message: messages.ToMember) -> None:
         """See `Context`."""
         machine = self._require_shared().machine
         data = machine.state.data
-        require_sense_of_coordinator(message, machine.options, None if data is None else data.parts)
+        partitions = None if data is None else data.parts
+        require_valid_from_coordinator(message, machine.options, partitions)
         self.told(messages.Received(COORDINATOR, message))
 
     def _begin(self, shared: Shared, checkpointer: Checkpointer) -> None:
-        """Tells the machine what this process begins with."""
+        """Notify the machine of the state that this process begins with."""
         numels = tuple(part.numel for part in shared.tensors.plan.fragments)
         checkpoint = checkpointer.fitting(self.run_id, numels)
         gives = self._transfers.wanted
@@ -460,18 +468,18 @@ class Background:
             shared.tensors.published = [held.published for held in checkpoint.fragments]
             # break: residuals-not-restored
             shared.tensors.residuals = [held.residual for held in checkpoint.fragments]
-        why = f"its own checkpoint of step {checkpoint.steps}, epoch {checkpoint.epoch}"
+        why = f"its own checkpoint of step {checkpoint.steps}, incarnation {checkpoint.epoch}"
         self.told(messages.Began(checkpoint.kept(), why, gives=gives))
 
     @property
     def is_too_late(self) -> bool:
-        """Whether the shards have finished and gone: what is not here by now never comes."""
+        """Whether the shards have finished and gone, so that missing copies never arrive."""
         shards = () if self.shared is None else self.shared.machine.state.shards
         return any(s.finished for s in shards) and not any(s.linked for s in shards)
 
     @property
     def refused(self) -> str:
-        """Why the run does not take this process, in words; empty: it does."""
+        """Why the run rejects this process, as text; empty if it does not."""
         return self._coordinator.refused or next(iter(self.links.refusals.values()), "")
 
     async def in_worker(self, task: Callable[[], _T]) -> _T:
@@ -481,6 +489,6 @@ class Background:
     async def _in_executor(self, executor: Executor | None, task: Callable[[], _T]) -> _T:
         try:
             running = asyncio.get_running_loop().run_in_executor(executor, task)
-        except RuntimeError:  # The program ends, by itself or by `stop`: executors go first.
+        except RuntimeError:  # the program is ending, and executors are shut down before the loop
             raise asyncio.CancelledError from None
         return await running

@@ -1,9 +1,9 @@
-"""What happens to a learner's parameters between two of its steps.
+"""The step boundary: changes to a learner's parameters between two of its steps.
 
-At a boundary the machine hears that a step is finished (or that the loop looks again), and what it
-orders is done at once, on the training thread: staged copies are applied, due fragments are copied,
-checkpoints are taken. `Boundary` does that for the process that has the machine. In a learner of
-several ranks that is rank 0, and its store turns what is ordered into the plan of all ranks.
+At a boundary the machine receives that a step is finished, or that the loop is paused. The training
+thread executes its orders at once: it applies staged copies, copies due fragments and takes
+checkpoints. `Boundary` does that in the process that has the machine. In a learner of several ranks
+this is rank 0, and its store turns the orders into the plan of all ranks.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from decoupled_diloco.protocol.recovery import kept as kept_fragments
 
 @dataclass(frozen=True)
 class LearnerProgress:
-    """How far a learner and its run are, at one boundary.
+    """The progress of a learner and its run at one boundary.
 
     Attributes:
-        steps: The learner's own, those of earlier processes included if they are known.
-        tokens: The learner's own, as ``steps``.
-        discarded_tokens: Token-fragments whose training an overwrite threw away, divided by the
-            fragments.
+        steps: The learner's steps, including those of earlier processes if they are known.
+        tokens: The learner's tokens, counted as ``steps``.
+        discarded_tokens: Token-fragments whose training an overwrite discarded, divided by the
+            number of fragments.
         global_step: The run's step.
         budget_reached: Whether the run's budget is spent.
         over: Whether every shard has finished.
-        refused: Why the syncer does not take this process any more; empty: it does.
-        goes_on: Whether another step is wanted.
+        refused: Why the syncer rejects this process now; empty if it does not.
+        goes_on: Whether the learner continues with another step.
     """
 
     steps: int = 0
@@ -55,20 +55,20 @@ class LearnerProgress:
 
 
 class Boundary:
-    """See the module; used by the training thread.
+    """Executes step boundaries; see the module. Only the training thread uses it.
 
     Args:
         membership: The process's membership of the run.
         checkpointer: Takes its checkpoints.
-        transfers: What it gives to others and takes from them.
+        transfers: The state that it shares with other learners and takes from them.
         trained: The program's model.
 
     Attributes:
-        stop_requested: No step waits any more, and `LearnerProgress.goes_on` is false.
-        applied: The version of each fragment that was taken since this was emptied, for the ranks
-            that follow this one.
-        untrained: Steps and tokens that the machine was told of, and that will not be trained: it
-            is told of a step ahead where several ranks have to agree.
+        stop_requested: From now on no step waits, and `LearnerProgress.goes_on` is false.
+        applied: Fragment to version, for fragments applied since this was last emptied; read by the
+            ranks that follow this one.
+        untrained: Steps and tokens that the machine has counted but that will not be trained.
+            Several ranks must agree on a step before they train it, so the machine counts it first.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Boundary:
 
     @property
     def progress(self) -> LearnerProgress:
-        """As it is at this instant."""
+        """The progress at this instant."""
         membership, before = self.membership, self.checkpointer.counted
         state, (steps, tokens) = membership.state, self.untrained
         return LearnerProgress(
@@ -103,19 +103,23 @@ class Boundary:
         )
 
     def count_from(self, steps: int, tokens: int) -> None:
-        """Counts on from the numbers of an earlier process."""
+        """Continue to count from the numbers of an earlier process."""
         own, before = self.membership.state, self.checkpointer.counted
         counted = Counted(steps - own.step, tokens - own.tokens, before.discarded_tokens)
         self.checkpointer.counted = counted
 
     @property
     def goes_on(self) -> bool:
-        """Whether another step is wanted."""
+        """Whether the learner continues with another step."""
         state = self.membership.state
         return not (self.stop_requested or state.ended or state.leaving)
 
     def begin(self) -> None:
-        """The first one: what an earlier process has kept, then what is newer."""
+        """Execute the first boundary: restore or adopt a state, then apply what is newer.
+
+        Raises:
+            ConfigError: The checkpoint or the other learner's state does not fit this learner.
+        """
         membership, trained = self.membership, self.trained
         restoring, provided = membership.background.restoring, False
         config = membership.shared.config
@@ -123,7 +127,7 @@ class Boundary:
         if restoring:
             self.checkpointer.restore()
         elif self._transfers.taken is not None:
-            self.checkpointer.adopt("the donor", self._transfers.taken)
+            self.checkpointer.adopt("the state provider", self._transfers.taken)
             self._transfers.taken = None
             provided = True
         self.at(Paused())
@@ -132,7 +136,7 @@ class Boundary:
             trained.copies.reset(trained.module.parameters())
 
     def at(self, event: StepFinished | Paused, loss: float | None = None) -> StepPlan:
-        """Carries a boundary out; its part of a checkpoint comes first."""
+        """Execute a boundary; a checkpoint of the run is taken first."""
         background, checkpointer = self.membership.background, self.checkpointer
         checkpointer.changing = True
         plan = background.tell(event, loss)
@@ -140,8 +144,8 @@ class Boundary:
         if self.trained.last is not None:
             self.trained.last.mark()
         if plan.checkpoint is not None:
-            # The run's checkpoint holds what is here before anything newer is applied, so the
-            # machine orders the rest of this boundary only when it hears of it again.
+            # The run's checkpoint must hold the state before anything newer is applied. So the
+            # machine orders the rest of this boundary only at the `Paused` that follows.
             self._keep_for_run(plan.checkpoint)
             rest = background.tell(Paused())
             plan = StepPlan(plan.orders + rest.orders, plan.hold or rest.hold)
@@ -151,31 +155,34 @@ class Boundary:
         return plan
 
     def pause(self) -> tuple[int, ...]:
-        """Looks again without a step; returns the fragments that were applied."""
+        """Execute a boundary without a step; return the fragments that were applied."""
         return self.at(Paused()).applied
 
     def _keep_for_run(self, order: TakeCheckpoint) -> None:
-        """Takes this learner's part of a checkpoint of the run."""
+        """Take this learner's part of a checkpoint of the run."""
         background, written = self.membership.background, self.keep(order.number)
 
-        def tell(part: Written) -> None:
+        def report(part: Written) -> None:
             made = Done(order, Made(part.digest, part.nbytes))
             background.tell_later(Failed(order, part.problem) if part.problem else made)
 
         if written is None:
-            tell(Written("", 0, "it keeps no checkpoints"))
+            report(Written("", 0, "it keeps no checkpoints"))
         else:
-            written.add_done_callback(lambda done: tell(done.result()))
+            written.add_done_callback(lambda done: report(done.result()))
 
     def keep(self, run_checkpoint: int | None = None) -> Future[Written] | None:
-        """Takes a checkpoint now; see `Learner.checkpoint`."""
+        """Take a checkpoint now; see `Learner.checkpoint`."""
         outline = self.outline(run_checkpoint)
         if outline is None:
             return None
         return self.checkpointer.take(outline, self.membership.background.sample)
 
     def outline(self, run_checkpoint: int | None) -> LearnerCheckpoint | None:
-        """The numbers and published copies of this boundary; `None` before all are held."""
+        """Return the numbers and published copies of this boundary, without model and state.
+
+        `None` before the learner holds a published copy of each fragment.
+        """
         background, shared = self.membership.background, self.membership.shared
         steps, tokens = self.untrained
         with background.changed:
@@ -208,7 +215,10 @@ class Boundary:
         )
 
     async def hold(self, waits: Waits) -> tuple[int, ...]:
-        """Waits for what is due; only with the run's setting ``wait="at_overlap"``."""
+        """Wait for due copies; return the fragments applied meanwhile.
+
+        The machine orders this wait only with the run's setting ``wait="at_overlap"``.
+        """
         membership, applied = self.membership, tuple[int, ...]()
         with membership.background.changed:
             while not self.stop_requested and membership.state.holding:

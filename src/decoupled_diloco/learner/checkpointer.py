@@ -1,7 +1,7 @@
-"""What a learner keeps of itself: copied at a step boundary, written by a thread of its own.
+"""Take a learner's checkpoints: copy at a step boundary, write in a separate thread.
 
-The copy to host memory is all that a step waits for. A disk that is slow costs checkpoints their
-frequency, a disk that is full costs them their being; both are told, and training goes on.
+A step waits only for the copy to host memory. On a slow disk checkpoints become rarer. On a full
+disk a checkpoint is lost. Both are logged or recorded, and training continues.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ logger = logging.getLogger(__name__)
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What can be kept and taken up again: optimizers, schedulers, data loaders."""
+    """An object whose state can be saved and restored: an optimizer, scheduler or data loader."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What it needs to go on from here, as nested plain values and tensors."""
+        """Return what it needs to continue from here, as nested plain values and tensors."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> object:
-        """Goes on from what `state_dict` gave."""
+        """Continue from a state that `state_dict` returned."""
         ...
 
 
 @dataclass(frozen=True)
 class Counted:
-    """A learner's counters over all of its lives."""
+    """A learner's counters over its earlier incarnations."""
 
     steps: int = 0
     tokens: int = 0
@@ -61,7 +61,7 @@ class Counted:
 
 @dataclass(frozen=True)
 class Written:
-    """What has become of a checkpoint: the digest over it and its size, or why there is none."""
+    """The result of a checkpoint: its digest and size in bytes, or the problem."""
 
     digest: str
     nbytes: int
@@ -69,23 +69,23 @@ class Written:
 
 
 class Checkpointer:
-    """Takes a learner's checkpoints and puts them back.
+    """Takes a learner's checkpoints and restores them.
 
     Args:
         learner: The learner's id.
-        model: Its model.
+        model: The learner's model.
         stateful: Name to object; the inner optimizer's name is ``"optimizer"``.
-        folder: Where checkpoints are, or `None`: none are kept.
-        every_seconds: How often `due` says so; 0: never.
+        folder: The folder of the checkpoints; `None`: take none.
+        every_seconds: Seconds between checkpoints, for `due`; 0: `due` is never true.
 
     Attributes:
-        writing: The checkpoint that is being written, or was last.
-        loaded: The newest checkpoint of an earlier life, until `restore` or `forget`.
-        counted: What earlier lives have counted.
-        changing: The parameters are between two states, in a step of their optimizer or a boundary.
+        writing: The checkpoint that is being written, or the last one.
+        loaded: The newest checkpoint of an earlier incarnation, until `restore` or `forget`.
+        counted: The counters of earlier incarnations.
+        changing: Whether the parameters are inconsistent: in an optimizer step or in a boundary.
 
     Raises:
-        ConfigError: An object's state cannot be kept, or it has no state at all.
+        ConfigError: An object has no state, or its state cannot be saved.
         StorageError: The folder cannot be read.
     """
 
@@ -119,34 +119,37 @@ class Checkpointer:
             optimizers.on_step(lambda _: self._change(False), lambda: self._change(True))
 
     def _require_model_kept(self) -> None:
-        """Refuse a model whose state no checkpoint can hold, now and not at the first one."""
+        """Reject a model whose state cannot be saved, before the first checkpoint fails."""
         try:
             pack(dict(self._model.state_dict()))
         except ConfigError as error:
             raise ConfigError(
-                f"checkpoint= cannot keep the model: {error}. A buffer that a restart builds again "
-                "can be registered with persistent=False"
+                f"checkpoint= cannot save the model: {error}. If a restart builds that buffer "
+                "again, register it with persistent=False"
             ) from error
 
     def _change(self, changing: bool) -> None:
         self.changing = changing
 
     def fits(self, run: str, fragment_numels: tuple[int, ...]) -> str:
-        """Why the checkpoint of an earlier life cannot be gone on from here; empty: it can."""
+        """Return why this learner cannot continue from `loaded`; empty if it can."""
         checkpoint = self.loaded
         if checkpoint is None:
             return "it has no checkpoint of its own"
         if checkpoint.learner != self.learner:
-            return f"its checkpoint is of learner {checkpoint.learner!r}"
+            return f"its checkpoint belongs to learner {checkpoint.learner!r}"
         if checkpoint.run != run:
             return "its checkpoint is of another run"
         numels = tuple(held.published.numel() for held in checkpoint.fragments)
         if numels and numels != fragment_numels:
-            return "its checkpoint is of another division of the model"
+            return "its checkpoint divides the model into other fragments"
         return ""
 
     def fitting(self, run: str, fragment_numels: tuple[int, ...]) -> LearnerCheckpoint | str:
-        """The checkpoint to begin with; or why there is none, in words: nothing of it is kept."""
+        """Return the checkpoint to begin with, or the reason why there is none.
+
+        If there is none, `loaded` is dropped.
+        """
         problem, checkpoint = self.fits(run, fragment_numels), self.loaded
         if not problem and checkpoint is not None:
             try:
@@ -157,30 +160,33 @@ class Checkpointer:
                 self.loaded = replace(checkpoint, fragments=held)
                 return self.loaded
         if checkpoint is not None:
-            logger.warning("%s: %s: it is not used", self.learner, problem)
+            logger.warning("%s does not use its checkpoint: %s", self.learner, problem)
         self.forget()
         return problem
 
     def with_published(self, held: HeldFragment) -> HeldFragment:
-        """With the published copy itself, wherever it was kept.
+        """Return the fragment with its published copy and residual in memory.
 
         Raises:
-            StorageError: It cannot be read.
+            StorageError: The copy cannot be read, or its digest is wrong.
         """
         if not isinstance(held.published, KeptBeside):
             return held
         values = held.published.read()
         if values_digest(values) != held.digest:
-            raise StorageError(f"the published copies in {held.published.folder} are corrupt")
+            raise StorageError(
+                f"the published copy of fragment {held.published.fragment} in "
+                f"{held.published.folder} is corrupt"
+            )
         residual = tuple(left.read() for left in held.residual)
         return replace(held, published=values, residual=residual)
 
     def forget(self) -> None:
-        """Lets the memory of `loaded` go."""
+        """Free the memory of `loaded`."""
         self.loaded = None
 
     def restore(self) -> None:
-        """Puts model, optimizer and all stateful objects back to what `loaded` has.
+        """Restore the model, the optimizer and all stateful objects from `loaded`.
 
         Raises:
             ConfigError: They do not fit.
@@ -196,7 +202,7 @@ class Checkpointer:
         if set(checkpoint.state) != set(self._stateful):
             raise ConfigError(
                 f"the checkpoint in {self._place} has the state of {sorted(checkpoint.state)}, "
-                f"this learner has {sorted(self._stateful)}: give the same stateful objects, or "
+                f"this learner has {sorted(self._stateful)}: pass the same stateful objects, or "
                 "another folder"
             )
         try:
@@ -210,7 +216,7 @@ class Checkpointer:
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"the checkpoint in {self._place} does not fit this learner ({error}): build the "
-                "same model and objects, or give another folder"
+                "same model and objects, or pass another folder"
             ) from error
         self._restored(checkpoint)
 
@@ -218,11 +224,15 @@ class Checkpointer:
         self.counted = Counted(checkpoint.steps, checkpoint.tokens, checkpoint.discarded_tokens)
         self.forget()
 
-    def adopt(self, donor: str, state: Mapping[str, Any]) -> None:
-        """Takes what a donor has given, as far as this learner has objects of these names.
+    def adopt(self, provider: str, state: Mapping[str, Any]) -> None:
+        """Load the shared states for which this learner has an object of the same name.
+
+        Args:
+            provider: The learner that shared them, for messages.
+            state: Name to state.
 
         Raises:
-            ConfigError: Something of it does not fit.
+            ConfigError: A state does not fit its object.
         """
         for name in sorted(state.keys() & self._stateful.keys()):
             try:
@@ -231,8 +241,8 @@ class Checkpointer:
                 raise
             except (RuntimeError, ValueError, KeyError, TypeError) as error:
                 raise ConfigError(
-                    f"the {name} of {donor} does not fit this learner's ({error}): build the same "
-                    "in every learner, or leave it out of StateSharing(objects=…)"
+                    f"the {name} of {provider} does not fit this learner's ({error}): build the "
+                    "same in every learner, or leave it out of StateSharing(objects=…)"
                 ) from error
 
     @property
@@ -241,7 +251,7 @@ class Checkpointer:
 
     @property
     def due(self) -> bool:
-        """Whether it is time for the next checkpoint, and the one before is written."""
+        """Whether the interval has passed and the previous checkpoint is written."""
         if self.folder is None or not self._every_seconds:
             return False
         if self.writing is not None and not self.writing.done():
@@ -249,20 +259,20 @@ class Checkpointer:
         return now() - self._taken_at >= self._every_seconds
 
     def take(
-        self, outline: LearnerCheckpoint, tell: Callable[[Sample], None]
+        self, outline: LearnerCheckpoint, record: Callable[[Sample], None]
     ) -> Future[Written] | None:
-        """Copies everything as it is at this step boundary, and has it written.
+        """Copy everything at this step boundary, and write it in the writer's thread.
 
         Args:
-            outline: All but `LearnerCheckpoint.model` and `LearnerCheckpoint.state`; digests of
-                the published copies are filled in by the writer.
-            tell: Called by the writer with what became of it.
+            outline: All but `LearnerCheckpoint.model` and `LearnerCheckpoint.state`. The writer
+                fills in missing digests of the published copies.
+            record: Called by the writer with the measurements.
 
         Returns:
-            Done when it is written or given up; `None`: no checkpoints are kept.
+            The result, once the checkpoint is written or has failed; `None` without a folder.
 
         Raises:
-            ConfigError: A stateful object's state cannot be kept.
+            ConfigError: A stateful object's state cannot be saved.
         """
         if self.folder is None:
             return None
@@ -271,11 +281,11 @@ class Checkpointer:
         copy = on_host(self._state(), memory)  # break: checkpoint-not-copied
         whole = replace(outline, model=copy["model"], state=copy["state"])
         copy_seconds = now() - started
-        self.writing = self._writer.submit(self._write_from, memory, whole, copy_seconds, tell)
+        self.writing = self._writer.submit(self._write_from, memory, whole, copy_seconds, record)
         return self.writing
 
     def prepare(self) -> None:
-        """Has the writer make memory for the first copy ready; call it when a step is finished."""
+        """Let the writer allocate memory for the first copy; call it when a step is finished."""
         if not self._prepared:
             self._prepared = True
             ready = host_memory(self._state())
@@ -290,16 +300,16 @@ class Checkpointer:
         memory: HostMemory,
         checkpoint: LearnerCheckpoint,
         copy_seconds: float,
-        tell: Callable[[Sample], None],
+        record: Callable[[Sample], None],
     ) -> Written:
-        """Writes, then keeps the memory for the next copy; one is enough, as `due` waits for it."""
+        """Write, then keep the memory for the next copy; one is enough, as `due` waits for it."""
         try:
-            return self._write(checkpoint, copy_seconds, tell)
+            return self._write(checkpoint, copy_seconds, record)
         finally:
             self._spare[:] = [memory]
 
     def _write(
-        self, checkpoint: LearnerCheckpoint, copy_seconds: float, tell: Callable[[Sample], None]
+        self, checkpoint: LearnerCheckpoint, copy_seconds: float, record: Callable[[Sample], None]
     ) -> Written:
         assert self.folder is not None
         started, nbytes, seal, problem = now(), 0, "", ""
@@ -310,28 +320,33 @@ class Checkpointer:
                 nbytes += sum(map(size_of, names_in(checkpoint.beside)))
         except (DilocoError, OSError) as error:
             problem = str(error)
-            logger.error("%s: no checkpoint of %s this time", error, self.learner)
+            logger.error("%s lost a checkpoint and continues training: %s", self.learner, error)
         seconds = now() - started
         of_run = checkpoint.run_checkpoint
-        tell(CheckpointWritten(checkpoint.steps, nbytes, copy_seconds, seconds, problem, of_run))
+        record(CheckpointWritten(checkpoint.steps, nbytes, copy_seconds, seconds, problem, of_run))
         return Written(seal, nbytes, problem)
 
     def forget_checkpoints(self, keep: tuple[int, ...], before: int) -> None:
-        """Deletes, in time, those that belong to checkpoints of the run that nobody needs."""
+        """Delete this learner's parts of unneeded checkpoints of the run, in the writer's thread.
+
+        Args:
+            keep: Numbers of the run's checkpoints that are needed.
+            before: Delete only parts of checkpoints with a smaller number.
+        """
         if self.folder is not None:
             needed = {*keep, self._reading}  # break: checkpoint-in-use-deleted
-            with contextlib.suppress(RuntimeError):  # closing
+            with contextlib.suppress(RuntimeError):  # the writer is closed
                 self._writer.submit(
                     self.folder.forget_checkpoints, lambda n: n < before and n not in needed
                 )
 
     @property
     def _reading(self) -> int | None:
-        """The checkpoint of the run from which this learner is about to go on."""
+        """The checkpoint of the run from which this learner is about to continue."""
         return None if self.loaded is None else self.loaded.run_checkpoint
 
     def close(self) -> None:
-        """Nothing more will be kept; what is being written is brought to its end."""
+        """Take no more checkpoints; the one that is being written is completed."""
         self._writer.shutdown(wait=False)
 
 
@@ -346,7 +361,7 @@ def _with_digests(checkpoint: LearnerCheckpoint) -> LearnerCheckpoint:
 def held_fragment(
     kept: KeptFragment, published: Values, residual: tuple[Values, ...]
 ) -> HeldFragment:
-    """A fragment of a checkpoint's outline; a digest that is not known is left to the writer."""
+    """Return a fragment of a checkpoint's outline; the writer fills in a missing digest."""
     numbers = (kept.version, kept.digest, kept.seal, kept.steps, kept.tokens)
     return HeldFragment(*numbers, published, residual)
 
@@ -372,10 +387,10 @@ def all_stateful(optimizer: Optimizers | None, state: Mapping[str, Any]) -> dict
     return objects if optimizers is None else {OPTIMIZER: optimizers, **objects}
 
 
-def tell_recovery(learner: str, recovered: Recovered) -> None:
-    """Logs how a learner has come by its state."""
+def log_recovery(learner: str, recovered: Recovered) -> None:
+    """Log the source of a learner's initial state."""
     logger.info(
-        "%s begins after %.1f s from %s: own progress goes on in %d of %d fragments (%s)",
+        "%s starts after %.1f s from %s: its progress continues in %d of %d fragments (%s)",
         learner,
         recovered.seconds,
         recovered.donor or recovered.way,
@@ -386,17 +401,21 @@ def tell_recovery(learner: str, recovered: Recovered) -> None:
 
 
 def require_stateful(name: str, thing: Any) -> None:
-    """Refuses what has no state, or one that cannot be kept.
+    """Reject an object without a state, or with a state that cannot be saved.
 
     Raises:
-        ConfigError: It is so.
+        ConfigError: The object is rejected.
     """
     if not isinstance(thing, Stateful):
         raise ConfigError(
-            f"stateful[{name!r}] is a {type(thing).__name__} without state_dict and "
-            "load_state_dict: give it both, or leave it out"
+            f"{_argument(name)} is a {type(thing).__name__} without state_dict and "
+            "load_state_dict: add both methods, or leave it out"
         )
     try:
         pack(thing.state_dict())
     except ConfigError as error:
-        raise ConfigError(f"stateful[{name!r}]: {error}") from error
+        raise ConfigError(f"{_argument(name)}: {error}") from error
+
+
+def _argument(name: str) -> str:
+    return "optimizer=" if name == OPTIMIZER else f"Checkpointing(state=…)[{name!r}]"

@@ -1,6 +1,6 @@
 """A participant's connections: to the coordinator, by which it joins the run, and to each shard.
 
-Both are kept until the run is over: a connection that breaks is made again, and training continues
+Both last until the run is over. After a connection breaks, it is made again, and training continues
 meanwhile. All of this runs on the background's event loop.
 """
 
@@ -43,15 +43,14 @@ from decoupled_diloco.units import format_duration
 logger = logging.getLogger(__name__)
 
 AGAIN_SECONDS = 60.0
-"""How often it is said again that something is still out of order."""
+"""Interval at which a lasting problem is logged again."""
 
 
 class TroubleLog:
-    """One thing that may be out of order: said at once, now and then again, and when it is over.
+    """Logs one problem: when it appears, then every ``AGAIN_SECONDS``, and when it is over.
 
-    All of it are warnings: who has read of a trouble wants to read of its end, and a loop that has
-    set up no logging shows nothing less.
-
+    All records are warnings, also that it is over: without any logging setup, Python shows warnings
+    only, and a reader of the first record needs the last one.
     """
 
     def __init__(self) -> None:
@@ -59,11 +58,11 @@ class TroubleLog:
         self._since = self._again_at = 0.0
 
     def tell(self, kind: str, sentence: str) -> None:
-        """Says what is out of order, unless it has just done so.
+        """Log a problem, unless it was logged less than ``AGAIN_SECONDS`` ago.
 
         Args:
-            kind: What, in words that stay the same while it lasts.
-            sentence: What to say; details may differ each time.
+            kind: Identifies the problem; the same text while it lasts.
+            sentence: The text to log; its details may differ each time.
         """
         at = now()
         if not self._kind:
@@ -75,17 +74,17 @@ class TroubleLog:
         self._kind, self._again_at = kind, at + AGAIN_SECONDS
 
     def over(self, sentence: str) -> None:
-        """Says that it is in order again, if it was said not to be."""
+        """Log that the problem is over, if it was logged."""
         if self._kind:
             logger.warning("%s, after %s", sentence, format_duration(now() - self._since))
         self._kind = ""
 
 
-def require_sense(message: messages.ToLearner, shard: int, options: Options) -> None:
-    """Refuses what a shard says of a fragment that is not its own.
+def require_valid_from_shard(message: messages.ToLearner, shard: int, options: Options) -> None:
+    """Reject a shard's message about a fragment that it does not own.
 
     Raises:
-        ProtocolError: names the fragment.
+        ProtocolError: The message is rejected; the error names the fragment.
     """
     named = [getattr(message, "fragment", None), *getattr(message, "coming", ())]
     for fragment in (each for each in named if each is not None):
@@ -95,13 +94,13 @@ def require_sense(message: messages.ToLearner, shard: int, options: Options) -> 
             raise ProtocolError(text)
 
 
-def require_sense_of_coordinator(
-    message: messages.ToMember, options: Options, parts: int | None
+def require_valid_from_coordinator(
+    message: messages.ToMember, options: Options, partitions: int | None
 ) -> None:
-    """Refuses what the coordinator says of fragments or parts of the data that do not exist.
+    """Reject a coordinator's message about fragments or data partitions that do not exist.
 
     Raises:
-        ProtocolError: names the first of them.
+        ProtocolError: The message is rejected; the error names the first such index.
     """
     match message:
         case StateWanted(seen=seen):
@@ -109,26 +108,27 @@ def require_sense_of_coordinator(
             if wrong:
                 raise ProtocolError(f"StateWanted names fragment {wrong[0]}, which does not exist")
         case LeasesGiven(leases=leases):
-            wrong = [lease.part for lease in leases if parts is None or lease.part >= parts]
+            parts = (lease.part for lease in leases)
+            wrong = [part for part in parts if partitions is None or part >= partitions]
             if wrong:
-                raise ProtocolError(f"LeasesGiven names part {wrong[0]}, which does not exist")
+                raise ProtocolError(f"LeasesGiven names partition {wrong[0]}, which does not exist")
 
 
 ENDED_SECONDS = 3.0
-"""How long the first join is tried although the run folder records the run's end: a syncer that
-starts in that folder may be about to replace the record."""
+"""Time for which the first join is tried although the run folder records the run's end: a syncer
+that starts in that folder may be about to replace the record."""
 
 CONFIRM_SECONDS = 5.0
-"""While the coordinator is out of reach, a shard that was lost as well is dialled only after this:
-both may be of another run by then, and the coordinator would say so."""
+"""Wait before a lost shard is connected again while the coordinator is unreachable. Both may belong
+to another run by then, and only the coordinator would reject this process for that."""
 
 _ANSWERS: tuple[type[Any], ...] = (messages.Admitted, messages.JoinRefused, messages.Referred)
 
-TRAINING_GOES_ON = "training goes on, trying again"
+TRAINING_GOES_ON = "training continues, retrying"
 
-WAY_OUT = (
-    "training goes on without it, and it retries. To continue the run that this learner "
-    "is in, start the syncer with --resume; to take part in another one, start this process again"
+_HOW_TO_CONTINUE = (
+    "training continues without the syncer, retrying. To continue the run that this learner is in, "
+    "start the syncer with --resume; to take part in another run, start this process again"
 )
 
 
@@ -143,21 +143,20 @@ class ProcessIdentity:
 
 
 class CoordinatorSession:
-    """Joins the run, and stays joined: the coordinator knows by the connection who is there.
+    """Joins the run and stays joined: a member is present while its connection lasts.
 
-    What the coordinator says to the first join may be an error of the user's, and is raised. What
-    it says later never is: a process that was in the run goes on without it, tells why, and asks
-    again.
+    A rejection of the first join may be a mistake of the user, so it is raised. Later rejections
+    never are: a process that was in the run continues without it, logs the reason, and retries.
 
     Args:
-        identity: Who this process is.
-        layout: Its layout as JSON text.
-        addresses: One or several shards' addresses; each knows where the coordinator is.
+        identity: Identity of this process.
+        layout: The model's layout as text.
+        addresses: Addresses of one or several shards; each can refer to the coordinator.
         context: The background around it.
         timeouts: How long to try.
 
     Attributes:
-        refused: Why the run does not take this process back, in words; empty: it does.
+        refused: Why the run does not admit this process again, as text; empty if it does.
     """
 
     def __init__(
@@ -181,20 +180,20 @@ class CoordinatorSession:
         self._joined = asyncio.Event()
 
     def tell(self, message: messages.Message) -> None:
-        """Sends a message, if the coordinator is there."""
+        """Send a message, if the coordinator is connected."""
         if self._channel is not None:
             self._channel.send(encode(message))
 
     async def close(self) -> None:
-        """Ends the conversation when all that was said is on its way."""
+        """Close the connection after all queued messages were sent."""
         if self._channel is not None:
             await self._channel.close("goodbye")
 
     async def confirmed(self, shard: int) -> None:
-        """Returns when a shard may be dialled: the run behind the addresses is still the same.
+        """Return when this process may connect to a shard, as its address is still of this run.
 
-        Shard 0 is in the coordinator's process. Others go on without it, so they are dialled after
-        a while, unless the coordinator answers and refuses.
+        Shard 0 is in the coordinator's process. The other shards continue without it, so they are
+        connected after ``CONFIRM_SECONDS``, unless the coordinator answers and rejects the join.
         """
         while not self._joined.is_set():
             with contextlib.suppress(TimeoutError):
@@ -203,18 +202,18 @@ class CoordinatorSession:
                 return
 
     async def join(self, client: Client) -> Channel:
-        """Asks the coordinator to be let in, for as long as its patience lasts.
+        """Request admission from the coordinator until it succeeds or a timeout has passed.
 
         Raises:
-            AccessError: The token is not accepted.
-            ConfigError: The run refuses this process for good.
-            ProtocolError: What answers is no syncer.
-            TransportError: It took too long, or the run has ended.
+            AccessError: The auth token is not accepted.
+            ConfigError: The run rejects this process permanently.
+            ProtocolError: The peer is not a syncer.
+            TransportError: A timeout has passed, or the run has ended.
         """
         backoff, began = Backoff(brisk_seconds=BRISK_SECONDS), now()
         while True:
             try:
-                channel = await self._ask_each(client)
+                channel = await self._join_any(client)
             except (AccessError, ConfigError):
                 raise
             except ProtocolError as error:
@@ -225,8 +224,8 @@ class CoordinatorSession:
                 name = self._identity.name
                 self._trouble.tell(
                     "early",
-                    f"{name} is not in the run yet: {error}: trying again{self._how_long()}. A "
-                    "run that has ended has no syncer: its weights are in the syncer's run folder",
+                    f"{name} is not in the run yet: {error}: retrying{self._how_long()}. A run "
+                    "that has ended has no syncer: its weights are in the syncer's run folder",
                 )
                 problem = f"the run could not be joined ({error})"
             else:
@@ -237,10 +236,10 @@ class CoordinatorSession:
             await asyncio.sleep(self._at_most(backoff.next()))
 
     async def stay(self, client: Client, channel: Channel) -> None:
-        """Listens to the coordinator, and joins again whenever the connection breaks.
+        """Receive the coordinator's messages, and join again whenever the connection breaks.
 
         Raises:
-            TransportError: Nobody was in reach for too long.
+            TransportError: No shard was reachable for ``Timeouts.disconnect``.
         """
         member: Channel | None = channel
         while member is not None:
@@ -249,16 +248,17 @@ class CoordinatorSession:
             member = await self._join_again(client)  # break: coordinator-not-rejoined
 
     async def _join_again(self, client: Client) -> Channel | None:
-        """Until the run takes this process back, or is over."""
+        """Retry until the run admits this process, or is over; then return ``None``."""
         name, backoff = self._identity.name, Backoff(brisk_seconds=BRISK_SECONDS)
         await asyncio.sleep(backoff.next())
         while not self._here.leaving:
             try:
-                channel = await self._ask_each(client)
+                channel = await self._join_any(client)
             except (AccessError, ConfigError, ProtocolError) as error:
                 self.refused = str(error)
                 self._trouble.tell(
-                    "refused", f"{name}: the syncer refuses this learner ({error}): {WAY_OUT}"
+                    "refused",
+                    f"{name}: the syncer rejects this learner ({error}): {_HOW_TO_CONTINUE}",
                 )
                 pause = self._rng.uniform(CAP_SECONDS / 2, CAP_SECONDS)
             except _TryAgainError as error:
@@ -267,7 +267,7 @@ class CoordinatorSession:
                 pause = backoff.next()
             except TransportError as error:
                 self._trouble.tell(
-                    "alone", f"{name}: shard 0 is out of reach ({error}): {TRAINING_GOES_ON}"
+                    "alone", f"{name}: shard 0 is unreachable ({error}): {TRAINING_GOES_ON}"
                 )
                 pause = backoff.next()
             else:
@@ -292,7 +292,7 @@ class CoordinatorSession:
         return "" if limit is None else f" for {limit:g} s (Timeouts.join)"
 
     def _at_most(self, pause: float) -> float:
-        """A pause that does not outlast anybody's patience."""
+        """Shorten a pause so that no timeout passes during it."""
         limits = (self._timeouts.join, self._timeouts.disconnect)
         return min(pause, *(limit for limit in limits if limit is not None), CAP_SECONDS)
 
@@ -303,7 +303,7 @@ class CoordinatorSession:
         try:
             while True:
                 message = decode(await channel.receive(), messages.TO_MEMBER)
-                self._here.heard_of_coordinator(message)
+                self._here.coordinator_sent(message)
         except ProtocolError as error:
             await channel.close(str(error))
         finally:
@@ -311,8 +311,8 @@ class CoordinatorSession:
             self._joined.clear()
             self._here.told(messages.Lost(COORDINATOR))
 
-    async def _ask_each(self, client: Client) -> Channel:
-        """Joins by the first address that lets it; else what the last one said, or the refusal."""
+    async def _join_any(self, client: Client) -> Channel:
+        """Join by the first address that works; otherwise raise the rejection or the last error."""
         failure: DilocoError | _TryAgainError | None = None
         for address in self._addresses:
             try:
@@ -328,12 +328,12 @@ class CoordinatorSession:
     async def _join_once(self, client: Client, address: str) -> Channel:
         channel = await client.connect(address, self._identity.role, self._identity.name)
         try:
-            return await self._ask(client, channel, address)
+            return await self._send_join(client, channel, address)
         except BaseException:
             await channel.close("not in the run")
             raise
 
-    async def _ask(self, client: Client, channel: Channel, address: str) -> Channel:
+    async def _send_join(self, client: Client, channel: Channel, address: str) -> Channel:
         identity = self._identity
         me = (identity.name, identity.nonce, identity.role)
         join = messages.Join(*me, self._layout, self._run, identity.device)
@@ -352,7 +352,7 @@ class CoordinatorSession:
         return channel
 
     async def _follow(self, client: Client, coordinator: str, referred_by: str) -> Channel:
-        """Joins where a shard says that the coordinator is; its standby may have taken over."""
+        """Join at the coordinator's address from a shard, or at its standby, which may lead now."""
         *others, last = alternatives(coordinator)
         if referred_by in (*others, last):
             raise TransportError(f"{referred_by} refers to itself for the coordinator")
@@ -362,30 +362,30 @@ class CoordinatorSession:
         return await self._join_once(client, last)
 
     def _remember(self, coordinator: str) -> None:
-        """Where to join again, should the process that has let us in be gone by then."""
+        """Add the coordinator's addresses: the process that admitted this one may be gone later."""
         known = (*self._addresses, *filter(None, alternatives(coordinator)))
         self._addresses = tuple(dict.fromkeys(known))
 
 
 class _TryAgainError(Exception):
-    """The coordinator refuses for a reason that may pass."""
+    """The coordinator rejects the join for a temporary reason."""
 
 
 _TO_LEARNER = get_args(messages.ToLearner)
 
 
 class ShardLinks:
-    """See the module.
+    """Keeps a connection to each shard; see the module.
 
     Args:
-        identity: Who this process is.
+        identity: Identity of this process.
         context: The background around it.
 
     Attributes:
-        addresses: Where each shard was reached last, or is to be; empty before the run is joined.
-        channels: The connections that stand, by shard.
-        refusals: Why shards do not take this process, in words, by shard.
-        alone_since: When a connection was lost last.
+        addresses: The last working address of each shard, or the one to try; empty before the join.
+        channels: Shard to open connection.
+        refusals: Shard to the reason, as text, why it rejects this process.
+        alone_since: When a connection was last lost.
     """
 
     def __init__(self, identity: ProcessIdentity, context: Context) -> None:
@@ -402,24 +402,24 @@ class ShardLinks:
         """The addresses of shards that are not connected."""
         return [a for shard, a in enumerate(self.addresses) if shard not in self.channels]
 
-    def say(self, shard: int, message: messages.Message) -> None:
-        """Says something to a shard, if it is connected."""
+    def send(self, shard: int, message: messages.Message) -> None:
+        """Send a message to a shard, if it is connected."""
         channel = self.channels.get(shard)
         if channel is not None:
             channel.send(numbered(message, self._here.machine.state.checkpoint))
 
     def stay(self) -> Iterator[Coroutine[Any, Any, None]]:
-        """A coroutine for each shard, which keeps its connection until the run is over."""
+        """Yield a coroutine for each shard that keeps its connection until the run is over."""
         for shard, address in enumerate(self.addresses):
             yield self._follow(shard, alternatives(address))
 
     async def close(self) -> None:
-        """Closes all connections."""
+        """Close all connections."""
         channels = list(self.channels.values())
         await asyncio.gather(*(channel.close("goodbye") for channel in channels))
 
     async def _follow(self, shard: int, addresses: Sequence[str]) -> None:
-        """Nothing that a shard says ends the training."""
+        """Keep one shard's connection; after the join, no error of a shard ends the training."""
         here = self._here
         backoff, trouble = Backoff(brisk_seconds=BRISK_SECONDS), TroubleLog()
         subject = f"{self._identity.name}: shard {shard}"
@@ -433,16 +433,20 @@ class ShardLinks:
                 if not here.ready:
                     raise
                 self.refusals[shard] = str(error)
-                trouble.tell("refuses", f"{subject} refuses this learner ({error}): {WAY_OUT}")
+                sentence = f"{subject} rejects this learner ({error}): {_HOW_TO_CONTINUE}"
+                trouble.tell("refuses", sentence)
                 pause = self._rng.uniform(CAP_SECONDS / 2, CAP_SECONDS)
             except TransportError as error:
                 if not here.leaving:
-                    sentence = f"{subject} is out of reach ({error}): {TRAINING_GOES_ON}"
+                    sentence = f"{subject} is unreachable ({error}): {TRAINING_GOES_ON}"
                     trouble.tell("out of reach", sentence)
             await asyncio.sleep(pause)
 
     async def _dial(self, shard: int, addresses: Sequence[str]) -> Channel:
-        """Connects to the one that answers; last of all to the one that did before."""
+        """Connect to the first address that answers; the last working one is tried last.
+
+        That one has just failed, so a standby at another address is more likely to answer.
+        """
         client, failure = self._here.client, cast("TransportError | None", None)
         for address in sorted(addresses, key=lambda each: each == self.addresses[shard]):
             try:
@@ -460,11 +464,11 @@ class ShardLinks:
     async def _converse(
         self, shard: int, channel: Channel, backoff: Backoff, trouble: TroubleLog
     ) -> None:
-        """Listens to a shard until its connection breaks.
+        """Receive a shard's messages until its connection breaks.
 
         Raises:
-            AccessError: It does not take this process.
-            ProtocolError: It has said what cannot be.
+            AccessError: It rejects this process.
+            ProtocolError: It sent an invalid message.
         """
         here, name = self._here, self._identity.name
         self.channels[shard] = channel
@@ -475,7 +479,8 @@ class ShardLinks:
                 checkpoint = number_of(data := await channel.receive())
                 message = cast("messages.ToLearner", decode(data, _TO_LEARNER))
                 machine = here.machine
-                require_sense(message, shard, machine.options)
+                require_valid_from_shard(message, shard, machine.options)
+                # First: this learner's part of the checkpoint must precede the message's effect.
                 if checkpoint > machine.state.checkpoint_heard:
                     here.told(CheckpointHeard(checkpoint))  # break: copy-before-checkpoint
                 here.told(messages.Received(shard_peer(shard), message))

@@ -1,4 +1,4 @@
-"""The partitions of the data that a learner holds: between `ElasticLoader` and the machine."""
+"""A learner's leases of data partitions, between `ElasticLoader` and the machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from decoupled_diloco.protocol.messages import DataClosed, DataOpened, Lease, Pa
 
 
 class Leaseholder(Protocol):
-    """A `Learner`, as an `ElasticLoader` needs it."""
+    """The interface of a `Learner` that an `ElasticLoader` uses."""
 
     @property
     def run_config(self) -> dict[str, Any]:
@@ -20,14 +20,14 @@ class Leaseholder(Protocol):
 
     @property
     def _leases(self) -> DataLeases:
-        """Where the loader gets its partitions."""
+        """The learner's leases of partitions."""
 
 
 class DataLeases:
-    """One learner's leases of partitions, as its training loop sees them; idle until `open`.
+    """One learner's leases of partitions, for its training loop; unused until `open`.
 
     Attributes:
-        taken: Returns the batches taken since its last call; for `Learner.step`.
+        taken: Returns the number of batches taken since its last call; for `Learner.step`.
     """
 
     def __init__(self, background: Background) -> None:
@@ -45,10 +45,10 @@ class DataLeases:
         Args:
             partitions: Number of partitions of the data.
             prefetch: Leases to hold beyond the current one.
-            taken: Returns the batches taken since its last call.
+            taken: Returns the number of batches taken since its last call.
 
         Raises:
-            ConfigError: The learner has started already.
+            ConfigError: The learner already has a loader.
         """
         if self._view is not None:
             name = self._background.identity.name
@@ -58,7 +58,7 @@ class DataLeases:
 
     @property
     def partition_is_over(self) -> bool:
-        """Whether the loop should request a partition before its next batch."""
+        """Whether the loop must request a partition before its next batch."""
         view = self._view
         return view is not None and view.leave
 
@@ -66,11 +66,11 @@ class DataLeases:
         """Return the lease to train now, and its first batch; wait only if there is none yet.
 
         Args:
-            ended: Number of batches of the partition before, if it has ended.
-            taken: Batches of it since the last step.
+            ended: Number of batches in the previous partition, if it has ended.
+            taken: Batches of it taken since the last step.
 
         Raises:
-            ConfigError: The data do not fit the run's.
+            ConfigError: The data differ from the run's.
             TransportError: ``Timeouts.disconnect`` has passed without any reachable shard.
         """
         background = self._background
@@ -90,6 +90,6 @@ class DataLeases:
                     background.tell(PartWanted(None))
 
     def close(self) -> None:
-        """End the loop's use of the data: what is not durable goes to other learners."""
+        """End the loop's use of the data; other learners receive what is not durably trained."""
         if self._view is not None:
             self._background.tell(DataClosed())

@@ -1,8 +1,8 @@
-"""How a learner ends: it flushes, waits for the end of the run, and keeps a last checkpoint.
+"""The end of a learner: it flushes, waits for the end of the run, and takes a last checkpoint.
 
 All of it runs on the training thread, in `Learner.close`, `Learner.flush`, and when an exception
-leaves the training loop. What waits is a `Party`: the ranks that follow rank 0 have to do meanwhile
-what is ordered.
+leaves the training loop. It waits by its `Party`, so that the ranks that follow rank 0 can execute
+orders meanwhile.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from decoupled_diloco.runtime import now
 logger = logging.getLogger(__name__)
 
 FAREWELL_SECONDS = 30.0
-"""How long `close` waits for the closing sweep while no shard is reachable."""
+"""Time that `close` waits for the closing sweep while no shard is reachable."""
 
 END_PATIENCE_SECONDS = 3.0
-"""How long `close` waits at least for the run's clock to move, if the budget is nearly reached."""
+"""Least time that `close` waits for the run's clock to move, if the budget is nearly reached."""
 
 END_SECONDS = 60.0
-"""How long `close` waits for the run's end, if this learner has made all steps of the budget."""
+"""Time that `close` waits for the run's end, if this learner has made all steps of the budget."""
 
 CHECKPOINT_SECONDS = 30.0
-"""How long `close` waits for the disk to have the checkpoint that is being written."""
+"""Time that `close` waits for the checkpoint that is being written."""
 
 ASKED_TO_STOP = "it was asked to stop"
 
 
 class Waiting(Protocol):
-    """What of a `Party` an ending needs: see there."""
+    """The interface of a `Party` that `Closing` uses."""
 
     @property
     def progress(self) -> LearnerProgress: ...
@@ -43,11 +43,11 @@ class Waiting(Protocol):
 
 
 class Closing:
-    """See the module.
+    """Ends a learner; see the module.
 
     Args:
         boundary: The learner's boundaries.
-        flush_seconds: How long to wait for what is trained and not merged to be taken.
+        flush_seconds: How long to wait until the shards have accepted the unmerged training.
     """
 
     def __init__(self, boundary: Boundary, flush_seconds: float) -> None:
@@ -57,7 +57,7 @@ class Closing:
         self._flush_seconds = flush_seconds
 
     async def close(self, party: Waiting) -> None:
-        """All that `Learner.close` does before the learner says goodbye."""
+        """Do what `Learner.close` does before the learner leaves the run."""
         trained = self._boundary.trained
         optimizers = trained.optimizers
         mode = nullcontext(False) if optimizers is None else optimizers.in_training_mode()
@@ -71,7 +71,7 @@ class Closing:
                 trained.copies.reset(trained.module.parameters())
 
     async def interrupted(self, party: Waiting) -> None:
-        """An exception that means a request to stop has left the loop."""
+        """Flush and save after an exception that means a request to stop has left the loop."""
         await self.flush(party, self._flush_seconds, ASKED_TO_STOP)
         await self.keep_last(party)
 
@@ -83,7 +83,7 @@ class Closing:
             await self._await_the_end(party)
         if party.progress.budget_reached:
             await self.finish(party)
-            await self._written(party)
+            await self._await_write(party)
         else:
             await self.flush(party, self._flush_seconds, ASKED_TO_STOP)
             progress = party.progress
@@ -92,9 +92,9 @@ class Closing:
             await self.keep_last(party)
 
     async def keep_last(self, party: Waiting) -> None:
-        """Writes a last checkpoint, if this learner keeps them."""
+        """Write a last checkpoint, if this learner takes any."""
         self._boundary.keep()
-        await self._written(party)
+        await self._await_write(party)
 
     async def flush(self, party: Waiting, seconds: float, why: str) -> bool:
         """See `Learner.flush`."""
@@ -115,26 +115,26 @@ class Closing:
         return drained(state, machine.options) and not any(link.dismissed for link in state.shards)
 
     def _weights_replaced(self) -> bool:
-        """Whether the model holds other weights than at the last step, which is logged."""
+        """Return whether the model's weights were replaced since its last step; if so, log it."""
         last = self._boundary.trained.last
         if last is None or not last.replaced():
             return False
         logger.warning(
             "The weights of %s were replaced after its last step, so they are not submitted, and "
-            "what it trained since its last contribution is discarded. To submit that, close the "
-            "learner before other weights (a best checkpoint, an average) are loaded",
+            "its training since its last contribution is discarded. To submit it, close the "
+            "learner before you load other weights (a best checkpoint, an average)",
             self._membership.name,
         )
         return True
 
     async def _await_the_end(self, party: Waiting) -> None:
-        """Waits for the closing sweep, if this learner has done its part of the run's budget.
+        """Wait for the closing sweep, if this learner has done its share of the run's budget.
 
         The run ends a little later than this learner's last step: the report of the step must
-        arrive, and other learners may be a few steps behind. It waits as long as the run's clock
-        moves, at most `END_SECONDS`, and not at all for learners that are far behind.
+        arrive, and other learners may be a few steps behind. The wait lasts while the run's clock
+        moves, at most `END_SECONDS`. It ends early if other learners are far behind.
         """
-        if not self._has_done_its_part(party.progress):
+        if not self._has_done_its_share(party.progress):
             return
         began, state = now(), self._membership.state
         pace = max((link.tick_seconds.value or 0.0 for link in state.shards), default=0.0)
@@ -150,10 +150,11 @@ class Closing:
                 self._boundary.pause()
                 await party.wait(0.1)
 
-    def _has_done_its_part(self, progress: LearnerProgress) -> bool:
-        """Whether the run's budget is nearly spent, as far as a learner can know.
+    def _has_done_its_share(self, progress: LearnerProgress) -> bool:
+        """Estimate whether the run's budget is nearly spent.
 
-        It does not know the run's tokens, so all learners are assumed to train as many as this one.
+        A learner does not receive the run's tokens. So it assumes that each learner has trained as
+        many tokens as it has itself.
         """
         run = self._membership.shared.config.run
         overlap = self._membership.shared.machine.options.overlap
@@ -169,20 +170,18 @@ class Closing:
         return min(link.clock for link in self._membership.state.shards)
 
     def _warn_of_early_end(self, progress: LearnerProgress) -> None:
-        """The program's data or steps have ended before the run's budget."""
+        """Log that the program's data or steps have ended before the run's budget."""
         run = self._membership.shared.config.run
         if run.max_steps is not None:
             budget = f"step {progress.global_step} of {run.max_steps}"
         else:
-            budget = f"{progress.tokens} tokens of its own, while the run's budget is " + (
-                f"{run.max_tokens}"
-            )
+            budget = f"its tokens: {progress.tokens}, the run's budget: {run.max_tokens}"
         kept = self._boundary.checkpointer.folder is not None
         logger.warning(
             "%s leaves the run before its budget is reached (%s): %d of its tokens are not merged "
-            "and are discarded%s, and its model is not the run's result, which the syncer writes "
-            "to the run folder; train until step() returns False, or pass Timeouts(flush=…) "
-            "to merge the last steps",
+            "and are discarded%s. Its model is not the run's result, which the syncer writes to "
+            "the run folder. Train until step() returns False, or pass Timeouts(flush=…) to merge "
+            "the last steps",
             self._membership.name,
             budget,
             unmerged_tokens(self._membership.state),
@@ -190,7 +189,7 @@ class Closing:
         )
 
     async def finish(self, party: Waiting) -> None:
-        """Takes what the closing sweep publishes."""
+        """Wait for what the closing sweep publishes, and apply it."""
         background, state = self._background, self._membership.state
         deadline = now() + FAREWELL_SECONDS
         with background.changed:
@@ -201,14 +200,14 @@ class Closing:
                     deadline = now() + FAREWELL_SECONDS
                 elif now() > deadline:
                     name = self._membership.name
-                    logger.warning("%s leaves before the end: no shard is reachable", name)
+                    logger.warning("%s leaves before the run ends: no shard is reachable", name)
                     return
                 if not party.progress.over:
                     await party.wait(1.0)
         await self._take_last(party)
 
     async def _take_last(self, party: Waiting) -> None:
-        """The last published copies may still be on their way when the shards are finished."""
+        """Wait for published copies that are still in transit when the shards are finished."""
         state = self._membership.state
         with self._background.changed:
             while any(view.fetching is not None for view in state.fragments):
@@ -219,8 +218,8 @@ class Closing:
                 await party.wait(1.0)
         self._boundary.pause()
 
-    async def _written(self, party: Waiting) -> None:
-        """Waits for the checkpoint that is being written, at most `CHECKPOINT_SECONDS`."""
+    async def _await_write(self, party: Waiting) -> None:
+        """Wait for the checkpoint that is being written, at most `CHECKPOINT_SECONDS`."""
         writing, background = self._boundary.checkpointer.writing, self._background
         deadline = now() + CHECKPOINT_SECONDS
         if writing is None:

@@ -1,20 +1,25 @@
 """The tensors of one learner: published copies, staged copies, snapshots.
 
 Pure arithmetic on the orders of `LearnerMachine`. The training thread calls `snapshot` and `apply`
-at step boundaries; the background calls the rest. No tensor that is kept here is ever written to
-again: whatever holds a reference may read it while a newer one takes its place.
+at step boundaries; the background calls the rest. A tensor that is stored here is never written to
+again, so another thread may still read it after a newer one has replaced it.
 
 Host memory: 4 bytes per parameter for the published copies, with error feedback 4 more for the
 residuals, and a few fragments in flight.
 
-*Error feedback* (rule 19). What a codec leaves out of a contribution, its *residual*, goes with the
-fragment's next one. A contribution that is captured takes the residual along. When it is merged, or
-may be, what its own body lacks is left; when it is merged nowhere, what it has taken is left again.
-While one is under way, the next one has nothing of it, so that no part is ever in two bodies. It
-counts as under way until its steps have left the parameters: a checkpoint that holds these steps
-holds the residual from before them.
+*Error feedback* (rule 19). A codec leaves a *residual* out of a contribution. The residual is added
+to the fragment's next contribution:
 
-Shapes: N elements of a fragment; B bytes of a body.
+- A captured contribution takes the stored residual.
+- If the contribution is merged, or may be, the residual of its own encoding is stored.
+- If it is merged nowhere, the residual that it took is stored again.
+- While it is in flight, the next contribution takes nothing of it. So no share of a residual is
+  ever in two payloads.
+
+A contribution is in flight until its steps have left the parameters. A checkpoint that holds these
+steps holds the residual from before them.
+
+Shapes: N elements of a fragment; B bytes of a payload.
 """
 
 from __future__ import annotations
@@ -43,7 +48,7 @@ Mode = Literal["overwrite", "carry", "rebase", "blend"]
 
 @dataclass(frozen=True)
 class Capture:
-    """A snapshot together with the published copy it was trained from: enough to encode later."""
+    """A snapshot and the published copy it was trained from, to be encoded later."""
 
     plan: MergePlan
     fragment: int
@@ -52,18 +57,18 @@ class Capture:
     residuals: tuple[Values, ...] = ()
 
     def packed(self, body: Tensor, codec_name: str) -> Tensor:
-        """An encoded contribution without the buffers that are as in the published copy."""
+        """Return an encoded contribution without the buffers that equal the published copy's."""
         buffers = self.plan.buffers_of(self.fragment, self.published)
         return packed(body, buffers, self.plan.uplink_of(self.fragment, codec_name))
 
     def encode(self, codec_name: str) -> tuple[Tensor, str, Tensor | None]:
-        """The contribution d = θ − cast(Θ̂) in the codec that the pull has named (rule 6).
+        """Encode the contribution d = θ − cast(Θ̂) with the requested codec (rule 6).
 
         Returns:
-            The body, uint8 [B], its digest, and with error feedback its residual, fp32 [N].
+            The payload, uint8 [B], its digest, and with error feedback its residual, fp32 [N].
 
         Raises:
-            ConfigError: there is no such codec here.
+            ConfigError: This process does not have the codec.
         """
         part = self.plan.fragments[self.fragment]
         d = contribution(part, self.plan.layout, self.copy.values(), self.published)
@@ -74,7 +79,7 @@ class Capture:
 
 @dataclass
 class UnderWay:
-    """What a contribution has taken of the residuals, and once it is encoded, what it leaves."""
+    """The residuals that a contribution took and, once it is encoded, its own residual."""
 
     taken: tuple[Values, ...]
     leaves: Values | None = None
@@ -84,7 +89,7 @@ class LearnerTensors:
     """The tensors of one learner.
 
     Args:
-        plan: The run's layout, cut and codecs.
+        plan: The run's layout, fragments and codecs.
         store: The learner's parameters.
         blend_alpha: α of ``alignment="blend"``: the share of the learner's own parameters.
     """
@@ -118,11 +123,11 @@ class LearnerTensors:
         self.residuals[order.fragment] = ()
 
     def snapshot(self, fragment: int) -> None:
-        """Copies a fragment's parameters as they are now."""
+        """Copy a fragment's parameters as they are now."""
         self.snapshots[fragment] = self.store.snapshot(self.plan.fragments[fragment])
 
     def apply(self, fragment: int, mode: Mode) -> None:
-        """Takes the staged published copy into the parameters (rule 7)."""
+        """Apply the staged published copy, or the current one, to the parameters (rule 7)."""
         part, new = self.plan.fragments[fragment], self.staged[fragment]
         if new is None:
             new = self.published[fragment]
@@ -145,7 +150,7 @@ class LearnerTensors:
         self.snapshots[fragment] = self._sent[fragment] = None
 
     def capture(self, fragment: int, ask: Asking) -> Capture:
-        """What a pull is answered with: the newest snapshot, its published copy, the residual."""
+        """Return the answer to a request: the newest snapshot, its published copy, the residual."""
         copy, published = self.snapshots[fragment], self.published[fragment]
         assert copy is not None, f"no snapshot of fragment {fragment}"
         assert published is not None, f"no published copy of fragment {fragment}"
@@ -157,32 +162,34 @@ class LearnerTensors:
         return Capture(self.plan, fragment, copy, published, taken)  # break: residual-not-sent
 
     def encoded(self, fragment: int, ask: Asking, residual: Values | None) -> None:
-        """A captured contribution is encoded, and leaves this."""
+        """Note the residual of a captured contribution, which is now encoded."""
         if (entry := self.under_way.get((fragment, ask))) is not None:
             entry.leaves = residual
 
     def settle(self, fragment: int, ask: Asking, *, gone: bool) -> None:
-        """What a contribution leaves is left: see `Settle`."""
+        """Store the residual that remains of a contribution; see `Settle`."""
         entry = self.under_way.pop((fragment, ask))
-        left = entry.taken  # also of what was never encoded, and so never sent
+        left = entry.taken  # also if it was never encoded, and so never sent
         # break: merged-keeps-old-residual, refused-keeps-encoding-loss
         if gone and entry.leaves is not None:
             left = (entry.leaves,)
         self.residuals[fragment] += left  # break: residual-overwrites-later
 
     def kept_residual(self, fragment: int, ask: Asking | None) -> tuple[Values, ...]:
-        """What a checkpoint keeps, its tensors to be added up.
+        """Return the residual for a checkpoint, as tensors whose sum counts.
 
         Args:
-            ask: Of what was made from the version that is held. A next life that still finds that
-                version makes it again, with all that it has taken.
+            fragment: Index of the fragment.
+            ask: The request for the contribution that was made from the held version, if any. The
+                next incarnation makes that contribution again if the version is still the newest,
+                so the checkpoint includes the residual that it took.
         """
         entry = None if ask is None else self.under_way.get((fragment, ask))
         # break: in-flight-residual-lost
         return self.residuals[fragment] + (() if entry is None else entry.taken)
 
     def whole(self, fragment: int, *, published: bool) -> HostCopy:
-        """A whole fragment, fp32 [N]: the published copy, or the parameters as they are now."""
+        """Return a whole fragment, fp32 [N]: the published copy, or the current parameters."""
         if not published:
             return self.store.snapshot(self.plan.fragments[fragment])
         kept = self.published[fragment]
@@ -190,38 +197,44 @@ class LearnerTensors:
         return Copied(kept)
 
     def next_values(self, fragment: int, body: Body, announced: str) -> Tensor:
-        """The next version's values: what is here, staged or published, plus the difference.
+        """Return the next version's values: the newest copy plus the received difference.
+
+        Args:
+            fragment: Index of the fragment.
+            body: The payload of the difference.
+            announced: Digest of the result.
 
         Raises:
-            MergeError: the result's digest is not the announced one.
-            ProtocolError: the body's size does not fit.
+            MergeError: The result's digest is not the announced one.
+            ProtocolError: The payload's size does not fit.
         """
+        # A copy: the training thread may read the older values at any time.
         values: Tensor = self.newest(fragment).clone()
         wire = self.plan.downlink_of(fragment)
         receive(values, unpacked(body, self.plan.buffers_of(fragment, values), wire), wire)
         return self.store.prepare(verified(values, fragment, announced))
 
     def newest(self, fragment: int) -> Values:
-        """The newest published copy that is here, staged or not."""
+        """Return the staged published copy, or the applied one if none is staged."""
         staged, published = self.staged[fragment], self.published[fragment]
         newest = published if staged is None else staged
         assert newest is not None, f"fragment {fragment} has no copy to add a difference to"
         return newest
 
     def stage(self, fragment: int, values: Values) -> None:
-        """Keeps verified values for the next boundary.
+        """Keep verified values for the next boundary.
 
-        Called together with telling the machine ``Done``, under the same lock, so that what is
-        staged here is always the version that the machine thinks it is.
+        The caller must pass ``Done`` to the machine under the same lock. Otherwise the version in
+        the machine's state and the staged values could differ.
         """
         self.staged[fragment] = values
 
 
 def verified(values: Tensor, fragment: int, announced: str) -> Tensor:
-    """The values, if their digest is the announced one.
+    """Return the values if their digest is the announced one.
 
     Raises:
-        MergeError: it is not.
+        MergeError: The digest differs.
     """
     actual = values_digest(values)
     if actual != announced:

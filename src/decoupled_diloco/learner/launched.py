@@ -1,9 +1,9 @@
-"""What a launcher passes to a user's program, so that `Learner` and `Observer` find their run.
+"""The values that a launcher passes to a user's program, so that it finds its run.
 
-The launcher sets environment variables, which torchrun and other starters pass on to every rank. A
-secret is never among them, only the path of its file. The program's standard input is one end of a
-pipe whose other end the launcher holds: it closes when the launcher ends, however it ends. Ranks
-that torchrun has put into sessions of their own notice that, and end.
+The launcher sets environment variables, which torchrun and other starters pass on to every rank.
+They never include a secret, only the path of its file. The program's standard input is one end of a
+pipe, and the launcher has the other end. That end closes whenever the launcher ends, even if it is
+killed. So ranks that torchrun has put into separate sessions detect it, and end.
 """
 
 from __future__ import annotations
@@ -47,25 +47,25 @@ class Launched:
     Empty text means that a value is not set.
 
     Attributes:
-        role: What the program is to the run.
+        role: The program's role in the run: ``"learner"`` or ``"evaluator"``.
         name: The name to join with.
-        index: Which learner, 0 to ``learners`` - 1.
-        learners: How many learners the run has.
+        index: Index of the learner, 0 to ``learners`` - 1.
+        learners: Number of learners in the run.
         syncer: Addresses of the shards, separated by commas.
-        run_folder: The run folder that says where the shards are, in the place of ``syncer``.
+        run_folder: The shared run folder that records the shards' addresses, instead of ``syncer``.
         folder: The run folder on this machine, which may record the run's end.
-        auth_token_file: File with the secret.
-        tls_ca_cert: Certificate of the CA that has signed the shards' certificates.
-        tls_cert: Certificate of this process, and ``tls_key`` its key.
-        checkpoint: Folder of all learners' checkpoints.
-        checkpoint_seconds: Seconds from one checkpoint to the next.
-        flush_seconds: How long `Learner.close` waits for what is not merged yet.
-        disconnect_seconds: How long to try to reach the shards; empty: forever.
+        auth_token_file: File with the auth token.
+        tls_ca_cert: Certificate of the CA that signed the shards' certificates.
+        tls_cert: Certificate of this process; ``tls_key`` is its key.
+        checkpoint: Folder for the checkpoints of all learners.
+        checkpoint_seconds: Seconds between two checkpoints.
+        flush_seconds: Seconds that `Learner.close` waits for training that is not merged yet.
+        disconnect_seconds: Seconds without any reachable shard before an error; empty: forever.
         metrics_address: See `Observability`.
         sync_ranks: See `Learner`.
-        event_tape: File of this process's events.
-        evaluate_seconds: Seconds from one evaluation to the next.
-        stdin: Number of the pipe that is the program's standard input.
+        event_tape: File for this process's events.
+        evaluate_seconds: Seconds between two evaluations.
+        stdin: Inode number of the pipe that is the program's standard input.
     """
 
     role: str = ""
@@ -91,29 +91,29 @@ class Launched:
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> Launched:
-        """What an environment says."""
+        """Return the values that are set in an environment."""
         return cls(**{f.name: environment.get(_variable(f.name), "") for f in fields(cls)})
 
     def environment(self) -> dict[str, str]:
-        """The variables that `read` reads, each with a value."""
+        """Return the variables for `read`, without empty ones."""
         return {_variable(f.name): v for f in fields(self) if (v := getattr(self, f.name))}
 
     def addresses(self) -> tuple[str, ...]:
-        """Where the shards are.
+        """Return the addresses of the shards.
 
-        Waits until they are started, if the run folder has to say where.
+        With ``run_folder``, wait until the started shards have recorded them.
         """
         if self.run_folder:
             return shared_addresses(Path(self.run_folder))
         return tuple(self.syncer.split(","))
 
     def fill(self, given: ParticipantOptions) -> tuple[SyncerConnection, ParticipantOptions]:
-        """Return where the shards are, and the options: the run's where the program has none.
+        """Return the connection, and the program's options completed by the run's.
 
-        Waits until the shards are started, if the run folder has to say where.
+        With ``run_folder``, wait until the started shards have recorded their addresses.
 
         Raises:
-            ConfigError: The secret cannot be read, or a variable is not a number.
+            ConfigError: The auth token cannot be read, or a variable is not a number.
         """
         passed = ParticipantOptions(
             name=self.name or None,
@@ -143,7 +143,7 @@ class Launched:
         return cast('Literal["hosts", "all"]', self.sync_ranks) or None
 
     def _client(self, auth_token: str | None, tls: TLSConfig | None) -> Callable[[], Client]:
-        """Return what creates the transport's client, which reads the run folder's records."""
+        """Return a function that creates a client that also reads the run folder's records."""
 
         def make() -> Client:
             # Imported here: the launcher reads this module, and starts sooner without aiohttp.
@@ -167,8 +167,8 @@ class Launched:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"{_variable('auth_token_file')}={self.auth_token_file!r} cannot be read "
-                f"({getattr(error, 'strerror', None) or 'it is not text'}): it is the file with "
-                "the run's secret"
+                f"({getattr(error, 'strerror', None) or 'it is not text'}): make the file with "
+                "the run's auth token readable for this process"
             ) from None
 
     def _tls(self) -> TLSConfig | None:
@@ -183,8 +183,8 @@ class Launched:
             return float(text) if text else default
         except ValueError:
             raise ConfigError(
-                f"{_variable(name)}={text!r} is not a number of seconds: leave it to the launcher, "
-                "which sets it"
+                f"{_variable(name)}={text!r} is not a number of seconds: do not set it, the "
+                "launcher does"
             ) from None
 
 
@@ -193,10 +193,10 @@ def _variable(name: str) -> str:
 
 
 def launched_as(role: Role) -> Launched:
-    """This process's place in its run.
+    """Return this process's place in its run, and end the process when its launcher ends.
 
     Raises:
-        ConfigError: No launcher has started it, or as something else.
+        ConfigError: No launcher started this process, or it was started in another role.
     """
     found = Launched.read(os.environ)
     kind = _KIND[role]
@@ -219,9 +219,9 @@ _watching: set[int] = set()
 
 
 def _end_with_the_launcher(stdin: str) -> None:
-    """Ends this process at once when the launcher has ended, whatever else it does.
+    """Start a thread that kills this process as soon as the launcher has ended.
 
-    Only if its standard input still is the launcher's pipe. Nothing is read from it.
+    It does so only if standard input is still the launcher's pipe. It reads nothing from the pipe.
     """
     if os.getpid() in _watching or not stdin.isdigit():
         return
@@ -235,7 +235,7 @@ def _end_with_the_launcher(stdin: str) -> None:
 
     def watch() -> None:
         poll = select.poll()
-        poll.register(0, 0)  # whether it is closed, not what it holds
+        poll.register(0, 0)  # no event but the hang-up, which is always reported
         poll.poll()
         os.kill(os.getpid(), signal.SIGKILL)
 

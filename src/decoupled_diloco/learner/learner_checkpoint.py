@@ -1,17 +1,17 @@
-"""A learner's own checkpoint: everything that its next life needs to go on where this one was.
+"""A learner's own checkpoint: everything that its next incarnation needs to continue from it.
 
-A file holds the model (frozen parameters and buffers too), the state of the inner optimizer and of
-the user's `Stateful` objects, and of each fragment the version that the parameters were last
-aligned with, its published copy, and the steps and tokens trained since. The published copy costs
-4 bytes a parameter on the disk and nothing at the step boundary, since it is in host memory
-already; in exchange a restart fetches nothing of a fragment that has not changed. With fp32
-parameters and AdamW that is 16 bytes a parameter: 4 model, 8 optimizer, 4 published copy. When a
-run is over, its result has the weights, and of each learner the launcher keeps the `rest` alone.
+A file holds the model (with frozen parameters and buffers), and the states of the inner optimizer
+and of the user's `Stateful` objects. For each fragment it holds the version that the parameters
+were last aligned with, its published copy, and the steps and tokens trained since. The published
+copy takes 4 bytes per parameter on the disk. It costs no time at the step boundary, since it is
+already in host memory, and a restart need not fetch a fragment that has not changed. With fp32
+parameters and AdamW a file has 16 bytes per parameter: 4 model, 8 optimizer, 4 published copy. When
+a run is over, its result has the weights, and the launcher keeps only the `rest` of each learner.
 
 Files: ``<number>.safetensors``, numbers ascending; for a checkpoint of the whole run
-``<number>.checkpoint-<number in the run>.safetensors``. The file of a learner of several ranks has
-no tensors: model and state (`sharded_state`) and published copies (`storage.vector_ranges`) are
-beside it, in the folder ``<number>.ranks``, which is complete when the file is there.
+``<number>.checkpoint-<number in the run>.safetensors``. The file of a multi-rank learner has no
+tensors. Its model and state (`sharded_state`) and its published copies (`storage.vector_ranges`)
+are beside the file, in the folder ``<number>.ranks``. That folder is complete when the file exists.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from decoupled_diloco.storage.weight_files import load_sealed, save_sealed
 logger = logging.getLogger(__name__)
 
 FORMAT = 5
-"""Of a file that has everything in it. No other version's is read."""
+"""Format of a file that has everything in it; other versions are not read."""
 
 FORMAT_OF_RANKS = 6
-"""Of a file whose model, state and published copies are beside it."""
+"""Format of a file whose model, state and published copies are beside it."""
 
 OPTIMIZER = "optimizer"
-"""The name of the inner optimizer's state among the stateful objects'."""
+"""Name of the inner optimizer's state among the states of the stateful objects."""
 
 
 @dataclass(frozen=True)
 class KeptBeside:
-    """A published copy or residual [N] that several carriers have kept beside the file."""
+    """A published copy or residual [N] that several sync ranks have written beside the file."""
 
     folder: Path
     fragment: int
@@ -58,11 +58,11 @@ class KeptBeside:
     what: str = PUBLISHED
 
     def numel(self) -> int:
-        """N, as a tensor tells it."""
+        """Return N, as `Tensor.numel` does."""
         return self.size
 
     def read(self) -> Tensor:
-        """The copy, fp32 [N].
+        """Return the copy, fp32 [N].
 
         Raises:
             StorageError: It cannot be read.
@@ -76,12 +76,12 @@ class HeldFragment:
 
     Attributes:
         version: The version that the parameters were last aligned with.
-        digest: Of its published copy.
-        seal: By which its shard knows that it has published it.
-        steps: Inner steps in the parameters and in no version that was held.
+        digest: Digest of its published copy.
+        seal: Proof for its shard that the shard has published this version.
+        steps: Inner steps that are in the parameters but not in a version that was held.
         tokens: Tokens of those steps.
-        published: The published copy, fp32 [N]; of several ranks what stands in its place.
-        residual: Of earlier contributions, to be added up; as ``published``.
+        published: The published copy, fp32 [N]; with several ranks, a handle to it.
+        residual: Residuals of earlier contributions, whose sum counts; each as ``published``.
     """
 
     version: Version
@@ -98,19 +98,19 @@ class LearnerCheckpoint:
     """One learner at one step boundary; all tensors are on the host and never written to again.
 
     Attributes:
-        learner: Its id.
-        run: The run's id, from its coordinator; versions mean nothing in another run.
-        epoch: The epoch of the process that has written it.
-        steps: Own steps, those of earlier lives included.
-        tokens: Own tokens, those of earlier lives included.
-        discarded_tokens: As in `StepReport`, those of earlier lives included.
-        global_step: The run's step as far as the learner knew.
-        fragments: All of them, in order; none if the run's weights are to be fetched instead.
-        model: The model's `state_dict`; without fragments only what is not in the run's weights.
-        state: Name to state of the stateful objects; the inner optimizer's under `OPTIMIZER`.
+        learner: The learner's id.
+        run: The run's id, from its coordinator. Versions are valid only in their run.
+        epoch: The incarnation of the process that wrote it.
+        steps: Steps of this learner, including earlier incarnations.
+        tokens: Tokens of this learner, including earlier incarnations.
+        discarded_tokens: As in `StepReport`, including earlier incarnations.
+        global_step: The newest step of the run that the learner had received.
+        fragments: All fragments, in order; empty if the run's weights are to be fetched instead.
+        model: The model's `state_dict`; without fragments, only what the run's weights lack.
+        state: Name to state of the stateful objects; the inner optimizer's is `OPTIMIZER`.
         run_checkpoint: The number of the run's checkpoint to which it belongs, if any.
-        ranks: By how many ranks the model and the state were written; 0: they are in this file.
-        beside: The folder in which these have them.
+        ranks: Number of ranks that wrote the model and the state; 0: they are in this file.
+        beside: The folder that these ranks wrote; ``None`` if ``ranks`` is 0.
     """
 
     learner: str
@@ -128,11 +128,11 @@ class LearnerCheckpoint:
     beside: Path | None = None
 
     def write(self, path: Path) -> None:
-        """Writes it, all of it or nothing.
+        """Write the file atomically.
 
         Raises:
-            ConfigError: Something in `state` cannot be kept.
-            StorageError: The file cannot be written. What was there before is untouched.
+            ConfigError: A value in `state` cannot be saved.
+            StorageError: The file cannot be written. An existing file is unchanged.
         """
         model, model_text = pack(dict(self.model))
         state, state_text = pack(dict(self.state))
@@ -159,21 +159,21 @@ class LearnerCheckpoint:
         )
 
     def rest(self, weights: Container[str]) -> LearnerCheckpoint:
-        """What its next life needs if it begins with the run's newest weights.
+        """Return what the next incarnation needs if it begins with the run's newest weights.
 
         Args:
-            weights: The names of the model's tensors that those have.
+            weights: Names of the model's tensors that are among those weights.
         """
         model = {name: tensor for name, tensor in self.model.items() if name not in weights}
         return replace(self, fragments=(), model=model, run_checkpoint=None)
 
     @property
     def with_residual(self) -> list[int]:
-        """The fragments of which something is left."""
+        """Indices of the fragments that have a residual."""
         return [p for p, held in enumerate(self.fragments) if held.residual]
 
     def kept(self) -> tuple[KeptFragment, ...]:
-        """What the state machine is told of the fragments."""
+        """Return what the state machine receives about the fragments."""
         return tuple(
             KeptFragment(index, held.version, held.steps, held.tokens, held.digest, held.seal)
             for index, held in enumerate(self.fragments)
@@ -181,10 +181,11 @@ class LearnerCheckpoint:
 
     @classmethod
     def read(cls, path: Path) -> LearnerCheckpoint:
-        """Reads it and checks every byte.
+        """Read a file and verify every byte.
 
         Raises:
-            StorageError: The file is missing, torn, corrupt or of another version.
+            StorageError: The file is missing, torn, corrupt or has another format, or the folder
+                beside it is missing.
         """
         tensors, texts = load_sealed(path)
         try:
@@ -197,27 +198,32 @@ class LearnerCheckpoint:
             ranks = int(record["ranks"])
             left = set(record["residuals"])
 
-            def kept(what: str, index: int, told: list[Any]) -> Values:
+            def kept(what: str, index: int, fields: list[Any]) -> Values:
                 if ranks:
-                    return KeptBeside(beside_of(path), index, told[5], what)
+                    return KeptBeside(beside_of(path), index, fields[5], what)
                 return tensors[f"{what}.{index}"]
 
             fragments = tuple(
                 _held(
-                    *told[:5],
-                    kept(PUBLISHED, index, told),
-                    (kept(RESIDUAL, index, told),) if index in left else (),
+                    *fields[:5],
+                    kept(PUBLISHED, index, fields),
+                    (kept(RESIDUAL, index, fields),) if index in left else (),
                 )
-                for index, told in enumerate(record["fragments"])
+                for index, fields in enumerate(record["fragments"])
             )
             numbers = {name: record[name] for name in _NUMBERS}
             model = unpack(_under("model.", tensors), texts["model"])
             state = unpack(_under("state.", tensors), texts["state"])
         except NOT_JSON as error:
-            raise StorageError(f"{path} is no learner's checkpoint: {error!r}") from error
+            raise StorageError(
+                f"{path} is not a valid learner checkpoint ({error!r}): delete it"
+            ) from error
         beside = beside_of(path) if ranks else None
         if beside is not None and not is_folder(beside):
-            raise StorageError(f"{path}: the folder beside it, {beside.name}, is missing")
+            raise StorageError(
+                f"{path}: the folder {beside.name} beside it is missing: restore the folder, or "
+                "delete the file"
+            )
         return cls(
             **numbers, fragments=fragments, model=model, state=state, ranks=ranks, beside=beside
         )
@@ -246,21 +252,21 @@ def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 _OWN = re.compile(r"\d{8,}(?:\.checkpoint-(\d+))?\.safetensors")
 _TORN = re.compile(rf"\.{_OWN.pattern}\.\d+\.part")
 _BESIDE = re.compile(r"\d{8,}\.ranks")
-"""Names of what `CheckpointFolder` writes; any other file in its folder is somebody else's."""
+"""Names that `CheckpointFolder` writes; it does not touch other files in its folder."""
 
 
 class CheckpointFolder:
     """The checkpoints of one learner.
 
-    Those that belong to the run's are kept until `forget_checkpoints`; of the others the newest
-    ``keep``.
+    Checkpoints that belong to a checkpoint of the run are kept until `forget_checkpoints`. Of the
+    ordinary ones, the newest ``keep`` are kept.
 
     Args:
-        path: Made at the first `save`.
-        keep: How many ordinary ones to keep, at least 1; two, so that one may turn out corrupt.
+        path: The folder; created at the first `save`.
+        keep: Number of ordinary checkpoints to keep, at least 1; with 2, one may be corrupt.
 
     Attributes:
-        problems: What could not be read, in words.
+        problems: A message for each file that could not be read.
     """
 
     def __init__(self, path: str | Path, keep: int = 2) -> None:
@@ -271,14 +277,14 @@ class CheckpointFolder:
         self._begun: set[int] = set()
 
     def save(self, checkpoint: LearnerCheckpoint) -> Path:
-        """Writes a checkpoint as the newest, then deletes what is no longer needed.
+        """Write a checkpoint as the newest one, then delete those that are no longer needed.
 
         Raises:
-            ConfigError: Something in its state cannot be kept.
-            StorageError: It cannot be written. What was there is untouched.
+            ConfigError: A value in its state cannot be saved.
+            StorageError: It cannot be written. The existing files are unchanged.
         """
         for torn in names_in(self.path):
-            if _TORN.fullmatch(torn.name):  # an earlier life was killed while it wrote
+            if _TORN.fullmatch(torn.name):  # an earlier incarnation was killed while writing
                 _delete(torn)
         number = self._next_number()
         if checkpoint.beside is not None:
@@ -294,11 +300,12 @@ class CheckpointFolder:
         return path
 
     def next_beside(self) -> Path:
-        """Where several ranks write the model and the state of the next checkpoint."""
+        """Return the folder in which several ranks write the next checkpoint's model and state."""
         kept = {_number(path) for path in self._files()} | self._begun
         for folder in names_in(self.path):
             if _BESIDE.fullmatch(folder.name) and _number(folder) not in kept:
-                runtime().disk.remove_folder(folder)  # an earlier life was killed while it wrote
+                # An earlier incarnation was killed before it wrote the file.
+                runtime().disk.remove_folder(folder)
         self._begun.add(number := self._next_number())
         return self.path / f"{number:08d}.ranks"
 
@@ -306,11 +313,11 @@ class CheckpointFolder:
         return max({0, *self._begun, *map(_number, self._files())}) + 1
 
     def newest(self) -> LearnerCheckpoint | None:
-        """The newest checkpoint that is whole; others are named in `problems`."""
+        """Return the newest whole checkpoint, if any, and add those that are not to `problems`."""
         return self._first_whole(list(reversed(self._files())))
 
     def forget_checkpoints(self, unneeded: Callable[[int], bool]) -> None:
-        """Deletes those to which nobody will go back."""
+        """Delete the parts of unneeded checkpoints of the run, given the checkpoint's number."""
         for file in self._files():
             number = run_checkpoint_of(file)
             if number is not None and unneeded(number):
@@ -321,19 +328,19 @@ class CheckpointFolder:
             try:
                 return LearnerCheckpoint.read(path)
             except StorageError as error:
-                problem = f"{error}: the one before it is used"
+                problem = f"{error}; the one before it is used"
                 self.problems.append(problem)
                 logger.warning("%s", problem)
         return None
 
     def _files(self) -> list[Path]:
-        """The checkpoints, ascending by number."""
+        """Return the checkpoints, ascending by number."""
         found = names_in(self.path)
         return sorted((path for path in found if _OWN.fullmatch(path.name)), key=_number)
 
 
 def run_checkpoint_of(path: Path) -> int | None:
-    """The checkpoint of the run to which a learner's file belongs.
+    """Return the number of the run's checkpoint to which a learner's file belongs, if any.
 
     >>> run_checkpoint_of(Path("00000012.checkpoint-4.safetensors"))
     4
@@ -343,7 +350,7 @@ def run_checkpoint_of(path: Path) -> int | None:
 
 
 def beside_of(path: Path) -> Path:
-    """The folder of a file's model and state, if several ranks have written them.
+    """Return the folder of a file's model and state, if several ranks wrote them.
 
     >>> beside_of(Path("00000012.checkpoint-4.safetensors")).name
     '00000012.ranks'
@@ -356,7 +363,7 @@ def _number(path: Path) -> int:
 
 
 def _delete(path: Path) -> None:
-    with contextlib.suppress(OSError):  # tried again at the next checkpoint
+    with contextlib.suppress(OSError):  # the next checkpoint tries again
         runtime().disk.remove(path)
         if runtime().disk.is_folder(beside_of(path)):
             runtime().disk.remove_folder(beside_of(path))

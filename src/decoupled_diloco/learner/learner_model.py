@@ -1,14 +1,14 @@
-"""A learner's model: one module under the names that count, and what must not happen to it.
+"""A learner's model: one module under canonical names, and checks of what must not happen to it.
 
-- `plain` and `JoinedParts`: the module inside wrappers, or several stages as one.
-- `refuse_*` and `OptimizerChecks`: what a model and its inner optimizer must not bring into a run.
+- `plain` and `JoinedParts`: the module inside wrappers, or several stages as one module.
+- `refuse_*` and `OptimizerChecks`: reject models and inner optimizers that a run cannot train.
 - `ModelGuard`: a learner reads and writes the tensors that the model had at the join. If a
   parameter is replaced, untied, unfrozen, cast or moved afterwards, training continues with a
-  tensor that the run never sees. Nothing fails by itself, so each step compares what the modules
-  hold with what they held. A comparison takes less than a microsecond for each tensor. Of a model
-  with more than `SLICE` tensors and modules, each step compares one slice, the next step the next.
+  tensor that the run never receives. Nothing else would fail, so each step compares the modules'
+  tensors with those at the join. A comparison takes less than a microsecond per tensor. If a model
+  has more than `SLICE` tensors and modules, each step compares the next slice of them.
 - `LastWeights`: frameworks load the best checkpoint, or averaged weights, when training has ended.
-  If a learner then submitted what its model holds, old weights would be merged as if they had been
+  If a learner then submitted its model's weights, old weights would be merged as if they had been
   trained since.
 """
 
@@ -51,24 +51,25 @@ from decoupled_diloco.merge.layout import unwrapped_name
 from decoupled_diloco.merge.plan import MergePlan
 
 Model = nn.Module | Sequence[nn.Module]
-"""A model, or the parts of one that a rank has: several stages of a pipeline."""
+"""A model, or a rank's parts of one: several stages of a pipeline."""
 
 
 class JoinedParts(nn.Module):
-    """Parts of one model, under the whole model's names.
+    """Parts of one model as one module, under the whole model's names.
 
     Attributes:
-        parts: They themselves, which train.
+        parts: The original modules, which train.
 
     Raises:
-        ConfigError: Two parts have a parameter of one name.
+        ConfigError: Two parts have a parameter with the same name.
     """
 
     parts: tuple[nn.Module, ...]
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         super().__init__()
-        self.__dict__["parts"] = tuple(parts)  # as children their names would begin with a number
+        # Not as child modules: the parameters' names would begin with the number of the part.
+        self.__dict__["parts"] = tuple(parts)
         _graft(self, parts, "")
 
 
@@ -78,8 +79,8 @@ def _graft(target: nn.Module, parts: Sequence[nn.Module], place: str) -> None:
         for name, parameter in part.named_parameters(recurse=False):
             if name in target._parameters:
                 raise ConfigError(
-                    f"parameter {place + name!r} is in several parts of the model: give each of a "
-                    "rank's stages its own"
+                    f"parameter {place + name!r} is in several parts of the model: give each stage "
+                    "of a rank other parameters"
                 )
             target.register_parameter(name, parameter)
         for name, buffer in part.named_buffers(recurse=False):
@@ -96,9 +97,9 @@ def _graft(target: nn.Module, parts: Sequence[nn.Module], place: str) -> None:
 
 
 def device_text(model: nn.Module) -> str:
-    """The device of a model's parameters for people, the first one's name after a comma.
+    """Describe the devices of a model's parameters; the first one's name follows a comma.
 
-    A GPU that the process counts otherwise than its machine has the machine's number in brackets:
+    If ``CUDA_VISIBLE_DEVICES`` renumbers a GPU, the machine's number is in brackets:
     ``"cuda:0 (GPU 3), NVIDIA H100 80GB HBM3"``.
 
     >>> device_text(nn.Linear(2, 2, device="cpu"))
@@ -122,14 +123,14 @@ def _numbered(device: torch.device) -> str:
 
 
 def parts_of(model: Model) -> Sequence[nn.Module]:
-    """The modules that train: the model itself, or its parts."""
+    """Return the modules that train: the model itself, or its parts."""
     if isinstance(model, JoinedParts):
         return model.parts
     return (model,) if isinstance(model, nn.Module) else model
 
 
 def plain(model: Model) -> nn.Module:
-    """The module that wrappers (`torch.compile`, DDP, Fabric) were put around: its names count."""
+    """Return the module inside wrappers (`torch.compile`, DDP, Fabric), as the run names it."""
     if not isinstance(model, nn.Module):
         parts = [plain(part) for part in model]
         return parts[0] if len(parts) == 1 else JoinedParts(parts)
@@ -143,9 +144,10 @@ def plain(model: Model) -> nn.Module:
 
 
 def give_buffers_memory(module: nn.Module) -> None:
-    """Replace buffers that cannot be written in place by copies that can.
+    """Replace buffers that cannot be written in place with copies that can.
 
-    Expanded buffers have several elements in one place; inference mode makes the others.
+    Those are expanded buffers, which have several elements in one place, and buffers that were
+    created in inference mode.
     """
     copies: dict[int, Tensor] = {}  # a tied buffer stays tied
     for owner in module.modules():
@@ -164,7 +166,7 @@ def is_writable(buffer: Tensor) -> bool:
 
 
 def writable_copy(buffer: Tensor) -> Tensor:
-    """Give a copy with memory for each element."""
+    """Return a copy with memory for each element."""
     with torch.inference_mode(False):
         return buffer.detach().clone(memory_format=torch.contiguous_format)
 
@@ -176,7 +178,7 @@ OWN_COPIES = (
     "master_params",
     "single_partition_of_fp32_groups",
 )
-"""Attributes in which wrappers (apex, DeepSpeed, Megatron) keep fp32 weights of their own."""
+"""Attributes in which wrappers (apex, DeepSpeed, Megatron) keep separate fp32 weights."""
 
 _OWN_COPY_NAME = re.compile(r"master|^(fp32|float32|main)_?(p|param|params|weight|weights|copy)$")
 
@@ -185,31 +187,32 @@ _FIX = (
     "learner.on_weights_updated"
 )
 
-_WAY_OUT = f"its own copy of the weights would undo what is applied; {_FIX}"
+_UNDONE = f"this copy of the weights would undo each global update; {_FIX}"
 
 
 LAYOUT_CHARACTERS_MAX = 900_000
-"""A layout travels in one control message of at most 1 MiB, with the run's settings beside it."""
+"""A layout travels in one control message of at most 1 MiB, together with the run's settings."""
 
 
 def layout_text(layout: Layout) -> str:
-    """The layout as the text that a join carries.
+    """Return the layout as text for a join message.
 
     Raises:
-        ConfigError: the model has too many tensors for one control message.
+        ConfigError: The model has too many tensors for one control message.
     """
     text = layout.to_text()
     if len(text) > LAYOUT_CHARACTERS_MAX:
         raise ConfigError(
             f"the names and shapes of the model's {len(layout.tensors)} trainable tensors take "
-            f"{len(text)} characters compressed, {LAYOUT_CHARACTERS_MAX} fit into one message: "
-            "stack small tensors (experts, say) into one, freeze some, or shorten their names"
+            f"{len(text)} characters compressed, at most {LAYOUT_CHARACTERS_MAX} fit into one "
+            "message: stack small tensors (such as experts) into one, freeze some, or shorten "
+            "their names"
         )
     return text
 
 
 def refuse_what_cannot_be_written(model: nn.Module) -> None:
-    """Refuse tensors whose values a learner could not read or replace.
+    """Reject tensors whose values a learner cannot read or replace.
 
     Raises:
         ConfigError: A trainable parameter or a buffer has no values yet, or a trainable parameter
@@ -226,7 +229,7 @@ def refuse_what_cannot_be_written(model: nn.Module) -> None:
             if local_of(tensor).is_meta:
                 raise ConfigError(
                     f"{kind} {name!r} is on the meta device: give it memory and values "
-                    "(module.to_empty(device=…), then its initialization) before the Learner"
+                    "(module.to_empty(device=…), then initialize it) before creating the Learner"
                 )
     for name, parameter in model.named_parameters():
         problem = _unwritable(local_of(parameter)) if parameter.requires_grad else ""
@@ -235,7 +238,7 @@ def refuse_what_cannot_be_written(model: nn.Module) -> None:
 
 
 def _unwritable(tensor: Tensor) -> str:
-    """Say why values written into a tensor would not be kept exactly; empty if they are."""
+    """Return why a tensor would not keep written values exactly; empty if it does."""
     if tensor.layout is not torch.strided:
         return f"has layout {tensor.layout}: make it dense, or freeze it"
     if is_wrapper(tensor):
@@ -246,7 +249,7 @@ def _unwritable(tensor: Tensor) -> str:
             "freeze it, or train an ordinary tensor"
         )
     if tensor.is_inference():
-        return "was made in inference mode: make it outside of torch.inference_mode()"
+        return "was created in inference mode: create it outside of torch.inference_mode()"
     if overlaps_itself(tensor):
         return (
             "has several elements in one place of memory (it is expanded): replace it with "
@@ -256,10 +259,10 @@ def _unwritable(tensor: Tensor) -> str:
 
 
 def refuse_what_is_not_finite(model: nn.Module) -> None:
-    """A learner whose weights are NaN or infinite has nothing to bring into a run.
+    """Reject a model with NaN or infinite weights, which must not enter a merge.
 
     Raises:
-        ConfigError: names the first such tensor.
+        ConfigError: A trainable parameter is not finite; the first is named.
     """
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not is_finite(local_of(parameter)):
@@ -270,21 +273,25 @@ def refuse_what_is_not_finite(model: nn.Module) -> None:
 
 
 def refuse_own_copies(model: nn.Module, optimizer: Optimizers) -> None:
-    """An optimizer that holds weights of its own would undo what is applied to the model.
+    """Reject an optimizer that keeps a separate copy of the weights, which would undo an apply.
 
-    Refused are: a tensor of ``param_groups`` that is not a parameter of the model; an attribute of
-    `OWN_COPIES` that is not empty; beside a parameter of lower precision, an fp32 state of its
-    shape that is called like a master copy (``master_param``, ``fp32_param``, …) or has just its
-    values; and any other tensor near to a parameter with which the optimizer undoes an apply
-    (`optimizers`), unless it is registered. What wrappers wrap is checked, too.
-    The state exists only once the optimizer has stepped.
+    An optimizer is rejected for any of these:
+
+    - a tensor in ``param_groups`` that is not a parameter of the model;
+    - an attribute in `OWN_COPIES` that is not empty;
+    - for a parameter of lower precision, an fp32 state of its shape that has the name of a master
+      copy (``master_param``, ``fp32_param``, …) or has the parameter's values;
+    - any other tensor near to a parameter with which the optimizer undoes an apply (`optimizers`),
+      unless it is registered.
+
+    Optimizers inside wrappers are checked as well. The state exists only after the first step.
 
     Args:
         model: The model.
         optimizer: One optimizer, or several in a sequence or a mapping.
 
     Raises:
-        ConfigError: it has such a copy.
+        ConfigError: An optimizer has such a copy.
     """
     named = list(model.named_parameters(remove_duplicate=False))
     names = {id(parameter): name for name, parameter in named}
@@ -296,9 +303,9 @@ def refuse_own_copies(model: nn.Module, optimizer: Optimizers) -> None:
 
 
 class OptimizerChecks:
-    """When to look for an optimizer's own copies: in a few early steps, and when a state appears.
+    """Decides when to check an optimizer: in a few early steps, and when a state appears.
 
-    Lookahead, for one, makes its slow weights at its k-th step. `due` costs a microsecond.
+    For example, Lookahead creates its slow weights in its k-th step. `due` takes a microsecond.
 
     Args:
         model: The model.
@@ -315,13 +322,13 @@ class OptimizerChecks:
         for each in several(optimizer).values():
             for layer in layers_of(each):
                 if isinstance(getattr(layer, "state", None), Mapping):
-                    # One of each group: optimizers treat the parameters of a group alike.
+                    # One per group is enough: optimizers treat all parameters of a group alike.
                     of_groups = (group["params"][:1] for group in layer.param_groups[:4])
                     self._states += [(layer, p) for few in of_groups for p in few]
         self._keys = self._count_keys()
 
     def due(self) -> bool:
-        """Whether to look now; call it once in each step."""
+        """Return whether to call `check` now; call this once in each step."""
         self._steps += 1
         keys = self._count_keys()
         appeared, self._keys = keys != self._keys, keys
@@ -330,12 +337,8 @@ class OptimizerChecks:
     def _count_keys(self) -> int:
         return sum(len(layer.state.get(parameter) or ()) for layer, parameter in self._states)
 
-    def look(self) -> None:
-        """Refuses what `refuse_own_copies` does.
-
-        Raises:
-            ConfigError: it has such a copy.
-        """
+    def check(self) -> None:
+        """See `refuse_own_copies`."""
         refuse_own_copies(self._model, self._optimizer)
 
 
@@ -352,9 +355,9 @@ def _refuse_what_undoes(names: Mapping[int, str], optimizer: Any) -> None:
         if not suspect.in_state:
             fix = f"dd.register_weight_copies({kind}, copies=…)"
         raise ConfigError(
-            f"{kind} keeps weights of its own in its {place} {suspect.key!r} (found beside "
-            f"parameter {suspect.name!r}), which would undo what is applied: have them follow the "
-            f"global weights with {fix} before the Learner, or {_FIX}"
+            f"{kind} keeps separate weights in its {place} {suspect.key!r} (found beside "
+            f"parameter {suspect.name!r}), which would undo each global update: let them follow "
+            f"the global weights with {fix} before creating the Learner, or {_FIX}"
         )
 
 
@@ -369,19 +372,19 @@ def _refuse_own_copies(
                 raise ConfigError(
                     f"group {number} of {kind} holds a tensor of shape {tuple(parameter.shape)} "
                     "that is not a parameter of the model. If another module trains it (a loss "
-                    "with parameters, a second network), put both into one module and give that "
+                    "with parameters, a second network), put both into one module and pass that "
                     "as the model: nn.ModuleDict({'model': model, 'loss': loss}). If it is a copy "
                     f"of the weights, {_FIX}"
                 )
     for holder in (optimizer, getattr(optimizer, "_amp_stash", None)):
         for name in OWN_COPIES:
-            # Only what is stored: a property of a wrapper may compute, or fail.
+            # Only stored attributes: a wrapper's property may compute something, or fail.
             if getattr(holder, "__dict__", {}).get(name):
-                raise ConfigError(f"{kind} has {name!r}: {_WAY_OUT}")
+                raise ConfigError(f"{kind} has {name!r}: {_UNDONE}")
     for name, parameter in narrow.items():
         for key, value in getattr(optimizer, "state", {}).get(parameter, {}).items():
             if _is_own_copy(key, value, parameter):
-                raise ConfigError(f"{kind} keeps {name!r} in fp32 as {key!r}: {_WAY_OUT}")
+                raise ConfigError(f"{kind} keeps {name!r} in fp32 as {key!r}: {_UNDONE}")
 
 
 def _is_own_copy(key: Any, value: Any, parameter: Tensor) -> bool:
@@ -408,12 +411,12 @@ _NEW_LEARNER = "change the model before the Learner is created, or close it and 
 _MISSING = object()
 
 _Entry = tuple[dict[str, Any], str, object]
-"""A table, a key of it, and what stands for the value where the key is gone."""
+"""A table, a key of it, and the default value if the key is missing."""
 
 
 @dataclass
 class _Slice:
-    """Some of the modules' tables: what they held at the join under some of their keys."""
+    """Some keys of the modules' tables, with the values that they had at the join."""
 
     tables: list[dict[str, Any]]
     sizes: list[int]
@@ -423,7 +426,7 @@ class _Slice:
     forms: list[Any]
 
     def is_unchanged(self) -> bool:
-        # Both sides of each comparison run in C: this is on the path of every step.
+        # No Python loops: this is on the path of every step.
         if list(map(len, self.tables)) != self.sizes:
             return False
         if not all(map(is_, starmap(dict.get, self.entries), self.held)):
@@ -433,7 +436,7 @@ class _Slice:
 
 @dataclass
 class _Buffer:
-    """A synchronised buffer: where it is, and its form at the join."""
+    """A synchronized buffer: its place in the module, and its form at the join."""
 
     name: str
     table: dict[str, Tensor | None]
@@ -443,18 +446,18 @@ class _Buffer:
 
 
 class ModelGuard:
-    """Compares a model with itself at the join.
+    """Compares a model with its form at the join.
 
     Args:
-        model: The model under the names that count.
-        layout: What the run synchronises of it.
-        buffers_in_place: Whether a buffer must stay the same tensor. Otherwise a module may put
-            another tensor of the same form in its place.
-        settle: Called before a difference is reported, to undo one that is only for a while: after
-            an evaluation FSDP2 holds other parameters.
+        model: The module that `plain` returns.
+        layout: The tensors that the run synchronizes.
+        buffers_in_place: Whether a buffer must remain the same tensor. Otherwise a module may
+            replace it with another tensor of the same form.
+        settle: Called before a difference is reported, to undo a temporary one: after an
+            evaluation, the modules of FSDP2 hold other parameters.
 
     Attributes:
-        compares_buffers: Whether the run synchronises buffers.
+        compares_buffers: Whether the run synchronizes buffers.
     """
 
     compares_buffers = True
@@ -475,14 +478,14 @@ class ModelGuard:
         self._forms = {name: _FORM(tensor) for name, tensor in self._names.items()}
         self._slices = list(_slices_of(model))
         self._next = 0
-        synchronised = {spec.name for spec in layout.tensors if spec.is_buffer}
-        self._buffers = [each for each in _buffers_of(model) if each.name in synchronised]
+        synchronized = {spec.name for spec in layout.tensors if spec.is_buffer}
+        self._buffers = [each for each in _buffers_of(model) if each.name in synchronized]
 
     def check(self) -> None:
-        """Compare the next slice, and all buffers that are synchronised.
+        """Compare the next slice, and all synchronized buffers.
 
         Raises:
-            ConfigError: Something differs; the message names it and says what to do.
+            ConfigError: Something differs; the message names it and the fix.
         """
         piece = self._slices[self._next]
         self._next = (self._next + 1) % len(self._slices)
@@ -516,10 +519,10 @@ class ModelGuard:
         )
 
     def _explain(self) -> None:
-        """Name the first difference.
+        """Raise an error for the first difference; only log parameters that were frozen.
 
         Raises:
-            ConfigError: There is one that would be a wrong exchange.
+            ConfigError: A parameter was removed, replaced, cast, moved, unfrozen or added.
         """
         now = _tensors_by_name(self._model)
         for name, tensor in self._names.items():
@@ -535,13 +538,13 @@ class ModelGuard:
             if self._forms[name] != _FORM(tensor) and name not in self._frozen:
                 self._frozen.add(name)
                 logger.warning(
-                    "parameter %r was frozen after the learner joined; training goes on, and the "
+                    "parameter %r was frozen after the learner joined; training continues, and the "
                     "run's values are still applied to it",
                     name,
                 )
 
     def _problem(self, name: str, joined: Tensor, now: Tensor | None) -> str:
-        """What is wrong with a parameter, in words; empty if nothing is."""
+        """Return what is wrong with a parameter, as text; empty if nothing is."""
         if now is None:
             return "was removed after the learner joined"
         if now is not joined:
@@ -570,11 +573,11 @@ def _slices_of(model: nn.Module) -> Iterator[_Slice]:
     entries: list[_Entry] = []
     for module in model.modules():
         for table in (module._parameters, module._modules):
-            if not isinstance(table, dict):  # a ScriptModule's are views of something in C++
+            if not isinstance(table, dict):  # the tables of a ScriptModule are views of C++ objects
                 continue
             tables.append(table)
             for key in table:
-                if len(entries) == SLICE:  # also within a table: a list has thousands of experts
+                if len(entries) == SLICE:  # also inside a table: a list may hold many experts
                     yield _slice_of(tables, entries)
                     tables, entries = [table], []
                 entries.append((table, key, _MISSING))
@@ -602,17 +605,18 @@ def _described(form: Any) -> str:
 
 
 SAMPLED_ELEMENTS = 64
-"""Of each of two parameters."""
+"""Number of sampled elements of each of two parameters."""
 
 
 class LastWeights:
-    """A sample of the weights as they were at the last step boundary.
+    """A sample of the weights at the last step boundary.
 
-    `mark` costs microseconds, and does not wait for a GPU; `replaced` may.
+    `mark` takes microseconds, and does not wait for a GPU; `replaced` may wait.
 
     Args:
-        parameters: The model's; the largest and the last of the trainable ones are sampled.
-        optimizers: Those that train them; ``None``: any optimizer of this process may.
+        parameters: The model's parameters. The largest trainable one is sampled, and the last one
+            that has more than one dimension.
+        optimizers: The optimizers that train them; ``None``: any optimizer of this process may.
     """
 
     def __init__(self, parameters: Iterable[Tensor], optimizers: InnerOptimizers | None) -> None:
@@ -631,13 +635,13 @@ class LastWeights:
         self._stepped = True
 
     def mark(self) -> None:
-        """Remembers the weights of this boundary."""
+        """Sample the weights of this boundary."""
         self._stepped = False
         for sample in self._samples:
             sample.take()
 
     def replaced(self) -> bool:
-        """Whether something other than an optimizer has changed the weights since `mark`."""
+        """Return whether the weights changed since `mark` without a step of an optimizer."""
         return not self._stepped and any(sample.differs() for sample in self._samples)
 
 
@@ -648,25 +652,25 @@ class _Sample:
         self._pointer: int | None = None
         self.take()
 
-    def _look(self) -> bool:
-        """Whether the sample is still a view of the parameter; otherwise it is one from now on."""
+    def _refresh_view(self) -> bool:
+        """Return whether the view of the parameter was still valid; if not, create a new one."""
         if self._pointer == self._parameter.data_ptr():
             return True
         local = local_of(self._parameter)
         self._view = local.reshape(-1)[:: max(1, local.numel() // SAMPLED_ELEMENTS)]
         self._view = self._view[:SAMPLED_ELEMENTS]
-        # What is not contiguous was copied, and has to be copied each time.
+        # The view of a tensor that is not contiguous is a copy, so it is never valid again.
         self._pointer = self._parameter.data_ptr() if local.is_contiguous() else None
         return False
 
     def take(self) -> None:
-        if self._look():
+        if self._refresh_view():
             self._kept.copy_(self._view)
         else:
             self._kept = self._view.clone()
 
     def differs(self) -> bool:
-        self._look()
+        self._refresh_view()
         now = self._view.to(self._kept.device)
         return now.shape != self._kept.shape or bool((now != self._kept).any())
 
@@ -675,17 +679,17 @@ class TrainedModel:
     """The program's model and inner optimizers, as a learner reads and writes them.
 
     Args:
-        model: As `Learner` takes it.
-        optimizers: The inner optimizers, if the program has given them.
-        layout: What the run synchronises of the model.
-        guarded_in_place: See `ModelGuard.buffers_in_place`.
-        settle: Undoes what a framework does to the parameters for a while; see `ModelGuard`.
+        model: The model as passed to `Learner`.
+        optimizers: The inner optimizers, if the program passed them.
+        layout: The tensors that the run synchronizes.
+        buffers_in_place: See `ModelGuard`.
+        settle: Undoes temporary changes of a framework to the parameters; see `ModelGuard`.
 
     Attributes:
-        given: What trains: the model with its wrappers.
-        module: The module whose names count.
-        copies: Weights that the inner optimizers keep, and that follow the applied ones.
-        last: A sample of the weights of the last boundary, if this process alone has them.
+        given: The model that trains, with its wrappers.
+        module: The module that `plain` returns; the run uses its names.
+        copies: Weights that the inner optimizers keep, which follow the global weights.
+        last: A sample of the weights of the last boundary; ``None`` with several ranks.
     """
 
     def __init__(
@@ -724,17 +728,17 @@ class TrainedModel:
         self.guard.compares_buffers = merges_buffers
 
     def check_optimizer(self) -> None:
-        """Looks for copies in the optimizer, if it is time; call it once in each step.
+        """Check the optimizer for copies of the weights, if due; call this once in each step.
 
         Raises:
-            ConfigError: It holds some.
+            ConfigError: It has some; see `refuse_own_copies`.
         """
         if self._checks is not None and self._checks.due():
             self._settle()
-            self._checks.look()
+            self._checks.check()
 
     def following(self) -> AbstractContextManager[None]:
-        """While the block writes the parameters, the optimizers' copies follow them."""
+        """Let the optimizers' copies follow what the block writes to the parameters."""
         if self.copies is None:
             return nullcontext()
         self._settle()
@@ -758,6 +762,6 @@ class TrainedModel:
         callback(tuple(tensor.name for tensor in self._plan.layout.tensors))
 
     def close(self) -> None:
-        """Lets go of the optimizers."""
+        """Remove the hook from the optimizers."""
         if self.last is not None:
             self.last.close()

@@ -1,7 +1,7 @@
 """Training loops that do not call `Learner.step` themselves, and the tokens of their steps.
 
-`batches_of` wraps a loader, `attached` hooks ``optimizer.step``. Where the program passes no number
-of tokens, `StepTokens` counts the inputs of the model.
+`batches_of` wraps a loader, `attached` hooks ``optimizer.step``. If the program passes no number of
+tokens, `StepTokens` counts the inputs of the model.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from decoupled_diloco.runtime import blocking
 logger = logging.getLogger(__name__)
 
 DEPTH_MAX = 4
-"""Tensors are found in tuples, lists, mappings and dataclasses nested at most so deep."""
+"""Largest nesting of tuples, lists, mappings and dataclasses in which tensors are found."""
 
 _UNCOUNTED: WeakSet[nn.Module] = WeakSet()
 """Models for which the warning has been logged: one warning per model, not one per epoch."""
 
 
 def whole_tokens(tokens: Any) -> int:
-    """The tokens of a step as a whole number; a fraction is rounded to the nearest.
+    """Return the tokens of a step as a whole number; a fraction is rounded to the nearest.
 
     Args:
-        tokens: An int, a float, a NumPy number or a tensor with one element; 0 or more. A tensor on
-            a GPU is waited for.
+        tokens: An int, a float, a NumPy number or a tensor with one element; 0 or more. The call
+            waits for a tensor on a GPU.
 
     Raises:
         ConfigError: It is negative, NaN, infinite, or not a number.
@@ -45,15 +45,15 @@ def whole_tokens(tokens: Any) -> int:
     >>> whole_tokens(0), whole_tokens(12.0), whole_tokens(torch.tensor(5))
     (0, 12, 5)
     """
-    if type(tokens) is int and tokens >= 0:  # the usual case: a step must cost next to nothing
+    if type(tokens) is int and tokens >= 0:  # the usual case, and on the path of every step
         return tokens
     number = tokens
-    if hasattr(tokens, "item") and hasattr(tokens, "shape"):  # a tensor, or a number of NumPy's
+    if hasattr(tokens, "item") and hasattr(tokens, "shape"):  # a tensor or a NumPy number
         number = tokens.item() if math.prod(tokens.shape) == 1 else None
     is_number = isinstance(number, numbers.Real) and not isinstance(number, bool)
     if not is_number or not math.isfinite(number) or number < 0:
         raise ConfigError(
-            f"tokens={tokens!r} is not a valid number of tokens: give the step's tokens as one "
+            f"tokens={tokens!r} is not a valid number of tokens: pass the step's tokens as one "
             "number, 0 or more"
         )
     rounded: int = round(number)
@@ -61,7 +61,7 @@ def whole_tokens(tokens: Any) -> int:
 
 
 class TokenCounter:
-    """Counts the tokens without padding, or the samples, with which a model is called in training.
+    """Counts the tokens without padding, or the samples, in a model's calls in training mode.
 
     For each call it counts the ones in ``attention_mask``; without one, the elements of
     ``input_ids``; without these, the first tensor: its elements if it has rows of integers, as
@@ -79,7 +79,7 @@ class TokenCounter:
         self._hook = model.register_forward_pre_hook(self, with_kwargs=True)
 
     def __call__(self, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        # In a graph, the count would be a constant of the graph, and each new one a compilation.
+        # A compiled graph would hold the count as a constant, and recompile for each new count.
         if torch.compiler.is_compiling():
             return
         found = counted(given, named) if module.training else None
@@ -87,9 +87,9 @@ class TokenCounter:
             self._count = found if self._count is None else self._count + found
 
     def take(self) -> int:
-        """Return the count since the last `take`; it waits for a count on a GPU.
+        """Return the count since the last `take`; wait if the count is on a GPU.
 
-        If nothing could be counted, it is 1, with one warning for each model.
+        If nothing could be counted, return 1 and log one warning per model.
         """
         count, self._count = self._count, None
         if count is None:
@@ -110,7 +110,7 @@ class TokenCounter:
         self._hook.remove()
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[object, ...]]:
-        """A copied or pickled model counts for no learner."""
+        """Pickle or copy the hook as one that does nothing."""
         return _hook_of_copy, ()
 
 
@@ -119,14 +119,14 @@ def _hook_of_copy() -> Callable[..., None]:
 
 
 def _count_nothing(*_: Any) -> None:
-    """The hook in a copy of a model."""
+    """Replace the hook in a copy of a model."""
 
 
 class StepTokens:
     """The tokens of each step: as the program passes them, or counted from the model's inputs.
 
     Args:
-        model: As `Learner` has it. A list of pipeline stages is not counted.
+        model: The model as passed to `Learner`. A list of pipeline stages is not counted.
     """
 
     def __init__(self, model: Any) -> None:
@@ -135,11 +135,14 @@ class StepTokens:
         self._passed = False
 
     def read(self, tokens: Any) -> int:
-        """Return the tokens of a step; ``None``: those counted since the last step.
+        """Return the tokens of a step.
+
+        Args:
+            tokens: As for `whole_tokens`; ``None``: those counted since the last step.
 
         Raises:
-            ConfigError: They are not a valid number, or were passed in earlier steps only, or
-                cannot be counted.
+            ConfigError: They are not a valid number, or only earlier steps had them, or they cannot
+                be counted.
         """
         if tokens is not None:
             if not self._passed:
@@ -148,7 +151,7 @@ class StepTokens:
             return whole_tokens(tokens)
         if self._passed:
             raise ConfigError(
-                "step() without tokens=, which earlier steps had: pass tokens= in every step, or "
+                "step() without tokens=, but earlier steps had it: pass tokens= in every step, or "
                 "in none"
             )
         if self._counter is None:
@@ -170,20 +173,20 @@ class StepTokens:
 
 
 def warn_uncounted(model: nn.Module, why: str) -> None:
-    """Logs, once for each model, that the tokens of its steps cannot be counted."""
+    """Log, once per model, that the tokens of its steps cannot be counted."""
     if model in _UNCOUNTED:
         return
     _UNCOUNTED.add(model)
     logger.warning(
-        "the tokens of a step cannot be counted (%s), so each such step counts as 1 token: a "
-        "budget in tokens and the weights of unequal learners are wrong; pass tokens= to "
+        "the tokens of a step cannot be counted (%s), so each such step counts as 1 token. A "
+        "budget in tokens and the weights of unequal learners are wrong. Pass tokens= to "
         "learner.step, learner.wrap or learner.attach",
         why,
     )
 
 
 def counted(given: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor | int | None:
-    """The tokens, or samples, of one call; ``None`` if it has no tensor.
+    """Return the tokens, or samples, of one call; ``None`` if it has no tensor.
 
     >>> import torch
     >>> counted((torch.zeros(4, 7),), {})
@@ -196,7 +199,7 @@ def counted(given: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor | int | 
     tensors = list(_tensors((*given, named), "", DEPTH_MAX))
     by_name = {name: each for name, each in reversed(tensors) if name}
     mask, tokens = by_name.get("attention_mask"), by_name.get("input_ids")
-    if mask is not None and mask.ndim == 2:  # A mask of more dimensions is of pairs.
+    if mask is not None and mask.ndim == 2:  # with more dimensions it masks pairs of tokens
         return mask.detach().sum()
     if tokens is not None:
         return tokens.numel()
@@ -209,7 +212,7 @@ def counted(given: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor | int | 
 
 
 def _tensors(value: Any, name: str, depth: int) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in a value with their names, in order."""
+    """Yield the tensors in a value with their names, in order."""
     if isinstance(value, Tensor):
         yield name, value
     elif depth == 0:
@@ -229,24 +232,24 @@ T = TypeVar("T")
 
 
 class Steps(Protocol):
-    """What of a learner a loop needs.
+    """The interface of a learner that a loop uses.
 
     Attributes:
-        _untold: Tokens of batches after the last step, when the loader ended.
+        _unreported: Tokens of batches after the last step, when the loader ended.
         _counter: The tokens of its steps.
     """
 
-    _untold: int
+    _unreported: int
     _counter: StepTokens
 
     def step(self, *, tokens: int | None) -> bool:
         """Finish one inner step; return whether the run continues."""
 
     async def _ends_in_order(self, error: BaseException) -> bool:
-        """Whether an exception of the loader means that the process was asked to stop."""
+        """Return whether an exception of the loader means that the process was asked to stop."""
 
     def close(self) -> None:
-        """Leaves the run."""
+        """Leave the run."""
 
 
 class LeaveLoop(BaseException):
@@ -262,7 +265,7 @@ def batches_of(
     """See `Learner.wrap`."""
     stepped = optimizers is None
     seen = made = 0
-    trained, learner._untold = learner._untold, 0
+    trained, learner._unreported = learner._unreported, 0
 
     def note(*_: Any) -> None:
         nonlocal stepped
@@ -282,7 +285,7 @@ def batches_of(
             if not goes_on:
                 learner.close()
                 return
-        learner._untold = trained
+        learner._unreported = trained
         if seen and not made:
             logger.warning(
                 "optimizer.step was not called in %d batches, so no step was reported to the run: "
@@ -298,7 +301,7 @@ def batches_of(
 
 
 def _until_stopped(learner: Steps, batches: Iterable[T]) -> Iterator[T]:
-    """The batches; ends when a signal that also asks this process to stop has ended a worker."""
+    """Yield the batches; end early if a stop signal to this process has ended a loader's worker."""
     iterator = iter(batches)
     while True:
         try:

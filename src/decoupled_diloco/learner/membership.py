@@ -1,7 +1,7 @@
-"""A participant's membership of a run: it joins, stays in reach of the syncer, and leaves.
+"""A participant's membership of a run: it joins, stays connected to the syncer, and leaves.
 
-`Membership` owns the background, whose thread has all connections. Its own methods run on the
-training thread, which waits for nothing but a change that the background notifies.
+`Membership` owns the background, whose thread has all connections. The methods of `Membership` run
+on the training thread. They wait only for changes that the background notifies.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Admission:
-    """What the run has given a learner when it let it in; the same on all of its ranks.
+    """The values that the run assigned to a learner at its join; the same on all of its ranks.
 
     Attributes:
         name: The learner's name.
-        epoch: The coordinator's number for this process.
+        epoch: The learner's incarnation, assigned by the coordinator.
         index: The number of the name in the run.
-        count: How many learners the run has.
+        count: Number of learners that the run expects.
         settings: The run's public settings.
     """
 
@@ -53,27 +53,27 @@ class Admission:
 
 
 class Waits(Protocol):
-    """What waits for a change: a learner of several ranks does something for the others meanwhile.
+    """Waits for a change; a multi-rank learner serves its other ranks meanwhile.
 
-    `wait` is called with the background's lock, which is free until it returns.
+    The caller of `wait` holds the background's lock. The lock is released until `wait` returns.
     """
 
     async def wait(self, seconds: float) -> None: ...
 
 
 class Membership:
-    """See the module.
+    """One process's membership; see the module.
 
     Args:
         store: The parameters.
-        connection: Where the shards are.
-        options: As the program, or its launcher, gives them.
+        connection: The addresses of the shards, and the client.
+        options: The options from the program or its launcher.
         name: The process's name in the run.
-        role: What the process is in the run.
-        exchange: Creates what carries out orders about payloads.
-        checkpointer: A learner's checkpoints.
-        transfers: A learner's state for others.
-        device: The device, for displays.
+        role: The process's role in the run.
+        exchange: Creates the object that executes orders about payloads.
+        checkpointer: A learner's checkpointer; ``None`` for observers.
+        transfers: The state that a learner shares.
+        device: Description of the device, for displays.
 
     Raises:
         ConfigError: An argument is not valid.
@@ -116,10 +116,13 @@ class Membership:
         )
 
     async def join(self, waits: Waits | None = None) -> None:
-        """Returns once the run has let this process in, and all shards are in reach.
+        """Return once the run has admitted this process, and all shards are connected.
+
+        Args:
+            waits: Waits for changes; the default waits without other work.
 
         Raises:
-            Error: It does not, or not within ``Timeouts.join``.
+            DilocoError: The run rejects this process, or ``Timeouts.join`` has passed.
         """
         self.background.start()
         background, began, limit = self.background, now(), self._join_timeout
@@ -137,12 +140,12 @@ class Membership:
 
     @staticmethod
     def _refuse_to_wait_for(addresses: list[str], join_timeout: float) -> None:
-        """The run has let this process in, but a shard is where it cannot be reached."""
+        """Raise an error if the coordinator answers, but a shard's address cannot be reached."""
         if addresses:
             raise TransportError(
                 f"{', '.join(addresses)}: no answer within Timeouts(join={join_timeout:g}) s, "
-                "though the coordinator lists these shards: give the syncer addresses that can be "
-                "reached from here (--addresses), or raise it (None: forever)"
+                "though the coordinator lists these shards: start the syncer with --addresses that "
+                "can be reached from here, or raise the timeout (None: forever)"
             )
 
     async def wait(self, seconds: float) -> None:
@@ -150,25 +153,25 @@ class Membership:
         await self.background.changed.wait(seconds)
 
     def raise_failure(self) -> None:
-        """Raises what ended the background, if anything did."""
+        """Raise the error that ended the background, if any."""
         if self.background.failure is not None:
             raise self.background.failure
 
     @property
     def shared(self) -> Shared:
-        """What this thread and the background share."""
+        """The objects that this thread and the background share; valid after `join`."""
         shared = self.background.shared
-        assert shared is not None, "join() returns only once the run let us in"
+        assert shared is not None, "join() returns only once the run has admitted this process"
         return shared
 
     @property
     def state(self) -> LearnerState:
-        """The machine's state; it changes whenever the lock is free."""
+        """The machine's state; it may change whenever the lock is free."""
         return self.shared.machine.state
 
     @property
     def admission(self) -> Admission:
-        """What the run has given this process."""
+        """The values that the run assigned to this process."""
         background, machine = self.background, self.shared.machine
         settings = self.shared.config.public()
         return Admission(self.name, machine.epoch, background.index, background.count, settings)
@@ -179,7 +182,7 @@ class Membership:
         return tuple(str(view.held) for view in self.state.fragments)
 
     def leave(self, farewell: str, *, abrupt: bool = False) -> None:
-        """Says goodbye, and ends the background; see `Background.stop`."""
+        """Leave the shards and end the background; see `Background.stop`."""
         self.background.stop(farewell, abrupt=abrupt)
 
 
@@ -191,5 +194,5 @@ def _tape_maker(tape: str | Path | MakeTape | None, name: str) -> MakeTape | Non
 
 
 def open_tape(path: Path, name: str, header: dict[str, Any]) -> TapeWriter:
-    """The tape; a full disk ends it, and nothing else."""
+    """Open an event tape whose errors, for example on a full disk, are only logged."""
     return TapeWriter(path, name, header, on_failure=lambda error: logger.error("%s", error))

@@ -1,21 +1,21 @@
 """The inner optimizers of a training loop: what they wrap, when they step, which weights they keep.
 
 A loop has one optimizer or several (a GAN; Muon beside AdamW). Frameworks put wrappers around them.
-A wrapper that only forwards, as Accelerate's and Fabric's do, is removed. A wrapper that adds
-something of its own, as Lookahead and SAM do, is itself the optimizer, and what it wraps is within.
+A wrapper that only forwards, as in Accelerate and Fabric, is removed. A wrapper that changes the
+step, such as Lookahead and SAM, is itself the optimizer. It and those inside it are its *layers*.
 
 *Copies of the weights.* Schedule-Free keeps z, Lookahead its slow weights, SAM the weights before
 its first half step. If global weights were applied to the parameters alone, the next steps would
 undo them. So a copy moves with its parameter: an apply that changes the parameter by δ changes the
-copy by δ. What the copy is for, its difference from the parameter, stays (`WeightCopies`).
-`register_weight_copies` says where an optimizer keeps them. Copies that are not registered are
-refused (`model.refuse_own_copies`).
+copy by δ. The difference between copy and parameter, which the optimizer needs, stays the same
+(`WeightCopies`). `register_weight_copies` registers where an optimizer keeps copies. Copies that
+are not registered are rejected (`model.refuse_own_copies`).
 
 *How copies are found.* A tensor is *suspected* if it has a parameter's shape and values near it.
-Averages of the weights that are only read at the end, the initial weights that Prodigy keeps, and a
-momentum that happens to be near the weights are suspected as well, and harm nothing. So a suspicion
-is tested: two copies of the optimizer, with one of its parameters, take steps with gradients of
-zero. In one of them the parameter is displaced, as by an apply. If the displacement shrinks, the
+This includes harmless tensors: averages of the weights that are only read at the end, the initial
+weights that Prodigy keeps, a momentum that happens to be near the weights. So a suspicion is
+tested: two copies of the optimizer, with one of its parameters, take steps with gradients of zero.
+In one of them the parameter is displaced, as by an apply. If the displacement shrinks, the
 optimizer undoes it. Only samples of the largest parameters are compared, so the search takes
 milliseconds.
 """
@@ -44,16 +44,17 @@ Optimizers = Any
 """A `torch.optim.Optimizer`, or several: a sequence, or a mapping of names."""
 
 ON_HOST = "on_host"
-"""Key of an optimizer's saved state: which tensors were in host memory beside a device's."""
+"""Key in a saved state: names the tensors that were in host memory although the parameter was not.
+"""
 
 
 def is_optimizer(thing: Any) -> bool:
-    """Whether it steps parameters in groups."""
+    """Return whether an object has ``step`` and ``param_groups``."""
     return hasattr(thing, "param_groups") and callable(getattr(thing, "step", None))
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """The optimizer within wrappers that share its state and its groups, and so only forward."""
+    """Return the optimizer inside wrappers that only forward: they share its state and groups."""
     while True:
         inner: Any = getattr(optimizer, "optimizer", None)
         if not is_optimizer(inner) or inner is optimizer:
@@ -65,7 +66,7 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def layers_of(optimizer: Any) -> list[Any]:
-    """The optimizer and all optimizers that its attributes hold, the outer ones first."""
+    """Return the optimizer and all optimizers in its attributes, the outer ones first."""
     found: list[Any] = []
     pending = [optimizer]
     while pending:
@@ -81,10 +82,10 @@ def layers_of(optimizer: Any) -> list[Any]:
 
 
 def several(given: Optimizers) -> dict[str, Any]:
-    """Name to optimizer as they were given; a single one has the name ``""``.
+    """Return the optimizers by name, as they were passed; a single one has the name ``""``.
 
     Raises:
-        ConfigError: Something in it is not an optimizer.
+        ConfigError: An object is not an optimizer, or there is none.
     """
     named = {"": given}
     if isinstance(given, Mapping):
@@ -92,12 +93,12 @@ def several(given: Optimizers) -> dict[str, Any]:
     elif isinstance(given, Sequence):
         named = {str(number): each for number, each in enumerate(given)}
     if not named:
-        raise ConfigError("optimizer= is empty: give at least one optimizer, or leave it out")
+        raise ConfigError("optimizer= is empty: pass at least one optimizer, or leave it out")
     for name, each in named.items():
         if not hasattr(each, "param_groups"):
             place = f"optimizer[{name!r}]" if name else "optimizer"
             raise ConfigError(
-                f"{place} is a {type(each).__name__} without param_groups: give the torch.optim "
+                f"{place} is a {type(each).__name__} without param_groups: pass the torch.optim "
                 "optimizer of the training loop, or leave it out"
             )
     return named
@@ -110,11 +111,11 @@ class InnerOptimizers:
         given: One optimizer, or several in a sequence or a mapping; wrappers are removed.
 
     Attributes:
-        given: They with their wrappers, as the program has given them.
+        given: The optimizers with their wrappers, as the program passed them.
         named: Name to optimizer. A single optimizer has the name ``""``.
 
     Raises:
-        ConfigError: Something in it is not an optimizer.
+        ConfigError: An object is not an optimizer.
     """
 
     def __init__(self, given: Optimizers) -> None:
@@ -123,23 +124,23 @@ class InnerOptimizers:
 
     @property
     def all(self) -> tuple[Any, ...]:
-        """The optimizers."""
+        """The optimizers without wrappers, in order."""
         return tuple(self.named.values())
 
     def layers(self) -> list[Any]:
-        """All optimizers, and all within them."""
+        """Return all optimizers, and all optimizers inside them."""
         return [layer for each in self.all for layer in layers_of(each)]
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the only optimizer, or of each by its name."""
+        """Return the state of a single optimizer, or name to state of several."""
         states = {name: _kept(each) for name, each in self.named.items()}
         return states.get("", states)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from a `state_dict`; no tensor changes its dtype.
+        """Continue from a `state_dict`; no tensor changes its dtype.
 
         Raises:
-            ValueError: It is of other optimizers.
+            ValueError: It belongs to other optimizers.
         """
         for optimizer, each in self.paired(state):
             _require_groups(optimizer, each)
@@ -156,27 +157,30 @@ class InnerOptimizers:
                 raise ValueError(_of_another_kind(optimizer, missing))
 
     def paired(self, state: Mapping[str, Any]) -> list[tuple[Any, Mapping[str, Any]]]:
-        """Each optimizer with its part of a `state_dict`.
+        """Return each optimizer with its part of a `state_dict`.
 
         Raises:
-            ValueError: It is of other optimizers.
+            ValueError: It belongs to other optimizers.
         """
         if "" in self.named:
             if "param_groups" not in state and all(_is_state(each) for each in state.values()):
                 raise ValueError(
-                    f"the state is of the optimizers {sorted(state)}, this learner has one"
+                    f"the state belongs to the optimizers {sorted(state)}, but this learner has one"
                 )
             return [(self.named[""], state)]
         if state.keys() != self.named.keys():
             kept = "one optimizer" if _is_state(state) else f"the optimizers {sorted(state)}"
-            raise ValueError(f"the state is of {kept}, this learner has {sorted(self.named)}")
+            raise ValueError(
+                f"the state belongs to {kept}, but this learner has {sorted(self.named)}"
+            )
         return [(each, state[name]) for name, each in self.named.items()]
 
     @contextmanager
     def in_training_mode(self) -> Iterator[bool]:
-        """Within it optimizers that have two modes, as Schedule-Free's, are in that of training.
+        """Put optimizers with two modes, such as Schedule-Free, into training mode in the block.
 
-        Between the modes they change the parameters. Gives whether one was in the other mode.
+        A change of the mode changes the parameters. Yields whether any optimizer was in evaluation
+        mode; these return to it after the block.
         """
         evaluating = [layer for layer in self.layers() if _evaluates(layer)]
         for layer in evaluating:
@@ -190,13 +194,17 @@ class InnerOptimizers:
     def on_step(
         self, after: Callable[[int], None], before: Callable[[], None] = lambda: None
     ) -> Callable[[], None]:
-        """Calls ``after`` with an optimizer's number when its step has ended.
+        """Call ``after`` with an optimizer's number at the end of each of its steps.
 
-        A step within a step is a part of it: Lookahead's is not over when its inner optimizer's
-        is. ``step`` of a class that torch cannot hook is replaced on the instance.
+        An inner step is a part of the outer step: a step of Lookahead is not over when its inner
+        optimizer's step is. If torch cannot hook a class, ``step`` is replaced on the instance.
+
+        Args:
+            after: Called with the optimizer's number, 0 or more, when its step has ended.
+            before: Called when a step, or a step inside it, begins.
 
         Returns:
-            What ends it.
+            A function that removes the hooks.
         """
         ends = [
             _hooked(layers_of(each), partial(after, number), before)
@@ -211,10 +219,10 @@ def _call_all(calls: list[Callable[[], None]]) -> None:
 
 
 def _require_groups(optimizer: Any, state: Mapping[str, Any]) -> None:
-    """Refuses a state with other parameter groups.
+    """Reject a state with other parameter groups.
 
     Raises:
-        ValueError: It has them.
+        ValueError: The groups differ.
     """
     if not _is_state(state):
         return
@@ -223,13 +231,14 @@ def _require_groups(optimizer: Any, state: Mapping[str, Any]) -> None:
     if saved != own:
         raise ValueError(
             f"the state of the optimizer has groups of {saved} parameters, {_name(optimizer)} has "
-            f"{own}: add the same groups in the same order (add_param_group) before the Learner"
+            f"{own}: add the same groups in the same order (add_param_group) before creating the "
+            "Learner"
         )
 
 
 def _of_another_kind(optimizer: Any, missing: Sequence[Any]) -> str:
     return (
-        f"the state is of another kind of optimizer than {_name(optimizer)}: it lacks "
+        f"the state belongs to another class of optimizer than {_name(optimizer)}: it lacks "
         f"{sorted(set(map(str, missing)))}"
     )
 
@@ -249,7 +258,7 @@ def _hooked(
     ends: list[Callable[[], None]] = []
 
     def begin(number: int) -> None:
-        # An exception skips a layer's end, so whatever is not outside of this one is over.
+        # If an exception left a step, its `end` was not called. So only outer layers stay active.
         active[:] = [*(other for other in active if other < number), number]
         before()
 
@@ -286,7 +295,7 @@ def _replaced_step(
 
     def restore() -> None:
         if layer.__dict__.get("step") is not step:
-            return  # Someone has replaced it since; theirs calls ours.
+            return  # it was replaced again, and the new one calls this one
         if own is None:
             del layer.step
         else:
@@ -296,7 +305,7 @@ def _replaced_step(
 
 
 def _kept(optimizer: Any) -> dict[str, Any]:
-    """An optimizer's state, with a note of what it keeps in host memory beside a device's."""
+    """Return an optimizer's state, with `ON_HOST` for tensors that are in host memory."""
     state: dict[str, Any] = optimizer.state_dict()
     if not (_is_state(state) and isinstance(state.get("state"), Mapping)):
         return state
@@ -305,7 +314,7 @@ def _kept(optimizer: Any) -> dict[str, Any]:
         kept = state["state"].get(number)
         if parameter.device.type == "cpu" or not isinstance(kept, Mapping):
             continue
-        # torch puts "step" itself where the settings of the group want it.
+        # torch itself puts "step" on the device that the group's settings require.
         keys = [key for key, value in kept.items() if key != "step" and _is_on_host(value)]
         if keys:
             on_host[str(number)] = keys
@@ -325,7 +334,7 @@ def _is_on_host(value: Any) -> bool:
 
 
 def _numbered(optimizer: Any, state: Mapping[str, Any]) -> Iterator[tuple[Any, Tensor]]:
-    """The numbers that a state has for parameters, with those of the optimizer."""
+    """Yield the numbers of parameters in a state, each with the optimizer's parameter."""
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=False):
         yield from zip(saved.get("params", ()), group["params"], strict=False)
 
@@ -334,14 +343,14 @@ def _numbered(optimizer: Any, state: Mapping[str, Any]) -> Iterator[tuple[Any, T
 def exact(
     optimizers: Sequence[Any], on_host: Sequence[Mapping[str, Sequence[str]]] = ()
 ) -> Iterator[None]:
-    """Within it, these optimizers load a state as it was saved.
+    """Let these optimizers load states in the block without a change of dtype or device.
 
-    `torch.optim.Optimizer.load_state_dict` casts every floating tensor to the dtype of its
-    parameter, and moves it to the parameter's device.
+    Otherwise, `torch.optim.Optimizer.load_state_dict` casts each floating tensor to the dtype of
+    its parameter, and moves it to the parameter's device.
 
     Args:
-        optimizers: Those that load; what is within them, too.
-        on_host: Of each, the keys of the tensors that belong into host memory, by number.
+        optimizers: The optimizers that load; optimizers inside them are included.
+        on_host: For each optimizer: parameter number to the keys of tensors in host memory.
     """
     hooks = []
     for number, optimizer in enumerate(optimizers):
@@ -382,7 +391,7 @@ class _Loading:
 
 
 def _as_saved(saved: Any, loaded: Any, on_host: bool) -> Any:
-    """The saved value where the loaded one is; the loaded one itself if its dtype is right."""
+    """Return the saved value on the loaded one's device, or the loaded one if it is correct."""
     if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
         device = torch.device("cpu") if on_host else loaded.device
         same = saved.dtype == loaded.dtype and device == loaded.device
@@ -396,31 +405,31 @@ def _as_saved(saved: Any, loaded: Any, on_host: bool) -> Any:
 
 
 COMPARED_PARAMETERS = 8
-"""Of each group and state key."""
+"""Number of parameters to compare per group and state key."""
 
 SAMPLED_ELEMENTS = 4096
-"""Of each tensor."""
+"""Largest number of elements to compare per tensor."""
 
 NEAR = 0.5
-"""A copy is at most so far away, in units of the parameter's own spread around its mean."""
+"""Largest distance of a suspected copy, in units of the parameter's spread around its mean."""
 
 PROBED_ELEMENTS = 1 << 22
-"""Above this number of parameter elements, an optimizer is not copied."""
+"""Above this number of elements in several parameters, an optimizer is not copied and tested."""
 
 KEPT = 0.95
-"""An optimizer that leaves less of a displacement undoes it."""
+"""An optimizer that keeps a smaller share of a displacement undoes it."""
 
 
 @dataclass(frozen=True)
 class Suspect:
-    """A tensor that may be weights.
+    """A tensor that may be a copy of the weights.
 
     Attributes:
         layer: The optimizer that keeps it.
         key: Its state key, or its attribute.
-        name: The parameter that it is near to.
-        parameter: That parameter itself.
-        in_state: Whether it is in the state of the parameter.
+        name: Name of the parameter near its values.
+        parameter: That parameter.
+        in_state: Whether it is in the optimizer's state for the parameter.
     """
 
     layer: Any
@@ -431,11 +440,11 @@ class Suspect:
 
 
 def suspects(names: Mapping[int, str], optimizer: Any) -> Iterator[Suspect]:
-    """What an optimizer keeps near to a parameter, at most one for each of its keys.
+    """Yield the tensors of an optimizer that are near to a parameter, at most one for each key.
 
     Args:
-        names: The names of the model's parameters, by their ids.
-        optimizer: The optimizer, with all that it wraps.
+        names: ``id`` to name of the model's parameters.
+        optimizer: The optimizer; optimizers inside it are included.
     """
     for layer in layers_of(optimizer):
         yield from _in_state(names, layer)
@@ -470,15 +479,15 @@ def _in_attributes(names: Mapping[int, str], layer: Any) -> Iterator[Suspect]:
             continue
         found = sorted((t for _, t in _tensors(value)), key=lambda t: -t.numel())
         for tensor in found[:COMPARED_PARAMETERS]:
-            several = by_shape.get(tensor.shape, ())
-            near = next((p for p in several if _is_near(tensor, p)), None)
+            same_shape = by_shape.get(tensor.shape, ())
+            near = next((p for p in same_shape if _is_near(tensor, p)), None)
             if near is not None:
                 yield Suspect(layer, key, names[id(near)], near, in_state=False)
                 break
 
 
 def _tensors(value: Any, key: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Floating tensors within it, each with the keys that lead to it."""
+    """Yield the floating tensors in a value, each with the keys that lead to it."""
     if isinstance(value, Tensor):
         if value.is_floating_point() and value.ndim:
             yield key, value
@@ -501,19 +510,19 @@ def _is_near(value: Tensor, parameter: Tensor) -> bool:
     if own.numel() < 2 or own.shape != kept.shape or own.is_meta or kept.is_meta:
         return False
     if place_of(own) == place_of(kept):  # a wrapper subclass has no storage to compare
-        return False  # It is the parameter, so it follows.
+        return False  # it is the parameter itself, so it already follows
     stride = -(-own.numel() // SAMPLED_ELEMENTS)
     here = own.reshape(-1)[::stride].double()
     there = kept.reshape(-1)[::stride].to(here.device).double()
     spread = (here - here.mean()).norm()
-    # Ones and zeros, as biases and norms begin, are near to many things.
+    # Without a spread (the initial ones and zeros of norms and biases) many tensors would be near.
     return bool((spread > 1e-9 * here.norm()) & ((here - there).norm() <= NEAR * spread))
 
 
 def undoes(optimizer: Any, suspect: Suspect) -> bool | None:
-    """Whether the optimizer undoes a displacement of the parameter; `None`: it cannot be tested."""
+    """Test whether the optimizer undoes a displacement; `None` if it cannot be tested."""
     chosen = [suspect.parameter]
-    if not suspect.in_state:  # Attributes may go with the groups' parameters by position.
+    if not suspect.in_state:  # an attribute may match the groups' parameters by position
         chosen = [p for group in suspect.layer.param_groups for p in group["params"]]
     size = sum(local_of(each).numel() for each in chosen)
     if size > PROBED_ELEMENTS and len(chosen) > 1:
@@ -533,7 +542,7 @@ def undoes(optimizer: Any, suspect: Suspect) -> bool | None:
 def _displacement_left(
     optimizer: Any, chosen: list[Tensor], steps: int, with_closure: bool
 ) -> float:
-    """How much of a displacement is left after some steps: 1 is all."""
+    """Return the share of a displacement that is left after some steps; 1 is all of it."""
     noise = [torch.randn_like(local_of(each)) * local_of(each).std() / 4 for each in chosen]
     ends = []
     for displaced in (False, True):
@@ -548,13 +557,13 @@ def _displacement_left(
             _step(twin, parameters, with_closure)
         ends.append((starts, parameters))
     (start, end), (start_displaced, end_displaced) = ends
-    asked = left = 0.0
+    whole = left = 0.0
     for number in range(len(chosen)):
         moved = (start_displaced[number] - start[number]).double()
         remains = (end_displaced[number].detach() - end[number].detach()).double()
-        asked += float((moved * moved).sum())
+        whole += float((moved * moved).sum())
         left += float((moved * remains).sum())
-    return left / asked if asked else float("nan")
+    return left / whole if whole else float("nan")
 
 
 def _step(twin: Any, parameters: list[Tensor], with_closure: bool) -> None:
@@ -571,8 +580,10 @@ def _step(twin: Any, parameters: list[Tensor], with_closure: bool) -> None:
 
 
 def _twin(optimizer: Any, chosen: list[Tensor]) -> tuple[Any, list[Tensor]]:
-    """A copy of an optimizer and all that it wraps, with copies of some parameters only."""
+    """Return a copy of an optimizer and its layers, with copies of the chosen parameters only."""
     layers = layers_of(optimizer)
+    # As in `copy.deepcopy`: id of an object to its copy. Parameters not chosen become None,
+    # so no copy of the whole model is made.
     memo: dict[int, Any] = {}
     for layer in layers:
         for group in layer.param_groups:
@@ -596,7 +607,7 @@ def _twin(optimizer: Any, chosen: list[Tensor]) -> tuple[Any, list[Tensor]]:
         for key, value in vars(layer).items():
             if key.endswith("_hooks"):
                 vars(twin)[key] = OrderedDict()
-            elif key != "step":  # A schedule's; it would step the optimizer itself.
+            elif key != "step":  # replaced by a schedule; it would step the original optimizer
                 vars(twin)[key] = copy.deepcopy(value, memo)
     return twins[0], own
 
@@ -612,7 +623,7 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _group(group: Mapping[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
-    """A group's settings without weight decay, which would shrink a displacement as well."""
+    """Return a copy of a group without weight decay, which would shrink a displacement as well."""
     settings = {key: copy.deepcopy(each) for key, each in group.items() if key != "params"}
     settings |= {key: 0.0 for key in settings if str(key).startswith("weight_decay")}
     parameters = [memo[id(each)] for each in group["params"]]
@@ -620,7 +631,7 @@ def _group(group: Mapping[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
 
 
 Copies = Callable[[Any], Iterable[tuple[Tensor, Tensor]]]
-"""Gives an optimizer's pairs of a parameter and its copy."""
+"""Returns an optimizer's pairs of a parameter and its copy."""
 
 KEYS_OF_ANY = frozenset(
     ("lookahead_slow_buff", "slow_buffer", "slow_buff", "slow_param", "slow_params", "old_p")
@@ -628,28 +639,28 @@ KEYS_OF_ANY = frozenset(
 """State keys under which implementations of Lookahead, Ranger and SAM keep weights."""
 
 _KEYS = {"schedulefree": frozenset(("x", "y", "z"))}
-"""State keys by the class's name with its module, or by a package."""
+"""Name of a package, or of a class with its module, to state keys."""
 
 _COPIES: dict[str, Copies] = {}
 
 
 def register_weight_copies(kind: type | str, *keys: str, copies: Copies | None = None) -> None:
-    """Has the weights that an optimizer keeps follow the global weights.
+    """Let the copies of the weights in an optimizer follow the global weights.
 
         dd.register_weight_copies(MyLookahead, "slow")    # optimizer.state[parameter]["slow"]
 
     Args:
         kind: The optimizer's class, or its full name, or the name of its package.
-        keys: Keys of its state, of tensors with the parameter's shape.
-        copies: For copies that are elsewhere: given the optimizer, gives pairs of a parameter and
-            its copy. It is called at every apply.
+        keys: Keys in its state for tensors with the parameter's shape.
+        copies: For copies outside of the state: receives the optimizer, and returns pairs of a
+            parameter and its copy. It is called at every apply.
 
     Raises:
-        ConfigError: There are neither keys nor copies.
+        ConfigError: There are neither ``keys`` nor ``copies``.
     """
     if not keys and copies is None:
         raise ConfigError(
-            f"register_weight_copies({_full_name(kind)}): give the state keys of the copies, or "
+            f"register_weight_copies({_full_name(kind)}): pass the state keys of the copies, or "
             "copies="
         )
     _KEYS[_full_name(kind)] = _KEYS.get(_full_name(kind), frozenset()) | frozenset(keys)
@@ -672,7 +683,7 @@ class WeightCopies:
     """The registered copies of some optimizers.
 
     Args:
-        optimizers: With all that they wrap.
+        optimizers: The optimizers; those inside them are included.
     """
 
     def __init__(self, optimizers: Iterable[Any]) -> None:
@@ -689,15 +700,15 @@ class WeightCopies:
                 self._others += [partial(give, layer) for give in found[:1]]
 
     def known(self, layer: Any, key: str) -> bool:
-        """Whether a layer's state keeps a registered copy under this key."""
+        """Return whether a layer's state keeps a registered copy under this key."""
         return any(each is layer and key in keys for each, keys in self._states)
 
     def registered_elsewhere(self) -> bool:
-        """Whether there are registered copies that are not in a state."""
+        """Return whether there are registered copies outside of a state."""
         return bool(self._others)
 
     def of(self, parameters: Iterable[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
-        """These parameters' copies, without the parameters that have none."""
+        """Return parameters with their copies, without parameters that have none."""
         elsewhere: dict[int, list[Tensor]] = {}
         for give in self._others:
             for parameter, kept in give():
@@ -719,7 +730,7 @@ class WeightCopies:
 
     @contextmanager
     def following(self, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Within it these parameters are changed, and after it their copies as much."""
+        """Change the copies after the block as much as the block changed these parameters."""
         before = [(p, p.detach().clone(), copies) for p, copies in self.of(parameters)]
         yield
         with torch.no_grad():
@@ -731,15 +742,15 @@ class WeightCopies:
 
     @torch.no_grad()
     def reset(self, parameters: Iterable[Tensor]) -> None:
-        """Makes the copies equal to these parameters: another learner's state has come."""
+        """Set the copies to these parameters, for example after loading another learner's state."""
         for parameter, copies in self.of(parameters):
             for kept in copies:
                 kept.copy_(parameter.detach())
 
 
 def _may_keep(layer: Any, keys: frozenset[str], parameters: list[Tensor]) -> bool:
-    """Whether a layer's state of any of these parameters has one of the keys."""
-    # At each apply, of each of a fragment's parameters: so all of the work is done in C.
+    """Return whether a layer's state for any of these parameters has one of the keys."""
+    # Called at each apply for all parameters of a fragment, so without Python loops.
     kept = list(filter(None, map(layer.state.get, parameters)))
     if not set(map(type, kept)) <= {dict}:
         return True

@@ -22,7 +22,7 @@ MakeTape = Callable[[dict[str, Any]], TapeWriter]
 
 
 class Filled:
-    """A group of options that takes the values of another one where it has its defaults."""
+    """A group of options whose default values can be filled in from another group."""
 
     def filled(self, other: Self) -> Self:
         """Return these options; a field that has its default value is taken from ``other``."""
@@ -34,7 +34,7 @@ class Filled:
 
 @dataclass(frozen=True)
 class Checkpointing(Filled):
-    """Where and how often a learner keeps checkpoints, and which state they hold.
+    """Options for a learner's checkpoints: folder, interval, and additional state.
 
     A learner that restarts continues from its newest checkpoint: the model, the optimizer and the
     objects in ``state`` are restored. Fragments that the run has changed since are overwritten.
@@ -67,7 +67,7 @@ class Checkpointing(Filled):
 
 @dataclass(frozen=True)
 class Timeouts(Filled):
-    """How long a participant waits for the syncer.
+    """Time limits for a participant that waits for the syncer.
 
     Args:
         join: Seconds within which the run must accept this process, more than 0; then
@@ -103,10 +103,11 @@ class StateSharing:
 
     Args:
         objects: Names: ``"optimizer"``, and names in ``Checkpointing(state=…)`` whose objects are
-            alike in all learners. Empty: share nothing. A multi-rank learner shares nothing.
+            of the same kind in all learners. Empty: share nothing. A multi-rank learner shares
+            nothing.
 
     Raises:
-        ConfigError: ``objects`` is one text and not several names.
+        ConfigError: ``objects`` is a string instead of several names.
     """
 
     objects: Sequence[str] = ("optimizer",)
@@ -114,14 +115,14 @@ class StateSharing:
     def __post_init__(self) -> None:
         if isinstance(self.objects, str):
             raise ConfigError(
-                f"StateSharing(objects={self.objects!r}) is one text: pass several names, as "
+                f"StateSharing(objects={self.objects!r}) is a string: pass several names, as "
                 f"({self.objects!r},)"
             )
 
 
 @dataclass(frozen=True)
 class Observability(Filled):
-    """Where a participant reports what it does.
+    """Options for reports: experiment tracker, metrics endpoint and event tape.
 
     Args:
         tracker: Experiment tracker that receives this learner's metrics about once a second:
@@ -141,11 +142,11 @@ class Observability(Filled):
 
 @dataclass(frozen=True)
 class SyncerConnection:
-    """Where the shards are, and the client that reaches them.
+    """Addresses of the shards, and the client that connects to them.
 
     Args:
-        addresses: URLs of the shards; one that has a standby is ``"http://a:1|http://b:1"``, which
-            becomes two.
+        addresses: URLs of the shards. With a standby, one is ``"http://a:1|http://b:1"``, which
+            becomes two addresses.
         client: Creates the transport's client. ``None``: HTTP.
 
     Raises:
@@ -167,7 +168,7 @@ class SyncerConnection:
         """Return the connection that ``Learner(model, syncer)`` stands for.
 
         Raises:
-            ConfigError: There is no address, or one is not a URL.
+            ConfigError: ``syncer`` is empty, or an address is not a URL.
         """
         if isinstance(syncer, SyncerConnection):
             return syncer
@@ -179,7 +180,7 @@ class SyncerConnection:
 
 @dataclass(frozen=True)
 class ParticipantOptions:
-    """The arguments of `Learner` that a launcher can pass in place of the program."""
+    """The arguments of `Learner` that a launcher can pass instead of the program."""
 
     name: str | None = None
     auth_token: str | None = None

@@ -1,10 +1,10 @@
-"""Parameter stores: how a learner's parameters are read and written at a step boundary.
+"""Parameter stores: read and write a learner's parameters at a step boundary.
 
-`ParameterStore` is the seam for sharded models (FSDP2, tensor parallel). `ModuleStore` is a plain
-module on one device. On CUDA nothing here but `read` makes the host wait for the device: a snapshot
-is gathered on the training stream (a copy inside the device), travels to pinned memory on a
-`SideStream`, and only the background thread waits for it; what is applied is uploaded on the side
-stream, and the training stream, not the host, waits for that.
+`ParameterStore` is the interface that sharded models (FSDP2, tensor parallel) implement.
+`ModuleStore` is for a plain module on one device. On CUDA the training thread never waits for the
+device. A snapshot is gathered on the training stream, which copies inside the device. A
+`SideStream` then copies it to pinned memory, and only the background thread waits for that.
+Values to apply are uploaded on the side stream. The training stream waits for them, not the host.
 
 Shapes: N elements of a fragment.
 """
@@ -36,43 +36,44 @@ from decoupled_diloco.merge.fragments import Views, views_of
 from decoupled_diloco.merge.layout import named_tensors
 
 Values = Any
-"""A fragment's values: fp32 [N] on the CPU, or what a store has in their place, as several ranks'
-does. Whoever is not the store, nor made for it, only hands them on."""
+"""A fragment's values: fp32 [N] on the CPU, or a handle of the store, as with several ranks. Code
+outside of the store and its helpers only passes them on."""
 
 
 class HostCopy(Protocol):
-    """A fragment's parameters on their way to the host, or already there."""
+    """A copy of a fragment's parameters on the host, which may still be in progress."""
 
     def values(self) -> Tensor:
-        """fp32 [N] on the CPU; waits for the copy if need be, so call it in the background."""
+        """Return fp32 [N] on the CPU. It may wait for the copy, so call it in the background."""
 
 
 class ParameterStore(Protocol):
-    """The parameters of one learner, by fragments. Called at step boundaries, by the trainer."""
+    """The parameters of one learner, by fragments; the trainer uses it at step boundaries."""
 
     @property
     def layout(self) -> Layout:
-        """What there is to synchronise."""
+        """The tensors to synchronize."""
 
     def snapshot(self, fragment: Fragment) -> HostCopy:
-        """Copies a fragment as it is now."""
+        """Copy a fragment as it is now."""
 
     def overwrite(self, fragment: Fragment, values: Values) -> None:
-        """θ ← values (never written to again), rounded to θ's dtypes."""
+        """Set θ ← values, rounded to θ's dtypes; the values are never written to again."""
 
     def combine(
         self, fragment: Fragment, values: Values, minus: HostCopy | None, keep: float
     ) -> None:
-        """θ ← (θ − minus) + values, or without ``minus`` θ ← keep·θ + (1 − keep)·values.
+        """Set θ ← (θ − minus) + values, or without ``minus`` θ ← keep·θ + (1 − keep)·values.
 
         ``minus`` is a snapshot, or `Rounded`, the values that were written last. All are fp32 [N]
-        on the CPU; the arithmetic is fp32, the result is rounded.
+        on the CPU. The arithmetic is fp32; the result is rounded to θ's dtypes. Buffers are set to
+        their values.
         """
 
     def prepare(self, values: Tensor) -> Tensor:
-        """The values (fp32 [N] on the CPU) in memory from which they go to the device fastest.
+        """Return the values (fp32 [N] on the CPU) in memory that uploads to the device fastest.
 
-        Called in the background, before they are staged.
+        The background calls it before the values are staged.
         """
 
 
@@ -90,7 +91,7 @@ class Copied:
 
 @dataclass(frozen=True)
 class Rounded:
-    """A published copy as the parameters had it when it was written: rounded to their dtypes."""
+    """A published copy as the parameters held it after it was written: rounded to their dtypes."""
 
     fragment: Fragment
     layout: Layout
@@ -125,7 +126,7 @@ class ModuleStore:
         module: The model; its parameters are changed in place.
 
     Raises:
-        ConfigError: nothing is trainable, a dtype is not supported, or a tensor has no values.
+        ConfigError: Nothing is trainable, a dtype is not supported, or a tensor has no values.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -149,9 +150,9 @@ class ModuleStore:
         return self._layout
 
     def _tensors_of(self, fragment: Fragment) -> Sequence[Tensor]:
-        """The layout's tensors, those of the fragment as the module has them now."""
-        # Only the fragment's buffers are looked up: a module may put a new tensor in the place of
-        # a buffer, and a model may have ten thousand of them.
+        """Return the layout's tensors, with the fragment's buffers as the module has them now."""
+        # A module may replace a buffer with a new tensor. Only the fragment's buffers are read
+        # again, because a model may have ten thousand of them.
         for number in self._buffers and fragment.tensors:
             if number in self._buffers:
                 owner, name = self._buffers[number]
@@ -191,7 +192,7 @@ class ModuleStore:
             theta.mul_(keep).add_(new, alpha=1 - keep)
         trained = parameters_numel(fragment, self._layout)
         # break: buffers-carried
-        theta[trained:].copy_(new[trained:])  # a mean of buffers leaves nothing to carry
+        theta[trained:].copy_(new[trained:])  # buffers are not trained, so nothing is carried
         scatter(fragment, theta, tensors, views)
 
     def prepare(self, values: Tensor) -> Tensor:
@@ -199,11 +200,12 @@ class ModuleStore:
         return values if self._side is None else values.pin_memory()
 
     def _reference(self, minus: HostCopy) -> Tensor:
-        """What is subtracted, where the parameters are; the host neither waits nor rounds."""
+        """Return what to subtract, on the parameters' device; the host neither waits nor rounds."""
         if isinstance(minus, Rounded):
             # break: rebase-keeps-rounding
             return cast_like(minus.fragment, minus.layout, self._upload(minus.published))
-        if isinstance(minus, Copying):  # It left on the stream on which it comes back.
+        if isinstance(minus, Copying):
+            # No wait for its event: the side stream uploads after its own download has ended.
             return self._upload(minus.pinned)
         return self._upload(minus.values())
 
@@ -212,12 +214,12 @@ class ModuleStore:
 
 
 class FollowedStore:
-    """A parameter store whose writes are followed by the optimizers' copies.
+    """A parameter store that lets the optimizers' copies of the weights follow each write.
 
     Args:
-        store: The store.
-        parameters: Name to parameter, tied ones under all of their names.
-        copies: What follows.
+        store: The store that reads and writes the parameters.
+        parameters: Name to parameter; tied ones under all of their names.
+        copies: The copies that follow.
     """
 
     def __init__(
@@ -261,7 +263,7 @@ class FollowedStore:
 
 
 class SideStream:
-    """See the module; safe to use from several threads.
+    """A CUDA stream for transfers; see the module. Several threads may use it.
 
     Args:
         device: A CUDA device.
@@ -272,7 +274,7 @@ class SideStream:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def mark(self) -> torch.cuda.Event:
-        """Is reached when the device has done what this thread's stream was given up to now."""
+        """Return an event that is reached after all work queued so far on this thread's stream."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -280,13 +282,14 @@ class SideStream:
     def download(
         self, tensors: Sequence[Tensor], after: torch.cuda.Event
     ) -> tuple[list[Tensor], torch.cuda.Event]:
-        """Begins to copy tensors of the device to pinned memory.
+        """Start to copy tensors of the device to pinned memory.
 
         Args:
-            after: The copies begin when it is reached.
+            tensors: Tensors on the device.
+            after: The event after which the copies start.
 
         Returns:
-            The copies, and the event of their end. A thread that waits for it sleeps.
+            The copies, and the event of their end. A thread that waits for the event sleeps.
         """
         copies = [
             torch.empty(each.shape, dtype=each.dtype, device="cpu", pin_memory=True)
@@ -297,16 +300,17 @@ class SideStream:
             self._stream.wait_event(after)
             for copy, each in zip(copies, tensors, strict=True):
                 copy.copy_(each, non_blocking=True)
+                # Otherwise the allocator could reuse this memory on the training stream too early.
                 each.record_stream(self._stream)
             done.record(self._stream)
         return copies, done
 
     def upload(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The same tensors on the device; this thread's stream waits for them, the host does not.
+        """Return the same tensors on the device; this thread's stream waits for the copies.
 
         Args:
-            tensors: In pinned memory; what is not is copied there first. What is on the device
-                already is given back.
+            tensors: Tensors in pinned memory; others are first copied there. Tensors that are
+                already on the device are returned unchanged.
         """
         training = torch.cuda.current_stream(self._device)
         found = []

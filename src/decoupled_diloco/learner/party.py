@@ -1,7 +1,7 @@
-"""Whether other ranks must agree: `Solo`, the party of one process, and what every `Party` does.
+"""The ranks that act as one learner: the interface `Party`, and `Solo` for a single process.
 
-The party of a learner of several ranks is `ranks.rank_party.LeaderRank` on rank 0, and
-`ranks.rank_party.FollowerRank` on the others. All methods are called by the training thread.
+The party of a multi-rank learner is `ranks.rank_party.LeaderRank` on rank 0, and
+`ranks.rank_party.FollowerRank` on the others. The training thread calls all methods.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Party(Protocol):
     """The ranks that act as one learner.
 
     Attributes:
-        closed: This rank has left the run.
+        closed: Whether this rank has left the run.
         addresses: The syncer's addresses.
-        leases: Where its loop gets leased data.
+        leases: The leases of data partitions for its loop.
     """
 
     closed: bool
@@ -39,7 +39,7 @@ class Party(Protocol):
     leases: DataLeases
 
     ends_alone: ClassVar[bool]
-    """Whether it may leave when its program ends, or is asked to stop: no other rank waits then."""
+    """Whether it may leave when its program ends or is asked to stop, as no other rank waits."""
 
     @property
     def name(self) -> str:
@@ -47,62 +47,67 @@ class Party(Protocol):
 
     @property
     def admission(self) -> Admission:
-        """What the run has given this learner."""
+        """The values that the run assigned to this learner."""
 
     @property
     def progress(self) -> LearnerProgress:
-        """As of the last boundary that all ranks have carried out."""
+        """The progress at the last boundary that all ranks have executed."""
 
     @property
     def versions(self) -> tuple[str, ...]:
         """The version of each fragment that the parameters were last aligned with."""
 
     async def join(self) -> None:
-        """Returns once the run has let this learner in, and its parameters are the run's.
+        """Return once the run has admitted this learner, and its parameters are the run's.
 
         Raises:
-            Error: It does not; then it has left.
+            DilocoError: The run rejects it, or a timeout has passed. The learner has then left.
         """
 
     async def step(self, tokens: int, loss: float | None) -> bool:
-        """A step is finished; returns whether another one is wanted."""
+        """Handle a finished step; return whether the learner continues with another one."""
 
     def checkpoint(self, run_checkpoint: int | None) -> Future[Written] | None:
-        """Takes a checkpoint: see `Learner.checkpoint`."""
+        """Take a checkpoint; see `Learner.checkpoint`."""
 
     def count_from(self, steps: int, tokens: int) -> None:
-        """Counts on from the numbers of an earlier process."""
+        """Continue to count from the numbers of an earlier process."""
 
     def request_stop(self) -> None:
-        """No step waits any more, and the next one is the last. A signal's handler may call it."""
+        """Let no step wait any more, and make the next step the last; safe in a signal handler."""
 
     async def flush(self, seconds: float, why: str) -> bool:
-        """Submits what is trained and not merged; returns whether all was taken."""
+        """Submit training that is not merged; return whether the shards accepted all of it.
+
+        Args:
+            seconds: How long to wait.
+            why: The reason, for logs.
+        """
 
     async def close(self) -> None:
-        """Ends in order."""
+        """Flush, take a last checkpoint and leave the run."""
 
     async def asks_to_stop(self, error: BaseException) -> bool:
-        """Whether an exception in the loop means that the process was asked to stop."""
+        """Return whether an exception in the loop means that the process was asked to stop."""
 
     async def abort(self, error: BaseException) -> bool:
-        """An exception leaves the loop: leaves the run.
+        """Leave the run because an exception has left the loop.
 
         Returns:
-            Whether the exception is only that a signal to stop has ended a loader's workers.
+            Whether the only cause of the exception is that a stop signal ended a loader's worker.
         """
 
     def replaced(self) -> None:
-        """Another learner with its name takes over in this process."""
+        """Save and leave: another learner with the same name takes over in this process."""
 
 
 class Solo:
-    """One process alone: what its machine orders is done at once.
+    """The party of a single process, which executes its machine's orders at once.
 
     Args:
-        boundary: Its boundaries.
-        ending: How it ends.
-        reports: What others are told of each step.
+        boundary: Executes its boundaries.
+        ending: Executes its end.
+        reports: Reports each step.
     """
 
     ends_alone: ClassVar[bool] = True
@@ -171,11 +176,11 @@ class Solo:
         return boundary.goes_on
 
     def _check_model(self) -> None:
-        """Reports a change of the model before anything is read from it or written to it."""
+        """Detect a change of the model before it is read or written."""
         try:
             self.boundary.trained.guard.check()
         except ConfigError as error:
-            # So `close` submits nothing of a model that is another one.
+            # Without this, `close` would submit the changed model.
             self.membership.background.fail(error)
             raise
 
@@ -206,7 +211,7 @@ class Solo:
         """See `Party`."""
         boundary, background = self.boundary, self.membership.background
         if boundary.checkpointer.changing:
-            return False  # it came while the parameters were changed
+            return False  # the parameters are inconsistent, so nothing can be flushed
         if process.is_death_of_worker(error):  # the worker may have received the signal first
             deadline = now() + process.SAME_SECONDS
             with background.changed:
@@ -229,16 +234,14 @@ class Solo:
     def replaced(self) -> None:
         """See `Party`."""
         name = self.membership.name
-        logger.warning(
-            "%s: another Learner with this name is created in this process: this one closes", name
-        )
+        logger.warning("%s closes: another Learner with this name is created in this process", name)
         whole = not self.boundary.checkpointer.changing
         if self.membership.background.failure is None and whole:
             blocking(self.ending.keep_last(self))
         self.leave("another learner with its name takes over", abrupt=True)
 
     def leave(self, farewell: str, *, abrupt: bool = False) -> None:
-        """Leaves the run; only the first call does anything."""
+        """Leave the run; further calls do nothing."""
         if self.closed:
             return
         self.closed = True

@@ -1,6 +1,6 @@
 """Payloads of a learner: contributions and copies to the shards, published copies from them.
 
-Runs on the background's event loop; encoding and decoding in its worker.
+The background's event loop runs this module; encoding and decoding run in its worker.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from decoupled_diloco.shell.driver import executes
 _T = TypeVar("_T")
 
 FETCHES_PER_SHARD = 4
-"""Copies on their way from or to one shard at once: a joiner with many fragments takes them in
-turn, each over as many connections as the link rewards, in bounded memory."""
+"""Copies in transit from or to one shard at the same time. The limit bounds the memory of a new
+learner with many fragments; each copy may use several connections."""
 
 
 def with_digest(values: Tensor) -> tuple[Tensor, str]:
-    """The same values, and what a shard is told of them."""
+    """Return the same values, and their digest for the shard."""
     return values, values_digest(values)
 
 
 def fetched_nbytes(effect: messages.Fetch, plan: MergePlan) -> int:
-    """The size of what is fetched.
+    """Return the size of a copy or difference to fetch, in bytes.
 
     Raises:
-        ProtocolError: the shard announced a size that no difference of this fragment has.
+        ProtocolError: The shard announced a size that is not possible for this fragment.
     """
     fragment = effect.fragment
     if effect.whole:
@@ -49,14 +49,14 @@ def fetched_nbytes(effect: messages.Fetch, plan: MergePlan) -> int:
     nbytes = effect.nbytes or sizes[-1]
     if nbytes not in sizes:
         raise ProtocolError(
-            f"fragment {fragment}: difference_nbytes={nbytes} was announced, {sizes[0]} to "
-            f"{sizes[-1]} are possible"
+            f"fragment {fragment}: a shard announced difference_nbytes={nbytes}, but only "
+            f"{sizes[0]} to {sizes[-1]} are possible"
         )
     return nbytes
 
 
 class BodyExchange:
-    """Carries out what is ordered about bodies, and tells what has become of it.
+    """Executes orders about payloads, and reports the results to the machine.
 
     Args:
         context: The background around it.
@@ -69,14 +69,14 @@ class BodyExchange:
         )
 
     async def start(self) -> None:
-        """The client is there, and nothing is ordered yet."""
+        """Prepare: the client exists, and no order has arrived yet."""
 
     async def close(self) -> None:
-        """Nothing more is ordered; the client is still there."""
+        """Clean up: no more orders arrive, and the client is still open."""
 
     @executes(messages.SendBody)
     async def send_body(self, effect: messages.SendBody, capture: Capture) -> None:
-        """Encodes a contribution, tells its digest, and delivers it."""
+        """Encode a contribution, report its digest to the machine, and deliver it."""
 
         def encoded() -> tuple[Tensor, str, Tensor | None]:
             body, digest, left = capture.encode(effect.codec)
@@ -106,7 +106,7 @@ class BodyExchange:
 
     @executes(messages.SendCopy)
     async def send_copy(self, effect: messages.SendCopy, copy: HostCopy) -> None:
-        """Delivers a whole fragment that a shard has asked for."""
+        """Deliver a whole fragment that a shard has requested."""
         values, announced = await self._here.in_worker(lambda: with_digest(copy.values()))
         self._here.send(effect.shard, messages.Copy(effect.fragment, effect.attempt, announced))
         try:
@@ -120,7 +120,7 @@ class BodyExchange:
 
     @executes(messages.Fetch)
     async def fetch(self, effect: messages.Fetch) -> None:
-        """Gets a published copy, checks and stages it."""
+        """Fetch a published copy, verify its digest and stage it."""
         tensors, fragment = self._here.tensors, effect.fragment
         plan = tensors.plan
         numel = plan.fragments[fragment].numel
@@ -134,7 +134,8 @@ class BodyExchange:
 
         try:
             if not self._here.reaches(effect.shard):
-                raise TransportError("its shard is out of reach")  # or another run is there
+                # Do not use the address: another run may use it by now.
+                raise TransportError("its shard is unreachable")
             nbytes = fetched_nbytes(effect, plan)
             async with self._gates[effect.shard]:
                 body = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
@@ -145,6 +146,7 @@ class BodyExchange:
             # break: failed-fetch-unreported
             self._here.told(Failed(effect, str(error)))
             return
+        # One lock for both: the machine's version must match the staged values.
         with self._here.changed:
             tensors.stage(fragment, values)
             self._here.told(Done(effect))

@@ -1,9 +1,9 @@
-"""What others are told of a learner's steps: its counters, its log, its losses, its random numbers.
+"""Reports of a learner's steps: counters, experiment tracker, losses and random number generators.
 
-*Random numbers.* A loop that draws in every step may see the same batches as another learner: two
-learners whose generators are in one state after equally many steps of their own have the same seed,
-however far apart they have started. Only generators that move in every step count: a data loader
-that shuffles once per epoch does not choose its batches by them.
+*Random numbers.* Learners with the same seed may train the same batches. They are recognized by
+their generators: two learners whose generators have the same state after the same number of their
+steps have the same seed, whenever they started. Only generators that move in every step count. A
+data loader that shuffles once per epoch does not choose its batches by the others.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FIRST_STEP, LAST_STEP = 8, 16
-"""The steps of this process after which the generators are looked at: later is too late to help,
-and the first ones may draw for something else."""
+"""First and last step of this process after which the generators are read. Later a warning would
+not help, and the first steps may draw numbers for something else."""
 
 
 class HasProgress(Protocol):
-    """What of a `Party` the reports need."""
+    """The interface of a `Party` that the reports use."""
 
     @property
     def progress(self) -> LearnerProgress: ...
 
 
 class StepReports:
-    """Reports each step of this process: to its counters, which can be scraped, and to its log.
+    """Reports each step of this process to its counters and to the experiment tracker.
 
     Args:
         membership: The process's membership of the run.
-        options: Among them the experiment tracker and the metrics address.
+        options: The options; the experiment tracker and the metrics address are used.
 
     Raises:
-        ConfigError: An argument is not valid.
+        ConfigError: An option is not valid.
     """
 
     def __init__(self, membership: Membership, options: ParticipantOptions) -> None:
@@ -66,24 +66,30 @@ class StepReports:
         wanted = options.observability
         self._log = step_log_of(wanted.tracker, membership.name)
         self._endpoint = endpoint_of(
-            wanted.metrics_address, membership.name, options.auth_token, self._look
+            wanted.metrics_address, membership.name, options.auth_token, self._read
         )
 
     def start(self, party: HasProgress) -> None:
-        """The learner has joined."""
+        """Start the metrics endpoint and the tracker: the learner has joined."""
         self._party = party
         for each in (self._endpoint, self._log):
             if each is not None:
                 each.start()
 
     def close(self) -> None:
-        """Waits until what was logged is kept."""
+        """Close the endpoint and the tracker; wait until the logged values are saved."""
         for each in (self._endpoint, self._log):
             if each is not None:
                 each.close()
 
     def stepped(self, began: float, applied: tuple[int, ...], loss: float | None) -> None:
-        """A step is handled, and that began at an instant of the runtime."""
+        """Report a handled step.
+
+        Args:
+            began: When its handling began, on the runtime's clock.
+            applied: The fragments applied at its boundary.
+            loss: Its loss, if known.
+        """
         self._tally.stepped(began, now(), len(applied), loss)
         if loss is not None and not math.isfinite(loss):
             self._warn_of_loss()
@@ -96,7 +102,7 @@ class StepReports:
                 self._draws = None
         if self._log is not None:
             assert self._party is not None, "the learner has joined"
-            self._log.stepped(began, self._party.progress.global_step, self._look)
+            self._log.stepped(began, self._party.progress.global_step, self._read)
 
     def _warn_of_loss(self) -> None:
         self._losses_not_finite += 1
@@ -110,8 +116,8 @@ class StepReports:
                 UNFIT,
             )
 
-    def _look(self, read: Callable[[WatchedLearner], T]) -> T:
-        """What is read of this learner as it is now, by another thread."""
+    def _read(self, read: Callable[[WatchedLearner], T]) -> T:
+        """Call ``read`` with this learner's current values under the lock; for other threads."""
         membership = self._membership
         with membership.background.changed:
             assert self._party is not None, "the learner has joined"
@@ -133,16 +139,17 @@ class StepReports:
 
 
 class Draws:
-    """Follows the generators of this process from `FIRST_STEP` to `LAST_STEP`."""
+    """Reads the generators of this process from `FIRST_STEP` to `LAST_STEP`."""
 
     def __init__(self) -> None:
         self._states: dict[str, int] = {}
 
     def stepped(self, step: int) -> tuple[str, ...]:
-        """Looks after a step of this process; about 30 µs in 9 steps, nothing in all others.
+        """Read the generators after a step; this takes about 30 µs in 9 steps only.
 
         Returns:
-            After `LAST_STEP`: generator and state of those that moved in every step, else nothing.
+            After `LAST_STEP`, ``"generator:state"`` for those that moved in every step; otherwise
+            nothing.
         """
         if not FIRST_STEP <= step <= LAST_STEP:
             return ()
@@ -167,11 +174,11 @@ def _states() -> dict[str, int]:
 
 
 class StepLosses:
-    """Turns what a program passes as ``loss=`` into numbers.
+    """Turns the values that a program passes as ``loss=`` into numbers.
 
-    A tensor on a GPU is copied to the host in the background of the device. Its number is returned
-    by a later `read`, usually the next, because the training thread must not wait for the device.
-    While one copy is under way, further losses are skipped.
+    A tensor on a GPU is copied to the host asynchronously, because the training thread must not
+    wait for the device. A later `read`, usually the next one, returns its number. During a copy,
+    further losses are skipped.
     """
 
     def __init__(self) -> None:
@@ -179,20 +186,20 @@ class StepLosses:
         self._copied: torch.Event | None = None
 
     def read(self, loss: Any) -> float | None:
-        """The number to report with this step, or ``None``: there is none yet.
+        """Return the number to report with this step, or ``None`` if there is none yet.
 
         Args:
-            loss: A number or a tensor with one element; NaN and infinity are allowed.
+            loss: A number, a tensor with one element, or ``None``; NaN and infinity are allowed.
 
         Raises:
-            ConfigError: It is neither.
+            ConfigError: ``loss`` is something else.
         """
         if loss is None or type(loss) is float:
             return loss
         if isinstance(loss, Tensor):
             if loss.numel() != 1:
                 raise ConfigError(
-                    f"loss has {loss.numel()} elements: give one number, such as loss.mean()"
+                    f"loss has {loss.numel()} elements: pass one number, such as loss.mean()"
                 )
             loss = loss.detach().reshape(())
             if loss.device.type != "cpu":
@@ -203,7 +210,7 @@ class StepLosses:
             return float(loss)
         except (TypeError, ValueError):
             raise ConfigError(
-                f"loss={loss!r} is not a number: give the step's loss as a number or as a tensor "
+                f"loss={loss!r} is not a number: pass the step's loss as a number or as a tensor "
                 "with one element"
             ) from None
 
@@ -215,6 +222,7 @@ class StepLosses:
                 return None
             found = float(self._copy)
         if self._copy is None:
+            # Only to pinned memory can a device copy without blocking the host.
             pinned = loss.device.type in ("cuda", "xpu")
             self._copy = torch.empty((), dtype=torch.float32, device="cpu", pin_memory=pinned)
         self._copy.copy_(loss, non_blocking=True)

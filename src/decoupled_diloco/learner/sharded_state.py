@@ -1,11 +1,11 @@
-"""Model, inner optimizer and stateful objects of a learner of several ranks, on the disk.
+"""Save and load model, inner optimizer and stateful objects of a multi-rank learner.
 
-Every rank writes and reads its own shards (torch.distributed.checkpoint), so no rank holds more
-than it trains. Tensors and the optimizer's settings have the parameters' names: any other number of
-ranks and any other parallelism can read them, a single process among them. Of its other objects
-each rank keeps its own; where the number of ranks has changed all of them take rank 0's.
+Each rank writes and reads its own shards (torch.distributed.checkpoint), so no rank holds more than
+it trains. Tensors and the optimizer's settings are stored by parameter name. So they can be read
+with any number of ranks, also by a single process, and with any parallelism. Each rank saves its
+other objects separately. If the number of ranks has changed, all ranks load the objects of rank 0.
 
-The copy to host memory is all that a step waits for.
+A step waits only for the copy to host memory.
 """
 
 from __future__ import annotations
@@ -38,18 +38,21 @@ from decoupled_diloco.storage.states import pack, unpack
 logger = logging.getLogger(__name__)
 
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
-"""What the optimizer keeps is named by parameter: stages of a pipeline have different ones."""
+"""Stores the optimizer's state by parameter name: the stages of a pipeline differ in parameters."""
 
 _CAUSES = (RuntimeError, ValueError, KeyError, TypeError, OSError, AssertionError)
 
 
 class ShardedState:
-    """See the module.
+    """Saves and loads one rank's state; see the module.
 
     Args:
         module: This rank's part of the model.
         stateful: Name to object; the inner optimizer's name is ``"optimizer"``.
-        group: A process group in host memory, of nobody else; ``None``: a single process.
+        group: A process group in host memory that nothing else uses; ``None``: a single process.
+
+    Raises:
+        ConfigError: An inner optimizer is not a `torch.optim.Optimizer`.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class ShardedState:
             if not isinstance(each, torch.optim.Optimizer):
                 raise ConfigError(
                     f"optimizer is a {type(each).__name__}: checkpoints of several ranks name its "
-                    "state by parameter, which only a torch.optim.Optimizer allows; give that, or "
+                    "state by parameter, which only a torch.optim.Optimizer allows; pass that, or "
                     "leave out checkpoint="
                 )
         self._group = group
@@ -78,13 +81,15 @@ class ShardedState:
         return {"model": model, "optimizer": inner}
 
     def save(self, folder: Path) -> Future[Any]:
-        """Copies everything as it is, and has it written; every rank calls it.
+        """Copy the current state, and write it in another thread; all ranks must call this.
 
         Returns:
-            Done when all ranks have written, or with what one of them could not.
+            A future that is done when all ranks have written; it has the error of a rank that
+            failed.
         """
         if self._writing is not None:
-            self._writing.exception()  # Another rank's may have been done a moment earlier.
+            # Wait: another rank's write may have ended earlier, and saves must not overlap.
+            self._writing.exception()
         objects = {name: thing.state_dict() for name, thing in self._objects.items()}
         state = self._state() | {_objects_of(self._rank): _packed(objects)}
         writing = async_save(state, checkpoint_id=folder, process_group=self._group)
@@ -92,20 +97,20 @@ class ShardedState:
         return self._writing
 
     def load(self, folder: Path, ranks: int) -> None:
-        """Puts everything back; every rank calls it.
+        """Restore the state; all ranks must call this.
 
         Args:
-            folder: What `save` has written.
-            ranks: How many ranks have.
+            folder: A folder that `save` has written.
+            ranks: Number of ranks that wrote it.
 
         Raises:
-            ConfigError: It does not fit.
-            StorageError: It cannot be read.
+            ConfigError: The checkpoint does not fit this learner.
+            StorageError: The checkpoint cannot be read.
         """
         same = ranks == self._ranks
         if not same and self._objects:
             logger.warning(
-                "%s was written by %d ranks, and is read by %d: %s take the state of rank 0",
+                "%s was written by %d ranks and is read by %d: all ranks load %s of rank 0",
                 folder,
                 ranks,
                 self._ranks,
@@ -134,46 +139,48 @@ class ShardedState:
         except DilocoError:
             raise
         except CheckpointException as error:
-            raise StorageError(f"{folder} cannot be read ({causes(error)}): {_WAY_OUT}") from error
+            raise StorageError(f"{folder} cannot be read ({causes(error)}): {_FIX}") from error
         except _CAUSES as error:
             raise ConfigError(
                 f"the checkpoint {folder} does not fit this learner ({error!s:.300}): build the "
-                "same model, optimizer and objects, or give another folder"
+                "same model, optimizer and objects, or pass another folder"
             ) from error
 
 
 def spread_out(
     checkpoint: LearnerCheckpoint, module: nn.Module, stateful: Mapping[str, Any], folder: Path
 ) -> None:
-    """Writes what a learner of one process has kept so that `ShardedState.load` reads it.
+    """Write the checkpoint of a single-process learner so that `ShardedState.load` can read it.
 
     Args:
-        checkpoint: With its model and state in itself.
-        module: This rank's part of the model, which has all of its parameters.
-        stateful: As `ShardedState` has them.
-        folder: Where to, for ``load(folder, 1)``.
+        checkpoint: A checkpoint whose file has the model and state.
+        module: This rank's part of the model; it must have all parameters.
+        stateful: As for `ShardedState`.
+        folder: The folder to write, for ``load(folder, 1)``.
 
     Raises:
-        ConfigError: It does not fit.
-        StorageError: It cannot be written.
+        ConfigError: The checkpoint does not fit this learner.
+        StorageError: The folder cannot be written.
     """
     objects = dict(checkpoint.state)
     kept, inner = objects.pop(OPTIMIZER, None), stateful.get(OPTIMIZER)
     if checkpoint.state.keys() != stateful.keys():
-        raise ConfigError(f"it has {sorted(checkpoint.state)}, not {sorted(stateful)}")
+        raise ConfigError(
+            f"it has the state of {sorted(checkpoint.state)}, not of {sorted(stateful)}"
+        )
     named = {id(parameter): name for name, parameter in unwrapped(module.named_parameters())}
     optimizer: dict[str, Any] = {}
     states = (checkpoint.model, module.state_dict())
     model, own = (dict(unwrapped(each.items())) for each in states)
     if not own.keys() <= model.keys():
-        raise ConfigError("it is of another model or optimizer than rank 0 has")
+        raise ConfigError(_OTHER_MODEL)
     try:
         for each, state in inner.paired(kept) if inner else []:
             optimizer |= _by_name(each, state, named)
     except DilocoError:
         raise
     except (ValueError, KeyError) as error:
-        raise ConfigError("it is of another model or optimizer than rank 0 has") from error
+        raise ConfigError(_OTHER_MODEL) from error
     whole = {"model": model, "optimizer": optimizer}
     try:
         save(whole | {_objects_of(0): _packed(objects)}, checkpoint_id=folder, no_dist=True)
@@ -184,7 +191,7 @@ def spread_out(
 def _by_name(
     optimizer: torch.optim.Optimizer, kept: Mapping[str, Any], named: Mapping[int, str]
 ) -> dict[str, Any]:
-    """An optimizer's state with the names of its parameters in the place of their numbers."""
+    """Return an optimizer's state with parameter names instead of numbers."""
     trained = [named[id(p)] for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in kept["param_groups"] for number in group["params"]]
     names = dict(zip(numbers, trained, strict=True))
@@ -200,11 +207,12 @@ def _by_name(
     return flat
 
 
-_WAY_OUT = "delete it and the file of the same number, and the one before is used"
+_FIX = "delete it and the file with the same number, and the previous checkpoint is used"
+_OTHER_MODEL = "it belongs to another model or optimizer than that of rank 0"
 
 
 def causes(error: BaseException) -> str:
-    """What went wrong, and on which ranks."""
+    """Return the text of an error, for a checkpoint with the ranks that failed."""
     if isinstance(error, CheckpointException):
         failures = [f"rank {rank}: {why[0]!r}" for rank, why in error.failures.items()]
         return f"{'; '.join(failures):.300}"

@@ -1,6 +1,6 @@
-"""What the training thread and the background share: machine, tensors, the plan of a boundary.
+"""Objects that the training thread and the background share: machine, tensors, boundary plan.
 
-`Context` is the background as its connections, payloads and transfers use it.
+`Context` is the interface of the background for its connections, payloads and transfers.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class StepPlan:
     """The orders of one boundary.
 
     Attributes:
-        orders: What to apply and what to snapshot, in this order.
-        hold: Do not start the next step yet (synchronous baselines only).
-        checkpoint: Take this process's part of a checkpoint of the run, then look at the boundary
-            again.
+        orders: The fragments to apply and to snapshot, in this order.
+        hold: Whether the next step must wait (synchronous baselines only).
+        checkpoint: Order to take this process's part of a checkpoint of the run. The boundary must
+            then be executed again.
     """
 
     orders: tuple[Apply | Snapshot, ...] = ()
@@ -40,7 +40,7 @@ class StepPlan:
 
     @classmethod
     def of(cls, effects: Iterable[LearnerEffect]) -> StepPlan:
-        """The part of a machine's answer that belongs to the boundary.
+        """Return the plan with those orders of a machine that belong to the boundary.
 
         >>> StepPlan.of([Hold("not back yet")])
         StepPlan(orders=(), hold=True, checkpoint=None)
@@ -54,16 +54,17 @@ class StepPlan:
 
     @property
     def applied(self) -> tuple[int, ...]:
-        """The fragments whose global weights are taken."""
+        """The fragments whose global weights are applied."""
         return tuple(order.fragment for order in self.orders if isinstance(order, Apply))
 
 
 def with_loss(message: messages.Message, loss: float) -> messages.Message:
-    """The report of a step with the step's loss in it; anything else as it is."""
+    """Return the report of a step with the step's loss; other messages are unchanged."""
     if not isinstance(message, messages.StepReport):
         return message
-    told = loss if abs(loss) < messages.LOSS_MAX else messages.LOSS_MAX  # NaN is not less
-    return replace(message, loss=told)
+    # The comparison is false for NaN, which is therefore reported as LOSS_MAX too.
+    bounded = loss if abs(loss) < messages.LOSS_MAX else messages.LOSS_MAX
+    return replace(message, loss=bounded)
 
 
 _T = TypeVar("_T")
@@ -71,7 +72,7 @@ _T = TypeVar("_T")
 
 @dataclass
 class Shared:
-    """What the trainer and the background share, once the run has let this process in."""
+    """Objects that the trainer and the background share after the join."""
 
     machine: LearnerMachine
     tensors: LearnerTensors
@@ -80,7 +81,7 @@ class Shared:
 
 
 def header_of(machine: LearnerMachine, config: RunConfig) -> dict[str, Any]:
-    """What a replay of the machine's tape needs to know of this life."""
+    """Return the tape's header: what a replay of this incarnation's machine needs."""
     return {
         "machine": "learner",
         "learner": machine.learner,
@@ -94,13 +95,13 @@ def header_of(machine: LearnerMachine, config: RunConfig) -> dict[str, Any]:
 
 
 class Context(Protocol):
-    """The background of a learner or observer, as its connections, payloads and transfers use it.
+    """The background of a learner or observer, for its connections, payloads and transfers.
 
-    All is used on the background's event loop.
+    All members are used on the background's event loop.
 
     Attributes:
-        changed: The lock that the training thread shares.
-        ready: Whether the run has let this process in for good; a refusal before is an error.
+        changed: The lock shared with the training thread.
+        ready: Whether the join is complete. An earlier rejection is an error, a later one is not.
     """
 
     changed: Monitor
@@ -112,11 +113,11 @@ class Context(Protocol):
 
     @property
     def machine(self) -> LearnerMachine:
-        """The machine, once the run has let this process in."""
+        """The state machine; valid after the join."""
 
     @property
     def tensors(self) -> LearnerTensors:
-        """The fragments, once the run has let this process in."""
+        """The fragments; valid after the join."""
 
     @property
     def over(self) -> bool:
@@ -124,37 +125,48 @@ class Context(Protocol):
 
     @property
     def leaving(self) -> bool:
-        """Whether the run is over or this process about to leave: lost links are not reported."""
+        """Whether the run is over or this process is leaving; lost links are not logged then."""
 
     def told(self, event: messages.LearnerEvent) -> None:
-        """Tells the machine a fact, and carries out what follows."""
+        """Pass a fact to the machine, and execute its orders."""
 
     def sample(self, sample: Sample) -> None:
-        """Writes a measurement to the tape."""
+        """Write a measurement to the tape."""
 
     def admitted(self, admitted: messages.Admitted, dialled: str) -> None:
-        """The run has let this process in, by this address."""
+        """Create the shared objects: the run admitted this process at this address."""
 
-    def heard_of_coordinator(self, message: messages.ToMember) -> None:
-        """Passes a message of the coordinator to the machine, if it makes sense."""
+    def coordinator_sent(self, message: messages.ToMember) -> None:
+        """Pass a message of the coordinator to the machine.
+
+        Raises:
+            ProtocolError: The message is not valid.
+        """
 
     def check_patience(self, what: str) -> None:
-        """Raises `TransportError` if no shard was in reach for too long."""
+        """Check how long no shard has been reachable.
+
+        Args:
+            what: What has failed meanwhile, for the message.
+
+        Raises:
+            TransportError: It was longer than ``Timeouts.disconnect``.
+        """
 
     async def confirmed(self, shard: int) -> None:
-        """Returns when a shard may be dialled: the run behind the addresses is still the same."""
+        """Return when this process may connect to a shard; see `CoordinatorSession.confirmed`."""
 
     def address_of(self, shard: int) -> str:
-        """Where a shard was reached last."""
+        """Return the address at which a shard was last reached."""
 
     def reaches(self, shard: int) -> bool:
-        """Whether a shard is connected."""
+        """Return whether a shard is connected."""
 
     def send(self, shard: int, message: messages.Message) -> None:
-        """Sends a message to a shard, if it is connected."""
+        """Send a message to a shard, if it is connected."""
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Runs a coroutine; an error in it ends the background."""
+        """Start a coroutine; an error in it ends the background."""
 
     async def in_worker(self, task: Callable[[], _T]) -> _T:
-        """Runs a function in the worker."""
+        """Run a function in the worker's thread, and return its result."""

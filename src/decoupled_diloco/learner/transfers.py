@@ -1,11 +1,11 @@
-"""Gives a learner's state to another learner, or takes one, by a shard that relays it.
+"""Share a learner's state with another learner, or receive one, through a shard that relays it.
 
-A state travels as a head and bytes in chunks (`StateBlob`). The head is JSON: what the tensors are
-and where they lie in the bytes, the rest of the state as `storage.states` packs it, and the digest
-of each chunk. Its own digest travels on the control plane.
+A state travels as a head and bytes in chunks (`StateBlob`). The head is JSON. It has the tensors'
+names, dtypes, shapes and offsets, the rest of the state as packed by `storage.states`, and the
+digest of each chunk. The digest of the head travels on the control plane.
 
-The copy is made on the training thread at a step boundary; all else runs on the background's event
-loop and its worker.
+The training thread makes the copy at a step boundary. Everything else runs on the background's
+event loop and its worker.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ from decoupled_diloco.transport.payload_store import body_url
 logger = logging.getLogger(__name__)
 
 AGAIN_SECONDS = 0.1
-"""A chunk that a relay does not have yet, or has no room for, is tried again after so long."""
+"""Wait before a chunk is tried again, if the relay does not have it yet or has no memory for it."""
 
 
 class StateTransfers:
-    """The giving and the taking side of one learner.
+    """Both sides of one learner: it shares its state, and receives another learner's.
 
     Args:
-        stateful: What this learner gives away, and takes, by name.
+        stateful: Name to object whose state this learner shares and receives.
 
     Attributes:
-        taken: A donor's state, once it is here.
+        taken: The received state of a state provider, or ``None``.
     """
 
     def __init__(self, stateful: Mapping[str, Any]) -> None:
@@ -75,11 +75,11 @@ class StateTransfers:
 
     @property
     def wanted(self) -> bool:
-        """Whether this learner would take anything from a donor."""
+        """Whether this learner shares and receives any state."""
         return bool(self._stateful)
 
     def enter(self, context: Context) -> None:
-        """The background is there."""
+        """Set the background, once it runs."""
         self._around = context
 
     @property
@@ -88,7 +88,7 @@ class StateTransfers:
         return self._around
 
     def copy(self, order: CopyState) -> None:
-        """Copies the state as it is at this step boundary; the trainer calls it."""
+        """Copy the state at this step boundary; the trainer calls it."""
         key = (order.learner, order.attempt)
         try:
             self._unsealed[key] = StateBlob.of(
@@ -98,7 +98,7 @@ class StateTransfers:
             self._unsealed[key] = error
 
     async def serve(self, order: CopyState) -> None:
-        """Seals the copy and offers it."""
+        """Compute the copy's digests and offer it to the other learner."""
         key = (order.learner, order.attempt)
         blob = self._unsealed.pop(key)
         if isinstance(blob, ConfigError):
@@ -126,7 +126,7 @@ class StateTransfers:
                 except AccessError as error:
                     self._here.told(Failed(order, str(error)))
                     return
-                except (ProtocolError, TransportError):  # no room yet, or out of reach
+                except (ProtocolError, TransportError):  # no memory there yet, or unreachable
                     await asyncio.sleep(AGAIN_SECONDS)
 
     @executes(ForgetState)
@@ -143,7 +143,10 @@ class StateTransfers:
 
     async def _fetched(self, order: FetchState) -> Mapping[str, Any]:
         if not 0 < order.head_nbytes <= HEAD_BYTES_MAX:
-            raise ProtocolError(f"a head of {order.head_nbytes} bytes is none")
+            raise ProtocolError(
+                f"the head of a state has {order.head_nbytes} bytes, allowed are 1 to "
+                f"{HEAD_BYTES_MAX}"
+            )
         head = torch.empty(order.head_nbytes, dtype=torch.uint8, device="cpu")
         await self._chunk(order, 0, head, order.digest)
         blob, digests = StateBlob.open(head.numpy().tobytes(), order.nbytes)
@@ -153,11 +156,13 @@ class StateTransfers:
             await self._chunk(order, number, chunk, announced)
         state = blob.state()
         if not isinstance(state, dict):
-            raise StorageError(f"the state of {order.donor} is a {type(state).__name__}")
+            raise StorageError(
+                f"the state of {order.donor} is a {type(state).__name__}, not a dict"
+            )
         return state
 
     async def _chunk(self, order: FetchState, number: int, out: Tensor, announced: str) -> None:
-        """Fetches one chunk, again and again: the machine's patience ends it."""
+        """Fetch one chunk; retry until the machine's timeout cancels the transfer."""
         url = body_url(f"{order.path}/out/{number}")
         while True:
             try:
@@ -187,7 +192,7 @@ class StateTransfers:
             self._fetching = None
 
     async def close(self) -> None:
-        """Nobody is served any more."""
+        """Stop sharing the state."""
         self._blobs.clear()
 
 
@@ -199,9 +204,9 @@ class StateBlob:
     """A state that was copied to the host.
 
     Attributes:
-        text: Everything of it but its tensors.
-        tensors: Name, dtype, shape and offset of each tensor in ``data``.
-        data: Their bytes, uint8 [B]; never written to again.
+        text: The state without its tensors.
+        tensors: Name, dtype, shape and offset in ``data`` of each tensor.
+        data: The tensors' bytes, uint8 [B]; never written to again.
     """
 
     text: str
@@ -210,7 +215,7 @@ class StateBlob:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> StateBlob:
-        """Copies a state as it is now.
+        """Copy a state as it is now.
 
         Raises:
             ConfigError: It cannot be packed.
@@ -229,20 +234,25 @@ class StateBlob:
         return cls(text, places, data)
 
     def chunks(self) -> list[Tensor]:
-        """Views of the bytes, in order."""
+        """Return the chunks in order; they are views of ``data``."""
         return list(torch.split(self.data, list(chunk_sizes(self.data.numel()))))
 
     def head(self) -> bytes:
-        """The head, with the digests of all chunks."""
+        """Return the head, with the digests of all chunks."""
         digests = [digest(chunk) for chunk in self.chunks()]
         return json.dumps([self.text, self.tensors, digests]).encode()
 
     @classmethod
     def open(cls, head: bytes, nbytes: int) -> tuple[StateBlob, list[str]]:
-        """An empty blob with this head, to be filled, and the digests of its chunks.
+        """Return an empty blob with this head, and the digests of its chunks.
+
+        Args:
+            head: The head, from another learner.
+            nbytes: The announced size of ``data``.
 
         Raises:
-            StorageError: The head does not fit so many bytes.
+            StorageError: The head cannot be read or does not fit ``nbytes``, or there is not enough
+                memory.
         """
         try:
             text, tensors, digests = json.loads(head)
@@ -259,20 +269,22 @@ class StateBlob:
             fits = max(ends, default=0) <= nbytes and least == 0
             fits = fits and len(digests) == len(chunk_sizes(nbytes))
         except NOT_JSON as error:
-            raise StorageError(f"a donor's head cannot be read: {error!r}") from error
+            raise StorageError(f"the head of a shared state cannot be read: {error!r}") from error
         if not fits:
-            raise StorageError(f"a donor's head does not fit the {nbytes} bytes that it announced")
+            raise StorageError(f"the head of a shared state does not fit the announced {nbytes} B")
         try:
             blob.data = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
         except RuntimeError as error:
-            raise StorageError(f"no memory for a donor's {nbytes} bytes: {error}") from error
+            raise StorageError(
+                f"not enough memory for a shared state of {nbytes} B: {error}"
+            ) from error
         return blob, digests
 
     def state(self) -> Any:
-        """The state, its tensors views of the bytes.
+        """Return the state; its tensors are views of ``data``.
 
         Raises:
-            StorageError: It is not one.
+            StorageError: The bytes or the head are not a valid state.
         """
         try:
             tensors = {
@@ -281,7 +293,7 @@ class StateBlob:
             }
             return unpack(tensors, self.text)
         except (RuntimeError, *NOT_JSON) as error:
-            raise StorageError(f"a donor's state cannot be read: {error!r}") from error
+            raise StorageError(f"a shared state cannot be read: {error!r}") from error
 
 
 def _view(data: Tensor, dtype: torch.dtype, shape: list[int], offset: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""A learner's checkpoint with content of every kind."""
+"""A learner's checkpoint with every kind of content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a learner keeps of itself, and the memory that it is copied to."""
+"""`Checkpointer`: checkpoints of a learner, and the memory for their copies."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def written(checkpointer: Checkpointer) -> None:
     checkpointer.writing.result(20.0)
 
 
-def test_copies_that_wait_for_a_slow_disk_are_not_written_over(tmp_path: Path) -> None:
+def test_a_copy_that_waits_for_a_slow_disk_is_not_overwritten(tmp_path: Path) -> None:
     checkpointer, model = checkpointer_of(tmp_path)
     disk = threading.Event()
     checkpointer._writer.submit(disk.wait)
@@ -45,11 +45,11 @@ def test_copies_that_wait_for_a_slow_disk_are_not_written_over(tmp_path: Path) -
     disk.set()
     written(checkpointer)
     assert kept(tmp_path) == [1.0, 2.0, 3.0]
-    assert len(checkpointer._spare) == 1, "memory for one copy is kept, and no more"
+    assert len(checkpointer._spare) == 1, "memory for only one copy is kept"
     checkpointer.close()
 
 
-def test_the_memory_of_a_copy_is_ready_before_it_and_used_again(tmp_path: Path) -> None:
+def test_memory_for_a_copy_is_prepared_and_reused(tmp_path: Path) -> None:
     checkpointer, model = checkpointer_of(tmp_path)
     checkpointer.prepare()
     checkpointer._writer.submit(int).result(20.0)
@@ -59,7 +59,7 @@ def test_the_memory_of_a_copy_is_ready_before_it_and_used_again(tmp_path: Path) 
         with torch.no_grad():
             model.weight.fill_(value)
         checkpointer.take(OUTLINE, lambda sample: None)
-        assert not checkpointer._spare, "it is the writer's until the file is there"
+        assert not checkpointer._spare, "the writer uses it until the file is written"
         written(checkpointer)
         assert checkpointer._spare == [memory]
     assert memory["0"].data_ptr() == place
@@ -67,7 +67,7 @@ def test_the_memory_of_a_copy_is_ready_before_it_and_used_again(tmp_path: Path) 
     checkpointer.close()
 
 
-def test_a_checkpoint_from_which_it_is_about_to_go_on_is_not_forgotten(tmp_path: Path) -> None:
+def test_a_checkpoint_is_not_forgotten_while_it_is_restored(tmp_path: Path) -> None:
     first, _ = checkpointer_of(tmp_path)
     for number in (1, 2):
         first.take(replace(OUTLINE, run_checkpoint=number), lambda sample: None)
@@ -89,13 +89,13 @@ def test_a_checkpoint_from_which_it_is_about_to_go_on_is_not_forgotten(tmp_path:
 
 
 class Opaque(nn.Linear):
-    """A module with a state that only pickle could keep."""
+    """A module with a state that only pickle could save."""
 
     def get_extra_state(self) -> object:
         return {1}
 
     def set_extra_state(self, state: object) -> None:
-        raise AssertionError("it is never kept")
+        raise AssertionError("it is never saved")
 
 
 @pytest.mark.parametrize(
@@ -106,10 +106,10 @@ class Opaque(nn.Linear):
         (lambda: sparse(), "table"),
     ],
 )
-def test_a_model_that_cannot_be_kept_is_refused_at_once(
+def test_a_model_that_cannot_be_saved_is_rejected_at_once(
     model: Callable[[], nn.Module], what: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=rf"^checkpoint= cannot keep the model: .*'{what}'"):
+    with pytest.raises(ConfigError, match=rf"^checkpoint= cannot save the model: .*'{what}'"):
         Checkpointer("me", model(), {}, CheckpointFolder(tmp_path), every_seconds=0.0)
     Checkpointer("me", model(), {}, None, every_seconds=0.0).close()
 

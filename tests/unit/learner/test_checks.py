@@ -1,4 +1,4 @@
-"""What a model and its optimizer must not bring into a run."""
+"""Models and optimizers that a learner rejects."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def stepped(dtype: torch.dtype) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_weights_that_are_not_finite_are_refused_before_joining(value: float) -> None:
+def test_weights_that_are_not_finite_are_rejected_before_the_join(value: float) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     refuse_what_is_not_finite(model)
     with torch.no_grad():
@@ -47,7 +47,7 @@ def test_weights_that_are_not_finite_are_refused_before_joining(value: float) ->
 @pytest.mark.parametrize(
     ("name", "kind"), [("0.weight", "parameter"), ("1.running_mean", "buffer")]
 )
-def test_a_tensor_without_values_is_refused_before_joining(name: str, kind: str) -> None:
+def test_a_tensor_without_values_is_rejected_before_the_join(name: str, kind: str) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     if kind == "parameter":
         model[0].to("meta")
@@ -58,21 +58,21 @@ def test_a_tensor_without_values_is_refused_before_joining(name: str, kind: str)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ordinary_optimizers_are_taken(dtype: torch.dtype) -> None:
+def test_ordinary_optimizers_are_accepted(dtype: torch.dtype) -> None:
     refuse_own_copies(*stepped(dtype))
     model = nn.Linear(4, 3).to(dtype)
     refuse_own_copies(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
 
 
 @pytest.mark.parametrize("key", ["master_param", "master", "fp32_param", "main_param", "p_master"])
-def test_a_master_copy_in_the_state_is_refused_by_name(key: str) -> None:
+def test_a_master_copy_in_the_state_is_rejected_by_its_name(key: str) -> None:
     model, optimizer = stepped(torch.bfloat16)
     optimizer.state[model.weight][key] = torch.zeros(3, 4)
-    with pytest.raises(ConfigError, match=f"AdamW keeps 'weight' in fp32 as '{key}': its own copy"):
+    with pytest.raises(ConfigError, match=f"AdamW keeps 'weight' in fp32 as '{key}': this copy"):
         refuse_own_copies(model, optimizer)
 
 
-def test_a_master_copy_in_the_state_is_refused_by_its_values() -> None:
+def test_a_master_copy_in_the_state_is_rejected_by_its_values() -> None:
     model, optimizer = stepped(torch.bfloat16)
     optimizer.state[model.weight]["shadow"] = model.weight.detach().float() * (1 + 1e-5)
     with pytest.raises(ConfigError, match="keeps 'weight' in fp32 as 'shadow'"):
@@ -84,7 +84,7 @@ def test_a_master_copy_in_the_state_is_refused_by_its_values() -> None:
 
 @pytest.mark.parametrize("stash", [False, True])
 @pytest.mark.parametrize("name", OWN_COPIES)
-def test_a_wrapper_with_weights_of_its_own_is_refused(name: str, stash: bool) -> None:
+def test_a_wrapper_with_separate_weights_is_rejected(name: str, stash: bool) -> None:
     model, optimizer = stepped(torch.bfloat16)
     own: Any = SimpleNamespace() if stash else optimizer
     if stash:
@@ -92,11 +92,11 @@ def test_a_wrapper_with_weights_of_its_own_is_refused(name: str, stash: bool) ->
     setattr(own, name, [])
     refuse_own_copies(model, optimizer)
     setattr(own, name, [[torch.zeros(3, 4)]])
-    with pytest.raises(ConfigError, match=f"AdamW has '{name}': its own copy of the weights"):
+    with pytest.raises(ConfigError, match=f"AdamW has '{name}': this copy of the weights"):
         refuse_own_copies(model, optimizer)
 
 
-def test_a_layout_that_fits_no_message_is_refused() -> None:
+def test_a_layout_too_large_for_a_message_is_rejected() -> None:
     spec, rng = TensorSpec("a", (1,), "float32", "matrix"), random.Random(0)
     tensors = tuple(replace(spec, name=rng.randbytes(500).hex()) for _ in range(2000))
     with pytest.raises(ConfigError, match=r"2000 trainable tensors take .* stack small tensors"):
@@ -105,7 +105,7 @@ def test_a_layout_that_fits_no_message_is_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64])
-def test_a_dtype_that_cannot_be_synchronised_is_told_before_anybody_is_dialled(
+def test_an_unsupported_dtype_is_reported_before_any_connection(
     dtype: torch.dtype,
 ) -> None:
     model = nn.Linear(2, 2)

@@ -1,4 +1,4 @@
-"""What a `Learner` is made of, for one rank and for many."""
+"""The parts of a `Learner` with one rank and with several."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Later(Learner):
 
 
 class Seated(Later):
-    """Rank 0 of a learner of several, whose other ranks hear of errors only."""
+    """Rank 0 of a multi-rank learner whose other ranks receive only errors."""
 
     errors: ClassVar[list[DilocoError]]
 
     def _seat_of(self, model: Any, *given: Any) -> Any:
         store = ModuleStore(model)
-        heard = self.errors
+        received = self.errors
 
         class Seat(SimpleNamespace):
             leads = True
@@ -43,7 +43,7 @@ class Seated(Later):
                 return TrainedModel(model, None, store.layout)
 
             def leave(self, error: DilocoError) -> None:
-                heard.append(error)
+                received.append(error)
 
         return Seat(store=store, exchange=None, checkpointer=None)
 
@@ -54,7 +54,7 @@ def test_a_participant_is_one_class(kind: type) -> None:
     assert "__new__" not in vars(kind)
 
 
-def test_a_learner_of_one_rank_has_a_party_of_its_own() -> None:
+def test_a_one_rank_learner_has_a_solo_party() -> None:
     learner = Later(nn.Linear(2, 2), ADDRESS, name="a")
     party = learner._party
     assert isinstance(party, Solo)
@@ -63,9 +63,9 @@ def test_a_learner_of_one_rank_has_a_party_of_its_own() -> None:
     party.leave("", abrupt=True)
 
 
-def test_an_argument_that_is_wrong_on_rank_0_is_told_to_the_others() -> None:
-    heard: list[DilocoError] = []
-    Seated.errors = heard
+def test_an_invalid_argument_on_rank_0_is_sent_to_the_other_ranks() -> None:
+    received: list[DilocoError] = []
+    Seated.errors = received
     with pytest.raises(ConfigError, match="checkpoint='kept' needs name=") as error:
         Seated(nn.Linear(2, 2), ADDRESS, checkpoint="kept")
-    assert heard == [error.value]
+    assert received == [error.value]

@@ -1,4 +1,4 @@
-"""What a step's tokens are counted as."""
+"""Tokens of a step: counted from the model's inputs, or passed."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ IDS = torch.zeros(4, 64, dtype=torch.int64)
 
 @dataclass
 class Batch:
-    """A batch as some programs have it."""
+    """A batch as a dataclass."""
 
     input_ids: Tensor
     name: str = ""
 
 
 class Agent(nn.Module):
-    """A model that is also called by another method than `forward`."""
+    """A model that is also called through another method than `forward`."""
 
     def act(self, x: Any) -> Any:
         return x
@@ -53,7 +53,7 @@ class Agent(nn.Module):
         (Fraction(6, 2), 3),
     ],
 )
-def test_any_number_of_tokens_is_a_whole_one(given: Any, tokens: int) -> None:
+def test_any_number_of_tokens_becomes_a_whole_number(given: Any, tokens: int) -> None:
     found = whole_tokens(given)
     assert (found, type(found)) == (tokens, int)
 
@@ -77,8 +77,8 @@ def test_any_number_of_tokens_is_a_whole_one(given: Any, tokens: int) -> None:
     ],
     ids=repr,
 )
-def test_what_is_no_number_of_tokens_is_refused(given: Any) -> None:
-    with pytest.raises(ConfigError, match=r"tokens=.* is not a valid number of tokens: give"):
+def test_invalid_numbers_of_tokens_are_rejected(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"tokens=.* is not a valid number of tokens: pass"):
         whole_tokens(given)
 
 
@@ -122,19 +122,19 @@ def test_tokens_that_cannot_be_counted_are_reported_once(
 ) -> None:
     model = Agent()
     with caplog.at_level(logging.WARNING):
-        for _ in range(2):  # as in two epochs
+        for _ in range(2):  # as in two epochs: the warning must not repeat
             counter = TokenCounter(model)
             call(model)
             assert counter.take() == 1
             counter.close()
     (warning,) = caplog.messages
     assert "each such step counts as 1 token" in warning
-    assert "pass tokens=" in warning
+    assert "Pass tokens=" in warning
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("kind", ["stages", "scripted"])
-def test_what_has_no_hook_needs_tokens(kind: str) -> None:
+def test_a_model_without_hooks_needs_tokens(kind: str) -> None:
     module = nn.Linear(2, 2)
     tokens = StepTokens([module, module] if kind == "stages" else torch.jit.script(module))
     with pytest.raises(ConfigError, match=r"^step\(\) without tokens=: .*cannot be counted: pass"):
@@ -144,7 +144,7 @@ def test_what_has_no_hook_needs_tokens(kind: str) -> None:
     tokens.close()
 
 
-def test_what_was_counted_is_of_one_step() -> None:
+def test_a_count_belongs_to_one_step() -> None:
     model = Agent()
     tokens = StepTokens(model)
     model(IDS)

@@ -1,4 +1,4 @@
-"""Generators that a loop draws from in every step are told from others."""
+"""Random generators from which a loop draws in every step are recognized and reported."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from decoupled_diloco.learner.reports import LAST_STEP, Draws
 
 
-def told(draw: Callable[[int], object], seed: int = 1) -> tuple[str, ...]:
-    """What is told of a loop, whose first steps may come before this process joined."""
+def reported(draw: Callable[[int], object], seed: int = 1) -> tuple[str, ...]:
+    """Return the report for a loop whose first steps may have been before the join."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         random.seed(seed)
@@ -21,23 +21,23 @@ def told(draw: Callable[[int], object], seed: int = 1) -> tuple[str, ...]:
         for step in range(1, 3 * LAST_STEP):
             draw(step)
             found.append(draws.stepped(step))
-    assert not any(found[: LAST_STEP - 1] + found[LAST_STEP:]), "it is told once"
+    assert not any(found[: LAST_STEP - 1] + found[LAST_STEP:]), "it is reported once"
     return found[LAST_STEP - 1]
 
 
 def test_equal_seeds_give_equal_states_and_others_do_not() -> None:
     draw = lambda step: torch.randint(10, (3,))  # noqa: E731
-    assert told(draw) == told(draw)
-    assert told(draw) != told(draw, seed=2)
-    assert [state.split(":")[0] for state in told(draw)] == ["torch"]
+    assert reported(draw) == reported(draw)
+    assert reported(draw) != reported(draw, seed=2)
+    assert [state.split(":")[0] for state in reported(draw)] == ["torch"]
 
 
-def test_every_generator_counts_for_itself() -> None:
+def test_each_generator_is_reported_separately() -> None:
     loop = lambda step: (random.random(), np.random.rand())  # noqa: E731
-    assert [state.split(":")[0] for state in told(loop)] == ["numpy", "random"]
+    assert [state.split(":")[0] for state in reported(loop)] == ["numpy", "random"]
 
 
-def test_a_shuffle_now_and_then_is_not_a_draw_in_every_step() -> None:
-    assert told(lambda step: torch.randperm(5) if step % 5 == 0 else None) == ()
+def test_an_occasional_shuffle_is_not_a_draw_in_every_step() -> None:
+    assert reported(lambda step: torch.randperm(5) if step % 5 == 0 else None) == ()
     generator = torch.Generator().manual_seed(1)
-    assert told(lambda step: torch.randn(3, generator=generator)) == ()
+    assert reported(lambda step: torch.randn(3, generator=generator)) == ()

@@ -79,13 +79,13 @@ def test_a_map_style_dataset_is_trained_once_in_an_epoch() -> None:
 
     assert sorted(items(0)) == list(range(103))
     assert sorted(items(1)) == list(range(103))
-    assert items(0) != items(1), "each epoch is shuffled anew"
+    assert items(0) != items(1), "each epoch has another order"
     assert items(0) == items(0)
     other = ElasticLoader(numbers(103), partitions=5, batch_size=4, seed=1)
-    assert items(0, other) != items(0), "and by the seed"
+    assert items(0, other) != items(0), "each seed has another order"
 
 
-def test_further_arguments_are_the_data_loaders() -> None:
+def test_further_arguments_are_passed_to_the_data_loader() -> None:
     loader = ElasticLoader(
         numbers(12), partitions=2, batch_size=3, collate_fn=lambda items: len(items)
     )
@@ -157,7 +157,7 @@ def stream(index: int, epoch: int) -> Numbers:
         ),
     ],
 )
-def test_what_an_elastic_loader_refuses(
+def test_invalid_arguments_of_an_elastic_loader_are_rejected(
     dataset: Any, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -174,9 +174,13 @@ def test_a_stateful_loader_is_not_read_from_the_beginning() -> None:
     loader = ElasticLoader(make, partitions=3)
     loader.load_state_dict({"epoch": 0, "index": 2, "position": 6, "stream": {"position": 6}})
     assert flat(loader._opened(0, 2, 7)) == [207, 208, 209]
-    assert made[-1].read == 4, "from its state on, one left out"
-    assert flat(loader._opened(0, 2, 4)) == [204, 205, 206, 207, 208, 209], "before its state"
-    assert flat(loader._opened(1, 2, 0)) == list(range(200, 210)), "another epoch"
+    assert made[-1].read == 4, "it continues from its state and skips one"
+    assert flat(loader._opened(0, 2, 4)) == [204, 205, 206, 207, 208, 209], (
+        "the position is before its state"
+    )
+    assert flat(loader._opened(1, 2, 0)) == list(range(200, 210)), (
+        "the state belongs to another epoch"
+    )
 
 
 def test_batches_need_a_learner() -> None:
@@ -211,7 +215,7 @@ def test_there_are_no_more_partitions_than_batches() -> None:
 
 
 class Endless(Workload):
-    """A workload whose batches have no end, named by part and number."""
+    """A workload with endless batches, named by partition and number."""
 
     def batches(self, part: int, parts: int, start: int = 0) -> Iterator[Any]:
         number = start
@@ -220,7 +224,7 @@ class Endless(Workload):
             number += 1
 
 
-def test_of_endless_batches_each_epoch_takes_the_next() -> None:
+def test_each_epoch_takes_the_next_of_endless_batches() -> None:
     data = WorkloadPartitions(Endless(), 3)  # type: ignore[abstract]
     assert data.partitions == 3
     first, second = list(data.iter_partition(1, 0, 0)), list(data.iter_partition(1, 0, 1))

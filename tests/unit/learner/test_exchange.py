@@ -1,4 +1,4 @@
-"""What a learner's tensors do for each order of its machine (rules 5 to 7)."""
+"""A learner's tensors execute the orders of its machine (rules 5 to 7)."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def tensors_of(model: nn.Module) -> LearnerTensors:
 
 
 class Beside:
-    """A background that has these tensors and this client, and keeps what it is told."""
+    """A background with these tensors and this client, which records the machine's events."""
 
-    def __init__(self, tensors: LearnerTensors, client: object, told: list[object]) -> None:
-        self.tensors, self.client, self.told = tensors, client, told.append
+    def __init__(self, tensors: LearnerTensors, client: object, events: list[object]) -> None:
+        self.tensors, self.client, self.told = tensors, client, events.append
         self.changed = REAL.monitor()
 
     def address_of(self, shard: int) -> str:
@@ -61,8 +61,8 @@ class Beside:
         return task()
 
 
-def exchange_of(tensors: LearnerTensors, client: object, told: list[object]) -> BodyExchange:
-    return BodyExchange(cast("Any", Beside(tensors, client, told)))
+def exchange_of(tensors: LearnerTensors, client: object, events: list[object]) -> BodyExchange:
+    return BodyExchange(cast("Any", Beside(tensors, client, events)))
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def train(tensors: LearnerTensors, by: float) -> None:
 
 
 class Served:
-    """A client that gets the same bytes by every path."""
+    """A client that receives the same bytes from every path."""
 
     def __init__(self, body: Tensor) -> None:
         self.body = body
@@ -96,31 +96,35 @@ class Served:
 async def test_a_whole_copy_is_staged_only_if_its_digest_is_the_announced_one(
     tensors: LearnerTensors, is_right: bool
 ) -> None:
-    """No difference leads to a whole copy: nothing else could notice that its bits are wrong."""
+    """Nothing else could detect wrong bits in a whole copy."""
     values = torch.linspace(-1, 1, N)
-    told: list[object] = []
+    events: list[object] = []
 
     served = Served(values if is_right else values + 0.25)
-    exchange = exchange_of(tensors, served, told)
+    exchange = exchange_of(tensors, served, events)
     version = Version(1, 4)
-    await exchange.fetch(Fetch(0, 0, version, "/w", True, values_digest(values), "it is behind"))
-    assert [type(event) for event in told] == [Done if is_right else Failed]
+    await exchange.fetch(
+        Fetch(0, 0, version, "/w", True, values_digest(values), "the learner is behind")
+    )
+    assert [type(event) for event in events] == [Done if is_right else Failed]
     assert (tensors.staged[0] is not None) == is_right
 
 
 @pytest.mark.parametrize("nbytes", [8, 25, 2**53])
 async def test_a_difference_of_an_impossible_size_is_not_fetched(nbytes: int) -> None:
-    """No memory is taken for it; the learner fetches the whole copy instead."""
-    told: list[object] = []
-    tensors = tensors_of(nn.BatchNorm1d(2))  # its difference has 8 bytes, flags, and 16 bytes
-    exchange = exchange_of(tensors, None, told)
-    await exchange.fetch(Fetch(0, 0, Version(1, 4), "/d", False, "digest", "it follows", nbytes))
-    (event,) = told
+    """No memory is allocated for it; the learner fetches the whole copy instead."""
+    events: list[object] = []
+    tensors = tensors_of(nn.BatchNorm1d(2))  # a difference has 8 bytes, flags, and 16 bytes
+    exchange = exchange_of(tensors, None, events)
+    await exchange.fetch(
+        Fetch(0, 0, Version(1, 4), "/d", False, "digest", "the difference follows", nbytes)
+    )
+    (event,) = events
     assert isinstance(event, Failed)
-    assert f"difference_nbytes={nbytes} was announced, 9 to 24 are possible" in event.reason
+    assert f"difference_nbytes={nbytes}, but only 9 to 24 are possible" in event.reason
 
 
-def test_no_training_contributes_exactly_nothing(tensors: LearnerTensors) -> None:
+def test_without_training_a_contribution_is_exactly_zero(tensors: LearnerTensors) -> None:
     tensors.snapshot(0)
     body, _, _ = tensors.capture(0, ASK).encode(tensors.plan.uplink.name)
     assert not body.any()
@@ -130,7 +134,7 @@ def test_a_contribution_is_the_snapshot_minus_the_published_copy(tensors: Learne
     train(tensors, 0.5)
     tensors.snapshot(0)
     capture = tensors.capture(0, ASK)
-    train(tensors, 0.25)  # after the snapshot: not in it
+    train(tensors, 0.25)  # after the snapshot, so not part of it
     body, text, _ = capture.encode(capture.plan.uplink.name)
     assert torch.equal(codec("fp32").decode(body, N), torch.full((N,), 0.5))
     assert text == digest(body)
@@ -145,7 +149,7 @@ def test_a_contribution_is_the_snapshot_minus_the_published_copy(tensors: Learne
         ("blend", 0.25 * 0.75 + 0.75 * 2.0),  # αθ + (1 − α)Θ̂
     ],
 )
-def test_rule_7_each_way_of_applying(tensors: LearnerTensors, mode: str, expected: float) -> None:
+def test_rule_7_each_apply_mode(tensors: LearnerTensors, mode: str, expected: float) -> None:
     train(tensors, 0.5)
     tensors.snapshot(0)
     tensors.capture(0, ASK)
@@ -157,21 +161,21 @@ def test_rule_7_each_way_of_applying(tensors: LearnerTensors, mode: str, expecte
     assert tensors.staged[0] is None
 
 
-# Parameters of fewer bits: what a published copy loses on its way into them was not trained.
+# With parameters of lower precision, the rounding of a published copy is not training.
 
 HALF = (torch.bfloat16, torch.float16)
 
 
 def versions(dtype: torch.dtype, count: int) -> list[Tensor]:
-    """Published copies near one, none of whose elements the dtype can hold."""
+    """Return published copies near 1, with elements that the dtype cannot represent."""
     ulp = torch.finfo(dtype).eps
     parts = torch.linspace(0, 3, N) / 7
     return [1 + ulp * (parts.roll(number) + 1 / (7 + number)) for number in range(count)]
 
 
 @pytest.mark.parametrize("dtype", HALF)
-def test_rebase_keeps_nothing_of_a_rounding(dtype: torch.dtype) -> None:
-    """d = θ − cast(Θ̂, dtype of θ) is exactly 0 without training, however often it rebases."""
+def test_rebase_does_not_keep_rounding_errors(dtype: torch.dtype) -> None:
+    """Without training, d = θ − cast(Θ̂, dtype of θ) is exactly 0 after any number of rebases."""
     tensors = tensors_of(nn.Linear(4, 3, bias=False).to(dtype))
     for number, published in enumerate(versions(dtype, 10)):
         tensors.stage(0, published)
@@ -179,11 +183,11 @@ def test_rebase_keeps_nothing_of_a_rounding(dtype: torch.dtype) -> None:
         assert torch.equal(theta(tensors), published.to(dtype).float())
         tensors.snapshot(0)
         body, _, _ = tensors.capture(0, ASK).encode(tensors.plan.uplink.name)
-        assert not body.any(), "what was not trained is contributed"
+        assert not body.any(), "the contribution has more than the training"
 
 
 @pytest.mark.parametrize("dtype", HALF)
-def test_rebase_keeps_exactly_what_was_trained(dtype: torch.dtype) -> None:
+def test_rebase_keeps_exactly_the_training(dtype: torch.dtype) -> None:
     tensors = tensors_of(nn.Linear(4, 3, bias=False).to(dtype))
     before, after = versions(dtype, 2)
     tensors.stage(0, before)
@@ -205,14 +209,14 @@ def test_a_capture_keeps_its_base_when_a_newer_copy_is_applied(tensors: LearnerT
     assert torch.equal(codec("fp32").decode(body, N), torch.ones(N))
 
 
-def test_differences_add_up_to_the_same_bits_as_at_the_shard(tensors: LearnerTensors) -> None:
+def test_added_differences_give_the_same_bits_as_at_the_shard(tensors: LearnerTensors) -> None:
     published = torch.zeros(N)
     for number in range(1, 4):
         master = torch.linspace(0, number, N) / 3
         published = published.clone()
         body = publish(master, published, codec("bf16"))
         tensors.stage(0, tensors.next_values(0, body, digest(published)))
-        if number != 2:  # two differences may be staged before a boundary comes
+        if number != 2:  # two differences may be staged before a boundary
             tensors.apply(0, "overwrite")
     assert torch.equal(theta(tensors), published)
 
@@ -232,7 +236,7 @@ def test_whole_values_are_verified_too() -> None:
         verified(values, 0, digest(torch.zeros(3)))
 
 
-def test_a_whole_copy_is_what_was_published_or_the_parameters(tensors: LearnerTensors) -> None:
+def test_a_whole_copy_is_the_published_copy_or_the_parameters(tensors: LearnerTensors) -> None:
     train(tensors, 0.5)
     assert not tensors.whole(0, published=True).values().any()
     own = tensors.whole(0, published=False).values()

@@ -1,4 +1,4 @@
-"""Ctrl-C at the wrong moment leaves no thread behind."""
+"""Ctrl-C during the start of the background leaves no thread."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from decoupled_diloco.runtime import Beside, Runtime, within
 
 
 class Interrupted(Runtime):
-    """Ctrl-C comes when the event loop's thread runs already, and nobody has it yet."""
+    """A runtime with Ctrl-C when the event loop's thread runs but was not returned yet."""
 
     def beside(self, main: Callable[[], Coroutine[Any, Any, None]], name: str) -> Beside:
         super().beside(main, name)
-        time.sleep(0.2)  # it has begun to dial
+        time.sleep(0.2)  # it has started to connect
         raise KeyboardInterrupt
 
 
@@ -28,5 +28,5 @@ def test_ctrl_c_while_the_background_starts_ends_it() -> None:
         Learner(nn.Linear(2, 2), "http://127.0.0.1:9")
     deadline = time.monotonic() + 10
     while any(thread.name == "ddiloco" for thread in threading.enumerate()):
-        assert time.monotonic() < deadline, "it dials for ever"
+        assert time.monotonic() < deadline, "it tries to connect forever"
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""How a program that a launcher has started finds its run."""
+"""A program that a launcher has started finds its run."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def launch(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
 
 
 def filled(**given: Any) -> tuple[SyncerConnection, ParticipantOptions]:
-    """Where the shards are, and the options of a `Learner` that was created without an address."""
+    """Return the connection and the options of a `Learner` created without an address."""
     return launched_as("learner").fill(ParticipantOptions(**given))
 
 
-def test_what_is_written_is_read() -> None:
+def test_written_variables_are_read_back() -> None:
     found = Launched(role="learner", syncer="http://a:1", name="learner-0", index="0")
     assert Launched.read(found.environment()) == found
     assert all(name.startswith(PREFIX) for name in found.environment())
@@ -62,7 +62,7 @@ ALL = {
 }
 
 
-def test_options_left_out_are_what_the_launcher_passed(
+def test_missing_options_are_taken_from_the_launcher(
     monkeypatch: pytest.MonkeyPatch, secret: Path
 ) -> None:
     launch(monkeypatch, auth_token_file=str(secret), **ALL)
@@ -81,13 +81,13 @@ def test_options_left_out_are_what_the_launcher_passed(
     )
 
 
-def test_what_the_launcher_does_not_pass_has_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_missing_everywhere_have_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     launch(monkeypatch)
     assert filled()[1] == ParticipantOptions(name="learner-1")
 
 
-def test_each_option_of_a_group_is_filled_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program that sets one timeout keeps the launcher's others; the same in each group."""
+def test_each_option_of_a_group_is_filled_separately(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that sets one timeout keeps the launcher's other timeouts, as in each group."""
     launch(monkeypatch, **ALL)
     state = {"data": object()}
     _, options = filled(
@@ -124,7 +124,7 @@ def test_sync_ranks_are_a_number_or_a_word(
     assert filled()[1].sync_ranks == options
 
 
-def test_a_launcher_passes_standbys_beside_their_shards(
+def test_a_launcher_passes_standbys_with_their_shards(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     launch(monkeypatch, syncer="http://a:1|http://b:1,http://c:2", folder=str(tmp_path))
@@ -140,7 +140,7 @@ class Joined(dd.Learner):
         pass
 
 
-def test_a_learner_without_an_address_uses_them(
+def test_a_learner_without_an_address_uses_the_launchers_values(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     launch(monkeypatch, checkpoint=str(tmp_path / "kept"))
@@ -148,7 +148,7 @@ def test_a_learner_without_an_address_uses_them(
     assert (tmp_path / "kept" / "learner-1").is_dir()
 
 
-def test_an_explicit_address_gets_nothing_of_the_launcher(
+def test_with_an_explicit_address_the_launchers_values_are_not_used(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     launch(monkeypatch, auth_token_file="/nowhere", checkpoint=str(tmp_path / "kept"))
@@ -159,13 +159,13 @@ def test_an_explicit_address_gets_nothing_of_the_launcher(
 
 
 @pytest.mark.parametrize("kind", [dd.Learner, dd.Observer])
-def test_without_address_and_launcher_there_is_one_sentence(kind: Any) -> None:
+def test_a_missing_address_without_launcher_is_reported(kind: Any) -> None:
     name = kind.__name__
     with pytest.raises(ConfigError, match=rf"^dd.{name}\(model\) has no syncer address, and DD"):
         kind(torch.nn.Linear(2, 2))
 
 
-def test_an_evaluator_is_no_learner(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluator_cannot_create_a_learner(monkeypatch: pytest.MonkeyPatch) -> None:
     launch(monkeypatch, role="evaluator")
     with pytest.raises(ConfigError, match=r"started as the run's evaluator: use dd.Observer"):
         dd.Learner(torch.nn.Linear(2, 2))
@@ -183,7 +183,7 @@ def test_an_evaluator_is_no_learner(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"checkpoint_seconds": "1,5"}, "DDILOCO_CHECKPOINT_SECONDS='1,5' is not a number"),
     ],
 )
-def test_a_variable_that_does_not_fit_is_named(
+def test_an_invalid_variable_is_named(
     monkeypatch: pytest.MonkeyPatch, values: dict[str, str], message: str
 ) -> None:
     launch(monkeypatch, **values)
@@ -224,7 +224,7 @@ def test_the_secret_itself_is_never_in_the_environment(
     assert options.tls.cert == str(Path("mine.pem").absolute())
 
 
-def test_a_shared_run_folder_says_where_the_shards_are(tmp_path: Path) -> None:
+def test_a_shared_run_folder_has_the_shards_addresses(tmp_path: Path) -> None:
     config = RunConfig(run={"max_steps": 9}, learner={"command": ["python", "train.py"]})
     passed = passed_to(
         config, 0, syncer=(), folder=tmp_path, token_file=None, shared=tmp_path, tls=None
@@ -235,7 +235,7 @@ def test_a_shared_run_folder_says_where_the_shards_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["run_folder", "folder"])
-def test_a_client_of_the_run_folder_shows_the_secret_that_the_program_gives(
+def test_a_run_folder_client_sends_the_programs_auth_token(
     monkeypatch: pytest.MonkeyPatch, secret: Path, tmp_path: Path, place: str
 ) -> None:
     (tmp_path / "places").mkdir()
@@ -247,7 +247,7 @@ def test_a_client_of_the_run_folder_shows_the_secret_that_the_program_gives(
         assert connection.client()._token == expected  # type: ignore[attr-defined]
 
 
-def test_no_checkpoints_where_the_settings_say_so(tmp_path: Path) -> None:
+def test_settings_can_disable_checkpoints(tmp_path: Path) -> None:
     config = RunConfig(
         run={"max_steps": 9},
         learner={"command": ["python", "train.py"], "checkpoint_interval_seconds": 0.0},
@@ -258,8 +258,8 @@ def test_no_checkpoints_where_the_settings_say_so(tmp_path: Path) -> None:
     assert passed.fill(ParticipantOptions())[1].checkpoint == Checkpointing()
 
 
-def test_no_flush_where_the_settings_say_so(tmp_path: Path) -> None:
-    """0 seconds are not the default of `Timeouts`, and are passed."""
+def test_settings_can_disable_the_flush(tmp_path: Path) -> None:
+    """0 seconds differ from the default of `Timeouts`, so they are passed."""
     config = RunConfig(
         run={"max_steps": 9},
         learner={"command": ["python", "train.py"], "flush_seconds": 0.0},

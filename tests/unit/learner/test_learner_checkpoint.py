@@ -1,4 +1,4 @@
-"""A learner's checkpoints: whole or named, the newest first, those of the run's apart."""
+"""A learner's checkpoints: integrity, which ones are kept, and parts of the run's checkpoints."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def assert_same(one: LearnerCheckpoint | None, other: LearnerCheckpoint) -> None
     assert str(one.state) == str(other.state)
 
 
-def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+def test_a_saved_checkpoint_is_loaded_unchanged(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path / "new" / "a")
     assert folder.newest() is None
     folder.save(checkpoint())
@@ -37,7 +37,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     assert folder.problems == []
 
 
-def test_the_newest_are_kept(tmp_path: Path) -> None:
+def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path, keep=2)
     (tmp_path / ".00000009.safetensors.17.part").touch()
     for steps in range(1, 6):
@@ -49,7 +49,7 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert_same(folder.newest(), checkpoint(5))
 
 
-def test_somebody_elses_files_beside_them_stay(tmp_path: Path) -> None:
+def test_other_files_in_the_folder_are_not_touched(tmp_path: Path) -> None:
     theirs = {"1.safetensors", "00000009.model.safetensors", ".download.part", "notes.txt"}
     for name in theirs:
         (tmp_path / name).touch()
@@ -61,7 +61,7 @@ def test_somebody_elses_files_beside_them_stay(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", ["torn", "changed", "empty", "other"])
-def test_one_that_is_not_whole_is_named_and_the_one_before_is_used(
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(
     tmp_path: Path, harm: str
 ) -> None:
     folder = CheckpointFolder(tmp_path)
@@ -84,12 +84,12 @@ def test_one_that_is_not_whole_is_named_and_the_one_before_is_used(
 
 
 def of_the_run(folder: CheckpointFolder) -> dict[int, Path]:
-    """The files that belong to checkpoints of the run, by number."""
+    """Return the files that belong to checkpoints of the run, by number."""
     numbers = {run_checkpoint_of(path): path for path in folder.path.iterdir()}
     return {number: path for number, path in sorted(numbers.items(), key=str) if number}
 
 
-def test_those_of_the_run_stay_until_they_are_forgotten(tmp_path: Path) -> None:
+def test_parts_of_the_runs_checkpoints_are_kept_until_they_are_forgotten(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path, keep=1)
     folder.save(checkpoint(1, run_checkpoint=1))
     folder.save(checkpoint(2))
@@ -106,7 +106,7 @@ def test_those_of_the_run_stay_until_they_are_forgotten(tmp_path: Path) -> None:
     assert folder.problems == []
 
 
-def test_one_of_another_format_is_not_guessed_at(
+def test_a_checkpoint_of_another_format_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from decoupled_diloco.learner import learner_checkpoint as module
@@ -118,7 +118,7 @@ def test_one_of_another_format_is_not_guessed_at(
         LearnerCheckpoint.read(path)
 
 
-def test_a_folder_that_cannot_be_written_says_so_and_keeps_what_is_there(tmp_path: Path) -> None:
+def test_a_failed_write_raises_and_keeps_existing_files(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path / "file" / "a")
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StorageError):

@@ -37,13 +37,13 @@ def test_a_loss_may_be_nan() -> None:
 
 
 @pytest.mark.parametrize("given", ["2.5", torch.zeros(3), 3j, object(), torch.zeros(0)])
-def test_what_is_no_number_is_refused(given: Any) -> None:
-    with pytest.raises(ConfigError, match=r"loss.* (is not a number|elements): give"):
+def test_invalid_losses_are_rejected(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"loss.* (is not a number|elements): pass"):
         StepLosses().read(given)
 
 
 class Copying:
-    """Stands for an event of a device that finishes its copies when the test says so."""
+    """An event of a device that finishes its copies when the test requests it."""
 
     done = False
 
@@ -55,13 +55,15 @@ class Copying:
         return Copying.done
 
 
-def test_a_loss_on_a_device_is_reported_when_its_copy_is_there(
+def test_a_loss_on_a_device_is_reported_when_its_copy_is_complete(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch, "Event", Copying)
     losses = StepLosses()
     assert losses._later(torch.tensor(1.0)) is None
-    assert losses._later(torch.tensor(2.0)) is None, "the first copy is under way: no wait"
+    assert losses._later(torch.tensor(2.0)) is None, (
+        "the first copy is in progress, and `read` does not wait"
+    )
     monkeypatch.setattr(Copying, "done", True)
     assert losses._later(torch.tensor(3.0)) == 1.0
     assert losses._later(torch.tensor(4.0)) == 3.0

@@ -1,4 +1,4 @@
-"""What a step does in Python does not grow with the number of a model's tensors."""
+"""The Python work of a step does not grow with the number of a model's tensors."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class Norms(nn.Module):
 
 
 def calls_in(work: Callable[[], object]) -> int:
-    """The calls that Python's interpreter makes, without those that loops in C make."""
+    """Count the calls that Python's interpreter makes, without calls from loops in C."""
     counted: Counter[str] = Counter()
 
     def note(frame: Any, event: str, argument: Any) -> None:
         counted[event] += event in ("call", "c_call")
 
     gc.collect()
-    gc.disable()  # a collection would call the finalizers of other tests' objects
+    gc.disable()  # a collection would call finalizers of objects from other tests
     sys.setprofile(note)
     try:
         work()
@@ -77,7 +77,7 @@ def test_a_fragment_of_thousands_of_tensors_takes_no_more_calls(work: str) -> No
 def test_a_fragment_takes_no_more_calls_in_a_larger_model(
     make: Callable[[int], nn.Module],
 ) -> None:
-    """With as many tensors in the fragment, buffers among them."""
+    """The fragment has the same number of tensors, including buffers."""
     calls = []
     for count in (FEW, 10 * FEW):
         store = ModuleStore(make(count))
@@ -87,7 +87,7 @@ def test_a_fragment_takes_no_more_calls_in_a_larger_model(
     assert all(b <= 1.5 * a for a, b in zip(few, many, strict=True)), calls
 
 
-def test_what_follows_from_the_layout_is_found_once_for_all_rounds() -> None:
+def test_values_derived_from_the_layout_are_computed_once() -> None:
     layout = layout_of(experts(MANY))
     (fragment,) = partition(layout, 1)
     for each in (dtype_runs, parameters_numel, lambda f, to: segments(f, to, "rda")):
@@ -98,7 +98,7 @@ def test_what_follows_from_the_layout_is_found_once_for_all_rounds() -> None:
     assert dtype_runs(fragment, halves) != dtype_runs(fragment, layout)
 
 
-def test_copies_that_an_optimizer_does_not_keep_take_one_look_per_tensor() -> None:
+def test_missing_copies_in_an_optimizer_take_one_lookup_per_tensor() -> None:
     model = experts(MANY)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     torch.stack(list(model.parameters())).sum().backward()
@@ -108,7 +108,7 @@ def test_copies_that_an_optimizer_does_not_keep_take_one_look_per_tensor() -> No
     (fragment,) = partition(store.layout, 1)
     values = store.snapshot(fragment).values()
     without = calls_in(lambda: plain.overwrite(fragment, values))
-    # The look is a lookup in the optimizer's state, where a tensor's hash is a call.
+    # Each lookup in the optimizer's state calls the tensor's hash.
     assert calls_in(lambda: store.overwrite(fragment, values)) - without <= 3 * MANY
 
 
@@ -127,7 +127,7 @@ def test_the_guard_compares_a_slice_of_a_module_with_thousands_of_parameters() -
         all_checked(guard)
 
 
-def test_the_guard_notices_what_is_added_to_a_module_that_had_nothing() -> None:
+def test_the_guard_detects_a_parameter_added_to_a_module_without_any() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     guard = ModelGuard(model, layout_of(model))
     model[1].register_parameter("slope", nn.Parameter(torch.ones(1)))
@@ -135,8 +135,8 @@ def test_the_guard_notices_what_is_added_to_a_module_that_had_nothing() -> None:
         all_checked(guard)
 
 
-def test_parts_of_tensors_and_whole_ones_come_back_from_one_vector() -> None:
-    """Also in another dtype and with strides in another order."""
+def test_whole_and_partial_tensors_are_restored_from_one_vector() -> None:
+    """This includes another dtype, and strides in another order."""
     torch.manual_seed(0)
     model = nn.Module()
     model.table = nn.Embedding(50, 3)

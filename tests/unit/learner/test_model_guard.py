@@ -15,7 +15,7 @@ from decoupled_diloco.merge import layout_of
 
 
 class Tied(nn.Module):
-    """A tied head, a frozen layer and a synchronised buffer."""
+    """A model with a tied head, a frozen layer and a synchronized buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def test_a_buffer_of_another_form_is_reported_by_name(change: str) -> None:
         guard.check()
 
 
-def test_a_buffer_may_be_replaced_by_one_of_its_form() -> None:
+def test_a_buffer_may_be_replaced_by_one_of_the_same_form() -> None:
     model, guard = guarded()
     model.seen = torch.ones(6)
     guard.check()
@@ -137,7 +137,7 @@ def test_several_ranks_write_to_the_buffer_of_the_join() -> None:
 
 
 def test_a_parameter_that_is_frozen_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Training loops of adversarial networks freeze and thaw in turn."""
+    """Training loops of adversarial networks alternately freeze and unfreeze."""
     model, guard = guarded()
     with caplog.at_level(logging.WARNING):
         for trains in (False, True, False):
@@ -146,7 +146,7 @@ def test_a_parameter_that_is_frozen_is_reported_once(caplog: pytest.LogCaptureFi
     assert [record.args for record in caplog.records] == [("hidden.weight",), ("hidden.bias",)]
 
 
-def test_what_training_does_is_not_reported() -> None:
+def test_ordinary_training_is_not_reported() -> None:
     model, guard = guarded()
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(3):
@@ -160,7 +160,7 @@ def test_what_training_does_is_not_reported() -> None:
     guard.check()
 
 
-def test_of_a_large_model_each_step_compares_a_slice() -> None:
+def test_each_step_compares_a_slice_of_a_large_model() -> None:
     model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(2 * SLICE)))
     guard = ModelGuard(model, layout_of(model))
     model[-1].weight = nn.Parameter(torch.ones(1, 1))
@@ -172,7 +172,7 @@ def test_of_a_large_model_each_step_compares_a_slice() -> None:
 
 
 def test_a_difference_that_settles_is_not_reported() -> None:
-    """As FSDP2's, whose root holds other parameters after an evaluation."""
+    """After an evaluation, the root module of FSDP2 holds other parameters."""
     model = Tied()
     own, other = model.hidden.weight, nn.Parameter(torch.ones(4, 4))
     guard = ModelGuard(model, layout_of(model), settle=lambda: setattr(model.hidden, "weight", own))

@@ -1,4 +1,4 @@
-"""Parts of a model under the whole model's names."""
+"""Parts of a model have the whole model's names."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_parts_have_the_names_of_the_whole() -> None:
     assert parts[1].head.weight.equal(whole.head.weight)
 
 
-def test_a_parameter_of_two_parts_is_refused() -> None:
+def test_a_parameter_in_two_parts_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"parameter 'blocks.0.weight' is in several parts"):
         plain([part("embedding", "0"), part("head", "0")])
 

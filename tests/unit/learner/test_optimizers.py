@@ -1,4 +1,4 @@
-"""What a learner makes of the optimizers that it is given: wrappers, steps, and their state."""
+"""The inner optimizers of a learner: wrappers, steps, and states."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from decoupled_diloco.storage.states import pack, unpack
 
 
 class Forwards(torch.optim.Optimizer):
-    """As Accelerate wraps one: no hooks of its own, all else is the inner optimizer's."""
+    """A wrapper like that of Accelerate: it has no hooks and shares the inner state."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -36,7 +36,7 @@ class Forwards(torch.optim.Optimizer):
 
 
 class Adds:
-    """A wrapper with something of its own: its step is not over when the inner step is."""
+    """A wrapper that changes the step: its step ends after the inner step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._inner = optimizer
@@ -51,7 +51,7 @@ class Adds:
 
 
 class Moments(torch.optim.Optimizer):
-    """Keeps what it is given for each parameter."""
+    """An optimizer with a given state for each parameter."""
 
     def __init__(self, parameters: Any, make: Callable[[Tensor], dict[str, Any]]) -> None:
         self.make = make
@@ -74,7 +74,7 @@ def backward(model: nn.Module) -> None:
 
 
 def kept(state: dict[str, Any]) -> dict[str, Any]:
-    """As it comes back from the disk."""
+    """Return the state as it is read from the disk."""
     tensors, text = pack(state)
     return dict(unpack({name: each.clone() for name, each in tensors.items()}, text))
 
@@ -95,7 +95,7 @@ def test_wrappers_that_only_forward_are_removed() -> None:
     assert layers_of(adds) == [adds, inner]
 
 
-def test_accelerates_and_fabrics_optimizers_are_removed() -> None:
+def test_wrappers_of_accelerate_and_fabric_are_removed() -> None:
     accelerate = pytest.importorskip("accelerate")
     fabric = pytest.importorskip("lightning.fabric")
     model = nn.Linear(2, 2)
@@ -108,8 +108,8 @@ def test_accelerates_and_fabrics_optimizers_are_removed() -> None:
 
 
 @pytest.mark.parametrize("given", [[], {}, "adam", [None], {"d": 3}])
-def test_what_is_not_an_optimizer_is_refused(given: Any) -> None:
-    with pytest.raises(ConfigError, match=r"optimizer.* (is empty|without param_groups): give"):
+def test_objects_that_are_not_optimizers_are_rejected(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"optimizer.* (is empty|without param_groups): pass"):
         InnerOptimizers(given)
 
 
@@ -125,7 +125,7 @@ def test_the_end_of_a_step_is_reported_once_by_the_outermost_optimizer() -> None
     assert seen == [(0, 2)]
     optimizers.all[1].step()
     assert seen == [(0, 2), (1, 2)]
-    adds._inner.step()  # a loop that steps the inner one itself, as SAM's second step
+    adds._inner.step()  # a loop may step the inner one directly, as for SAM's second step
     assert seen[2:] == [(0, 2)]
     end()
     adds.step()
@@ -151,7 +151,7 @@ def test_a_step_that_failed_does_not_hide_the_next_one() -> None:
 
 
 class Counts:
-    _untold = 0
+    _unreported = 0
 
     def __init__(self) -> None:
         self.steps = 0
@@ -210,7 +210,7 @@ def test_state_keeps_its_dtype_over_a_restart(parameters: torch.dtype, state: to
 
 
 def test_state_in_host_memory_stays_there() -> None:
-    """As an optimizer keeps it that offloads its moments; meta is a device without values."""
+    """An optimizer may offload its moments. The meta device stands for a GPU."""
 
     def make(parameter: Tensor) -> dict[str, Any]:
         return {"moment": torch.ones(2), "count": torch.tensor(4.0), "here": parameter.detach()}
@@ -237,9 +237,11 @@ def test_several_optimizers_keep_their_states_by_name() -> None:
     InnerOptimizers(fresh).load_state_dict(saved)
     for name, each in named.items():
         assert str(fresh[name].state_dict()) == str(each.state_dict())
-    with pytest.raises(ValueError, match=r"of the optimizers \['d', 'g'\], this learner has one"):
+    with pytest.raises(
+        ValueError, match=r"to the optimizers \['d', 'g'\], but this learner has one"
+    ):
         InnerOptimizers(fresh["d"]).load_state_dict(saved)
-    with pytest.raises(ValueError, match=r"of one optimizer, this learner has \['d', 'g'\]"):
+    with pytest.raises(ValueError, match=r"to one optimizer, but this learner has \['d', 'g'\]"):
         InnerOptimizers(fresh).load_state_dict(kept(named["d"].state_dict()))
 
 
@@ -252,7 +254,7 @@ def groups(*sizes: int) -> InnerOptimizers:
 
 
 @pytest.mark.parametrize("own", [(1, 1), (2, 0), (1,), (2, 1)])
-def test_other_groups_are_refused_with_their_sizes(own: tuple[int, ...]) -> None:
+def test_a_state_with_other_groups_is_rejected_with_their_sizes(own: tuple[int, ...]) -> None:
     saved = groups(2).state_dict()
     with pytest.raises(ValueError, match=r"has groups of \[2\] parameters, AdamW has .*: add the"):
         groups(*own).load_state_dict(saved)
@@ -260,18 +262,18 @@ def test_other_groups_are_refused_with_their_sizes(own: tuple[int, ...]) -> None
 
 
 @pytest.mark.parametrize("swapped", [False, True])
-def test_the_state_of_another_kind_of_optimizer_is_refused(swapped: bool) -> None:
+def test_the_state_of_another_class_of_optimizer_is_rejected(swapped: bool) -> None:
     model = nn.Linear(2, 2)
     kinds = [adamw(model), torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)]
     backward(model)
     for each in kinds:
         each.step()
     saved, loads = reversed(kinds) if swapped else kinds
-    with pytest.raises(ValueError, match=f"another kind of optimizer than {type(loads).__name__}"):
+    with pytest.raises(ValueError, match=f"another class of optimizer than {type(loads).__name__}"):
         InnerOptimizers(loads).load_state_dict(saved.state_dict())
 
 
-def test_parameters_of_a_loss_are_refused_with_what_to_do() -> None:
+def test_parameters_of_a_loss_are_rejected_with_a_fix() -> None:
     model, loss = nn.Linear(2, 2), nn.Linear(3, 3)
     optimizer = torch.optim.AdamW([*model.parameters(), *loss.parameters()])
     with pytest.raises(ConfigError, match=r"a loss with parameters.*nn\.ModuleDict\(\{'model'"):

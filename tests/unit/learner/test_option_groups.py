@@ -38,7 +38,7 @@ def test_a_flush_is_0_or_more(seconds: Any) -> None:
 
 
 def test_shared_objects_are_several_names() -> None:
-    with pytest.raises(ConfigError, match=r"objects='optimizer'\) is one text: .*\('optimizer',\)"):
+    with pytest.raises(ConfigError, match=r"objects='optimizer'\) is a string: .*\('optimizer',\)"):
         dd.StateSharing("optimizer")
     assert dd.StateSharing().objects == ("optimizer",)
 
@@ -59,28 +59,28 @@ def test_a_path_is_the_folder_of_checkpoints() -> None:
         (["http://a:1", "http://b:2|http://c:3"], ("http://a:1", "http://b:2", "http://c:3")),
     ],
 )
-def test_an_address_may_have_those_of_standbys(syncer: Any, addresses: tuple[str, ...]) -> None:
+def test_an_address_may_include_standbys(syncer: Any, addresses: tuple[str, ...]) -> None:
     connection = SyncerConnection.of(syncer)
     assert connection.addresses == addresses
     assert SyncerConnection.of(connection) is connection
 
 
-def test_standbys_are_found_by_another_client_too() -> None:
+def test_standbys_are_also_found_by_another_client() -> None:
     client: Any = object
     connection = SyncerConnection(("http://a:1|http://b:2", "http://c:3"), client)
     assert connection.addresses == ("http://a:1", "http://b:2", "http://c:3")
     assert connection.client is client
 
 
-@pytest.mark.parametrize(("syncer", "told"), [([], r"syncer=\[\] has no address"), ([7], "7")])
-def test_a_syncer_without_an_address_is_refused(syncer: Any, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+@pytest.mark.parametrize(("syncer", "message"), [([], r"syncer=\[\] has no address"), ([7], "7")])
+def test_a_syncer_without_an_address_is_refused(syncer: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         SyncerConnection.of(syncer)
 
 
-def test_without_a_name_it_is_that_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_name_is_derived_from_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "Mein Rechner!")
     monkeypatch.setattr("os.getpid", lambda: 7)
     assert ParticipantOptions().participant_name == "Mein-Rechner-7"
     assert ParticipantOptions("a").participant_name == "a"
-    assert ParticipantOptions("").participant_name == "", "which is refused, and not replaced"
+    assert ParticipantOptions("").participant_name == "", "it is rejected later, not replaced"

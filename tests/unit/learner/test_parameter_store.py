@@ -1,4 +1,4 @@
-"""A plain module as a parameter store, on every device that is here."""
+"""A plain module as a parameter store, on every available device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEVICES = [
 
 
 class Mixed(nn.Module):
-    """Two dtypes, a tied pair, a frozen parameter, a buffer."""
+    """A module with two dtypes, a tied pair, a frozen parameter and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Mixed(nn.Module):
 
 
 def beside(store: ModuleStore) -> ModuleStore:
-    """As on a GPU: what comes and goes does so by a stream beside."""
+    """Let a store transfer through a side stream, as on a GPU."""
     store._side = FakeSideStream()  # type: ignore[assignment]
     return store
 
@@ -81,11 +81,11 @@ def test_overwriting_rounds_to_each_tensor_s_dtype(store: ModuleStore) -> None:
     for fragment in fragments_of(store):
         store.overwrite(fragment, torch.full((fragment.numel,), value))
         held = set(store.snapshot(fragment).values().tolist())
-        assert held <= {value, 1.0}, "fp32 keeps it, bf16 rounds it"
+        assert held <= {value, 1.0}, "fp32 keeps the value, bf16 rounds it"
 
 
 def test_combining_subtracts_before_it_adds(store: ModuleStore) -> None:
-    """No progress since the reference gives exactly the new values."""
+    """Without progress since the reference, the result is exactly the new values."""
     for fragment in fragments_of(store):
         theta = store.snapshot(fragment)
         new = torch.linspace(-1, 1, fragment.numel).to(torch.bfloat16).float()
@@ -100,7 +100,7 @@ def test_combining_without_a_reference_blends(store: ModuleStore) -> None:
         assert torch.equal(store.snapshot(fragment).values(), torch.full((fragment.numel,), 3.5))
 
 
-def test_combining_with_what_was_written_subtracts_it_as_it_was_rounded(store: ModuleStore) -> None:
+def test_combining_with_written_values_subtracts_them_rounded(store: ModuleStore) -> None:
     for fragment in fragments_of(store):
         written = torch.linspace(-1, 1, fragment.numel)
         store.overwrite(fragment, written)
@@ -109,7 +109,7 @@ def test_combining_with_what_was_written_subtracts_it_as_it_was_rounded(store: M
         assert torch.equal(store.snapshot(fragment).values(), new)
 
 
-def test_buffers_are_overwritten_where_parameters_are_combined(place: Place) -> None:
+def test_buffers_are_overwritten_when_parameters_are_combined(place: Place) -> None:
     normed = place(nn.BatchNorm1d(3))
     (fragment,) = partition(normed.layout, 1)
     theta = normed.snapshot(fragment)
@@ -121,10 +121,10 @@ def test_buffers_are_overwritten_where_parameters_are_combined(place: Place) -> 
 
 
 @pytest.mark.parametrize("mode", ["overwrite", "carry", "rebase", "blend"])
-def test_nothing_goes_to_the_device_but_by_the_stream_beside(mode: str) -> None:
+def test_all_transfers_to_the_device_use_the_side_stream(mode: str) -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(torch.bfloat16)
     store = ModuleStore(module)
-    module.to("meta")  # in the place of a GPU
+    module.to("meta")  # instead of a GPU
     store._tensors[:4] = [*module.parameters()]
     store._device, store._side = torch.device("meta"), MetaSideStream()  # type: ignore[assignment]
     (fragment,) = partition(store.layout, 1)
@@ -144,7 +144,7 @@ def test_nothing_goes_to_the_device_but_by_the_stream_beside(mode: str) -> None:
 
 
 def _replaced(module: nn.Module, how: str) -> None:
-    """Give the model's first parameter other memory."""
+    """Give the model's first parameter new memory."""
     weight = next(module.parameters())
     match how:
         case "data":
@@ -177,8 +177,8 @@ def _tensors_now(module: nn.Module, store: ModuleStore) -> Iterator[Tensor]:
     return (named[spec.name] for spec in store.layout.tensors)
 
 
-def test_what_is_written_is_seen_by_autograd() -> None:
-    """A backward pass over weights that were overwritten in between must fail, not be wrong."""
+def test_autograd_detects_overwritten_weights() -> None:
+    """A backward pass over overwritten weights must fail instead of giving wrong gradients."""
     module = nn.Linear(4, 4)
     store = ModuleStore(module)
     (fragment,) = partition(store.layout, 1)

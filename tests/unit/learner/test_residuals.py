@@ -1,4 +1,4 @@
-"""What a codec leaves out goes with the next contribution, once (rule 19)."""
+"""The residual of a codec is added to the next contribution, once (rule 19)."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def changes(number: int) -> Tensor:
 
 
 class Sender:
-    """Sends contributions; `sent` and `merged` are what was trained for them, and decoded."""
+    """Trains, and sends contributions with the codec int2."""
 
     def __init__(self, tensors: LearnerTensors) -> None:
         self.tensors = tensors
         self.number = 0
 
     def send(self) -> tuple[Asking, Tensor, Tensor]:
-        """A new contribution is encoded: its name, what was trained, and what its body says."""
+        """Encode a new contribution; return its name, its training, and its decoded payload."""
         self.number += 1
         ask, trained, tensors = Asking(1, self.number), changes(self.number), self.tensors
         tensors.store.overwrite(tensors.plan.fragments[0], trained)  # the published copy is 0
@@ -67,7 +67,7 @@ class Sender:
         return sum(self.tensors.residuals[0], torch.zeros(N))
 
 
-def test_what_is_merged_and_what_is_left_are_all_that_was_trained() -> None:
+def test_merged_contributions_and_residual_add_up_to_the_training() -> None:
     sender, trained, merged = Sender(learner()), torch.zeros(N), torch.zeros(N)
     for _ in range(20):
         ask, more, body = sender.send()
@@ -77,7 +77,7 @@ def test_what_is_merged_and_what_is_left_are_all_that_was_trained() -> None:
     assert sender.left.norm() < 0.5 * trained.norm()
 
 
-def test_what_is_refused_leaves_what_was_left_before_it() -> None:
+def test_a_rejected_contribution_restores_the_residual_before_it() -> None:
     sender = Sender(learner())
     sender.settle(sender.send()[0], gone=True)
     before = sender.left
@@ -87,7 +87,7 @@ def test_what_is_refused_leaves_what_was_left_before_it() -> None:
     assert torch.equal(sender.left, before)
 
 
-def test_nothing_is_in_two_bodies_that_are_both_on_their_way() -> None:
+def test_a_residual_is_never_in_two_payloads_in_flight() -> None:
     sender = Sender(learner())
     sender.settle(sender.send()[0], gone=True)
     before = sender.left
@@ -100,7 +100,7 @@ def test_nothing_is_in_two_bodies_that_are_both_on_their_way() -> None:
     assert not torch.equal(late, INT2.decode(INT2.encode(one), N))
 
 
-def test_what_was_never_encoded_was_never_sent() -> None:
+def test_a_contribution_that_was_never_encoded_restores_its_residual() -> None:
     sender = Sender(learner())
     sender.settle(sender.send()[0], gone=True)
     before = sender.left
@@ -119,14 +119,14 @@ def test_a_residual_fades_by_its_decay() -> None:
     assert torch.equal(body, INT2.decode(INT2.encode(trained + 0.5 * before), N))
 
 
-def test_what_an_earlier_life_may_have_sent_is_forgotten() -> None:
+def test_a_residual_that_an_earlier_incarnation_may_have_sent_is_dropped() -> None:
     sender = Sender(learner())
     sender.settle(sender.send()[0], gone=True)
     sender.tensors._forget(ForgetResidual(0, ""))
     assert not sender.tensors.residuals[0]
 
 
-def test_without_feedback_nothing_is_kept() -> None:
+def test_without_feedback_no_residual_is_stored() -> None:
     tensors = learner(None)
     tensors.snapshot(0)
     assert tensors.capture(0, Asking(1, 1)).encode("int2")[2] is None
@@ -134,7 +134,7 @@ def test_without_feedback_nothing_is_kept() -> None:
     assert not tensors.residuals[0]
 
 
-def test_not_finite_changes_leave_nothing_behind() -> None:
+def test_changes_that_are_not_finite_leave_no_residual() -> None:
     sender = Sender(learner())
     sender.settle(sender.send()[0], gone=True)
     before, tensors = sender.left, sender.tensors
@@ -148,7 +148,7 @@ def test_not_finite_changes_leave_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("is_held", [True, False])
-def test_a_checkpoint_has_what_was_left_before_what_it_makes_again(is_held: bool) -> None:
+def test_a_checkpoint_has_the_residual_before_a_contribution_made_again(is_held: bool) -> None:
     sender = Sender(learner())
     sender.settle(sender.send()[0], gone=True)
     before = sender.left
@@ -157,7 +157,7 @@ def test_a_checkpoint_has_what_was_left_before_what_it_makes_again(is_held: bool
     assert torch.equal(sum(kept, torch.zeros(N)), before if is_held else torch.zeros(N))
 
 
-def test_a_checkpoint_brings_residuals_back(tmp_path: Path) -> None:
+def test_a_checkpoint_restores_residuals(tmp_path: Path) -> None:
     version = Version(1, 1)
     held = [
         HeldFragment(version, "d", "s", 1, 1, torch.zeros(N), (changes(1), changes(2))),

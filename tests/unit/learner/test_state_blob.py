@@ -1,4 +1,4 @@
-"""A state on its way between two learners: what a wrong one does."""
+"""A state that one learner sends to another, and the errors of an invalid one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WHOLE = b"\0" * 16
 TEXT = '{"tensor": "0"}'
 
 
-def test_a_state_comes_back_as_it_was() -> None:
+def test_a_state_is_restored_unchanged() -> None:
     state = {"a": torch.arange(5.0), "b": [1, torch.tensor(3, dtype=torch.int64)]}
     sent = StateBlob.of(state)
     blob, digests = StateBlob.open(sent.head(), sent.data.numel())
@@ -38,7 +38,7 @@ def test_a_state_comes_back_as_it_was() -> None:
         json.dumps([TEXT, [["0", "float32", [4], 0]], ["d", "d"]]).encode(),
     ],
 )
-def test_a_head_that_is_none_is_a_donor_s_fault_and_not_this_learner_s(head: bytes) -> None:
+def test_an_invalid_head_is_an_error_of_the_provider(head: bytes) -> None:
     with pytest.raises(StorageError):
         StateBlob.open(head, len(WHOLE))
 
@@ -54,7 +54,7 @@ def test_a_head_that_is_none_is_a_donor_s_fault_and_not_this_learner_s(head: byt
         ('{"odd": 3}', ["0", "float32", [2], 0]),
     ],
 )
-def test_a_state_that_is_none_is_a_donor_s_fault_too(text: str, place: list[object]) -> None:
-    with pytest.raises(StorageError):  # noqa: PT012  # some are found when it is opened
+def test_an_invalid_state_is_an_error_of_the_provider(text: str, place: list[object]) -> None:
+    with pytest.raises(StorageError):  # noqa: PT012  # some raise when they are opened
         blob, _ = StateBlob.open(json.dumps([text, [place], ["d"]]).encode(), len(WHOLE))
         blob.state()

@@ -1,4 +1,4 @@
-"""What is out of order is said at once, now and then again, and when it is over."""
+"""A lasting problem is logged at once, repeatedly, and when it is over."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from decoupled_diloco.runtime import Runtime, within
 
 
 class Steady(Runtime):
-    """A clock that goes on when it is told to."""
+    """A clock that advances only when the test sets it."""
 
     at = 100.0
 
@@ -19,7 +19,7 @@ class Steady(Runtime):
         return self.at
 
 
-def test_trouble_is_said_at_once_now_and_then_and_when_it_is_over(
+def test_a_problem_is_logged_at_once_repeatedly_and_when_it_is_over(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with within(Steady()) as time:
@@ -28,15 +28,15 @@ def test_trouble_is_said_at_once_now_and_then_and_when_it_is_over(
         for _ in range(3):
             trouble.tell("away", "a is away: because")
             time.at += AGAIN_SECONDS / 2
-        trouble.tell("refused", "a is refused")
+        trouble.tell("rejected", "a is rejected")
         time.at += 5
         trouble.over("a is back")
         trouble.over("a is back")
     assert [record.getMessage() for record in caplog.records] == [
         "a is away: because",
         "a is away: because (for 1 min)",
-        "a is refused",
+        "a is rejected",
         "a is back, after 1 min 35 s",
     ]
-    # A loop that has set up no logging shows warnings alone, and both belong together.
+    # A loop without logging setup shows warnings only, and the last record belongs to the first.
     assert {record.levelno for record in caplog.records} == {logging.WARNING}

@@ -1,4 +1,4 @@
-"""Tensors of unusual form: kept exactly, or refused by name before the learner joins."""
+"""Unusual tensors are synchronized exactly, or rejected by name before the join."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def made(**tensors: Tensor) -> nn.Module:
     ("name", "form"),
     [("x", form) for form in PARAMETERS] + [("buffer", form) for form in BUFFERS],
 )
-def test_values_come_and_go_exactly(name: str, form: str) -> None:
+def test_values_are_read_and_written_exactly(name: str, form: str) -> None:
     model = made(**{name: (PARAMETERS if name == "x" else BUFFERS)[form]()})
     store = ModuleStore(model)
     for fragment in partition(store.layout, 3):
@@ -79,10 +79,10 @@ def test_a_tied_expanded_buffer_stays_tied() -> None:
         (lambda: torch.zeros(9).as_strided((3, 3), (2, 1)), "has several elements in one place"),
         (lambda: torch.eye(3).to_sparse(), "has layout torch.sparse_coo: make it dense"),
         (lambda: Rounding(torch.ones(3)), "is a Rounding, a tensor subclass that does not keep"),
-        (inference, "was made in inference mode"),
+        (inference, "was created in inference mode"),
     ],
 )
-def test_what_cannot_keep_its_values_is_refused_by_name(
+def test_a_tensor_that_cannot_keep_its_values_is_rejected_by_name(
     tensor: Callable[[], Tensor], problem: str
 ) -> None:
     with torch.inference_mode(tensor is inference):
@@ -121,7 +121,7 @@ def test_wrappers_are_tied_by_what_is_inside() -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
-def test_a_lazy_module_is_refused_before_its_first_batch(
+def test_a_lazy_module_is_rejected_before_its_first_batch(
     lazy: Callable[[], nn.Module], what: str
 ) -> None:
     model = nn.Sequential(lazy(), nn.Linear(4, 4))

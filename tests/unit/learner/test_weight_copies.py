@@ -1,4 +1,4 @@
-"""Weights that optimizers keep beside the parameters: found by what they do, or they follow."""
+"""Copies of the weights in optimizers: they are registered and follow, or they are detected."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Make = Callable[[list[nn.Parameter]], Any]
 
 
 class Each(torch.optim.SGD):
-    """Does something for each parameter after a step of SGD."""
+    """Calls `after` for each parameter after a step of SGD."""
 
     late = 1
 
@@ -43,7 +43,7 @@ class Each(torch.optim.SGD):
 
 
 class SlowWeights(Each):
-    """Lookahead, as it is in many repositories."""
+    """Lookahead, as implemented in many repositories."""
 
     def after(self, parameter: Tensor, state: dict[str, Any]) -> None:
         slow = state.setdefault("anchor", parameter.detach().clone())
@@ -56,7 +56,7 @@ class LateSlowWeights(SlowWeights):
 
 
 class HalfPrecisionSlowWeights(Each):
-    """Copies of another dtype than the parameters', within a dict."""
+    """Copies in a dict, with another dtype than the parameters."""
 
     def after(self, parameter: Tensor, state: dict[str, Any]) -> None:
         kept = state.setdefault("ahead", {"slow": parameter.detach().to(torch.bfloat16, copy=True)})
@@ -66,7 +66,7 @@ class HalfPrecisionSlowWeights(Each):
 
 
 class PrimalAverage(Each):
-    """The parameters are an average of two sequences that are in the state (GPA)."""
+    """Primal averaging (GPA): the parameters are an average of two sequences in the state."""
 
     def after(self, parameter: Tensor, state: dict[str, Any]) -> None:
         z = state.setdefault("inner", parameter.detach().clone())
@@ -77,7 +77,7 @@ class PrimalAverage(Each):
 
 
 class Listed(Each):
-    """Slow weights in an attribute, by position."""
+    """Slow weights in an attribute, matched by position."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters)
@@ -94,7 +94,7 @@ class Listed(Each):
 
 
 class Wraps:
-    """A wrapper that is not a torch optimizer, and keeps slow weights in a state of its own."""
+    """A wrapper that is not a torch optimizer, and keeps slow weights in a separate state."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner = inner
@@ -123,7 +123,7 @@ class Averages(Each):
 
 
 class InitialWeights(Each):
-    """As Prodigy and D-Adaptation keep them, for the distance."""
+    """The initial weights, which Prodigy and D-Adaptation keep for the distance."""
 
     def after(self, parameter: Tensor, state: dict[str, Any]) -> None:
         start = state.setdefault("p0", parameter.detach().clone())
@@ -131,7 +131,7 @@ class InitialWeights(Each):
 
 
 class Restored(Each):
-    """SAM: a copy between its half steps, which is made anew before it is used."""
+    """SAM: a copy between its half steps, which is created again before each use."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for each in (p for group in self.param_groups for p in group["params"]):
@@ -159,7 +159,7 @@ def trained(model: nn.Module, optimizer: Any, steps: int) -> Iterator[None]:
     [SlowWeights, LateSlowWeights, HalfPrecisionSlowWeights, PrimalAverage, Listed,
      lambda p: Wraps(torch.optim.AdamW(p)), lambda p: Wraps(SlowWeights(p))],
 )  # fmt: skip
-def test_copies_that_undo_an_apply_are_refused_soon(kind: Make, dtype: torch.dtype) -> None:
+def test_copies_that_undo_an_apply_are_rejected_soon(kind: Make, dtype: torch.dtype) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8, bias=False)).to(dtype)
     optimizer = kind(list(model.parameters()))
     checks = OptimizerChecks(model, optimizer)
@@ -170,9 +170,9 @@ def test_copies_that_undo_an_apply_are_refused_soon(kind: Make, dtype: torch.dty
             model(torch.randn(16, 8, dtype=dtype)).float().square().mean().backward()
             optimizer.step()
             if checks.due():
-                checks.look()
+                checks.check()
 
-    with pytest.raises(ConfigError, match=r"(keeps weights of its own|in fp32)") as error:
+    with pytest.raises(ConfigError, match=r"(keeps separate weights|in fp32)") as error:
         train()
     if dtype is torch.float32:
         assert "dd.register_weight_copies(" in str(error.value)
@@ -207,8 +207,8 @@ HARMLESS: list[Make] = [
 
 
 @pytest.mark.parametrize("kind", HARMLESS)
-def test_optimizers_without_weights_of_their_own_are_taken(kind: Make) -> None:
-    """Also where gradients are the weights themselves, and where weights are all equal."""
+def test_optimizers_without_separate_weights_are_accepted(kind: Make) -> None:
+    """This includes gradients that are the weights themselves, and weights that are all equal."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
     nn.init.zeros_(model[2].bias)  # type: ignore[arg-type]
@@ -256,7 +256,7 @@ def registry() -> Iterator[None]:
 
 
 def applied(model: nn.Module, optimizer: Any, change: float) -> None:
-    """Global weights that are all this much larger."""
+    """Apply global weights that are larger by ``change``."""
     inner = ModuleStore(model)
     copies = WeightCopies([optimizer])
     store = FollowedStore(inner, dict(model.named_parameters()), copies)
@@ -265,7 +265,7 @@ def applied(model: nn.Module, optimizer: Any, change: float) -> None:
 
 
 def left(kind: Make, steps: int = 24) -> float:
-    """What is left of an apply after some steps without gradients, beside none."""
+    """Return the share of an apply that is left after some steps with zero gradients."""
     kept = []
     for change in (False, True):
         torch.manual_seed(0)
@@ -285,7 +285,7 @@ def left(kind: Make, steps: int = 24) -> float:
 
 
 @pytest.mark.parametrize("key", sorted(optimizers.KEYS_OF_ANY - {"old_p"}))
-def test_slow_weights_of_known_names_follow(key: str) -> None:
+def test_slow_weights_with_known_names_follow(key: str) -> None:
     class Known(Each):
         def after(self, parameter: Tensor, state: dict[str, Any]) -> None:
             slow = state.setdefault(key, parameter.detach().clone())
@@ -312,12 +312,12 @@ def test_registered_copies_follow() -> None:
     assert left(PrimalAverage) == pytest.approx(1.0, abs=1e-4)
     assert left(Listed) == pytest.approx(1.0, abs=1e-4)
     assert left(lambda p: Wraps(SlowWeights(p))) == pytest.approx(1.0, abs=1e-4)
-    with pytest.raises(ConfigError, match="give the state keys of the copies, or copies="):
+    with pytest.raises(ConfigError, match="pass the state keys of the copies, or copies="):
         register_weight_copies(Listed)
 
 
 @pytest.mark.parametrize("name", ["AdamWScheduleFree", "SGDScheduleFree", "RAdamScheduleFree"])
-def test_schedule_frees_weights_follow(name: str) -> None:
+def test_weights_of_schedule_free_follow(name: str) -> None:
     library = pytest.importorskip("schedulefree")
 
     def make(parameters: list[nn.Parameter]) -> Any:
@@ -328,7 +328,7 @@ def test_schedule_frees_weights_follow(name: str) -> None:
     assert left(make) == pytest.approx(1.0, abs=1e-3)
 
 
-def test_schedule_frees_wrapper_follows() -> None:
+def test_the_wrapper_of_schedule_free_follows() -> None:
     library = pytest.importorskip("schedulefree")
 
     def make(parameters: list[nn.Parameter]) -> Any:
@@ -339,7 +339,7 @@ def test_schedule_frees_wrapper_follows() -> None:
     assert left(make) == pytest.approx(1.0, abs=1e-3)
 
 
-def test_timms_lookahead_follows() -> None:
+def test_lookahead_of_timm_follows() -> None:
     pytest.importorskip("torchvision")  # timm imports it
     lookahead = pytest.importorskip("timm.optim").Lookahead
     assert left(lambda p: lookahead(torch.optim.SGD(p, 1e-3))) == pytest.approx(1.0, abs=1e-4)
@@ -355,7 +355,7 @@ def test_a_copy_of_higher_precision_follows() -> None:
     assert torch.allclose(master - model.weight.float(), ahead, atol=1e-6)
 
 
-def test_anothers_copies_are_reset_to_the_own_weights() -> None:
+def test_copies_of_another_learner_are_reset_to_these_weights() -> None:
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     optimizer.state[model.weight]["slow_buffer"] = torch.randn(8, 8)
