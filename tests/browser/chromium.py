@@ -40,7 +40,7 @@ def opened() -> Iterator[webdriver.Chrome]:
 def browser() -> Iterator[Browser]:
     missing = [name for name in (CHROMIUM, DRIVER) if shutil.which(name) is None]
     if missing:
-        pytest.skip(f"no {' and no '.join(missing)} here, so pages are not looked at in a browser")
+        pytest.skip(f"no {' and no '.join(missing)} here, so no browser test runs")
     with opened() as driver:
         yield Browser(driver)
 

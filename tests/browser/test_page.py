@@ -87,8 +87,10 @@ def test_the_page_follows_a_run_through_a_killed_learner_and_a_killed_syncer(
     asked, refused = browser.network()
     assert {urlsplit(url).netloc for url in asked} == {urlsplit(run.addresses[0]).netloc}
     assert not any(refused)
-    told = [line for line in browser.complaints() if "Content Security" in line or "Error:" in line]
-    assert not told
+    errors = [
+        line for line in browser.complaints() if "Content Security" in line or "Error:" in line
+    ]
+    assert not errors
 
 
 def test_the_page_shows_how_the_run_ended_and_where_its_report_is(
@@ -121,13 +123,13 @@ def address_of_crowd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
     async def serve() -> None:
         nonlocal address
-        told = {
+        arguments = {
             "folder": str(folder),
             "tapes": [["shard-0"], ["shard-1"]],
             "shards": ["http://127.0.0.1:1"],
             "token": None,
         }
-        site = Site(Access(Tokens()), Feed(told), "http://127.0.0.1:1", dict)
+        site = Site(Access(Tokens()), Feed(arguments), "http://127.0.0.1:1", dict)
         server = HttpServer(on_channel=lambda channel: asyncio.sleep(0), website=site)
         await server.start()
         address = server.address

@@ -214,9 +214,9 @@ def test_headings_captions_and_pictures_have_text(browser: Browser, pages: list[
             ("svg:not([aria-hidden])", "it.getAttribute('aria-label')"),
             ("section", "document.getElementById(it.getAttribute('aria-labelledby')).textContent"),
         ):
-            told = browser.run(f"[...document.querySelectorAll('{selector}')].map(it => {words})")
-            assert told
-            assert all(told)
+            texts = browser.run(f"[...document.querySelectorAll('{selector}')].map(it => {words})")
+            assert texts
+            assert all(texts)
 
 
 def look(browser: Browser, selector: str) -> float:

@@ -1,25 +1,25 @@
-"""What the pages show, taken out of them and run as a reader would run it.
+"""Extract the commands and snippets of the pages, and run them like a reader.
 
-A page's blocks run in order in a folder of their own that holds what a clone of the repository has
-besides the package: recipes, scenarios, examples. Before a block, hidden comments say how a test
-differs from a reader:
+A page's blocks run in order in a separate folder. It contains what a clone of the repository has in
+addition to the package: recipes, scenarios, examples. Hidden comments before a block describe how a
+test differs from a reader:
 
 | comment | meaning |
 |---|---|
-| `test: set KEY=VALUE …` | `ddiloco` commands of the block get these settings, to be small |
-| `test: small` | so do they: a model that takes milliseconds a step |
-| `test: background until TEXT` | goes on while the next blocks run, once it has printed the text |
-| `test: wait for FILE … WORD` | the block starts when the files have the word |
-| `test: end of the background` | the block starts when all that runs has ended well |
+| `test: set KEY=VALUE …` | `ddiloco` commands of the block use these settings |
+| `test: small` | the same with a model whose steps take milliseconds |
+| `test: background until TEXT` | the next blocks run when it has printed the text |
+| `test: wait for FILE … WORD` | the block starts when the files contain the word |
+| `test: end of the background` | the block starts when all background commands have succeeded |
 | `test: fails CODE` | the block ends with this exit code |
-| `test: output` | what the block before has printed; `…` stands for anything |
+| `test: output` | the output of the previous block; `…` matches anything |
 | `test: file NAME` | the block is a file that the reader writes |
-| `test: with syncer` | `http://syncer:7070` and the loop's names (model, loader, …) are there |
+| `test: with syncer` | `http://syncer:7070` and the loop's names (model, loader, …) exist |
 | `test: on another loopback address` | SYNCER is an address of this machine |
-| `test: once for all pages` | the same block of another page has left its `runs` here already |
+| `test: once for all pages` | the same block runs once, and its `runs` are copied for other pages |
 | `test: interrupted after N batches` | the loop ends early, and the block runs a second time |
 | `test: not a run` | TOML that is not a run's file |
-| `test: not run: REASON` | nobody runs it |
+| `test: not run: REASON` | the block is not run |
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Block:
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """All fenced blocks of a page, in order."""
+    """Return all fenced blocks of a page, in order."""
     text, found = page.read_text(encoding="utf-8"), []
     for match in _BLOCK.finditer(text):
         line = text[: match.start()].count("\n") + match["comments"].count("\n") + 1
@@ -110,7 +110,7 @@ def _directive(comment: str) -> tuple[str, str]:
 
 @dataclass
 class Background:
-    """A command that goes on."""
+    """A command that continues while other blocks run."""
 
     process: subprocess.Popen[bytes]
     output: Path
@@ -130,7 +130,7 @@ class Background:
 
 @dataclass
 class Reader:
-    """Somebody who does what a page says, in a folder of their own."""
+    """Executes the blocks of a page in a separate folder, like a reader."""
 
     folder: Path
     kept: Path
@@ -159,7 +159,7 @@ class Reader:
         self._path = f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}"
 
     def run(self, block: Block) -> None:
-        """Runs a shell block."""
+        """Run a shell block."""
         directives = block.directives
         if "end of the background" in directives:
             while self.background:
@@ -177,7 +177,7 @@ class Reader:
             self._run(block)
 
     def _run_once(self, block: Block) -> None:
-        """Runs a block for the first page that has it; the others get what it has left."""
+        """Run a block for the first page that has it; other pages receive a copy of its results."""
         what = f"{block.text}{block.directives}".encode()
         kept = self.kept / hashlib.sha256(what).hexdigest()
         if not kept.exists():
@@ -235,7 +235,7 @@ class Reader:
             time.sleep(0.1)
 
     def close(self) -> None:
-        """Ends what still runs, as Ctrl-C in its terminal would."""
+        """End background commands, like Ctrl-C in their terminal."""
         for each in self.background:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(each.process.pid, signal.SIGINT)
@@ -249,7 +249,7 @@ class Reader:
 
 @contextlib.contextmanager
 def reader(folder: Path, kept: Path, command: Path) -> Iterator[Reader]:
-    """A reader who leaves nothing running; what several pages need is kept for the next reader."""
+    """Yield a reader, and end its background commands; keep the results that several pages need."""
     somebody = Reader(folder, kept, command)
     try:
         yield somebody
@@ -258,7 +258,7 @@ def reader(folder: Path, kept: Path, command: Path) -> Iterator[Reader]:
 
 
 def _two_free_ports() -> int:
-    """A port that is free together with the next one."""
+    """Return a free port whose successor is free too."""
     while True:
         port = free_ports(1)[0]
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port + 1)):
@@ -266,7 +266,7 @@ def _two_free_ports() -> int:
 
 
 def check_output(block: Block, printed: str) -> None:
-    """Compares an output block, line by line in order; ``…`` stands for anything."""
+    """Compare an output block line by line, in order; ``…`` matches anything."""
     rest = printed
     for line in filter(None, map(str.strip, block.text.splitlines())):
         pattern = ".*".join(re.escape(part.strip()) for part in line.split("…"))
@@ -276,7 +276,7 @@ def check_output(block: Block, printed: str) -> None:
 
 
 def check_toml(text: str) -> None:
-    """Checks a run's file, or tables of one, as far as they are shown.
+    """Check a run's file, or some of its tables.
 
     Raises:
         ConfigError: a setting that does not exist or does not fit.

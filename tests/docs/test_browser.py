@@ -11,10 +11,10 @@ import pytest
 from browser.chromium import Browser
 from docs.snippets import ROOT
 
-RECORDED = "kill.svg"  # a terminal, whose texts begin at its border
+RECORDED = "kill.svg"  # a terminal, whose texts start at its border
 PICTURES = [each for each in sorted((ROOT / "docs").rglob("*.svg")) if each.name != RECORDED]
 MARGIN = 6.0
-"""Least distance of a text from the border of its box and of the picture."""
+"""Minimum distance of a text from the border of its box and of the picture."""
 
 BOXES = """(() => {
   const box = each => { const b = each.getBBox(); return [b.x, b.y, b.x + b.width, b.y + b.height] }
@@ -27,7 +27,7 @@ BOXES = """(() => {
 
 
 def found(browser: Browser, words: str, seconds: float = 90.0) -> list[str]:
-    """Where the search results lead."""
+    """Return the links of the search results."""
     browser.driver.execute_script(
         "const box = document.querySelector('[data-md-component=search-query]');"
         "box.focus(); box.value = arguments[0]; box.dispatchEvent(new Event('keyup'))",
@@ -60,7 +60,7 @@ def inside(inner: list[float], outer: list[float], margin: float) -> bool:
 
 
 def holds(frame: list[float], text: list[float]) -> bool:
-    """Whether a text begins in a frame."""
+    """Whether a text starts in a frame."""
     middle = (text[1] + text[3]) / 2
     return frame[0] <= text[0] <= frame[2] and frame[1] <= middle <= frame[3]
 

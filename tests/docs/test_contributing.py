@@ -1,4 +1,4 @@
-"""The files, folders, make targets and names that CONTRIBUTING.md sends a newcomer to are there."""
+"""The files, folders, make targets and names in CONTRIBUTING.md exist."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ NAMES = {
         "def snapshot",
     ),
 }
-"""What a step says is in a file."""
+"""Texts that a step names, with their files."""
 
 
-def test_it_names_many() -> None:
+def test_the_page_names_many_files() -> None:
     assert len(PATHS) > 30
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_what_it_names_is_there(path: str) -> None:
+def test_named_files_exist(path: str) -> None:
     assert (ROOT / path).exists()
 
 
 @pytest.mark.parametrize("path", NAMES)
-def test_what_a_step_looks_for_is_in_the_file(path: str) -> None:
+def test_searched_texts_exist_in_their_files(path: str) -> None:
     assert f"`{path}`" in TEXT
     text = (ROOT / path).read_text(encoding="utf-8")
     assert [name for name in NAMES[path] if name not in text] == []
 
 
-def test_every_folder_of_tests_is_explained() -> None:
+def test_every_folder_of_tests_is_described() -> None:
     folders = {f"tests/{p.name}" for p in (ROOT / "tests").iterdir() if any(p.glob("**/test_*.py"))}
     assert {f for f in folders if f"`{f}`" not in TEXT} == set()
 
 
-def test_make_targets_are_there() -> None:
+def test_named_make_targets_exist() -> None:
     targets = set(re.findall(r"\bmake ([a-z-]+)", TEXT))
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert {t for t in targets if not re.search(rf"^{t}:", makefile, re.MULTILINE)} == set()

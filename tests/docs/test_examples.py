@@ -1,4 +1,4 @@
-"""`examples/full_loop.py` is told to go, started again, and trains to the end of the run."""
+"""`examples/full_loop.py` is stopped and restarted, and trains to the end of the run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def numbers(pattern: str, text: str) -> tuple[int, ...]:
 
 
 @pytest.mark.long
-def test_the_complete_loop_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_the_full_loop_continues_after_a_restart(tmp_path: Path) -> None:
     config = RunConfig(
         run={"folder": tmp_path / "run", "learners": 1, "max_steps": BUDGET, "evaluator": False},
         sync={"fragments": 4, "sync_every": 8, "overlap_steps": 1},
@@ -62,12 +62,12 @@ def test_the_complete_loop_goes_on_where_it_was(tmp_path: Path) -> None:
     assert batch == 4 * step > 0
     assert numbers(r"starts at its step (\d+), batch (\d+)", second.read_text()) == (step, batch)
     rate_at = runpy.run_path(str(EXAMPLE))["rate_at"]
-    told = re.findall(r"step (\d+), rate ([\d.]+)", first.read_text() + second.read_text())
-    assert len(told) >= 5
+    printed = re.findall(r"step (\d+), rate ([\d.]+)", first.read_text() + second.read_text())
+    assert len(printed) >= 5
     assert all(
-        float(rate) == pytest.approx(rate_at(int(at), BUDGET), abs=1e-6) for at, rate in told
+        float(rate) == pytest.approx(rate_at(int(at), BUDGET), abs=1e-6) for at, rate in printed
     )
-    steps = [int(at) for at, _ in told]
-    assert steps == sorted(steps), "the schedule began anew"
+    steps = [int(at) for at, _ in printed]
+    assert steps == sorted(steps), "the schedule started again"
     losses = re.findall(r"held out ([\d.]+)", first.read_text() + second.read_text())
     assert float(losses[-1]) < float(losses[0])

@@ -1,4 +1,4 @@
-"""The pages stay short: a newcomer reads the tutorial whole, and a how-to page in a few minutes."""
+"""The pages stay short enough to read in a few minutes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from docs.snippets import ROOT
 
 TUTORIAL_WORDS_MAX = 2500
 HOW_TO_WORDS_MAX = 600
-"""Words of prose. Code is not counted: a complete example is better than a short one."""
+"""Maximum words of prose. Code does not count: a complete example is better than a short one."""
 
 LONGER = {"resume.md": 700}
 """Pages with a higher limit: this one ends with a table of what is exact after a resume."""
@@ -22,13 +22,13 @@ commands, five lines of code, a comparison."""
 
 
 def words_of(page: Path) -> int:
-    """The number of words of a page, without code blocks and comments."""
+    """Return the number of words of a page, without code blocks and comments."""
     text = re.sub(r"<!--.*?-->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     return len(re.findall(r"\S*\w\S*", text))
 
 
-def test_the_tutorial_is_read_in_one_go() -> None:
+def test_the_tutorial_is_short() -> None:
     pages = sorted((ROOT / "docs" / "tutorial").glob("*.md"))
     assert len(pages) >= 5
     assert sum(map(words_of, pages)) <= TUTORIAL_WORDS_MAX
@@ -41,7 +41,7 @@ def test_a_how_to_page_is_short(page: Path) -> None:
     assert words_of(page) <= LONGER.get(page.name, HOW_TO_WORDS_MAX)
 
 
-def test_the_readme_begins_with_one_screen() -> None:
+def test_the_readme_starts_with_one_screen() -> None:
     begin, divider, _ = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n---\n")
     assert divider
     assert len(begin.splitlines()) <= README_LINES_MAX

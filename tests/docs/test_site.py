@@ -1,4 +1,4 @@
-"""The site is built strictly, its links lead somewhere, and it fetches nothing from elsewhere."""
+"""The site builds without warnings, has no dead links, and fetches nothing from other sites."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FETCHED = {("script", "src"), ("img", "src"), ("iframe", "src"), ("source", "src
 
 
 class Page(HTMLParser):
-    """What a built page points at."""
+    """The links and anchors of a built page."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def pages(site: Path) -> dict[Path, Page]:
     return {path: Page(path) for path in site.rglob("*.html") if path.name != "404.html"}
 
 
-def test_every_link_leads_somewhere(site: Path, pages: dict[Path, Page]) -> None:
+def test_every_link_has_a_target(site: Path, pages: dict[Path, Page]) -> None:
     wrong = []
     for path, page in pages.items():
         for link in page.links | page.fetched:
@@ -59,7 +59,7 @@ def test_every_link_leads_somewhere(site: Path, pages: dict[Path, Page]) -> None
     assert not wrong
 
 
-def test_the_pages_fetch_nothing_from_elsewhere(site: Path, pages: dict[Path, Page]) -> None:
+def test_the_pages_fetch_nothing_from_other_sites(site: Path, pages: dict[Path, Page]) -> None:
     outside = {f for page in pages.values() for f in page.fetched if urlsplit(f).netloc}
     for style in site.rglob("*.css"):
         text = style.read_text(encoding="utf-8")
@@ -67,8 +67,8 @@ def test_the_pages_fetch_nothing_from_elsewhere(site: Path, pages: dict[Path, Pa
     assert not outside
 
 
-def test_no_page_is_forgotten(site: Path) -> None:
-    """What is not in the navigation is found by nobody."""
+def test_every_page_is_in_the_navigation(site: Path) -> None:
+    """Readers cannot find a page that is not in the navigation."""
     navigation = (ROOT / "mkdocs.yml").read_text()
     for path in (ROOT / "docs").rglob("*.md"):
         assert str(path.relative_to(ROOT / "docs")) in navigation
@@ -76,7 +76,7 @@ def test_no_page_is_forgotten(site: Path) -> None:
 
 
 def settings(model: Any = RunConfig, above: str = "") -> Iterator[str]:
-    """The dotted names of all tables and their keys."""
+    """Yield the dotted names of all tables and their keys."""
     for key, field in model.model_fields.items():
         yield f"{above}{key}"
         kinds = [field.annotation, *getattr(field.annotation, "__args__", ())]
@@ -84,14 +84,14 @@ def settings(model: Any = RunConfig, above: str = "") -> Iterator[str]:
             yield from settings(inner, f"{above}{key}.")
 
 
-def test_every_setting_and_record_is_explained(site: Path) -> None:
+def test_every_setting_and_record_is_documented(site: Path) -> None:
     configuration = Page(site / "reference" / "configuration.html")
     assert set(settings()) <= configuration.anchors
     tape = Page(site / "reference" / "tape.html")
     assert {"StepFinished", "RoundFinished", "LossMeasured", "StepReport"} <= tape.anchors
 
 
-def test_the_pictures_are_those_that_the_scripts_draw() -> None:
+def test_the_pictures_match_their_scripts() -> None:
     script = ROOT / "docs" / "pictures" / "draw.py"
     spec = importlib.util.spec_from_file_location("draw", script)
     assert spec is not None

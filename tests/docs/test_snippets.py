@@ -33,7 +33,7 @@ LONG = {
         )
     ),
 }
-"""Pages of many seconds each, whose commands tests of `make test` run in another way."""
+"""Slow pages, whose commands other tests of `make test` run in another way."""
 
 PROSE = {page: re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL) for page in PAGES}
 
@@ -57,13 +57,13 @@ def pages_with_commands() -> list[Any]:
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What runs that several pages begin with have left."""
+    """Return the folder for the results of runs that several pages share."""
     return tmp_path_factory.mktemp("kept")
 
 
 @pytest.fixture(scope="module")
 def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """`ddiloco`, without the time that imports take."""
+    """Yield a `ddiloco` command that does not spend time on imports."""
     with contextlib.closing(Zygote(tmp_path_factory.mktemp("zygote"))) as zygote:
         yield zygote.command
 
@@ -82,10 +82,10 @@ def test_the_commands_of_a_page_work(page: Path, tmp_path: Path, kept: Path, com
                 check_output(block, somebody.last_output)
 
 
-def test_few_blocks_are_not_run_and_each_says_why() -> None:
-    told = {b.where: b.directives["not run"] for b in BLOCKS if "not run" in b.directives}
-    assert all(len(reason) > 10 for reason in told.values())
-    assert len(set(told.values())) <= 16, told
+def test_few_blocks_are_not_run_and_each_has_a_reason() -> None:
+    reasons = {b.where: b.directives["not run"] for b in BLOCKS if "not run" in b.directives}
+    assert all(len(reason) > 10 for reason in reasons.values())
+    assert len(set(reasons.values())) <= 16, reasons
 
 
 def test_only_known_languages_are_shown() -> None:
@@ -106,7 +106,7 @@ PYTHON = [b for b in RUN if b.language == "python" and "file" not in b.directive
 
 
 class Model(nn.Module):
-    """The model of the snippets: gives the loss of a batch."""
+    """The model of the snippets; it returns the loss of a batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Model(nn.Module):
 
 
 class Loader(list[torch.Tensor]):
-    """Batches, of which a loop takes those from where it was."""
+    """Batches that support a loop which resumes at a position."""
 
     began_at = -1
 
@@ -128,7 +128,7 @@ class Loader(list[torch.Tensor]):
 
 
 def names(run: LocalRun) -> dict[str, Any]:
-    """What a snippet may take as given."""
+    """Return the names that a snippet may use."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = Model()
@@ -162,7 +162,7 @@ def test_python_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPat
             after = int(block.directives["interrupted after"].split()[0])
             given["loader"], loader = Loader(given["loader"][:after]), given["loader"]
             exec(code, given)
-            assert given["going_on"], "the run goes on without it"
+            assert given["going_on"], "the run continues without it"
             given |= {**names(run), "loader": Loader(loader)}
         exec(code, given)
         if isinstance(given["loader"], Loader):

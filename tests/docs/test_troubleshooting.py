@@ -1,4 +1,4 @@
-"""The messages on the page about troubleshooting are messages of the software."""
+"""The messages on the troubleshooting page exist in the source."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MESSAGES = re.findall(r"^\| `([^`]+)` \|", PAGE.read_text(encoding="utf-8"), re.
 
 @pytest.fixture(scope="module")
 def texts() -> str:
-    """Every text in the source; values of f-strings and of log messages are ``…``."""
+    """Return every text in the source; values in f-strings and log messages are ``…``."""
     found = []
     for path in (ROOT / "src").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -1,9 +1,9 @@
-"""`ddiloco` for pages: forked from one process that has imported all, for a page has many commands.
+"""A `ddiloco` command for pages that is forked from one process with all imports.
 
-`Zygote` starts that process and writes the command, a client that takes milliseconds to start: it
-hands over its arguments, folder, environment and open files, passes signals on, and ends as the
-forked process does. What a run's launcher starts goes the same way. Otherwise every command of a
-page would import PyTorch, most of them twice: more than half of the time that the pages take.
+`Zygote` starts that process and writes the command, a client that starts in milliseconds. The
+client sends its arguments, folder, environment and open files, forwards signals, and ends like the
+forked process. Processes of a run's launcher start in the same way. Otherwise every command of a
+page would import PyTorch, most of them twice: more than half of the time of the pages.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ opened = map(int, os.listdir("/proc/self/fd"))
 numbers = [n for n in opened if os.path.exists("/proc/self/fd/%d" % n)]
 orders = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 orders.connect({address!r})
-told = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ), numbers]).encode()
+order = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ), numbers]).encode()
 files = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", numbers))
-orders.sendmsg([len(told).to_bytes(8, "big")], [files])
-orders.sendall(told)
+orders.sendmsg([len(order).to_bytes(8, "big")], [files])
+orders.sendall(order)
 answers = orders.makefile()
 pid = int(answers.readline())
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -53,7 +53,7 @@ os._exit(code)
 
 
 class Zygote:
-    """The process, and the command that has it fork.
+    """The forking process, and the command that asks it to fork.
 
     Args:
         folder: Where the command and the socket are.
@@ -72,7 +72,7 @@ class Zygote:
             time.sleep(0.05)
 
     def close(self) -> None:
-        """Ends it; what it has forked is left alone."""
+        """End the process, but not the processes that it has forked."""
         self._process.kill()
         self._process.wait()
         assert self._process.stdin is not None
@@ -80,7 +80,7 @@ class Zygote:
 
 
 def serve(address: str, command: str) -> None:
-    """Forks for every client; returns in the child, which is the command."""
+    """Fork for every client; return in the child, which runs the command."""
     for name in IMPORTS:
         importlib.import_module(name)
     gc.collect()
@@ -97,18 +97,18 @@ def serve(address: str, command: str) -> None:
     while True:
         readable, _, _ = select.select([0, listener.fileno(), woken], [], [])
         if 0 in readable:
-            os._exit(0)  # whoever has started it is gone
+            os._exit(0)  # the process that has started it is gone
         if woken in readable:
             os.read(woken, 4096)
-            _tell_who_ended(waiting)
+            _report_ended(waiting)
         if listener.fileno() not in readable:
             continue
         client, _ = listener.accept()
         head, descriptors, _, _ = socket.recv_fds(client, 8, 64)
-        told = b""
-        while len(told) < int.from_bytes(head, "big"):
-            told += client.recv(BYTES_MAX)
-        arguments, folder, environment, numbers = json.loads(told)
+        order = b""
+        while len(order) < int.from_bytes(head, "big"):
+            order += client.recv(BYTES_MAX)
+        arguments, folder, environment, numbers = json.loads(order)
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
@@ -130,7 +130,7 @@ def serve(address: str, command: str) -> None:
         waiting[pid] = client
 
 
-def _tell_who_ended(waiting: dict[int, socket.socket]) -> None:
+def _report_ended(waiting: dict[int, socket.socket]) -> None:
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
             client = waiting.pop(ended[0])
@@ -142,7 +142,8 @@ def _tell_who_ended(waiting: dict[int, socket.socket]) -> None:
 def _become(
     arguments: list[str], folder: str, environment: dict[str, str], opened: dict[int, int]
 ) -> None:
-    """The client's files have its numbers; those in between are out of the way first."""
+    """Take over the client's arguments, folder, environment, and files with their numbers."""
+    # First move all files above the highest number, so that no dup2 closes one of them.
     above = max((*opened, *opened.values())) + 1
     moved = {number: os.dup2(mine, above + n) for n, (number, mine) in enumerate(opened.items())}
     for each in opened.values():

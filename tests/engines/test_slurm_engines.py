@@ -70,7 +70,7 @@ def test_a_run_survives_kills_preemptions_and_requeues(tmp_path: Path) -> None:
         re.findall(rf"{n}: job (\d+)", submitted)[0] for n in ("syncer", "learners")
     )
     until(lambda: learner(run, "learner-1").steps > 20, "learner-1 trains")
-    assert "is launched already" in ddiloco("launch", tmp_path / "small.toml", code=2)
+    assert "is already launched" in ddiloco("launch", tmp_path / "small.toml", code=2)
     assert "learner-1: job" in ddiloco("status", run)
 
     killed = [r.value() for r in TapeReader(run) if r.type == "ProcessStarted"]

@@ -184,8 +184,8 @@ def test_a_run_continues_with_a_syncer_that_is_restarted_after_a_kill(tmp_path: 
         again = stack.enter_context(stopped_at_exit(command("syncer", file)))
         output, _ = again.communicate(timeout=240)
         assert again.returncode == 2, output
-        assert f"has not ended: ddiloco syncer --resume {folder} goes on with it" in output
-        assert "--new moves it aside and begins a new one" in output
+        assert f"has not ended: resume it with ddiloco syncer --resume {folder}" in output
+        assert "move it aside with --new and start a new run" in output
         assert (folder / "token").read_text() == secret
         assert not folder.with_name("run.1").exists()
         new = stack.enter_context(stopped_at_exit(command("syncer", file, "--new")))
@@ -319,7 +319,7 @@ def test_every_process_can_be_started_by_hand(tmp_path: Path) -> None:
             "data.prefetch=",
         ]
         wrong = start("learner", file, "--index", "7", "--syncer", addresses[1], *fixed)
-        refused(wrong, 2, "index=7 is no learner of this run: 0 to 1")
+        refused(wrong, 2, "index=7 is not a learner of this run: use 0 to 1")
         shards.append(shard(0))
         until(lambda: health(addresses[1]).get("phase") == "empty", "the shards have met")
         ports[1] = free_ports(1)[0]

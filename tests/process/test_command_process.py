@@ -162,7 +162,7 @@ def test_a_folder_of_other_files_is_rejected_and_unchanged(
     given = [str(folder)] if "--resume" in options else told.get(name, [str(file)])
     code, output = ended(command(name, *given, *options), 30.0)
     assert code == 2, output
-    assert f"the run folder {folder} is no run of ddiloco, but not empty" in output
+    assert f"the run folder {folder} is not empty and not a run of ddiloco" in output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["project", "project.toml"]
     assert sorted(path.name for path in folder.iterdir()) == ["model.py", "run.toml"]
 

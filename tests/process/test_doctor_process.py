@@ -212,7 +212,7 @@ def test_the_doctor_does_not_disturb_training(tmp_path: Path) -> None:
     code, found = results["same"]
     assert (code, errors(found)) == (0, set()), found
     assert "learners: 2" in found["health"]["text"]
-    assert "the model is the run's" in found["layout"]["text"]
+    assert "the model is the same as the run's" in found["layout"]["text"]
     code, found = results["wider"]
     assert (code, errors(found)) == (1, {"settings", "layout"}), found
     assert "'embedding.weight'" in found["layout"]["text"]
@@ -247,7 +247,7 @@ def test_a_separate_secret_is_enough(tmp_path: Path) -> None:
     with serving(file, port):
         code, found = examined("--syncer", address, "--auth-token-file", str(own))
     assert (code, errors(found)) == (0, set()), found
-    assert found["token"]["text"] == "accepted: it is that of learner-1"
+    assert found["token"]["text"] == "accepted: it is the token of learner-1"
     assert found["bandwidth"]["level"] == "ok"
 
 

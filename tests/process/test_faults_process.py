@@ -59,7 +59,7 @@ def test_a_killed_learner_costs_the_others_no_step(tmp_path: Path) -> None:
     steps = [sum(r.life == life and r.type == "StepFinished" for r in killed) for life in (0, 1)]
     assert min(steps) > 5
     log = (folder / "logs" / "learner-1.log").read_text()
-    begun = [int(n) for n in re.findall(r"begins at batch (\d+)", log)]
+    begun = [int(n) for n in re.findall(r"starts at batch (\d+)", log)]
     # Tokens of the last half second count too, although the tape had not been written yet.
     assert begun[0] == 0
     assert 0 < begun[1] <= steps[0] + 20

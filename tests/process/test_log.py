@@ -144,7 +144,7 @@ def test_only_shard_0_logs_the_run(tmp_path: Path, encryption: str) -> None:
             ended(learner)
         output = ended(shards[0])
         ended(shards[1])
-    assert "the logger has ended with code -9: it is started again" in output
+    assert "the logger has ended with code -9; restarting" in output
     assert not loggers(folders[0])
     assert not (folders[1] / "tensorboard").exists()
     assert_logged_to_the_end(folders[0])

@@ -209,7 +209,7 @@ def test_killed_learners_of_different_parallelism_return_with_other_ranks(
     assert "rank" not in log.rpartition("epoch 2")[2].partition("epoch 3")[2]
     for name in ("learner-1", "learner-2"):
         assert starts(folder, name)[2]["why"].startswith("its own checkpoint of step"), logs(folder)
-    begins = [int(line.split()[-4]) for line in log.splitlines() if "begins at batch" in line]
+    begins = [int(line.split()[-4]) for line in log.splitlines() if "starts at batch" in line]
     assert 0 < begins[2] < begins[4], "two ranks twice, then one process"
 
 

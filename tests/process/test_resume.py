@@ -163,7 +163,7 @@ def test_a_run_returns_to_a_consistent_checkpoint_and_names_a_corrupt_one(
     code, text = train("--resume", str(folder), "--checkpoint", str(newest))
     assert code == 6
     assert "is torn" in text
-    assert f"give one of {before}, or" in text or f", {before}, or" in text
+    assert f"choose one of {before}, or" in text or f", {before}, or" in text
     code, text = train("--resume", str(folder), "--checkpoint", "last")
     assert code == 0, text
     assert f"checkpoint {newest} is not used" in text

@@ -225,7 +225,7 @@ def _readers(address: str, folder: Path) -> None:
         assert done.returncode == 0, (done.stdout, done.stderr)
         if name == "doctor":
             assert "ends in 3.0 days" in done.stdout
-            assert "it is that of learner-1" in done.stdout
+            assert "it is the token of learner-1" in done.stdout
     trusting = ["--ca-cert", f"{folder}/authority.pem"]
     for given, code, words in (
         ([address, *trusting], 5, "requires a certificate"),
@@ -259,7 +259,7 @@ def test_a_learner_that_trusts_another_ca_ends_with_an_error(folder: Path, tmp_p
 
 def test_missing_files_are_reported_before_anything_starts(folder: Path, tmp_path: Path) -> None:
     (folder / "learner-1.pem").unlink()
-    with pytest.raises(ConfigError, match=r"has no learner-1\.pem: make it with ddiloco cert"):
+    with pytest.raises(ConfigError, match=r"has no learner-1\.pem: create it with ddiloco cert"):
         LocalRun(config_of(tmp_path / "run", tls=encrypted.tables(folder)))
     (folder / "syncer.key").unlink()
     with pytest.raises(ConfigError, match=r"syncer\.key' cannot be read"):

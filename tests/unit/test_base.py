@@ -82,7 +82,8 @@ def test_a_learner_trains_with_a_syncer_that_python_has_started(tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     settings, learner, shard, end = done.stdout.splitlines()
     assert (
-        settings == f"settings cannot be written without tomli-w, of the extra cli: {told('cli')}"
+        settings
+        == f"settings cannot be written without tomli-w, which is in the extra cli: {told('cli')}"
     )
     assert learner == f"metrics_address='127.0.0.1:9400' needs prometheus-client: {told('metrics')}"
     assert shard == f"404 metrics need prometheus-client: {told('metrics')}"

@@ -31,37 +31,7 @@ ALLOWED: dict[str, str] = {}
 
 SENTENCE_WORDS_MAX = 30
 
-REMAINING: dict[str, int] = {
-    "packages/lab/src/decoupled_diloco_lab/chaos/pauses.py": 1,
-    "src/decoupled_diloco/cli/list.py": 1,
-    "src/decoupled_diloco/cli/logs.py": 1,
-    "src/decoupled_diloco/cli/runs.py": 2,
-    "src/decoupled_diloco/config/addresses.py": 1,
-    "src/decoupled_diloco/config/toml_files.py": 3,
-    "src/decoupled_diloco/config/plugins.py": 1,
-    "src/decoupled_diloco/config/run.py": 1,
-    "src/decoupled_diloco/launch/__init__.py": 1,
-    "src/decoupled_diloco/launch/certificates.py": 4,
-    "src/decoupled_diloco/launch/gc_pauses.py": 1,
-    "src/decoupled_diloco/launch/doctor/machine.py": 1,
-    "src/decoupled_diloco/launch/engine.py": 1,
-    "src/decoupled_diloco/launch/run_folder.py": 6,
-    "src/decoupled_diloco/launch/fork_server.py": 9,
-    "src/decoupled_diloco/launch/launch_folder.py": 2,
-    "src/decoupled_diloco/launch/local.py": 3,
-    "src/decoupled_diloco/launch/ports.py": 1,
-    "src/decoupled_diloco/launch/processes.py": 1,
-    "src/decoupled_diloco/launch/rank_processes.py": 3,
-    "src/decoupled_diloco/launch/resume_run.py": 3,
-    "src/decoupled_diloco/launch/roles.py": 2,
-    "src/decoupled_diloco/launch/run_logger.py": 2,
-    "src/decoupled_diloco/launch/secrets.py": 1,
-    "src/decoupled_diloco/launch/shard_role.py": 2,
-    "src/decoupled_diloco/launch/supervised_process.py": 2,
-    "src/decoupled_diloco/launch/supervisor.py": 3,
-    "src/decoupled_diloco/launch/termination.py": 5,
-    "src/decoupled_diloco/launch/timing.py": 3,
-}
+REMAINING: dict[str, int] = {}
 """Forbidden words that are left in a file."""
 
 LONG_SENTENCES: dict[str, int] = {}

@@ -92,7 +92,7 @@ def doctor(options: DoctorOptions) -> None:
 
 
 def _exit_at_once(code: int) -> NoReturn:
-    """End without Python's shutdown, in which a thread that is within torch aborts the process."""
+    """End without Python's shutdown, during which a thread inside torch would abort the process."""
     with contextlib.suppress(OSError):  # A closed pipe is not an error.
         sys.stdout.flush()
         sys.stderr.flush()
@@ -102,7 +102,7 @@ def _exit_at_once(code: int) -> NoReturn:
 def _token(
     config: RunConfig | None, addresses: tuple[str, ...], token_file: Path | None
 ) -> str | None:
-    """The auth token of a learner here: from the option, or from the run's settings."""
+    """Return the auth token of a learner on this machine, from the option or the run's settings."""
     from decoupled_diloco.launch.run_folder import read_token
     from decoupled_diloco.launch.secrets import own_token
 
@@ -114,7 +114,7 @@ def _token(
 def _tls(
     config: RunConfig | None, addresses: tuple[str, ...], given: TLSConfig | None
 ) -> TLSConfig | None:
-    """The certificates of a learner here: from the options, or from the run's settings."""
+    """Return the certificates of a learner on this machine, from options or settings."""
     from decoupled_diloco.launch.secrets import own_tls
     from decoupled_diloco.transport.tls import require_used
 

@@ -57,7 +57,7 @@ class ListedRun:
 def list_runs(options: ListOptions) -> None:
     """List the runs in a folder, the newest first: state, last step and start time."""
     if not options.folder.is_dir() and options.given.get("folder"):
-        fail(f"{options.folder} is not a folder: give a folder with run folders")
+        fail(f"{options.folder} is not a folder: pass a folder with run folders")
     now = time.time()
     started = runs_in(options.folder)
     newest_first = sorted(started, key=lambda run: started[run], reverse=True)
@@ -67,7 +67,7 @@ def list_runs(options: ListOptions) -> None:
     elif found:
         _print(found)
     else:
-        typer.echo(f"there is no run in {options.folder}", err=True)
+        typer.echo(f"{options.folder} contains no runs", err=True)
 
 
 def _listed(run: Path, started: float, now: float) -> ListedRun:
@@ -110,7 +110,7 @@ def _state_of(run: Path, status: RunStatus) -> str:
     if status.has_ended:
         return "ended"
     if status.virtual:
-        return "failed"  # a simulation that did not finish has no process any more
+        return "failed"  # a simulation that did not finish no longer has a process
     here = is_running_here(run)
     if here is not None:
         return "running" if here else "failed"

@@ -80,7 +80,7 @@ def logs(options: LogsOptions) -> None:
 
 
 def _run_and_process(names: list[str]) -> tuple[Path, str]:
-    """Tell RUN and PROCESS apart: a run is a folder, and no process is called like a path."""
+    """Distinguish RUN and PROCESS: a run is a folder, and process names have no slash."""
     runs = [name for name in names if is_url(name) or "/" in name or Path(name).is_dir()]
     processes = [name for name in names if name not in runs]
     if len(runs) > 1 or len(processes) > 1:
@@ -99,7 +99,7 @@ class LogFiles:
         process: Name of the only process to read; empty: all processes.
 
     Raises:
-        ConfigError: There is no such run, process or log.
+        ConfigError: The run, the process or the log does not exist.
     """
 
     def __init__(self, run: Path, process: str) -> None:
@@ -156,7 +156,7 @@ def log_folders(run: Path) -> list[Path]:
 
 
 def _nothing(run: Path, process: str, names: list[str]) -> str:
-    """Why there is nothing to print, and where the logs are."""
+    """Return why there is nothing to print, and where the logs are."""
     if process and names:
         return f"{process!r} has no log in {run}: give one of {', '.join(names)}"
     from decoupled_diloco.launch.launch_folder import Launch, launch_folder, was_launched

@@ -48,7 +48,7 @@ class TrainOptions(CommandOptions):
     checkpoint: CheckpointToGoBackTo = ""
 
     def load(self, *more: str) -> RunConfig:
-        """Return the run's settings; ``more``: overrides besides those of --set."""
+        """Return the run's settings; ``more`` adds overrides to those of --set."""
         settings = [*(self.settings or ()), *more]
         if self.checkpoint and not self.resume:
             fail("--checkpoint requires --resume: ddiloco train --resume RUN --checkpoint last")
@@ -149,7 +149,7 @@ def _serve_shard(config: RunConfig, shard: int, options: SyncerOptions) -> None:
     if shard:
         token = own_token(config, f"shard-{shard}")
     else:
-        token = read_token(config.syncer.token_file)  # it dials no other process
+        token = read_token(config.syncer.token_file)  # it connects to no other process
     run_shard(
         config,
         shard,

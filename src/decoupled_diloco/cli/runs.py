@@ -21,7 +21,7 @@ def chosen_run(run: str, example: str) -> str:
     """Return the RUN of a command line; if it is empty, the newest run in runs/, printing its name.
 
     Raises:
-        ConfigError: There is no run in runs/. The message shows ``example``, a command with a run.
+        ConfigError: runs/ contains no runs. The message shows ``example``, a command with a run.
     """
     from decoupled_diloco.launch.launch_folder import was_launched
 
@@ -29,7 +29,7 @@ def chosen_run(run: str, example: str) -> str:
         return run
     started = runs_in(RUNS)
     if not started:
-        raise ConfigError(f"there is no run in runs/ here: name one, as in {example}")
+        raise ConfigError(f"runs/ contains no runs: name one, as in {example}")
     # A start that failed leaves only a folder: a run with a tape, or one on a cluster, goes first.
     newest = max(started, key=lambda run: (has_tape(run) or was_launched(run), started[run]))
     typer.echo(f"run: {newest}, the newest in {RUNS}/", err=True)

@@ -1,11 +1,11 @@
-"""Where the shards are: the addresses that others are told, and what they make of them.
+"""Addresses of shards: validation, wildcard hosts, and standbys.
 
-A syncer that listens on all interfaces (``host="0.0.0.0"`` or ``"::"``) cannot know by which of its
-addresses a learner reaches it. It tells that wildcard, and each learner puts the host in its place
-that it has dialled itself.
+A syncer that listens on all interfaces (``host="0.0.0.0"`` or ``"::"``) cannot determine at which
+of its addresses a learner reaches it. It advertises the wildcard, and each learner replaces the
+wildcard by the host that it has dialed itself.
 
-A shard that has a standby has several addresses, of which one answers: they are written as one,
-with ``|`` between them.
+A shard with a standby has several addresses, and one of them answers. They are written as one
+text, with ``|`` between them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from urllib.parse import urlsplit
 from decoupled_diloco.errors import ConfigError
 
 BETWEEN = "|"
-"""What stands between the addresses of a shard and of its standby."""
+"""Separator between the addresses of a shard and of its standby."""
 
 
 def url_of(host: str, port: int | None, scheme: str = "http") -> str:
-    """A URL.
+    """Return the URL of a host and a port.
 
     >>> url_of("syncer", 7070), url_of("::1", 7070)
     ('http://syncer:7070', 'http://[::1]:7070')
@@ -33,7 +33,7 @@ def url_of(host: str, port: int | None, scheme: str = "http") -> str:
 
 
 def require_address(address: object) -> None:
-    """Refuses what cannot be the address of a shard.
+    """Check that a value can be the address of a shard.
 
     Raises:
         ConfigError: It is not ``http://HOST:PORT`` or ``https://HOST:PORT``.
@@ -49,7 +49,7 @@ def require_address(address: object) -> None:
 
 
 def address_problem(address: object) -> str:
-    """Why something is not the address of a shard; empty if it is."""
+    """Return why a value is not the address of a shard; empty if it is one."""
     if not isinstance(address, str):
         return f"it is a {type(address).__name__}"
     if address != address.strip() or any(
@@ -94,12 +94,12 @@ def _host_problem(host: str) -> str:
         except ValueError:
             return f"{host} is not an IPv4 address"
     if any(each in "\\^`{}|<>\"'!$&()*+,;=~@" for each in host):
-        return "its host has characters that no host name has"
+        return "its host has characters that are not valid in a host name"
     return ""
 
 
 def without_password(text: str) -> str:
-    """The text with ``***`` in place of the user name and password of each address in it.
+    """Return the text with ``***`` instead of the user name and password of each address in it.
 
     >>> without_password("http://me:secret@syncer:7070 is away")
     'http://***@syncer:7070 is away'
@@ -111,7 +111,7 @@ _USER = re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/\s'\"|]*@", re.IGNORECASE)
 
 
 def alternatives(address: str) -> tuple[str, ...]:
-    """The addresses of one shard; only one of them answers at a time.
+    """Return the addresses of one shard; only one of them answers at a time.
 
     >>> alternatives("http://a:7070|http://b:7070")
     ('http://a:7070', 'http://b:7070')
@@ -120,27 +120,27 @@ def alternatives(address: str) -> tuple[str, ...]:
 
 
 def reached_by(address: str, dialled: str) -> str:
-    """The address with the host of ``dialled`` in the place of a wildcard.
+    """Return the address with the host of ``dialled`` instead of a wildcard.
 
     >>> reached_by("http://0.0.0.0:7071", "http://syncer:7070")
     'http://syncer:7071'
     >>> reached_by("http://10.0.0.1:7071", "http://syncer:7070")
     'http://10.0.0.1:7071'
     """
-    return _in_place_of_a_wildcard(address, lambda version: urlsplit(dialled).hostname or "")
+    return _replace_wildcard(address, lambda version: urlsplit(dialled).hostname or "")
 
 
 def on_this_machine(address: str) -> str:
-    """The address as processes of the same machine dial it.
+    """Return the address that processes of the same machine dial.
 
     >>> on_this_machine("http://[::]:7070"), on_this_machine("http://0.0.0.0:7070")
     ('http://[::1]:7070', 'http://127.0.0.1:7070')
     """
-    return _in_place_of_a_wildcard(address, lambda v: "127.0.0.1" if v == 4 else "::1")
+    return _replace_wildcard(address, lambda v: "127.0.0.1" if v == 4 else "::1")
 
 
 def everywhere(addresses: Sequence[str]) -> tuple[str, ...]:
-    """The addresses with a wildcard host, which each learner replaces by the host that it dialled.
+    """Return the addresses with a wildcard host, which each learner replaces; see this module.
 
     >>> everywhere(["http://127.0.0.1:7070"])
     ('http://0.0.0.0:7070',)
@@ -149,16 +149,16 @@ def everywhere(addresses: Sequence[str]) -> tuple[str, ...]:
 
 
 def from_elsewhere(address: str) -> str:
-    """The address to show to people: one of this machine in the place of a wildcard."""
-    return _in_place_of_a_wildcard(address, _host_of_this_machine)
+    """Return the address to show to users, with an address of this machine for a wildcard."""
+    return _replace_wildcard(address, _host_of_this_machine)
 
 
 def _each(address: str, change: Callable[[str], str]) -> str:
     return BETWEEN.join(map(change, alternatives(address)))
 
 
-def _in_place_of_a_wildcard(address: str, host: Callable[[int], str]) -> str:
-    """The address with a host for version 4 or 6 where its own means all interfaces."""
+def _replace_wildcard(address: str, host: Callable[[int], str]) -> str:
+    """Return the address with ``host(4)`` or ``host(6)`` instead of a wildcard of that version."""
 
     def changed(one: str) -> str:
         version = _wildcard_version(one)
@@ -172,7 +172,7 @@ def _host_of_this_machine(version: int) -> str:
     family, far = v4 if version == 4 else v6
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((far, 9))  # Sends nothing; the kernel chooses the address to send from.
+            probe.connect((far, 9))  # sends nothing; the kernel only chooses the source address
             return str(probe.getsockname()[0])
     except OSError:
         return socket.gethostname()
@@ -184,7 +184,7 @@ def _with_host(address: str, host: str) -> str:
 
 
 def _wildcard_version(address: str) -> int | None:
-    """4 or 6 for an address whose host means all interfaces."""
+    """Return 4 or 6 if the host of the address means all interfaces; `None` otherwise."""
     try:
         host = ipaddress.ip_address(urlsplit(address).hostname or "")
     except ValueError:

@@ -27,17 +27,16 @@ _imported: set[str] = set()
 
 
 class MissingCodecError(ConfigError):
-    """A run uses a codec that this program does not have."""
+    """Raised if a run uses a codec that this program does not have."""
 
 
 def load_plugins(tables: dict[str, Any], folder: Path) -> None:
-    """Import and register all that a run's file names, and note in it where modules were found.
+    """Import and register everything that a run's file names, and note the folder of modules in it.
 
-    A module is looked for among the installed ones, then where the command is started, then in
-    ``folder``.
+    Installed modules come first, then the folder where the command starts, then ``folder``.
 
     Args:
-        tables: The tables of the file, unchecked: what does not fit is for the settings to refuse.
+        tables: The tables of the file, unchecked: later the settings reject values that do not fit.
         folder: The folder of the file, unless ``run.imports_from`` names another one.
 
     Raises:
@@ -63,7 +62,7 @@ def provide_codecs(settings: Mapping[str, Any]) -> None:
     """Register the codecs of settings that installed packages provide by entry points.
 
     Raises:
-        ConfigError: An entry point cannot be loaded, or what it gives is not a codec.
+        ConfigError: An entry point cannot be loaded, or does not return a codec.
     """
     _load_provided(_methods_in(settings)["codec"])
 
@@ -78,7 +77,7 @@ def require_codecs(settings: Mapping[str, Any]) -> None:
 
     provide_codecs(settings)
     for name in (name for name in _methods_in(settings)["codec"] if name not in BITS):
-        from decoupled_diloco.merge.codec import has_codec  # Brings torch in.
+        from decoupled_diloco.merge.codec import has_codec  # imports torch
 
         if has_codec(name):
             continue
@@ -94,12 +93,12 @@ def require_codecs(settings: Mapping[str, Any]) -> None:
 def allow_codec(name: str) -> None:
     """Let this program's learners and observers use a codec that the run's file names.
 
-    A learner never imports code because a syncer names it. This call imports the module, here and
-    now, and registers the codec under the name that the syncer sends.
+    A learner never imports code because a syncer names it. This call imports the module at once,
+    and registers the codec under the name that the syncer sends.
 
     Args:
-        name: As in the run's file, ``"module:function"``. The module is looked for among the
-            installed ones, then in the current folder.
+        name: As in the run's file, ``"module:function"``. Installed modules come first, then the
+            current folder.
 
     Raises:
         ConfigError: The module or the function is missing or raises, or what it returns is not a
@@ -158,9 +157,9 @@ def _import(subject: str, name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is not None and (name + ".").startswith(error.name + "."):
             raise ConfigError(
-                f"{subject}: there is no module {name!r}, neither installed nor in "
-                f"{', '.join(sys.path[-2:])}: correct the name, start the command where the module "
-                "lies, or install it"
+                f"{subject}: module {name!r} is neither installed nor in "
+                f"{', '.join(sys.path[-2:])}: correct the name, start the command in the folder of "
+                "the module, or install it"
             ) from None
         raise ConfigError(_cannot_import(subject, name, error)) from error
     except (Exception, SystemExit) as error:

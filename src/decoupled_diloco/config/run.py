@@ -397,8 +397,8 @@ class DataSettings(Settings):
 
     elastic: bool = True
     """Whether the coordinator leases partitions of the data to the learners. true: each partition
-    is trained once per epoch while learners join and leave, and RUN/data.ledger lists who trained
-    it. false: each learner has a fixed share of the data and draws from it at random. That is the
+    is trained once per epoch while learners join and leave, and RUN/data.ledger lists its learner.
+    false: each learner has a fixed share of the data and draws from it at random. That is the
     setting of the papers, and the one for learners with different data."""
 
     partitions: int = Field(default=128, ge=1, le=1 << 24)

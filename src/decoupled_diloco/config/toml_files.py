@@ -28,7 +28,7 @@ _SCENARIOS_OWN = {"set", "until_seconds", "parameters", "learners", "links", "ev
 """Keys that only a scenario file has."""
 
 INSTALL = "pip install 'decoupled-diloco[cli]' (in a clone: pip install -e '.[cli]')"
-"""How to have the command line, and what else is of its extra."""
+"""How to install the extra of the command line."""
 
 
 def load_config(
@@ -37,14 +37,15 @@ def load_config(
     """Read a run's TOML file, apply overrides, import what it names, and check everything.
 
     Args:
-        overrides: `"table.key=value"` each, later ones win. Values are TOML; what is no TOML value
-            is taken as text, so that quotes can be left out. An empty value takes the key out of
-            the file: the default holds again.
+        path: The file.
+        overrides: Texts `"table.key=value"`; later ones win. Values are TOML. A value that is not
+            valid TOML is a text, so quotes can be left out. An empty value removes the key from
+            the file, which restores its default.
         plugins: Whether to import the modules that the file names (`[run] imports`, and methods
             such as ``"module:function"``). False: such methods are not checked and cannot be used.
 
     Raises:
-        ConfigError: The file cannot be read, a setting does not fit, or a module cannot be
+        ConfigError: The file cannot be read, a setting is not valid, or a module cannot be
             imported.
     """
     tables = read_run_tables(Path(path))
@@ -58,48 +59,48 @@ def load_config(
 
 
 def dump_config(config: RunConfig) -> str:
-    """The resolved configuration as TOML that loads as the same configuration again.
+    """Return the resolved configuration as TOML, which loads as the same configuration.
 
-    Every default is written out, except settings that have no effect beside the others.
+    It contains every default, except settings that have no effect with the other settings.
 
     Raises:
-        ConfigError: What writes TOML is not installed.
+        ConfigError: `tomli-w` is not installed.
     """
     return dump_tables(config.model_dump(mode="json"))
 
 
 def dump_tables(tables: Mapping[str, Any]) -> str:
-    """Tables as TOML. Python itself only reads it.
+    """Return tables as TOML text. Python's standard library can only read TOML.
 
     Raises:
-        ConfigError: What writes TOML is not installed.
+        ConfigError: `tomli-w` is not installed.
     """
     try:
         import tomli_w
     except ImportError:
         raise ConfigError(
-            f"settings cannot be written without tomli-w, of the extra cli: {INSTALL}"
+            f"settings cannot be written without tomli-w, which is in the extra cli: {INSTALL}"
         ) from None
     return tomli_w.dumps(tables)
 
 
 def read_tables(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file as they are written.
+    """Return the tables of a TOML file, unchanged and unchecked.
 
     Raises:
-        ConfigError: The file cannot be read, or is no TOML.
+        ConfigError: The file cannot be read, or is not valid TOML.
     """
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: {error}") from None
-    except ValueError as error:  # a number of thousands of digits is not told as TOML's own error
+    except ValueError as error:  # not TOMLDecodeError: int() raises this for thousands of digits
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     except RecursionError:
         raise ConfigError(f"{path} is not valid TOML: it is nested too deep") from None
     except FileNotFoundError:
         raise ConfigError(
-            f"{path} does not exist: give the path of a run's TOML file, or the name of a shipped "
+            f"{path} does not exist: pass the path of a run's TOML file, or the name of a shipped "
             "recipe (`ddiloco recipes` lists them)"
         ) from None
     except OSError as error:
@@ -107,15 +108,15 @@ def read_tables(path: Path) -> dict[str, Any]:
 
 
 def read_run_tables(path: Path) -> dict[str, Any]:
-    """The tables of a run's TOML file as they are written.
+    """Return the tables of a run's TOML file, unchanged and unchecked.
 
     Raises:
-        ConfigError: As `read_tables`; or it is a scenario, which runs in virtual time only.
+        ConfigError: As for `read_tables`, or the file is a scenario, which runs in virtual time.
     """
     tables = read_tables(path)
     run = tables.get("run", {})
-    told = not _SCENARIOS_OWN.isdisjoint(tables) or {"name", "seed"} <= tables.keys()
-    if isinstance(run, str) or told:
+    is_scenario = not _SCENARIOS_OWN.isdisjoint(tables) or {"name", "seed"} <= tables.keys()
+    if isinstance(run, str) or is_scenario:
         raise ConfigError(f"{path} is a scenario, not a run: ddiloco simulate {path}")
     if not isinstance(run, dict):
         raise ConfigError(f"run={shown(run)} in {path} is not a table: write it as one")
@@ -123,10 +124,10 @@ def read_run_tables(path: Path) -> dict[str, Any]:
 
 
 def override_key(tables: dict[str, Any], override: str) -> None:
-    """Set or remove one dotted key in place; `load_config` says of what form an override is.
+    """Set or remove one dotted key in place; see `load_config` for the form of an override.
 
     Raises:
-        ConfigError: It is not of that form, or does not fit the tables.
+        ConfigError: The override has another form, or does not fit the tables.
     """
     dotted, equals, text = override.partition("=")
     keys = dotted.strip().split(".")
@@ -135,11 +136,11 @@ def override_key(tables: dict[str, Any], override: str) -> None:
     value = _parse_value(text.strip()) if text.strip() else None
     present = override_for(dotted.strip(), value)
     if present is not None:
-        told = "" if value is None else present[1]
-        told = json.dumps(told) if isinstance(told, bool) else told
+        new = "" if value is None else present[1]
+        new = json.dumps(new) if isinstance(new, bool) else new
         raise ConfigError(
             f"override {override!r}: {dotted.strip()} is called {present[0]} now: write "
-            f"{present[0]}={told}"
+            f"{present[0]}={new}"
         )
     table = tables
     for depth, key in enumerate(keys[:-1], start=1):
@@ -166,13 +167,18 @@ def _parse_value(text: str) -> Any:
 
 @dataclass(frozen=True)
 class Shipped:
-    """TOML files of one kind that come with a distribution, found by their bare names."""
+    """TOML files of one kind that a distribution contains; users refer to them by name.
+
+    Attributes:
+        kind: The kind, for error messages.
+        folder: The folder with the files.
+    """
 
     kind: str
     folder: Path
 
     def files(self) -> dict[str, Path]:
-        """The files by name, in alphabetical order.
+        """Return the files by name, in alphabetical order.
 
         >>> "quickstart" in RECIPES.files()
         True
@@ -180,13 +186,13 @@ class Shipped:
         return {path.stem: path for path in sorted(self.folder.glob("*.toml"))}
 
     def find(self, name: str) -> Path:
-        """The file that was meant on the command line: a path, or a bare name.
+        """Return the file for a path or a bare name on the command line.
 
-        A file of that name in the current folder goes before a shipped one. Whether it can be read
-        is for the reader to find out.
+        A file with that name in the current folder takes precedence over a shipped one. The file
+        may not exist or not be readable.
 
         Raises:
-            ConfigError: a bare name that is neither a file nor a shipped one.
+            ConfigError: The bare name is neither a file nor a shipped one.
 
         >>> RECIPES.find("quickstart").name, str(RECIPES.find("my/run.toml"))
         ('quickstart.toml', 'my/run.toml')
@@ -197,7 +203,7 @@ class Shipped:
         known = self.files()
         if name not in known:
             raise ConfigError(
-                f"{name!r} is neither a file nor a shipped {self.kind}: give the path of a TOML "
+                f"{name!r} is neither a file nor a shipped {self.kind}: pass the path of a TOML "
                 f"file, or one of {', '.join(known)}"
             )
         return known[name]
@@ -213,10 +219,10 @@ RECIPES = Shipped("recipe", _recipes())
 
 
 def title_of(path: Path) -> str:
-    """The first sentence of the comment that a file begins with.
+    """Return the first sentence of the comment at the start of a file.
 
     >>> title_of(RECIPES.files()["homelab"])
-    "A syncer for learners that are started by hand, here or elsewhere, with one's own script."
+    'A syncer for learners that you start by hand with your own script, on any machine.'
     """
     lines = path.read_text(encoding="utf-8").splitlines()
     comment = takewhile(lambda line: line.startswith("#") and line.strip("# "), lines)

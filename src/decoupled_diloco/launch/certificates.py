@@ -1,11 +1,11 @@
-"""Certificates for a run: an authority of its own, in a folder, and what it signs.
+"""Certificates for a run: a folder with a CA and the certificates that it has signed.
 
-FOLDER/authority.pem    the authority's certificate: every process that dials trusts it
-FOLDER/authority.key    what signs: it stays where the certificates are made
-FOLDER/syncer.pem, .key     of the shards, for their hosts
-FOLDER/NAME.pem, .key       of the process of this id, such as learner-0
+FOLDER/authority.pem    the CA certificate: every process that dials trusts it
+FOLDER/authority.key    the CA key: it stays where the certificates are created
+FOLDER/syncer.pem, .key     for the shards on their hosts
+FOLDER/NAME.pem, .key       for the process with this id, such as learner-0
 
-A renewed certificate keeps its key, so that one file alone changes while processes run.
+A renewed certificate keeps its key, so only one file changes while processes run.
 """
 
 from __future__ import annotations
@@ -29,21 +29,28 @@ from decoupled_diloco.transport.tokens import PRINCIPAL, SHARDS
 
 AUTHORITY, SYNCER = "authority", "syncer"
 LOCAL = ("localhost", "127.0.0.1", "::1")
-"""Names of this machine, which every syncer's certificate has."""
+"""Names of this machine, which every syncer's certificate contains."""
 
 AUTHORITY_DAYS = 3650
 BACKDATED = timedelta(minutes=5)
-"""Certificates are valid a little before they are made: clocks of other machines may be behind."""
+"""Certificates are valid from this long before their creation: other clocks may be behind."""
 
 Key = ec.EllipticCurvePrivateKey
 
 
 @dataclass(frozen=True)
 class Listed:
-    """One certificate of a folder."""
+    """One certificate of a folder.
+
+    Attributes:
+        name: Name of its file, without the suffix.
+        names: Hosts, addresses and ids that it is for.
+        ends: When it expires.
+        has_key: Whether its key is in the folder too.
+    """
 
     name: str
-    names: tuple[str, ...]  # hosts, addresses and ids that it is for
+    names: tuple[str, ...]
     ends: datetime
     has_key: bool
 
@@ -53,25 +60,29 @@ class Listed:
 
 
 class CertificateFolder:
-    """A folder with an authority and the certificates that it has signed."""
+    """A folder with a CA and the certificates that it has signed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def begin(self, hosts: Sequence[str], days: int) -> None:
-        """Makes an authority, and the syncer's certificate.
+        """Create a CA and the syncer's certificate.
+
+        Args:
+            hosts: Names and addresses of the syncer; names of this machine are added.
+            days: Lifetime of the syncer's certificate.
 
         Raises:
-            ConfigError: there is an authority already, or a host is none.
-            StorageError: a file cannot be written.
+            ConfigError: The folder already has a CA, or a host is not valid.
+            StorageError: A file cannot be written.
         """
         if self._pem(AUTHORITY).exists():
             raise ConfigError(
-                f"{self._pem(AUTHORITY)} is there already, and nothing is overwritten: use add or "
-                "renew, or give another folder"
+                f"{self._pem(AUTHORITY)} already exists, and no file is overwritten: use add or "
+                "renew, or choose another folder"
             )
         alternatives = list(map(_host, dict.fromkeys([*hosts, *LOCAL])))
-        with _told(self.path):
+        with _readable_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
         key, name = ec.generate_private_key(ec.SECP256R1()), _named("decoupled-diloco authority")
         self._write_key(AUTHORITY, key)
@@ -79,35 +90,44 @@ class CertificateFolder:
         self._issue(SYNCER, [*alternatives, x509.DNSName(SHARDS)], days)
 
     def add(self, names: Sequence[str], days: int) -> None:
-        """Makes a certificate for each of these ids.
+        """Create a certificate for each of these ids.
+
+        Args:
+            names: The ids.
+            days: Lifetime of the certificates.
 
         Raises:
-            ConfigError: one is there already, or can be no id; then none is made.
-            StorageError: a file cannot be read or written.
+            ConfigError: An id already has a certificate or is not valid; then none is created.
+            StorageError: A file cannot be read or written.
         """
         for name in names:
             if not PRINCIPAL.fullmatch(name) or name in (AUTHORITY, SYNCER):
                 raise ConfigError(
-                    f"{name!r} can be no id: use letters, digits, '.', '_' or '-', as in learner-0"
+                    f"{name!r} is not a valid id: use letters, digits, '.', '_' or '-', as in "
+                    "learner-0"
                 )
             if self._pem(name).exists() or self._key(name).exists():
                 raise ConfigError(
-                    f"{self._pem(name)} is there already, and nothing is overwritten: use renew, "
-                    "or remove it and its key"
+                    f"{self._pem(name)} already exists, and no file is overwritten: use renew, or "
+                    "remove it and its key"
                 )
         for name in dict.fromkeys(names):
             self._issue(name, [x509.DNSName(name)], days)
 
     def renew(self, names: Sequence[str], days: int, hosts: Sequence[str] = ()) -> list[str]:
-        """Signs certificates again, with the keys and names that they have; returns which.
+        """Sign certificates again, with their existing keys and names.
 
         Args:
-            names: Which; default: all but the authority's own.
-            hosts: Further ones of the syncer.
+            names: The certificates. Default: all except the CA certificate.
+            days: Their new lifetime.
+            hosts: Additional names and addresses for the syncer's certificate.
+
+        Returns:
+            The names of the renewed certificates.
 
         Raises:
-            ConfigError: there is none of that name, or its life would be too long.
-            StorageError: a file cannot be read or written.
+            ConfigError: A certificate does not exist, or ``days`` is too long.
+            StorageError: A file cannot be read or written.
         """
         known = [each.name for each in self.listing()]
         for name in names:
@@ -127,10 +147,15 @@ class CertificateFolder:
         return chosen
 
     def listing(self) -> list[Listed]:
-        """All certificates, the authority's first."""
+        """Return all certificates, the CA certificate first.
+
+        Raises:
+            ConfigError: The folder has no CA.
+            StorageError: A file cannot be read.
+        """
         if not self._pem(AUTHORITY).exists():
             raise ConfigError(
-                f"{self.path} has no authority.pem: make one with ddiloco certs create-ca "
+                f"{self.path} has no authority.pem: create a CA with ddiloco certs create-ca "
                 f"{self.path} --name HOST"
             )
         names = sorted(path.stem for path in self.path.glob("*.pem"))
@@ -148,8 +173,8 @@ class CertificateFolder:
         ends = datetime.now(UTC) + timedelta(days=days)
         if ends > authority.not_valid_after_utc:
             raise ConfigError(
-                f"days={days} is longer than the authority lives, to "
-                f"{authority.not_valid_after_utc:%Y-%m-%d}: lower it, or ddiloco certs "
+                f"days={days} exceeds the lifetime of the CA, which expires on "
+                f"{authority.not_valid_after_utc:%Y-%m-%d}: lower days, or run ddiloco certs "
                 f"renew {self.path} {AUTHORITY} first"
             )
         key = self._private(name) if self._key(name).exists() else None
@@ -181,13 +206,17 @@ class CertificateFolder:
             key = serialization.load_pem_private_key(path.read_bytes(), password=None)
         except OSError as error:
             raise StorageError(
-                f"{path} cannot be read: {error.strerror}: certificates are made where the "
-                "authority's key is"
+                f"{path} cannot be read: {error.strerror}: create certificates in the folder that "
+                "has the CA's key"
             ) from None
         except (ValueError, TypeError):
-            raise StorageError(f"{path} is no private key without a passphrase") from None
+            raise StorageError(
+                f"{path} is not a private key without a passphrase: restore the file"
+            ) from None
         if not isinstance(key, ec.EllipticCurvePrivateKey):
-            raise StorageError(f"{path} is not of the kind that this command makes")
+            raise StorageError(
+                f"{path} is not an elliptic-curve key, as this command creates: restore the file"
+            )
         return key
 
     def _write(self, name: str, certificate: x509.Certificate) -> None:
@@ -195,28 +224,28 @@ class CertificateFolder:
         write_text(self._pem(name), text)
 
     def _write_key(self, name: str, key: Key) -> None:
-        """A new file that nobody else can read, from the first byte on."""
+        """Create a file that no other user can read at any time."""
         data = key.private_bytes(
             serialization.Encoding.PEM,
             serialization.PrivateFormat.PKCS8,
             serialization.NoEncryption(),
         )
-        with _told(self._key(name)):
+        with _readable_errors(self._key(name)):
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
             with os.fdopen(os.open(self._key(name), flags, 0o600), "wb") as file:
                 file.write(data)
 
 
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
-    """Makes what the system says of a file one sentence."""
+def _readable_errors(path: Path) -> Iterator[None]:
+    """Convert the system's errors for a file into a `DilocoError` with a readable sentence."""
     try:
         yield
     except DilocoError:
         raise
     except FileExistsError:
         raise ConfigError(
-            f"{path} is there already, and nothing is overwritten: remove it, or give another "
+            f"{path} already exists, and no file is overwritten: remove it, or choose another "
             "folder"
         ) from None
     except OSError as error:
@@ -269,16 +298,17 @@ def _host(name: str) -> x509.GeneralName:
         return x509.IPAddress(ipaddress.ip_address(name))
     if not name.isascii() or not name or "/" in name or ":" in name:
         raise ConfigError(
-            f"--name {name!r} is no host: give a name or an address without http:// and port"
+            f"--name {name!r} is not a valid host: pass a name or an address without http:// and "
+            "port"
         )
     return x509.DNSName(name)
 
 
 def hosts_of(path: Path) -> list[str]:
-    """The names and addresses that a file's certificate is for, its first one's.
+    """Return the names and addresses of the first certificate in a file.
 
     Raises:
-        StorageError: it cannot be read.
+        StorageError: It cannot be read.
     """
     return [str(each.value) for each in _alternatives(_read(path))]
 
@@ -286,12 +316,12 @@ def hosts_of(path: Path) -> list[str]:
 def _read(path: Path) -> x509.Certificate:
     try:
         certificate = x509.load_pem_x509_certificate(path.read_bytes())
-        _alternatives(certificate)  # they are parsed only when they are asked for
+        _alternatives(certificate)  # extensions are parsed lazily: raise parse errors here
         return certificate
     except OSError as error:
         raise StorageError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, x509.InvalidVersion, x509.DuplicateExtension):
-        raise StorageError(f"{path} is no certificate: remove it") from None
+        raise StorageError(f"{path} is not a certificate: remove it") from None
 
 
 def _alternatives(certificate: x509.Certificate) -> list[x509.GeneralName]:

@@ -1,4 +1,4 @@
-"""Whether learners can train what the settings say, found out before anything starts."""
+"""Check before a run starts that each learner has data."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from decoupled_diloco.workloads.workload import Placed
 
 
 def require_data(workload: Workload, config: RunConfig) -> int:
-    """Draws a batch of the first part and of the last: of what is lent out, or is fixed.
+    """Draw a batch of the first and of the last partition, which differ most if partitions differ.
 
-    Where parts differ, these are the extremes.
+    With `data.elastic`, partitions are leased to learners; otherwise each learner has one.
 
     Returns:
-        Tokens of a batch.
+        The number of tokens in the larger batch.
 
     Raises:
-        ConfigError: A part has no batch, or the model cannot be cut over the ranks of a learner;
-            says why.
+        ConfigError: A partition has no batch, or the model cannot be divided among the ranks of a
+            learner.
     """
     require_divisible(workload, config)
     name, learners = config.required_workload.name, config.run.learners
@@ -34,28 +34,25 @@ def require_data(workload: Workload, config: RunConfig) -> int:
         data = WorkloadPartitions(workload, config.data.partitions)
     except DilocoError:
         raise
-    except Exception as problem:  # A workload may be anybody's code.
-        text = f"workload {name!r} gives no data: {type(problem).__name__}: {problem}"
+    except Exception as problem:  # a user's workload may raise anything
+        text = f"workload {name!r} has no data: {type(problem).__name__}: {problem}"
         raise ConfigError(text) from problem
     return _first_tokens(workload, name, data.partitions, lambda n: data.iter_partition(n, 0, 0))
 
 
 def _first_tokens(
-    workload: Workload, name: str, parts: int, batches: Callable[[int], Iterable[Batch]]
+    workload: Workload, name: str, partitions: int, batches: Callable[[int], Iterable[Batch]]
 ) -> int:
     tokens = 0
-    for part in sorted({0, parts - 1}):
+    for index in sorted({0, partitions - 1}):
+        failure = f"workload {name!r} has no batch for partition {index} of {partitions}"
         try:
-            tokens = max(tokens, workload.tokens(next(iter(batches(part)))))
+            tokens = max(tokens, workload.tokens(next(iter(batches(index)))))
         except DilocoError:
             raise
         except StopIteration:
-            raise ConfigError(f"{_which(name, part, parts)}: its batches end at once") from None
-        except Exception as problem:  # A workload may be anybody's code.
-            text = f"{_which(name, part, parts)}: {type(problem).__name__}: {problem}"
+            raise ConfigError(f"{failure}: its iterator is empty") from None
+        except Exception as problem:  # a user's workload may raise anything
+            text = f"{failure}: {type(problem).__name__}: {problem}"
             raise ConfigError(text) from problem
     return tokens
-
-
-def _which(name: str, part: int, parts: int) -> str:
-    return f"workload {name!r} gives no batch for part {part} of {parts}"

@@ -136,8 +136,8 @@ def _visible(kind: str) -> tuple[str, list[str]]:
     variable, here = _VARIABLES[kind], count(kind)
     if kind == "cuda" and torch.version.hip and "HIP_VISIBLE_DEVICES" in os.environ:
         variable = "HIP_VISIBLE_DEVICES"
-    told = [name.strip() for name in os.environ.get(variable, "").split(",") if name.strip()]
-    return variable, told[:here] or [str(number) for number in range(here)]
+    named = [name.strip() for name in os.environ.get(variable, "").split(",") if name.strip()]
+    return variable, named[:here] or [str(number) for number in range(here)]
 
 
 def _why_none() -> str:

@@ -1,15 +1,15 @@
-"""What `ddiloco launch` asks of an engine.
+"""The interface of an engine for `ddiloco launch`.
 
-An engine places processes and starts them again; the protocol of the run stays ours. What it is
-given are files: jobs of Slurm, manifests of Kubernetes, actors of Ray. They lie in the *launch
-folder*, beside the run folder, where they may be read and changed before they are submitted:
+An engine places processes and restarts them; it does not change the protocol of the run. It reads
+files: jobs of Slurm, manifests of Kubernetes, actors of Ray. They are in the *launch folder*, next
+to the run folder. A user can read and change them before they are submitted:
 
 ```
-RUN.launch/run.toml   the run's settings, resolved
-           token      its secret
-           tls/       certificates and keys, where the engine has to have copies
-           …          what the engine reads
-           jobs.json  what was submitted
+RUN.launch/run.toml   the run's resolved settings
+           token      its auth token
+           tls/       certificates and keys, if the engine needs copies
+           …          files that the engine reads
+           jobs.json  the submitted jobs
 ```
 """
 
@@ -29,11 +29,11 @@ JOBS = "jobs.json"
 
 @dataclass(frozen=True)
 class Job:
-    """Something that was submitted.
+    """A submitted job.
 
     Attributes:
-        name: What it is in the run: "syncer", "learner-3", "learners".
-        id: What the engine calls it.
+        name: Its role in the run: "syncer", "learner-3", "learners".
+        id: The engine's identifier.
     """
 
     name: str
@@ -42,55 +42,55 @@ class Job:
 
 @dataclass(frozen=True)
 class JobState:
-    """How a job is, in the engine's own words."""
+    """The state of a job, in the engine's terms."""
 
     name: str
     id: str
     state: str
-    where: str = ""  # the machine, as far as it is known
+    where: str = ""  # the machine; empty if it is unknown
 
 
 class PlacingEngine(Protocol):
-    """Slurm, Kubernetes, Ray and their like."""
+    """A cluster manager such as Slurm, Kubernetes or Ray."""
 
     @property
     def leaves(self) -> tuple[str, ...]:
-        """Patterns of what a launch leaves in its folder, beside settings and secret.
+        """Glob patterns of the files of a launch, except settings and token.
 
         A new launch removes these files first.
         """
 
     def require(self, config: RunConfig) -> None:
-        """Finds out whether the engine is here and can ever give what the run asks for.
+        """Check whether the engine is available and can provide the requested resources.
 
         Raises:
-            ConfigError: it is not, or can not.
+            ConfigError: It is not available, or cannot provide them.
         """
 
     def files(self, config: RunConfig, folder: Path) -> Mapping[str, str]:
-        """The files that it reads, by name, for a launch folder."""
+        """Return the contents of the files that the engine reads, by name in a launch folder."""
 
     def copies(self, config: RunConfig) -> Mapping[str, Path]:
-        """Files that it needs a copy of in the launch folder, by the copy's name.
+        """Return the files to copy into the launch folder, by the copy's name.
 
-        They may be secret: they are for this user's eyes only, and never shown.
+        They may be secret: only this user may read the copies, and they are never printed.
         """
 
     def logs(self, config: RunConfig, folder: Path) -> str:
-        """Where the processes' logs are: a folder, or the command that shows them."""
+        """Return where the processes' logs are: a folder, or a command that prints them."""
 
     def submit(self, config: RunConfig, folder: Path, *, resume: bool = False) -> Sequence[Job]:
-        """Submits the files of a launch folder as they are.
+        """Submit the files of a launch folder as they are.
 
-        Where the run folder is on a file system that this machine shares, an earlier run in it is
-        moved aside first, or gone on with.
+        If this machine shares the file system of the run folder, an earlier run in the folder is
+        moved aside first. With ``resume``, it is continued instead.
 
         Raises:
-            ConfigError: it refuses them, or does not go on with an earlier run.
+            ConfigError: The engine rejects the files, or cannot continue an earlier run.
         """
 
     def states(self, jobs: Sequence[Job]) -> Sequence[JobState]:
-        """How the jobs are; those that are gone are left out."""
+        """Return the states of the jobs, without those that no longer exist."""
 
     def stop(self, jobs: Sequence[Job]) -> None:
-        """Has the learners hand in what they have, and ends all."""
+        """Ask the learners to flush and leave, then end all jobs."""

@@ -1,15 +1,15 @@
-"""One process imports torch, and all others of a launcher are forked from it.
+"""One process imports torch, and the other processes of a launcher are forked from it.
 
-Importing takes seconds of a core, forking milliseconds: a run begins, and a killed learner is back,
-as much sooner. The server holds modules and nothing else: no port, no secret, no device, and one
-thread. It is told roles on its standard input, the arguments of commands of `ddiloco`. Each child
-is then what a new process with these arguments would be: a session of its own, the launcher's
-environment, output to the role's log, and ``ps`` shows the role's command line. What else a child
-holds comes with its role: its standard input, and the lock of the run folder. The server tells of
-every child that ends. When its input closes, the launcher is gone, and it ends; so do its children,
-whose input closes as well.
+An import takes seconds of CPU time and a fork takes milliseconds, so runs and restarted learners
+start seconds sooner. The server holds only modules: no port, no secret, no device, and one thread.
+It receives roles on its standard input, as arguments of `ddiloco` commands. Each child then equals
+a new process with these arguments. It has its own session and the launcher's environment, its
+output goes to the role's log, and ``ps`` shows the role's command line. A role also brings file
+descriptors for the child: its standard input, and the lock of the run folder. The server reports
+every child that ends. When its input closes, the launcher is gone, and the server ends. Its
+children end too, because their input closes as well.
 
-Linux alone has it: on macOS what PyTorch calls does not survive a fork.
+Only Linux has the server: on macOS, libraries that PyTorch calls do not survive a fork.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ logger = logging.getLogger(__name__)
 IMPORTS = (
     "decoupled_diloco.launch.roles",
     "decoupled_diloco.launch.shard_role",
-    "torch._dynamo",  # the first optimizer brings it in: a second more
+    "torch._dynamo",  # the first optimizer imports it, which takes another second
 )
-"""What brings in all that learners, evaluators and shards need."""
+"""Modules that import everything that learners, evaluators and shards need."""
 
 AVAILABLE = sys.platform == "linux"
 
 READY_SECONDS = 120.0
-"""A server that has not imported everything by then is given up."""
+"""Time that a server may take to import everything, or to answer. A slower one is not used."""
 
 ROLE_BYTES = 1 << 16
 DESCRIPTORS_MAX = 8
 
 ROOM = 4096
-"""Bytes of its command line that are left for those of its children."""
+"""Bytes of the server's command line that its children overwrite with their own command lines."""
 
 
 class ForkedProcess:
-    """One life of a process, as `subprocess.Popen` has it."""
+    """A forked process, with the interface of `subprocess.Popen`."""
 
     def __init__(self, server: ForkServer, pid: int) -> None:
         self.pid = pid
@@ -65,22 +65,22 @@ class ForkedProcess:
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        """Its exit code, or the negative number of the signal that ended it; ``None``: it lives."""
+        """Return the exit code, or minus the number of the signal; ``None`` while it runs."""
         if self._code is None:
             self._code = self._server.code_of(self.pid)
         return self._code
 
     def send_signal(self, sig: int) -> None:
-        """Sends a signal; nothing happens if it has ended."""
+        """Send a signal; do nothing if the process has ended."""
         if self.poll() is None:
             send_to_all_of(self.pid, sig)
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
     def wait(self) -> int:
-        """Waits until it has ended; its exit code."""
+        """Wait until the process has ended, and return its exit code."""
         while (code := self.poll()) is None:
             time.sleep(0.01)
         return code
@@ -90,9 +90,9 @@ class ForkServer:
     """A launcher's end of the server.
 
     Args:
-        start: Begins the process with these arguments and this socket as its standard input; its
+        start: Starts the process with these arguments and this socket as its standard input; its
             standard output is a pipe.
-        run: Whose it is, for ``ps``.
+        run: Path that ``ps`` shows for the server.
     """
 
     def __init__(
@@ -105,36 +105,35 @@ class ForkServer:
             except OSError:
                 self._orders.close()
                 raise
-        self._said = b""
+        self._unparsed = b""
         self._ready = False
         self._codes: dict[int, int] = {}
         self._answer: int | None = None
 
     @property
     def pid(self) -> int:
-        """Which process it is."""
         return self._process.pid
 
     def is_ready(self) -> bool:
-        """Whether it can fork; waits until it has imported everything."""
+        """Whether the server can fork; waits until it has imported everything."""
         return self._until(lambda: self._ready)
 
     def fork(
         self, arguments: list[str], log: Path, descriptors: Sequence[int]
     ) -> ForkedProcess | None:
-        """A process of these arguments; ``None``: the server has ended.
-
-        Raises:
-            OSError: The server cannot fork, at a limit on processes or memory; it may again later.
+        """Fork a process with these arguments; return ``None`` if the server has ended.
 
         Args:
-            arguments: Of `ddiloco`.
-            log: Where its output goes.
-            descriptors: Its standard input, and what else it holds for as long as it lives.
+            arguments: Arguments of `ddiloco`.
+            log: File that receives the output.
+            descriptors: Its standard input, and further descriptors that it keeps open.
+
+        Raises:
+            OSError: The server cannot fork now, at a limit on processes or memory.
         """
         self._answer = None
         role = {"arguments": arguments, "log": str(log)}
-        with contextlib.suppress(OSError):  # it has ended, which is told below
+        with contextlib.suppress(OSError):  # the server has ended, which `_until` notices
             socket.send_fds(self._orders, [json.dumps(role).encode() + b"\n"], descriptors)
         if not self._until(lambda: self._answer is not None):
             return None
@@ -144,14 +143,17 @@ class ForkServer:
         return ForkedProcess(self, self._answer)
 
     def code_of(self, pid: int) -> int | None:
-        """A child's exit code; without the server nobody knows it, and it counts as killed."""
-        open_ = self._listen(0.0)
-        if pid not in self._codes and not open_ and not _lives(pid):
+        """Return a child's exit code; ``None`` while it runs.
+
+        Without the server, the code of a child that has ended is unknown: it counts as killed.
+        """
+        open_ = self._receive(0.0)
+        if pid not in self._codes and not open_ and not _is_running(pid):
             self._codes[pid] = -signal.SIGKILL
         return self._codes.get(pid)
 
     def end(self) -> None:
-        """Ends it, and what is left of its children."""
+        """End the server."""
         self._process.kill()
         self._process.wait()
         self._orders.close()
@@ -161,13 +163,13 @@ class ForkServer:
     def _until(self, done: Callable[[], bool]) -> bool:
         deadline = time.monotonic() + READY_SECONDS
         while not done():
-            if not self._listen(0.1) or time.monotonic() > deadline:
-                logger.warning("the fork server does not answer: processes import by themselves")
+            if not self._receive(0.1) or time.monotonic() > deadline:
+                logger.warning("the fork server does not answer; each process imports torch itself")
                 return False
         return True
 
-    def _listen(self, seconds: float) -> bool:
-        """Takes in what it has said; whether it is still there."""
+    def _receive(self, seconds: float) -> bool:
+        """Read the server's messages; return whether the server still exists."""
         pipe = self._process.stdout
         assert pipe is not None
         if pipe.closed:
@@ -175,28 +177,31 @@ class ForkServer:
         poll = select.poll()
         poll.register(pipe, select.POLLIN)
         while poll.poll(1000 * seconds):
-            said = os.read(pipe.fileno(), 65536)
-            if not said:
+            received = os.read(pipe.fileno(), 65536)
+            if not received:
                 return False
-            *lines, self._said = (self._said + said).split(b"\n")
+            *lines, self._unparsed = (self._unparsed + received).split(b"\n")
             for line in lines:
-                self._take(json.loads(line))
+                self._on_message(json.loads(line))
             seconds = 0.0
         return True
 
-    def _take(self, said: dict[str, int]) -> None:
+    def _on_message(self, message: dict[str, int]) -> None:
         self._ready = True
-        if "forked" in said:
-            self._answer = said["forked"]
-            self._codes.pop(self._answer, None)  # of an earlier process that had the same number
-        elif "refused" in said:
-            self._answer = -said["refused"]
-        elif "ended" in said:
-            self._codes[said["ended"]] = said["code"]
+        if "forked" in message:
+            self._answer = message["forked"]
+            self._codes.pop(self._answer, None)  # of an earlier process with the same id
+        elif "refused" in message:
+            self._answer = -message["refused"]
+        elif "ended" in message:
+            self._codes[message["ended"]] = message["code"]
 
 
-def _lives(pid: int) -> bool:
-    """Whether a process is there that is no zombie: nobody may care for what a server left."""
+def _is_running(pid: int) -> bool:
+    """Whether a process exists and is not a zombie.
+
+    Children of a server that has died may stay zombies: possibly no process reaps them.
+    """
     try:
         return stat_of(pid)[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -209,16 +214,16 @@ def stat_of(pid: int | str) -> list[str]:
 
 
 def serve() -> list[str]:
-    """Forks until the launcher is gone; returns in each child, with its arguments."""
+    """Fork until the launcher is gone; in each child, return its arguments."""
     with _ending_with_the_launcher():
         _import_everything()
     gc.collect()
-    gc.freeze()  # what is shared stays shared: the collector of no child writes to it
+    gc.freeze()  # a child's collector must not write to the shared pages, which would copy them
     woken, wakes = os.pipe()
     os.set_blocking(wakes, False)
     signal.set_wakeup_fd(wakes)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    _say(ready=os.getpid())
+    _report(ready=os.getpid())
     orders = socket.socket(fileno=0)
     while True:
         readable, _, _ = select.select([0, woken], [], [])
@@ -227,24 +232,24 @@ def serve() -> list[str]:
             _reap()
         if 0 not in readable:
             continue
-        told, descriptors, _, _ = socket.recv_fds(orders, ROLE_BYTES, DESCRIPTORS_MAX)
-        if not told:
+        order, descriptors, _, _ = socket.recv_fds(orders, ROLE_BYTES, DESCRIPTORS_MAX)
+        if not order:
             os._exit(0)
-        while not told.endswith(b"\n"):  # one role at a time: the launcher waits for the answer
-            told += orders.recv(ROLE_BYTES)
+        while not order.endswith(b"\n"):  # one role at a time: the launcher waits for the answer
+            order += orders.recv(ROLE_BYTES)
         try:
             pid = os.fork()
         except OSError as error:  # all other processes still need this one
             _close(descriptors)
-            _say(refused=error.errno or errno.EAGAIN)
+            _report(refused=error.errno or errno.EAGAIN)
             continue
         if pid == 0:
             signal.set_wakeup_fd(-1)
             _close((woken, wakes))
             orders.detach()
-            return _become(json.loads(told), descriptors[0])
+            return _become(json.loads(order), descriptors[0])
         _close(descriptors)
-        _say(forked=pid)
+        _report(forked=pid)
 
 
 def _close(descriptors: Sequence[int]) -> None:
@@ -254,12 +259,12 @@ def _close(descriptors: Sequence[int]) -> None:
 
 @contextlib.contextmanager
 def _ending_with_the_launcher() -> Iterator[None]:
-    """Ends the process when its input closes, for the seconds in which nobody reads it."""
+    """End the process when its input closes while it imports modules and does not read it."""
     over = threading.Event()
 
     def watch() -> None:
         poll = select.poll()
-        poll.register(0, 0)  # whether it is closed, not what it holds
+        poll.register(0, 0)  # reports only that the input is closed, not that data is there
         while not over.is_set():
             if poll.poll(100):
                 os._exit(0)
@@ -268,11 +273,14 @@ def _ending_with_the_launcher() -> Iterator[None]:
     thread.start()
     yield
     over.set()
-    thread.join()  # no thread is left when it forks
+    thread.join()  # a fork would copy this thread's locks without the thread
 
 
 def _import_everything() -> None:
-    """Without a CUDA context, which no fork survives: who asks for devices now asks the driver."""
+    """Import `IMPORTS` without a CUDA context, which does not survive a fork.
+
+    The variable makes PyTorch count devices through the driver's NVML instead of CUDA.
+    """
     with _environment("PYTORCH_NVML_BASED_CUDA_CHECK", "1"):
         for name in IMPORTS:
             importlib.import_module(name)
@@ -292,15 +300,15 @@ def _environment(name: str, value: str) -> Iterator[None]:
 def _reap() -> None:
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
-            _say(ended=ended[0], code=os.waitstatus_to_exitcode(ended[1]))
+            _report(ended=ended[0], code=os.waitstatus_to_exitcode(ended[1]))
 
 
-def _say(**what: int) -> None:
-    os.write(1, json.dumps(what).encode() + b"\n")
+def _report(**message: int) -> None:
+    os.write(1, json.dumps(message).encode() + b"\n")
 
 
 def _become(role: dict[str, Any], alive: int) -> list[str]:
-    """What `subprocess.Popen` would have done for a new process."""
+    """Do in a forked child what `subprocess.Popen` does for a new process."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     log = os.open(role["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
@@ -309,7 +317,9 @@ def _become(role: dict[str, Any], alive: int) -> list[str]:
     os.close(alive)
     os.close(log)
     if numpy := sys.modules.get("numpy"):
-        numpy.random.seed()  # Python's own generator does that by itself, torch's has a fixed seed
+        # Children must not share random numbers. Python reseeds its generator after a fork, and
+        # torch's generator has a fixed seed anyway.
+        numpy.random.seed()
     called = sys.orig_argv[: -len(sys.argv[1:])]  # python -m decoupled_diloco.cli
     sys.argv[1:] = role["arguments"]
     _retitle([*called, *sys.argv[1:]])
@@ -317,10 +327,10 @@ def _become(role: dict[str, Any], alive: int) -> list[str]:
 
 
 def _retitle(command: list[str]) -> None:
-    """Writes another command line over its own; what does not fit is cut off.
+    """Overwrite this process's command line, for ``ps`` and for searches by arguments.
 
-    For ``ps`` and for users who look for a process by its arguments. Where the system does not tell
-    the place, the old one stays.
+    The command is truncated to the space of the old one. If the system does not report where the
+    command line is in memory, the old one stays.
     """
     with contextlib.suppress(OSError, ValueError):
         start, end = map(int, stat_of("self")[45:47])  # arg_start, arg_end

@@ -1,10 +1,10 @@
 """Short pauses of Python's cycle collector in a process with very many objects.
 
-A full collection looks at every object, and nothing else runs meanwhile: 0.4 s with the connections
-of 4,000 learners. So what survives one is put aside (`gc.freeze`), and the next looks at newer
-objects alone. What is put aside and becomes garbage is freed by its reference count as ever; cycles
-among it wait until the process has four times as much memory in use as when all was looked at last:
-then all is looked at again, in one long pause. With 4,000 learners it comes never or once.
+A full collection traverses every object while nothing else runs: 0.4 s with the connections of
+4,000 learners. Therefore `gc.freeze` sets the survivors of a collection aside, and the next one
+traverses only newer objects. Reference counts still free objects that are set aside; only cycles
+among them wait. When four times as many memory blocks are in use as after the last full traversal,
+everything is traversed again, in one long pause. With 4,000 learners this happens at most once.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ import sys
 from typing import Any
 
 GROWTH = 4
-"""All is looked at again when so many times as many blocks of memory are in use."""
+"""Growth of the number of memory blocks in use after which all objects are traversed again."""
 
 THRESHOLDS = (20_000, 0, 0)
-"""New objects before a collection, young ones before an older: each looks at 60,000 objects at
-most, which takes 30 ms, and a round of thousands of learners leads to one or two."""
+"""Thresholds of `gc.set_threshold`: each collection traverses at most 60,000 objects, which takes
+30 ms. A round with thousands of learners causes one or two collections."""
 
 
 class Survivors:
-    """Puts aside what survives full collections, from `begin` to `end`."""
+    """Sets the survivors of full collections aside, from `begin` to `end`."""
 
     def __init__(self) -> None:
-        self._all_are_looked_at = True
+        self._traverses_all = True
         self._known = 0
         self._thresholds = gc.get_threshold()
 
     def begin(self) -> None:
-        """Collects what is garbage now, and from now on looks at newer objects alone."""
+        """Collect the current garbage, and from now on traverse only newer objects."""
         gc.set_threshold(*THRESHOLDS)
         gc.callbacks.append(self._collected)
         gc.collect()
 
     def end(self) -> None:
-        """Looks at everything again, as Python does of itself."""
+        """Traverse all objects again, as Python does by default."""
         gc.set_threshold(*self._thresholds)
         gc.callbacks.remove(self._collected)
         gc.unfreeze()
@@ -45,9 +45,10 @@ class Survivors:
         if phase != "stop" or info["generation"] < 2:
             return
         gc.freeze()
-        there = sys.getallocatedblocks()  # counting what is put aside would take as long again
-        if self._all_are_looked_at:
-            self._all_are_looked_at, self._known = False, there
-        elif there > GROWTH * self._known:
+        # Blocks instead of objects: counting the objects would take as long as a collection.
+        blocks = sys.getallocatedblocks()
+        if self._traverses_all:
+            self._traverses_all, self._known = False, blocks
+        elif blocks > GROWTH * self._known:
             gc.unfreeze()
-            self._all_are_looked_at = True
+            self._traverses_all = True

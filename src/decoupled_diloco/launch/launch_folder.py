@@ -1,4 +1,4 @@
-"""The launch folder: what is submitted to an engine, and what has become of it."""
+"""The launch folder: the files that are submitted to an engine, and the submitted jobs."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from decoupled_diloco.storage.files import NOT_JSON, write_text
 from decoupled_diloco.transport.tokens import is_loopback
 
 GROUP = "decoupled_diloco.engines"
-"""The entry points in which distributions name engines: a function of the run's settings each."""
+"""The entry-point group of engines: each entry point is a function of the run's settings."""
 
 LAUNCH = ".launch"
-"""The end of a launch folder's name, which is beside the run folder."""
+"""Suffix of a launch folder's name; the folder is next to the run folder."""
 
 EVERYWHERE = "0.0.0.0"
 
 
 def launch_folder(run: Path) -> Path:
-    """The launch folder of a run folder; of itself, if it is one.
+    """Return the launch folder of a run folder; a launch folder is returned unchanged.
 
     >>> launch_folder(Path("runs/big")), launch_folder(Path("runs/big.launch"))
     (PosixPath('runs/big.launch'), PosixPath('runs/big.launch'))
@@ -43,16 +43,16 @@ class Launch:
     """One launch folder.
 
     Args:
-        folder: It must hold the settings.
+        folder: Its path. It must contain the settings.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: It does not.
     """
 
     def __init__(self, folder: Path) -> None:
         if not (folder / SETTINGS).exists():
             raise ConfigError(
-                f"{folder} is no launch folder: give the run's TOML file, or the folder "
+                f"{folder} is not a launch folder: pass the run's TOML file, or the folder "
                 "<run folder>.launch that ddiloco launch --dry-run has written"
             )
         self.folder = folder
@@ -61,38 +61,41 @@ class Launch:
 
     @property
     def jobs(self) -> list[Job]:
-        """What was submitted."""
+        """The submitted jobs."""
         path = self.folder / JOBS
         return jobs_in(path) if path.exists() else []
 
     def states(self) -> list[JobState]:
-        """How the jobs are that are not gone yet."""
+        """Return the states of the jobs that the engine still has."""
         return list(self.engine.states(self.jobs))
 
     def submit(self, *, resume: bool = False) -> list[Job]:
-        """Submits the files as they are; ``resume``: to go on with the run in its folder.
+        """Submit the files as they are.
+
+        Args:
+            resume: Continue the run in the run folder.
 
         Raises:
-            ConfigError: the engine refuses them, or they are submitted already.
+            ConfigError: The engine rejects the files, or they are already submitted.
         """
         self.require_idle()
         jobs = list(self.engine.submit(self.config, self.folder, resume=resume))
-        told = [{"name": job.name, "id": job.id} for job in jobs]
-        write_text(self.folder / JOBS, json.dumps(told, indent=1) + "\n")
+        listed = [{"name": job.name, "id": job.id} for job in jobs]
+        write_text(self.folder / JOBS, json.dumps(listed, indent=1) + "\n")
         return jobs
 
     def require_idle(self) -> None:
-        """Refuses if jobs of it are there."""
+        """Raise `ConfigError` if the engine still has jobs of this launch."""
         alive = self.states()
         if alive:
             raise ConfigError(
-                f"{self.folder} is launched already: {alive[0].name} (job {alive[0].id}) is "
-                f"{alive[0].state}: ddiloco stop {self.config.run.folder}, or choose another name "
-                "with --set run.name=…"
+                f"{self.folder} is already launched: {alive[0].name} (job {alive[0].id}) is "
+                f"{alive[0].state}: run ddiloco stop {self.config.run.folder}, or choose another "
+                "name with --set run.name=…"
             )
 
     def stop(self) -> int:
-        """Ends what was submitted; returns how many jobs there were."""
+        """Stop the jobs; return how many the engine still had."""
         alive = {state.id for state in self.states()}
         jobs = [job for job in self.jobs if job.id in alive]
         if jobs:
@@ -101,10 +104,10 @@ class Launch:
 
 
 def engine_of(config: RunConfig) -> PlacingEngine:
-    """The engine of `[launch]`, which is not "local".
+    """Return the engine of `backend` in `[launch]`, which must not be "local".
 
     Raises:
-        ConfigError: the distribution that brings it is not installed, or cannot be loaded.
+        ConfigError: Its distribution is not installed, or cannot be loaded.
     """
     name = config.launch.backend
     found, problem = _installed(config)
@@ -117,7 +120,7 @@ def engine_of(config: RunConfig) -> PlacingEngine:
 
 
 def _installed(config: RunConfig) -> tuple[dict[str, PlacingEngine], dict[str, str]]:
-    """The engines that are here, and why others cannot be loaded, by name."""
+    """Return the installed engines, and the reasons why others cannot be loaded, by name."""
     found: dict[str, PlacingEngine] = {}
     problem: dict[str, str] = {}
     for entry in entry_points(group=GROUP):
@@ -129,11 +132,12 @@ def _installed(config: RunConfig) -> tuple[dict[str, PlacingEngine], dict[str, s
 
 
 def write_launch(config: RunConfig) -> Launch:
-    """Writes the launch folder of a run; files of an earlier launch are replaced.
+    """Write the launch folder of a run; replace the files of an earlier launch.
 
     Raises:
-        ConfigError: a launch in the folder is under way, or the run folder is not for this.
-        StorageError: it cannot be written.
+        ConfigError: An earlier launch in the folder still has jobs, or the run folder has other
+            files in it.
+        StorageError: The folder cannot be written.
     """
     require_ours_or_unused(config.run.folder)
     folder = launch_folder(config.run.folder.absolute())
@@ -157,10 +161,11 @@ def write_launch(config: RunConfig) -> Launch:
 
 
 def placed_config(config: RunConfig, folder: Path) -> RunConfig:
-    """The settings of a run whose processes share a file system, but no machine.
+    """Return the settings for processes on several machines with a shared file system.
 
-    Paths become absolute. Shards listen on all interfaces, and on any free ports, unless the file
-    says otherwise. There is a secret.
+    Paths become absolute. Shards listen on all interfaces and on any free ports, unless the
+    settings name a host or port. The run has an auth token: if the settings name none, it is a file
+    of the launch folder.
     """
     run, syncer, launch = config.run, config.syncer, config.launch
     host = EVERYWHERE if is_loopback(syncer.host) else syncer.host
@@ -177,7 +182,7 @@ def placed_config(config: RunConfig, folder: Path) -> RunConfig:
     weights = config.sync.initial_weights
     tls = {name: path and path.absolute() for name, path in dict(config.tls).items()}
     learner = config.learner
-    if launch.learner.gpus and learner.device == "auto":  # never on a CPU beside a reserved GPU
+    if launch.learner.gpus and learner.device == "auto":  # never use the CPU with a reserved GPU
         learner = learner.model_copy(update={"device": "gpu"})
     return config.model_copy(
         update={
@@ -194,13 +199,13 @@ def placed_config(config: RunConfig, folder: Path) -> RunConfig:
 
 
 def _write_secret(path: Path) -> None:
-    """A secret of this run's own, readable by this user only; one that is there is kept."""
+    """Create a secret for this run, readable by this user only; keep an existing one."""
     if not path.exists():
         _write_private(path, secrets.token_urlsafe(24) + "\n")
 
 
 def _write_private(path: Path, text: str) -> None:
-    """A new file that nobody else can read, from the first byte on."""
+    """Create a file that no other user can read at any time."""
     path.parent.mkdir(exist_ok=True)
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -208,15 +213,15 @@ def _write_private(path: Path, text: str) -> None:
 
 
 def jobs_in(path: Path) -> list[Job]:
-    """The jobs in a file that `Launch.submit` has written.
+    """Return the jobs in a file that `Launch.submit` has written.
 
     Raises:
-        StorageError: it cannot be read.
+        StorageError: The file cannot be read.
     """
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-        return [Job(str(each["name"]), str(each["id"])) for each in told]
+        listed = json.loads(path.read_text(encoding="utf-8"))
+        return [Job(str(each["name"]), str(each["id"])) for each in listed]
     except (OSError, *NOT_JSON) as error:
         raise StorageError(
-            f"{path} cannot be read ({error!r:.100}): the engine's own commands show what runs"
+            f"{path} cannot be read ({error!r:.100}): use the engine's own commands to list jobs"
         ) from error

@@ -1,4 +1,4 @@
-"""A whole run on this machine: shards, learners, evaluator, faults, and what remains at the end."""
+"""Run shards, learners and an evaluator on this machine, inject faults, and write the result."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ from decoupled_diloco.tape import pack_tapes
 from decoupled_diloco.tape.samples import FaultInjected, Sample, WeightsSaved, WentBack
 from decoupled_diloco.transport.tls import LiveTls, require_used
 
-# What needs torch is imported where it is needed: it takes seconds, and a syncer's learners wait.
+# Modules that need torch are imported late: the import takes seconds, and learners wait for a
+# syncer.
 if TYPE_CHECKING:
     from decoupled_diloco.launch.resume_run import RunStanding
 
@@ -52,19 +53,25 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
 EVALUATOR_SECONDS = 60.0
-"""How long the evaluator may take for its last evaluation after the run is over."""
+"""Time for the last evaluation after the end of the run."""
 
 PROGRAM_SECONDS = 120.0
-"""How long the user's own programs may take after the run is over, to save and evaluate."""
+"""Time for users' programs to save and evaluate after the end of the run."""
 
 FAREWELL_SECONDS = 5.0
-"""How long learners and shards may take to end after the coordinator, which ends last; a learner
-that was started again too late would look for the run for ever."""
+"""Time for learners and shards to end after the coordinator. The coordinator ends last, but a
+learner that was restarted too late would search for the run forever."""
 
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """How a run ended."""
+    """The end of a run.
+
+    Attributes:
+        finished: Whether the budget is spent and the result is written.
+        reason: Why the run ended.
+        weights: The file with the result, if the run has finished.
+    """
 
     finished: bool
     reason: str
@@ -72,26 +79,29 @@ class RunOutcome:
 
 
 class LocalRun:
-    """Everything on this machine, supervised.
+    """A supervised run on this machine.
 
     Args:
-        checkpoint: Go back to this checkpoint of the whole run first: ``"last"`` or its number;
-            only with ``resume``.
+        config: The run's settings.
+        learners: Whether to start learners and evaluator; otherwise only the syncer.
+        resume: Continue the run in the run folder.
+        checkpoint: Reset the run to this checkpoint first: ``"last"`` or its number. Only with
+            ``resume``.
         may_replace: Whether an unfinished run in the folder may be moved aside.
-        dial: How a process of a name reaches these addresses of shards, if not directly: other
-            addresses with the same ports. Who is told of the shards then puts the host in that it
-            has dialled itself.
-        absent: Learners that are not started here, but brought in later.
-        hides_token: Whether the files with the run's own secret and with the addresses are there
-            only after `invite`.
-        server: Forks the processes, if there is one already; it lives on. Default: a new one, if
-            ``run.fork_server`` says so.
+        dial: Maps a process name and the addresses of shards to other addresses with the same
+            ports, for example of a proxy. The shards then advertise no host, and each process uses
+            the host that it has dialed itself.
+        absent: Learners that are not started now; `Supervisor.bring_back` starts them later.
+        hides_token: Whether the files with the run's token and with the addresses are created only
+            by `invite`.
+        server: An existing fork server, which is not ended. Default: a new one, if
+            ``run.fork_server`` is true.
 
     Raises:
-        ConfigError: the folder is in use or not of ddiloco, the run in it has not ended, the
-            workload cannot be built, a learner's part of its data has no batch, or a secret, a
-            device or the initial weights are missing.
-        TransportError: a port of the settings is taken, or its host is not of this machine.
+        ConfigError: The folder is in use or not a run folder, the run in it has not ended, the
+            workload cannot be built, a learner has no batch, or a secret, a device or the initial
+            weights are missing.
+        TransportError: A configured port is taken, or the host is not an address of this machine.
     """
 
     def __init__(
@@ -109,7 +119,7 @@ class LocalRun:
     ) -> None:
         self.config = config
         self._dial = dial or (lambda name, addresses: addresses)
-        self._told = tuple if dial is None else everywhere
+        self._advertised = tuple if dial is None else everywhere
         self._absent = frozenset(absent)
         if learners:
             _require_work(config)
@@ -131,7 +141,7 @@ class LocalRun:
         if resume:
             self._take_up(checkpoint)
         write_text(self.path / RUN_FILE, dump_config(config))
-        self.folder.tell_launcher()
+        self.folder.record_launcher()
         settings = config.syncer
         self._hides_token = hides_token
         self.secret_file: Path | None = settings.principals_file or settings.token_file
@@ -139,8 +149,8 @@ class LocalRun:
         if self.secret_file is None and needs_token(config):
             self._given_secret = self.folder.token_file(shown=not hides_token)
             self.secret_file = self.path / TOKEN
-        told = {"machine": "launcher", "settings": config.public()}
-        self._tape = open_tape(self.path, "launcher", told)
+        header = {"machine": "launcher", "settings": config.public()}
+        self._tape = open_tape(self.path, "launcher", header)
         self.placement = ThisMachine(
             self.path, self.folder.descriptors, forks=config.run.fork_server, server=server
         )
@@ -158,18 +168,18 @@ class LocalRun:
         self._left_at: float | None = None
 
     def _divide_devices(self) -> list[list[str]]:
-        """The options by which each learner sees its own devices of this machine."""
+        """Return the options that give each learner its own devices of this machine."""
         if not self._with_learners:
             return []
         from decoupled_diloco.launch.devices import environment_of
 
         config = self.config
-        share = 0 if config.learner.command else None  # a command may start ranks of its own
+        share = 0 if config.learner.command else None  # a command may start its ranks itself
         each = (environment_of(config, index, each=share) for index in range(config.run.learners))
         return [[f"--devices={name}={value}" for name, value in own.items()] for own in each]
 
     def _take_up(self, checkpoint: str) -> None:
-        """Finds out how far the run in the folder is, or goes back in it first."""
+        """Read the progress of the run in the folder, after a reset to a checkpoint if required."""
         from decoupled_diloco.launch.resume_run import go_back, half_way, require_whole, standing_of
 
         checkpoint = checkpoint or half_way(self.path)
@@ -178,7 +188,7 @@ class LocalRun:
         self.standing = standing_of(self.path, self.config)
 
     def _require_syncer(self) -> None:
-        """Finds out what would keep the shards from starting, as far as that can be seen here."""
+        """Check what would keep the shards from starting: secrets, certificates, weights, ports."""
         settings, weights = self.config.syncer, self.config.sync.initial_weights
         if settings.principals_file is not None:
             self._require_principals(settings.principals_file)
@@ -186,8 +196,8 @@ class LocalRun:
         self._require_certificates()
         if weights is not None and not weights.is_file():
             raise ConfigError(
-                f"initial_weights={str(weights)!r} does not exist: correct the path, or leave "
-                "initial_weights out"
+                f"initial_weights={str(weights)!r} does not exist: correct the path, or remove "
+                "initial_weights"
             )
         _ports(self.config)
 
@@ -206,7 +216,7 @@ class LocalRun:
         require_principals(path, read_principals(path), self._dialling())
 
     def _dialling(self) -> list[str]:
-        """The ids of those that dial."""
+        """Return the names of the processes that connect to shards."""
         config = self.config
         names = [f"shard-{shard}" for shard in range(1, config.syncer.shards)]
         if self._with_learners:
@@ -214,18 +224,18 @@ class LocalRun:
         return names
 
     def invite(self) -> None:
-        """Shows learners that are started elsewhere the token, then the addresses.
+        """Write the token and then the addresses, for learners that are started elsewhere.
 
-        The shards listen by now, and a program that waits for either file finds both of use.
+        Call it when the shards listen: a program that waits for the addresses can join at once.
         """
         self.folder.show_token()
         write_addresses(self.path, self.addresses)
 
     def start(self) -> None:
-        """Starts the shards, then the learners and the evaluator.
+        """Start the shards, then the learners and the evaluator.
 
         Raises:
-            TransportError: a port of the settings is taken.
+            TransportError: A configured port is taken.
         """
         config = self.config
         ports = self._listen_on = _ports(config)
@@ -236,17 +246,14 @@ class LocalRun:
         if config.syncer.principals_file is None and self._given_secret is not None:
             common += ["--auth-token-file", str(self._given_secret)]
         run_file = str(self.path / RUN_FILE)
-        joined = ",".join(self._told(self.addresses))
+        joined = ",".join(self._advertised(self.addresses))
         local = tuple(map(on_this_machine, self.addresses))
         reopen_claims(self.path, config)
         for number, port in enumerate(ports):
             turn, shard = divmod(number, config.syncer.shards)
             arguments = ["syncer", run_file, "--shard", str(shard), "--port", str(port)]
             arguments += ["--addresses", joined, *(["--standby"] if turn else [])]
-            arguments += [
-                "--set",
-                "run.trackers=[]",
-            ]  # not shard 0 starts the logger, but this process
+            arguments += ["--set", "run.trackers=[]"]  # this process starts the logger, not shard 0
             self.supervisor.start(process_of(shard, standby=turn > 0), [*arguments, *common])
         if config.run.trackers:
             places = [part for place in config.run.trackers for part in ("--to", place)]
@@ -263,7 +270,7 @@ class LocalRun:
             self.supervisor.start(EVALUATOR, ["evaluator", run_file, "--syncer", own, *common])
 
     def _evaluate_result(self, on_poll: Callable[[], None]) -> None:
-        """Has the result scored where the evaluator has not seen the end of the run."""
+        """Evaluate the result if the evaluator has not seen the end of the run."""
         evaluator = self.supervisor.children.get(EVALUATOR)
         if evaluator is None or evaluator.held or evaluator.code == 0:
             return
@@ -286,7 +293,7 @@ class LocalRun:
             logger.warning("the result is not evaluated: %s", self.supervisor.last_words(EVALUATOR))
 
     def wait_for_shards(self) -> None:
-        """Returns when every shard listens, or does no longer, or cannot: then `wait` says why."""
+        """Wait until every shard listens, or one cannot: then `wait` returns the reason."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.config.syncer.host)
         host, shards = host or self.config.syncer.host, self.config.syncer.shards
         for shard in range(shards):
@@ -298,14 +305,18 @@ class LocalRun:
                 time.sleep(POLL_SECONDS)
 
     def wait(self, on_poll: Callable[[], None]) -> RunOutcome:
-        """Watches until the run is finished or cannot go on, and calls `on_poll` now and then."""
+        """Supervise until the run has finished or cannot continue.
+
+        Args:
+            on_poll: Called every `POLL_SECONDS`.
+        """
         over_at: float | None = None
         while True:
             self.supervisor.poll()
             self._follow()
             on_poll()
             if over_at is not None or any(child.done for child in self._processes_of(0)):
-                # The coordinator ends last: every share of the result is on disk.
+                # The coordinator ends last: every shard's part of the result is on disk.
                 over_at = over_at or time.monotonic()
                 self.supervisor.retire()
                 if time.monotonic() > over_at + self._patience_seconds():
@@ -315,7 +326,7 @@ class LocalRun:
             time.sleep(POLL_SECONDS)
 
     def _patience_seconds(self) -> float:
-        """How long those that still run may take after the run is over."""
+        """Return the time that the remaining processes have after the end of the run."""
         running = {name for name, child in self.supervisor.children.items() if child.running}
         if not running:
             return 0.0
@@ -324,6 +335,7 @@ class LocalRun:
         return EVALUATOR_SECONDS if running & {EVALUATOR, LOGGER} else FAREWELL_SECONDS
 
     def _hopeless(self) -> str | None:
+        """Return why the run cannot continue; `None` if it can."""
         children = self.supervisor.children
         down = [name for name, child in children.items() if child.down]
         learners = [name for name in self.config.learner_ids if name in children]
@@ -333,13 +345,13 @@ class LocalRun:
                 return f"{name} does not run: {self.supervisor.last_words(name)}"
         for name in (name for name in down if not name.startswith("shard-")):
             if children[name].code == ConfigError.exit_code:
-                return f"{name} was refused: {self.supervisor.last_words(name)}"
+                return f"{name} was rejected: {self.supervisor.last_words(name)}"
         if learners and all(name in down for name in learners):
             return f"no learner runs: {self.supervisor.last_words(learners[0])}"
         return self._all_left([children[name] for name in learners])
 
     def _all_left(self, learners: list[Child]) -> str | None:
-        """Whether programs have ended before the run, with exit code 0, and none is left."""
+        """Return a message if all learners have left before the end of the run; else `None`."""
         if not any(child.done for child in learners) or self.followed.run.finished:
             self._left_at = None
         elif all(child.done or child.down for child in learners):
@@ -348,13 +360,13 @@ class LocalRun:
             if time.monotonic() > self._left_at + FAREWELL_SECONDS:
                 return (
                     f"every learner has left at step {self.global_step}, before the budget was "
-                    "spent: their data or steps have ended; lower the budget, or let the program "
+                    "spent: their data or steps have ended: lower the budget, or let the program "
                     "train until learner.step() returns False"
                 )
         return None
 
     def _processes_of(self, shard: int) -> list[Child]:
-        """The processes that act for a shard in turns."""
+        """Return the process of a shard and its standby, if it has one."""
         names = [process_of(shard, standby=standby) for standby in (False, True)]
         return [child for name, child in self.supervisor.children.items() if name in names]
 
@@ -368,7 +380,7 @@ class LocalRun:
 
     @property
     def ports(self) -> dict[int, str]:
-        """The port of each process of a shard, once they are started."""
+        """The name of the shard's process for each port, after `start`."""
         shards = self.config.syncer.shards
         return {
             port: process_of(number % shards, standby=number >= shards)
@@ -376,12 +388,12 @@ class LocalRun:
         }
 
     def tell(self, sample: Sample) -> None:
-        """Puts something that the launcher knows on the tape."""
+        """Write a sample to the launcher's tape."""
         self._tape.sample(time.monotonic(), sample)
         self._tape.flush()
 
     def used_budget(self) -> float:
-        """The share of the budget that is spent, 0 to 1."""
+        """Return the share of the budget that is spent, 0 to 1."""
         run = self.config.run
         shares = [0.0]
         if run.max_steps:
@@ -398,7 +410,7 @@ class LocalRun:
             plan = plan_of(layout, self.config)
             weights = assemble(self.path, plan, self.config.syncer.shards)
         except DilocoError as error:
-            return RunOutcome(False, f"the result cannot be put together: {error}", None)
+            return RunOutcome(False, f"the result cannot be assembled: {error}", None)
         self._tape.sample(time.monotonic(), WeightsSaved(str(weights)))
         self._evaluate_result(on_poll)
         self._keep_the_rest(weights)
@@ -415,17 +427,17 @@ class LocalRun:
         leave_to_result(self.path, self.config, gone)
 
     def stop(self) -> None:
-        """Ends all processes, learners first, so that they can say goodbye."""
+        """End all processes; learners first, so that they can flush and leave the run."""
         learners = [n for n in self.supervisor.children if not n.startswith("shard-")]
         settings = self.config.learner
-        # A program of the user's may be in a long step, and keeps itself after the flush.
+        # A user's program may be in a long step, and may save a checkpoint after the flush.
         self.supervisor.stop(
             learners, settings.leave_seconds_max if settings.command else settings.flush_seconds
         )
         self.supervisor.stop()
 
     def close(self) -> None:
-        """Ends what still runs, compresses the tapes, frees the folder."""
+        """End the remaining processes, compress the tapes, and release the folder."""
         try:
             self.stop()
             self._tape.close()
@@ -444,7 +456,7 @@ def _require_over(folder: Path) -> None:
 
 
 def _require_work(config: RunConfig) -> None:
-    """Checks what the learners and the evaluator run."""
+    """Check the programs or the workload of learners and evaluator."""
     require_commands(config)
     if config.workload is not None:
         from decoupled_diloco.launch.data_check import require_data
@@ -462,7 +474,7 @@ def _listens(host: str, port: int) -> bool:
 
 
 def _ports(config: RunConfig) -> list[int]:
-    """One port a shard, and then one a standby: those of the settings, or free ones."""
+    """Return one port per shard, then one per standby: the configured ones, or free ones."""
     first, count = config.syncer.port, config.syncer.shards * (1 + config.syncer.standby)
     wanted = [first + shard if first else 0 for shard in range(count)]
     return free_ports(config.syncer.host, wanted)

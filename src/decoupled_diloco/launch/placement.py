@@ -1,4 +1,4 @@
-"""Where the processes of a run are: what the supervisor asks of it, and this machine's answer."""
+"""Start processes for the supervisor: the interface, and its implementation for this machine."""
 
 from __future__ import annotations
 
@@ -21,62 +21,67 @@ from decoupled_diloco.launch.termination import handling, send_to_all_of
 logger = logging.getLogger(__name__)
 
 COMMAND = (sys.executable, "-m", "decoupled_diloco.cli")
-"""What runs a child's arguments: the same as ``ddiloco``."""
+"""The command that runs a child's arguments; it is equivalent to ``ddiloco``."""
 
 
 class PlacedProcess(Protocol):
-    """One life of a process, as `subprocess.Popen` has it."""
+    """A process, with the interface of `subprocess.Popen`."""
 
     @property
     def pid(self) -> int:
-        """Its number."""
+        """The process id."""
 
     def poll(self) -> int | None:
-        """Its exit code, or the negative number of the signal that ended it; ``None``: it lives."""
+        """Return the exit code, or minus the number of the signal; ``None`` while it runs."""
 
     def send_signal(self, sig: int) -> None:
-        """Sends a signal; nothing happens if it has ended."""
+        """Send a signal; do nothing if the process has ended."""
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
 
     def wait(self) -> int:
-        """Waits until it has ended; its exit code."""
+        """Wait until the process has ended, and return its exit code."""
 
 
 class Placement(Protocol):
-    """Starts processes somewhere."""
+    """Starts processes on a real or virtual machine."""
 
     def start(self, name: str, arguments: list[str]) -> PlacedProcess:
-        """Starts ``ddiloco ARGUMENTS`` under a name."""
+        """Start ``ddiloco ARGUMENTS`` under a name.
+
+        Raises:
+            OSError: The process cannot be started.
+        """
 
     def close(self) -> None:
-        """Nothing will be started any more."""
+        """Free resources: nothing will be started any more."""
 
     def last_words(self, name: str) -> str:
-        """The last line that a process wrote to its log."""
+        """Return the last line of a process's log."""
 
 
 class LaunchedProcess(subprocess.Popen[bytes]):
-    """One life of a process that leads a session; see `send_to_all_of`."""
+    """A process that leads a session; see `send_to_all_of`."""
 
     def send_signal(self, sig: int) -> None:
-        """Sends a signal; nothing happens if it has ended."""
+        """Send a signal; do nothing if the process has ended."""
         if self.poll() is None:
             send_to_all_of(self.pid, sig)
 
 
 class ThisMachine:
-    """Processes of this machine.
+    """Starts processes on this machine.
 
-    No orphan is left: their standard input is a pipe from this process, and they end when that
-    closes, however this process dies.
+    No process outlives this one: the standard input of each is a pipe from this process. When the
+    pipe closes, even after a SIGKILL, they end.
 
     Args:
         folder: The run folder; logs go to ``logs/<name>.log``.
-        descriptors: What each process holds for as long as it lives.
-        forks: Whether one process imports, and all others are forked from it (on Linux).
-        server: The process that does, if there is one already; `close` leaves it.
+        descriptors: File descriptors that each process inherits and keeps open.
+        forks: Whether to fork the processes from a fork server (on Linux only).
+        server: An existing fork server; `close` does not end it. Default: a new one, with
+            ``forks``.
     """
 
     def __init__(
@@ -91,9 +96,8 @@ class ThisMachine:
         self._descriptors = descriptors
         self._own = self._fork_server() if forks and AVAILABLE and server is None else None
         self.server = server or self._own
-        self._pipe: tuple[int, ...] = (
-            os.pipe()
-        )  # children read it: it closes when this process ends
+        # Children read this pipe as their standard input. It closes when this process ends.
+        self._pipe: tuple[int, ...] = os.pipe()
 
     def start(self, name: str, arguments: list[str]) -> PlacedProcess:
         path = self.folder / "logs" / f"{name}.log"
@@ -105,13 +109,13 @@ class ThisMachine:
             return forked or self._launch(arguments, alive, log, subprocess.STDOUT)
 
     def command(self, arguments: list[str]) -> list[str]:
-        """What is run for a process's arguments."""
+        """Return the command line for a process's arguments."""
         return [*COMMAND, *arguments]
 
     def _launch(
         self, arguments: list[str], standard: int, output: int | IO[bytes], errors: int | IO[bytes]
     ) -> subprocess.Popen[bytes]:
-        """One way for all: what is forked must have the environment of what is not."""
+        """Launch a process or the fork server, whose children inherit the same environment."""
         return LaunchedProcess(
             self.command(arguments),
             bufsize=0,
@@ -124,11 +128,13 @@ class ThisMachine:
         )
 
     def _fork_server(self) -> ForkServer | None:
-        """Saves seconds, and nothing depends on it: a machine at its limit starts without it."""
+        """Start a fork server; return `None` on failure, because it only saves time."""
         try:
             return ForkServer(self._start_server, self.folder / RUN_FILE)
         except OSError as error:
-            logger.warning("no fork server can be started (%s): processes import alone", error)
+            logger.warning(
+                "the fork server cannot be started (%s); each process imports torch itself", error
+            )
             return None
 
     def _start_server(self, arguments: list[str], orders: socket.socket) -> subprocess.Popen[bytes]:
@@ -151,9 +157,10 @@ class ThisMachine:
 
 @contextlib.contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """Ctrl-C and SIGTERM take effect at the end of the block, not between a process and its name.
+    """Defer Ctrl-C and SIGTERM to the end of the block.
 
-    The handlers are exchanged; blocking the signals would be inherited by the process.
+    Otherwise a signal could come after a process has started and before its id is stored. The
+    handlers are replaced; a started process would inherit a block of the signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

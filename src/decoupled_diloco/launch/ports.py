@@ -1,4 +1,4 @@
-"""Ports that shards are to listen on."""
+"""Ports for shards to listen on."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ ANY = "Choose other ports with --set syncer.port=…, or any free ones with sync
 
 
 def free_ports(host: str, wanted: Sequence[int], choose: str = ANY) -> list[int]:
-    """The same ports; in the place of 0, one that is free.
+    """Return the wanted ports, with a free port instead of each 0.
 
     Args:
-        host: Where to listen.
+        host: The address to listen on.
         wanted: The ports.
-        choose: How to choose other ones, in words.
+        choose: The end of an error message: how to choose other ports.
 
     Raises:
-        TransportError: one is taken, or the host is no address of this machine.
+        TransportError: A port is taken, or the host is not an address of this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with contextlib.ExitStack() as stack:
@@ -36,13 +36,13 @@ def free_ports(host: str, wanted: Sequence[int], choose: str = ANY) -> list[int]
             except OSError as error:
                 where = url_of(host, port).removeprefix("http://")
                 raise TransportError(
-                    f"a shard cannot listen on {where}: {error.strerror}: {_way_out(error, choose)}"
+                    f"a shard cannot listen on {where}: {error.strerror}: {_fix(error, choose)}"
                 ) from error
             ports.append(each.getsockname()[1])
         return ports
 
 
-def _way_out(error: OSError, choose: str) -> str:
+def _fix(error: OSError, choose: str) -> str:
     if error.errno in (errno.EADDRINUSE, errno.EACCES):
-        return f"is another run still there? {choose}"
+        return f"is another run still running? {choose}"
     return "set syncer.host to an address of this machine, or 0.0.0.0 for all of them"

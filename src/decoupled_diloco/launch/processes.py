@@ -1,4 +1,4 @@
-"""What the processes of a run are called, and what all of them do."""
+"""Names of the processes of a run, and functions that all of them use."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ LOGGER = "logger"
 
 
 def process_of(shard: int, *, standby: bool) -> str:
-    """What a process of a shard is called."""
+    """Return the name of a shard's process."""
     return f"shard-{shard}-standby" if standby else f"shard-{shard}"
 
 
 def evaluator_name(config: RunConfig) -> str:
-    """A name of its own, since a second one of the same name would take over from the first.
+    """Return a unique name: a second evaluator with the same name would take over from the first.
 
-    Where ids have secrets or certificates there is one evaluator, by the name that they are for.
+    If ids have secrets or certificates, the run has one evaluator, with the name that they are for.
     """
     if config.syncer.principals_file is not None or config.tls.client_ca_cert is not None:
         return EVALUATOR
@@ -38,7 +38,10 @@ def evaluator_name(config: RunConfig) -> str:
 
 
 def reopen_claims(folder: Path, config: RunConfig) -> None:
-    """The claims of an earlier launch, whose processes are all gone, do not say it is over."""
+    """Reopen the shards' claims of an earlier launch: they must not mark this launch as ended.
+
+    Call it only when all processes of the earlier launch are gone.
+    """
     syncer = config.syncer
     if syncer.standby:
         (folder / CLAIMS).mkdir(exist_ok=True)
@@ -48,20 +51,23 @@ def reopen_claims(folder: Path, config: RunConfig) -> None:
 
 
 def open_tape(
-    folder: Path, who: str, header: Mapping[str, Any], *, file: str | None = None
+    folder: Path, name: str, header: Mapping[str, Any], *, file: str | None = None
 ) -> TapeWriter:
-    """A process's tape in a run folder; a full disk ends it, and nothing else.
+    """Open a process's tape in a run folder; its write errors are logged and not raised.
 
     Args:
-        file: Name of the file; default: ``who``. Two processes that act for one shard in turns
-            have a file each.
+        folder: The run folder.
+        name: Name of the process.
+        header: JSON values for the start record.
+        file: Name of the file. Default: ``name``. The two processes of a shard with a standby have
+            separate files.
     """
-    path = folder / "tape" / f"{file or who}.jsonl"
-    return TapeWriter(path, who, header, on_failure=lambda error: logger.error("%s", error))
+    path = folder / "tape" / f"{file or name}.jsonl"
+    return TapeWriter(path, name, header, on_failure=lambda error: logger.error("%s", error))
 
 
 def stop_with_parent() -> None:
-    """Ends this process when its standard input is closed: the launcher is gone."""
+    """Watch standard input, and end this process when it closes: the launcher is gone."""
 
     def watch() -> None:
         while os.read(0, 4096):

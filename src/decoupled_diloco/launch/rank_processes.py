@@ -1,14 +1,14 @@
 """The ranks of one learner as processes of this machine.
 
-The process that the supervisor has started becomes their *head*: it trains nothing, passes SIGTERM
-on to rank 0, which has the others stop at the same step, and ends all as soon as one fails. What it
-ends with is the learner's exit code, and who starts the learner again is the supervisor alone: each
-life has new processes and a new store to meet in. All are in the head's process group, and end when
-it does, however it ends.
+The process that the supervisor has started becomes the ranks' *head*, which does not train. It
+forwards SIGTERM to rank 0, which stops all ranks at the same step. If one rank fails, the head ends
+the others. It exits with the learner's exit code, and only the supervisor restarts the learner.
+After each restart the ranks are new processes with a new rendezvous store. All are in the head's
+process group, and they end with the head even if it is killed.
 
-Ranks are told what torchrun tells its workers, so a learner whose ranks torchrun has started, on
-one machine or on several, needs no head. Nor do the tasks of a step of Slurm, if they are as many:
-they take their places from what Slurm tells them, and srun ends with the highest exit code.
+Ranks have the environment of torchrun's workers. Therefore a learner whose ranks torchrun has
+started, on one or several machines, needs no head. A Slurm step with one task per rank needs none
+either: the tasks read their ranks from Slurm's environment, and srun returns the highest exit code.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import NoReturn
 from decoupled_diloco.errors import FINAL_EXIT_CODES
 
 GRACE_SECONDS = 5
-"""How long the other ranks may take to end after one has failed."""
+"""Time that the other ranks have to end after one has failed; then the head kills them."""
 
 STOP_WITH_PARENT = "--stop-with-parent"
 
@@ -38,9 +38,12 @@ def is_rank() -> bool:
 
 
 def take_place_in_step(ranks: int) -> bool:
-    """Makes this process a rank if it is a task of a Slurm step of so many; whether it is.
+    """Make this process a rank if it is a task of a Slurm step with one task per rank.
 
-    They meet at MASTER_ADDR and MASTER_PORT, where rank 0 listens.
+    The ranks connect to MASTER_ADDR and MASTER_PORT, where rank 0 listens.
+
+    Returns:
+        Whether this process is a rank now.
     """
     if ranks == 1 or os.environ.get("SLURM_STEP_NUM_TASKS") != str(ranks):
         return False
@@ -51,30 +54,31 @@ def take_place_in_step(ranks: int) -> bool:
 
 
 def become_ranks(ranks: int, watch: Callable[[], None] | None) -> None:
-    """Starts the ranks; returns in each of them, whose standard input closes when the head ends.
+    """Start the ranks and return in each of them; the head does not return.
 
-    Ranks are forked where this process has itself been forked from one that had imported torch;
-    else they are processes of the same command line.
+    A rank's standard input closes when the head ends. If this process has imported torch, the
+    ranks are forked. Otherwise they are new processes with the same command line.
 
     Args:
-        watch: Begins to look whether the head is to end, once there is one.
+        ranks: The number of ranks.
+        watch: Called in the head after the ranks are started; starts to watch for its end.
     """
     alive, ends = os.pipe()
     with socket.create_server((HOST, 0), backlog=ranks) as meeting:
         port = meeting.getsockname()[1]
         pids: list[int] = []
         for rank in range(ranks):
-            told = _told(rank, ranks, port)
+            environment = _environment(rank, ranks, port)
             if "torch" not in sys.modules:
-                pids.append(_spawn(told, alive))
+                pids.append(_spawn(environment, alive))
                 continue
             pid = os.fork()
             if pid == 0:
                 os.dup2(alive, 0)
                 os.close(alive)
                 os.close(ends)
-                os.environ.update(told)
-                signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's comes by the head
+                os.environ.update(environment)
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # the head handles Ctrl-C
                 return
             pids.append(pid)
         os.close(alive)
@@ -83,35 +87,35 @@ def become_ranks(ranks: int, watch: Callable[[], None] | None) -> None:
         _lead(pids, meeting)
 
 
-def _told(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """The environment of a rank, as torchrun makes it."""
+def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """Return a rank's environment variables, as torchrun sets them."""
     return {
         **_numbers(rank, rank, ranks, ranks),
         "MASTER_ADDR": HOST,
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the head's; rank 0 opens none
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # use the head's store; rank 0 opens none
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
 
 
 def _numbers(rank: int, local: int, ranks: int, here: int) -> dict[str, str]:
     numbers = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": here}
-    told = {name: str(number) for name, number in numbers.items()}
-    return {**told, "TORCHELASTIC_RUN_ID": "ddiloco"}
+    variables = {name: str(number) for name, number in numbers.items()}
+    return {**variables, "TORCHELASTIC_RUN_ID": "ddiloco"}
 
 
-def _spawn(told: Mapping[str, str], alive: int) -> int:
+def _spawn(environment: Mapping[str, str], alive: int) -> int:
     command = sys.orig_argv if STOP_WITH_PARENT in sys.argv else [*sys.orig_argv, STOP_WITH_PARENT]
     return os.posix_spawn(
         sys.executable,
         command,
-        {**os.environ, **told},
+        {**os.environ, **environment},
         file_actions=[(os.POSIX_SPAWN_DUP2, alive, 0)],
     )
 
 
 def _lead(pids: list[int], meeting: socket.socket) -> NoReturn:
-    """Waits for all ranks, and ends as the first that failed."""
+    """Wait for all ranks, and exit with the code of the first failed one."""
 
     def end_all(number: int, frame: FrameType | None) -> None:
         for pid in living:
@@ -146,7 +150,10 @@ def _send(pid: int, number: int) -> None:
 
 
 def _serve(meeting: socket.socket, ranks: int) -> object:
-    """Where the ranks find one another. Its threads begin after all forks."""
+    """Serve the ranks' rendezvous store.
+
+    Call it after all forks: it starts threads, and a fork would copy their locks.
+    """
     from torch._C._distributed_c10d import TCPStore
 
     return TCPStore(
@@ -160,7 +167,12 @@ def _serve(meeting: socket.socket, ranks: int) -> object:
 
 
 def _exit_code(failed: list[int]) -> int:
-    """Of the ranks that failed, in order: what keeps a learner down, or the first one's code."""
+    """Return the learner's exit code.
+
+    Args:
+        failed: Exit codes of the failed ranks, in order. A code that prevents a restart takes
+            precedence; otherwise the first one counts.
+    """
     final = [code for code in FINAL_EXIT_CODES if code in failed]
     first = next(iter([*final, *failed]), 0)
     return first if first >= 0 else 128 - first

@@ -1,8 +1,8 @@
-"""Going on with a run in its folder after all of its processes have ended.
+"""Resume a run from its folder after all of its processes have ended.
 
-Nothing is begun anew: every process takes up its newest durable state (shards their checkpoints and
-journals, the coordinator its file, learners their own checkpoints), epochs and terms are raised as
-after any restart, and tapes are appended to.
+Every process loads its newest durable state: shards their checkpoints and journals, the coordinator
+its file, learners their own checkpoints. Incarnations and terms increase as after any restart.
+Tapes are appended to.
 """
 
 from __future__ import annotations
@@ -50,18 +50,24 @@ LEARNERS = "learners"
 """The folder of the learners' own checkpoints in the run folder."""
 
 TAPE_BYTES = 1 << 20
-"""How much of the end of an event log is read."""
+"""Bytes that are read from the end of a tape."""
 
 COPY_BYTES = 1 << 24
-"""Of a shard's part in memory at a time."""
+"""Bytes of a shard's file that are in memory at a time while it is copied."""
 
 GOING_BACK = "going-back"
-"""The file that names the checkpoint while a run is being put back to it."""
+"""The file that names the checkpoint while a run is being reset to it."""
 
 
 @dataclass(frozen=True)
 class RunStanding:
-    """How far a run has come, by what is in its folder; no phase: no learner has joined."""
+    """The progress of a run, according to its folder.
+
+    Attributes:
+        phase: The phase of the coordinator; `None` if no learner has joined.
+        faults: The number of faults that the launcher has injected.
+        weights: The file with the result, if it exists.
+    """
 
     phase: Phase | None
     faults: int
@@ -73,16 +79,21 @@ class RunStanding:
 
 
 def standing_of(folder: Path, config: RunConfig) -> RunStanding:
-    """Reads how far the run in a folder has come, given the settings it is to go on with.
+    """Return the progress of the run in a folder.
+
+    Args:
+        folder: The run folder.
+        config: The settings to continue with.
 
     Raises:
         StorageError: The coordinator's state cannot be read.
-        ConfigError: It is of a run with other settings, or shards keep nothing.
+        ConfigError: The state is of a run with other settings, or the shards kept no state.
     """
     kept = read_state(folder, config)
     if kept is not None and not config.syncer.persist:
         raise ConfigError(
-            f"the run in {folder} kept nothing, because syncer.persist is false: begin a new one"
+            f"the run in {folder} cannot be resumed: syncer.persist=false, so the shards kept no "
+            "state: start a new run"
         )
     launcher = folder / "tape" / "launcher.jsonl"
     faults = 0
@@ -94,10 +105,10 @@ def standing_of(folder: Path, config: RunConfig) -> RunStanding:
 
 
 def require_whole(folder: Path, config: RunConfig) -> None:
-    """Refuses to resume a run of which a part is missing: not copied, or on a disk that is lost.
+    """Check that a run to resume lacks no file: not copied, or on a lost disk.
 
-    What is missing would be replaced without a word: the weights by those of the learner that
-    joins first. What a learner keeps of itself may be missing: then it starts without it.
+    Missing files would be replaced silently: weights by those of the first learner that joins. A
+    learner's own checkpoint may be missing; the learner then starts without it.
 
     Raises:
         StorageError: A file is missing or truncated.
@@ -114,7 +125,7 @@ def require_whole(folder: Path, config: RunConfig) -> None:
         token = folder / "token"
         if config.tls.client_ca_cert is None and not exists(token):
             raise StorageError(
-                _refusal(folder, f"{token} does not exist, and its learners present what it held")
+                _refusal(folder, f"{token} does not exist, and its learners present that token")
             )
     if kept.phase not in ("running", "finished"):
         return
@@ -125,20 +136,20 @@ def require_whole(folder: Path, config: RunConfig) -> None:
 
 
 def _require_no_trace(folder: Path, has_published: bool) -> None:
-    """Raises unless a run without a coordinator's state has never begun."""
-    traces = [file for part in (DURABLE, LEARNERS) for file in _files_below(folder / part)]
+    """Raise `StorageError` if a run without a coordinator's state has already started."""
+    traces = [file for name in (DURABLE, LEARNERS) for file in _files_below(folder / name)]
     traces += checkpoint_folders(folder)
     if exists(folder / LEDGER):
         traces.append(folder / LEDGER)
     if traces or has_published:
         trace = traces[0] if traces else f"{folder}/tape"
         raise StorageError(
-            _refusal(folder, f"{folder / STATES} has no state, though {trace} is of a started run")
+            _refusal(folder, f"{folder / STATES} has no state, but {trace} is of a started run")
         )
 
 
 def _files_below(folder: Path) -> list[Path]:
-    """The files in the folders of a folder."""
+    """Return the checkpoints and journals in the folders of a folder."""
     below = [each for path in names_in(folder) if is_folder(path) for each in names_in(path)]
     return sorted(path for path in below if path.suffix in (".safetensors", ".journal"))
 
@@ -154,7 +165,7 @@ def _refusal(folder: Path, problem: str) -> str:
 
 
 def _published(folder: Path, shard: int) -> dict[int, Version]:
-    """The newest versions that a shard has sent to learners, by the ends of its event logs."""
+    """Return the newest version of each fragment that a shard has published, from its tapes."""
     found: dict[int, Version] = {}
     for name in (process_of(shard, standby=standby) for standby in (False, True)):
         for line in _last_lines(folder / FOLDER_NAME / f"{name}.jsonl"):
@@ -181,37 +192,49 @@ def _last_lines(path: Path) -> list[bytes]:
 
 
 def require_over(folder: Path) -> None:
-    """Spares a run that can go on: its learners would be refused by a new one's secret.
+    """Check that a run in a folder cannot be resumed, so that a new run may replace it.
+
+    A new run would have a new secret and reject the learners of the old one.
 
     Raises:
-        ConfigError: It has not ended.
+        ConfigError: The run has not ended.
         StorageError: The coordinator's state cannot be read.
     """
     config = load_config(folder / RUN_FILE)
     if not config.syncer.persist:
-        return  # it has kept nothing to go on from
+        return  # it kept no state to resume from
     standing = standing_of(folder, config)
     if standing.phase is not None and not standing.is_finished:
         raise ConfigError(
-            f"the run in {folder} has not ended: ddiloco syncer --resume {folder} goes on with it, "
-            "and so do its learners; --new moves it aside and begins a new one, with a new secret"
+            f"the run in {folder} has not ended: resume it with ddiloco syncer --resume {folder}, "
+            "and its learners continue; or move it aside with --new and start a new run, which has "
+            "a new secret"
         )
 
 
 def go_back(folder: Path, config: RunConfig, which: str) -> str:
-    """Puts a run back to a consistent checkpoint, "last" or its number; what is newer is set aside.
+    """Reset a run to a consistent checkpoint, and set newer files aside.
 
-    A last one that is torn or corrupt is named, and the one before it is used. Says what was done.
-    A process or a machine may fail at any instant: until everything is on the disk, `half_way`
-    names the checkpoint, and going back again completes it.
+    A process or a machine may fail at any instant. Until everything is on the disk, `half_way`
+    returns the checkpoint, and a second call completes the first.
+
+    Args:
+        folder: The run folder.
+        config: The settings to continue with.
+        which: The number of a checkpoint, or "last". If the last one is torn or corrupt, the one
+            before it is used.
+
+    Returns:
+        A description of what was done, with the checkpoints that could not be used.
 
     Raises:
-        ConfigError: ``which`` is neither.
-        StorageError: There is no such checkpoint, whole; or the folder cannot be changed.
+        ConfigError: ``which`` is not valid, or the run has standbys.
+        StorageError: The checkpoint is missing or not whole, or the folder cannot be changed.
     """
     if config.syncer.standby:
-        raise ConfigError("--checkpoint is not built for runs with syncer.standby: leave it out")
+        raise ConfigError("--checkpoint cannot be combined with syncer.standby: leave it out")
     manifest, problems = _chosen(folder, which)
+    # Written first and removed last: a reset that is interrupted in between must be completed.
     write_text(folder / GOING_BACK, str(manifest.number))
     aside = _free(folder / "set-aside")
     try:
@@ -223,16 +246,16 @@ def go_back(folder: Path, config: RunConfig, which: str) -> str:
         raise
     except OSError as error:
         raise StorageError(
-            f"{folder} cannot be put back to checkpoint {manifest.number} ({error}): free space or "
-            "correct its permissions, and resume it again, which completes this"
+            f"{folder} cannot be reset to checkpoint {manifest.number} ({error}): free disk space "
+            "or correct the permissions, and resume the run again, which completes the reset"
         ) from error
     missing = f", without {', '.join(manifest.missing)}" if manifest.missing else ""
-    words = f"back to checkpoint {manifest.number}{missing}; what is newer is in {aside}"
+    words = f"back to checkpoint {manifest.number}{missing}; newer files are in {aside}"
     return "; ".join([*problems, words])
 
 
 def _put_processes_back(folder: Path, manifest: Manifest, aside: Path) -> None:
-    """Gives shards and learners their parts; all of it is on the disk when this returns."""
+    """Restore the files of shards and learners; they are on the disk when this returns."""
     disk = runtime().disk
     for part in manifest.shards:
         durable = folder / DURABLE / part.who
@@ -256,7 +279,7 @@ def _put_processes_back(folder: Path, manifest: Manifest, aside: Path) -> None:
 
 
 def half_way(folder: Path) -> str:
-    """The checkpoint that an interrupted run was being put back to; empty: there is none."""
+    """Return the checkpoint of an interrupted reset of a run; empty if there is none."""
     file = folder / GOING_BACK
     return file.read_text() if file.exists() else ""
 
@@ -282,13 +305,17 @@ def _chosen(folder: Path, which: str) -> tuple[Manifest, list[str]]:
     raise StorageError(
         f"{folder} has no whole {wanted} to go back to"
         f"{''.join(f'; {problem}' for problem in problems)}: "
-        f"{f'give one of {others}, or ' if others else ''}leave --checkpoint out to go on with "
-        "the newest state of every process"
+        f"{f'choose one of {others}, or ' if others else ''}leave --checkpoint out to continue "
+        "with the newest state of every process"
     )
 
 
 def _check_learners(folder: Path, manifest: Manifest) -> None:
-    """Learners' parts, as far as they are here; one that trains elsewhere has its own."""
+    """Check the learners' checkpoints that are in this folder; other learners run elsewhere.
+
+    Raises:
+        StorageError: One is missing or corrupt.
+    """
     for part in manifest.learners:
         own = folder / LEARNERS / part.who
         if own.exists():
@@ -298,12 +325,15 @@ def _check_learners(folder: Path, manifest: Manifest) -> None:
                 if run_checkpoint_of(file) == manifest.number
             ]
             if not files:
-                raise StorageError(f"{own} lacks its part of checkpoint {manifest.number}")
+                raise StorageError(f"{own} has no file of checkpoint {manifest.number}")
             LearnerCheckpoint.read(files[0])
 
 
 def _put_coordinator_back(folder: Path, config: RunConfig, manifest: Manifest) -> None:
-    """Its part, with every epoch, term and lease number that was ever given out."""
+    """Restore the coordinator's state, but keep all incarnations, terms and lease numbers.
+
+    They must not be reused: learners, tapes and journals already contain them.
+    """
     newest = read_state(folder, config)
     ledger = DataLedger(folder, LeaseBook())
     if newest is not None:
@@ -318,7 +348,7 @@ def _put_coordinator_back(folder: Path, config: RunConfig, manifest: Manifest) -
 
 
 def _move(source: Path, target: Path) -> None:
-    """Moves a file or a folder, one name after the other; the disk has the new ones."""
+    """Move a file or a folder, one name after the other; sync the new names to the disk."""
     disk = runtime().disk
     if disk.is_folder(source):
         disk.make_folder(target)
@@ -343,12 +373,16 @@ logger = logging.getLogger(__name__)
 
 
 def keep_the_rest(run: Path, learners: Iterable[str], weights: Path) -> None:
-    """Leaves of each learner's ordinary checkpoints the newest, without what the weights have.
+    """Keep only the newest ordinary checkpoint of each learner, without the weights of the result.
 
-    The weights are in the result, so a learner's own checkpoint need not have them twice more: what
-    it needs to train on, should the budget be raised, is its inner optimizer and its user's
-    objects. With AdamW that is half of a checkpoint, and no second one is kept, as nothing is being
-    written any more. ``learners``: those whose processes have ended.
+    To continue after the budget is raised, a learner needs its inner optimizer and its user's
+    objects; the result already has the weights. With AdamW this is half of a checkpoint. An older
+    checkpoint protects against a torn write, and nothing writes any more.
+
+    Args:
+        run: The run folder.
+        learners: The learners whose processes have ended.
+        weights: The file with the result.
     """
     try:
         names = load_weights(weights).keys()
@@ -358,4 +392,4 @@ def keep_the_rest(run: Path, learners: Iterable[str], weights: Path) -> None:
             if newest is not None and newest.fragments:
                 folder.save(newest.rest(names))
     except StorageError as error:
-        logger.warning("%s: the learners' checkpoints stay as they are", error)
+        logger.warning("%s; the learners' checkpoints are not reduced", error)

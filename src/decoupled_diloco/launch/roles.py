@@ -1,4 +1,4 @@
-"""What a learner with a workload and the evaluator do."""
+"""Run a learner with a built-in or user-defined workload, and the evaluator."""
 
 from __future__ import annotations
 
@@ -57,19 +57,19 @@ from decoupled_diloco.workloads.workload import Placed
 logger = logging.getLogger(__name__)
 
 EVALUATOR_NICENESS = 10
-"""An evaluation may take longer; a learner's step on the same core should not."""
+"""Niceness of the evaluator, so that it does not slow a learner's step on the same core."""
 
 EVALUATOR_GIVES_UP_SECONDS = 15.0
-"""An evaluator that was started too late finds no syncer; its supervisor starts it again."""
+"""Time without any shard after which the evaluator ends; its supervisor restarts it."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """What a process has of its learner.
+    """One rank's share of its learner.
 
     Attributes:
         model: Its part of the model.
-        ranks: How many processes there are.
+        ranks: The number of ranks of the learner.
         share: Its part of the learner's data.
     """
 
@@ -84,13 +84,22 @@ def _built(workload: Workload) -> torch.nn.Module:
 
 @dataclass(frozen=True)
 class Seat:
-    """How a role takes part from where it runs: this machine, or a virtual one."""
+    """The backend of a role, on a real or virtual machine.
+
+    Attributes:
+        learner: Creates a `Learner`.
+        observer: Creates an `Observer`.
+        workload: Creates the workload.
+        cut: Divides the model among the ranks and returns this rank's share.
+        pace: Awaited in each step before the model changes; real steps take their own time.
+        open_tape: Opens an event tape; see `processes.open_tape`.
+        model: Creates the model.
+    """
 
     learner: Callable[..., Coroutine[Any, Any, Learner]]
     observer: Callable[..., Coroutine[Any, Any, Observer]]
     workload: Callable[[RunConfig], Workload]
     cut: Callable[[RunConfig, int, Workload, torch.nn.Module], Cut]
-    # awaited in each step, before the model is touched; here steps take their own time
     pace: Callable[[], Coroutine[Any, Any, None]]
     open_tape: Callable[[Path, str, Mapping[str, Any]], TapeWriter]
     model: Callable[[Workload], torch.nn.Module] = _built
@@ -107,7 +116,15 @@ async def _observer(model: torch.nn.Module, syncer: tuple[str, ...], **named: An
 def _seat_at(
     shared: Path | None, folder: Path, name: str, token: str | None, tls: TLSConfig | None
 ) -> Seat:
-    """This machine; where the shards are is looked up in a run folder that theirs shares."""
+    """Return the backend of this machine.
+
+    Args:
+        shared: The shards' run folder, if this machine shares it; their addresses are read there.
+        folder: The run folder of this process.
+        name: Name of the process.
+        token: Its auth token.
+        tls: Its CA and certificate.
+    """
 
     def client() -> HttpClient:
         return HttpClient(
@@ -142,7 +159,7 @@ def _cut(config: RunConfig, index: int, workload: Workload, model: torch.nn.Modu
 
 
 HERE = Seat(_learner, _observer, workload_of, _cut, _at_once, open_tape)
-"""This machine."""
+"""The backend of this machine."""
 
 
 def run_learner(
@@ -156,17 +173,24 @@ def run_learner(
     tls: TLSConfig | None = None,
     termination: Termination | None = None,
 ) -> None:
-    """Trains one learner's part of the workload until the run ends, or until it is told to go.
+    """Train one learner's part of the workload until the run ends or a stop is requested.
 
-    Of a learner of several ranks each process calls it, with the environment that torchrun gives.
+    In a learner with several ranks, each process calls this function, with torchrun's environment.
 
     Args:
-        shared: The run folder, if it is to say where the shards are whenever they are dialled.
+        config: The run's settings.
+        index: The number of the learner.
+        syncer: Addresses of shards.
+        folder: The run folder on this machine.
+        token: The auth token.
+        shared: The shards' run folder, if their addresses are read there whenever they are dialed.
+        tls: CA and certificate.
+        termination: Where a stop is requested. Default: SIGTERM and SIGINT.
 
     Raises:
-        Error: the run refuses this learner, the syncer was out of reach for too long, a rank is
-            gone, or there are not as many as the settings say.
-        KeyboardInterrupt: it was told to go.
+        DilocoError: The run rejects this learner, the syncer was unreachable for too long, a rank
+            has died, or the number of ranks differs from the settings.
+        KeyboardInterrupt: A stop was requested.
     """
     torch.set_num_threads(config.learner.threads)
     asked = termination or SignalledTermination()
@@ -184,7 +208,7 @@ BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
 
 @contextlib.contextmanager
 def _process_group(ranks: int, device: torch.device) -> Iterator[None]:
-    """The ranks of this learner, as long as the block lasts."""
+    """Connect the ranks of this learner for the duration of the block."""
     if ranks == 1:
         yield
         return
@@ -192,7 +216,7 @@ def _process_group(ranks: int, device: torch.device) -> Iterator[None]:
     if dist.get_world_size() != ranks:
         raise ConfigError(
             f"this learner has {dist.get_world_size()} processes, but ranks={ranks} in [learner]: "
-            "start as many (torchrun --nproc-per-node), or change ranks"
+            "start that number (torchrun --nproc-per-node), or change ranks"
         )
     yield
     dist.destroy_process_group()
@@ -209,18 +233,19 @@ async def learn(
     token: str | None,
     tls: TLSConfig | None = None,
 ) -> None:
-    """What the process of a learner does; see `run_learner`."""
+    """Run a learner with a backend; see `run_learner`."""
     if index < 0 or (index >= config.run.learners and not config.data.elastic):
         raise ConfigError(
-            f"index={index} is no learner of this run: 0 to {config.run.learners - 1}, or raise "
-            "learners, or leave data.elastic=true, so that there may be any number"
+            f"index={index} is not a learner of this run: use 0 to {config.run.learners - 1}, "
+            "raise learners, or set data.elastic=true, which allows any number of learners"
         )
     workload = seat.workload(config)
     cut = seat.cut(config, index, workload, seat.model(workload))
     model, ranks = cut.model, cut.ranks
     optimizer = workload.optimizer(model)
     for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"]  # what is kept of it, and put back, is a scheduled rate
+        # A restored optimizer contains a scheduled rate in "lr", so the base rate is kept here.
+        group["initial_lr"] = group["lr"]
     name = f"learner-{index}"
     logger.info("%s trains on %s in %s", name, device_text(model), config.learner.precision)
     if isinstance(workload, Placed):
@@ -253,7 +278,8 @@ async def learn(
     ) as learner:
         _require_same_work(read_settings(learner.run_config), config)
         if learner.incarnation == 1:
-            position.batches = 0  # only a learner that has lost its position takes another's
+            # A new learner may have received another learner's position with its state.
+            position.batches = 0
         termination.at_boundary(learner.request_stop)
         next_batch: Callable[[], Awaitable[Batch]]
         if config.data.elastic:
@@ -269,7 +295,7 @@ async def learn(
 
 
 def in_turn(batches: Iterator[Batch]) -> Callable[[], Awaitable[Batch]]:
-    """What gives the next batch, and never waits."""
+    """Return an awaitable version of `next`, which never waits."""
 
     async def next_batch() -> Batch:
         return next(batches)
@@ -280,26 +306,30 @@ def in_turn(batches: Iterator[Batch]) -> Callable[[], Awaitable[Batch]]:
 def fixed_batches(
     config: RunConfig, workload: Workload, index: int, position: Position, share: DataShare
 ) -> Iterator[Batch]:
-    """This rank's batches of a learner's fixed part, from where its last life was."""
-    logger.info("learner-%d begins at batch %d of its data", index, position.batches)
+    """Yield this rank's batches of a learner's fixed partition, from ``position`` on."""
+    logger.info("learner-%d starts at batch %d of its data", index, position.batches)
     batches = workload.batches(index, config.run.learners, position.batches + share.part)
     for batch in islice(batches, 0, None, share.parts):
-        position.advance(share.parts)  # a checkpoint of the step that trains it counts it
+        position.advance(share.parts)  # before the step: its checkpoint includes this batch
         yield batch
 
 
 def _require_same_work(theirs: RunConfig, ours: RunConfig) -> None:
-    """What a learner takes from its own file must be what the run's other learners have."""
+    """Check that the settings a learner reads from its own file are equal to the syncer's.
+
+    Raises:
+        ConfigError: They differ.
+    """
     difference = difference_of_work(ours, theirs)
     if difference:
         raise ConfigError(
-            f"this learner's file is not the syncer's: {difference}: give both the same file"
+            f"this learner's file differs from the syncer's: {difference}: use the same file"
         )
 
 
 @dataclass
 class Training:
-    """The training loop of the built-in workloads."""
+    """The training loop of workloads."""
 
     workload: Workload
     model: torch.nn.Module
@@ -321,27 +351,27 @@ class Training:
     async def run(
         self, next_batch: Callable[[], Awaitable[Batch]], termination: Termination
     ) -> None:
-        """Trains until the run ends; when told to go, until the next boundary.
+        """Train until the run ends or, when a stop is requested, until the next boundary.
 
-        Several ranks have to stop at the same one: `Learner._take_step` tells all of them when.
+        Several ranks must stop at the same boundary: `Learner._take_step` returns false on all.
         """
         try:
             await self._run(next_batch, termination)
         except (RuntimeError, OSError, EOFError) as error:
-            # A signal to the process group also ends the workers of a DataLoader, which raises.
+            # A signal to the process group also ends a DataLoader's workers, and then it raises.
             if not (is_death_of_worker(error) and await self.learner._ends_in_order(error)):
                 raise
 
     async def _run(
         self, next_batch: Callable[[], Awaitable[Batch]], termination: Termination
     ) -> None:
-        goes_on = True
-        while goes_on and not (termination.asked and self.ranks == 1):
+        continues = True
+        while continues and not (termination.asked and self.ranks == 1):
             batch = await next_batch()
             await self.pace()
-            tokens = self.workload.tokens(batch)  # on the CPU: counting makes no GPU wait
+            tokens = self.workload.tokens(batch)  # still on the CPU: no wait for a GPU
             loss = self._train_on(batch)
-            goes_on = await self.learner._take_step(loss, tokens)
+            continues = await self.learner._take_step(loss, tokens)
 
     def _train_on(self, batch: Batch) -> torch.Tensor:
         factor = self.workload.schedule(self.learner.global_step)
@@ -354,7 +384,7 @@ class Training:
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()  # the learner reads it later: on a GPU nothing waits for it here
+        return loss.detach()  # the learner reads it later, so the host does not wait for a GPU here
 
 
 def run_evaluator(
@@ -366,7 +396,7 @@ def run_evaluator(
     shared: Path | None = None,
     tls: TLSConfig | None = None,
 ) -> None:
-    """Scores the published weights on held-out data until the run is over; see `run_learner`."""
+    """Evaluate the published weights on held-out data until the run ends; see `run_learner`."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGTERM, interrupt)
     os.nice(EVALUATOR_NICENESS)
@@ -383,7 +413,7 @@ async def evaluate(
     token: str | None,
     tls: TLSConfig | None = None,
 ) -> None:
-    """What the process of an evaluator does; see `run_evaluator`."""
+    """Run an evaluator with a backend; see `run_evaluator`."""
     workload = seat.workload(config)
     model = seat.model(workload)
     with seat.open_tape(folder, EVALUATOR, {"machine": "evaluator"}) as tape:
@@ -407,13 +437,13 @@ async def evaluate(
 
 
 def evaluate_result(config: RunConfig, *, folder: Path) -> None:
-    """Scores the weights of a run that is over, as the evaluator does where it sees the end.
+    """Evaluate the weights of a finished run, if its evaluator has not seen the end.
 
-    A short run may be over before its evaluator has joined, and an evaluator may fail.
+    A short run may end before its evaluator has joined, and an evaluator may fail.
 
     Raises:
-        StorageError: the folder has no weights.
-        ConfigError: they are not of this model.
+        StorageError: The folder has no weights.
+        ConfigError: They are not of this model.
     """
     torch.set_num_threads(1)
     found = find_weights(folder, config)

@@ -1,4 +1,4 @@
-"""The run folder: who may use it, and where things are in it.
+"""The run folder: its lock and its contents.
 
 ```
 RUN/run.toml  lock  token  addresses  host  launcher  coordinator/  logs/*.log
@@ -29,31 +29,31 @@ from decoupled_diloco.storage.shared_folder import reason_of
 from decoupled_diloco.tape.records import FOLDER_NAME, MERGED_NAME
 
 TOKEN, HIDDEN_TOKEN = "token", ".token"
-"""The file with the run's secret, and what its processes read before they listen."""
+"""The file with the run's token, and a hidden one that its processes read before they listen."""
 
 LAUNCHER = "launcher"
-"""The file with the launcher's process number, and the name of its machine."""
+"""The file with the launcher's process id and the name of its machine."""
 
 MADE = ("logs", FOLDER_NAME, "learners")
-"""The folders that every run folder has from the first."""
+"""Folders that every new run folder contains."""
 
 SHARED = ("claims", "durable")
-"""The folders that may be made beforehand: a storage that several machines share is there."""
+"""Folders that may exist before the run: mount points of a storage that several machines share."""
 
 
 class RunFolder:
-    """A run folder that this process and its children alone may use until they exit.
+    """A run folder that only this process and its children may use until they exit.
 
     Args:
-        path: Made if it does not exist. An earlier run of ours in it is moved aside to
-            ``<path>.1``, ``<path>.2``, …; a folder with anything else in it is left alone.
-        resume: Go on with the run that is in it instead.
-        spare: Called with the folder of an earlier run while no other process may use it; raises if
-            that run must not be moved aside.
+        path: The folder, which is created if it does not exist. An earlier run in it is moved aside
+            to ``<path>.1``, ``<path>.2``, …; a folder with other files in it is not changed.
+        resume: Continue the run in the folder instead.
+        spare: Called with the folder of an earlier run while it is locked; raises if that run must
+            not be moved aside.
 
     Raises:
-        ConfigError: another process is using it, or it is not empty and no run of ours.
-        StorageError: it cannot be made.
+        ConfigError: Another process uses the folder, or it is neither empty nor a run folder.
+        StorageError: It cannot be created.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class RunFolder:
             raise
         except OSError as error:
             raise StorageError(
-                f"the run folder {path} cannot be made: {error.strerror or error}"
+                f"the run folder {path} cannot be created: {error.strerror or error}"
             ) from error
 
     def _take(self) -> None:
@@ -80,7 +80,7 @@ class RunFolder:
             self._lock_or_refuse()
             if not (self.resumed or _is_unused(self._place)):
                 self._spare(self.path)
-                # Before the lock, which goes along, is let go: no other process may move it.
+                # Rename before the release: otherwise another process could move the folder too.
                 self.moved_to = self._place.rename(self._free_name())
                 self.release()
         self._place.mkdir(parents=True, exist_ok=True)
@@ -90,12 +90,12 @@ class RunFolder:
             (self.path / name).mkdir(exist_ok=True)
 
     def _require_ours_or_unused(self) -> None:
-        """Before anything is written: not even the lock belongs into a folder that is not ours."""
+        """Check the folder before any write: even a lock file must not go into a foreign folder."""
         require_ours_or_unused(self.path, resume=self.resumed)
         here = Path.cwd()
         if not (self.resumed or _is_unused(self._place)) and here.is_relative_to(self._place):
             raise ConfigError(
-                f"the run folder {self.path} has the current folder {here} in it, so the earlier "
+                f"the run folder {self.path} contains the current folder {here}, so the earlier "
                 "run cannot be moved aside: start the command in another folder"
             )
 
@@ -122,22 +122,25 @@ class RunFolder:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """What a child process must inherit, so that the folder is in use for as long as it lives.
+        """Descriptors that each child must inherit, so that the folder stays locked while it runs.
 
-        Else a run that begins after this process was killed would meet the children of the last.
+        Otherwise, after this process is killed, a new run could start while old children still run.
         """
         return () if self._lock is None else (self._lock.fileno(),)
 
-    def tell_launcher(self) -> None:
-        """Writes down who launched the run, for those who want to stop it."""
+    def record_launcher(self) -> None:
+        """Write this process's id and machine to the folder, for commands that stop the run."""
         write_text(self.path / LAUNCHER, f"{os.getpid()} {socket.gethostname()}\n")
 
     def token_file(self, *, shown: bool = True) -> Path:
-        """A secret of this run's own, readable by this user only; one that goes on keeps it.
+        """Create a token for this run, readable by this user only; a resumed run keeps its token.
 
         Args:
-            shown: Whether `token` is there at once. Otherwise the run's own processes read
-                another file until `show_token`, so that programs can wait for `token`.
+            shown: Whether to create the file `token` now. Otherwise the run's own processes read a
+                hidden file, and programs can wait for `token` until `show_token`.
+
+        Returns:
+            The file that the run's own processes read.
         """
         path, hidden = self.path / TOKEN, self.path / HIDDEN_TOKEN
         if self.resumed and path.exists():
@@ -147,11 +150,11 @@ class RunFolder:
             file.write(secrets.token_urlsafe(24) + "\n")
         if not shown:
             return hidden
-        hidden.replace(path)  # whole, or not there
+        hidden.replace(path)  # atomic: a reader never sees a partial token
         return path
 
     def show_token(self) -> None:
-        """Copies a token that is not shown yet to `token`, whole: the run can be joined now."""
+        """Copy a hidden token to `token`, atomically: learners can join from now on."""
         path, hidden = self.path / TOKEN, self.path / HIDDEN_TOKEN
         if not hidden.exists():
             return
@@ -173,40 +176,40 @@ class RunFolder:
 
 
 def _same_file(file: IO[str], path: Path) -> bool:
-    """Whether a lock is still at its place: another run may have moved the folder aside."""
+    """Whether a locked file is still at its path: another run may have moved the folder aside."""
     return path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
 
 
 def enter_run_folder(config: RunConfig) -> Path:
-    """The run folder of a process that is started by hand: made, and marked as a run's.
+    """Create and mark the run folder of a process that is started without a launcher.
 
-    Others may be using it, on this machine or on one that shares it.
+    Other processes may use it, on this machine or on another one that shares it.
 
     Raises:
-        ConfigError: it is not empty and no run of ours.
-        StorageError: it cannot be made.
+        ConfigError: It is neither empty nor a run folder.
+        StorageError: It cannot be created.
     """
     path = config.run.folder
     require_ours_or_unused(path)
     try:
         (_without_links(path) / FOLDER_NAME).mkdir(parents=True, exist_ok=True)
         if not (path / RUN_FILE).exists():
-            # Another process that comes at the same time has another name.
-            mine = path / f"{RUN_FILE}.{os.getpid()}"
-            mine.write_text(dump_config(config), encoding="utf-8")
-            mine.replace(path / RUN_FILE)
+            # Another process may do the same at this moment, with another process id in the name.
+            temporary = path / f"{RUN_FILE}.{os.getpid()}"
+            temporary.write_text(dump_config(config), encoding="utf-8")
+            temporary.replace(path / RUN_FILE)
     except OSError as error:
         raise StorageError(
-            f"the run folder {path} cannot be made: {error.strerror or error}"
+            f"the run folder {path} cannot be created: {error.strerror or error}"
         ) from error
     return path
 
 
 def require_ours_or_unused(path: Path, *, resume: bool = False) -> None:
-    """Nothing is moved, renamed or written where other files are.
+    """Check that a path does not exist, is an empty folder, or is a run folder.
 
     Raises:
-        ConfigError: it is a file, or a folder with something in it that is no run of ours.
+        ConfigError: It is a file, or a folder with other files.
     """
     place = _without_links(path)
     if not place.exists():
@@ -216,19 +219,19 @@ def require_ours_or_unused(path: Path, *, resume: bool = False) -> None:
             f"the run folder {path} is a file, not a folder: choose another with --set run.folder=…"
         )
     if not (_is_unused(place) or is_run_folder(place)):
-        way_out = (
-            "--resume takes the folder of a run, as runs/quickstart"
+        fix = (
+            "pass the folder of a run to --resume, such as runs/quickstart"
             if resume
-            else "choose another with --set run.folder=…, or move away what is in it"
+            else "choose another with --set run.folder=…, or move its files away"
         )
         raise ConfigError(
-            f"the run folder {path} is no run of ddiloco, but not empty, and is left as it is: "
-            f"{way_out}"
+            f"the run folder {path} is not empty and not a run of ddiloco, so it is not changed: "
+            f"{fix}"
         )
 
 
 def is_run_folder(path: Path) -> bool:
-    """Whether a folder is a run of ours: all of its settings are in it, and a tape."""
+    """Whether a folder contains a run: all tables of its settings, and tapes."""
     has_tape = (path / FOLDER_NAME).is_dir() or (path / MERGED_NAME).is_file()
     with contextlib.suppress(OSError, ValueError, RecursionError):  # TOML and UTF-8 both
         tables = tomllib.loads((path / RUN_FILE).read_text(encoding="utf-8"))
@@ -238,7 +241,7 @@ def is_run_folder(path: Path) -> bool:
 
 
 def _is_unused(path: Path) -> bool:
-    """Whether there is nothing in it but what `RunFolder` or `enter_run_folder` makes first."""
+    """Whether a folder contains only what `RunFolder` or `enter_run_folder` creates first."""
     return all(map(_is_made_first, path.iterdir()))
 
 
@@ -250,16 +253,16 @@ def _is_made_first(entry: Path) -> bool:
 
 
 def _without_links(path: Path) -> Path:
-    """Where a path leads; by the same name if it is there itself."""
+    """Return the target of a link; another path is returned unchanged if it has a usable name."""
     followed = Path(os.path.realpath(path))
     return followed if path.is_symlink() or path.name in ("", "..") else path
 
 
 def read_token(path: Path | None) -> str | None:
-    """The secret in a file, without the line's end; ``None`` for no file.
+    """Return the secret in a file, without surrounding whitespace; ``None`` for no file.
 
     Raises:
-        ConfigError: the file cannot be read or is empty.
+        ConfigError: The file cannot be read, is not text, or is empty.
     """
     if path is None:
         return None
@@ -269,17 +272,20 @@ def read_token(path: Path | None) -> str | None:
         raise ConfigError(
             f"token_file={str(path)!r} cannot be read: {error.strerror or error}"
         ) from error
-    except UnicodeDecodeError:  # what is in it is not repeated
+    except UnicodeDecodeError:  # the original error would quote the secret
         raise ConfigError(
-            f"token_file={str(path)!r} is no text: give the file with the run's secret"
+            f"token_file={str(path)!r} is not a text file: pass the file with the run's secret"
         ) from None
     if not token:
-        raise ConfigError(f"token_file={str(path)!r} is empty: put the run's secret into it")
+        raise ConfigError(f"token_file={str(path)!r} is empty: write the run's secret into it")
     return token
 
 
 class Position:
-    """How many batches a learner and all its ranks have trained on; kept in its checkpoints."""
+    """The number of batches that a learner, with all its ranks, has trained on.
+
+    Its checkpoints contain the number.
+    """
 
     def __init__(self) -> None:
         self.batches = 0
@@ -295,11 +301,11 @@ class Position:
 
 
 def launcher_of(run: Path, command: str) -> int:
-    """Return the process that launched a run that is running on this machine.
+    """Return the id of the process that launched a run which is running on this machine.
 
     Args:
-        run: Its run folder.
-        command: What needs the process: an error of a run on another machine names it.
+        run: The run folder.
+        command: The command to name in the error if the run is on another machine.
 
     Raises:
         ConfigError: The run is not running here, or the folder is not a run folder.
@@ -308,7 +314,7 @@ def launcher_of(run: Path, command: str) -> int:
         number, host = read_launcher(run)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{run} does not name the process that launched it ({reason_of(error)}): give the run "
+            f"{run} does not name the process that launched it ({reason_of(error)}): pass the run "
             "folder of a run that ddiloco train, syncer or launch has started"
         ) from None
     if host != socket.gethostname():
@@ -319,7 +325,7 @@ def launcher_of(run: Path, command: str) -> int:
 
 
 def is_running_here(run: Path) -> bool | None:
-    """Whether the processes of a run still exist; ``None``: they are not of this machine."""
+    """Whether the processes of a run still exist; ``None`` if they run on another machine."""
     try:
         _, host = read_launcher(run)
     except (OSError, ValueError):
@@ -328,11 +334,11 @@ def is_running_here(run: Path) -> bool | None:
 
 
 def read_launcher(run: Path) -> tuple[int, str]:
-    """Return the process that launched a run, and its machine, whether or not it still exists.
+    """Return the id and the machine of the process that launched a run, even if it has ended.
 
     Raises:
-        OSError: The run folder does not name it.
-        ValueError: The same.
+        OSError: The file with its id cannot be read.
+        ValueError: The file is not valid.
     """
     number, host = (run / LAUNCHER).read_text().split()
     return int(number), host

@@ -1,8 +1,8 @@
-"""Start `ddiloco track` beside shard 0 for `[run] trackers`, if no launcher starts the shards.
+"""Start `ddiloco track` from shard 0 for `[run] trackers`, if no launcher starts the shards.
 
-A launcher of all shards starts it itself. Elsewhere, as on Kubernetes, shard 0 does: there is one
-wherever a run is placed, and it knows where the others are. They stay until it has read them to
-the end.
+A launcher of all shards starts it itself. Elsewhere, as on Kubernetes, shard 0 does: every run has
+a shard 0, which has the addresses of the others. The other shards stay until `ddiloco track` has
+read their tapes to the end.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from decoupled_diloco.transport.tls import TLSConfig
 logger = logging.getLogger(__name__)
 
 AGAIN_SECONDS = 10.0
-"""One that has failed is started again after so long."""
+"""Pause before a restart after a failure."""
 
 LAST_SECONDS = 60.0
-"""How long the shard waits, when the run is over, until all is logged."""
+"""Time that a shard waits after the end of the run until everything is logged."""
 
 LOOK_SECONDS = 0.5
-"""How often another shard looks whether shard 0 has gone."""
+"""Interval at which another shard checks whether shard 0 has ended."""
 
 
 async def until_logged(shard_0: str) -> None:
-    """Waits, in the process of another shard, until shard 0 has gone, but not for ever.
+    """Wait in another shard until shard 0 has ended, for at most `LAST_SECONDS`.
 
     Args:
-        shard_0: Its address, as others dial it.
+        shard_0: The address of shard 0, as other machines dial it.
     """
     addresses = [on_this_machine(each) for each in alternatives(shard_0)]
     with contextlib.suppress(TimeoutError):
@@ -47,14 +47,14 @@ async def until_logged(shard_0: str) -> None:
 
 
 class RunLogger:
-    """Starts `ddiloco track`, and again when it fails.
+    """Starts `ddiloco track`, and restarts it when it fails.
 
     Args:
-        places: See `monitor.sinks`.
-        addresses: Of the shards, as others dial them.
+        places: Trackers; see `monitor.sinks`.
+        addresses: Addresses of the shards, as other machines dial them.
         folder: The run folder.
-        token: What it shows to the shards; it goes through a pipe.
-        tls: What it trusts and shows.
+        token: The auth token for the shards, which is passed through a pipe.
+        tls: CA and certificate for the shards.
     """
 
     def __init__(
@@ -76,19 +76,19 @@ class RunLogger:
         self._running: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begins; the shards must listen."""
+        """Start the process; the shards must listen already."""
         self._running = asyncio.create_task(self._run())
 
     async def ended(self) -> None:
-        """Waits until it has logged the end of the run, but not for ever."""
+        """Wait until the end of the run is logged, for at most `LAST_SECONDS`."""
         if self._running is None:
             return
         _, waiting = await asyncio.wait({self._running}, timeout=LAST_SECONDS)
         if waiting:
-            logger.warning("the last numbers are not logged after %g s", LAST_SECONDS)
+            logger.warning("the last metrics are not logged within %g s", LAST_SECONDS)
 
     async def stop(self) -> None:
-        """Ends it."""
+        """End the process."""
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
@@ -96,13 +96,13 @@ class RunLogger:
     async def _run(self) -> None:
         while (code := await self._run_once()) != 0:
             if code == ConfigError.exit_code:
-                logger.error("nothing is logged: what [run] log names refuses, see above")
+                logger.error("[run] trackers rejects the run, see above; no metrics are logged")
                 return
-            logger.warning("the %s has ended with code %s: it is started again", LOGGER, code)
+            logger.warning("the %s has ended with code %s; restarting", LOGGER, code)
             await asyncio.sleep(AGAIN_SECONDS)
 
     async def _run_once(self) -> int:
-        """One life of the process, which ends when its standard input does."""
+        """Run the process once; it ends when its standard input closes."""
         with _readable(self._token) as (options, passed):
             process = await asyncio.create_subprocess_exec(
                 *COMMAND,
@@ -122,7 +122,11 @@ class RunLogger:
 
 @contextlib.contextmanager
 def _readable(secret: str | None) -> Iterator[tuple[list[str], tuple[int, ...]]]:
-    """The option by which a process reads a secret that is in no file, and what it inherits."""
+    """Pass a secret to a process without a file.
+
+    Yields:
+        The option with the path of a pipe, and the descriptors that the process must inherit.
+    """
     if secret is None:
         yield [], ()
         return

@@ -1,4 +1,4 @@
-"""The processes of a run on this machine: what its launcher has started, and what still exists.
+"""The processes that a run's launcher has started on this machine, and which of them still exist.
 
 The launcher writes every start and every end of a process to its tape. A process id can belong to
 another program later, so an id counts only if its process started when the tape says so.
@@ -52,7 +52,7 @@ class LocalProcess:
 
     @property
     def state(self) -> str:
-        """What a user reads about it."""
+        """A short description for users."""
         return self.ended or ("running" if self.exists else "gone")
 
 
@@ -60,7 +60,7 @@ def local_processes(run: Path) -> list[LocalProcess]:
     """Return the processes that the launcher of a run has started, each as of its last start.
 
     Raises:
-        Error: The launcher's tape cannot be read.
+        StorageError: The launcher's tape cannot be read.
     """
     found: dict[str, LocalProcess] = {}
     path = run / FOLDER_NAME / "launcher.jsonl"

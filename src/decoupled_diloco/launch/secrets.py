@@ -1,4 +1,4 @@
-"""What each process shows: a secret for the whole run or for its id, and a certificate."""
+"""Auth tokens and certificates of each process: one token for the run or one per id."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from decoupled_diloco.transport.tokens import Tokens
 
 
 def accepted_tokens(config: RunConfig, token: str | None) -> Tokens:
-    """What a shard accepts: the secret of each id if the settings name them, or the run's one."""
+    """Return the tokens that a shard accepts: one per id with `principals_file`, or ``token``."""
     path, certificates = config.syncer.principals_file, config.tls.client_ca_cert is not None
     if path is None:
         return Tokens(token, certificates=certificates)
@@ -24,12 +24,12 @@ def accepted_tokens(config: RunConfig, token: str | None) -> Tokens:
 
 
 def needs_token(config: RunConfig) -> bool:
-    """Whether a run without a token of the user's needs one that is made up."""
+    """Whether the launcher must create a token if the user provides none."""
     return config.tls.client_ca_cert is None
 
 
 def served_tls(config: RunConfig) -> ServerTLSConfig | None:
-    """What the shards show and accept; `None`: plain HTTP."""
+    """Return the shards' certificate and the CA of their clients; `None` for plain HTTP."""
     tls = config.tls
     if tls.cert is None or tls.key is None:
         return None
@@ -37,12 +37,17 @@ def served_tls(config: RunConfig) -> ServerTLSConfig | None:
 
 
 def own_tls(config: RunConfig, name: str, given: TLSConfig | None = None) -> TLSConfig | None:
-    """What the process of this id trusts and shows; files given by hand go before the settings.
+    """Return the CA that this process trusts and the certificate that it presents.
 
-    A shard shows the certificate that it has as a server.
+    A shard presents its server certificate.
+
+    Args:
+        config: The run's settings.
+        name: The id of the process.
+        given: Files from the command line, which override the settings.
 
     Raises:
-        ConfigError: the folder of certificates has none for this id.
+        ConfigError: The folder of certificates has none for this id.
     """
     tls = config.tls
     authority: str | Path | None = tls.ca_cert
@@ -54,8 +59,8 @@ def own_tls(config: RunConfig, name: str, given: TLSConfig | None = None) -> TLS
         certificate, key = tls.clients / f"{name}.pem", tls.clients / f"{name}.key"
         if not Path(certificate).exists():
             raise ConfigError(
-                f"clients={str(tls.clients)!r} in [tls] has no {name}.pem: make it with ddiloco "
-                f"certs add FOLDER {name}, or give --cert and --key"
+                f"clients={str(tls.clients)!r} in [tls] has no {name}.pem: create it with ddiloco "
+                f"certs add FOLDER {name}, or pass --cert and --key"
             )
     if given is not None:
         authority = given.ca_cert or authority
@@ -64,10 +69,15 @@ def own_tls(config: RunConfig, name: str, given: TLSConfig | None = None) -> TLS
 
 
 def own_token(config: RunConfig, name: str, token_file: Path | None = None) -> str | None:
-    """What the process of this id shows; a file given by hand goes before the settings.
+    """Return the auth token of the process with this id; `None` if there is none.
+
+    Args:
+        config: The run's settings.
+        name: The id of the process.
+        token_file: A file from the command line, which overrides the settings.
 
     Raises:
-        ConfigError: a file cannot be read, or has no secret for this id.
+        ConfigError: A file cannot be read, or has no secret for this id.
     """
     path = config.syncer.principals_file
     if token_file is not None or path is None:
@@ -80,14 +90,14 @@ def own_token(config: RunConfig, name: str, token_file: Path | None = None) -> s
 def own_token_file(
     config: RunConfig, name: str, token_file: Path | None, folder: Path
 ) -> Path | None:
-    """The file with what the process of this id shows, for a program that reads it there.
+    """Return the file with the auth token of this id, for a user's program that reads it.
 
-    From a file with the secrets of all ids, the program's own one is copied into the run folder.
+    If one file has the secrets of all ids, the secret of this id is copied into the run folder.
 
     Raises:
-        ConfigError: a file cannot be read, or has no secret for this id.
+        ConfigError: A file cannot be read, or has no secret for this id.
     """
-    secret = own_token(config, name, token_file)  # it is looked at before the program starts
+    secret = own_token(config, name, token_file)  # raises before the program starts
     if token_file is not None or config.syncer.principals_file is None:
         return token_file or config.syncer.token_file
     assert secret is not None
@@ -100,7 +110,7 @@ def own_token_file(
 
 
 def token_of_a_reader(config: RunConfig, token: str | None) -> str | None:
-    """What somebody on shard 0's machine shows who only reads: any secret that the shards know."""
+    """Return a token for a process on shard 0's machine that only reads: any accepted one."""
     path = config.syncer.principals_file
     if token is None and path is not None:
         return next(iter(read_principals(path).values()))
@@ -110,39 +120,45 @@ def token_of_a_reader(config: RunConfig, token: str | None) -> str | None:
 def secrets_in(
     folder: Path, token_file: Path | None, given: TLSConfig | None
 ) -> tuple[str | None, TLSConfig | None]:
-    """What a command on the syncer's machine shows, and trusts, by the settings in a run folder.
+    """Return the token and TLS files for a command on the syncer's machine.
 
-    With certificates it is that of the shards.
+    They come from the settings in a run folder. With certificates, the command uses the shards'.
 
     Args:
-        token_file: Goes before the settings, as do the files ``given``.
+        folder: The run folder.
+        token_file: Overrides the settings.
+        given: TLS files that override the settings.
 
     Raises:
-        ConfigError: a file cannot be read.
+        ConfigError: A file cannot be read.
     """
     if not (folder / RUN_FILE).is_file():
         return read_token(token_file), given
     config = load_config(folder / RUN_FILE, plugins=False)
-    made_up = folder / TOKEN
-    path = token_file or config.syncer.token_file or (made_up if made_up.exists() else None)
+    created = folder / TOKEN
+    path = token_file or config.syncer.token_file or (created if created.exists() else None)
     return token_of_a_reader(config, read_token(path)), own_tls(config, "shard-0", given)
 
 
 def require_principals(path: Path, principals: Mapping[str, str], names: Iterable[str]) -> None:
-    """Checks that all of these ids have a secret."""
+    """Check that all of these ids have a secret.
+
+    Raises:
+        ConfigError: One has none.
+    """
     for name in names:
         if name not in principals:
             raise ConfigError(
                 f"principals_file={str(path)!r} has no secret for {name!r}: add a line "
-                f'{name} = "…" with a secret of its own'
+                f'{name} = "…" with a different secret'
             )
 
 
 def read_principals(path: Path) -> dict[str, str]:
-    """The secret of each id.
+    """Return the secret of each id in a file.
 
     Raises:
-        ConfigError: the file cannot be read, or is not lines of ``id = "secret"``.
+        ConfigError: The file cannot be read, or has other lines than ``id = "secret"``.
     """
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -151,7 +167,7 @@ def read_principals(path: Path) -> dict[str, str]:
             f"principals_file={str(path)!r} cannot be read: {error.strerror}"
         ) from error
     except (ValueError, RecursionError) as error:
-        # TOML and UTF-8 both; the text is secret and is not repeated.
+        # Syntax errors of TOML and of UTF-8. The text is secret, so the message does not quote it.
         raise ConfigError(
             f'principals_file={str(path)!r} is not TOML: write a line id = "secret" for each id'
         ) from error

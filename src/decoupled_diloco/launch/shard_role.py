@@ -1,4 +1,4 @@
-"""What the process of a shard does."""
+"""Run the process of a shard."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CONNECTIONS_PER_LEARNER = 4
-"""Control channels to coordinator and shard, and two for bodies."""
+"""Connections of one learner: control channels to coordinator and shard, and two for payloads."""
 
 OpenTape = Callable[..., TapeWriter]
 """See `processes.open_tape`."""
@@ -71,25 +71,34 @@ def run_shard(
     standby: bool = False,
     linger: bool = False,
 ) -> None:
-    """Serves one shard until the run is over, or SIGTERM or SIGINT.
+    """Serve one shard until the run ends or a SIGTERM or SIGINT arrives.
 
-    One that lingers stays when the run is over, until a signal: it says so at `/healthz`, and tells
-    who comes late.
+    If the shard has a standby, this process waits for the shard's lease before it listens.
 
-    Where the shard has a standby, this process waits for its turn before it listens.
+    Args:
+        config: The run's settings.
+        shard: The number of the shard.
+        port: The port to listen on.
+        addresses: The addresses of all shards, as other machines dial them.
+        folder: The run folder.
+        token: The run's auth token, if one token is for the whole run.
+        standby: Whether this process is the standby.
+        linger: Continue to serve after the end of the run until a signal arrives. `/healthz`
+            reports the end, and so do responses to late learners.
 
     Raises:
-        LeaseError: the other process acts for the shard now.
-        Error: the port is taken, or state on disk cannot be read or written.
-        KeyboardInterrupt: it was told to end.
+        LeaseError: The shard's other process has taken over its lease.
+        DilocoError: The port is taken, or state on disk cannot be read or written.
+        KeyboardInterrupt: The process received a signal before the end of the run.
     """
     tokens = accepted_tokens(config, token)
     own, served = own_tls(config, f"shard-{shard}"), served_tls(config)
     for files in (own, served):
         if files is not None:
-            LiveTls(files)  # waits until they fit, before a lease could run out meanwhile
+            # Wait for a matching pair now: after the lease is taken, it could expire meanwhile.
+            LiveTls(files)
     warn_if_readable(config, token)
-    asking = token_of_a_reader(config, token)
+    reader_token = token_of_a_reader(config, token)
     limits = limits_here(config.run.learners)
 
     def server(on_channel: OnChannel) -> HttpServer:
@@ -108,10 +117,12 @@ def run_shard(
             pool_bytes=config.syncer.pool_mib * MIB,
             limits=limits,
             tls=served,
-            website=website_of(role, tokens, asking, own),
+            website=website_of(role, tokens, reader_token, own),
         )
 
-    wanted = shard == 0 and bool(config.run.trackers)
+    logger_of_run = None
+    if shard == 0 and config.run.trackers:
+        logger_of_run = RunLogger(config.run.trackers, addresses, folder, reader_token, own)
     role = ShardRole(
         config,
         shard,
@@ -122,7 +133,7 @@ def run_shard(
         server=server,
         client=lambda: HttpClient(token=token, tls=own, locator=shards_that_move(folder)),
         open_tape=open_tape,
-        logger=RunLogger(config.run.trackers, addresses, folder, asking, own) if wanted else None,
+        logger=logger_of_run,
     )
     survivors = Survivors()
     survivors.begin()
@@ -131,28 +142,43 @@ def run_shard(
     finally:
         survivors.end()
     if not finished:
-        # Only the end of the run is a success: the supervisor starts this process again.
+        # Only the end of the run is a success: after any other end the supervisor restarts it.
         raise KeyboardInterrupt
 
 
 @dataclass
 class ShardRole:
-    """One process of a shard, on this machine or on a virtual one."""
+    """One process of a shard, on a real or virtual machine.
+
+    Attributes:
+        config: The run's settings.
+        shard: The number of the shard.
+        addresses: The addresses of all shards, as other machines dial them.
+        folder: The run folder.
+        standby: Whether this process is the standby.
+        server: Creates the server.
+        client: Creates the client of other shards.
+        open_tape: Opens an event tape; see `processes.open_tape`.
+        linger: Whether to serve after the end of the run.
+        logger: Logs the run to trackers; only in shard 0 of a run without a launcher.
+        process: The shard, once this process acts for it.
+        shard_lease: The shard's lease, if it has a standby.
+    """
 
     config: RunConfig
     shard: int
     addresses: tuple[str, ...]
     folder: Path
-    standby: bool  # whether another process is meant to be first
+    standby: bool
     server: Callable[[OnChannel], Server]
     client: Callable[[], Client]
     open_tape: OpenTape
-    linger: bool = False  # whether it serves on when the run is over
-    logger: RunLogger | None = None  # what it starts to log the run
-    process: Shard | None = None  # the shard, once it is this process's turn
+    linger: bool = False
+    logger: RunLogger | None = None
+    process: Shard | None = None
     shard_lease: ShardLease | NoStandby = NO_STANDBY
     _tapes: list[TapeWriter] = field(default_factory=list)
-    _metrics: ShardMetrics | None = None  # from the first scrape on
+    _metrics: ShardMetrics | None = None  # created by the first scrape
 
     @property
     def name(self) -> str:
@@ -160,38 +186,42 @@ class ShardRole:
 
     @property
     def acting(self) -> Shard:
-        """The shard, which serves."""
-        assert self.process is not None, "it listens only once it acts for its shard"
+        """The shard; only valid while this process acts for it."""
+        assert self.process is not None, "the server starts only when the process acts for a shard"
         return self.process
 
     @property
     def _files(self) -> dict[str, str]:
-        """Two processes that act for one shard in turns have a tape each."""
+        """Tape file names; a shard's process and its standby write separate tapes."""
         files = {f"shard-{self.shard}": self.name}
         if self.shard == 0:
             files["coordinator"] = "coordinator" + self.name.removeprefix("shard-0")
         return files
 
     async def run(self) -> bool:
-        """Serves; returns whether the run is over."""
+        """Serve, and return whether the run has ended."""
         try:
-            return await (self._take_turn() if self.config.syncer.standby else self._serve())
+            return await (self._serve_with_lease() if self.config.syncer.standby else self._serve())
         finally:
             for tape in self._tapes:
                 tape.close()
 
-    async def _take_turn(self) -> bool:
-        """Waits for the shard's claim and serves by it."""
+    async def _serve_with_lease(self) -> bool:
+        """Wait for the shard's lease, and serve while this process holds it."""
         name, lease_seconds = self.name, self.config.syncer.lease_seconds
         folder = self.folder / CLAIMS / f"shard-{self.shard}"
         store = ClaimStore(folder, runtime().unique_id(), lease_seconds, name)
-        facts = {"machine": "lease", "waits": self.standby}
-        told = {"nonce": store.nonce, "lease_seconds": store.lease_seconds}
-        tape = self.open_tape(self.folder, f"{name}.claims", {**facts, **told})
+        header = {
+            "machine": "lease",
+            "waits": self.standby,
+            "nonce": store.nonce,
+            "lease_seconds": store.lease_seconds,
+        }
+        tape = self.open_tape(self.folder, f"{name}.claims", header)
         shard_lease = self.shard_lease = ShardLease(store, tape, waits=self.standby)
         finished = False
-        _when_told_to_end(shard_lease.give_up)
-        logger.info("%s waits for its claim in %s", name, store.folder)
+        _on_stop_signal(shard_lease.give_up)
+        logger.info("%s waits for its lease in %s", name, store.folder)
         try:
             if await shard_lease.gained():
                 finished = await self._serve()
@@ -229,7 +259,7 @@ class ShardRole:
             linger=self.linger,
             last=self._until_logged if self.config.run.trackers else None,
         )
-        _when_told_to_end(process.stop)
+        _on_stop_signal(process.stop)
         if self.logger is None:
             await process.run()
         else:
@@ -240,7 +270,7 @@ class ShardRole:
         return process.finished
 
     async def _until_logged(self) -> None:
-        """The shards serve their tapes until the logger has read them to the end."""
+        """Wait until the logger has read the tapes to the end: shards serve them until then."""
         if self.logger is not None:
             await self.logger.ended()
         elif not self.linger:
@@ -251,12 +281,16 @@ class ShardRole:
         return self._tapes[-1]
 
     def tape_documents(self) -> TapeDocuments:
-        """What gives readers elsewhere this process's tapes."""
+        """Return the handler of requests for this process's tapes."""
         paths = {who: self.folder / "tape" / f"{file}.jsonl" for who, file in self._files.items()}
         return TapeDocuments(self.config.run.name, self.shard, self.addresses, paths)
 
     async def metrics(self, query: Mapping[str, str]) -> Document:
-        """Answers a scrape."""
+        """Answer a scrape.
+
+        Raises:
+            NoSuchDocumentError: prometheus-client is not installed.
+        """
         try:
             from decoupled_diloco.monitor.shard_metrics import ShardMetrics
         except ImportError:
@@ -266,27 +300,27 @@ class ShardRole:
         return await self._metrics(query)
 
     async def checkpoint_asked(self, query: Mapping[str, str]) -> Document:
-        """Answers a request for a checkpoint of the run, or about one."""
+        """Answer a request to create a checkpoint of the run, or for its state."""
         return checkpoint_requests.answer(self.acting.host, query)
 
 
 def warn_if_readable(config: RunConfig, token: str | None) -> None:
-    """Tells that a token that goes over a network in plain text can be read on the way."""
+    """Log a warning if tokens are sent over a network without encryption."""
     syncer = config.syncer
     has_token = token is not None or syncer.principals_file is not None
     encrypted = config.tls.serves or any(each.startswith("https://") for each in syncer.addresses)
     if has_token and not encrypted and not is_loopback(syncer.host):
         logger.warning(
-            "host=%r serves plain HTTP: whoever is on the way can read tokens and what is trained: "
+            "host=%r serves plain HTTP: others on the network can read tokens and weights: "
             "set [tls] (ddiloco certs), or use a VPN or a tunnel",
             syncer.host,
         )
 
 
 def website_of(role: ShardRole, tokens: Tokens, token: str | None, own: TLSConfig | None) -> Site:
-    """The page of the run; its process reads the other shards' tapes with ``token``."""
+    """Return the live page of the run; its process reads the other shards' tapes with ``token``."""
     syncer = role.config.syncer
-    told = {
+    arguments = {
         "folder": str(role.folder.absolute()),
         "tapes": [
             [process_of(shard, standby=standby) for standby in (False, True)]
@@ -296,7 +330,7 @@ def website_of(role: ShardRole, tokens: Tokens, token: str | None, own: TLSConfi
         "token": token,
         "tls": None if own is None else [each and str(each) for each in astuple(own)],
     }
-    feed = Feed(told) if role.shard == 0 else None
+    feed = Feed(arguments) if role.shard == 0 else None
 
     def ending() -> dict[str, object]:
         how = "finished" if role.acting.finished else "stopped"
@@ -305,16 +339,17 @@ def website_of(role: ShardRole, tokens: Tokens, token: str | None, own: TLSConfi
     return Site(Access(tokens), feed, role.addresses[0], ending)
 
 
-def _when_told_to_end(end: Callable[[], None]) -> None:
+def _on_stop_signal(end: Callable[[], None]) -> None:
+    """Call a function on SIGTERM and SIGINT, instead of an earlier one."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
 
 
 def limits_here(learners: int) -> Limits:
-    """A server's limits, with as many connections as this system lets a process have."""
+    """Return a server's limits, with the connections that this system allows a process."""
     limits = Limits()
-    # All learners may dial at once, and none of them has shown anything at first.
+    # All learners may dial at once, and a new connection is unauthenticated at first.
     limits = replace(limits, strangers=limits.strangers + CONNECTIONS_PER_LEARNER * learners)
     allowed = open_files_allowed(limits.connections)
     if allowed is None:
@@ -322,8 +357,8 @@ def limits_here(learners: int) -> Limits:
     connections = max(1, allowed - SPARE)
     if connections < CONNECTIONS_PER_LEARNER * learners:
         logger.warning(
-            "this system allows a process %d open files: too few for the connections of %d "
-            "learners, %d each: raise the limit with `ulimit -Hn`",
+            "the limit of %d open files is too low for %d learners with %d connections each: "
+            "raise it with `ulimit -Hn`",
             allowed,
             learners,
             CONNECTIONS_PER_LEARNER,

@@ -1,8 +1,8 @@
-"""One process of a run, started again where it was: in a job of a cluster, or on a lone machine.
+"""Run one process and restart it in place: in a job of a cluster, or alone on a machine.
 
-An engine that starts a job again takes its time (Slurm two minutes), and gives the machine away
-meanwhile. So what fails begins again inside the job, as under the launcher of a whole run, and a
-job ends only when the run is over, when it is told to, or when starting again does not help.
+An engine restarts a job slowly (Slurm after two minutes), and may give the machine to another job.
+Therefore a process that fails restarts inside the job, as under the launcher of a whole run. The
+job ends only when the run ends, when it is asked to stop, or when restarts do not help.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ POLL_SECONDS = 0.1
 
 
 def supervise(config: RunConfig, name: str, arguments: list[str]) -> int:
-    """Runs ``ddiloco ARGUMENTS`` under a name, again when it fails; returns its last exit code.
+    """Run ``ddiloco ARGUMENTS`` under a name, and restart it when it fails.
 
-    On SIGTERM or SIGINT it is told to go, and has the time that a learner has for that.
+    On SIGTERM or SIGINT the process is asked to stop, and gets the time of a learner to leave.
+
+    Returns:
+        Its last exit code.
 
     Raises:
-        Error: the run folder cannot be used.
+        DilocoError: The run folder cannot be used.
     """
     folder = enter_run_folder(config)
     (folder / "logs").mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""The processes of a run: started, watched, started again with bounded backoff, ended."""
+"""Start, watch, restart (with bounded backoff) and end the processes of a run."""
 
 from __future__ import annotations
 
@@ -21,22 +21,35 @@ from decoupled_diloco.tape.samples import (
 logger = logging.getLogger(__name__)
 
 RESTART_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Delays before a process is started again; after as many failures in a row it stays down."""
+"""Delays before successive restarts. A process that fails once more in a row stays down."""
 
 HEALTHY_SECONDS = 30.0
-"""A process that has lived so long has not failed in a row."""
+"""A failure after a longer lifetime counts as the first one in a row."""
 
 NOT_STARTED = 1
 """The exit code of a process that could not be started."""
 
 TERMINATE_SECONDS = 3.0
-"""How long a process that was told to end may take before it is killed. Learners and shards end one
-after the other, and a user who has pressed Ctrl-C waits for both."""
+"""Time from SIGTERM to SIGKILL. It is short: learners and shards end one after the other, and after
+Ctrl-C the user waits for both."""
 
 
 @dataclass
 class Child:
-    """One process and its lives."""
+    """A supervised process, with its restarts.
+
+    Attributes:
+        name: Its name in the run.
+        arguments: Arguments of `ddiloco`.
+        process: The running process; `None` while it does not run.
+        started_at: When it was last started.
+        failures: Failures in a row.
+        restart_at: When to start it again, if a restart is scheduled.
+        restarts: Whether it is restarted after a failure.
+        held: Whether it is kept down until `Supervisor.bring_back`.
+        code: Exit code, or minus the signal, of the last process that ended.
+        problem: Why its last start failed; empty if it was started.
+    """
 
     name: str
     arguments: list[str]
@@ -47,7 +60,7 @@ class Child:
     restarts: bool = True
     held: bool = False
     code: int | None = None
-    problem: str = ""  # why its last start failed
+    problem: str = ""
 
     @property
     def running(self) -> bool:
@@ -55,18 +68,19 @@ class Child:
 
     @property
     def down(self) -> bool:
-        """Whether it failed and will not come back; not if it is kept down on purpose."""
+        """Whether it has failed and will not be restarted; false if it is kept down on purpose."""
         ended = not (self.running or self.held) and self.restart_at is None
         return ended and self.code not in (None, 0)
 
     @property
     def done(self) -> bool:
+        """Whether it has ended with exit code 0."""
         return not self.running and self.restart_at is None and self.code == 0
 
 
 @dataclass
 class Supervisor:
-    """The children of this process, and the launcher's tape."""
+    """Supervises child processes, and records their starts and ends on the launcher's tape."""
 
     placement: Placement
     tape: TapeWriter
@@ -74,7 +88,7 @@ class Supervisor:
     stopping: bool = False
 
     def start(self, name: str, arguments: list[str], *, held: bool = False) -> None:
-        """Starts ``ddiloco ARGUMENTS`` under a name; ``held``: only when it is brought back."""
+        """Start ``ddiloco ARGUMENTS`` under a name; ``held``: only when `bring_back` is called."""
         child = Child(name, arguments, held=held)
         self.children[name] = child
         if not held:
@@ -85,7 +99,7 @@ class Supervisor:
         try:
             child.process = self.placement.start(child.name, child.arguments)
         except OSError as error:
-            # A limit on processes, memory or descriptors, or a full disk: it may pass.
+            # A limit on processes, memory or descriptors, or a full disk: a later try may succeed.
             child.code, child.problem = NOT_STARTED, f"it cannot be started: {error}"
             logger.warning("%s cannot be started: %s", child.name, error)
             self._failed(child)
@@ -99,7 +113,7 @@ class Supervisor:
         self.tape.flush()
 
     def poll(self) -> None:
-        """Takes note of children that ended, and starts again those whose time has come."""
+        """Record the children that have ended, and restart those that are due."""
         for child in self.children.values():
             if child.process is not None and (code := child.process.poll()) is not None:
                 self._ended(child, code)
@@ -114,7 +128,7 @@ class Supervisor:
             self._failed(child)
 
     def _failed(self, child: Child) -> None:
-        """Schedules its restart, or leaves it down after too many failures in a row."""
+        """Schedule the child's restart, or leave it down after too many failures in a row."""
         if self.stopping or not child.restarts or child.held:
             return
         child.failures = 1 if now() - child.started_at > HEALTHY_SECONDS else child.failures + 1
@@ -126,16 +140,21 @@ class Supervisor:
         self._sample(RestartScheduled(child.name, delay))
 
     def last_words(self, name: str) -> str:
-        """Why a process could not be started, or the last line of its log."""
+        """Return why a process could not be started, or the last line of its log."""
         return self.children[name].problem or self.placement.last_words(name)
 
     def retire(self) -> None:
-        """Starts no process again from now on."""
+        """Restart no process from now on."""
         for child in self.children.values():
             child.restarts, child.restart_at = False, None
 
     def kill(self, name: str, *, restart: bool) -> bool:
-        """SIGKILL; returns whether there was a process."""
+        """Send SIGKILL, and return whether the process was running.
+
+        Args:
+            name: The child.
+            restart: Whether it is restarted then.
+        """
         child = self.children[name]
         child.restarts = restart
         if child.process is None:
@@ -144,9 +163,9 @@ class Supervisor:
         return True
 
     def take_down(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
-        """Ends a process on purpose and keeps it down until `bring_back`: it has not failed.
+        """End a process on purpose and keep it down until `bring_back`; this is not a failure.
 
-        Of SIGTERM it is told to end, and has the time that it takes.
+        After a SIGTERM the process may take any time to end.
         """
         child = self.children[name]
         child.held, child.restart_at = True, None
@@ -156,7 +175,7 @@ class Supervisor:
                 self._sample(EndRequested((name,)))
 
     def bring_back(self, name: str) -> bool:
-        """Starts a process again that was taken down; ``False``: it has not ended yet."""
+        """Start a process that was taken down; return ``False`` if it has not ended yet."""
         child = self.children[name]
         if child.process is not None:
             return False
@@ -166,20 +185,22 @@ class Supervisor:
         return True
 
     def stop(self, names: list[str] | None = None, extra_seconds: float = 0.0) -> None:
-        """Tells children to end, in a group; kills those that take too long.
+        """Ask children to stop, all at once, and kill those that take too long.
 
-        ``extra_seconds``: what they may take beyond the usual, to hand in what they have.
+        Args:
+            names: Names of the children. Default: all.
+            extra_seconds: Time in addition to `TERMINATE_SECONDS`, for the learners' flush.
         """
         self.stopping = self.stopping or names is None
         chosen = [c for n, c in self.children.items() if names is None or n in names]
-        told = []
+        asked = []
         for child in chosen:
             child.restarts, child.restart_at = False, None
             if child.process is not None:
                 child.process.send_signal(signal.SIGTERM)
-                told.append(child.name)
-        if told:  # after the signals: no child lives on because the tape cannot be written
-            self._sample(EndRequested(tuple(told)))
+                asked.append(child.name)
+        if asked:  # after the signals, so that an error of the tape leaves no child running
+            self._sample(EndRequested(tuple(asked)))
         deadline = now() + TERMINATE_SECONDS + extra_seconds
         while any(child.running for child in chosen) and now() < deadline:
             time.sleep(0.05)

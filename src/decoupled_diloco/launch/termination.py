@@ -1,4 +1,4 @@
-"""What SIGTERM and Ctrl-C do; light to import, since handlers must be there before torch is."""
+"""Handle SIGTERM and Ctrl-C. Handlers must exist before torch is imported, so this imports fast."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from decoupled_diloco.learner.process import let_workers_end
 from decoupled_diloco.runtime import now
 
 INTERRUPTED = 130
-"""The exit code of a process that was told to go."""
+"""The exit code of a process that was asked to stop."""
 
 
 SAME_SECONDS = 1.0
-"""SIGTERMs that are no further apart are one."""
+"""SIGTERMs within this time count as one."""
 
 TO_ALL = frozenset((signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT))
-"""What no process can pass on to those that it has started."""
+"""Signals that a process cannot handle, and so cannot forward to its children."""
 
 
 def send_to_all_of(pid: int, number: int) -> None:
-    """Sends a signal to a process, and one of `TO_ALL` to its group, which it leads.
+    """Send a signal to a process, or to the group that it leads for a signal in `TO_ALL`.
 
-    Nothing happens if it is gone; one that was forked just now may lead no group yet.
+    If the process is gone, nothing happens.
     """
+    # A process that was forked just now may not lead a group yet: then signal it alone.
     send = [os.killpg, os.kill] if number in TO_ALL else [os.kill]
     for each in send:
         with contextlib.suppress(ProcessLookupError):
@@ -38,7 +39,7 @@ def send_to_all_of(pid: int, number: int) -> None:
 def handling(
     handler: Callable[[int, FrameType | None], object] | signal.Handlers, *numbers: signal.Signals
 ) -> Iterator[None]:
-    """Has a handler for these signals as long as the block lasts."""
+    """Install a handler for these signals for the duration of the block."""
     before = [(number, signal.signal(number, handler)) for number in numbers]
     try:
         yield
@@ -48,12 +49,16 @@ def handling(
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """A handler by which a signal ends a command as Ctrl-C does."""
+    """Handle a signal as Ctrl-C: raise `KeyboardInterrupt`."""
     raise KeyboardInterrupt
 
 
 class Termination:
-    """Whether a process was told to go."""
+    """Whether this process was asked to stop.
+
+    Attributes:
+        asked: Whether it was asked to stop after training has started.
+    """
 
     def __init__(self) -> None:
         self.asked = False
@@ -61,15 +66,17 @@ class Termination:
         self._stop_waiting: Callable[[], None] = lambda: None
 
     def at_boundary(self, stop_waiting: Callable[[], None] = lambda: None) -> None:
-        """Training begins: from here on there may be something to hand in.
+        """Note that training starts: from now on a stop needs a flush first.
 
-        ``stop_waiting`` ends a wait of the training loop; called by who tells it to go.
+        Args:
+            stop_waiting: Ends a wait of the training loop; called when the process is asked to
+                stop.
         """
         self._stop_waiting = stop_waiting
         self._begun = True
 
-    def told(self) -> bool:
-        """It is told to go; ``False``: there is nothing to hand in yet, and it ends at once."""
+    def request_stop(self) -> bool:
+        """Ask the process to stop; return ``False`` if it has nothing to flush and may end now."""
         if not self._begun:
             return False
         self.asked = True
@@ -78,12 +85,12 @@ class Termination:
 
 
 class SignalledTermination(Termination):
-    """SIGTERM and SIGINT of this process, from now on.
+    """Handles SIGTERM and SIGINT of this process from now on.
 
-    Until `at_boundary` is called for the first time there is nothing to hand in, and the process
-    ends at once, by its exit code. Then the first signal only asks; the second interrupts whatever
-    goes on, unless it is a SIGTERM that comes with the first: Slurm sends one to every process of a
-    job, and those among them that have children pass it on.
+    Before the first call of `at_boundary` there is nothing to flush: a signal ends the process at
+    once with exit code `INTERRUPTED`. Afterwards the first signal asks the process to stop, and a
+    second one raises `KeyboardInterrupt`. A SIGTERM shortly after the first signal is ignored:
+    Slurm sends one to every process of a job, and parents forward theirs to their children.
     """
 
     def __init__(self) -> None:
@@ -98,6 +105,6 @@ class SignalledTermination(Termination):
                 return
             raise KeyboardInterrupt
         self._asked_at = now()
-        if not self.told():
+        if not self.request_stop():
             os._exit(INTERRUPTED)
         let_workers_end()

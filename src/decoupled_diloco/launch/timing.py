@@ -1,7 +1,7 @@
-"""The intervals, windows, leases and deadlines in force, and what each is derived from.
+"""The table of intervals, windows, leases and deadlines, with the rule for each.
 
-There is no timeout for a user to set; this is the table that says so. A number is not written here
-but named, by the constant that is in force, so that the two cannot differ.
+Users need not set these timeouts. The table contains no numbers but the names of the constants in
+force, so the two cannot differ.
 """
 
 from __future__ import annotations
@@ -36,84 +36,88 @@ from decoupled_diloco.transport.limits import Limits
 from decoupled_diloco.units import format_duration
 
 TABLE = """
-who is live
-ping | each end of a control connection | {limits.ping_seconds}
-connection lost | silent, although pinged | {limits.lost_seconds}
-learner's lease | any byte renews it | {syncer_state.LEASE_SECONDS}\
- | silent for longer, a learner has to join again
-reconnect | what a broken connection leaves of it | {syncer_state.RECONNECT_SECONDS}\
- | a broken connection may come back within it
-lateness correction | of leases, if a tick is over {members.LATENESS_SECONDS_MIN} late\
+liveness
+ping | sent by each end of a control connection | {limits.ping_seconds}
+connection lost | no byte from the peer, despite pings | {limits.lost_seconds}
+learner's lease | renewed by each received byte | {syncer_state.LEASE_SECONDS}\
+ | a learner that is silent for longer must join again
+reconnect | time left of the lease after its connection breaks | {syncer_state.RECONNECT_SECONDS}\
+ | a learner may reconnect within this time
+lateness correction | extends leases if a tick is over {members.LATENESS_SECONDS_MIN} late\
  | lateness + {syncer_state.RECONNECT_SECONDS}
 redial | doubling, with full jitter | {backoff.FLOOR_SECONDS} to {backoff.BRISK_CAP_SECONDS};\
  after {backoff.BRISK_SECONDS} to {backoff.CAP_SECONDS}
 learner gives up | learner.disconnect_seconds, without any shard | {give_up}
-first join | of a learner that finds no syncer | {join}
-coordinator first | before a shard that was lost together with it is dialled\
+first join | limit for a learner that finds no syncer | {join}
+coordinator first | delay before a shard that was lost with it is dialed\
  | {connections.CONFIRM_SECONDS}
-id in use | a second process: the first is alive if heard, gone after its lease; looked at every\
+id in use | interval of the check whether the first process with an id is alive; its lease decides\
  | {coordinator.LISTEN_SECONDS}
-trouble is told | by a learner, while it lasts, every | {connections.AGAIN_SECONDS}
-a round
+warnings | interval at which a learner repeats them | {connections.AGAIN_SECONDS}
+round
 grace window | {grace_rule} | {grace_window} | {grace_words}
 ξ_step, ξ_quorum, … | averages, {clock.SMOOTHING:g} the newest; sync: merge, broadcast | {averages}
-delivery window | {overlap} ξ_step | {delivery_window} | a round merges; what is late joins the next
+delivery window | {overlap} ξ_step | {delivery_window} | a late contribution joins the next round
 after a failed merge | × 2 each time\
  | {rounds.MERGE_PAUSE_SECONDS[0]} to {rounds.MERGE_PAUSE_SECONDS[1]}
-loop that stands still\
- | or {syncer_state.STANDS_STEPS:g} ξ_step, {syncer_state.STANDS_OWN_STEPS:g} of its own\
+stalled training loop\
+ | or {syncer_state.STANDS_STEPS:g} ξ_step, or {syncer_state.STANDS_OWN_STEPS:g} of its own steps\
  | {syncer_state.STANDS_SECONDS}
-closing round | a learner that has not begun to answer by then is left out\
+closing round | a learner that has not started to answer by then is left out\
  | {rounds.CLOSING_SECONDS}, {rounds.SWEEP_TRIES_MAX} tries
-closing round, copy | a learner may fetch the version that it answers from\
+closing round, copy | time for a learner to fetch the version for its answer\
  | {rounds.COPY_SECONDS}
 transfers
-given up | no byte for max({limits.stall_seconds}, {http_client.STALL_RTTS} round trips)\
+abandoned | no byte for max({limits.stall_seconds}, {http_client.STALL_RTTS} round trips)\
  | {limits.stall_seconds} or more
-one more copy | after {limits.copies_per_principal} of one version by one id | {limits.copy_seconds}
-server's patience | × of that for a sender; a reader gets 3 ×\
+another copy | pause after {limits.copies_per_principal} of one version for one id\
+ | {limits.copy_seconds}
+abandoned by server | × that for a sender; 3 × for a reader\
  | {payload_store.SERVER_PATIENCE:g} × {limits.stall_seconds}
 resumed | attempts in a row without progress | {limits.retries}
-copy not had | a learner asks again after | {copies.RETRY_SECONDS}
-begin, end
-restoring shard | waits {first_copies.SETTLE_SECONDS} for more holders; initial weights if none by\
+failed copy | pause before a learner requests it again | {copies.RETRY_SECONDS}
+start and end
+restoring shard\
+ | waits {first_copies.SETTLE_SECONDS} for more holders; uses initial weights if none by\
  | {first_copies.FROM_THE_START_SECONDS}
-finished shard stays | for learners and observers to take the last copies\
+finished shard stays | for learners and observers to fetch the last copies\
  | {syncer_machine.LINGER_SECONDS}
-coordinator stays | for the other shards to hear of the end | {coordinator.FAREWELL_SECONDS}
-leases of data | a learner that is gone for so long loses its parts to others\
+coordinator stays | for the other shards to receive the end | {coordinator.FAREWELL_SECONDS}
+data leases | a learner that is absent for longer loses its partitions\
  | {partitions.GRACE_SECONDS}
-learner's farewell | waits for the closing sweep while no shard is there\
+learner's farewell | waits for the closing sweep while no shard is reachable\
  | {ending.FAREWELL_SECONDS}
-state on a full disk | the coordinator, and a shard before the run begins, try again after\
+state on a full disk | pause before coordinator or starting shard write it again\
  | {coordinator.RETRY_SECONDS}
-a learner comes and goes
-restored learner | waits for the word of a shard that is out of reach\
+joining and leaving
+restored learner | waits for an unreachable shard\
  | {recovery.SHARD_PATIENCE_SECONDS}
-donor's copy | is waited for, and a little longer by the learner that asks\
+shared state | wait for a state provider; a little longer by the receiver\
  | {state_transfer.OFFER_SECONDS}
-donor's next chunk | or another donor, {state_transfer.DONORS_MAX} in all, then a fresh optimizer\
+shared state, chunk\
+ | then another provider, {state_transfer.DONORS_MAX} in all, then a fresh optimizer\
  | {state_transfer.STALL_SECONDS}
-last checkpoint | is waited for when a learner goes | {ending.CHECKPOINT_SECONDS}
+last checkpoint | wait for it when a learner leaves | {ending.CHECKPOINT_SECONDS}
 standbys
-claim renewed | {lease_machine.RENEWALS} times in syncer.lease_seconds | {renewed}
-shard steps down | not renewed for a lease less {margin}, for clocks that differ\
+lease renewed | {lease_machine.RENEWALS} times in syncer.lease_seconds | {renewed}
+shard steps down | without renewal for a lease less {margin}, a margin for clock rates\
  | {steps_down}
-standby takes over | a lease and {margin} after it; looked at {lease_machine.LOOKS} times in one,\
- and once in {lease_machine.LOOK_SECONDS_MAX} | {takes_over}
+standby takes over | a lease plus {margin} later; checked {lease_machine.LOOKS} times per lease,\
+ at least every {lease_machine.LOOK_SECONDS_MAX} | {takes_over}
 processes
-restart | doubling, then never again; {supervisor.HEALTHY_SECONDS} of life forgive\
+restart | doubling, then never again; reset after {supervisor.HEALTHY_SECONDS}\
  | {supervisor.RESTART_SECONDS[0]} to {supervisor.RESTART_SECONDS[4]}\
  | pause before an ended process starts again
 stop | from SIGTERM to SIGKILL; a shard waits {http_server.STOP_SECONDS} for peers\
  | {supervisor.TERMINATE_SECONDS}
-after the end | learners and shards; the evaluator {local.EVALUATOR_SECONDS}\
+after the end | for learners and shards; {local.EVALUATOR_SECONDS} for the evaluator\
  | {local.FAREWELL_SECONDS}
-evaluator gives up | alone for so long; it is started again | {roles.EVALUATOR_GIVES_UP_SECONDS}
-tape to the disk | bytes moved are noted every {background.STATS_SECONDS} by learners,\
+evaluator gives up | without any shard; then it is restarted | {roles.EVALUATOR_GIVES_UP_SECONDS}
+tape to the disk | transferred bytes every {background.STATS_SECONDS} by learners,\
  {flushing.STATS_SECONDS} by shards | {writer.FLUSH_SECONDS}
 """
-"""Groups; in each, lines of ``name | rule | value``, and a fourth part for the start of a run."""
+"""Groups; in each, lines of ``name | rule | value``, with a fourth field if `ddiloco train` shows
+the row at the start of a run."""
 
 MODULES = (
     *(
@@ -140,22 +144,29 @@ MODULES = (
     ),
     *(supervisor, syncer_machine, first_copies, members, rounds, writer),
 )
-"""Where the constants of the table are in force; the table calls them as `name_of` does."""
+"""The modules with the constants of the table, which names them as `name_of` does."""
 
 
 def name_of(module: ModuleType) -> str:
-    """The last part of a module's name."""
+    """Return the last part of a module's name."""
     return module.__name__.rpartition(".")[2]
 
 
 class Interval(NamedTuple):
-    """One row."""
+    """One row of the table.
 
-    group: str  # what it belongs to
-    name: str  # what it is
-    rule: str  # what it is derived from: a formula with its constants, or a constant
-    value: str  # what it is now; where only a run can tell, what is known before
-    # What it means in plain words, for the start of a run; empty: not shown there.
+    Attributes:
+        group: The heading above it.
+        name: What the interval is.
+        rule: A formula with its constants, or a description.
+        value: The current value; before a run has measured it, a text.
+        essential: A description for the start of a run; empty if the row is not shown there.
+    """
+
+    group: str
+    name: str
+    rule: str
+    value: str
     essential: str = ""
 
 
@@ -166,12 +177,13 @@ def intervals(
     lease_seconds: float | None = None,
     run: RunModel | None = None,
 ) -> list[Interval]:
-    """The table.
+    """Return the rows of the table.
 
     Args:
-        give_up_seconds: The learners' own setting: after so long alone they end.
-        lease_seconds: A shard's setting, if the shards have standbys.
-        run: What is measured; default: nothing yet.
+        options: The options of the protocol.
+        give_up_seconds: `learner.disconnect_seconds`; `None`: never.
+        lease_seconds: `syncer.lease_seconds`, if the shards have standbys.
+        run: The run with the measured values. Default: no value is measured yet.
     """
     named: dict[str, Any] = {name_of(module): module for module in MODULES}
     named["limits"] = Limits()
@@ -189,7 +201,7 @@ def intervals(
 
 
 class _Durations(Formatter):
-    """Writes what is named as seconds in the units of people."""
+    """Formats fields whose names contain "seconds" as durations with units."""
 
     def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         value, first = super().get_field(field_name, args, kwargs)
@@ -203,14 +215,14 @@ def _of_standbys(lease_seconds: float | None) -> dict[str, str]:
         "steps_down": 1 - margin,
         "takes_over": 1 + margin,
     }
-    told = dict.fromkeys(shares, "no standbys")
+    values = dict.fromkeys(shares, "no standbys")
     if lease_seconds is not None:
-        told = {name: format_duration(share * lease_seconds) for name, share in shares.items()}
-    return told | {"margin": f"{100 * margin:g} %"}
+        values = {name: format_duration(share * lease_seconds) for name, share in shares.items()}
+    return values | {"margin": f"{100 * margin:g} %"}
 
 
 def _of_run(options: Options, measured: RoundOpened | None) -> dict[str, Any]:
-    """What settings decide, and what a run has measured."""
+    """Return the fields that depend on options or on measured values."""
     margin, overlap, unknown = options.grace_margin, options.overlap, "not measured yet"
     found = dict.fromkeys(("delivery_window", "averages", "grace_window"), unknown)
     if measured is not None:
@@ -225,12 +237,12 @@ def _of_run(options: Options, measured: RoundOpened | None) -> dict[str, Any]:
     found["grace_words"] = f"{100 * margin:.0f} % of the spare time, for more than a quorum"
     if not margin:
         found["grace_rule"], found["grace_window"] = "grace_margin = 0", "none"
-        found["grace_words"] = "a round is closed once its quorum is there"
+        found["grace_words"] = "a round closes when it has its quorum"
     return found | {"overlap": overlap}
 
 
 def _newest_opening(run: RunModel | None) -> RoundOpened | None:
-    """The grace window of an ordinary round, at a shard that has measured a step."""
+    """Return the newest opening of an ordinary round, by a shard that has measured a step."""
     logs = run.shards.values() if run else ()
     rounds = [each for log in logs for each in (*log.rounds, *log.open.values())]
     opened = [each.opened for each in rounds if each.opened and not each.opened.closing]

@@ -1,9 +1,9 @@
-"""A learner, or the evaluator, that is the user's own program.
+"""Run a learner or the evaluator that is the user's own program.
 
-`ddiloco learner` starts the program, and stays beside it. It tells the program in its environment
-where the run is (`learner/launched`), passes SIGTERM on, and ends with the program's exit code: 0
-means that the program has left the run, and it is not started again; any other is a failure. What
-the program has started ends with it, ranks of torchrun in sessions of their own included.
+`ddiloco learner` starts the program and supervises it. It passes the run's addresses in environment
+variables (`learner/launched`), forwards SIGTERM, and exits with the program's exit code. Code 0
+means that the program has left the run: it is not restarted. Any other code is a failure. Processes
+that the program has started end with it, including torchrun's ranks in separate sessions.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.05
 
 PARENT_SECONDS = 5.0
-"""How long a program may take to end after the launcher has died."""
+"""Time that a program has to end after the launcher has died."""
 
 _SET_CHILD_SUBREAPER = 36
-"""Of prctl(2): orphans among the descendants become children of this process."""
+"""PR_SET_CHILD_SUBREAPER of prctl(2): orphaned descendants become children of this process."""
 
 
 def program_path() -> str:
-    """Where programs are looked for: beside this Python, then as the environment says."""
+    """Return the search path for programs: the folder of this Python, then PATH."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
 def require_commands(config: RunConfig) -> None:
-    """Checks that the programs of learners and evaluator are here.
+    """Check that the programs of learners and evaluator exist.
 
     Raises:
-        ConfigError: One is not.
+        ConfigError: One does not.
     """
     _require_program("command", "[learner]", config.learner.command)
     _require_program("evaluate_command", "[run]", config.run.evaluate_command)
@@ -82,10 +82,16 @@ def launched(
     shared: Path | None,
     tls: TLSConfig | None,
 ) -> Launched:
-    """Values passed to a learner's or the evaluator's program; see `roles.run_learner`.
+    """Return the values for a learner's or the evaluator's program; see `roles.run_learner`.
 
     Args:
-        index: Which learner; `None`: the evaluator.
+        config: The run's settings.
+        index: The number of the learner; `None` for the evaluator.
+        syncer: Addresses of shards.
+        folder: The run folder on this machine.
+        token_file: The file with the auth token.
+        shared: The shards' run folder, if the program reads their addresses there.
+        tls: CA and certificate.
     """
     settings = config.learner
     if index is None:
@@ -119,13 +125,13 @@ def launched(
 
 
 def variables(config: RunConfig) -> dict[str, str]:
-    """The variables by which other libraries follow the run's settings."""
+    """Return environment variables that make other libraries follow the run's settings."""
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if config.learner.device == "cpu" else {}
     return {"OMP_NUM_THREADS": str(config.learner.threads), **hidden}
 
 
 def _path(file: str | Path | None) -> str:
-    """Absolute: the program may change its folder."""
+    """Return an absolute path, because the program may change its current folder."""
     return "" if file is None else str(Path(file).absolute())
 
 
@@ -138,33 +144,41 @@ def run_command(
     termination: Termination,
     parent_matters: bool = False,
 ) -> int:
-    """Runs a program to its end, and all that it starts; returns the exit code to end with.
+    """Run a program to its end, then end all processes that it has started.
 
     Args:
-        environment: Further variables for it.
-        patience_seconds: How long the program may take after SIGTERM.
-        termination: Whether this process is asked to stop.
-        parent_matters: Whether to end, too, when this process's standard input closes.
+        command: The program and its arguments.
+        launched: Values for the program.
+        environment: Additional environment variables.
+        patience_seconds: Time that the program has after SIGTERM.
+        termination: Where a stop of this process is requested.
+        parent_matters: Whether to stop, too, when this process's standard input closes.
+
+    Returns:
+        The exit code for this process.
+
+    Raises:
+        ConfigError: The program cannot be started.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     theirs, ours = os.pipe()
-    told = {
+    passed = {
         "PATH": program_path(),
         "PYTHONUNBUFFERED": "1",
         **launched.environment(),
         **environment,
         "DDILOCO_STDIN": str(os.fstat(theirs).st_ino),
     }
-    # Where a launcher has started this process, a SIGKILL for its group is for the program, too.
-    # In a terminal the program has a group of its own, since Ctrl-C comes by this process.
+    # Under a launcher this process leads a session: a SIGKILL to its group must end the program
+    # too. In a terminal the program gets a separate group: this process forwards Ctrl-C.
     own_group = os.getsid(0) != os.getpid()
     termination.at_boundary()
     try:
         process = subprocess.Popen(
             command,
             stdin=theirs,
-            env={**os.environ, **told},
+            env={**os.environ, **passed},
             process_group=0 if own_group else None,
         )
     except OSError as error:
@@ -183,7 +197,7 @@ def run_command(
     os.close(ours)
     if code is None or termination.asked or orphaned.is_set():
         return INTERRUPTED
-    if code == 0:  # else the log's last line is the program's own
+    if code == 0:  # after a failure, the last line of the log must be the program's
         logger.info("the program has ended with exit code 0")
     return code if code >= 0 else 128 - code
 
@@ -194,23 +208,23 @@ def _wait(
     orphaned: threading.Event,
     patience_seconds: float,
 ) -> int | None:
-    """The program's exit code; `None` if it takes too long after it was asked to stop."""
+    """Return the program's exit code, or `None` if it takes too long to stop."""
     deadline: float | None = None
     while (code := process.poll()) is None:
         if deadline is None and (termination.asked or orphaned.is_set()):
             patience = PARENT_SECONDS if orphaned.is_set() else patience_seconds
             deadline = now() + patience
             process.send_signal(signal.SIGTERM)
-            logger.info("asked to stop: the program has %g s", patience)
+            logger.info("a stop is requested; the program has %g s to end", patience)
         if deadline is not None and now() > deadline:
-            logger.warning("the program does not end: killing it")
+            logger.warning("the program does not end; killing it")
             return None
         time.sleep(POLL_SECONDS)
     return code
 
 
 def _closed_input() -> threading.Event:
-    """Set when this process's standard input is closed: the launcher is gone."""
+    """Return an event that is set when standard input closes: the launcher is gone."""
     closed = threading.Event()
 
     def watch() -> None:
@@ -223,9 +237,9 @@ def _closed_input() -> threading.Event:
 
 
 def kill_descendants() -> None:
-    """Kills all processes that descend from this one, and reaps those that are its children.
+    """Kill all descendants of this process, and reap those that are its children.
 
-    Only Linux tells which they are. Elsewhere ranks notice that the launcher's pipe has closed.
+    Only Linux lists them (`/proc`). Elsewhere ranks notice that the launcher's pipe has closed.
     """
     deadline = now() + PARENT_SECONDS
     while (found := _descendants()) and now() < deadline:

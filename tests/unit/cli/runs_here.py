@@ -1,4 +1,4 @@
-"""Run folders of this machine for tests of commands: with a launcher, its lock and its tape."""
+"""Run folders for tests of commands, with a launcher, its lock and its tape."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from decoupled_diloco.tape.samples import ProcessEnded, ProcessStarted
 
 @contextlib.contextmanager
 def running(path: Path, *samples: ProcessStarted | ProcessEnded) -> Iterator[Path]:
-    """A run folder that this process has locked, as a launcher does."""
+    """Yield a run folder that this process has locked, like a launcher."""
     with RunFolder(path) as folder:
         config = RunConfig(run={"name": path.name, "folder": path, "max_steps": 8})
         (path / "run.toml").write_text(dump_config(config), encoding="utf-8")
-        folder.tell_launcher()
+        folder.record_launcher()
         with open_tape(path, "launcher", {"machine": "launcher"}) as tape:
             for each in samples:
                 tape.sample(time.monotonic(), each)

@@ -1,4 +1,4 @@
-"""Commands that are made of models, and options that are settings."""
+"""Commands from models, and options that are settings."""
 
 from __future__ import annotations
 
@@ -22,59 +22,61 @@ from decoupled_diloco.config import SyncerSettings
 
 
 class MineOptions(CommandOptions):
-    """Of the command below."""
+    """Options of the command below."""
 
     what: Annotated[str, typer.Argument(metavar="WHAT")]
-    """What it is about."""
+    """The topic."""
 
     port: Annotated[int | None, setting(SyncerSettings, "port")] = None
     addresses: Annotated[
         tuple[str, ...], setting(SyncerSettings, "addresses", metavar="URL[,URL…]", parser=listed)
     ] = ()
     share: Annotated[float, typer.Option("--how-much", parser=float)] = 0.25
-    """A quarter, if nobody says more."""
+    """The share. Default: a quarter."""
 
     loud: Annotated[bool, typer.Option("--loud/--quiet")] = False
-    """Whether everybody hears it."""
+    """Whether the output is loud."""
 
 
 def run(*arguments: str) -> tuple[str, list[MineOptions]]:
-    told: list[MineOptions] = []
+    received: list[MineOptions] = []
 
     @command(MineOptions)
     def mine(options: MineOptions) -> None:
         """Does nothing."""
-        told.append(options)
+        received.append(options)
 
     own = typer.Typer(pretty_exceptions_enable=False)
     own.command()(mine)
     result = CliRunner().invoke(own, [*arguments], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
-    return result.output, told
+    return result.output, received
 
 
 def test_the_help_is_the_documentation_of_fields_and_settings() -> None:
     text, _ = run("--help")
     assert "Does nothing." in text
-    assert "What it is about." in text
+    assert "The topic." in text
     assert "Port of the first shard. The other shards use the following ports." in text
     assert "URL[,URL…]" in text
-    assert "A quarter, if nobody says more." in text
+    assert "The share. Default: a quarter." in text
     assert "0.25" in text
 
 
-def test_a_command_knows_what_was_written() -> None:
+def test_options_record_what_was_given() -> None:
     _, [bare] = run("this")
     assert bare.given == {"what": "this"}
     assert (bare.port, bare.addresses, bare.share, bare.loud) == (None, (), 0.25, False)
-    _, [told] = run("this", "--addresses", "http://a:1, http://b:2", "--loud", "--how-much", "0.5")
-    assert told.given == {
+    _, [options] = run(
+        "this", "--addresses", "http://a:1, http://b:2", "--loud", "--how-much", "0.5"
+    )
+    assert options.given == {
         "what": "this",
         "addresses": ("http://a:1", "http://b:2"),
         "share": 0.5,
         "loud": True,
     }
-    settings = overrides(told, SyncerSettings, "port", "addresses")
+    settings = overrides(options, SyncerSettings, "port", "addresses")
     assert settings == ['syncer.addresses=["http://a:1", "http://b:2"]']
     assert option_of(MineOptions, "share") == "--how-much"
     assert option_of(MineOptions, "loud") == "--loud"
@@ -95,15 +97,15 @@ def test_a_command_knows_what_was_written() -> None:
 )
 def test_options_of_the_syncer_are_settings(arguments: list[str], sentence: str) -> None:
     result = CliRunner().invoke(app, ["syncer", "homelab", *arguments])
-    told = result.stderr + str(result.exception)
-    assert sentence in told, result.output
+    printed = result.stderr + str(result.exception)
+    assert sentence in printed, result.output
 
 
-def test_every_command_is_made_of_a_model() -> None:
+def test_every_command_has_an_options_model() -> None:
     by_hand = {
         each.callback.__name__
         for group in (app, certs)
         for each in group.registered_commands
         if each.callback is not None and each.callback.__module__ != command.__module__
     }
-    assert by_hand == {"fork_server"}, "a hidden command, which takes no option"
+    assert by_hand == {"fork_server"}, "this hidden command has no options"

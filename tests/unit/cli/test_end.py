@@ -1,4 +1,4 @@
-"""What a command still does when its process ends without Python's own end."""
+"""The end of a command without Python's own shutdown."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_threads_exit_functions_and_open_files_are_waited_for(tmp_path: Path, co
     assert (tmp_path / "file").read_text() == "the file; the thread; atexit; "
 
 
-def test_who_interrupts_waits_for_no_thread(tmp_path: Path) -> None:
+def test_an_interrupted_command_waits_for_no_thread(tmp_path: Path) -> None:
     assert ended(tmp_path / "file", INTERRUPTED) == (INTERRUPTED, "the output\n")
     assert (tmp_path / "file").read_text() == "the file; "
 

@@ -1,4 +1,4 @@
-"""What `ddiloco explain` and `ddiloco status` say when they are asked for what is not there."""
+"""Errors of `ddiloco explain`, `ddiloco status` and other commands for missing runs."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ def refusal(*arguments: str) -> str:
     return str(error)
 
 
-def test_what_cannot_be_explained() -> None:
+def test_unknown_kinds_and_numbers_are_rejected() -> None:
     assert refusal("explain", "foo", "1") == (
         "'foo' cannot be explained: choose one of round, learner, step"
     )
 
 
-def test_no_run_is_named_and_none_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_run_the_error_shows_an_example(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert refusal("explain", "round", "40") == (
-        "there is no run in runs/ here: name one, as in ddiloco explain round 40 runs/quickstart"
+        "runs/ contains no runs: name one, as in ddiloco explain round 40 runs/quickstart"
     )
     assert refusal("status").endswith("name one, as in ddiloco status runs/quickstart")
 
@@ -47,7 +49,7 @@ def test_no_run_is_named_and_none_is_there(tmp_path: Path, monkeypatch: pytest.M
     ],
     ids=" ".join,
 )
-def test_a_folder_that_is_not_there_is_wrong_usage_everywhere(
+def test_a_missing_folder_is_a_usage_error_in_every_command(
     tmp_path: Path, arguments: list[str]
 ) -> None:
     error = CliRunner().invoke(app, [*arguments, str(tmp_path / "none")]).exception
@@ -55,7 +57,7 @@ def test_a_folder_that_is_not_there_is_wrong_usage_everywhere(
     assert error.exit_code == 2
 
 
-def test_the_newest_run_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_run_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for number, name in enumerate(("new", "old")):
         folder = Path("runs") / name
@@ -73,7 +75,7 @@ def test_the_newest_run_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "causes" in result.stdout
 
 
-def test_noise_is_no_tape(tmp_path: Path) -> None:
+def test_a_file_of_noise_is_not_a_tape(tmp_path: Path) -> None:
     noise = tmp_path / "garbage.jsonl"
     noise.write_bytes(b"\x00\x03S\xc6\n\x19\x8f\xff\n")
     for command in ("status", "report"):

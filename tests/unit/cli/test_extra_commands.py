@@ -14,7 +14,7 @@ from decoupled_diloco.cli.main import app
 
 
 def commands(found: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Commands:
-    """An app with `plan` and another command; these entry points are installed."""
+    """Return an app with `plan` and another command, with these entry points installed."""
     points = {name: EntryPoint(name, where, extra_commands.GROUP) for name, where in found.items()}
 
     def entry_points(*, group: str, name: str) -> list[EntryPoint]:
@@ -33,7 +33,7 @@ def run(made: Commands, *arguments: str) -> Any:
 
 
 @pytest.mark.parametrize("arguments", [(), ("--params", "12e9"), ("quickstart",), ("--help",)])
-def test_what_is_not_installed_says_how_to_install_it(
+def test_a_missing_distribution_prints_how_to_install_it(
     arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = commands({}, monkeypatch)
@@ -46,7 +46,7 @@ def test_what_is_not_installed_says_how_to_install_it(
 
 
 @pytest.mark.parametrize("where", ["decoupled_diloco_gone:plan", "decoupled_diloco.units:plan"])
-def test_what_cannot_be_loaded_says_why_and_harms_no_other_command(
+def test_a_command_that_cannot_be_loaded_prints_why_and_others_work(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = commands({"plan": where}, monkeypatch)
@@ -54,7 +54,7 @@ def test_what_cannot_be_loaded_says_why_and_harms_no_other_command(
     assert CliRunner().invoke(made, ["other"]).exit_code == 0
 
 
-def test_what_is_installed_is_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_command_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     made = commands({"plan": "decoupled_diloco.cli.recipes:recipes"}, monkeypatch)
     result = run(made)
     assert result.exit_code == 0

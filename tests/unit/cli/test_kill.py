@@ -1,4 +1,4 @@
-"""`ddiloco kill`: it signals one process of a run here, and refuses everything else."""
+"""`ddiloco kill` signals one process of a run on this machine, and rejects everything else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from unit.cli.runs_here import running
 
 @pytest.fixture
 def learner() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that leads a session, as every process of a launcher does."""
+    """Yield a process that leads a session, like every process of a launcher."""
     with subprocess.Popen(
         [sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True
     ) as process:
@@ -51,7 +51,7 @@ def test_the_process_receives_the_signal(
     assert learner.wait(20) == -number
 
 
-def test_the_newest_run_is_meant(
+def test_the_newest_run_is_the_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learner: subprocess.Popen[bytes]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -63,7 +63,7 @@ def test_the_newest_run_is_meant(
     assert learner.wait(20) == -signal.SIGKILL
 
 
-def test_what_cannot_be_killed_is_refused(
+def test_a_process_that_cannot_receive_a_signal_is_rejected(
     tmp_path: Path, learner: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     samples = (
@@ -79,7 +79,7 @@ def test_what_cannot_be_killed_is_refused(
         assert refusal("learner-0", str(run), "--signal", "FOO").startswith(
             "--signal 'FOO' is not a valid signal"
         )
-        hour = time.time() + 3600  # as if the id of the process belonged to a later one
+        hour = time.time() + 3600  # as if the process id belonged to a later process
         monkeypatch.setattr(run_processes, "process_start", lambda pid: hour)
         assert refusal("learner-0", str(run)) == (
             f"learner-0 is not running: process {learner.pid} has ended, or its id belongs to "
@@ -92,14 +92,14 @@ def test_what_cannot_be_killed_is_refused(
     assert learner.poll() is None
 
 
-def test_a_run_that_has_ended_or_was_never_launched_is_refused(tmp_path: Path) -> None:
+def test_a_run_that_has_ended_or_was_never_launched_is_rejected(tmp_path: Path) -> None:
     with running(tmp_path / "run", ProcessStarted("learner-0", os.getpid())) as run:
         pass
     assert refusal("learner-0", str(run)) == f"{run} is not running"
     assert "does not name the process that launched it" in refusal("learner-0", str(tmp_path))
 
 
-def test_a_run_on_a_cluster_is_refused(tmp_path: Path) -> None:
+def test_a_run_on_a_cluster_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "run.launch").mkdir()
     (tmp_path / "run.launch" / "jobs.json").write_text("[]")
     assert refusal("learner-0", str(tmp_path / "run")).startswith(

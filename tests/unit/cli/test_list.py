@@ -1,4 +1,4 @@
-"""`ddiloco list`: the runs of a folder, each with a state that is true."""
+"""`ddiloco list`: the runs of a folder, each with its actual state."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ def listed(*arguments: str) -> list[dict[str, Any]]:
 
 
 def made(run: Path, at: float) -> None:
-    """A run folder whose processes are not of this machine, started at a time."""
+    """Create a run folder whose processes run on another machine, with this start time."""
     run.mkdir(parents=True, exist_ok=True)
     (run / "run.toml").touch()
     os.utime(run / "run.toml", (at, at))
 
 
 def write_real_world(run: Path) -> None:
-    """The tape of real processes: as of a virtual world, without its mark."""
+    """Write a tape of real processes: one of a virtual world, without its mark."""
     write_world(run, until=20.0)
     for path in (run / "tape").glob("*.jsonl"):
         path.write_bytes(path.read_bytes().replace(b'"virtual":true', b'"virtual":false'))
 
 
-def test_no_run_is_said_to_be_there() -> None:
+def test_an_empty_list_prints_one_sentence() -> None:
     result = CliRunner().invoke(app, ["list"])
     assert result.exit_code == 0
-    assert (result.stdout, result.stderr) == ("", "there is no run in runs\n")
+    assert (result.stdout, result.stderr) == ("", "runs contains no runs\n")
     assert listed() == []
     wrong = CliRunner().invoke(app, ["list", "none"])
     assert wrong.exit_code == 2
@@ -77,11 +77,11 @@ def test_states(here: Path) -> None:
         found = {each["run"].removeprefix("runs/"): each for each in listed()}
         table = CliRunner().invoke(app, ["list"], env={"COLUMNS": "100"}).stdout.splitlines()
     assert {name: each["state"] for name, each in found.items()} == {
-        "silent": "unknown",  # nothing writes its tape, and its machine is not known
-        "virtual": "failed",  # its simulation did not reach its end
-        "failed": "failed",  # it is not over, and no process of it is there
+        "silent": "unknown",  # no process writes its tape, and its machine is unknown
+        "virtual": "failed",  # its simulation did not finish
+        "failed": "failed",  # it has not ended, and none of its processes exists
         "new": "running",
-        "slow": "running",  # its tape is old, but its processes are there
+        "slow": "running",  # its tape is old, but its processes exist
         "sent": "unknown",
     }
     assert found["new"]["phase"] == "starting"
@@ -91,7 +91,7 @@ def test_states(here: Path) -> None:
     assert len(table) == 1 + len(found)
 
 
-def test_a_tape_that_cannot_be_read_harms_no_other_run() -> None:
+def test_an_unreadable_tape_does_not_hide_other_runs() -> None:
     for name in ("broken", "whole"):
         write_world(Path("runs") / name, until=20.0)
         made(Path("runs") / name, 1.0)

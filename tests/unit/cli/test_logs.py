@@ -1,4 +1,4 @@
-"""`ddiloco logs`: one process, all in order of time, the last lines, and new ones."""
+"""`ddiloco logs`: one process, all processes in order of time, last lines and new lines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Traceback (most recent call last):
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run that has ended, the newest one in runs/."""
+    """Return a run that has ended, the newest one in runs/."""
     monkeypatch.chdir(tmp_path)
     folder = Path("runs/mine")
     with running(folder):
@@ -96,7 +96,7 @@ def test_the_logs_of_slurm_are_in_the_launch_folder(tmp_path: Path) -> None:
     assert printed(str(tmp_path / "run"), "learner-0") == "from a job\n"
 
 
-def test_what_has_no_log_is_refused(run: Path, tmp_path: Path) -> None:
+def test_a_missing_log_is_reported(run: Path, tmp_path: Path) -> None:
     assert "'learner-7' has no log in runs/mine: give one of learner-1, shard-0" in refusal(
         "learner-7"
     )

@@ -1,4 +1,4 @@
-"""What users name, and what other programs say, is printed as it is: brackets are no markup."""
+"""Names from users and texts of other programs are printed unchanged: brackets are not markup."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[3]
 
 
 class Served:
-    """A run that ends at once; what it would start is of no interest here."""
+    """A run that ends at once and starts no processes."""
 
     def __init__(
         self, config: RunConfig, *, checkpoint: str, resume: bool, **options: object
@@ -56,7 +56,7 @@ def test_brackets_of_folders_and_reasons_are_printed(monkeypatch: pytest.MonkeyP
     assert "no [/data] here; no weights" in text
 
 
-def test_no_console_of_the_packages_takes_markup() -> None:
+def test_no_console_of_the_packages_interprets_markup() -> None:
     console = make_console()
     with console.capture() as capture:
         console.print("[bold]a[/bold] [/b]")
@@ -68,4 +68,4 @@ def test_no_console_of_the_packages_takes_markup() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Console"
     ]
-    assert not calls, "make a SteadyConsole, which prints text as it is"
+    assert not calls, "use a SteadyConsole, which prints text unchanged"

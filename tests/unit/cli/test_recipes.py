@@ -1,4 +1,4 @@
-"""`ddiloco recipes` and `ddiloco scenarios` with something that is not there."""
+"""`ddiloco recipes` and `ddiloco scenarios` with a missing or unreadable file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from decoupled_diloco.errors import ConfigError
         ("binary", "not UTF-8 text"),
     ],
 )
-def test_what_cannot_be_printed_is_told(
+def test_a_file_that_cannot_be_printed_is_reported(
     kind: str, name: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

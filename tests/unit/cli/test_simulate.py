@@ -1,4 +1,4 @@
-"""What `ddiloco simulate` refuses before it writes anything."""
+"""Arguments that `ddiloco simulate` rejects before it writes anything."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def refusal(*arguments: str) -> str:
     return result.stderr
 
 
-def test_a_run_is_no_scenario(tmp_path: Path) -> None:
+def test_a_run_is_not_a_scenario(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(RUN)
     text = refusal(str(file))
@@ -27,7 +27,7 @@ def test_a_run_is_no_scenario(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", [(), ("--protocol-only", "--tape")])
-def test_a_real_run_is_left_alone(
+def test_the_folder_of_a_real_run_is_not_changed(
     how: tuple[str, ...],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

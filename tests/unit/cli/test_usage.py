@@ -1,4 +1,4 @@
-"""What `--help` prints, and what a wrong command, name or option prints."""
+"""The output of `--help`, and of a wrong command, name or option."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ USAGES = [
     "certs renew [OPTIONS] FOLDER [NAME]...",
     "certs list [OPTIONS] FOLDER",
 ]
-"""How every command is written: CONFIG and RUN are positional everywhere."""
+"""The usage of every command: CONFIG and RUN are positional everywhere."""
 
 
 @pytest.mark.parametrize("usage", USAGES)
-def test_the_usage_is_written_as_one_types_it(usage: str) -> None:
+def test_the_usage_of_every_command(usage: str) -> None:
     command = usage.partition(" [OPTIONS]")[0].split()
     result = CliRunner().invoke(app, [*command, "--help"], prog_name="ddiloco")
     lines = [line.strip() for line in result.output.splitlines()]
@@ -85,7 +85,9 @@ def test_the_help_has_groups_in_order() -> None:
     ],
 )
 @pytest.mark.parametrize("more", [[], ["runs/quickstart", "--json"], ["--help"]])
-def test_an_old_name_is_a_sentence_with_the_new_one(old: str, new: str, more: list[str]) -> None:
+def test_an_old_command_name_is_rejected_with_the_new_one(
+    old: str, new: str, more: list[str]
+) -> None:
     result = CliRunner().invoke(app, [*old.split(), *more], prog_name="ddiloco")
     assert result.exit_code == 2
     assert result.stderr == f"error: `ddiloco {old}` is called `ddiloco {new}` now.\n"
@@ -97,7 +99,7 @@ def test_an_old_name_is_a_sentence_with_the_new_one(old: str, new: str, more: li
     ("wrong", "meant"),
     [("stauts", "status"), ("lgos", "logs"), ("tarin", "train"), ("certs creat-ca", "create-ca")],
 )
-def test_an_unknown_name_is_answered_with_a_similar_one(wrong: str, meant: str) -> None:
+def test_an_unknown_name_is_rejected_with_a_similar_one(wrong: str, meant: str) -> None:
     result = CliRunner().invoke(app, wrong.split())
     assert result.exit_code == 2
     assert f"Did you mean '{meant}'?" in result.stderr
@@ -122,7 +124,7 @@ def test_an_unknown_name_is_answered_with_a_similar_one(wrong: str, meant: str) 
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_an_option_of_another_command_is_refused(arguments: list[str], option: str) -> None:
+def test_an_option_of_another_command_is_rejected(arguments: list[str], option: str) -> None:
     result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
     assert result.exit_code == 2
     assert f"No such option: {option}" in result.stderr
@@ -148,7 +150,7 @@ def test_each_option_has_one_meaning() -> None:
 
 
 @pytest.mark.parametrize("command", [[], ["train"], ["replay"]])
-def test_the_help_is_there_for_who_asks_shortly_and_has_no_types_of_flags(
+def test_short_help_works_and_flags_have_no_types(
     command: list[str],
 ) -> None:
     short, long = (CliRunner().invoke(app, [*command, flag]) for flag in ("-h", "--help"))
@@ -157,7 +159,7 @@ def test_the_help_is_there_for_who_asks_shortly_and_has_no_types_of_flags(
     assert "bool" not in short.output.lower()
 
 
-def test_a_chaos_of_more_than_a_run_and_a_scenario_is_refused() -> None:
+def test_chaos_rejects_more_than_a_run_and_a_scenario() -> None:
     result = CliRunner().invoke(app, ["chaos", "a", "b", "c"])
     assert result.exit_code == 2
     assert "'a b c' is not [CONFIG] SCENARIO" in result.output

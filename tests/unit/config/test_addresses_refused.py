@@ -1,4 +1,4 @@
-"""What cannot be the address of a shard is refused at once, without its password."""
+"""Invalid addresses of shards are rejected at once, and their passwords are not shown."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ GOOD = [
 
 
 @pytest.mark.parametrize("address", NONE, ids=repr)
-def test_an_address_that_is_none_is_refused_at_once_in_one_sentence(address: str) -> None:
+def test_an_invalid_address_is_rejected_at_once_in_one_sentence(address: str) -> None:
     with pytest.raises(
         ConfigError, match=r"is not a URL: write it as 'http://host:port'"
     ) as caught:
@@ -63,7 +63,7 @@ def test_an_address_that_is_none_is_refused_at_once_in_one_sentence(address: str
 
 
 @pytest.mark.parametrize("syncer", [[], (), [7070], ["http://a:1", None]], ids=repr)
-def test_what_is_no_text_is_refused(syncer: Any) -> None:
+def test_an_address_that_is_not_a_text_is_rejected(syncer: Any) -> None:
     with pytest.raises(ConfigError, match=r"write it as 'http://host:port'|has no address"):
         Learner(nn.Linear(2, 2), syncer)
 

@@ -45,7 +45,7 @@ def test_another_process_reads_the_public_settings_without_the_command() -> None
     assert theirs.public() == run.public()
 
 
-def test_a_built_in_learner_is_not_of_a_run_with_a_command() -> None:
+def test_a_run_with_a_command_rejects_a_built_in_learner() -> None:
     built_in = RunConfig(run={"max_steps": 10})
     assert "workload" in difference_of_work(built_in, read_settings(config().public()))
 
@@ -72,6 +72,6 @@ def test_a_built_in_learner_is_not_of_a_run_with_a_command() -> None:
         ({"launch": {"learner": {"hosts": 2}}}, "hosts=2"),
     ],
 )
-def test_what_would_be_ignored_is_refused(tables: dict[str, Any], message: str) -> None:
+def test_settings_that_would_be_ignored_are_rejected(tables: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config(**tables)

@@ -57,7 +57,7 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize("text", MALFORMED, ids=range(len(MALFORMED)))
-def test_settings_that_cannot_be_read_are_the_peers_fault(text: str) -> None:
+def test_unreadable_settings_are_a_protocol_error(text: str) -> None:
     with pytest.raises(ProtocolError, match="the run's settings cannot be read"):
         read_public(text)
 

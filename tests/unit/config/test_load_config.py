@@ -34,7 +34,7 @@ def toml(tmp_path: Path) -> Path:
     return path
 
 
-def test_defaults_are_the_papers_where_it_publishes_them(toml: Path) -> None:
+def test_defaults_are_the_papers_values_if_published(toml: Path) -> None:
     sync = load_config(toml).sync
     assert (sync.fragments, sync.sync_every, sync.overlap_steps, sync.quorum) == (24, 24, 2, 1)
     assert (sync.participation, sync.wait, sync.merge.rule) == ("active", "never", "rda")
@@ -70,7 +70,7 @@ def test_the_last_override_wins(toml: Path) -> None:
     assert load_config(toml, ["run.seed=1", "run.seed=2"]).run.seed == 2
 
 
-def test_an_empty_override_takes_the_key_out(toml: Path) -> None:
+def test_an_empty_override_removes_the_key(toml: Path) -> None:
     config = load_config(toml, ["run.max_steps=", "run.max_tokens=1_000"])
     assert (config.run.max_steps, config.run.max_tokens) == (None, 1000)
 
@@ -90,13 +90,13 @@ def test_momentum_has_the_optimizers_default(
 
 
 @pytest.mark.parametrize("override", ["", "=1", "run", "run.=1", ".x=1"])
-def test_malformed_overrides_are_told(toml: Path, override: str) -> None:
+def test_malformed_overrides_are_reported(toml: Path, override: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_config(toml, [override])
     assert str(error.value) == f"override {override!r} is not of the form table.key=value"
 
 
-def test_an_override_below_a_value_is_told(toml: Path) -> None:
+def test_an_override_below_a_value_is_reported(toml: Path) -> None:
     with pytest.raises(ConfigError) as error:
         load_config(toml, ["run.max_steps.x=1"])
     assert str(error.value) == (
@@ -104,12 +104,12 @@ def test_an_override_below_a_value_is_told(toml: Path) -> None:
     )
 
 
-def test_a_missing_file_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no\.toml does not exist: give the path"):
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no\.toml does not exist: pass the path"):
         load_config(tmp_path / "no.toml")
 
 
-def test_a_folder_is_told(tmp_path: Path) -> None:
+def test_a_folder_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
         load_config(tmp_path)
 
@@ -117,7 +117,7 @@ def test_a_folder_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"), [(b"[run", "not valid TOML: "), (b"\xff", "not UTF-8")]
 )
-def test_a_broken_file_is_told(toml: Path, content: bytes, words: str) -> None:
+def test_a_broken_file_is_reported(toml: Path, content: bytes, words: str) -> None:
     toml.write_bytes(content)
     with pytest.raises(ConfigError, match=words):
         load_config(toml)
@@ -162,7 +162,7 @@ kill = "learner-0"
 
 
 @pytest.mark.parametrize("content", [MINIMAL, FULL])
-def test_what_is_dumped_loads_as_the_same_configuration(toml: Path, content: str) -> None:
+def test_a_dumped_configuration_loads_as_the_same_one(toml: Path, content: str) -> None:
     toml.write_text(content)
     config = load_config(toml)
     toml.write_text(dump_config(config))
@@ -211,7 +211,7 @@ def test_any_valid_configuration_survives_the_round_trip(data: st.DataObject) ->
     assert RunConfig(**tomllib.loads(dump_config(config))) == config
 
 
-def test_public_holds_what_learners_must_agree_on(toml: Path) -> None:
+def test_public_settings_contain_what_learners_must_agree_on(toml: Path) -> None:
     config = load_config(toml)
     public = config.public()
     assert public["sync"]["quorum"] == 1
@@ -233,9 +233,9 @@ def test_public_settings_are_read_back_into_the_same_model(toml: Path, own: list
 
 
 def test_settings_on_a_tape_of_an_earlier_version_are_read(toml: Path) -> None:
-    told = load_config(toml, ["sync.sync_every=48"]).public()
-    del told["sync"]["late"], told["data"]
-    assert read_settings({**told, "digest": "abc"}).sync.sync_every == 48
+    public = load_config(toml, ["sync.sync_every=48"]).public()
+    del public["sync"]["late"], public["data"]
+    assert read_settings({**public, "digest": "abc"}).sync.sync_every == 48
 
 
 def test_the_workload_gets_seed_and_schedule_length_from_the_run(toml: Path) -> None:
@@ -264,7 +264,7 @@ def test_every_setting_is_documented() -> None:
     check(PacedOptions)
 
 
-def test_a_codec_of_ones_own_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registered_codec_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     sync = {"codec": {"uplink": "half"}, "fragments": 1, "sync_every": 4}
     tables: Any = {"run": {"max_steps": 1}, "sync": sync}
     with pytest.raises(ConfigError, match="codec 'half' is unknown: did you mean"):
@@ -284,13 +284,13 @@ def test_a_codec_of_ones_own_can_be_named(monkeypatch: pytest.MonkeyPatch) -> No
         'name = "a"\nseed = 1\n[run]\n',
     ],
 )
-def test_a_scenario_is_told_from_a_run(toml: Path, text: str) -> None:
+def test_a_scenario_is_distinguished_from_a_run(toml: Path, text: str) -> None:
     toml.write_text(text)
     with pytest.raises(ConfigError, match=f"is a scenario, not a run: ddiloco simulate {toml}"):
         load_config(toml)
 
 
-def test_a_run_that_is_no_table_is_told_before_overrides(toml: Path) -> None:
+def test_a_run_that_is_not_a_table_is_reported_before_overrides(toml: Path) -> None:
     toml.write_text("run = 3\n")
     with pytest.raises(ConfigError, match=r"run=3 in .* is not a table: write it as one"):
         load_config(toml, ["run.seed=1"])
@@ -307,7 +307,7 @@ def test_a_run_that_is_no_table_is_told_before_overrides(toml: Path) -> None:
         ({"optimizer": "LBFGS"}, "'LBFGS' cannot step on a flat vector"),
     ],
 )
-def test_an_optimizer_of_torch_is_tried_before_anything_starts(
+def test_a_torch_optimizer_is_tried_before_the_run_starts(
     settings: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(ConfigError) as error:

@@ -1,4 +1,4 @@
-"""Each mistake in a configuration is told in one exact sentence: what, the limit, the way out."""
+"""Each mistake in a configuration is one exact sentence: the value, the limit and the fix."""
 
 from __future__ import annotations
 
@@ -351,7 +351,7 @@ def test_message(tables: dict[str, Any], sentence: str) -> None:
     assert error.value.__cause__ is None
 
 
-def test_what_a_fragment_does_not_say_is_as_for_all() -> None:
+def test_a_fragment_inherits_the_outer_settings() -> None:
     config = build(
         outer={
             "lr": 0.5,
@@ -371,23 +371,23 @@ def test_what_a_fragment_does_not_say_is_as_for_all() -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "LBFGS"])
-def test_a_fragment_s_optimizer_is_tried_out(optimizer: str) -> None:
+def test_the_optimizer_of_a_fragment_is_tried(optimizer: str) -> None:
     with pytest.raises(ConfigError, match=rf"^\[outer\] cannot be used: .*'{optimizer}'"):
         build(outer={"by_fragment": [{"fragments": [1], "optimizer": optimizer}]})
 
 
-def test_a_map_counts_the_fragments() -> None:
+def test_a_map_determines_the_number_of_fragments() -> None:
     config = build(sync={"partition": {"map": [["a"], ["*"]], "phases": [3, 3]}})
     assert (config.sync.fragments, config.sync.partition.phases) == (2, (3, 3))
     assert read_public(public_text(config)).sync == config.sync
 
 
-def test_a_file_without_a_run_table_is_told() -> None:
+def test_a_file_without_a_run_table_is_reported() -> None:
     with pytest.raises(ConfigError, match=r"^the file lacks 'run': add it$"):
         RunConfig()
 
 
-def test_all_mistakes_of_a_table_are_told_at_once() -> None:
+def test_all_mistakes_of_a_table_are_reported_together() -> None:
     with pytest.raises(ConfigError) as error:
         SyncSettings(quorom=1, sync_every=0)
     assert str(error.value).splitlines() == [
@@ -408,5 +408,5 @@ def test_all_mistakes_of_a_table_are_told_at_once() -> None:
         {"faults": [{"at": 0.2, "kill": "learner-1"}, {"at": 0.7, "kill": "learner-1"}]},
     ],
 )
-def test_the_edge_of_what_is_allowed(tables: dict[str, Any]) -> None:
+def test_limits_are_inclusive(tables: dict[str, Any]) -> None:
     build(**tables)

@@ -1,4 +1,4 @@
-"""The user's own methods by name: what imports a module, and what never does."""
+"""The user's own methods by name, and the calls that import modules."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ Write = Callable[..., str]
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
-    """Writes a module of a new name beside the run's file; gives the name."""
+    """Yield a function that writes a new module to the file's folder, and returns its name."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     before = dict(_codecs)
 
@@ -70,12 +70,12 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
 
 def run_file(folder: Path, *lines: str, imports: str = "") -> Path:
     path = folder / "run.toml"
-    told = f'imports = ["{imports}"]\n' if imports else ""
-    path.write_text(f"[run]\nmax_steps = 9\n{told}[sync]\nfragments = 1\n" + "\n".join(lines))
+    line = f'imports = ["{imports}"]\n' if imports else ""
+    path.write_text(f"[run]\nmax_steps = 9\n{line}[sync]\nfragments = 1\n" + "\n".join(lines))
     return path
 
 
-def test_a_module_beside_the_file_registers_a_codec_before_the_names_are_checked(
+def test_a_module_in_the_folder_of_the_file_registers_a_codec_before_validation(
     tmp_path: Path, write: Write
 ) -> None:
     name = write()
@@ -100,10 +100,10 @@ def test_methods_are_found_by_module_and_function(tmp_path: Path, write: Write) 
     make_outer(config.outer.optimizer, 0.5)(3)
 
 
-def test_what_was_resolved_is_found_again_from_another_folder(
+def test_modules_of_a_resolved_file_are_found_from_another_folder(
     tmp_path: Path, write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run's own run.toml lies elsewhere, and says where the modules were."""
+    """A run's run.toml is in another folder, and names the folder of the modules."""
     name = write(folder=tmp_path / "code")
     path = run_file(tmp_path / "code", f'merge.rule = "{name}:first"')
     text = dump_config(load_config(path))
@@ -116,7 +116,7 @@ def test_what_was_resolved_is_found_again_from_another_folder(
     assert again.public() == load_config(path).public()
 
 
-def test_learners_are_not_told_of_modules(tmp_path: Path, write: Write) -> None:
+def test_public_settings_contain_no_modules(tmp_path: Path, write: Write) -> None:
     name = write()
     public = load_config(run_file(tmp_path, imports=name)).public()
     assert not {"imports", "imports_from"} & public["run"].keys()
@@ -128,7 +128,7 @@ def test_learners_are_not_told_of_modules(tmp_path: Path, write: Write) -> None:
         (
             "",
             'merge.rule = "no_such_module:f"',
-            "merge rule 'no_such_module:f': there is no module",
+            "merge rule 'no_such_module:f': module",
         ),
         ("", 'merge.rule = "{}:f"', "has no function 'f'"),
         (
@@ -165,7 +165,7 @@ def test_learners_are_not_told_of_modules(tmp_path: Path, write: Write) -> None:
         ("def f(p): ...", '[outer]\noptimizer = "{}:f"', "does not take lr"),
     ],
 )
-def test_what_does_not_fit_is_one_sentence(
+def test_a_wrong_method_is_reported_in_one_sentence(
     tmp_path: Path, write: Write, text: str, line: str, message: str
 ) -> None:
     name = write(text)
@@ -176,7 +176,7 @@ def test_what_does_not_fit_is_one_sentence(
 
 
 def test_a_missing_import_is_named_with_the_places_that_were_searched(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"imports='no_such_module' in \[run\]: there is no"):
+    with pytest.raises(ConfigError, match=r"imports='no_such_module' in \[run\]: module 'no_"):
         load_config(run_file(tmp_path, imports="no_such_module"))
 
 
@@ -187,7 +187,7 @@ def test_an_error_names_the_line_of_the_module(tmp_path: Path, write: Write) -> 
 
 
 def test_readers_of_other_settings_import_nothing(tmp_path: Path, write: Write) -> None:
-    """`ddiloco status` needs a secret's path of a run's file, and no codec."""
+    """`ddiloco status` reads a secret's path from a run's file, and needs no codec."""
     name = write("raise RuntimeError")
     path = run_file(tmp_path, f'codec.uplink = ["{name}:half", "other"]', imports=name)
     config = load_config(path, plugins=False)
@@ -215,7 +215,7 @@ def test_settings_of_a_peer_never_import(tmp_path: Path, write: Write, key: str)
     ("table", "key", "before"),
     [("sync.merge", "rule", '"rda"'), ("outer", "optimizer", '"nesterov"')],
 )
-def test_what_only_the_syncer_needs_is_neither_imported_nor_missed(
+def test_a_learner_imports_no_methods_of_the_syncer(
     write: Write, table: str, key: str, before: str
 ) -> None:
     name = write("raise SystemError('imported')")
@@ -284,7 +284,7 @@ def test_a_tape_names_modules_with_version_and_source(tmp_path: Path, write: Wri
     assert not any(each.startswith("decoupled_diloco") for each in plugin_versions())
 
 
-def test_settings_that_are_no_tables_are_refused_as_before() -> None:
+def test_invalid_tables_are_reported_by_the_settings() -> None:
     for text in ("[]", "3", '{"sync": 3}', '{"sync": {"codec": {"uplink": 3}}}', '{"outer": []}'):
         with pytest.raises(ProtocolError):
             read_public(text)

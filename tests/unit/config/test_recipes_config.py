@@ -1,4 +1,4 @@
-"""Every recipe in the repository loads, and is what its name says."""
+"""Every recipe in the repository loads, and matches its name."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def test_the_baselines_are_synchronous(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["diloco", "quickstart"])
-def test_only_who_does_not_wait_for_the_others_has_a_norm_gate(name: str) -> None:
-    """Who waits for every learner is compared with data-parallel training: nothing is clipped."""
+def test_only_asynchronous_recipes_have_a_norm_gate(name: str) -> None:
+    """Synchronous recipes are compared with data-parallel training, so nothing is clipped."""
     config = load(name)
     gate = options_of(config).norm_gate
     waits = config.sync.wait == "at_overlap"
@@ -51,7 +51,7 @@ def test_only_who_does_not_wait_for_the_others_has_a_norm_gate(name: str) -> Non
     assert waits is (name == "diloco")
 
 
-def test_the_quickstart_kills_one_learner_on_the_way() -> None:
+def test_the_quickstart_kills_one_learner() -> None:
     config = load("quickstart")
     assert (config.run.learners, config.syncer.shards, config.run.evaluator) == (4, 2, True)
     assert [(fault.at, fault.kill, fault.restart) for fault in config.faults] == [
@@ -67,7 +67,7 @@ def test_data_parallel_is_one_step_of_sgd_on_the_mean() -> None:
     assert config.workload.options["optimizer"] == "sgd"
 
 
-def test_the_experts_are_as_many_as_the_recipe_says() -> None:
+def test_the_recipe_moe_has_the_described_experts() -> None:
     config = load("moe")
     options = load_workload(config.workload.name, config.workload_options()).options
     text = (RECIPES / "moe.toml").read_text()

@@ -49,16 +49,16 @@ def model_of(table: str) -> type[Settings]:
 
 
 @pytest.mark.parametrize("old", KEYS)
-def test_an_earlier_key_names_the_present_one(old: str) -> None:
+def test_an_earlier_key_is_rejected_with_the_present_one(old: str) -> None:
     (table, _, key), (new_table, _, new_key) = old.rpartition("."), KEYS[old].rpartition(".")
-    told = refusal(old, "a value")
+    text = refusal(old, "a value")
     if key == new_key:
         expected = f"{key!r} in [{table}] belongs to [{new_table}] now: move it there"
     elif table == new_table:
         expected = f"{key!r} in [{table}] is called {new_key!r} now: rename it"
     else:
         expected = f"{key!r} in [{table}] is called {new_key!r} in [{new_table}] now: move it there"
-    assert told == expected
+    assert text == expected
 
 
 @pytest.mark.parametrize("old", KEYS)
@@ -71,7 +71,9 @@ def test_the_present_key_exists_and_the_earlier_one_does_not(old: str) -> None:
 
 
 @pytest.mark.parametrize("old", KEYS)
-def test_an_override_of_an_earlier_key_says_what_to_write(old: str, tmp_path: Path) -> None:
+def test_an_override_of_an_earlier_key_is_rejected_with_the_present_one(
+    old: str, tmp_path: Path
+) -> None:
     assert override_refusal(tmp_path, f"{old}=7") == (
         f"override '{old}=7': {old} is called {KEYS[old]} now: write {KEYS[old]}=7"
     )
@@ -81,7 +83,7 @@ VALUE_CASES = [(key, old) for key, values in VALUES.items() for old in values if
 
 
 @pytest.mark.parametrize(("key", "old"), VALUE_CASES)
-def test_an_earlier_value_names_the_present_one(key: str, old: str) -> None:
+def test_an_earlier_value_is_rejected_with_the_present_one(key: str, old: str) -> None:
     table, _, name = key.rpartition(".")
     assert refusal(key, old) == (
         f"{name}={old!r} in [{table}] is called {name}={VALUES[key][old]!r} now: change it"
@@ -116,7 +118,7 @@ def test_an_earlier_key_with_an_earlier_value_is_one_sentence(
 
 
 @pytest.mark.parametrize("old", TABLES)
-def test_an_earlier_table_names_the_present_one(old: str) -> None:
+def test_an_earlier_table_is_rejected_with_the_present_one(old: str) -> None:
     assert refusal(f"{old}.setup", ()) == f"[{old}] is called [{TABLES[old]}] now: rename it"
 
 
@@ -132,21 +134,23 @@ def test_an_earlier_table_names_the_present_one(old: str) -> None:
         ("sync.period=", "sync.sync_every="),
     ],
 )
-def test_an_override_says_what_to_write(override: str, present: str, tmp_path: Path) -> None:
+def test_an_override_of_an_earlier_table_is_rejected_with_the_present_one(
+    override: str, present: str, tmp_path: Path
+) -> None:
     old, new = override.partition("=")[0], present.partition("=")[0]
     assert override_refusal(tmp_path, override) == (
         f"override {override!r}: {old} is called {new} now: write {present}"
     )
 
 
-def test_an_override_of_a_present_table_is_none_of_these(tmp_path: Path) -> None:
+def test_an_override_of_a_present_table_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(FILE + '[sync.merge]\nrule = "mean"\n')
     whole = load_config(tmp_path / "run.toml", ['sync.late={policy = "drop"}', "sync.merge="])
     assert (whole.sync.late.policy, whole.sync.merge.rule) == ("drop", "rda")
     assert override_for("sync.quorum", 1) is None
 
 
-def test_an_override_below_an_earlier_key_is_refused_with_its_present_name(tmp_path: Path) -> None:
+def test_an_override_below_an_earlier_key_is_rejected_with_the_present_one(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(FILE + '[sync]\nmerge = "mean"\n')
     with pytest.raises(ConfigError) as error:
         load_config(tmp_path / "run.toml", ["sync.merge.rule=rda"])

@@ -169,7 +169,7 @@ def test_runs_that_are_not_on_ray(tmp_path: Path) -> None:
         dd_ray.launch(config(), {"run.learners": 3})
     with pytest.raises(ConfigError, match=r"was not launched .*: give the run folder"):
         dd_ray.attach(tmp_path)
-    with pytest.raises(ConfigError, match="is no launch folder"):
+    with pytest.raises(ConfigError, match="is not a launch folder"):
         dd_ray.connect_args(tmp_path, "mine")
 
 

@@ -155,7 +155,7 @@ def test_a_given_secret_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_launch_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"is no launch folder: give the run's TOML file"):
+    with pytest.raises(ConfigError, match=r"is not a launch folder: pass the run's TOML file"):
         Launch(tmp_path)
 
 

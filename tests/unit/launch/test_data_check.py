@@ -1,4 +1,4 @@
-"""A batch that no learner could draw is refused before anything starts."""
+"""Missing data are reported before a run starts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SMALL = {"corpus_bytes_max": 20_000}
 
 @pytest.fixture(autouse=True)
 def patient_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine the first optimizer alone may take longer, with what torch imports."""
+    """Allow more time: on a busy machine, the first optimizer's imports may take longer."""
     for name in ("MODEL_SECONDS", "DATA_SECONDS"):
         monkeypatch.setitem(examine.__globals__, name, 60.0)
 
@@ -43,7 +43,7 @@ def config_of(folder: Path, name: str, options: dict[str, Any]) -> RunConfig:
 
 
 @pytest.mark.parametrize(("name", "options", "sentence"), WRONG)
-def test_the_launcher_refuses_before_it_makes_a_folder(
+def test_the_launcher_rejects_missing_data_before_it_creates_a_folder(
     tmp_path: Path, name: str, options: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
@@ -52,7 +52,7 @@ def test_the_launcher_refuses_before_it_makes_a_folder(
 
 
 @pytest.mark.parametrize(("name", "options", "sentence"), WRONG[:2])
-def test_the_doctor_tells(
+def test_the_doctor_reports_missing_data(
     tmp_path: Path, name: str, options: dict[str, Any], sentence: str
 ) -> None:
     case = Examined(config_of(tmp_path / "run", name, options), (), None, 0.0)
@@ -61,8 +61,8 @@ def test_the_doctor_tells(
     assert sentence.removeprefix("partition 0 of 3 ") in found.text
 
 
-def test_leased_data_need_one_window(tmp_path: Path) -> None:
-    """What is too little for a part of its own each is enough to share."""
+def test_leased_data_require_only_one_window(tmp_path: Path) -> None:
+    """Data that are too few for a fixed partition per learner may be enough for leases."""
     tables = {"run": {"folder": tmp_path / "run", "max_steps": 8}, "syncer": {"port": 0}}
     options = {"corpus_bytes_max": 20_000}
     for context, sentence in ((8000, ""), (30_000, "has 20000 bytes, fewer than context=30000")):
@@ -75,20 +75,20 @@ def test_leased_data_need_one_window(tmp_path: Path) -> None:
             require_data(workload, config)
 
 
-def test_the_doctor_tells_how_large_a_batch_is(tmp_path: Path) -> None:
+def test_the_doctor_reports_the_size_of_a_batch(tmp_path: Path) -> None:
     case = Examined(config_of(tmp_path / "run", "paced", SMALL), (), None, 0.0)
     (found,) = [each for each in examine(case) if each.check == "data"]
-    assert (found.level, found.text) == ("ok", "each learner has batches, of 256 tokens")
+    assert (found.level, found.text) == ("ok", "each learner has batches of 256 tokens")
 
 
-def test_a_syncer_alone_needs_no_data(tmp_path: Path) -> None:
-    """Its machine may not have what learners elsewhere train on."""
+def test_a_syncer_requires_no_data(tmp_path: Path) -> None:
+    """Its machine may not have the data of learners elsewhere."""
     run = LocalRun(config_of(tmp_path / "run", "vit", {"batch_size": 1000}), learners=False)
     run.close()
 
 
 class Own:
-    """A workload of one's own, as far as batches go."""
+    """A user's workload, with batches only."""
 
     def __init__(self, batches: Iterator[object]) -> None:
         self._batches = batches
@@ -100,15 +100,15 @@ class Own:
         return 1
 
 
-def test_what_anybody_s_code_raises_becomes_a_sentence() -> None:
+def test_exceptions_of_user_code_become_one_sentence() -> None:
     def fails() -> Iterator[object]:
         yield open("/none")  # noqa: PTH123, SIM115
 
     config = config_of(Path("run"), "own:make", {})
     workload: Any = Own(fails())
-    with pytest.raises(ConfigError, match=r"'own:make' gives no batch for part 0 of 3: FileNotFou"):
+    with pytest.raises(ConfigError, match=r"'own:make' has no batch for partition 0 of 3: File"):
         require_data(workload, config)
     workload = Own(iter(()))
-    with pytest.raises(ConfigError, match=r"for part 0 of 3: its batches end at once"):
+    with pytest.raises(ConfigError, match=r"for partition 0 of 3: its iterator is empty"):
         require_data(workload, config)
     assert require_data(load_workload("paced", SMALL), config) == 256

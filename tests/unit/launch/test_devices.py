@@ -21,7 +21,7 @@ RANK_VARIABLES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Gives this machine so many devices of each kind."""
+    """Return a function that sets the number of devices of each kind on this machine."""
     for name in (*GPU_VARIABLES, *RANK_VARIABLES):
         monkeypatch.delenv(name, raising=False)
 
@@ -52,9 +52,7 @@ def shares(config: RunConfig, **named: int) -> list[dict[str, str]]:
         ({"cuda": 1, "xpu": 2, "mps": 1}, "cuda"),
     ],
 )
-def test_auto_takes_the_first_kind_that_is_here(
-    machine: Any, here: dict[str, int], kind: str
-) -> None:
+def test_auto_takes_the_first_available_kind(machine: Any, here: dict[str, int], kind: str) -> None:
     machine(**here)
     assert kind_of(config_of()) == (kind, None)
     index = None if kind in ("cpu", "mps") else 0
@@ -83,7 +81,7 @@ def test_a_missing_device_is_an_error(
 
 
 @pytest.mark.parametrize("device", ["gpu2", "cuda:", "cuda:x", "cuda:-1", "GPU", "mps:1", "cpu:0"])
-def test_an_unknown_device_is_refused_with_the_settings(device: str) -> None:
+def test_an_unknown_device_is_rejected_by_the_settings(device: str) -> None:
     with pytest.raises(ConfigError, match=r"is not a valid device: write 'auto'"):
         config_of(device)
 
@@ -95,7 +93,7 @@ def test_learners_share_the_gpus_of_a_machine_in_turn(machine: Any) -> None:
     machine(cuda=8)
     found = [each["CUDA_VISIBLE_DEVICES"] for each in shares(config_of("cuda", 2, ranks=[2, 4]))]
     assert found == ["0,1", "2,3,4,5"]
-    machine(cuda=3)  # two learners share the first one, the ranks of one learner never do
+    machine(cuda=3)  # two learners share the first GPU; ranks of one learner never share
     found = [each["CUDA_VISIBLE_DEVICES"] for each in shares(config_of("cuda", 2, ranks=2))]
     assert found == ["0,1", "2,0"]
     machine(xpu=2)
@@ -119,7 +117,7 @@ def test_a_command_that_starts_its_own_ranks_gets_an_equal_share(machine: Any) -
         ("1,9", 1, ["1", "1"]),  # the driver stops at a number that does not exist
     ],
 )
-def test_what_the_user_or_the_cluster_allows_is_divided(
+def test_the_devices_that_the_environment_allows_are_divided(
     machine: Any, monkeypatch: pytest.MonkeyPatch, told: str, here: int, found: list[str]
 ) -> None:
     machine(cuda=here)
@@ -128,9 +126,7 @@ def test_what_the_user_or_the_cluster_allows_is_divided(
 
 
 @pytest.mark.parametrize(("device", "here"), [("cpu", 4), ("auto", 0), ("cuda:1", 4)])
-def test_nothing_is_divided_where_the_device_is_named_or_a_cpu(
-    machine: Any, device: str, here: int
-) -> None:
+def test_a_named_device_or_a_cpu_is_not_divided(machine: Any, device: str, here: int) -> None:
     machine(cuda=here)
     assert shares(config_of(device)) == [{}, {}]
 
@@ -144,7 +140,7 @@ def test_a_rank_takes_the_device_of_its_local_rank(
     assert device_of_process(config_of("cpu", ranks=2)) == torch.device("cpu")
 
 
-def test_a_rank_to_which_slurm_shows_its_own_device_alone_takes_it(
+def test_a_rank_takes_the_only_device_that_slurm_shows_it(
     machine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine(cuda=1)
@@ -167,12 +163,12 @@ def test_fewer_gpus_than_ranks_is_an_error(
         device_of_process(config)
 
 
-def test_one_named_device_is_not_for_several_ranks() -> None:
+def test_one_named_device_cannot_be_used_by_several_ranks() -> None:
     with pytest.raises(ConfigError, match=r"names one device, but ranks=2 .*: write device='cuda'"):
         config_of("cuda:1", ranks=2)
 
 
-def test_a_process_whose_parent_has_counted_devices_through_cuda_says_so(
+def test_a_fork_after_cuda_was_used_is_reported(
     machine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine(cuda=1)
@@ -181,7 +177,7 @@ def test_a_process_whose_parent_has_counted_devices_through_cuda_says_so(
         device_of_process(config_of())
 
 
-def test_a_launch_that_reserves_gpus_trains_on_them_or_fails(tmp_path: Any) -> None:
+def test_a_launch_that_reserves_gpus_uses_them_or_fails(tmp_path: Any) -> None:
     def told(device: str = "auto", gpus: int = 1, ranks: int = 1, hosts: int = 1) -> str:
         tables: dict[str, Any] = {
             "launch": {"backend": "slurm", "learner": {"gpus": gpus, "hosts": hosts}},
@@ -204,7 +200,7 @@ def test_a_launch_that_reserves_gpus_trains_on_them_or_fails(tmp_path: Any) -> N
 @pytest.mark.parametrize(
     ("kind", "backend"), [("cpu", "gloo"), ("cuda", "cpu:gloo,cuda:nccl"), ("mps", "gloo")]
 )
-def test_ranks_meet_by_the_backend_of_their_device(
+def test_ranks_use_the_process_group_backend_of_their_device(
     monkeypatch: pytest.MonkeyPatch, kind: str, backend: str
 ) -> None:
     asked: list[str] = []

@@ -1,4 +1,4 @@
-"""The doctor's judgement: facts in, findings out; and what it says on a terminal."""
+"""The findings that the doctor derives from facts, and its output on a terminal."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def model_of(width: int = 4) -> ModelFacts:
     )
 
 
-def test_torch_is_as_new_as_the_project_says() -> None:
+def test_the_oldest_accepted_torch_is_the_required_one() -> None:
     wanted = next(r for r in map(Requirement, PROJECT["dependencies"]) if r.name == "torch")
     assert str(wanted.specifier) == ">=" + ".".join(map(str, machine.TORCH_MIN))
 
@@ -64,18 +64,20 @@ def test_torch_is_as_new_as_the_project_says() -> None:
         (TorchFacts("2.6.0+cpu", None, (), False), "ok", "a CPU build; no GPU"),
         (TorchFacts("2.13.0", "13.0", ("H200",), True), "ok", "built for CUDA 13.0: H200"),
         (TorchFacts("2.13.0", None, (), True), "warning", "this machine has an NVIDIA device"),
-        (TorchFacts("2.13.0", "13.0", (), True), "warning", "no device can be used"),
+        (TorchFacts("2.13.0", "13.0", (), True), "warning", "torch can use no device"),
         (TorchFacts("2.5.1", None, (), False), "error", "2.5.1"),
     ],
 )
-def test_torch_and_the_devices_that_are_here(facts: TorchFacts, level: str, text: str) -> None:
+def test_torch_is_judged_with_the_devices_of_the_machine(
+    facts: TorchFacts, level: str, text: str
+) -> None:
     finding = machine.judge_torch(machine_facts)
     assert finding.level == level
     assert text in finding.text
     assert bool(finding.advice) == (level != "ok")
 
 
-def test_learners_that_share_cores_take_turns() -> None:
+def test_learners_that_share_cores_cause_a_warning() -> None:
     assert machine.judge_cores(2.0, 2, 2, 1).level == "ok"
     shared = machine.judge_cores(2.0, 4, 4, 2)
     assert shared.level == "warning"
@@ -83,16 +85,16 @@ def test_learners_that_share_cores_take_turns() -> None:
     assert "about 4 times as long" in shared.text
 
 
-def test_more_threads_than_cores_are_told() -> None:
+def test_more_threads_than_cores_cause_a_warning() -> None:
     assert machine.judge_threads(None, 8, 8.0).level == "ok"
     assert machine.judge_threads("16", 16, 1.5).level == "warning"
 
 
-def test_memory_is_what_the_processes_take() -> None:
+def test_the_memory_need_is_the_sum_over_the_processes() -> None:
     model, config = model_of(), config_of(run={"learners": 3}, syncer={"shards": 2})
     numel = model.layout.numel
     need = machine.need_of(model, config, process_bytes=MIB, learners=3, everything=True)
-    in_flight = 3 * (100 + 8 * 50)  # two rounds at once (τ·P/H), and one more
+    in_flight = 3 * (100 + 8 * 50)  # two open rounds (τ·P/H), and one more
     checkpoint = 1000 + 2000
     assert need.learner_bytes == MIB + 4000 + 4 * numel + checkpoint + in_flight
     assert need.syncer_bytes == 2 * MIB + 26 * numel + 3 * 3 * 100
@@ -102,7 +104,7 @@ def test_memory_is_what_the_processes_take() -> None:
     assert alone.total == need.learner_bytes
 
 
-def test_settings_decide_the_memory_and_disk_space_of_a_learner() -> None:
+def test_the_settings_determine_memory_and_disk_space_of_a_learner() -> None:
     model = model_of()
     numel = model.layout.numel
     coarse = config_of(
@@ -118,7 +120,7 @@ def test_settings_decide_the_memory_and_disk_space_of_a_learner() -> None:
 
 
 @pytest.mark.parametrize(("free", "level"), [(2.0, "ok"), (1.1, "warning"), (0.9, "error")])
-def test_memory_that_is_short_is_told(free: float, level: str) -> None:
+def test_short_memory_is_reported(free: float, level: str) -> None:
     need = machine.need_of(model_of(), config_of(), process_bytes=MIB, learners=4, everything=True)
     finding = machine.judge_memory(int(free * need.total), need)
     assert finding.level == level
@@ -139,13 +141,13 @@ DISK = DiskFacts(Path("/runs"), 100 * GIB, 500.0 * MIB, 0.004)
         ({"sync_seconds": 0.5}, "warning"),
     ],
 )
-def test_a_disk_needs_room_and_speed(changes: dict[str, Any], level: str) -> None:
+def test_a_disk_needs_free_space_and_speed(changes: dict[str, Any], level: str) -> None:
     finding = machine.judge_disk(replace(DISK, **changes), 120)
     assert finding.level == level
     assert "/runs" in finding.text
 
 
-def test_a_wall_clock_that_is_not_set_or_jumps_is_told() -> None:
+def test_a_wall_clock_that_is_not_set_or_jumps_is_reported() -> None:
     assert machine.judge_clock(ClockFacts(0.2001, 0.2, 2026)).level == "ok"
     assert machine.judge_clock(ClockFacts(0.2, 0.2, 1970)).level == "warning"
     assert "+900 %" in machine.judge_clock(ClockFacts(2.0, 0.2, 2026)).text
@@ -162,7 +164,7 @@ def trouble(step: str, cause: Any) -> Finding:
     return syncer_findings.judge_trouble(LookTrouble(step, cause, "words"), "http://a:1")
 
 
-def test_each_trouble_has_its_line_and_a_way_out() -> None:
+def test_each_failure_is_reported_with_a_fix() -> None:
     for cause in ("name", "refused", "unreachable", "timeout"):
         finding = trouble("connect", cause)
         assert (finding.check, finding.level) == ("reach", "error")
@@ -177,7 +179,7 @@ def test_each_trouble_has_its_line_and_a_way_out() -> None:
     assert len({*syncer_findings.ADVICE.values()}) == len(syncer_findings.ADVICE)
 
 
-def test_what_a_shard_says_of_itself() -> None:
+def test_the_health_of_a_shard_is_judged() -> None:
     health = {"shard": 0, "run": "x", "phase": "running", "clock": 7, "learners": ["a", "b"]}
     same = syncer_findings.judge_health({**health, "version": "1"}, "1")
     assert same.level == "ok"
@@ -190,32 +192,35 @@ def test_what_a_shard_says_of_itself() -> None:
     )
 
 
-def test_wall_clocks_that_differ_are_told() -> None:
+def test_a_wall_clock_offset_is_reported() -> None:
     assert syncer_findings.judge_offset(-1.2).level == "ok"
     assert "90 s" not in syncer_findings.judge_offset(90.0).text
     assert "1 min 30 s ahead of" in syncer_findings.judge_offset(90.0).text
     assert "5 s behind" in syncer_findings.judge_offset(-5.0).text
 
 
-def test_uneven_round_trips_are_told() -> None:
+def test_uneven_round_trips_are_reported() -> None:
     assert syncer_findings.judge_round_trips((0.05, 0.051, 0.09)).level == "ok"
     assert syncer_findings.judge_round_trips((0.01, 0.011, 0.09)).level == "warning"
 
 
-def test_a_fragments_way_is_hidden_behind_steps() -> None:
+def test_the_transfer_of_a_fragment_is_hidden_behind_steps() -> None:
     seen = Seen("http://a:1", round_trips=(0.01, 0.02))
     assert not [*syncer_findings.judge_rates(seen, model_of(), 2)]
     seen.up_bytes_per_second, seen.down_bytes_per_second = 1000.0, 2000.0
     (finding,) = syncer_findings.judge_rates(seen, model_of(), 2)
     assert "up 0.008 Mbit/s, down 0.016 Mbit/s" in finding.text
-    # 100 bytes up and down, and two round trips: 0.1 + 0.05 + 0.02 s; half of it each step of two.
-    assert "there and back in 170 ms, hidden behind steps of 85 ms and longer" in finding.text
+    # 100 bytes up and down, and two round trips: 0.1 + 0.05 + 0.02 s; overlap: 2 steps.
+    hidden = "hidden behind steps of 85 ms or longer"
+    assert f"takes 170 ms to the syncer and back, {hidden}" in finding.text
     (bare,) = syncer_findings.judge_rates(seen, None, 0)
     assert bare.text == "up 0.008 Mbit/s, down 0.016 Mbit/s"
 
 
 def test_a_shard_that_cannot_be_reached_is_named() -> None:
-    assert syncer_findings.judge_shards("http://a:1", {"http://a:1": None}).text == "there is one"
+    assert (
+        syncer_findings.judge_shards("http://a:1", {"http://a:1": None}).text == "the run has one"
+    )
     gone = {"http://a:1": None, "http://a:2": LookTrouble("connect", "refused", "nothing listens")}
     finding = syncer_findings.judge_shards("http://a:1", gone)
     assert finding.level == "error"
@@ -224,9 +229,9 @@ def test_a_shard_that_cannot_be_reached_is_named() -> None:
 
 
 @pytest.mark.parametrize("named", [None, 5, {"a": 1}, "http://a:1", ["http://[::1", 7]])
-async def test_a_strange_server_may_name_anything_as_addresses(named: object) -> None:
+async def test_a_foreign_server_may_report_anything_as_addresses(named: object) -> None:
     async def nothing(channel: object) -> None:
-        """No learner comes."""
+        """No learner connects."""
 
     server = HttpServer(
         on_channel=nothing, health=lambda: {"shard": 0}, about=lambda: {"addresses": named}
@@ -242,8 +247,8 @@ async def test_a_strange_server_may_name_anything_as_addresses(named: object) ->
     assert len(shards) == (2 if isinstance(named, list) else 0)
 
 
-def told(config: RunConfig, model: ModelFacts | None) -> dict[str, Any]:
-    """What a syncer of this run answers."""
+def answer_of(config: RunConfig, model: ModelFacts | None) -> dict[str, Any]:
+    """Return the answer of a syncer of this run."""
     layout = None if model is None else model.layout.to_json()
     return json.loads(json.dumps({"settings": config.public(), "layout": layout}))
 
@@ -252,16 +257,16 @@ def judged(run: dict[str, Any], config: RunConfig, model: ModelFacts) -> dict[st
     return {finding.check: finding for finding in syncer_findings.judge_run(run, config, model)}
 
 
-def test_the_same_file_and_model_are_taken_in() -> None:
+def test_the_same_file_and_model_are_accepted() -> None:
     config, model = config_of(), model_of()
-    assert {f.level for f in judged(told(config, model), config, model).values()} == {"ok"}
-    assert "has none yet" in judged(told(config, None), config, model)["layout"].text
-    other = judged(told(config_of(sync={"sync_every": 48}), model), config, model)
+    assert {f.level for f in judged(answer_of(config, model), config, model).values()} == {"ok"}
+    assert "has none yet" in judged(answer_of(config, None), config, model)["layout"].text
+    other = judged(answer_of(config_of(sync={"sync_every": 48}), model), config, model)
     assert other["settings"].level == "ok", "the syncer tells its learners how to synchronise"
 
 
 def test_another_model_is_named_by_its_first_differing_tensor() -> None:
-    found = judged(told(config_of(), model_of(5)), config_of(), model_of(4))
+    found = judged(answer_of(config_of(), model_of(5)), config_of(), model_of(4))
     assert found["layout"].level == "error"
     assert "'weight'" in found["layout"].text
     assert "(3, 5)" in found["layout"].text
@@ -269,18 +274,18 @@ def test_another_model_is_named_by_its_first_differing_tensor() -> None:
 
 def test_another_workload_is_named() -> None:
     theirs = config_of(run={"learners": 7})
-    found = judged(told(theirs, model_of()), config_of(), model_of())
+    found = judged(answer_of(theirs, model_of()), config_of(), model_of())
     assert found["settings"].level == "error"
     assert "learners is 4 here and 7 there" in found["settings"].text
 
 
 @pytest.mark.parametrize("run", [{}, {"settings": 3}, {"settings": {"sync": {}}}])
-def test_an_answer_that_is_none_is_told(run: dict[str, Any]) -> None:
+def test_an_invalid_answer_is_reported(run: dict[str, Any]) -> None:
     (finding,) = syncer_findings.judge_run(run, config_of(), model_of())
     assert (finding.check, finding.level) == ("settings", "error")
 
 
-def test_a_layout_that_is_none_is_told() -> None:
+def test_an_invalid_layout_is_reported() -> None:
     assert syncer_findings.judge_layout(model_of().layout, {"tensors": 5}).level == "error"
 
 
@@ -308,12 +313,12 @@ def test_this_machine_has_cores_memory_and_a_disk(tmp_path: Path) -> None:
     assert machine_facts.torch_facts().version == torch.__version__
 
 
-def test_a_folder_that_cannot_be_written_to_is_told() -> None:
-    with pytest.raises(StorageError, match="nothing can be written to /proc"):
+def test_a_folder_that_cannot_be_written_is_reported() -> None:
+    with pytest.raises(StorageError, match="/proc cannot be written"):
         machine_facts.disk_facts(Path("/proc/run"))
 
 
-def test_what_hangs_is_given_up_and_what_fails_is_told() -> None:
+def test_a_hanging_check_is_abandoned_and_a_failed_one_is_reported() -> None:
     hang = threading.Event()
     with pytest.raises(TimeoutError):
         limited(0.05, hang.wait)
@@ -330,7 +335,7 @@ FINDINGS = [
 ]
 
 
-def test_lines_fit_80_columns_and_words_stay_whole() -> None:
+def test_lines_fit_80_columns_without_broken_words() -> None:
     text = io.StringIO()
     assert command._print(FINDINGS, SteadyConsole(file=text, width=80)) == 1
     lines = text.getvalue().splitlines()
@@ -341,7 +346,7 @@ def test_lines_fit_80_columns_and_words_stay_whole() -> None:
     assert not any(line != line.rstrip() for line in lines)
 
 
-def test_a_warning_is_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_warning_is_not_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
     assert command._print(FINDINGS[:2], SteadyConsole(file=io.StringIO(), width=80)) == 0
     assert command._print_json(FINDINGS[:2]) == 0
     assert command._print_json(FINDINGS) == 1

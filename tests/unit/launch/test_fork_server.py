@@ -1,4 +1,4 @@
-"""The process that forks all others, with imports that take no time."""
+"""The fork server, with imports that take no time."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervisor]:
-    """A supervisor whose children are forked, and one of them, which waits."""
+    """Yield a supervisor with forked children, one of which waits."""
     (tmp_path / "logs").mkdir()
     monkeypatch.setattr(supervisors, "RESTART_SECONDS", (0.01, 0.02))
     monkeypatch.setattr(placement, "COMMAND", (sys.executable, "-c", CHILD))
@@ -62,7 +62,7 @@ def supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Supe
 
 
 def poll_until(supervisor: Supervisor, condition: Callable[[], object]) -> None:
-    """Polls until something is so."""
+    """Poll until a condition holds."""
     deadline = time.monotonic() + 20
     while not condition():
         assert time.monotonic() < deadline
@@ -82,7 +82,7 @@ def pid_of(supervisor: Supervisor, name: str) -> int | None:
     return None if process is None else process.pid
 
 
-def test_a_fork_that_fails_ends_no_other_process_and_is_tried_again(
+def test_a_failed_fork_ends_no_other_process_and_is_retried(
     supervisor: Supervisor, tmp_path: Path
 ) -> None:
     before = pid_of(supervisor, "a")
@@ -96,7 +96,7 @@ def test_a_fork_that_fails_ends_no_other_process_and_is_tried_again(
     assert pid_of(supervisor, "a") == before
 
 
-def test_a_child_is_what_a_new_process_would_be(supervisor: Supervisor, tmp_path: Path) -> None:
+def test_a_forked_child_equals_a_new_process(supervisor: Supervisor, tmp_path: Path) -> None:
     log = tmp_path / "logs" / "a.log"
     poll_until(supervisor, lambda: log.exists() and "news" in log.read_text())
     assert log.read_text().startswith("['learner', '--index', '0', 'ünicode']\n")
@@ -114,7 +114,7 @@ def test_a_child_is_what_a_new_process_would_be(supervisor: Supervisor, tmp_path
     assert [name for name, to in opened.items() if "pipe" in to] == ["0"]
 
 
-def test_each_child_draws_random_numbers_of_its_own(supervisor: Supervisor, tmp_path: Path) -> None:
+def test_each_child_draws_different_random_numbers(supervisor: Supervisor, tmp_path: Path) -> None:
     supervisor.start("b", ["learner"])
     logs = [tmp_path / "logs" / f"{name}.log" for name in "ab"]
     poll_until(supervisor, lambda: all("news" in log.read_text() for log in logs))
@@ -122,7 +122,7 @@ def test_each_child_draws_random_numbers_of_its_own(supervisor: Supervisor, tmp_
     assert len({*drawn[0], *drawn[1]}) == 4
 
 
-def test_what_ends_is_told_and_forked_again(supervisor: Supervisor) -> None:
+def test_an_ended_child_is_reported_and_forked_again(supervisor: Supervisor) -> None:
     first = pid_of(supervisor, "a")
     supervisor.kill("a", restart=True)
     poll_until(supervisor, lambda: pid_of(supervisor, "a") not in (None, first))
@@ -130,12 +130,12 @@ def test_what_ends_is_told_and_forked_again(supervisor: Supervisor) -> None:
     assert isinstance(supervisor.children["a"].process, ForkedProcess)
 
 
-def test_an_exit_code_is_told(supervisor: Supervisor) -> None:
+def test_an_exit_code_is_reported(supervisor: Supervisor) -> None:
     supervisor.start("b", ["learner", "7"])
     poll_until(supervisor, lambda: supervisor.children["b"].code == 7)
 
 
-def test_without_its_server_a_child_lives_on_and_the_next_imports_by_itself(
+def test_a_child_outlives_its_server_and_the_next_one_imports_torch(
     supervisor: Supervisor, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = supervisor.children["a"].process
@@ -150,7 +150,7 @@ def test_without_its_server_a_child_lives_on_and_the_next_imports_by_itself(
 
 
 def test_server_and_children_end_with_the_launcher(supervisor: Supervisor) -> None:
-    """What the system does for who is killed: it closes its pipes."""
+    """Closing the pipes is what the system does for a killed process."""
     server, process = server_of(supervisor), supervisor.children["a"].process
     here = supervisor.placement
     assert isinstance(here, ThisMachine)
@@ -185,6 +185,6 @@ def test_a_server_that_still_imports_ends_with_its_launcher(tmp_path: Path) -> N
             server.kill()
 
 
-def test_the_former_name_of_the_setting_is_told() -> None:
+def test_the_former_name_of_the_setting_is_reported() -> None:
     with pytest.raises(ConfigError, match=r"'spare' in \[run\] is called 'fork_server' now"):
         RunSettings(max_steps=1, spare=False)

@@ -1,4 +1,4 @@
-"""What survives a full collection is put aside, and looked at again once there is much more."""
+"""Survivors of a full collection are set aside, and traversed again after much growth."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def survivors() -> Iterator[Survivors]:
 
 
 class Pair:
-    """One of two that refer to each other: garbage that only a collection finds."""
+    """One of two objects that refer to each other: only a collection can free them."""
 
     alive = 0
 
@@ -39,7 +39,7 @@ def pair() -> Pair:
     return one
 
 
-def test_the_next_collection_looks_at_newer_objects_alone(survivors: Survivors) -> None:
+def test_the_next_collection_traverses_only_newer_objects(survivors: Survivors) -> None:
     there = gc.get_freeze_count()
     assert there > 10_000, "the interpreter's own"
     kept = [[number] for number in range(1000)]
@@ -48,14 +48,14 @@ def test_the_next_collection_looks_at_newer_objects_alone(survivors: Survivors) 
     assert gc.get_freeze_count() >= there + len(kept)
 
 
-def test_garbage_among_the_newer_ones_is_found(survivors: Survivors) -> None:
+def test_garbage_among_newer_objects_is_found(survivors: Survivors) -> None:
     before = Pair.alive
     pair()
     gc.collect()
     assert Pair.alive == before
 
 
-def test_what_was_put_aside_is_looked_at_again_once_there_is_much_more(
+def test_all_objects_are_traversed_again_after_much_growth(
     survivors: Survivors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = Pair.alive
@@ -74,7 +74,7 @@ def test_what_was_put_aside_is_looked_at_again_once_there_is_much_more(
     assert gc.get_freeze_count() > 0, "from then on newer objects alone again"
 
 
-def test_at_the_end_python_does_as_it_does_of_itself() -> None:
+def test_end_restores_the_default_collector() -> None:
     callbacks, thresholds = list(gc.callbacks), gc.get_threshold()
     survivors = Survivors()
     survivors.begin()

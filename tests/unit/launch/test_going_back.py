@@ -1,4 +1,4 @@
-"""A run that goes back to a checkpoint of itself is there, whole, once that is said to be done."""
+"""A reset of a run to a checkpoint is complete and durable when it returns."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def settings(folder: Path) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that is over, with checkpoints of the whole."""
+    """Return the folder of a finished run with consistent checkpoints."""
     folder = tmp_path_factory.mktemp("run") / "r"
     folder.mkdir()
     learners = [LearnerSpec(f"learner-{n}", step_seconds=1.0) for n in range(2)]
@@ -58,7 +58,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def assert_is_back(folder: Path) -> None:
-    """Whether everything is as its last whole checkpoint has it."""
+    """Assert that all files are those of the last whole checkpoint."""
     last = next(path for path in checkpoint_folders(folder) if (path / "manifest.json").exists())
     manifest = read_manifest(last)
     for part in manifest.shards:
@@ -71,7 +71,7 @@ def assert_is_back(folder: Path) -> None:
     assert CoordinatorStates(folder).read() is not None
 
 
-def test_it_survives_a_power_loss_once_it_is_done(run: Path, tmp_path: Path) -> None:
+def test_a_completed_reset_survives_a_power_loss(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, tmp_path / "r")
     disk = SimulatedDisk(tmp_path)
     with within(Runtime(disk)):
@@ -85,7 +85,7 @@ def test_it_survives_a_power_loss_once_it_is_done(run: Path, tmp_path: Path) -> 
         assert_is_back(after)
 
 
-def test_wherever_the_power_is_lost_going_back_again_completes_it(
+def test_a_second_reset_completes_one_that_a_power_loss_interrupted(
     run: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(run, tmp_path / "whole" / "r")

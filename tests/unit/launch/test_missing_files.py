@@ -1,4 +1,4 @@
-"""A run of which a file is missing is not resumed: it would start over from a joiner's weights."""
+"""A run with a missing file is not resumed: it would restart with the weights of a learner."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def settings(folder: Path, *, cuts: float = 0.0) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that was ended in the middle; each shard has two checkpoints."""
+    """Return the folder of a run that was stopped midway; each shard has two checkpoints."""
     folder = tmp_path_factory.mktemp("run") / "r"
     folder.mkdir()
     system = System(
@@ -75,14 +75,14 @@ def cut_all(folder: Path) -> None:
 MISSING: dict[str, tuple[Change, str]] = {
     "the coordinator's state": (
         lambda folder: shutil.rmtree(folder / STATES),
-        r"coordinator has no state, though .*/durable/shard-0/",
+        r"coordinator has no state, but .*/durable/shard-0/",
     ),
     "the coordinator's state and all shards'": (
         lambda folder: [
             shutil.rmtree(folder / STATES),
             shutil.rmtree(folder / DURABLE),
         ],
-        r"coordinator has no state, though .*/learners/learner-0/",
+        r"coordinator has no state, but .*/learners/learner-0/",
     ),
     "the folder of every shard": (
         lambda folder: shutil.rmtree(folder / DURABLE),
@@ -122,7 +122,7 @@ MISSING: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("what", MISSING)
-def test_a_run_without_something_that_it_needs_is_refused(copy: Path, what: str) -> None:
+def test_a_run_with_a_missing_file_is_not_resumed(copy: Path, what: str) -> None:
     change, words = MISSING[what]
     change(copy)
     with pytest.raises(StorageError, match=words):
@@ -139,8 +139,8 @@ def test_a_run_without_something_that_it_needs_is_refused(copy: Path, what: str)
     ],
     ids=["nothing", "the event logs", "the newest checkpoint", "half of it"],
 )
-def test_a_run_that_has_all_that_it_needs_is_resumed(copy: Path, change: Change) -> None:
-    """From an older checkpoint, the journals behind it lead to the same state."""
+def test_a_run_with_all_required_files_is_resumed(copy: Path, change: Change) -> None:
+    """An older checkpoint and the journals after it lead to the same state."""
     change(copy)
     require_whole(copy, settings(copy))
 
@@ -152,7 +152,7 @@ def test_a_run_that_never_started_is_resumed(tmp_path: Path) -> None:
 
 
 def test_a_run_that_went_back_is_resumed(tmp_path: Path) -> None:
-    """Its event logs show newer versions than the checkpoint that it is put back to."""
+    """Its tapes contain newer versions than the checkpoint to which it is reset."""
     folder = tmp_path / "r"
     folder.mkdir()
     config = settings(folder, cuts=20.0)

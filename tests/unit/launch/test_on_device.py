@@ -1,4 +1,4 @@
-"""The training loop on another device: the model and its batches go there. "meta" stands in."""
+"""Moving the model and its batches to a device; "meta" represents the device."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Example:
 
 
 class Encoding(UserDict[str, Tensor]):
-    """Moves itself, as Hugging Face's `BatchEncoding` does."""
+    """Has a ``to`` method, as Hugging Face's `BatchEncoding`."""
 
     def to(self, device: torch.device) -> Encoding:
         return Encoding({name: each.to(device) for name, each in self.items()})
@@ -73,14 +73,14 @@ def devices_of(batch: Any) -> set[str]:
     ],
     ids=lambda batch: type(batch).__name__,
 )
-def test_every_tensor_of_a_batch_goes_to_the_device(batch: Any) -> None:
+def test_every_tensor_of_a_batch_moves_to_the_device(batch: Any) -> None:
     there = moved(batch, META)
     assert type(there) is type(batch)
     assert devices_of(there) == {"meta"}
     assert devices_of(batch) == {"cpu"}, "the batch itself is left as it was"
 
 
-def test_what_is_no_tensor_stays_the_same_object() -> None:
+def test_other_objects_than_tensors_are_returned_unchanged() -> None:
     text, model = "cat", nn.Linear(1, 1)
     there = moved((text, 3, None, model), META)
     assert there == (text, 3, None, model)
@@ -93,11 +93,11 @@ def test_on_the_cpu_nothing_is_copied() -> None:
     assert moved((given,), CPU)[0] is given
 
 
-def test_a_tensor_that_the_workload_has_placed_itself_stays() -> None:
+def test_a_tensor_on_another_device_stays_there() -> None:
     assert moved(torch.empty(2, device=META), CPU).device == META
 
 
-def test_a_model_goes_to_the_device_unless_the_workload_has_placed_it() -> None:
+def test_a_model_moves_to_the_device_unless_the_workload_has_placed_it() -> None:
     model = nn.BatchNorm1d(3)
     assert home_of(placed(model, META)) == META
     assert home_of(placed(nn.Linear(1, 1, device=META), CPU)) == META

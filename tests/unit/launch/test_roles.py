@@ -1,4 +1,4 @@
-"""What the processes of a run are called."""
+"""Names of the processes of a run."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def test_two_evaluators_do_not_take_over_from_each_other() -> None:
     assert all(name.startswith(EVALUATOR) and not name_problem(name) for name in names)
 
 
-def test_where_ids_have_secrets_the_evaluator_has_the_name_of_its_own() -> None:
+def test_with_secrets_per_id_the_evaluator_has_its_fixed_name() -> None:
     config = RunConfig(run={"max_steps": 1}, syncer={"principals_file": Path("p")})
     assert evaluator_name(config) == EVALUATOR

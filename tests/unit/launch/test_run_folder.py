@@ -1,4 +1,4 @@
-"""The run folder, and what is kept in it."""
+"""The run folder and its contents."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ SETTINGS = dump_config(RunConfig(run={"max_steps": 9}))
 
 
 def begun(path: Path) -> Path:
-    """A run folder that nobody uses any more."""
+    """Return a run folder that no process uses any more."""
     with RunFolder(path):
         (path / "run.toml").write_text(SETTINGS)
     return path
 
 
 def contents(path: Path) -> dict[str, str | None]:
-    """Every name below a folder, with the text of the files."""
+    """Return every name below a folder, with the text of files."""
     return {
         str(each.relative_to(path)): each.read_text() if each.is_file() else None
         for each in sorted(path.rglob("*"))
     }
 
 
-def test_one_process_at_a_time(tmp_path: Path) -> None:
+def test_a_run_folder_is_used_by_one_process_at_a_time(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "run"):
         with pytest.raises(ConfigError, match="is in use by another process: wait for it"):
             RunFolder(tmp_path / "run")
-        assert not (tmp_path / "run.1").exists(), "nothing is moved under its feet"
+        assert not (tmp_path / "run.1").exists(), "a folder in use is not moved"
     RunFolder(tmp_path / "run").release()
 
 
@@ -65,7 +65,7 @@ def test_the_lock_is_held_until_the_folder_has_been_moved(
         assert seen == [tmp_path / "run.1"]
 
 
-def test_a_lock_that_went_away_with_its_folder_is_no_lock(
+def test_a_lock_in_a_renamed_folder_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, flock = begun(tmp_path / "run"), fcntl.flock
@@ -81,15 +81,15 @@ def test_a_lock_that_went_away_with_its_folder_is_no_lock(
 
 
 FOREIGN = {
-    "somebody's files": {"thesis.txt": "years of work"},
+    "a user's files": {"thesis.txt": "years of work"},
     "a file that begins with a dot": {".git": "…"},
     "another program's run.toml": {"run.toml": "command = 'make'\n", "tape/one": "…"},
     "a run's settings, written by hand": {"run.toml": '[run]\nname = "mine"\n'},
     "all settings, but no tape": {"run.toml": SETTINGS, "model.py": "…"},
-    "a run.toml that is no TOML": {"run.toml": "[run\n", "tape/one": "…"},
-    "a lock that says something": {"lock": "42"},
+    "a run.toml that is not TOML": {"run.toml": "[run\n", "tape/one": "…"},
+    "a lock that is not empty": {"lock": "42"},
     "a copy of settings": {"run.toml.bak": SETTINGS},
-    "a file of another program in a folder of our name": {"logs/apache.log": "GET /"},
+    "another program's file in a folder named logs": {"logs/apache.log": "GET /"},
 }
 
 
@@ -102,25 +102,25 @@ def put(folder: Path, files: dict[str, str]) -> Path:
 
 @pytest.mark.parametrize("what", FOREIGN)
 @pytest.mark.parametrize("how", ["begin", "resume", "enter", "begin through a link"])
-def test_a_folder_that_is_no_run_of_ours_is_left_alone(tmp_path: Path, what: str, how: str) -> None:
+def test_a_folder_that_is_not_a_run_is_not_changed(tmp_path: Path, what: str, how: str) -> None:
     folder = put(tmp_path / "theirs", FOREIGN[what])
     link = tmp_path / "link"
     link.symlink_to(folder)
     config = RunConfig(run={"folder": folder, "max_steps": 9})
     before = contents(tmp_path)
-    way_out = "--resume takes" if how == "resume" else "another with --set run.folder=…"
+    fix = "folder of a run to --resume" if how == "resume" else "another with --set run.folder=…"
     begin = {
         "enter": lambda: enter_run_folder(config),
         "resume": lambda: RunFolder(folder, resume=True),
         "begin": lambda: RunFolder(folder),
         "begin through a link": lambda: RunFolder(link),
     }
-    with pytest.raises(ConfigError, match=f"is no run of ddiloco.*{way_out}"):
+    with pytest.raises(ConfigError, match=f"not a run of ddiloco.*{fix}"):
         begin[how]()
     assert contents(tmp_path) == before
 
 
-def test_a_file_is_no_run_folder(tmp_path: Path) -> None:
+def test_a_file_is_not_a_run_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("kept")
     for begin in (
         RunFolder,
@@ -131,7 +131,7 @@ def test_a_file_is_no_run_folder(tmp_path: Path) -> None:
     assert contents(tmp_path) == {"file": "kept"}
 
 
-def test_an_empty_folder_and_one_that_was_only_just_begun_are_used_as_they_are(
+def test_an_empty_folder_and_an_unused_run_folder_are_used_unchanged(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "run").mkdir()
@@ -140,7 +140,7 @@ def test_an_empty_folder_and_one_that_was_only_just_begun_are_used_as_they_are(
             assert folder.moved_to is None
 
 
-def test_a_run_behind_a_link_is_moved_aside_where_it_is(tmp_path: Path) -> None:
+def test_a_linked_run_is_moved_aside_in_its_own_parent(tmp_path: Path) -> None:
     big = begun(tmp_path / "big-disk" / "run")
     link = tmp_path / "run"
     link.symlink_to(big)
@@ -151,13 +151,13 @@ def test_a_run_behind_a_link_is_moved_aside_where_it_is(tmp_path: Path) -> None:
     assert (big.with_name("run.1") / "run.toml").exists()
 
 
-def test_a_link_to_where_nothing_is_yet_leads_there(tmp_path: Path) -> None:
+def test_the_target_of_a_dangling_link_is_created(tmp_path: Path) -> None:
     (tmp_path / "run").symlink_to(tmp_path / "big-disk" / "run")
     with RunFolder(tmp_path / "run"):
         assert (tmp_path / "big-disk" / "run" / "tape").is_dir()
 
 
-def test_the_folder_where_a_command_was_started_is_not_moved_from_under_it(
+def test_a_run_folder_with_the_current_folder_in_it_is_not_moved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun(tmp_path / "run")
@@ -168,7 +168,7 @@ def test_the_folder_where_a_command_was_started_is_not_moved_from_under_it(
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_a_process_started_by_hand_marks_the_folder_as_a_runs(tmp_path: Path) -> None:
+def test_a_process_without_a_launcher_marks_the_run_folder(tmp_path: Path) -> None:
     config = RunConfig(run={"folder": tmp_path / "run", "max_steps": 9})
     for _ in range(2):
         assert enter_run_folder(config) == tmp_path / "run"
@@ -177,13 +177,13 @@ def test_a_process_started_by_hand_marks_the_folder_as_a_runs(tmp_path: Path) ->
         assert folder.moved_to == tmp_path / "run.1"
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_of_storage(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_a_storage_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match=r"cannot be made: Not a directory$"):
+    with pytest.raises(StorageError, match=r"cannot be created: Not a directory$"):
         RunFolder(tmp_path / "file" / "run")
 
 
-def test_the_secret_is_new_for_each_run_and_for_this_user_only(tmp_path: Path) -> None:
+def test_each_run_has_a_new_token_that_only_this_user_can_read(tmp_path: Path) -> None:
     tokens = []
     for name in ("a", "b"):
         with RunFolder(tmp_path / name) as folder:
@@ -194,16 +194,16 @@ def test_the_secret_is_new_for_each_run_and_for_this_user_only(tmp_path: Path) -
     assert all(token and len(token) >= 32 for token in tokens)
 
 
-def test_a_token_file_must_hold_a_token(tmp_path: Path) -> None:
+def test_a_token_file_must_contain_a_token(tmp_path: Path) -> None:
     assert read_token(None) is None
     with pytest.raises(ConfigError, match=r"cannot be read: No such file or directory$"):
         read_token(tmp_path / "none")
     (tmp_path / "empty").write_text("\n")
-    with pytest.raises(ConfigError, match="is empty: put the run's secret into it"):
+    with pytest.raises(ConfigError, match="is empty: write the run's secret into it"):
         read_token(tmp_path / "empty")
 
 
-def test_a_token_is_shown_whole_and_only_when_the_run_can_be_joined(tmp_path: Path) -> None:
+def test_the_token_file_appears_atomically_when_learners_can_join(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "run") as folder:
         hidden = folder.token_file(shown=False)
         shown = folder.path / "token"
@@ -213,7 +213,7 @@ def test_a_token_is_shown_whole_and_only_when_the_run_can_be_joined(tmp_path: Pa
         assert shown.read_text() == hidden.read_text()
         assert shown.stat().st_mode & 0o777 == 0o600
     with RunFolder(tmp_path / "run", resume=True) as folder:
-        assert folder.token_file(shown=False) == shown, "learners have it, and wait"
+        assert folder.token_file(shown=False) == shown, "waiting learners already have it"
         assert shown.read_text() == hidden.read_text()
         folder.show_token()
         assert shown.read_text() == hidden.read_text()

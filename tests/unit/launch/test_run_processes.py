@@ -1,4 +1,4 @@
-"""The processes that a launcher has started, and whether their ids still are theirs."""
+"""The processes that a launcher has started, and whether they still exist."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from decoupled_diloco.tape.samples import ProcessEnded, ProcessStarted, RestartS
 
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that does nothing."""
+    """Yield a process that does nothing."""
     with subprocess.Popen(
         [sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True
     ) as process:
@@ -68,7 +68,7 @@ def test_a_process_that_has_ended_does_not_exist(sleeper: subprocess.Popen[bytes
     assert process_start(sleeper.pid) is None
 
 
-def test_an_id_that_another_program_has_now_is_noticed(sleeper: subprocess.Popen[bytes]) -> None:
+def test_a_process_id_of_another_program_does_not_count(sleeper: subprocess.Popen[bytes]) -> None:
     earlier = LocalProcess("learner-0", sleeper.pid, time.time() - 3600)
     assert not earlier.exists
     assert earlier.state == "gone"

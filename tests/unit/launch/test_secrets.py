@@ -1,4 +1,4 @@
-"""One secret for the run, or one for each id."""
+"""One secret for the run, or one secret per id."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def config_of(**syncer: Any) -> RunConfig:
     return RunConfig(run={"max_steps": 1}, syncer=syncer)
 
 
-def test_each_id_has_its_own(tmp_path: Path) -> None:
+def test_each_id_has_its_own_secret(tmp_path: Path) -> None:
     path = tmp_path / "principals"
     path.write_text('learner-0 = "zero"\nshard-1 = "one"\n"a.b" = "two"\n')
     config = config_of(principals_file=path)
@@ -34,7 +34,7 @@ def test_each_id_has_its_own(tmp_path: Path) -> None:
     assert own_token(config, "evaluator", given) == "by hand"
 
 
-def test_one_secret_is_for_all(tmp_path: Path) -> None:
+def test_one_secret_is_valid_for_all_ids(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_text("s\n")
     config = config_of(token_file=path)
@@ -56,7 +56,7 @@ def test_one_secret_is_for_all(tmp_path: Path) -> None:
         ('[a]\nb = "c"', "must hold a line"),
     ],
 )
-def test_a_file_without_ids_is_refused_and_not_repeated(
+def test_an_invalid_file_of_secrets_is_rejected_and_not_quoted(
     tmp_path: Path, text: str, problem: str
 ) -> None:
     path = tmp_path / "principals"

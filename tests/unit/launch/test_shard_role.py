@@ -1,4 +1,4 @@
-"""A shard's server accepts as many connections as the system lets its process have."""
+"""The connection limit of a shard's server follows the system's limit of open files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from decoupled_diloco.transport.limits import Limits
 
 @pytest.fixture
 def files() -> Iterator[tuple[int, int]]:
-    """The limits of open files; they are as before after the test."""
+    """Yield the limits of open files, and restore them after the test."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield before
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
@@ -31,7 +31,7 @@ def test_the_process_raises_its_own_limit(files: tuple[int, int]) -> None:
     assert soft == hard or soft >= wanted + SPARE
 
 
-def test_a_system_that_allows_too_few_is_told_of(
+def test_a_too_low_limit_of_the_system_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(shard_role, "open_files_allowed", lambda files: 1024)
@@ -39,4 +39,4 @@ def test_a_system_that_allows_too_few_is_told_of(
         assert limits_here(4).connections == 1024 - SPARE
         assert caplog.text == ""
         assert limits_here(4000).connections == 1024 - SPARE
-    assert "too few for the connections of 4000 learners, 4 each: raise the limit" in caplog.text
+    assert "too low for 4000 learners with 4 connections each: raise it" in caplog.text

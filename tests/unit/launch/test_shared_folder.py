@@ -1,4 +1,4 @@
-"""Shards that have moved are found where the run folder says that they are."""
+"""Shards that have moved are found by the addresses in the run folder."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_an_end_is_recorded_unless_the_budget_was_raised(
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", "7", '{"state": 3, "settings": "{}"}', "\0"])
-def test_what_cannot_be_read_records_no_end(tmp_path: Path, text: str | None) -> None:
+def test_an_unreadable_state_records_no_end(tmp_path: Path, text: str | None) -> None:
     kept(tmp_path, "finished", 9, 9)
     (state,) = (tmp_path / STATES).iterdir()
     state.unlink()
@@ -59,7 +59,7 @@ def test_what_cannot_be_read_records_no_end(tmp_path: Path, text: str | None) ->
     assert recorded_end(tmp_path / "nothing") == ""
 
 
-def test_a_wildcard_means_the_syncers_machine(tmp_path: Path) -> None:
+def test_a_wildcard_host_means_the_syncers_machine(tmp_path: Path) -> None:
     moved(tmp_path, "node-7", "http://0.0.0.0:7070", "http://10.1.1.1:7071")
     assert shared_addresses(tmp_path) == ("http://node-7:7070", "http://10.1.1.1:7071")
     moved(tmp_path, socket.gethostname(), "http://0.0.0.0:7070")
@@ -72,7 +72,7 @@ async def test_shards_that_have_moved_are_found(tmp_path: Path) -> None:
     assert await shards.look() == ["http://a:1", "http://a:2", "http://a:3"]
     assert shards.now("http://a:3") == "http://a:3"
     moved(tmp_path, "b", "http://0.0.0.0:4|http://0.0.0.0:5", "http://0.0.0.0:6")
-    (tmp_path / "addresses").rename(tmp_path / "away")  # the file system is away
+    (tmp_path / "addresses").rename(tmp_path / "away")  # the file system is unmounted
     assert await shards.look() == ["http://a:1", "http://a:2", "http://a:3"]
     (tmp_path / "away").rename(tmp_path / "addresses")
     assert await shards.look() == ["http://b:4", "http://b:5", "http://b:6"]
@@ -81,10 +81,10 @@ async def test_shards_that_have_moved_are_found(tmp_path: Path) -> None:
     assert list(map(shards.now, old)) == new
 
 
-async def test_what_a_process_of_the_syncers_machine_dials_is_known_elsewhere(
+async def test_a_loopback_address_is_translated_for_other_machines(
     tmp_path: Path,
 ) -> None:
-    """Rank 0 may be there, and tells the carriers of other machines."""
+    """Rank 0 may run there, and sends the address to sync ranks on other machines."""
     shards = SharedFolder(tmp_path)
     moved(tmp_path, "a", "https://0.0.0.0:1", "https://0.0.0.0:2")
     await shards.look()
@@ -95,7 +95,7 @@ async def test_what_a_process_of_the_syncers_machine_dials_is_known_elsewhere(
 
 
 @pytest.mark.parametrize("missing", [HOST, "addresses"])
-async def test_a_folder_that_says_nothing_changes_nothing(tmp_path: Path, missing: str) -> None:
+async def test_a_folder_without_addresses_changes_nothing(tmp_path: Path, missing: str) -> None:
     moved(tmp_path, "a", "http://0.0.0.0:1")
     (tmp_path / missing).unlink()
     shards = SharedFolder(tmp_path)
@@ -103,7 +103,7 @@ async def test_a_folder_that_says_nothing_changes_nothing(tmp_path: Path, missin
     assert shards.now("http://a:1") == "http://a:1"
 
 
-async def test_shards_that_note_their_places_are_found_at_the_newest(tmp_path: Path) -> None:
+async def test_shards_are_found_at_their_newest_recorded_address(tmp_path: Path) -> None:
     assert shards_that_move(tmp_path) is None
     for shard, place in ((0, "http://a:1"), (1, "http://b:1"), (0, "http://b:2")):
         write_place(tmp_path, shard, place)
@@ -112,9 +112,9 @@ async def test_shards_that_note_their_places_are_found_at_the_newest(tmp_path: P
     assert shards is not None
     assert await shards.look() == ["http://b:2", "http://b:1"]
     assert shards.now("http://a:1") == "http://b:2", "where it was before anyone here looked"
-    write_place(tmp_path, 1, "http://a:1")  # a port that the other shard has left
+    write_place(tmp_path, 1, "http://a:1")  # a port that the other shard no longer uses
     write_place(tmp_path, 1, "http://c:1")
     write_place(tmp_path, 0, "http://b:1")
     await shards.look()
-    assert shards.now("http://b:1") == "http://b:1", "the newest who is there"
+    assert shards.now("http://b:1") == "http://b:1", "the newest process that listens"
     assert shards.now("http://b:2") == "http://b:1"

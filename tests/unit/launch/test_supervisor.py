@@ -34,7 +34,7 @@ def supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Supe
 
 
 def settle(supervisor: Supervisor) -> None:
-    """Polls until nothing runs and nothing will."""
+    """Poll until no process runs or is scheduled."""
     deadline = time.monotonic() + 10
     while any(c.running or c.restart_at is not None for c in supervisor.children.values()):
         assert time.monotonic() < deadline
@@ -42,7 +42,7 @@ def settle(supervisor: Supervisor) -> None:
         time.sleep(0.005)
 
 
-def test_a_process_that_fails_is_started_again_but_not_for_ever(supervisor: Supervisor) -> None:
+def test_a_failed_process_restarts_a_limited_number_of_times(supervisor: Supervisor) -> None:
     supervisor.start("bad", ["print('no luck'); raise SystemExit(1)"])
     settle(supervisor)
     child = supervisor.children["bad"]
@@ -68,7 +68,7 @@ def test_success_wrong_configuration_and_the_end_of_the_run_are_final(
 def refusing(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, errors: list[Exception]
 ) -> None:
-    """Has the next starts fail with these errors."""
+    """Make the next starts fail with these errors."""
     start = supervisor.placement.start
 
     def refuse(name: str, arguments: list[str]) -> placement.PlacedProcess:
@@ -111,7 +111,7 @@ def test_a_process_that_cannot_be_started_is_started_later(
         time.sleep(0.005)
 
 
-def test_a_process_inside_a_clusters_job_is_started_later_too(
+def test_a_supervised_process_of_a_cluster_job_is_started_later_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     errors = [BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")]
@@ -141,7 +141,7 @@ def test_a_process_that_can_never_be_started_stays_down(
     assert "no process is left" in supervisor.last_words("never")
 
 
-def test_without_room_for_a_fork_server_processes_start_alone(
+def test_processes_start_without_a_fork_server_if_it_cannot_be_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
@@ -154,7 +154,7 @@ def test_without_room_for_a_fork_server_processes_start_alone(
     here.close()
 
 
-def test_a_killed_process_comes_back_if_it_shall(supervisor: Supervisor) -> None:
+def test_a_killed_process_restarts_if_requested(supervisor: Supervisor) -> None:
     for name, restart in (("back", True), ("gone", False)):
         supervisor.start(name, ["import time; time.sleep(60)"])
         assert supervisor.kill(name, restart=restart)
@@ -170,7 +170,9 @@ def test_a_killed_process_comes_back_if_it_shall(supervisor: Supervisor) -> None
     assert not supervisor.kill("gone", restart=True)
 
 
-def test_who_is_told_to_end_is_named_on_the_tape_before_it_ends(supervisor: Supervisor) -> None:
+def test_a_requested_stop_is_on_the_tape_before_the_end_of_the_process(
+    supervisor: Supervisor,
+) -> None:
     supervisor.start("failed", ["raise SystemExit(2)"])
     settle(supervisor)
     supervisor.start("runs", ["import time; time.sleep(60)"])
@@ -181,14 +183,14 @@ def test_who_is_told_to_end_is_named_on_the_tape_before_it_ends(supervisor: Supe
     assert [list(r.data["names"]) for r in records if r.type == "EndRequested"] == [["runs"]]
 
 
-def test_nothing_is_started_again_after_retiring(supervisor: Supervisor) -> None:
+def test_no_process_restarts_after_retire(supervisor: Supervisor) -> None:
     supervisor.start("bad", ["raise SystemExit(1)"])
     supervisor.retire()
     settle(supervisor)
     assert supervisor.children["bad"].failures == 0
 
 
-def test_who_does_not_end_is_killed(
+def test_a_process_that_ignores_sigterm_is_killed(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(module, "TERMINATE_SECONDS", 0.1)
@@ -201,7 +203,7 @@ def test_who_does_not_end_is_killed(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_waits_for_the_end_of_the_block(number: signal.Signals) -> None:
+def test_an_interrupt_is_deferred_to_the_end_of_the_block(number: signal.Signals) -> None:
     def interrupt(_number: int, _frame: object) -> None:
         raise KeyboardInterrupt
 
@@ -222,7 +224,7 @@ def test_an_interrupt_waits_for_the_end_of_the_block(number: signal.Signals) -> 
         signal.signal(number, before)
 
 
-def test_who_is_taken_down_stays_down_and_has_not_failed(supervisor: Supervisor) -> None:
+def test_a_process_that_is_taken_down_stays_down_without_a_failure(supervisor: Supervisor) -> None:
     supervisor.start("p", ["import time; time.sleep(60)"])
     child = supervisor.children["p"]
     for _ in range(8):  # more often than a process may fail in a row
@@ -235,7 +237,7 @@ def test_who_is_taken_down_stays_down_and_has_not_failed(supervisor: Supervisor)
     assert not supervisor.bring_back("p"), "it runs"
 
 
-def test_who_is_told_to_end_may_take_its_time(supervisor: Supervisor) -> None:
+def test_a_process_may_take_any_time_after_a_requested_stop(supervisor: Supervisor) -> None:
     text = "import signal, time; signal.signal(15, lambda *_: sys.exit(3)); print(1, flush=True)"
     supervisor.start("p", [f"import sys, {text[7:]}; time.sleep(60)"])
     log = supervisor.placement.folder / "logs" / "p.log"
@@ -246,11 +248,13 @@ def test_who_is_told_to_end_may_take_its_time(supervisor: Supervisor) -> None:
     child = supervisor.children["p"]
     assert (child.code, child.down, child.failures) == (3, False, 0)
     supervisor.tape.flush()
-    told = [r.data["names"] for r in TapeReader(supervisor.tape.path) if r.type == "EndRequested"]
-    assert told == [["p"]]
 
 
-def test_who_is_held_is_started_when_it_is_brought_in(supervisor: Supervisor) -> None:
+asked = [r.data["names"] for r in TapeReader(supervisor.tape.path) if r.type == "EndRequested"]
+assert asked == [["p"]]
+
+
+def test_a_held_process_starts_when_it_is_brought_back(supervisor: Supervisor) -> None:
     supervisor.start("late", ["import time; time.sleep(60)"], held=True)
     child = supervisor.children["late"]
     supervisor.poll()

@@ -1,4 +1,4 @@
-"""What a signal does to a learner's process."""
+"""Signals to a learner's process."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ def termination() -> Iterator[SignalledTermination]:
         signal.signal(number, handler)
 
 
-def test_the_first_asks_and_ends_a_wait_and_the_second_interrupts(
+def test_the_first_signal_requests_a_stop_and_the_second_interrupts(
     termination: SignalledTermination,
 ) -> None:
-    told: list[bool] = []
-    termination.at_boundary(lambda: told.append(termination.asked))
+    asked: list[bool] = []
+    termination.at_boundary(lambda: asked.append(termination.asked))
     assert not termination.asked
     os.kill(os.getpid(), signal.SIGTERM)
-    assert told == [True], "who is woken sees that it is asked"
+    assert asked == [True], "the request is visible when the wait ends"
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_a_second_sigterm_is_the_first_one_passed_on_unless_it_comes_later(
+def test_a_second_sigterm_shortly_after_the_first_is_ignored(
     termination: SignalledTermination, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     termination.at_boundary()

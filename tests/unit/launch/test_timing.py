@@ -50,7 +50,7 @@ def test_settings_go_into_the_formulas() -> None:
     assert row(rows, "delivery window").rule == "5 ξ_step"
     assert row(rows, "learner gives up").value == "1 min 30 s"
     assert row(intervals(Options(grace_margin=0.0)), "grace window").value == "none"
-    assert row(rows, "claim renewed").value == "no standbys"
+    assert row(rows, "lease renewed").value == "no standbys"
 
 
 def test_a_run_tells_the_measured_values(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A learner's own program: found before the run, stopped with all that it has started."""
+"""A user's program as a learner: it is found before the run, and stopped with its children."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ sys.exit(
     )
 )
 """
-"""A process of its own: it kills all of its descendants."""
+"""Code for a separate process, because it kills all of its descendants."""
 
 
 def run(code: str, asked_after: Callable[[], bool] | None = None, patience: float = 60.0) -> int:
-    """The exit code of the process beside a program, which is asked to stop after something."""
+    """Return the exit code of a program's supervisor, which is asked to stop after an event."""
     with subprocess.Popen([sys.executable, "-c", HEAD, code, str(patience)]) as head:
         if asked_after is not None:
             until(asked_after)
@@ -57,17 +57,17 @@ def until(happened: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("program", ["no-such-program", "./nowhere/train", "/nowhere/python"])
-def test_a_program_that_is_missing_is_named(program: str) -> None:
+def test_a_missing_program_is_named(program: str) -> None:
     with pytest.raises(ConfigError, match=f"command=.*the program '{program}' is not found"):
         require_commands(config(program, "train.py"))
 
 
-def test_a_script_that_is_missing_is_named() -> None:
+def test_a_missing_script_is_named() -> None:
     with pytest.raises(ConfigError, match=r"'trian\.py' does not exist"):
         require_commands(config("python", "-u", "trian.py", "--config=x.py"))
 
 
-def test_programs_beside_this_python_are_found() -> None:
+def test_programs_in_the_folder_of_this_python_are_found() -> None:
     require_commands(config("torchrun", "--nproc-per-node=2", "-m", "mine", "x.py"))
 
 
@@ -80,7 +80,7 @@ def test_a_signal_is_a_failure() -> None:
     assert run("import os; os.kill(os.getpid(), 9)") == 128 + 9
 
 
-def test_sigterm_reaches_the_program_which_has_its_time(tmp_path: Path) -> None:
+def test_the_program_receives_sigterm_and_has_time_to_end(tmp_path: Path) -> None:
     note = tmp_path / "note"
     code = f"""
 import signal, pathlib, time, sys
@@ -97,9 +97,7 @@ while True: time.sleep(0.01)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the descendants")
 @pytest.mark.parametrize("ends", [True, False])
-def test_what_the_program_started_in_its_own_session_ends_with_it(
-    tmp_path: Path, ends: bool
-) -> None:
+def test_processes_in_other_sessions_end_with_the_program(tmp_path: Path, ends: bool) -> None:
     note = tmp_path / "pid"
     rest = "" if ends else "signal.signal(15, signal.SIG_IGN)\nwhile True: time.sleep(1)"
     code = f"""
@@ -117,7 +115,7 @@ os.rename({str(note)!r} + ".new", {str(note)!r})
 
 
 def lives(pid: int) -> bool:
-    """Whether a process is there and no zombie: its parent here may not wait for it."""
+    """Whether a process exists and is not a zombie, which no parent here may reap."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -40,7 +40,7 @@ def test_nothing_is_overwritten(folder: Path) -> None:
         lambda: CertificateFolder(folder).begin([], 1),
         lambda: CertificateFolder(folder).add(["learner-9", "learner-0"], 1),
     ):
-        with pytest.raises(ConfigError, match="nothing is overwritten"):
+        with pytest.raises(ConfigError, match="no file is overwritten"):
             attempt()
     (folder / "learner-0.pem").unlink()
     with pytest.raises(ConfigError, match="remove it and its key"):
@@ -77,7 +77,7 @@ def test_a_renewed_certificate_keeps_key_and_names(folder: Path) -> None:
 
 
 def test_certificates_expire_with_their_ca(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"longer than the authority lives.*renew"):
+    with pytest.raises(ConfigError, match=r"exceeds the lifetime of the CA.*renew"):
         CertificateFolder(folder).renew([], 4000)
     CertificateFolder(folder).renew(["authority"], 5000)
     CertificateFolder(folder).renew(["learner-0"], 4000)
@@ -94,24 +94,24 @@ def test_the_ca_signs_no_other_ca(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["authority", "syncer", "a/b", "", "../x", "-x"])
 def test_invalid_ids_are_rejected(folder: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match="can be no id"):
+    with pytest.raises(ConfigError, match="is not a valid id"):
         CertificateFolder(folder).add([name], 1)
 
 
 @pytest.mark.parametrize("host", ["http://x", "x:70", "ü.example", ""])
 def test_invalid_hosts_are_rejected(tmp_path: Path, host: str) -> None:
-    with pytest.raises(ConfigError, match="is no host"):
+    with pytest.raises(ConfigError, match="is not a valid host"):
         CertificateFolder(tmp_path / "new").begin([host], 1)
     assert not (tmp_path / "new").exists()
 
 
 def test_an_incomplete_certificate_folder_is_rejected(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has no authority\.pem: make one"):
+    with pytest.raises(ConfigError, match=r"has no authority\.pem: create a CA"):
         CertificateFolder(tmp_path).listing()
     with pytest.raises(ConfigError, match="has no certificate 'learner-7'"):
         CertificateFolder(folder).renew(["learner-7"], 1)
     (folder / "authority.key").unlink()
-    with pytest.raises(StorageError, match="where the authority's key is"):
+    with pytest.raises(StorageError, match="folder that has the CA's key"):
         CertificateFolder(folder).add(["learner-7"], 1)
 
 

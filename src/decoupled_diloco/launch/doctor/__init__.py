@@ -1,8 +1,8 @@
-"""Would a run work here, and with that syncer? Facts are gathered in one place, judged in another.
+"""Check whether a run would work on this machine and with a syncer.
 
-`facts` and `transport.reachability` look; `machine` and `syncer` judge what was seen, as pure
-functions; `examine` puts them in order and keeps the time.
+`machine_facts` and `transport.reachability` measure. `machine` and `syncer_findings` judge the
+measurements, as pure functions. `examine` orders the checks and limits their time.
 
-A check is here if a run would go wrong later, slowly or without a clear sentence. What a command
-refuses at once by itself (a missing program, an unreadable secret) is not checked again.
+The doctor checks what would otherwise fail late, slowly or without a clear message. It does not
+check what a command rejects at once itself, such as a missing program or an unreadable secret.
 """

@@ -1,6 +1,6 @@
-"""All checks in order, each with a limit of its own, all together within `SECONDS_MAX`.
+"""Run all checks in order. Slow ones have a time limit, and all together take `SECONDS_MAX`.
 
-A check that hangs is left behind in its thread and said to hang; the others go on.
+A check that hangs is reported and abandoned in its thread; the other checks continue.
 """
 
 from __future__ import annotations
@@ -40,22 +40,30 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Examined:
-    """What to look at."""
+    """The input of the checks.
+
+    Attributes:
+        config: The settings of the run, if a file is given.
+        syncer: Addresses of shards; empty for a run on this machine alone.
+        token: The auth token for the shards.
+        started: When the checks started, in seconds of `time.monotonic`.
+        tls: CA and certificate for the shards.
+    """
 
     config: RunConfig | None
-    syncer: tuple[str, ...]  # addresses of shards; empty: the run is to be on this machine alone
+    syncer: tuple[str, ...]
     token: str | None
     started: float
     tls: TLSConfig | None = None
 
     @property
     def left_seconds(self) -> float:
-        """Until the whole should be done."""
+        """Seconds that are left for all remaining checks."""
         return self.started + SECONDS_MAX - time.monotonic()
 
 
 def examine(case: Examined) -> Iterator[Finding]:
-    """Looks at everything that the case is about, and says at once what was found."""
+    """Run all checks that apply, and yield each finding at once."""
     config, cores = case.config, machine_facts.cores()
     yield machine.judge_torch(machine_facts.torch_facts())
     if config is not None:
@@ -82,49 +90,50 @@ def examine(case: Examined) -> Iterator[Finding]:
 
 
 def _devices(config: RunConfig, learners: int) -> Finding:
-    """The devices that the learners of this machine get."""
+    """Check the devices of the learners on this machine."""
     try:
         kind, _ = kind_of(config)
         shares = [environment_of(config, index) for index in range(learners)]
     except ConfigError as problem:
         if config.launch.backend != "local":  # they run elsewhere
-            return warning("device", str(problem), f"ignore it if {config.launch.backend} has them")
-        return error("device", str(problem), "correct [learner] of the file")
+            advice = f"ignore this if the machines of {config.launch.backend} have the devices"
+            return warning("device", str(problem), advice)
+        return error("device", str(problem), "correct [learner] in the file")
     return machine.judge_devices(kind, config.learner.device, shares)
 
 
 def _model(
     config: RunConfig, name: str
 ) -> tuple[Workload | None, machine_facts.ModelFacts | None, Finding]:
-    def look() -> tuple[Workload, machine_facts.ModelFacts]:
+    def build() -> tuple[Workload, machine_facts.ModelFacts]:
         workload = workload_of(config)
         return workload, machine_facts.model_facts(config, workload)
 
     try:
-        workload, model = limited(MODEL_SECONDS, look)
+        workload, model = limited(MODEL_SECONDS, build)
     except TimeoutError:
         text = f"{name} is not built within {MODEL_SECONDS:g} s"
-        advice = "data, memory, layout and the way of a fragment are not looked at"
+        advice = "data, memory, layout and the transfer time of a fragment are not checked"
         return None, None, warning("model", text, advice)
     except ConfigError as problem:
-        advice = "correct [workload] or [sync] of the file"
+        advice = "correct [workload] or [sync] in the file"
         return None, None, error("model", str(problem), advice)
-    except Exception as problem:  # A workload may be anybody's code.
+    except Exception as problem:  # a user's workload may raise anything
         text = f"{name}: {type(problem).__name__}: {problem}"
         return None, None, error("model", text, "correct the workload")
     return workload, model, machine.judge_model(name, model)
 
 
 def _data(config: RunConfig, name: str, workload: Workload) -> Finding:
-    """Whether each learner has a batch: here, or in a run that learners join one by one."""
+    """Check whether each learner has a batch."""
     try:
         tokens = limited(DATA_SECONDS, lambda: require_data(workload, config))
     except TimeoutError:
-        text = f"{name} gives no batch within {DATA_SECONDS:g} s"
-        return warning("data", text, "each learner waits as long when it starts")
+        text = f"{name} returns no batch within {DATA_SECONDS:g} s"
+        return warning("data", text, "each learner needs this time when it starts")
     except DilocoError as problem:
         return error("data", str(problem), "correct [workload.options] or run.learners")
-    return ok("data", f"each learner has batches, of {tokens} tokens")
+    return ok("data", f"each learner has batches of {tokens} tokens")
 
 
 def _memory(case: Examined, model: machine_facts.ModelFacts | None, process_bytes: int) -> Finding:
@@ -149,7 +158,7 @@ def _disk(case: Examined, model: machine_facts.ModelFacts | None) -> Finding:
     try:
         found = limited(DISK_SECONDS, lambda: machine_facts.disk_facts(folder))
     except TimeoutError:
-        text = f"a few MiB at {folder} are not on disk within {DISK_SECONDS:g} s"
+        text = f"writing a few MiB to {folder} takes longer than {DISK_SECONDS:g} s"
         advice = "choose a folder on a local disk with --set run.folder=…"
         return warning("disk", text, advice)
     except DilocoError as problem:
@@ -158,7 +167,7 @@ def _disk(case: Examined, model: machine_facts.ModelFacts | None) -> Finding:
 
 
 def _here(config: RunConfig) -> Iterator[Finding]:
-    """What the syncer needs on this machine: ports, initial weights."""
+    """Check what the syncer needs on this machine: ports and initial weights."""
     settings = config.syncer
     processes = settings.shards * (1 + settings.standby)
     ports = range(settings.port, settings.port + processes) if settings.port else ()
@@ -168,11 +177,11 @@ def _here(config: RunConfig) -> Iterator[Finding]:
     weights = config.sync.initial_weights
     if weights is not None and not weights.is_file():
         text = f"initial_weights={str(weights)!r} does not exist"
-        yield error("weights", text, "correct [sync] of the file, or take it out")
+        yield error("weights", text, "correct the path in [sync], or remove initial_weights")
 
 
 def _syncer(case: Examined, model: machine_facts.ModelFacts | None) -> Iterator[Finding]:
-    # At least a moment: this machine may have been slow, and the syncer is what was asked about.
+    # At least 5 s, also after slow checks of this machine: the user asked about the syncer.
     seconds = max(5.0, case.left_seconds - 0.5)
     seen, shards = asyncio.run(look_at_all(case.syncer, case.token, seconds, case.tls))
     yield from judge.judge_seen(seen, __version__)
@@ -187,12 +196,16 @@ def _syncer(case: Examined, model: machine_facts.ModelFacts | None) -> Iterator[
 async def look_at_all(
     addresses: tuple[str, ...], token: str | None, seconds: float, tls: TLSConfig | None = None
 ) -> tuple[Seen, dict[str, LookTrouble | None]]:
-    """The first of the addresses in depth, and whether all shards can be reached."""
+    """Check the first address in depth, and whether all shards can be reached.
+
+    Returns:
+        The results of the first address, and for each shard's address the failure, if any.
+    """
     seen = await look(addresses[0], token, seconds, tls)
     given = seen.run.get("addresses") if seen.run is not None else None
-    known_to_it = given if isinstance(given, list) else []  # It may be anybody's server.
-    told = [reached_by(str(address), addresses[0]) for address in known_to_it]
-    named = dict.fromkeys([*told, *addresses[1:]])
+    reported = given if isinstance(given, list) else []  # any program may have answered
+    reachable_as = [reached_by(str(address), addresses[0]) for address in reported]
+    named = dict.fromkeys([*reachable_as, *addresses[1:]])
     others = [each for each in named if addresses[0] not in alternatives(each)]
     troubles = await asyncio.gather(*(one_listens(alternatives(each)) for each in others))
     known = {} if seen.run is None else {addresses[0]: cast("LookTrouble | None", None)}
@@ -200,17 +213,21 @@ async def look_at_all(
 
 
 async def one_listens(addresses: tuple[str, ...]) -> LookTrouble | None:
-    """Whether a shard can be reached: it, or its standby."""
+    """Return why neither a shard nor its standby can be reached; `None` if one can.
+
+    Args:
+        addresses: The addresses of the shard and of its standby.
+    """
     troubles = await asyncio.gather(*(listens(address) for address in addresses))
     return None if None in troubles else troubles[0]
 
 
 def limited(seconds: float, work: Callable[[], _T]) -> _T:
-    """The result of something that may hang.
+    """Return the result of a function that may hang.
 
     Raises:
-        TimeoutError: it is not there in time; the thread is left behind.
-        Exception: what the work has raised.
+        TimeoutError: It does not return in time; its thread is abandoned.
+        Exception: The exception that ``work`` raises.
     """
     results: list[_T] = []
     problems: list[BaseException] = []
@@ -232,5 +249,5 @@ def limited(seconds: float, work: Callable[[], _T]) -> _T:
 
 
 def any_left_behind() -> bool:
-    """Whether a check that was given up still runs: end the process by `os._exit` then."""
+    """Whether an abandoned check still runs: then only `os._exit` ends the process."""
     return any(thread.name == THREAD for thread in threading.enumerate())

@@ -1,4 +1,4 @@
-"""What a check finds, and judging what this machine is like. Pure: facts in, findings out."""
+"""Findings of the doctor, and pure functions that derive them from facts about this machine."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from decoupled_diloco.units import GIB, MIB, format_bytes, format_count, format_
 TORCH_MIN = (2, 6)
 
 MEMORY_SHARE_MAX = 0.8
-"""Share of the free memory to use: batches and activations come on top of the estimate."""
+"""Share of the free memory that the estimate may use: batches and activations need the rest."""
 
 DISK_BYTES_MIN = GIB
-"""For tapes, logs and the report, beside the weights."""
+"""Free space for tapes, logs and the report, in addition to the weights."""
 
 DISK_RATE_MIN = 20 * MIB
 SYNC_SECONDS_MAX = 0.2
@@ -39,9 +39,9 @@ class Finding:
     """One line of the doctor."""
 
     check: str
-    level: Level  # "error": a run cannot work like this; "warning": it can, and may disappoint
+    level: Level  # "error": a run cannot work; "warning": a run works, but perhaps badly
     text: str
-    advice: str = ""  # what to do about it; empty if all is well
+    advice: str = ""  # the fix; empty for "ok"
 
 
 def ok(check: str, text: str) -> Finding:
@@ -58,7 +58,15 @@ def error(check: str, text: str, advice: str) -> Finding:
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Bytes that the processes of a run take on this machine, and how many there are."""
+    """Bytes of memory that the processes of a run need on this machine.
+
+    Attributes:
+        learners: The number of learners on this machine.
+        learner_bytes: Memory of one learner.
+        syncer_bytes: Memory of all shards together; 0 if they run elsewhere.
+        evaluator_bytes: Memory of the evaluator; 0 if there is none here.
+        fork_server_bytes: Memory of the fork server; 0 if there is none here.
+    """
 
     learners: int
     learner_bytes: int
@@ -73,7 +81,7 @@ class MemoryNeed:
 
 
 def judge_torch(facts: TorchFacts) -> Finding:
-    """The version of torch, and whether it can use the devices that are here."""
+    """Judge the version of torch, and whether it can use the devices of this machine."""
     numbers = tuple(int(x) for x in facts.version.split("+")[0].split(".")[:2] if x.isdigit())
     build = "a CPU build" if facts.cuda is None else f"built for CUDA {facts.cuda}"
     text = f"{facts.version}, {build}"
@@ -85,21 +93,26 @@ def judge_torch(facts: TorchFacts) -> Finding:
         return warning(
             "torch",
             f"{text}, but this machine has an NVIDIA device",
-            "install a torch that is built for CUDA to train on it",
+            "install a build of torch for CUDA to train on it",
         )
     if facts.nvidia:
         return warning(
-            "torch", f"{text}, but no device can be used", "check the driver with nvidia-smi"
+            "torch", f"{text}, but torch can use no device", "check the driver with nvidia-smi"
         )
     return ok("torch", f"{text}; no GPU")
 
 
 DEVICES_SHOWN = 8
-"""Learners whose devices are listed one by one."""
+"""Number of learners whose devices are listed one by one."""
 
 
 def judge_devices(kind: str, setting: str, shares: Sequence[Mapping[str, str]]) -> Finding:
-    """What the learners train on; ``shares``: the variable that gives each its own devices.
+    """Report the devices of the learners.
+
+    Args:
+        kind: The kind of device.
+        setting: `device` in `[learner]`.
+        shares: For each learner, the variable that selects its devices.
 
     >>> judge_devices("cuda", "auto", [{"CUDA_VISIBLE_DEVICES": "0"}]).text
     "device='auto' is cuda: learner-0 gets 0"
@@ -109,30 +122,34 @@ def judge_devices(kind: str, setting: str, shares: Sequence[Mapping[str, str]]) 
         f"learner-{index} gets {gets}" for index, gets in enumerate(own[:DEVICES_SHOWN]) if gets
     ]
     more = f", and {len(own) - DEVICES_SHOWN} more" if parts and len(own) > DEVICES_SHOWN else ""
-    told = f": {'; '.join(parts)}{more}" if parts else ""
-    return ok("device", f"device={setting!r} is {kind}{told}")
+    listed = f": {'; '.join(parts)}{more}" if parts else ""
+    return ok("device", f"device={setting!r} is {kind}{listed}")
 
 
 def judge_cores(cores: float, learners: int, ranks: int, threads: int) -> Finding:
-    """Cores against the threads of the learners; shards and evaluator take what is left.
+    """Compare the cores with the learners' threads; shards and evaluator use the remaining ones.
 
-    ``ranks``: of all learners together.
+    Args:
+        cores: Cores that this process may use.
+        learners: The number of learners on this machine.
+        ranks: The number of ranks of all learners together.
+        threads: Threads per rank.
     """
     wanted = ranks * threads
-    who = many(learners, "learner") + (f" of {ranks} ranks" if ranks > learners else "")
-    text = f"{cores:g} for {who} × {many(threads, 'thread')}"
+    users = many(learners, "learner") + (f" of {ranks} ranks" if ranks > learners else "")
+    text = f"{cores:g} for {users} × {many(threads, 'thread')}"
     if wanted <= cores:
         return ok("cores", text)
     return warning(
         "cores",
-        f"{text}: they take turns, steps last about {wanted / cores:.2g} times as long",
-        "fine for a try; else fewer learners here (run.learners), or learner.threads",
+        f"{text}: they share the cores, and steps take about {wanted / cores:.2g} times as long",
+        "this is fine for a trial; otherwise lower run.learners or learner.threads",
     )
 
 
 def judge_threads(setting: str | None, torch_threads: int, cores: float) -> Finding:
-    """What a training script of one's own would take; `ddiloco learner` has learner.threads."""
-    text = f"a script of your own gets {many(torch_threads, 'thread')} from torch"
+    """Judge the threads of a user's own training script; `ddiloco learner` has learner.threads."""
+    text = f"your own script gets {many(torch_threads, 'thread')} from torch"
     if setting is not None:
         text += f" (OMP_NUM_THREADS={setting})"
     if torch_threads > math.ceil(cores):
@@ -190,10 +207,17 @@ def _checkpoint_bytes(model: ModelFacts) -> int:
 
 
 def disk_need_of(model: ModelFacts, config: RunConfig, *, learners: int, everything: bool) -> int:
-    """Return the bytes that the run folder needs at least, without tapes and logs."""
+    """Return the bytes that the run folder needs at least, without tapes and logs.
+
+    Args:
+        model: Sizes of the model.
+        config: The run's settings.
+        learners: Number of learners on this machine.
+        everything: Whether the shards are on this machine too.
+    """
     numel, need = model.layout.numel, 0
     if everything:
-        need += 8 * numel  # the shards' shares of the result, and the assembled weights
+        need += 8 * numel  # the shards' parts of the result, and the assembled weights, in fp32
         need += SHARD_DISK_BYTES_PER_PARAMETER * numel if config.syncer.persist else 0
     if config.learner.checkpoint_interval_seconds:
         need += 2 * _checkpoint_bytes(model) * learners  # the newest one, and one being written
@@ -201,7 +225,7 @@ def disk_need_of(model: ModelFacts, config: RunConfig, *, learners: int, everyth
 
 
 def judge_memory(available: int, need: MemoryNeed | None) -> Finding:
-    """Free memory against what the run takes here."""
+    """Compare the free memory, in bytes, with the need of the run on this machine."""
     free = f"{format_bytes(available)} free"
     if need is None:
         return ok("memory", free)
@@ -212,16 +236,17 @@ def judge_memory(available: int, need: MemoryNeed | None) -> Finding:
     for name in ("syncer", "evaluator", "fork_server"):
         if nbytes := getattr(need, f"{name}_bytes"):
             text += f", {name.replace('_', ' ')} {format_bytes(nbytes)}"
-    text += "; activations come on top"
+    text += "; activations need more"
     if need.total > available:
-        return error("memory", text, "fewer learners here, a smaller model, or a larger machine")
+        return error("memory", text, "use fewer learners, a smaller model, or a larger machine")
     if need.total > MEMORY_SHARE_MAX * available:
-        return warning("memory", text, "leave room for activations: fewer learners, smaller batch")
+        advice = "leave memory for activations: use fewer learners or a smaller batch"
+        return warning("memory", text, advice)
     return ok("memory", text)
 
 
 def judge_model(name: str, model: ModelFacts) -> Finding:
-    """The model that the run's file describes."""
+    """Report the model that the run's file describes."""
     return ok(
         "model",
         f"{name}: {format_count(model.layout.numel)} parameters in "
@@ -241,35 +266,39 @@ def judge_disk(facts: DiskFacts, need: int) -> Finding:
         return error(
             "disk",
             f"{text}; weights, journals and checkpoints need {format_bytes(need)} or more",
-            "make room, or choose another folder with --set run.folder=…",
+            "free disk space, or choose another folder with --set run.folder=…",
         )
     if facts.free_bytes < need + DISK_BYTES_MIN:
-        return warning(
-            "disk", text, "make room for tapes and logs: a run goes on without, its report does not"
-        )
+        advice = "free space for tapes and logs: without them a run continues, but has no report"
+        return warning("disk", text, advice)
     if facts.bytes_per_second < DISK_RATE_MIN or facts.sync_seconds > SYNC_SECONDS_MAX:
-        return warning(
-            "disk", f"{text}: slow", "joins and the end of the run wait for it, steps never do"
-        )
+        advice = "use a faster disk: joins and the end of the run wait for it, steps do not"
+        return warning("disk", f"{text}: slow", advice)
     return ok("disk", text)
 
 
 def judge_clock(facts: ClockFacts) -> Finding:
-    """Whether the wall clock goes as the monotonic one, and is set at all."""
+    """Judge whether the wall clock is set, and runs as fast as the monotonic clock."""
     drift = facts.wall_seconds / facts.monotonic_seconds - 1
-    advice = "let NTP set it: tapes of several machines are put in order by wall time"
+    advice = "let NTP set it: tapes of several machines are ordered by wall time"
     if facts.year < YEAR_MIN:
-        return warning("clock", f"the wall clock says {facts.year}", advice)
+        return warning("clock", f"the wall clock shows the year {facts.year}", advice)
     if abs(drift) > CLOCK_DRIFT_MAX:
-        text = f"the wall clock went {100 * drift:+.0f} % against the monotonic one just now"
+        text = f"the wall clock drifted by {100 * drift:+.0f} % against the monotonic clock"
         return warning("clock", text, advice)
-    return ok("clock", "wall and monotonic clock go alike")
+    return ok("clock", "the wall clock and the monotonic clock run at the same rate")
 
 
 def judge_ports(host: str, problems: dict[int, str]) -> Finding:
-    """Whether the shards can listen; `problems` is empty where the ports are left to chance."""
+    """Judge whether the shards can listen on their ports.
+
+    Args:
+        host: The address to listen on.
+        problems: For each port the reason why it cannot be used, or an empty text. Empty if the
+            shards may use any free ports.
+    """
     if not problems:
-        return ok("ports", f"any free ones on {host}")
+        return ok("ports", f"any free ports on {host}")
     taken = {port: problem for port, problem in problems.items() if problem}
     if not taken:
         ports = ", ".join(map(str, problems))
@@ -278,6 +307,6 @@ def judge_ports(host: str, problems: dict[int, str]) -> Finding:
     return error(
         "ports",
         text,
-        "end the run that has them, or choose others with --set syncer.port=… (0: any); with "
-        "--syncer the doctor looks at that syncer instead",
+        "end the run that uses them, or choose others with --set syncer.port=… (0: any); with "
+        "--syncer the doctor checks that syncer instead",
     )

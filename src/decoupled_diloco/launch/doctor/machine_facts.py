@@ -1,4 +1,4 @@
-"""What this machine has: cores, memory, disk, clock, ports, torch; and what a run's model is."""
+"""Facts about this machine (cores, memory, disk, clock, ports, torch) and about a run's model."""
 
 from __future__ import annotations
 
@@ -26,14 +26,21 @@ DISK_SECONDS = 1.0
 CLOCK_SECONDS = 0.2
 
 BUILT_PARAMETERS_MAX = 50_000_000
-"""Larger models are described without memory for their values."""
+"""Models with more parameters are described on the meta device, without memory for values."""
 
 CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
 class TorchFacts:
-    """The torch that is installed; ``cuda``: the version that it was built with."""
+    """The installed torch.
+
+    Attributes:
+        version: Its version.
+        cuda: The CUDA version that it was built for; `None` for a CPU build.
+        devices: Names of the devices that it can use.
+        nvidia: Whether this machine has an NVIDIA device.
+    """
 
     version: str
     cuda: str | None
@@ -43,9 +50,9 @@ class TorchFacts:
 
 @dataclass(frozen=True)
 class DiskFacts:
-    """The disk that the run folder is on."""
+    """The disk of the run folder."""
 
-    folder: Path  # the nearest folder that exists already
+    folder: Path  # the nearest parent folder that exists
     free_bytes: int
     bytes_per_second: float
     sync_seconds: float  # until 4 KiB are on disk, median
@@ -53,7 +60,7 @@ class DiskFacts:
 
 @dataclass(frozen=True)
 class ClockFacts:
-    """The wall clock, beside the monotonic one."""
+    """Progress of the wall clock and of the monotonic clock in the same interval."""
 
     wall_seconds: float
     monotonic_seconds: float
@@ -62,7 +69,7 @@ class ClockFacts:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The run's model: its layout, bytes in a learner, the largest fragment on the wire."""
+    """The run's model: its layout, its bytes in a learner, and its largest fragment on the wire."""
 
     layout: Layout
     model_bytes: int
@@ -84,7 +91,7 @@ def torch_facts() -> TorchFacts:
 
 
 def cores() -> float:
-    """Cores that this process may use: affinity, and the limit of its control group."""
+    """Return the cores that this process may use, by its affinity and its control group."""
     available = float(len(os.sched_getaffinity(0)))
     with contextlib.suppress(OSError, ValueError):
         quota, period = (CGROUP / "cpu.max").read_text().split()
@@ -94,7 +101,7 @@ def cores() -> float:
 
 
 def memory_available() -> int:
-    """Bytes that processes may still take: the system's, and what the control group leaves."""
+    """Return the bytes that processes may still use, by the system and the control group."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     table = dict(line.split(":", 1) for line in lines)
     available = int(table["MemAvailable"].split()[0]) * KIB
@@ -108,23 +115,27 @@ def memory_available() -> int:
 
 
 def process_bytes() -> int:
-    """What a process takes that has loaded Python and torch: this one."""
+    """Return the bytes of a process that has loaded Python and torch: this one."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def disk_facts(folder: Path) -> DiskFacts:
-    """Writes a file where the run folder will be, and removes it."""
+    """Measure the disk of the run folder with a temporary file.
+
+    Raises:
+        StorageError: The file cannot be written.
+    """
     folder = folder.absolute()
     while not folder.is_dir():
         folder = folder.parent
-    room = os.statvfs(folder)
-    free = room.f_bavail * room.f_frsize
+    space = os.statvfs(folder)
+    free = space.f_bavail * space.f_frsize
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             rate = _write_rate(file.fileno(), min(DISK_BYTES, free // 2))
             syncs = sorted(_sync_seconds(file.fileno()) for _ in range(5))
     except OSError as error:
-        raise StorageError(f"nothing can be written to {folder}: {error.strerror}") from error
+        raise StorageError(f"{folder} cannot be written: {error.strerror}") from error
     return DiskFacts(folder, free, rate, syncs[2])
 
 
@@ -145,14 +156,14 @@ def _sync_seconds(file: int) -> float:
 
 
 def clock_facts() -> ClockFacts:
-    """Lets a moment pass by both clocks."""
+    """Measure `CLOCK_SECONDS` with both clocks."""
     wall, monotonic = time.time(), time.monotonic()
     time.sleep(CLOCK_SECONDS)
     return ClockFacts(time.time() - wall, time.monotonic() - monotonic, time.gmtime().tm_year)
 
 
 def port_problem(host: str, port: int) -> str:
-    """Why a shard could not listen there; empty if it could."""
+    """Return why a shard cannot listen on a port; empty if it can."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -165,7 +176,7 @@ def port_problem(host: str, port: int) -> str:
 
 
 def model_facts(config: RunConfig, workload: Workload) -> ModelFacts:
-    """Builds the run's model, without memory if it is large, and asks what it needs."""
+    """Build the run's model, without memory if it is large, and return its sizes."""
     model = _model(workload)
     layout = layout_of(model)
     plan = plan_of(layout, config)
@@ -183,7 +194,7 @@ def model_facts(config: RunConfig, workload: Workload) -> ModelFacts:
 
 
 def _model(workload: Workload) -> nn.Module:
-    """The model: on the meta device first, which not every one can be built on."""
+    """Build the model on the meta device first; some models cannot be built there."""
     try:
         with torch.device("meta"):
             model = workload.model()
@@ -194,7 +205,10 @@ def _model(workload: Workload) -> nn.Module:
 
 
 def _optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """States of the parameter's size: two of Adam's family, one of momentum, none of plain SGD."""
+    """Return the bytes of an optimizer's state.
+
+    Adam-like optimizers keep two values per parameter, SGD with momentum one, and plain SGD none.
+    """
     count = 0
     for group in optimizer.param_groups:
         states = 2

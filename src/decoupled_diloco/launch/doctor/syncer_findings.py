@@ -1,4 +1,4 @@
-"""Judges what was seen of a syncer. Pure: what was seen in, findings out."""
+"""Judge the measurements of a syncer: pure functions from measurements to findings."""
 
 from __future__ import annotations
 
@@ -20,27 +20,26 @@ from decoupled_diloco.transport.tls import DAY_SECONDS, RENEW, TELL_SECONDS
 from decoupled_diloco.units import format_bytes, format_duration
 
 CLOCK_SECONDS_MAX = 2.0
-"""The answer's header counts whole seconds."""
+"""Largest offset that counts as equal: the date in the response header has whole seconds."""
 
 JITTER_SECONDS_MAX = 0.05
 
 ADVICE = {
     "name": "correct the address, or give the IP address instead of the name",
-    "refused": "start the syncer there (ddiloco syncer RUN.toml), or correct the port; to be "
-    'reached from another machine it needs syncer.host="0.0.0.0"',
+    "refused": "start the syncer there (ddiloco syncer RUN.toml), or correct the port; for access "
+    'from other machines, set syncer.host="0.0.0.0"',
     "unreachable": "check the network, or the VPN, of both machines",
-    "timeout": "a firewall may drop it: open the shards' ports there, or tunnel them (ssh -L)",
-    "silent": "the process may be stopped, or be something else than a syncer: look at its log",
-    "tls": "write http:// for a syncer without TLS; else give what it wants: --ca-cert, and "
-    "--cert and --key if it asks for them (ddiloco certs makes them)",
-    "stranger": "something else listens there: correct the address (the syncer prints its own)",
-    "token": "give the run's secret with --auth-token-file: `ddiloco syncer` prints where it is",
-    "busy": "others measure just now: ask again in a while",
-    "older": "install the same version here and there",
-    "broken": "look for a proxy or firewall on the way that ends connections, or passes no "
-    "WebSockets",
+    "timeout": "a firewall may drop packets: open the shards' ports there, or tunnel them (ssh -L)",
+    "silent": "the process may be stopped, or may not be a syncer: read its log",
+    "tls": "write http:// for a syncer without TLS; otherwise pass --ca-cert, and if it requires a "
+    "certificate --cert and --key (ddiloco certs creates them)",
+    "stranger": "another program listens there: correct the address (the syncer prints its own)",
+    "token": "pass the run's secret with --auth-token-file: `ddiloco syncer` prints its path",
+    "busy": "another process is measuring: try again later",
+    "older": "install the same version on both machines",
+    "broken": "look for a proxy or firewall in between that ends connections or blocks WebSockets",
 }
-"""What to do about each kind of trouble."""
+"""The fix for each kind of failure."""
 
 CHECKS = {
     "name": "reach",
@@ -49,11 +48,11 @@ CHECKS = {
     "up": "bandwidth",
     "down": "bandwidth",
 }
-"""Under which check a step's trouble is shown; under its own name otherwise."""
+"""The check under which a failed step is reported. Other steps use their own names."""
 
 
 def judge_seen(seen: Seen, version: str) -> Iterator[Finding]:
-    """Everything that can be said without the run's file."""
+    """Yield the findings that do not need the run's file."""
     if seen.connect_seconds is not None:
         took = format_duration(seen.connect_seconds)
         yield ok("reach", f"{seen.address} ({seen.ip}), connected in {took}")
@@ -67,10 +66,8 @@ def judge_seen(seen: Seen, version: str) -> Iterator[Finding]:
     if seen.round_trips:
         yield judge_round_trips(seen.round_trips)
     if seen.run is not None:
-        whose = (
-            f"it is that of {seen.principal}" if seen.principal else "it is the run's shared secret"
-        )
-        yield ok("token", f"accepted: {whose}")
+        kind = f"token of {seen.principal}" if seen.principal else "run's shared secret"
+        yield ok("token", f"accepted: it is the {kind}")
     if seen.upgraded:
         yield ok("control", "a WebSocket can be opened")
     if seen.trouble is not None:
@@ -78,10 +75,10 @@ def judge_seen(seen: Seen, version: str) -> Iterator[Finding]:
 
 
 def judge_trouble(trouble: LookTrouble, address: str) -> Finding:
-    """What ended the look."""
+    """Report the failure that ended the checks of a syncer."""
     check = CHECKS.get(trouble.step, trouble.step)
     if trouble.cause == "older":
-        text = f"{address} knows nothing of it: {trouble.text}"
+        text = f"{address} does not support this check: {trouble.text}"
         return warning("version", text, ADVICE["older"])
     if trouble.cause == "busy":
         return warning(check, f"not measured: {address}: {trouble.text}", ADVICE["busy"])
@@ -89,7 +86,7 @@ def judge_trouble(trouble: LookTrouble, address: str) -> Finding:
 
 
 def judge_health(health: Mapping[str, Any], version: str) -> Finding:
-    """What the shard says of itself."""
+    """Judge the answer of a shard's `/healthz`."""
     learners = health.get("learners")
     count = len(learners) if isinstance(learners, list) else 0
     text = (
@@ -98,7 +95,7 @@ def judge_health(health: Mapping[str, Any], version: str) -> Finding:
     )
     theirs = str(health.get("version"))[:20]
     if health.get("phase") == "finished":
-        return warning("health", text, "this run is over: start a new one")
+        return warning("health", text, "this run has ended: start a new one")
     if theirs != version:
         text += f"; version {theirs}, here {version}"
         return warning("health", text, ADVICE["older"])
@@ -106,43 +103,49 @@ def judge_health(health: Mapping[str, Any], version: str) -> Finding:
 
 
 def judge_certificate(left_seconds: float) -> Finding:
-    """How long the shard's certificate is still good."""
+    """Judge the remaining lifetime of the syncer's certificate."""
     days = left_seconds / DAY_SECONDS
     if left_seconds > TELL_SECONDS:
-        return ok("certificate", f"the syncer's is valid for {days:.0f} days more")
+        return ok("certificate", f"the syncer's certificate is valid for {days:.0f} more days")
     if left_seconds > 0:
-        text = f"the syncer's ends in {days:.1f} days"
+        text = f"the syncer's certificate expires in {days:.1f} days"
         return warning("certificate", text, f"{RENEW}; it is loaded without a restart")
-    return error("certificate", "the syncer's has expired", RENEW)
+    return error("certificate", "the syncer's certificate has expired", RENEW)
 
 
 def judge_offset(seconds: float) -> Finding:
-    """The wall clocks of both machines."""
+    """Judge how far the syncer's wall clock is ahead of this machine's."""
     if abs(seconds) <= CLOCK_SECONDS_MAX:
-        return ok("wall clock", "the syncer's is the same within two seconds")
+        return ok("wall clock", "the syncer's is equal within two seconds")
     ahead = "ahead of" if seconds > 0 else "behind"
     return warning(
         "wall clock",
         f"the syncer's is {format_duration(abs(seconds))} {ahead} this machine's",
-        "let NTP set both: tapes are put in order by wall time; training does not depend on it",
+        "let NTP set both: tapes are ordered by wall time; training does not depend on it",
     )
 
 
 def judge_round_trips(seconds: tuple[float, ...]) -> Finding:
-    """Median and jitter of requests on an open connection."""
+    """Judge median and jitter of requests on an open connection."""
     median, worst = statistics.median(seconds), max(seconds)
     text = f"median {format_duration(median)}, longest {format_duration(worst)} of {len(seconds)}"
     if worst - median > max(JITTER_SECONDS_MAX, 4 * median):
         return warning(
             "round trip",
             f"{text}: uneven",
-            "a busy syncer or link; raise sync.overlap_steps if rounds are late",
+            "the syncer or the link is busy; raise sync.overlap_steps if rounds are late",
         )
     return ok("round trip", text)
 
 
 def judge_rates(seen: Seen, model: ModelFacts | None, overlap: int) -> Iterator[Finding]:
-    """What the data plane moves, and for which steps a fragment's way is hidden."""
+    """Report the rates of the data plane, and the step time that hides a fragment's transfer.
+
+    Args:
+        seen: The measurements.
+        model: Sizes of the model, if known.
+        overlap: `sync.overlap_steps`.
+    """
     up, down = seen.up_bytes_per_second, seen.down_bytes_per_second
     if up is None or down is None:
         return
@@ -152,11 +155,11 @@ def judge_rates(seen: Seen, model: ModelFacts | None, overlap: int) -> Iterator[
         return
     seconds = model.fragment_bytes * (1 / up + 1 / down) + 2 * min(seen.round_trips, default=0.0)
     text += (
-        f": a fragment ({format_bytes(model.fragment_bytes)}) is there and back in "
-        f"{format_duration(seconds)}"
+        f": a fragment ({format_bytes(model.fragment_bytes)}) takes {format_duration(seconds)} to "
+        "the syncer and back"
     )
     if overlap:
-        text += f", hidden behind steps of {format_duration(seconds / overlap)} and longer"
+        text += f", hidden behind steps of {format_duration(seconds / overlap)} or longer"
     yield ok("bandwidth", text)
 
 
@@ -166,27 +169,32 @@ def _rate(bytes_per_second: float) -> str:
 
 
 def judge_shards(dialled: str, troubles: Mapping[str, LookTrouble | None]) -> Finding:
-    """Whether all shards are where the syncer says."""
+    """Judge whether all shards can be reached.
+
+    Args:
+        dialled: The address that the user has given.
+        troubles: For each shard's address the failure, if any.
+    """
     bad = {address: trouble for address, trouble in troubles.items() if trouble is not None}
     if not bad:
         count = len(troubles)
-        return ok("shards", f"all {count} can be reached" if count > 1 else "there is one")
+        return ok("shards", f"all {count} can be reached" if count > 1 else "the run has one")
     text = "; ".join(f"{address}: {trouble.text}" for address, trouble in bad.items())
     return error(
         "shards",
         f"{len(bad)} of {len(troubles)} cannot be reached from here ({dialled} can): {text}",
-        "open their ports too; if these are not the addresses to dial, set syncer.addresses",
+        "open their ports too; if the addresses are wrong, set syncer.addresses",
     )
 
 
 def judge_run(
     run: Mapping[str, Any], config: RunConfig, model: ModelFacts | None
 ) -> Iterator[Finding]:
-    """Whether a learner that this file describes would be taken in, without asking for it."""
+    """Judge, without joining, whether the run would accept a learner with this file."""
     try:
         theirs = read_public(json.dumps(run.get("settings")))
     except MissingCodecError as problem:
-        yield error("settings", str(problem), "name it in this file as the syncer's file does")
+        yield error("settings", str(problem), "name the codec in this file as in the syncer's file")
         return
     except ProtocolError as problem:
         yield error("settings", str(problem), ADVICE["older"])
@@ -197,21 +205,21 @@ def judge_run(
 
 
 def judge_settings(ours: RunConfig, theirs: RunConfig) -> Finding:
-    """What `ddiloco learner` compares before it trains."""
+    """Compare the settings that `ddiloco learner` compares before it trains."""
     advice = (
-        "give `ddiloco learner` the syncer's own file; a script of your own needs none: leave it "
+        "give `ddiloco learner` the syncer's own file; your own script needs no file: leave it "
         "out here too"
     )
     difference = difference_of_work(ours, theirs)
     if difference:
-        return error("settings", f"the file is not the syncer's: {difference}", advice)
-    return ok("settings", "learners, data and workload are the syncer's")
+        return error("settings", f"the file differs from the syncer's: {difference}", advice)
+    return ok("settings", "learners, data and workload are the same as the syncer's")
 
 
 def judge_layout(ours: Layout, theirs: object) -> Finding:
-    """The model of the file against the run's."""
+    """Compare the layout of the file's model with the run's layout, a JSON value."""
     if theirs is None:
-        return ok("layout", "the run has none yet: the first learner's model becomes the run's")
+        return ok("layout", "the run has none yet: it takes the first learner's model")
     try:
         difference = Layout.from_json(theirs).describe_difference(ours)
     except ProtocolError as problem:
@@ -219,7 +227,7 @@ def judge_layout(ours: Layout, theirs: object) -> Finding:
     if difference is not None:
         return error(
             "layout",
-            f"the model is not the run's (ours: the run's; theirs: the file's): {difference}",
+            f"the model differs from the run's (ours: the run's; theirs: the file's): {difference}",
             "build the same model in every learner",
         )
-    return ok("layout", f"the model is the run's, fingerprint {ours.fingerprint[:12]}")
+    return ok("layout", f"the model is the same as the run's, fingerprint {ours.fingerprint[:12]}")

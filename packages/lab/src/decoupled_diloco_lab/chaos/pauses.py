@@ -53,7 +53,7 @@ class Brake:
     """Stops and continues one process that leads a group, and the processes that it started.
 
     Args:
-        pid: Returns the current process id, or ``None`` if there is no process.
+        pid: Returns the current process id, or ``None`` if the process does not run.
         guard: Continues the process if this one dies.
         step_seconds: Duration of an undisturbed step, so that a duty cycle has whole steps.
     """
