@@ -188,7 +188,7 @@ def test_the_wheel_alone_explains_how_to_install_a_command(
 ) -> None:
     done = installed.run("ddiloco", *command, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    how = f"is not installed: pip install 'decoupled-diloco[{extra}]'"
+    how = f"is not installed: run pip install -e packages/{extra} in the clone"
     assert done.stderr.startswith(f"error: ddiloco {command[0]} {how}")
     told = installed.run("ddiloco", "--help", cwd=tmp_path, COLUMNS="120").stdout
     assert f"Not installed: run ddiloco {command[0]} to see how to install it." in told
@@ -215,7 +215,7 @@ def test_the_wheel_alone_explains_how_to_install_engines(
     assert (done.returncode, done.stdout) == (2, "")
     why = (
         "error: backend='slurm' in [launch] is not installed: "
-        "pip install 'decoupled-diloco[engines]'"
+        "run pip install -e packages/engines in the clone"
     )
     assert done.stderr.startswith(why)
 

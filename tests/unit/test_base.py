@@ -73,7 +73,7 @@ def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def told(extra: str) -> str:
-    return f"pip install 'decoupled-diloco[{extra}]' (in a clone: pip install -e '.[{extra}]')"
+    return f"run pip install -e '.[{extra}]' in the clone"
 
 
 def test_a_learner_trains_with_a_syncer_that_python_has_started(tmp_path: Path) -> None:

@@ -111,17 +111,18 @@ def named(pattern: str, text: str) -> Iterator[str]:
         yield from found.split(",")
 
 
-def test_an_extra_is_named_for_a_clone_and_for_an_installation() -> None:
-    for folder, pattern in (("src", "*.py"), ("recipes", "*"), ("docs", "*.md"), ("examples", "*")):
-        for path in (
-            p for p in (ROOT / folder).rglob(pattern) if p.suffix in (".py", ".toml", ".md")
-        ):
+def test_a_command_that_installs_an_extra_works_in_a_clone() -> None:
+    """The package is not published, so no text may name an installation from an index."""
+    for folder in ("src", "packages", "recipes", "docs", "examples"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix not in (".py", ".toml", ".md") or path.name == "pyproject.toml":
+                continue
             text = path.read_text()
-            installed = set(named(r"'decoupled-diloco\[([a-z,]+)\]'", text))
+            assert "'decoupled-diloco[" not in text, path
             cloned = set(named(r"-e '\.\[([a-z,]+)\]'", text))
             cloned |= set(re.findall(r"-e packages/([a-z]+)", text))
             cloned |= set(named(r"-e 'packages/[a-z]+\[([a-z,]+)\]'", text))
-            assert installed == cloned <= EXTRAS.keys(), path
+            assert cloned <= EXTRAS.keys(), path
 
 
 def test_the_command_line_answers_before_torch_is_imported() -> None:

@@ -136,10 +136,7 @@ def _folder(path: Path) -> CertificateFolder:
     try:
         from decoupled_diloco.launch.certificates import CertificateFolder
     except ImportError:
-        fail(
-            "ddiloco certs requires the extra tls: pip install 'decoupled-diloco[tls]' (in a "
-            "clone: pip install -e '.[tls]')"
-        )
+        fail("ddiloco certs requires the extra tls: run pip install -e '.[tls]' in the clone")
     return CertificateFolder(path)
 
 

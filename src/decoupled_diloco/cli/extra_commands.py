@@ -14,7 +14,7 @@ import typer
 from decoupled_diloco.cli.shared_options import fail
 
 GROUP = "decoupled_diloco.commands"
-HOW = "pip install 'decoupled-diloco[{0}]' (in a clone: pip install -e packages/{0})"
+HOW = "run pip install -e packages/{0} in the clone"
 ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 

@@ -27,7 +27,7 @@ from decoupled_diloco.errors import ConfigError
 _SCENARIOS_OWN = {"set", "until_seconds", "parameters", "learners", "links", "events", "random"}
 """Keys that only a scenario file has."""
 
-INSTALL = "pip install 'decoupled-diloco[cli]' (in a clone: pip install -e '.[cli]')"
+INSTALL = "run pip install -e '.[cli]' in the clone"
 """How to install the extra of the command line."""
 
 

@@ -32,8 +32,7 @@ try:
     from lightning.pytorch import Callback, LightningModule, Trainer
 except ImportError as error:
     raise ConfigError(
-        "Lightning is not installed: pip install 'decoupled-diloco[lightning]' (in a clone: "
-        "pip install -e '.[lightning]')"
+        "Lightning is not installed: run pip install -e '.[lightning]' in the clone"
     ) from error
 
 

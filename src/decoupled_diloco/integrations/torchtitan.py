@@ -32,8 +32,7 @@ try:
     from torchtitan.train import Trainer
 except ImportError as error:
     raise ConfigError(
-        f"torchtitan cannot be imported ({error}): pip install 'decoupled-diloco[torchtitan]' (in "
-        "a clone: pip install -e '.[torchtitan]')"
+        f"torchtitan cannot be imported ({error}): run pip install -e '.[torchtitan]' in the clone"
     ) from error
 
 

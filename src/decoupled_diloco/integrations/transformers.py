@@ -36,8 +36,7 @@ try:
 except ImportError as error:
     raise ConfigError(
         "Hugging Face transformers is not installed: "
-        "pip install 'decoupled-diloco[transformers]' (in a clone: "
-        "pip install -e '.[transformers]')"
+        "run pip install -e '.[transformers]' in the clone"
     ) from error
 
 

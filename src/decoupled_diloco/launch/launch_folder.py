@@ -113,8 +113,8 @@ def engine_of(config: RunConfig) -> PlacingEngine:
     found, problem = _installed(config)
     if name not in found:
         raise ConfigError(
-            f"backend={name!r} in [launch] {problem.get(name, 'is not installed')}: pip install "
-            "'decoupled-diloco[engines]' (in a clone: pip install -e packages/engines)"
+            f"backend={name!r} in [launch] {problem.get(name, 'is not installed')}: "
+            "run pip install -e packages/engines in the clone"
         )
     return found[name]
 

@@ -39,7 +39,7 @@ TEXT_MAX = 1000
 
 _INT_MAX = 2**63 - 1
 
-INSTALL = "pip install 'decoupled-diloco[traces]' (in a clone: pip install -e '.[traces]')"
+INSTALL = "run pip install -e '.[traces]' in the clone"
 
 
 class Collector:

@@ -13,7 +13,7 @@ from typing import Literal
 
 METRICS_PATH = "/metrics"
 
-INSTALL = "pip install 'decoupled-diloco[metrics]' (in a clone: pip install -e '.[metrics]')"
+INSTALL = "run pip install -e '.[metrics]' in the clone"
 """Command that installs the library for Prometheus' text format."""
 
 Kind = Literal["gauge", "counter", "histogram", "summary"]

@@ -198,8 +198,7 @@ _KINDS: dict[str, Callable[[str, str, Path, Mapping[str, Any]], Sink]] = {
 }
 
 _INSTALL = {
-    "tensorboard": "pip install 'decoupled-diloco[tensorboard]' (in a clone: "
-    "pip install -e '.[tensorboard]')",
-    "wandb": "pip install 'decoupled-diloco[wandb]' (in a clone: pip install -e '.[wandb]')",
-    "mlflow": "pip install 'decoupled-diloco[mlflow]' (in a clone: pip install -e '.[mlflow]')",
+    "tensorboard": "run pip install -e '.[tensorboard]' in the clone",
+    "wandb": "run pip install -e '.[wandb]' in the clone",
+    "mlflow": "run pip install -e '.[mlflow]' in the clone",
 }

@@ -295,8 +295,7 @@ def _end_of(path: Path) -> float:
         from cryptography import x509
     except ImportError:
         raise ConfigError(
-            "certificates need the extra tls: pip install 'decoupled-diloco[tls]' (in a clone: "
-            "pip install -e '.[tls]')"
+            "certificates need the extra tls: run pip install -e '.[tls]' in the clone"
         ) from None
     data = _read("cert", path)
     try:

@@ -76,8 +76,7 @@ def workload_module(name: str) -> ModuleType:
         return cast("ModuleType", entry.load())
     if name in OF_THE_LAB:
         raise ConfigError(
-            f"workload {name!r} is not installed: pip install 'decoupled-diloco[lab]' (in a clone: "
-            "pip install -e packages/lab)"
+            f"workload {name!r} is not installed: run pip install -e packages/lab in the clone"
         )
     raise ConfigError(
         f"workload {name!r} is not known: {suggestion(name, (*BUILT_IN, *OF_THE_LAB))} "

@@ -39,7 +39,10 @@ def test_a_missing_distribution_prints_how_to_install_it(
     made = commands({}, monkeypatch)
     result = run(made, *arguments)
     assert result.exit_code == 2
-    assert "ddiloco plan is not installed: pip install 'decoupled-diloco[plan]'" in result.stderr
+    assert (
+        "ddiloco plan is not installed: run pip install -e packages/plan in the clone"
+        in result.stderr
+    )
     assert (
         "run ddiloco plan to see how to install it" in CliRunner().invoke(made, ["--help"]).output
     )

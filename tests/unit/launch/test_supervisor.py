@@ -248,10 +248,8 @@ def test_a_process_may_take_any_time_after_a_requested_stop(supervisor: Supervis
     child = supervisor.children["p"]
     assert (child.code, child.down, child.failures) == (3, False, 0)
     supervisor.tape.flush()
-
-
-asked = [r.data["names"] for r in TapeReader(supervisor.tape.path) if r.type == "EndRequested"]
-assert asked == [["p"]]
+    asked = [r.data["names"] for r in TapeReader(supervisor.tape.path) if r.type == "EndRequested"]
+    assert asked == [["p"]]
 
 
 def test_a_held_process_starts_when_it_is_brought_back(supervisor: Supervisor) -> None:

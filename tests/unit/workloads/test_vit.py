@@ -150,8 +150,7 @@ def test_the_error_without_scikit_learn_has_the_install_command(
         load_workload("vit", {})
     assert str(error.value) == (
         "workload 'vit' requires the images of scikit-learn, which is not installed: "
-        "install the extra \"vision\" with pip install 'decoupled-diloco[vision]', or in "
-        "a clone with pip install -e 'packages/lab[vision]'"
+        "run pip install -e 'packages/lab[vision]' in the clone"
     )
 
 

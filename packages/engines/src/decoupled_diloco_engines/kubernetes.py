@@ -196,8 +196,7 @@ def _require_yaml() -> Any:
     except ImportError:
         raise ConfigError(
             'backend="kubernetes" in [launch] needs PyYAML: '
-            "pip install 'decoupled-diloco[kubernetes]' (in a clone: "
-            "pip install -e 'packages/engines[kubernetes]')"
+            "run pip install -e 'packages/engines[kubernetes]' in the clone"
         ) from None
     return yaml
 

@@ -42,8 +42,8 @@ def require_ray() -> ModuleType:
         import ray
     except ImportError:
         raise ConfigError(
-            "backend=\"ray\" in [launch] needs Ray: pip install 'decoupled-diloco[ray]' (in a "
-            "clone: pip install -e 'packages/engines[ray]')"
+            'backend="ray" in [launch] needs Ray: '
+            "run pip install -e 'packages/engines[ray]' in the clone"
         ) from None
     version = tuple(map(int, re.findall(r"\d+", ray.__version__)[:2]))
     if version < OLDEST:

@@ -522,7 +522,7 @@ class LearnerHost(ParticipantHost):
     def terminate(self) -> None:
         """See `Host`: a learner that has not begun to train ends at once."""
         assert self.loop is not None
-        if not self.loop.run(self.termination.told):
+        if not self.loop.run(self.termination.request_stop):
             self._gone(INTERRUPTED, silent=False)
 
     async def main(self) -> None:

@@ -1,8 +1,8 @@
 """A small vision transformer on scikit-learn's handwritten digits: `name = "vit"`.
 
 The 1797 gray images of 8 × 8 pixels come with scikit-learn, so nothing is downloaded. Install the
-extra "vision": `pip install 'decoupled-diloco[vision]'`, or in a clone
-`pip install -e 'packages/lab[vision]'`. Budgets and weights count one image as one token.
+extra "vision" in the clone: `pip install -e 'packages/lab[vision]'`. Budgets and
+weights count one image as one token.
 
 Shapes: `B` images, `T` patches of an image, `W` width.
 """
@@ -89,8 +89,7 @@ class VitWorkload(BuiltIn):
         if find_spec("sklearn") is None:
             raise ConfigError(
                 "workload 'vit' requires the images of scikit-learn, which is not installed: "
-                "install the extra \"vision\" with pip install 'decoupled-diloco[vision]', or in "
-                "a clone with pip install -e 'packages/lab[vision]'"
+                "run pip install -e 'packages/lab[vision]' in the clone"
             )
         self.options = options
 
