@@ -55,7 +55,7 @@ LEARNERS: dict[str, dict[str, Any]] = {
     "one process": {},
     "DDP, 2 ranks": {"ranks": 2},
     "DDP, 4 ranks": {"ranks": 4},
-    "DDP, 4 ranks, all sync ranks": {"ranks": 4, "carriers": "all", "fragments": 2},
+    "DDP, 4 ranks, all sync ranks": {"ranks": 4, "sync_ranks": "all", "fragments": 2},
 }
 """Fragments are split among sync ranks at multiples of 65,536 elements, so only large fragments of
 this model are shared."""
@@ -98,10 +98,10 @@ def timed(work: Callable[[], object], repetitions: int) -> list[float]:
 class Moves:
     """Redistribution of the whole model; it also measures the exchange."""
 
-    def __init__(self, model: nn.Module, carriers: tuple[int, ...], group: RankGroup) -> None:
+    def __init__(self, model: nn.Module, sync_ranks: tuple[int, ...], group: RankGroup) -> None:
         layout, description = layout_of(model), described(model, model, group.rank)
         self._group, self._rank = group, group.rank
-        self._own = joined(model, [each or {} for each in gathered(description)], carriers)
+        self._own = joined(model, [each or {} for each in gathered(description)], sync_ranks)
         self._moves = Redistribution(self._own.sharding, self._rank, self._exchange)
         self._fragments = partition(layout, FRAGMENTS)
         self._flat: dict[int, Tensor] = {}
@@ -153,8 +153,8 @@ def redistribute(kind: str, repetitions: int) -> dict[str, Any]:
     model, group = sharded(kind), RankGroup()
     numel = layout_of(model).numel
     found: dict[str, Any] = {"bytes": 4 * numel, "ranks": group.size}
-    for name, carriers in (("one sync rank", (0,)), ("all sync ranks", tuple(range(group.size)))):
-        moves = Moves(model, carriers, group)
+    for name, sync_ranks in (("one sync rank", (0,)), ("all sync ranks", tuple(range(group.size)))):
+        moves = Moves(model, sync_ranks, group)
         moves.collect()
         found[name] = {"MB sent and received by rank, one way": gathered([moves.sent, moves.taken])}
         for way in (moves.collect, moves.distribute):
@@ -197,7 +197,7 @@ def carried() -> Callable[[], int]:
     return lambda: nbytes[0]
 
 
-def step(address: str, blocks: int, steps: int, carriers: Any) -> dict[str, Any]:
+def step(address: str, blocks: int, steps: int, sync_ranks: Any) -> dict[str, Any]:
     """Run one rank of a learner that trains in turns with and without the run."""
     by_this_rank, rank = carried(), 0
     if several := "RANK" in os.environ:
@@ -207,7 +207,7 @@ def step(address: str, blocks: int, steps: int, carriers: Any) -> dict[str, Any]
     model, train = gpt_loop(GPT, wrap, 4, rank)
     for _ in range(3):
         train()
-    own = {"auth_token": TOKEN, "name": "learner-0", "sync_ranks": carriers}
+    own = {"auth_token": TOKEN, "name": "learner-0", "sync_ranks": sync_ranks}
     with Learner(model, address, **own) as learner:
         learner.step(tokens=train())
         first = time.time()
@@ -244,7 +244,7 @@ def launched(ranks: int, what: str, *arguments: Any) -> list[Any]:
 
 
 def with_a_shard(
-    blocks: int, steps: int, ranks: int = 1, carriers: Any = 1, fragments: int = FRAGMENTS
+    blocks: int, steps: int, ranks: int = 1, sync_ranks: Any = 1, fragments: int = FRAGMENTS
 ) -> dict[str, Any]:
     """Return the times of a learner with this number of ranks."""
     tables = {
@@ -255,7 +255,7 @@ def with_a_shard(
     with a_syncer(tables) as syncer:
         time.sleep(5.0)
         begun = time.time()
-        found = launched(ranks, "step", syncer.address, blocks, steps, carriers)
+        found = launched(ranks, "step", syncer.address, blocks, steps, sync_ranks)
     return {"ranks": found, "start": found[0]["first step at"] - begun}
 
 

@@ -180,10 +180,10 @@ def ranks(result: Any) -> str:
             traffic = [each / 1e6 for each in row["bytes to and from the syncer by rank"]]
             steps[case] = {**row, "MB": traffic}
             continue
-        for carriers in ("one sync rank", "all sync ranks"):
-            sent = row[f"MB sent and received by rank, {carriers}"]
+        for sync_ranks in ("one sync rank", "all sync ranks"):
+            sent = row[f"MB sent and received by rank, {sync_ranks}"]
             both = {
-                what: [row[f"{way}, {carriers}, {what}"] for way in ("collect", "distribute")]
+                what: [row[f"{way}, {sync_ranks}, {what}"] for way in ("collect", "distribute")]
                 for what in (
                     "relative to a gather",
                     "relative to a copy",
@@ -191,8 +191,8 @@ def ranks(result: Any) -> str:
                 )
             }
             moved = " / ".join(f"{s:.0f}, {t:.0f}" for s, t in sent)
-            ways = {way: row[f"{way}, {carriers}, ms"] for way in ("collect", "distribute")}
-            moves[f"{case}, {carriers}"] = {**row, **both, **ways, "moved": moved}
+            ways = {way: row[f"{way}, {sync_ranks}, ms"] for way in ("collect", "distribute")}
+            moves[f"{case}, {sync_ranks}"] = {**row, **both, **ways, "moved": moved}
     return grids("ranks", steps=steps, moves=moves)
 
 

@@ -31,7 +31,7 @@ checkpointer writes files. So `step` waits for a decision and for its own copies
 transfer, an encoding or a disk.
 
 **One step**, from here to the network: `Learner.step` → `Solo.step` → `Boundary.at` →
-`Background.tell` → `Driver.decide` → `LearnerMachine.handle` → `LearnerTensors.apply` and
+`Background.submit` → `Driver.decide` → `LearnerMachine.handle` → `LearnerTensors.apply` and
 `snapshot`. `ShardLinks.send` sends the report.
 """
 
@@ -189,7 +189,7 @@ class Learner:
         seat = self._seat_of(model, given, sharing, objects)
         self._party: Party
         # An error on one rank is raised on all ranks: the others wait for it to join.
-        with nullcontext() if seat is None else seat.tells_errors():
+        with nullcontext() if seat is None else seat.reports_errors():
             if seat is None:
                 chosen_sync_ranks(given.sync_ranks or 1, ["this one"])
                 store, trained = _alone(model, optimizers)
@@ -630,7 +630,7 @@ class Learner:
 
     async def _ends_in_order(self, error: BaseException) -> bool:
         """Return whether an exception in the loop means that the process was asked to stop."""
-        return await self._party.asks_to_stop(error)
+        return await self._party.requests_stop(error)
 
     def _replaced(self) -> None:
         """Close: another learner with the same name takes over in this process."""
@@ -720,7 +720,7 @@ class Observer:
 
     def _boundary(self) -> bool:
         """Apply the weights that have arrived; return whether there were any."""
-        return bool(self._membership.background.tell(Paused()).applied)
+        return bool(self._membership.background.submit(Paused()).applied)
 
     @property
     def name(self) -> str:

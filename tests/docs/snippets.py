@@ -202,7 +202,8 @@ class Reader:
         )
 
     def _command(self, block: Block) -> list[str]:
-        text = block.text.replace("7070", str(self._port)).replace("7071", str(self._port + 1))
+        ports = {"7070": str(self._port), "7071": str(self._port + 1)}
+        text = re.sub("707[01]", lambda found: ports[found[0]], block.text)
         if "on another loopback address" in block.directives:
             text = text.replace("SYNCER", "127.0.0.2")
         return ["bash", "-euo", "pipefail", "-c", text]

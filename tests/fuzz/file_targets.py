@@ -378,7 +378,7 @@ def _documents(run: Path, here: Path) -> list[Target]:
     facts = here / "facts" / "export.json"
 
     def look(path: Path) -> None:
-        ClaimStore(path.parent, "other", 5.0, "them").look()
+        ClaimStore(path.parent, "other", 5.0, "them").read_newest()
 
     def coordinator(path: Path) -> None:
         with contextlib.suppress(ConfigError):

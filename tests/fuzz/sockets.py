@@ -23,7 +23,7 @@ from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.http_server import HttpServer
 from decoupled_diloco.transport.interface import Channel
 from decoupled_diloco.transport.limits import Limits
-from decoupled_diloco.transport.reachability import look
+from decoupled_diloco.transport.reachability import check_server
 from decoupled_diloco.transport.tls import ServerTLSConfig
 from decoupled_diloco.transport.tokens import Tokens
 from fuzz.harness import Target
@@ -264,4 +264,4 @@ def _attempts(client: HttpClient, address: str) -> Iterator[Any]:
 
 
 def _look(address: str) -> None:
-    asyncio.run(look(address, "secret"))
+    asyncio.run(check_server(address, "secret"))

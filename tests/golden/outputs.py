@@ -343,9 +343,9 @@ def page(run: Recorded) -> str:
         for piece in range(1, SLICES + 1):
             with steady(run.at(piece)):
                 growing.to(run.at(piece))
-                live.look()
+                live.poll()
         with steady(run.ended + LATER_SECONDS):
-            live.look()
+            live.poll()
     lines = [line.split(b" ", 1) for line in out.getvalue().splitlines()]
     told = [(kind.decode(), as_json(in_words(json.loads(text)))) for kind, text in lines]
     return "\n".join(f"{kind}\n{text}" for kind, text in told)
@@ -417,7 +417,7 @@ async def of_shard(config: Any, who: str, own: list[Record]) -> str:
             event: Any = record.value()
             if isinstance(event, Received):
                 heard[event.peer] = record.at
-                tally.said(event.peer, event.message)  # type: ignore[arg-type]
+                tally.count_message(event.peer, event.message)  # type: ignore[arg-type]
             for effect in machine.handle(record.at, event):
                 if isinstance(effect, RoundFinished):
                     tally.finished(effect)

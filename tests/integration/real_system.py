@@ -133,7 +133,9 @@ class System:
                 tape.close()
             host = self.shards[shard].host if shard in self.shards else None
             if host is not None:
-                host._ledger.close()  # in a real run the process would end here
+                # In a real run the process would end. A cancelled write continues in its thread.
+                await asyncio.sleep(1.0 if host._writing else 0.0)
+                host._ledger.close()
 
     def stop(self, *shards: int) -> None:
         """End these shards, or all, as SIGTERM would."""

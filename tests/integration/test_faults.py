@@ -238,7 +238,7 @@ def test_joins_wait_for_a_writable_disk_and_rounds_do_not(
         states.touch()
         late = Trainer(system, "learner-1", steps_max=2)
         late.start()
-        message = "joins, leases and the end of the run wait for it"
+        message = "joins, leases and the end of the run wait"
         until(lambda: message in caplog.text, "it is logged")
         rounds = system.rounds()
         until(lambda: system.rounds() > rounds + 4, "rounds continue")

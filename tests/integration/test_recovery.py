@@ -326,7 +326,7 @@ def test_a_flushing_learner_takes_part_in_a_checkpoint(make: Make) -> None:
     learner = system.learner(Model(), "learner-0")
     learner.step(tokens=8)
     until(lambda: system.shards[0].machine.state.members_stepping == 1, "the step is reported")
-    learner._party.membership.background.tell(CheckpointHeard(1))
+    learner._party.membership.background.submit(CheckpointHeard(1))
     learner.flush(600.0)
     learner.close()
     tape = TapeReader(system.folder / "tape" / "learner-0.jsonl")

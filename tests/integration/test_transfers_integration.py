@@ -46,9 +46,8 @@ def test_a_new_learner_receives_the_optimizer_of_a_healthy_one(
         assert all(float(each["step"]) == joiner.position.batches for each in moments.values())
         joiner.steps(2)
         joiner.learner.close()
-    assert not provider.learner._party.membership.background._transfers._blobs, (
-        "the copy is not kept"
-    )
+    transfers = provider.learner._party.membership.background._transfers
+    until(lambda: not transfers._blobs, "the provider deletes its copy")
     provider.learner.close()
     (how,) = recovered(system, "learner-1")
     assert (how["way"], how["donor"]) == ("donor", "learner-0")

@@ -24,7 +24,7 @@ def test_a_run_is_listed_followed_killed_and_stopped(
     file = config_file(run, run={"max_steps": 1_000_000})
     with stopped_at_exit(command("train", str(file))) as launcher:
         log = run / "logs" / "learner-1.log"
-        until(lambda: log.exists() and "has joined" in log.read_text(), "learner-1 has joined", 60)
+        until(lambda: log.exists() and "learner-1 joined" in log.read_text(), "it joins", 60)
         until(lambda: listed()["step"] > 0, "the run has made a step")
         assert (listed()["run"], listed()["state"]) == ("runs/small", "running")
         first = pids()
@@ -33,13 +33,13 @@ def test_a_run_is_listed_followed_killed_and_stopped(
             assert f"sent SIGKILL to learner-1 (process {first['learner-1']})" in output_of(
                 "kill", "learner-1"
             )
-            until(lambda: log.read_text().count("has joined") > 1, "learner-1 has joined again", 60)
+            until(lambda: log.read_text().count("learner-1 joined") > 1, "it joins again", 60)
             assert {name for name, pid in pids().items() if pid != first[name]} == {"learner-1"}
             assert "asked process" in output_of("stop")
             launcher.wait(120)
             output, _ = follower.communicate(timeout=60)
         assert follower.returncode == 0
-        assert output.count("has joined") == 2
+        assert output.count("learner-1 joined") == 2
     assert not orphans(run)
     assert listed()["state"] == "ended"
     assert listed()["phase"] == "interrupted"

@@ -162,7 +162,7 @@ def test_the_wheel_without_its_extra_explains_how_to_get_the_command(
     base = Environment(tmp_path / "venv", wheel, lacking=NEEDED)
     done = base.run("ddiloco", "train", "quickstart", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"error: ddiloco needs {', '.join(NEEDED)}: pip install 'dec")
+    assert done.stderr.startswith(f"error: ddiloco needs {', '.join(NEEDED)}: run pip install")
     learner = "import decoupled_diloco as dd; print(dd.Learner.__name__)"
     assert base.run("python", "-c", learner, cwd=tmp_path).stdout == "Learner\n"
 

@@ -122,7 +122,7 @@ def test_a_pipeline_does_not_use_a_single_process_checkpoint(tmp_path: Path) -> 
         with ranks(replace(job, kind="pipeline"), 3) as learner:
             learner.require_success()
             log = learner.log(0)
-        assert "its checkpoint is of a single-process learner: it is of another model" in log
+        assert "its checkpoint is of a single-process learner: it belongs to another model" in log
 
 
 def test_each_rank_restores_its_own_objects(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_each_rank_restores_its_own_objects(tmp_path: Path) -> None:
     logs = [(tmp_path / f"one-{rank}.log").read_text() for rank in range(3)]
     for rank in range(2):
         assert f"the position of rank {rank} is back" in logs[rank]
-    assert "was written by 2 ranks, and is read by 3" in logs[0]
+    assert "was written by 2 ranks and is read by 3" in logs[0]
     assert "the position of rank 0 is back" in logs[2]
 
 

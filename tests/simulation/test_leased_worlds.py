@@ -103,7 +103,7 @@ def test_a_learner_that_joins_gets_partitions_and_returns_them_when_it_leaves(be
     system, checker = begin(A, B, replace(C, joins_at=60.0))
     system.run(until=100.0)
     assert {entry.learner for entry in entries(checker, Leased)} == {A.name, B.name, C.name}
-    system.ask_to_stop(system.learners[C.name], 3.0, signal.SIGTERM)
+    system.request_stop(system.learners[C.name], 3.0, signal.SIGTERM)
     system.run(until=103.0)
     assert not system.learners[C.name].alive
     assert C.name not in system.coordinator.state.data.holders, "at once, without a grace time"

@@ -50,7 +50,7 @@ TRIAL = (
     ),
     Break(
         "copy-before-checkpoint",
-        "asyncio.get_running_loop().call_soon(here.told, CheckpointHeard(checkpoint))",
+        "asyncio.get_running_loop().call_soon(here.deliver, CheckpointHeard(checkpoint))",
         "a learner handles a message before the checkpoint ahead of it",
         test="simulation/test_worlds.py"
         "::test_a_learner_handles_a_checkpoint_before_the_message_that_announces_it",

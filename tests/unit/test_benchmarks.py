@@ -28,7 +28,7 @@ def load(name: str) -> ModuleType:
 def test_the_page_is_made_from_the_folders(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     page = (BENCHMARKS / "README.md").read_text()
-    assert page == load("tables").page(), "run: python benchmarks/result_tables.py"
+    assert page == load("result_tables").page(), "run: python benchmarks/result_tables.py"
 
 
 def test_every_folder_holds_its_evidence() -> None:

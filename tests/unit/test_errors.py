@@ -64,5 +64,5 @@ def test_an_error_inside_a_block_that_reads_a_file_keeps_its_words(tmp_path: Pat
         with pytest.raises(type(error), match=r"^mine$"), opened(tmp_path / "w.safetensors"):
             raise error
     (tmp_path / MANIFEST).write_text('{"format": 999}')
-    with pytest.raises(StorageError, match="has format 999, but this version reads"):
+    with pytest.raises(StorageError, match="has format=999, but this version reads"):
         read_manifest(tmp_path)

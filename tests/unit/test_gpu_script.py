@@ -105,7 +105,7 @@ def test_a_learner_s_part(
 
 def gpu_table(result: dict[str, Any]) -> str:
     """As the page has it."""
-    tables = __import__("tables")
+    tables = __import__("result_tables")
     found: str = tables.gpu(result)
     return found
 

@@ -106,7 +106,7 @@ def _peers(system: System, host: Host) -> list[Host]:
 def _begin(system: System, fault: Fault, host: Host, peers: list[Host]) -> None:
     match fault.kind:
         case "crash" if isinstance(host, LearnerHost) and host.choices.chance(system.preempted):
-            system.ask_to_stop(host, host.choices.log_uniform(0.5, 30.0), signal.SIGTERM)
+            system.request_stop(host, host.choices.log_uniform(0.5, 30.0), signal.SIGTERM)
         case "crash" | "vanish" | "lose":
             system.crash(host, silent=fault.kind == "vanish")
             if fault.kind == "lose":

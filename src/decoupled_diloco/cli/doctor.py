@@ -143,9 +143,9 @@ def _print_line(finding: Finding, console: SteadyConsole) -> None:
         lines += _beside(f"→ {finding.advice}", console.width)
     first = Text(f"{finding.level:{LEVEL_WIDTH}}", style=STYLES[finding.level])
     first.append(f"{finding.check:{CHECK_WIDTH}}{lines[0]}", style="default")
-    console.say(first)
+    console.print_text(first)
     for line in lines[1:]:
-        console.say(Text(" " * (LEVEL_WIDTH + CHECK_WIDTH) + line))
+        console.print_text(Text(" " * (LEVEL_WIDTH + CHECK_WIDTH) + line))
 
 
 def _beside(text: str, width: int) -> list[str]:

@@ -89,7 +89,7 @@ def print_essential(config: RunConfig, folder: Path, console: SteadyConsole) -> 
             value = row.value.replace("not measured yet", "measured")
             table.add_row(*map(Text, (row.name, value, row.essential)))
     console.print(table)
-    console.say(f"all intervals: ddiloco intervals {folder}\n", style="dim")
+    console.print_text(f"all intervals: ddiloco intervals {folder}\n", style="dim")
 
 
 def _rows(config: RunConfig) -> list[Interval]:

@@ -50,7 +50,7 @@ def train_locally(
     print_outcome(run.path, outcome.weights, console, run.model)
     if not outcome.finished:
         console.print(f"the run did not finish: {outcome.reason}", style="bold red")
-        console.say(describe_remains(run.path, config))
+        console.print_text(describe_remains(run.path, config))
     return _code(outcome)
 
 
@@ -117,7 +117,7 @@ def serve_locally(
     outcome = carry_out(run, config, console, begun)
     remains = outcome.weights or describe_remains(run.path, config, "syncer")
     print_outcome(run.path, outcome.weights, console, run.model)
-    console.say(f"\n{outcome.reason}; {remains}")
+    console.print_text(f"\n{outcome.reason}; {remains}")
     return _code(outcome)
 
 
@@ -133,7 +133,7 @@ def _print_if_finished(config: RunConfig, console: SteadyConsole) -> bool:
 
     standing = standing_of(Path(config.run.folder), config)
     if standing.is_finished:
-        console.say(
+        console.print_text(
             f"already finished: {standing.weights}; to train longer, raise the budget with "
             "--set run.max_steps=… or run.max_tokens=…"
         )
@@ -166,4 +166,4 @@ def _print_how_to_join(config: RunConfig, run: LocalRun, console: SteadyConsole)
         f'  dd.Learner(model, syncer="{reached[0]}"{arguments})',
         f"  ddiloco learner {run.path}/run.toml --index 0 --syncer {reached[0]}{options}\n",
     ]
-    console.say("\n".join(lines))
+    console.print_text("\n".join(lines))

@@ -55,7 +55,7 @@ def report(options: ReportOptions) -> None:
 
         for path, run in zip((tape, other), write_comparison(tape, other, page), strict=True):
             _print_problems(console, path, run)
-    console.say(f"written: {page}")
+    console.print_text(f"written: {page}")
 
 
 def _default_page(tape: Path) -> Path:
@@ -82,4 +82,4 @@ def _print_problems(console: SteadyConsole, tape: Path, run: RunModel) -> None:
     from decoupled_diloco.show.report import problems_of
 
     for problem in problems_of(run):
-        console.say(f"note: {tape}: {problem}")
+        console.print_text(f"note: {tape}: {problem}")

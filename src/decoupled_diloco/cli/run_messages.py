@@ -28,17 +28,17 @@ def print_start(
 
     ``here``: whether this command also starts the learners.
     """
-    console.say(describe_run(config, here=here))
+    console.print_text(describe_run(config, here=here))
     if moved_to is not None:
-        console.say(f"the earlier run is now in {moved_to}")
-    console.say(f"run folder: {folder}; to follow the run: ddiloco watch {folder}\n")
+        console.print_text(f"the earlier run is now in {moved_to}")
+    console.print_text(f"run folder: {folder}; to follow the run: ddiloco watch {folder}\n")
     print_essential(config, folder, console)
 
 
 def print_page_address(run: LocalRun, console: SteadyConsole) -> None:
     """Print the address of the run's page, and the file with the auth token, never the token."""
     address = alternatives(from_elsewhere(run.addresses[0]))[0]
-    console.say(f"page: {address}/ (to sign in: the auth token in {run.secret_file})")
+    console.print_text(f"page: {address}/ (to sign in: the auth token in {run.secret_file})")
 
 
 def describe_run(config: RunConfig, *, here: bool = True) -> str:

@@ -93,12 +93,12 @@ class Reader(threading.Thread):
         self._interval_seconds = interval_seconds
         self._run = RunModel()
         self._generation = source.generation
-        self._look()  # an error of the first read is raised at once
+        self._poll()  # an error of the first read is raised at once
 
     def run(self) -> None:
         while not self.stopping.wait(self._interval_seconds):
             try:
-                self._look()
+                self._poll()
                 self.trouble = None
             except AccessError as error:
                 self.failure = error
@@ -110,7 +110,7 @@ class Reader(threading.Thread):
                 self.failure = error
                 return
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         from decoupled_diloco.run_model import RunModel
         from decoupled_diloco.show.status import status_of
 

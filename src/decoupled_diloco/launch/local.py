@@ -156,7 +156,7 @@ class LocalRun:
         )
         self.supervisor = Supervisor(self.placement, self._tape)
         if self.went_back:
-            self.tell(WentBack(self.went_back))
+            self.record(WentBack(self.went_back))
         self.followed = FollowedRun(self.path)
         self._faults = sorted(config.faults, key=lambda fault: fault.at)
         if self.standing is not None:
@@ -376,7 +376,7 @@ class LocalRun:
         while self._faults and self.used_budget() >= self._faults[0].at and self.global_step > 0:
             fault = self._faults.pop(0)
             if self.supervisor.kill(fault.kill, restart=fault.restart):
-                self.tell(FaultInjected("kill", fault.kill, (fault.kill,)))
+                self.record(FaultInjected("kill", fault.kill, (fault.kill,)))
 
     @property
     def ports(self) -> dict[int, str]:
@@ -387,7 +387,7 @@ class LocalRun:
             for number, port in enumerate(self._listen_on)
         }
 
-    def tell(self, sample: Sample) -> None:
+    def record(self, sample: Sample) -> None:
         """Write a sample to the launcher's tape."""
         self._tape.sample(time.monotonic(), sample)
         self._tape.flush()

@@ -143,7 +143,7 @@ class Background:
         """Start the event loop's thread."""
         self._beside = runtime().beside(self._run, "ddiloco")
 
-    def tell(self, event: messages.LearnerEvent, loss: float | None = None) -> StepPlan:
+    def submit(self, event: messages.LearnerEvent, loss: float | None = None) -> StepPlan:
         """Pass a fact to the machine and execute the boundary; ``loss`` is for the report.
 
         Orders for the tensors run under the lock, together with the decision. The caller must
@@ -217,9 +217,9 @@ class Background:
             self._tape.close()
             self._tape = None
 
-    def told(self, event: messages.LearnerEvent) -> None:
+    def deliver(self, event: messages.LearnerEvent) -> None:
         """See `Context`."""
-        self._require_shared().driver.tell(event)
+        self._require_shared().driver.deliver(event)
 
     @at_decision(messages.Apply, messages.Snapshot)
     def _change_or_copy(self, order: messages.Apply | messages.Snapshot) -> None:
@@ -250,7 +250,7 @@ class Background:
     @executes(messages.Send)
     def _send(self, order: messages.Send, message: messages.Message) -> None:
         if order.peer == COORDINATOR:
-            self._coordinator.tell(message)
+            self._coordinator.send(message)
         else:
             self.links.send(shard_of(order.peer), message)
 
@@ -278,9 +278,9 @@ class Background:
     def _ignore(self, order: messages.LearnerEffect) -> None:
         """Do nothing: the machine's state or the connection already has the same information."""
 
-    def tell_later(self, event: messages.LearnerEvent) -> None:
+    def deliver_later(self, event: messages.LearnerEvent) -> None:
         """Pass a fact to the machine in the event loop; called by other threads."""
-        self._require_shared().driver.in_loop(self.told, event)
+        self._require_shared().driver.in_loop(self.deliver, event)
 
     def wake(self) -> None:
         """Wake all waits for a change; called by other threads."""
@@ -435,7 +435,7 @@ class Background:
                 machine, tape=self._tape, on_failure=self._broken, monitor=self.changed
             )
             driver.enter()
-            driver.carry(
+            driver.set_handlers(
                 Orders(messages.LearnerEffect, self, tensors, self.bodies, self._transfers)
             )
             self.links.addresses = [reached_by(each, dialled) for each in admitted.shards]
@@ -453,7 +453,7 @@ class Background:
         data = machine.state.data
         partitions = None if data is None else data.parts
         require_valid_from_coordinator(message, machine.options, partitions)
-        self.told(messages.Received(COORDINATOR, message))
+        self.deliver(messages.Received(COORDINATOR, message))
 
     def _begin(self, shared: Shared, checkpointer: Checkpointer) -> None:
         """Notify the machine of the state that this process begins with."""
@@ -461,7 +461,7 @@ class Background:
         checkpoint = checkpointer.fitting(self.run_id, numels)
         gives = self._transfers.wanted
         if isinstance(checkpoint, str):
-            self.told(messages.Began(why=checkpoint, seeks_donor=gives, gives=gives))
+            self.deliver(messages.Began(why=checkpoint, seeks_donor=gives, gives=gives))
             return
         self.restoring = True
         if checkpoint.fragments:
@@ -469,7 +469,7 @@ class Background:
             # break: residuals-not-restored
             shared.tensors.residuals = [held.residual for held in checkpoint.fragments]
         why = f"its own checkpoint of step {checkpoint.steps}, incarnation {checkpoint.epoch}"
-        self.told(messages.Began(checkpoint.kept(), why, gives=gives))
+        self.deliver(messages.Began(checkpoint.kept(), why, gives=gives))
 
     @property
     def is_too_late(self) -> bool:

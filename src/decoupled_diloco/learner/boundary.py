@@ -139,7 +139,7 @@ class Boundary:
         """Execute a boundary; a checkpoint of the run is taken first."""
         background, checkpointer = self.membership.background, self.checkpointer
         checkpointer.changing = True
-        plan = background.tell(event, loss)
+        plan = background.submit(event, loss)
         checkpointer.changing = False
         if self.trained.last is not None:
             self.trained.last.mark()
@@ -147,7 +147,7 @@ class Boundary:
             # The run's checkpoint must hold the state before anything newer is applied. So the
             # machine orders the rest of this boundary only at the `Paused` that follows.
             self._keep_for_run(plan.checkpoint)
-            rest = background.tell(Paused())
+            rest = background.submit(Paused())
             plan = StepPlan(plan.orders + rest.orders, plan.hold or rest.hold)
         if plan.applied:
             fragments = self.membership.state.fragments
@@ -164,7 +164,7 @@ class Boundary:
 
         def report(part: Written) -> None:
             made = Done(order, Made(part.digest, part.nbytes))
-            background.tell_later(Failed(order, part.problem) if part.problem else made)
+            background.deliver_later(Failed(order, part.problem) if part.problem else made)
 
         if written is None:
             report(Written("", 0, "it keeps no checkpoints"))

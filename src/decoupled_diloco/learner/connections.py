@@ -57,7 +57,7 @@ class TroubleLog:
         self._kind = ""
         self._since = self._again_at = 0.0
 
-    def tell(self, kind: str, sentence: str) -> None:
+    def warn(self, kind: str, sentence: str) -> None:
         """Log a problem, unless it was logged less than ``AGAIN_SECONDS`` ago.
 
         Args:
@@ -179,7 +179,7 @@ class CoordinatorSession:
         self._rng = runtime().rng()
         self._joined = asyncio.Event()
 
-    def tell(self, message: messages.Message) -> None:
+    def send(self, message: messages.Message) -> None:
         """Send a message, if the coordinator is connected."""
         if self._channel is not None:
             self._channel.send(encode(message))
@@ -222,7 +222,7 @@ class CoordinatorSession:
                 if isinstance(error, RunEndedError) and now() - began > ENDED_SECONDS:
                     raise
                 name = self._identity.name
-                self._trouble.tell(
+                self._trouble.warn(
                     "early",
                     f"{name} is not in the run yet: {error}: retrying{self._how_long()}. A run "
                     "that has ended has no syncer: its weights are in the syncer's run folder",
@@ -256,17 +256,17 @@ class CoordinatorSession:
                 channel = await self._join_any(client)
             except (AccessError, ConfigError, ProtocolError) as error:
                 self.refused = str(error)
-                self._trouble.tell(
+                self._trouble.warn(
                     "refused",
                     f"{name}: the syncer rejects this learner ({error}): {_HOW_TO_CONTINUE}",
                 )
                 pause = self._rng.uniform(CAP_SECONDS / 2, CAP_SECONDS)
             except _TryAgainError as error:
                 sentence = f"{name} is not back in the run yet: {error}: {TRAINING_GOES_ON}"
-                self._trouble.tell("waiting", sentence)
+                self._trouble.warn("waiting", sentence)
                 pause = backoff.next()
             except TransportError as error:
-                self._trouble.tell(
+                self._trouble.warn(
                     "alone", f"{name}: shard 0 is unreachable ({error}): {TRAINING_GOES_ON}"
                 )
                 pause = backoff.next()
@@ -299,7 +299,7 @@ class CoordinatorSession:
     async def _converse(self, channel: Channel) -> None:
         self._channel = channel
         self._joined.set()
-        self._here.told(messages.Connected(COORDINATOR))
+        self._here.deliver(messages.Connected(COORDINATOR))
         try:
             while True:
                 message = decode(await channel.receive(), messages.TO_MEMBER)
@@ -309,7 +309,7 @@ class CoordinatorSession:
         finally:
             self._channel = None
             self._joined.clear()
-            self._here.told(messages.Lost(COORDINATOR))
+            self._here.deliver(messages.Lost(COORDINATOR))
 
     async def _join_any(self, client: Client) -> Channel:
         """Join by the first address that works; otherwise raise the rejection or the last error."""
@@ -434,12 +434,12 @@ class ShardLinks:
                     raise
                 self.refusals[shard] = str(error)
                 sentence = f"{subject} rejects this learner ({error}): {_HOW_TO_CONTINUE}"
-                trouble.tell("refuses", sentence)
+                trouble.warn("refuses", sentence)
                 pause = self._rng.uniform(CAP_SECONDS / 2, CAP_SECONDS)
             except TransportError as error:
                 if not here.leaving:
                     sentence = f"{subject} is unreachable ({error}): {TRAINING_GOES_ON}"
-                    trouble.tell("out of reach", sentence)
+                    trouble.warn("out of reach", sentence)
             await asyncio.sleep(pause)
 
     async def _dial(self, shard: int, addresses: Sequence[str]) -> Channel:
@@ -473,7 +473,7 @@ class ShardLinks:
         here, name = self._here, self._identity.name
         self.channels[shard] = channel
         here.sample(LinkState(shard, True))
-        here.told(messages.Connected(shard_peer(shard)))
+        here.deliver(messages.Connected(shard_peer(shard)))
         try:
             while True:
                 checkpoint = number_of(data := await channel.receive())
@@ -482,8 +482,8 @@ class ShardLinks:
                 require_valid_from_shard(message, shard, machine.options)
                 # First: this learner's part of the checkpoint must precede the message's effect.
                 if checkpoint > machine.state.checkpoint_heard:
-                    here.told(CheckpointHeard(checkpoint))  # break: copy-before-checkpoint
-                here.told(messages.Received(shard_peer(shard), message))
+                    here.deliver(CheckpointHeard(checkpoint))  # break: copy-before-checkpoint
+                here.deliver(messages.Received(shard_peer(shard), message))
                 if isinstance(message, messages.Welcome):
                     backoff.reset()
                     self.refusals.pop(shard, None)
@@ -499,4 +499,4 @@ class ShardLinks:
             del self.channels[shard]
             self.alone_since = now()
             here.sample(LinkState(shard, False))
-            here.told(messages.Lost(shard_peer(shard)))  # break: learner-ignores-lost-link
+            here.deliver(messages.Lost(shard_peer(shard)))  # break: learner-ignores-lost-link

@@ -54,7 +54,7 @@ class DataLeases:
             name = self._background.identity.name
             raise ConfigError(f"learner {name!r} has an ElasticLoader already: use one per learner")
         self.taken = taken
-        self._background.tell(DataOpened(partitions, prefetch))
+        self._background.submit(DataOpened(partitions, prefetch))
 
     @property
     def partition_is_over(self) -> bool:
@@ -75,7 +75,7 @@ class DataLeases:
         """
         background = self._background
         with background.changed:
-            background.tell(PartWanted(ended, taken))
+            background.submit(PartWanted(ended, taken))
             while True:
                 if background.failure is not None:
                     raise background.failure
@@ -87,9 +87,9 @@ class DataLeases:
                     return view.next_batch()
                 await background.changed.wait(1.0)
                 if view.leases:
-                    background.tell(PartWanted(None))
+                    background.submit(PartWanted(None))
 
     def close(self) -> None:
         """End the loop's use of the data; other learners receive what is not durably trained."""
         if self._view is not None:
-            self._background.tell(DataClosed())
+            self._background.submit(DataClosed())

@@ -103,7 +103,7 @@ class Closing:
             return False
         if self._weights_replaced():
             return False
-        background.tell(DrainAsked(why))
+        background.submit(DrainAsked(why))
         machine = self._membership.shared.machine
         with background.changed:
             while now() < deadline and background.failure is None:

@@ -87,7 +87,7 @@ class Party(Protocol):
     async def close(self) -> None:
         """Flush, take a last checkpoint and leave the run."""
 
-    async def asks_to_stop(self, error: BaseException) -> bool:
+    async def requests_stop(self, error: BaseException) -> bool:
         """Return whether an exception in the loop means that the process was asked to stop."""
 
     async def abort(self, error: BaseException) -> bool:
@@ -207,7 +207,7 @@ class Solo:
             self.leases.close()
             self.leave("the run is over" if self.progress.over else "its loop has ended")
 
-    async def asks_to_stop(self, error: BaseException) -> bool:
+    async def requests_stop(self, error: BaseException) -> bool:
         """See `Party`."""
         boundary, background = self.boundary, self.membership.background
         if boundary.checkpointer.changing:
@@ -223,7 +223,7 @@ class Solo:
         """See `Party`."""
         in_order = False
         try:
-            if await self.asks_to_stop(error):
+            if await self.requests_stop(error):
                 with process.workers_may_end():
                     await self.ending.interrupted(self)
                 in_order = self.boundary.stop_requested and process.is_death_of_worker(error)

@@ -88,7 +88,7 @@ class BodyExchange:
             self._encoded(effect, digest, left)
             await self._put(effect.shard, effect.path, body)
         except (ConfigError, TransportError, ProtocolError) as error:
-            self._here.told(Failed(effect, str(error)))
+            self._here.deliver(Failed(effect, str(error)))
 
     async def _computed(
         self, fragment: int, task: Callable[[], _T], *, in_place: bool = True
@@ -102,7 +102,7 @@ class BodyExchange:
         with self._here.changed:
             # break: encoding-loss-not-noted
             self._here.tensors.encoded(effect.fragment, effect.ask, residual)
-            self._here.told(messages.BodyEncoded(effect.fragment, effect.ask, digest))
+            self._here.deliver(messages.BodyEncoded(effect.fragment, effect.ask, digest))
 
     @executes(messages.SendCopy)
     async def send_copy(self, effect: messages.SendCopy, copy: HostCopy) -> None:
@@ -113,7 +113,7 @@ class BodyExchange:
             async with self._gates[effect.shard]:
                 await self._put(effect.shard, effect.path, as_bytes(values))
         except (TransportError, ProtocolError) as error:
-            self._here.told(Failed(effect, str(error)))
+            self._here.deliver(Failed(effect, str(error)))
 
     async def _put(self, shard: int, url: str, body: Tensor) -> None:
         await self._here.client.put(url, body.numpy().data, base=self._here.address_of(shard))
@@ -144,9 +144,9 @@ class BodyExchange:
                 values = await self._computed(fragment, lambda: decoded(body))
         except (TransportError, ProtocolError, MergeError) as error:
             # break: failed-fetch-unreported
-            self._here.told(Failed(effect, str(error)))
+            self._here.deliver(Failed(effect, str(error)))
             return
         # One lock for both: the machine's version must match the staged values.
         with self._here.changed:
             tensors.stage(fragment, values)
-            self._here.told(Done(effect))
+            self._here.deliver(Done(effect))

@@ -127,7 +127,8 @@ def let_workers_end() -> None:
     """Let DataLoader workers end from now on without an exception in the main thread."""
     handler = signal.getsignal(signal.SIGCHLD)
     if callable(handler) and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        # Not SIG_DFL: Python reports a signal that arrived before the change as an error.
+        signal.signal(signal.SIGCHLD, lambda *_: None)
 
 
 @contextlib.contextmanager

@@ -97,7 +97,7 @@ class StepReports:
             step = self._membership.state.step
             states = self._draws.stepped(step)
             if states:
-                self._membership.background.tell_later(RandomDrawn(states))
+                self._membership.background.deliver_later(RandomDrawn(states))
             if step >= LAST_STEP:
                 self._draws = None
         if self._log is not None:

@@ -127,7 +127,7 @@ class Context(Protocol):
     def leaving(self) -> bool:
         """Whether the run is over or this process is leaving; lost links are not logged then."""
 
-    def told(self, event: messages.LearnerEvent) -> None:
+    def deliver(self, event: messages.LearnerEvent) -> None:
         """Pass a fact to the machine, and execute its orders."""
 
     def sample(self, sample: Sample) -> None:

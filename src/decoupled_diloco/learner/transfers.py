@@ -102,12 +102,12 @@ class StateTransfers:
         key = (order.learner, order.attempt)
         blob = self._unsealed.pop(key)
         if isinstance(blob, ConfigError):
-            self._here.told(Failed(order, str(blob)))
+            self._here.deliver(Failed(order, str(blob)))
             return
         head = await self._here.in_worker(blob.head)
         self._blobs[key] = (blob, head)
         copy = StateCopied(len(head), blob.data.numel(), digest(head))
-        self._here.told(Done(order, copy))
+        self._here.deliver(Done(order, copy))
 
     @executes(RelayState)
     async def _deliver(self, order: RelayState) -> None:
@@ -124,7 +124,7 @@ class StateTransfers:
                     )
                     break
                 except AccessError as error:
-                    self._here.told(Failed(order, str(error)))
+                    self._here.deliver(Failed(order, str(error)))
                     return
                 except (ProtocolError, TransportError):  # no memory there yet, or unreachable
                     await asyncio.sleep(AGAIN_SECONDS)
@@ -137,9 +137,9 @@ class StateTransfers:
         try:
             self.taken = await self._fetched(order)
         except (AccessError, TransportError, StorageError, MergeError, ProtocolError) as error:
-            self._here.told(Failed(order, str(error)))
+            self._here.deliver(Failed(order, str(error)))
             return
-        self._here.told(Done(order))
+        self._here.deliver(Done(order))
 
     async def _fetched(self, order: FetchState) -> Mapping[str, Any]:
         if not 0 < order.head_nbytes <= HEAD_BYTES_MAX:
@@ -175,7 +175,7 @@ class StateTransfers:
                 raise
             except (ProtocolError, TransportError, MergeError):
                 await asyncio.sleep(AGAIN_SECONDS)
-        self._here.told(ChunkArrived(order.attempt, number, out.numel()))
+        self._here.deliver(ChunkArrived(order.attempt, number, out.numel()))
 
     @executes(FetchState)
     def _begin_fetching(self, order: FetchState) -> None:

@@ -57,7 +57,7 @@ class ShardTally:
             if round.uploaded_seconds is not None:
                 self.merge_durations.add(round.finished_seconds - round.uploaded_seconds)
 
-    def said(self, learner: str, message: FromLearner) -> None:
+    def count_message(self, learner: str, message: FromLearner) -> None:
         """Count a message from a learner."""
         if isinstance(message, StepReport):
             before = self.reports.get(learner)

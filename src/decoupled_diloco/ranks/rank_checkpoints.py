@@ -201,7 +201,7 @@ class LeaderCheckpointer(Checkpointer):
             ordered.future.set_result(self._write(checkpoint, copy_seconds, ordered.report))
             return
         problem = f"the ranks could not write {checkpoint.beside} ({causes(error)})"
-        logger.error("%s: %s has no checkpoint this time", problem, self.learner)
+        logger.error("%s lost a checkpoint and continues training: %s", self.learner, problem)
         runtime().disk.remove_folder(Path(str(checkpoint.beside)))
         seconds = now() - self._taken_at
         ordered.report(

@@ -337,7 +337,7 @@ class LeaderRank:
             await self._seat.carry_out(self._plan)
             self.boundary.untrained = self._count.ahead
 
-    async def asks_to_stop(self, error: BaseException) -> bool:
+    async def requests_stop(self, error: BaseException) -> bool:
         """See `Party`; always false, because all ranks would have to stop at the same step."""
         return False
 
@@ -477,7 +477,7 @@ class FollowerRank:
         if self._seat.under_way is not None:
             await self._seat.carry_out((await self._seat.arrive())[0]["plan"])
 
-    async def asks_to_stop(self, error: BaseException) -> bool:
+    async def requests_stop(self, error: BaseException) -> bool:
         """See `Party`; always false, because all ranks would have to stop at the same step."""
         return False
 

@@ -167,7 +167,7 @@ class RankSeat:
         return self.trained
 
     @contextmanager
-    def tells_errors(self) -> Iterator[None]:
+    def reports_errors(self) -> Iterator[None]:
         """Raise an error of the block on the other ranks, too."""
         try:
             yield

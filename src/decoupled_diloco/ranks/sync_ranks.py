@@ -567,7 +567,7 @@ class SyncRankExchange(BodyExchange):
             answer = raised(await self._links[rank].request(request))
         except TransportError as error:
             subject = f"rank {rank} of this learner syncs no fragments"
-            trouble.tell("out of reach", f"{subject} ({error}): {TRAINING_GOES_ON}")
+            trouble.warn("out of reach", f"{subject} ({error}): {TRAINING_GOES_ON}")
             raise
         if "url" in request:
             trouble.over(f"rank {rank} of this learner syncs fragments again")
@@ -599,7 +599,7 @@ class SyncRankExchange(BodyExchange):
             self._encoded(effect, _digest(answers), leaves)
             await self._deliver(fragment, job, effect.shard, effect.path)
         except (ConfigError, TransportError, ProtocolError) as error:
-            self._here.told(Failed(effect, str(error)))
+            self._here.deliver(Failed(effect, str(error)))
             await self._drop(fragment, job)
 
     async def send_copy(self, effect: messages.SendCopy, copy: HostCopy) -> None:
@@ -614,7 +614,7 @@ class SyncRankExchange(BodyExchange):
             async with self._gates[effect.shard]:
                 await self._deliver(fragment, job, effect.shard, effect.path)
         except (TransportError, ProtocolError) as error:
-            self._here.told(Failed(effect, str(error)))
+            self._here.deliver(Failed(effect, str(error)))
             await self._drop(fragment, job)
 
     async def _drop(self, fragment: Fragment, job: int) -> None:
@@ -638,11 +638,11 @@ class SyncRankExchange(BodyExchange):
                 handle = await self._fetched(effect, fragment)
             await self._store.spread(fragment, handle)
         except (TransportError, ProtocolError, MergeError) as error:
-            self._here.told(Failed(effect, str(error)))
+            self._here.deliver(Failed(effect, str(error)))
             return
         with self._here.changed:
             tensors.stage(fragment.index, handle)
-            self._here.told(Done(effect))
+            self._here.deliver(Done(effect))
 
     async def _fetched(self, effect: messages.Fetch, fragment: Fragment) -> Handle:
         nbytes = fetched_nbytes(effect, self._here.tensors.plan)

@@ -1,6 +1,6 @@
 """The driver: the one class that runs a state machine.
 
-A machine decides, and carriers execute its orders. A *carrier* is a plain object with a method
+A machine decides, and handlers execute its orders. A *handler* is a plain object with a method
 for each kind of order, marked by `executes`. The method returns the facts that the machine receives
 next: one, several, or none. If the work takes time, it returns a coroutine with that result.
 
@@ -14,13 +14,13 @@ The contract:
    order among themselves, at most `SLICE` are executed per turn of the event loop, and other orders
    do not wait for them.
 3. Before a `Tick`, everything that has arrived is delivered (rule 13).
-4. An error that no carrier turned into a fact stops the driver, once. It is stored in ``failure``
+4. An error that no handler turned into a fact stops the driver, once. It is stored in ``failure``
    and reported. The driver then decides and executes nothing more.
 5. Work that must happen at the instant of the decision is done then, under the monitor, by methods
    marked with `at_decision`. The result is passed to the method that executes the order.
 6. A process that has lost its lease decides nothing.
 
-`Orders` is the table of carriers. It checks at the start that each kind of order that the machine
+`Orders` is the table of handlers. It checks at the start that each kind of order that the machine
 can give has exactly one method.
 """
 
@@ -52,7 +52,7 @@ SLICE = 256
 
 
 def executes(*kinds: type, sliced: bool = False) -> Callable[[_MethodT], _MethodT]:
-    """Mark the method of a carrier that executes orders of these kinds.
+    """Mark the method of a handler that executes orders of these kinds.
 
     Args:
         kinds: The types of the orders.
@@ -90,44 +90,44 @@ class Orders(Generic[_OrderT]):
 
     Args:
         union: All kinds of orders of the machine, as a union of types.
-        carriers: Objects with marked methods.
-        later: Classes of carriers that `add` will add later, each before its first order.
+        handlers: Objects with marked methods.
+        later: Classes of handlers that `add` will add later, each before its first order.
 
     Raises:
         TypeError: A kind has no method or several, or a method is for a kind outside the union.
     """
 
-    def __init__(self, union: Any, *carriers: object, later: Iterable[type] = ()) -> None:
+    def __init__(self, union: Any, *handlers: object, later: Iterable[type] = ()) -> None:
         self.execute: dict[type, Callable[..., Any]] = {}
         self.decide: dict[type, Callable[..., Any]] = {}
         self.sliced: set[type] = set()
-        for carrier in carriers:
-            self.add(carrier)
-        promised = {kind for carrier in later for kind, _, _ in _methods(carrier)}
+        for handler in handlers:
+            self.add(handler)
+        promised = {kind for handler in later for kind, _, _ in _methods(handler)}
         required, found = set(_kinds(union)), {*self.execute, *self.decide, *promised}
         if required != found:
             names = ", ".join(sorted(kind.__name__ for kind in required ^ found))
             raise TypeError(f"orders and methods do not match: {names}")
 
-    def add(self, carrier: object) -> None:
-        """Add the methods of a carrier."""
-        for kind, part, name in _methods(type(carrier)):
+    def add(self, handler: object) -> None:
+        """Add the methods of a handler."""
+        for kind, part, name in _methods(type(handler)):
             table = self.decide if part == "at_decision" else self.execute
             if kind in table:
                 raise TypeError(f"{kind.__name__} has two methods: {name} and another one")
-            table[kind] = getattr(carrier, name)
+            table[kind] = getattr(handler, name)
             if part == "sliced":
                 self.sliced.add(kind)
 
 
-def _methods(carrier: type) -> Iterator[tuple[type, str, str]]:
+def _methods(handler: type) -> Iterator[tuple[type, str, str]]:
     """Yield each kind of order for which a class has a marked method, with mark and method name.
 
     A method that overrides a marked one applies to the same kinds.
     """
-    for name in {name for base in carrier.__mro__ for name in vars(base)}:
+    for name in {name for base in handler.__mro__ for name in vars(base)}:
         for part in ("executes", "sliced", "at_decision"):
-            for base in carrier.__mro__:
+            for base in handler.__mro__:
                 kinds = getattr(vars(base).get(name), f"_{part}", ())
                 if kinds:
                     yield from ((kind, part, name) for kind in kinds)
@@ -182,8 +182,8 @@ class MayAct(Protocol):
 class Driver(Generic[_FactT, _OrderT]):
     """Runs one state machine; see the module for its contract.
 
-    `carry` sets the carriers before the first fact. It is separate from the constructor because
-    carriers may need the driver.
+    `carry` sets the handlers before the first fact. It is separate from the constructor because
+    handlers may need the driver.
 
     Args:
         machine: A machine with ``handle(now, fact) -> orders`` and ``deadline() -> instant``.
@@ -229,11 +229,11 @@ class Driver(Generic[_FactT, _OrderT]):
         self._next_turn: asyncio.Handle | None = None
         self._is_executing = self._is_waiting = self._is_ticking = False
 
-    def carry(self, orders: Orders[_OrderT]) -> None:
-        """Set the carriers that execute the machine's orders."""
+    def set_handlers(self, orders: Orders[_OrderT]) -> None:
+        """Set the handlers that execute the machine's orders."""
         self._orders = orders
 
-    def tell(self, fact: _FactT) -> None:
+    def deliver(self, fact: _FactT) -> None:
         """Deliver a fact to the machine and execute its orders; call this in the event loop."""
         try:
             self.decide(fact)
@@ -330,7 +330,7 @@ class Driver(Generic[_FactT, _OrderT]):
     def _go_on(self) -> None:
         """Execute waiting orders, and set the timer for the machine's deadline."""
         if self._is_executing or self.stopped:
-            return  # a carrier delivered a fact: the loop below executes its orders afterwards
+            return  # a handler delivered a fact: the loop below executes its orders afterwards
         self._is_executing = True
         try:
             while self._next_order() or self._next_of_slice():
@@ -394,7 +394,7 @@ class Driver(Generic[_FactT, _OrderT]):
     def _answer(self, answer: Any) -> None:
         for fact in answer if isinstance(answer, (list, tuple)) else (answer,):
             if fact is not None:
-                self.tell(fact)
+                self.deliver(fact)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self.tasks.discard(task)
@@ -444,6 +444,6 @@ class Driver(Generic[_FactT, _OrderT]):
         for _ in range(TURNS):  # break: tick-before-arrivals
             await asyncio.sleep(0)
         for fact in self._arrivals():
-            self.tell(fact)
+            self.deliver(fact)
         self._is_ticking = False
-        self.tell(Tick())  # type: ignore[arg-type]  # each machine has it among its facts
+        self.deliver(Tick())  # type: ignore[arg-type]  # each machine has it among its facts

@@ -28,7 +28,7 @@ class SteadyConsole(Console):
         self.quiet = True
         drop_output(self.file)
 
-    def say(self, text: str | Text, style: str = "") -> None:
+    def print_text(self, text: str | Text, style: str = "") -> None:
         """Print a line without wrapping it, so that a path in it can be copied."""
         self.print(text, style=style, soft_wrap=True)
 

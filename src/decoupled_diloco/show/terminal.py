@@ -350,7 +350,7 @@ class ProgressDisplay:
         text = f"progress is no longer shown; the run continues: {name}{error}"
         _log.debug("%s", text, exc_info=error)
         try:
-            self.console.say(text, "red")
+            self.console.print_text(text, "red")
         except OSError:  # the console itself is gone, for example a closed pipe
             _log.error("%s", text)
 
@@ -448,7 +448,7 @@ def print_summary(
     lines += advice_of(run)
     for line in lines:
         console.print()
-        console.say(line)
+        console.print_text(line)
     if files:
         console.print()
         console.print(named_values(("written", str(file)) for file in files))

@@ -111,7 +111,7 @@ class ClaimStore:
         self._require_storage()
         return newest_number(self.folder)
 
-    def look(self) -> NewestLease:
+    def read_newest(self) -> NewestLease:
         """Return the newest claim.
 
         Raises:
@@ -158,7 +158,7 @@ class ClaimStore:
 
     def reopen(self) -> None:
         """Mark a finished run as continuing; only valid while no process of the shard runs."""
-        newest = self.look()
+        newest = self.read_newest()
         if newest.condition == "finished":
             self.renew(newest.number, newest.renewals, "released")
 

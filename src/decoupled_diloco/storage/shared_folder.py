@@ -91,7 +91,7 @@ class SharedFolder:
         self._place: dict[str, tuple[int, int]] = {}
         self._newest: tuple[str, ...] = ()
 
-    async def look(self) -> list[str]:
+    async def locate(self) -> list[str]:
         # A read from a shared file system can take seconds and must not block the event loop.
         await asyncio.to_thread(self._refresh)
         return [one for address in self._newest for one in alternatives(address)]

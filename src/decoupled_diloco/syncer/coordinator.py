@@ -147,7 +147,7 @@ class CoordinatorHost:
         self._driver = Driver[CoordinatorEvent, messages.CoordinatorEffect](
             self.machine, tape=self.tape, on_failure=fail, lease=shard_lease
         )
-        self._driver.carry(Orders(messages.CoordinatorEffect, self))
+        self._driver.set_handlers(Orders(messages.CoordinatorEffect, self))
         self._relay = Relay(bodies, self._driver.spawn)
         self._writing = False
         self._shards: dict[int, ShardLink] = {}
@@ -182,7 +182,7 @@ class CoordinatorHost:
             return
         self._enter(connection, channel, join, layout)
         fingerprint = layout.fingerprint if layout else ""
-        self._driver.tell(
+        self._driver.deliver(
             Connected(
                 join.learner, Joining(join.nonce, join.role, fingerprint, difference), connection
             )
@@ -191,13 +191,13 @@ class CoordinatorHost:
             while True:
                 message = decode(await channel.receive(), messages.FROM_MEMBER)
                 self._note_active(connection, join.learner)
-                self._driver.tell(Received(join.learner, message, join.nonce))
+                self._driver.deliver(Received(join.learner, message, join.nonce))
         finally:
             self._leave(connection)
             self._gone.set()
             # A process that joined again before its old connection was found dead is not lost.
             if all(other.nonce != join.nonce for _, other in self._present(join.learner)):
-                self._driver.tell(Lost(join.learner, join.nonce))
+                self._driver.deliver(Lost(join.learner, join.nonce))
 
     def _enter(
         self, connection: int, channel: Channel, join: messages.Join, layout: Layout | None
@@ -273,7 +273,7 @@ class CoordinatorHost:
                 message: Any = decode(await channel.receive(), kinds)
                 if self._shards.get(hello.shard) is not link:
                     raise ProtocolError(f"another process now acts for shard {hello.shard}")
-                self.shard_said(hello.shard, message)
+                self.shard_sent(hello.shard, message)
         except ProtocolError as error:
             await channel.close(str(error))
         except TransportError:
@@ -282,7 +282,7 @@ class CoordinatorHost:
             if self._shards.get(hello.shard) is link:
                 del self._shards[hello.shard]
                 self._gone.set()
-                self._driver.tell(Lost(shard_peer(hello.shard)))
+                self._driver.deliver(Lost(shard_peer(hello.shard)))
 
     def _shard_problem(self, hello: messages.ShardHello) -> str:
         """Return why a shard in another process does not belong to this run; empty if it does."""
@@ -330,11 +330,11 @@ class CoordinatorHost:
         """
         self._greeting = link
         greeting = replace(hello, settings="")  # the tape's header has them
-        self._driver.tell(Connected(shard_peer(hello.shard), greeting))
+        self._driver.deliver(Connected(shard_peer(hello.shard), greeting))
 
-    def shard_said(self, shard: int, message: messages.FromShard) -> None:
+    def shard_sent(self, shard: int, message: messages.FromShard) -> None:
         """Handle a message of a shard."""
-        self._driver.tell(Received(shard_peer(shard), message))
+        self._driver.deliver(Received(shard_peer(shard), message))
 
     async def close(self) -> None:
         """Stop the driver: no more events are handled."""
@@ -489,7 +489,7 @@ class CoordinatorHost:
         problem = self.machine.why_no_checkpoint
         if problem:
             return CheckpointAnswer("refused", 0, problem)
-        self._driver.tell(CheckpointWanted())
+        self._driver.deliver(CheckpointWanted())
         return self.checkpoint_answer(self.machine.state.checkpoint)
 
     def checkpoint_answer(self, number: int) -> CheckpointAnswer:

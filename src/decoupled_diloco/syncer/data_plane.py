@@ -194,7 +194,7 @@ class Uploads:
                 self._keep(effect.path, whole)
 
         def arrived() -> None:
-            self._driver.tell(
+            self._driver.deliver(
                 messages.BodyArrived(
                     learner=learner,
                     epoch=effect.epoch,
@@ -217,7 +217,7 @@ class Uploads:
                     "fragment %d: the contribution of %s is rejected: %s", fragment, learner, error
                 )
                 is_finite = not isinstance(error, MergeError)
-                self._driver.tell(
+                self._driver.deliver(
                     messages.BodyCorrupt(learner, fragment, ask, str(error), is_finite)
                 )
 
@@ -233,13 +233,13 @@ class Uploads:
                 self._keep(effect.path, body.buffer)
 
         def arrived() -> None:
-            self._driver.tell(messages.CopyArrived(learner, fragment, attempt, announced.digest))
+            self._driver.deliver(messages.CopyArrived(learner, fragment, attempt, announced.digest))
 
         try:
             await self._take(upload, receive, arrived)
         except (TransportError, ProtocolError, MergeError) as error:
             if not self._driver.stopped:
-                self._driver.tell(messages.CopyCorrupt(learner, fragment, attempt, str(error)))
+                self._driver.deliver(messages.CopyCorrupt(learner, fragment, attempt, str(error)))
 
     async def _take(
         self, upload: BodyUpload, use: Callable[[PoolBody], None], then: Callable[[], None]

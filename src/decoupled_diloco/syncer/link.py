@@ -56,7 +56,7 @@ class CoordinatorLink:
         self._held_back: list[FromCoordinator] | None = None
         self._send: Callable[[messages.FromShard], None] = lambda message: None
 
-    def tell(self, message: messages.FromShard) -> None:
+    def send(self, message: messages.FromShard) -> None:
         """Send a message, if the coordinator is connected."""
         self._send(message)
 
@@ -93,7 +93,7 @@ class CoordinatorLink:
             # In the next turn: the orders of one event are executed before the next event.
             loop.call_soon(self._handle, message)
 
-        self._send = lambda message: host.shard_said(shard, message)
+        self._send = lambda message: host.shard_sent(shard, message)
         host.shard_greeted(self._hello, link)
 
     async def _dial(self, backoff: Backoff) -> None:

@@ -152,12 +152,12 @@ class Shard:
         self.parts: asyncio.Future[Parts] = asyncio.get_running_loop().create_future()
         self._begun: list[messages.ShardAdmitted] = []
         self._tally = ShardTally()
-        self._sessions = Sessions(self.driver, self._said)
+        self._sessions = Sessions(self.driver, self._received)
         self._downloads = Downloads(self._server.bodies, self.machine.options.chain + 1)
         self._orders = Orders[messages.SyncerEffect](
             messages.SyncerEffect, self, self._sessions, later=(Uploads, Worker)
         )
-        self.driver.carry(self._orders)
+        self.driver.set_handlers(self._orders)
         self._stopping = asyncio.Event()
         self._error: BaseException | None = None
         self._shard_lease = shard_lease
@@ -253,10 +253,10 @@ class Shard:
         while True:
             await asyncio.sleep(HEARD_SECONDS)
             for heard in self._heard():
-                self.driver.tell(heard)
+                self.driver.deliver(heard)
 
     def _heard(self) -> list[messages.SyncerEvent]:
-        heard = self._sessions.heard_since(HEARD_SECONDS / 2)
+        heard = self._sessions.received_since(HEARD_SECONDS / 2)
         return [messages.Heard(heard)] if heard else []  # break: heard-unreported
 
     def fail(self, error: BaseException) -> None:
@@ -307,12 +307,12 @@ class Shard:
                 f"the auth token is for {channel.peer.principal!r}, not for {name!r}"
             )
 
-    def _said(self, learner: str, message: messages.FromLearner) -> None:
+    def _received(self, learner: str, message: messages.FromLearner) -> None:
         if isinstance(message, messages.Upload | messages.Copy) and self.parts.done():
             self.parts.result().uploads.announce(learner, message)
-        self._tally.said(learner, message)
+        self._tally.count_message(learner, message)
         if not isinstance(message, Holding) or self._seals.result().genuine([message]):
-            self.driver.tell(messages.Received(learner, message))
+            self.driver.deliver(messages.Received(learner, message))
 
     def _genuine(self, hello: messages.Hello) -> messages.Hello:
         return dataclasses.replace(hello, held=self._seals.result().genuine(hello.held))
@@ -383,7 +383,7 @@ class Shard:
 
         A report of the first versions, or of the end, waits until these are on disk.
         """
-        send = partial(self._coordinator.tell, message)
+        send = partial(self._coordinator.send, message)
         if self.parts.done():
             worker = self.parts.result().worker
             if isinstance(message, messages.Swept):
@@ -411,14 +411,14 @@ class Shard:
         if isinstance(message, messages.ShardAdmitted) and message.begun and waits:
             self._begun = [message]  # the disk is read first, which requires the layout
         else:
-            self.driver.tell(messages.Received(COORDINATOR, message))
+            self.driver.deliver(messages.Received(COORDINATOR, message))
 
     async def _recover(self, admitted: messages.ShardAdmitted) -> None:
         """Read the disk, and pass the result and then the admission to the machine."""
         found = await self.parts.result().worker.recover(admitted.term)
         if found is not None:
-            self.driver.tell(found)
-        self.driver.tell(messages.Received(COORDINATOR, admitted))
+            self.driver.deliver(found)
+        self.driver.deliver(messages.Received(COORDINATOR, admitted))
         self._coordinator.let_go()
 
     async def _check_for_end(self) -> None:

@@ -27,7 +27,7 @@ _FROM_LEARNER = get_args(messages.FromLearner)
 class Session:
     """The current connection of a learner or observer.
 
-    ``heard`` is the instant of the newest byte that `Sessions.heard_since` has reported.
+    ``heard`` is the instant of the newest byte that `Sessions.received_since` has reported.
     """
 
     channel: Channel
@@ -82,7 +82,7 @@ class Sessions:
         connection = self._connections
         self.greeting[connection] = Greeting(channel, hello.learner, hello.role)
         self._observe_checkpoint(checkpoint)
-        self._driver.tell(messages.Connected(hello.learner, hello, connection))
+        self._driver.deliver(messages.Connected(hello.learner, hello, connection))
         try:
             while True:
                 data = await channel.receive()
@@ -117,7 +117,7 @@ class Sessions:
             return
         del self.sessions[learner]
         if not any(greeting.learner == learner for greeting in self.greeting.values()):
-            self._driver.tell(messages.Lost(learner))
+            self._driver.deliver(messages.Lost(learner))
 
     @at_decision(messages.Reject)
     def _refusal(self, order: messages.Reject) -> dict[str, Any]:
@@ -149,7 +149,7 @@ class Sessions:
         if session is not None:
             self._driver.spawn(session.channel.close(order.reason))
 
-    def heard_since(self, seconds: float) -> tuple[str, ...]:
+    def received_since(self, seconds: float) -> tuple[str, ...]:
         """Return the peers that sent a byte more than ``seconds`` after their last report."""
         heard = []
         for learner, session in self.sessions.items():
@@ -174,7 +174,7 @@ class Sessions:
                 f"checkpoint={checkpoint} is not valid: the newest one known here is {known}"
             )
         if checkpoint > known:
-            self._driver.tell(CheckpointHeard(checkpoint))
+            self._driver.deliver(CheckpointHeard(checkpoint))
 
     def _is_current(self, learner: str, connection: int) -> bool:
         session = self.sessions.get(learner)

@@ -91,7 +91,7 @@ class ShardLease:
         self._driver = Driver[LeaseEvent, LeaseEffect](
             self.machine, tape=tape, on_failure=self._failed
         )
-        self._driver.carry(Orders(LeaseEffect, self))
+        self._driver.set_handlers(Orders(LeaseEffect, self))
         self._worker = runtime().worker("claim")
         self._settled = asyncio.Event()
         self._on_lost: Callable[[BaseException], None] | None = None
@@ -104,7 +104,7 @@ class ShardLease:
         Raises:
             Exception: The error that ended the lease in the meantime.
         """
-        self._driver.tell(Tick())
+        self._driver.deliver(Tick())
         await self._settled.wait()
         self._raise_failure()
         return self.number > 0
@@ -169,7 +169,7 @@ class ShardLease:
         of_coordinator = store.folder.with_name("shard-0")
         claims = ClaimStore(of_coordinator, self.nonce, store.lease_seconds, store.holder)
         try:
-            return claims.look().condition == "finished"
+            return claims.read_newest().condition == "finished"
         except StorageError:
             return False  # the caller tries again later
 
@@ -183,7 +183,7 @@ class ShardLease:
             Exception: An error that ended the lease and was not reported before.
         """
         self._on_lost = None  # the process that acted has ended: an error is raised here
-        self._driver.tell(messages.HolderLeaves(finished))
+        self._driver.deliver(messages.HolderLeaves(finished))
         # If the storage does not answer, the claim expires by itself.
         await self._driver.finish(self.store.lease_seconds)
         self._worker.shutdown(wait=False, cancel_futures=True)
@@ -245,7 +245,7 @@ class ShardLease:
         try:
             match order:
                 case messages.Look():
-                    return Done(order, store.look())
+                    return Done(order, store.read_newest())
                 case messages.Acquire(number):
                     if store.claim(number):
                         return Done(order)

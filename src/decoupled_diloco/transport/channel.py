@@ -249,7 +249,7 @@ class WebSocketChannel:
         """Whether a client may request or send a small payload over this channel now."""
         return not (self.closed or self._is_slow or self._sending or self._pending is not None)
 
-    async def ask(
+    async def request(
         self, header: dict[str, object], body: memoryview | bytes = b""
     ) -> tuple[dict[str, Any], memoryview]:
         """Send a request for a small payload, if `takes_body`, and return the answer.

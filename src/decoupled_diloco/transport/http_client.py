@@ -210,7 +210,7 @@ class HttpClient:
         # The channel is chosen without an await before it is used: one that was free a moment ago
         # may carry another request.
         channel, began = self._channel_for(target, part), now()
-        if channel and await self._ask(channel, target, {"put": _path(target)}, part.view):
+        if channel and await self._request(channel, target, {"put": _path(target)}, part.view):
             self.stats.data_bytes_sent += len(part)
             return TransferStats(len(part), now() - began)
         put = _Put(self, target, part)
@@ -226,7 +226,7 @@ class HttpClient:
         part = Window(out, first, total)
         channel, began = self._channel_for(target, part), now()
         asked: dict[str, object] = {"get": _path(target), "nbytes": len(part)}
-        if channel and (found := await self._ask(channel, target, asked)):
+        if channel and (found := await self._request(channel, target, asked)):
             answer, body = found
             if not answer.get("nbytes") == len(part) == len(body):
                 raise _other_size(target, answer.get("nbytes"), len(part))
@@ -270,7 +270,7 @@ class HttpClient:
         if self._locator is None or not address:
             return address
         if not self._channels.get(_origin(self._locator.now(address))):
-            for one in await self._locator.look():
+            for one in await self._locator.locate():
                 self.trust(one)
         return self._locator.now(address)
 
@@ -308,7 +308,7 @@ class HttpClient:
                 return channel
         return None
 
-    async def _ask(
+    async def _request(
         self,
         channel: WebSocketChannel,
         target: URL,
@@ -317,7 +317,7 @@ class HttpClient:
     ) -> tuple[dict[str, Any], memoryview] | None:
         """Return the server's answer over a channel; None if a separate request may still work."""
         try:
-            answer, body = await channel.ask(header, body)
+            answer, body = await channel.request(header, body)
             if "status" in answer:
                 status, reason = answer["status"], answer.get("reason")
                 if not (isinstance(status, int) and isinstance(reason, str)):
@@ -457,19 +457,19 @@ class _Put:
             await response.read()
 
     async def gaps(self, start: int, stop: int) -> list[Range]:
-        state, received = await self._ask(self._client.watch(self._target).seconds)
+        state, received = await self._request(self._client.watch(self._target).seconds)
         return [] if state == "arrived" else received.missing(start, stop)
 
     async def _moves(self, start: int, stop: int, watch: _StallWatch) -> bool:
         """Ask the server, after no byte moved here, whether it receives or waits for memory."""
         try:
-            state, received = await self._ask(watch.seconds)
+            state, received = await self._request(watch.seconds)
         except (TransportError, ProtocolError):
             return False
         left = sum(right - left for left, right in received.missing(start, stop))
         return state in ("queued", "arrived") or watch.shrinks(left)
 
-    async def _ask(self, seconds: float) -> tuple[str, RangeSet]:
+    async def _request(self, seconds: float) -> tuple[str, RangeSet]:
         try:
             async with (
                 asyncio.timeout(seconds),

@@ -142,7 +142,7 @@ class Server(Protocol):
 class Locator(Protocol):
     """Resolves the current addresses of servers that may move while a process runs."""
 
-    async def look(self) -> Collection[str]:
+    async def locate(self) -> Collection[str]:
         """Refresh the address table, and return the addresses that may be dialed now."""
 
     def now(self, address: str) -> str:

@@ -101,7 +101,7 @@ class Seen:
     trouble: LookTrouble | None = None
 
 
-async def look(
+async def check_server(
     address: str, token: str | None, seconds: float = 10.0, tls: TLSConfig | None = None
 ) -> Seen:
     """Check a server as far as it allows, for at most `seconds`.

@@ -12,7 +12,7 @@ import pytest
 from decoupled_diloco.transport import probe, reachability
 from decoupled_diloco.transport.http_server import HttpServer
 from decoupled_diloco.transport.interface import Channel
-from decoupled_diloco.transport.reachability import Seen, listens, look
+from decoupled_diloco.transport.reachability import Seen, check_server, listens
 from decoupled_diloco.transport.tokens import Tokens
 
 HEALTH = {"shard": 0, "run": "test"}
@@ -72,7 +72,7 @@ def trouble(seen: Seen) -> tuple[str, str]:
 async def test_a_healthy_shard_passes_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reachability, "RATE_SECONDS", 0.05)
     async with shard(Tokens("secret")) as (server, channels):
-        seen = await look(server.address, "secret")
+        seen = await check_server(server.address, "secret")
         assert seen.trouble is None
         assert await listens(server.address) is None
         assert server.stats.data_bytes_sent == server.stats.data_bytes_received == 0
@@ -93,7 +93,7 @@ async def test_a_healthy_shard_passes_all_steps(monkeypatch: pytest.MonkeyPatch)
 async def test_a_rejected_token_ends_the_diagnosis() -> None:
     async with shard(Tokens("secret")) as (server, channels):
         for token in ("wrong", None, "sécret"):
-            seen = await look(server.address, token)
+            seen = await check_server(server.address, token)
             assert trouble(seen) == ("run", "token")
             assert seen.round_trips
         assert not channels
@@ -102,23 +102,23 @@ async def test_a_rejected_token_ends_the_diagnosis() -> None:
 async def test_a_personal_token_identifies_its_principal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reachability, "RATE_SECONDS", 0.05)
     async with shard(Tokens(principals={"a": "one", "b": "two"})) as (server, _):
-        seen = await look(server.address, "two")
+        seen = await check_server(server.address, "two")
         assert (seen.trouble, seen.principal) == (None, "b")
 
 
 async def test_a_closed_port_and_an_unknown_host() -> None:
     async with stranger(b"") as address:
         pass
-    assert trouble(await look(address, None)) == ("connect", "refused")
+    assert trouble(await check_server(address, None)) == ("connect", "refused")
     refused = await listens(address)
     assert refused is not None
     assert refused.cause == "refused"
-    assert trouble(await look("http://no-such-host.invalid:1", None)) == ("name", "name")
+    assert trouble(await check_server("http://no-such-host.invalid:1", None)) == ("name", "name")
 
 
 @pytest.mark.parametrize("host", ["[::1", "a..b", "x" * 80, "[::zz]"])
 async def test_invalid_host_names(host: str) -> None:
-    assert trouble(await look(f"http://{host}:1", None)) == ("name", "name")
+    assert trouble(await check_server(f"http://{host}:1", None)) == ("name", "name")
     refused = await listens(f"http://{host}:1")
     assert refused is not None
     assert refused.cause == "name"
@@ -129,7 +129,7 @@ async def test_a_server_with_other_measurements_is_busy_not_broken(
 ) -> None:
     monkeypatch.setattr(probe, "PROBES_MAX", 0)
     async with shard() as (server, _):
-        seen = await look(server.address, None)
+        seen = await check_server(server.address, None)
     assert trouble(seen) == ("up", "busy")
     assert seen.upgraded
     assert "measurements are under way" in str(seen.trouble)
@@ -152,23 +152,23 @@ LENGTH = b"HTTP/1.1 200 OK\r\nContent-Length: "
 )
 async def test_answers_of_other_servers(answer: bytes) -> None:
     async with stranger(answer) as address:
-        assert trouble(await look(address, "secret")) == ("health", "stranger")
+        assert trouble(await check_server(address, "secret")) == ("health", "stranger")
 
 
 async def test_an_endless_answer() -> None:
     begin = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"
     async with stranger(begin, endless=True) as address:
-        assert trouble(await look(address, "secret")) == ("health", "stranger")
+        assert trouble(await check_server(address, "secret")) == ("health", "stranger")
 
 
 async def test_silence_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reachability, "ANSWER_SECONDS", 0.1)
     async with silent() as address:
-        assert trouble(await look(address, None)) == ("health", "silent")
+        assert trouble(await check_server(address, None)) == ("health", "silent")
 
 
 async def test_the_whole_diagnosis_has_a_time_limit() -> None:
     async with silent() as address:
-        seen = await look(address, None, seconds=0.2)
+        seen = await check_server(address, None, seconds=0.2)
     assert trouble(seen) == ("time", "silent")
     assert seen.connect_seconds is not None, "earlier results are kept"

@@ -16,7 +16,7 @@ from decoupled_diloco.transport.fetch import fetch
 from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.http_server import HttpServer
 from decoupled_diloco.transport.interface import Channel
-from decoupled_diloco.transport.reachability import look
+from decoupled_diloco.transport.reachability import check_server
 from network.connect_proxy import copy
 
 NAME = "syncer.example"
@@ -111,7 +111,7 @@ async def test_the_doctor_uses_the_proxy_too(
     monkeypatch.setattr("decoupled_diloco.transport.reachability.RATE_SECONDS", 0.05)
     address, proxy, _ = world
     tls = encrypted.dialled(encrypted.folder()) if address.startswith("https") else None
-    seen = await look(address, None, tls=tls)
+    seen = await check_server(address, None, tls=tls)
     assert seen.trouble is None
     assert proxy.requests
 

@@ -27,7 +27,7 @@ from decoupled_diloco.transport.fetch import fetch
 from decoupled_diloco.transport.http_client import HttpClient, encryption_problem
 from decoupled_diloco.transport.http_server import CERTIFICATE_LEFT, HttpServer
 from decoupled_diloco.transport.interface import Channel
-from decoupled_diloco.transport.reachability import look
+from decoupled_diloco.transport.reachability import check_server
 from decoupled_diloco.transport.tls import DAY_SECONDS, LiveTls, ServerTLSConfig, TLSConfig
 from decoupled_diloco.transport.tokens import Tokens
 
@@ -125,7 +125,7 @@ async def test_plain_text_to_an_encrypted_port_and_the_reverse() -> None:
     async with serving(encrypted.served(FOLDER)) as server:
         plain = server.address.replace("https", "http")
         await both_refuse(plain, None, AccessError, "uses TLS: write https://")
-        seen = await look(plain, None)
+        seen = await check_server(plain, None)
         assert seen.trouble is not None
         assert (seen.trouble.cause, "write https://" in seen.trouble.text) == ("tls", True)
     async with serving() as server:
@@ -209,11 +209,11 @@ async def test_the_doctor_reports_the_id_of_its_certificate(
         tokens=Tokens(certificates=True),
         health=lambda: {"shard": 0},
     ) as server:
-        seen = await look(server.address, None, tls=encrypted.dialled(FOLDER, "learner-1"))
+        seen = await check_server(server.address, None, tls=encrypted.dialled(FOLDER, "learner-1"))
         assert (seen.trouble, seen.principal) == (None, "learner-1")
         assert seen.health is not None
         assert 29 * DAY_SECONDS < seen.health[CERTIFICATE_LEFT] < 30 * DAY_SECONDS
-        without = await look(server.address, None, tls=encrypted.dialled(FOLDER))
+        without = await check_server(server.address, None, tls=encrypted.dialled(FOLDER))
         assert without.health is not None, "/healthz requires no certificate"
         assert without.trouble is not None
         assert "requires a certificate" in without.trouble.text

@@ -113,7 +113,7 @@ def test_a_launch_folder_without_a_plan(tmp_path: Path) -> None:
 
 def test_without_ray_the_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
-    with pytest.raises(ConfigError, match=r"needs Ray: pip install 'decoupled-diloco\[ray\]'"):
+    with pytest.raises(ConfigError, match=r"Ray: run pip install -e 'packages/engines\[ray\]'"):
         dd_ray.launch(config())
 
 

@@ -19,7 +19,7 @@ from decoupled_diloco.cli import doctor as command
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.launch.doctor import machine, machine_facts, syncer_findings
-from decoupled_diloco.launch.doctor.examine import limited, look_at_all
+from decoupled_diloco.launch.doctor.examine import check_all, limited
 from decoupled_diloco.launch.doctor.machine import Finding
 from decoupled_diloco.launch.doctor.machine_facts import (
     ClockFacts,
@@ -71,7 +71,7 @@ def test_the_oldest_accepted_torch_is_the_required_one() -> None:
 def test_torch_is_judged_with_the_devices_of_the_machine(
     facts: TorchFacts, level: str, text: str
 ) -> None:
-    finding = machine.judge_torch(machine_facts)
+    finding = machine.judge_torch(facts)
     assert finding.level == level
     assert text in finding.text
     assert bool(finding.advice) == (level != "ok")
@@ -238,7 +238,7 @@ async def test_a_foreign_server_may_report_anything_as_addresses(named: object) 
     )
     await server.start()
     try:
-        seen, shards = await look_at_all((server.address,), None, 5.0)
+        seen, shards = await check_all((server.address,), None, 5.0)
     finally:
         await server.stop()
     assert seen.trouble is None

@@ -69,13 +69,13 @@ def test_a_wildcard_host_means_the_syncers_machine(tmp_path: Path) -> None:
 async def test_shards_that_have_moved_are_found(tmp_path: Path) -> None:
     shards = SharedFolder(tmp_path)
     moved(tmp_path, "a", "http://0.0.0.0:1|http://0.0.0.0:2", "http://0.0.0.0:3")
-    assert await shards.look() == ["http://a:1", "http://a:2", "http://a:3"]
+    assert await shards.locate() == ["http://a:1", "http://a:2", "http://a:3"]
     assert shards.now("http://a:3") == "http://a:3"
     moved(tmp_path, "b", "http://0.0.0.0:4|http://0.0.0.0:5", "http://0.0.0.0:6")
     (tmp_path / "addresses").rename(tmp_path / "away")  # the file system is unmounted
-    assert await shards.look() == ["http://a:1", "http://a:2", "http://a:3"]
+    assert await shards.locate() == ["http://a:1", "http://a:2", "http://a:3"]
     (tmp_path / "away").rename(tmp_path / "addresses")
-    assert await shards.look() == ["http://b:4", "http://b:5", "http://b:6"]
+    assert await shards.locate() == ["http://b:4", "http://b:5", "http://b:6"]
     old = ("http://a:1", "http://a:2", "http://a:3", "http://b:6", "http://other:9")
     new = ["http://b:4", "http://b:5", "http://b:6", "http://b:6", "http://other:9"]
     assert list(map(shards.now, old)) == new
@@ -87,10 +87,10 @@ async def test_a_loopback_address_is_translated_for_other_machines(
     """Rank 0 may run there, and sends the address to sync ranks on other machines."""
     shards = SharedFolder(tmp_path)
     moved(tmp_path, "a", "https://0.0.0.0:1", "https://0.0.0.0:2")
-    await shards.look()
+    await shards.locate()
     assert shards.now("https://127.0.0.1:2") == "https://a:2"
     moved(tmp_path, socket.gethostname(), "https://0.0.0.0:3", "https://0.0.0.0:4")
-    await shards.look()
+    await shards.locate()
     assert shards.now("https://127.0.0.1:2") == shards.now("https://a:2") == "https://127.0.0.1:4"
 
 
@@ -99,7 +99,7 @@ async def test_a_folder_without_addresses_changes_nothing(tmp_path: Path, missin
     moved(tmp_path, "a", "http://0.0.0.0:1")
     (tmp_path / missing).unlink()
     shards = SharedFolder(tmp_path)
-    assert await shards.look() == []
+    assert await shards.locate() == []
     assert shards.now("http://a:1") == "http://a:1"
 
 
@@ -110,11 +110,11 @@ async def test_shards_are_found_at_their_newest_recorded_address(tmp_path: Path)
     assert shared_addresses(tmp_path) == ("http://b:2", "http://b:1")
     shards = shards_that_move(tmp_path)
     assert shards is not None
-    assert await shards.look() == ["http://b:2", "http://b:1"]
+    assert await shards.locate() == ["http://b:2", "http://b:1"]
     assert shards.now("http://a:1") == "http://b:2", "where it was before anyone here looked"
     write_place(tmp_path, 1, "http://a:1")  # a port that the other shard no longer uses
     write_place(tmp_path, 1, "http://c:1")
     write_place(tmp_path, 0, "http://b:1")
-    await shards.look()
+    await shards.locate()
     assert shards.now("http://b:1") == "http://b:1", "the newest process that listens"
     assert shards.now("http://b:2") == "http://b:1"

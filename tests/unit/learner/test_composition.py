@@ -37,7 +37,7 @@ class Seated(Later):
         class Seat(SimpleNamespace):
             leads = True
             group = SimpleNamespace(size=2)
-            tells_errors = RankSeat.tells_errors
+            reports_errors = RankSeat.reports_errors
 
             def train(self, *given: Any) -> TrainedModel:
                 return TrainedModel(model, None, store.layout)

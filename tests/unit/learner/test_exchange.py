@@ -48,7 +48,7 @@ class Beside:
     """A background with these tensors and this client, which records the machine's events."""
 
     def __init__(self, tensors: LearnerTensors, client: object, events: list[object]) -> None:
-        self.tensors, self.client, self.told = tensors, client, events.append
+        self.tensors, self.client, self.deliver = tensors, client, events.append
         self.changed = REAL.monitor()
 
     def address_of(self, shard: int) -> str:

@@ -26,9 +26,9 @@ def test_a_problem_is_logged_at_once_repeatedly_and_when_it_is_over(
         trouble = TroubleLog()
         trouble.over("a is back")
         for _ in range(3):
-            trouble.tell("away", "a is away: because")
+            trouble.warn("away", "a is away: because")
             time.at += AGAIN_SECONDS / 2
-        trouble.tell("rejected", "a is rejected")
+        trouble.warn("rejected", "a is rejected")
         time.at += 5
         trouble.over("a is back")
         trouble.over("a is back")

@@ -54,7 +54,7 @@ def test_a_wrong_address_is_reported(url: str, sentence: str) -> None:
 def test_a_missing_library_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
     monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
-    with pytest.raises(ConfigError, match=r"pip install 'decoupled-diloco\[traces\]'"):
+    with pytest.raises(ConfigError, match=r"run pip install -e '\.\[traces\]' in the clone"):
         Collector("http://127.0.0.1:4318")
 
 

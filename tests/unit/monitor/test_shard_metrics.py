@@ -49,7 +49,7 @@ def join(shard: WatchedShard, learner: str, tokens: int = 100, loss: float = 2.0
     state.members[learner] = Member(learner, 1, 10, 5, now() + 10)
     state.identities[learner] = Identity(1, "n", tokens=tokens, steps=5)
     shard.heard()[learner] = now()
-    shard.tally.said(learner, StepReport(5, tokens, 0.5, 40, loss))
+    shard.tally.count_message(learner, StepReport(5, tokens, 0.5, 40, loss))
 
 
 def leave(shard: WatchedShard, learner: str) -> None:
@@ -100,7 +100,7 @@ async def test_a_vanished_learner_is_exported_and_one_that_left_is_not(
     for learner in ("crashed", "left"):
         join(shard, learner)
     before = await scraped(metrics)
-    shard.tally.said("left", Leave("bye"))
+    shard.tally.count_message("left", Leave("bye"))
     for learner in ("crashed", "left"):
         leave(shard, learner)
     found = await scraped(metrics)
@@ -114,7 +114,7 @@ async def test_a_vanished_learner_is_exported_and_one_that_left_is_not(
 def test_discarded_tokens_are_counted_across_incarnations() -> None:
     tally = ShardTally()
     for discarded in (10, 30, 0, 5):  # its process dies after the second
-        tally.said("a", StepReport(1, 1, 0.1, discarded))
+        tally.count_message("a", StepReport(1, 1, 0.1, discarded))
     assert tally.discarded_fragment_tokens == 35
 
 

@@ -98,7 +98,7 @@ class Toy:
         return self.due
 
 
-class Carrier:
+class Handler:
     """Executes the toy's orders and records them."""
 
     def __init__(self) -> None:
@@ -147,17 +147,17 @@ class Carrier:
 
 
 class World:
-    """A driver with its machine and carrier."""
+    """A driver with its machine and handler."""
 
     def __init__(self, **arguments: Any) -> None:
-        self.toy, self.carrier = Toy(), Carrier()
+        self.toy, self.handler = Toy(), Handler()
         self.failures: list[BaseException] = []
         arguments = {"tape": None, "on_failure": self.failures.append} | arguments
         self.driver = Driver[Any, Any](self.toy, **arguments)
-        self.driver.carry(Orders(Order, self.carrier))
+        self.driver.set_handlers(Orders(Order, self.handler))
 
     def ask(self, *names: str) -> None:
-        self.driver.tell(Asked(names))
+        self.driver.deliver(Asked(names))
 
 
 async def turns(count: int = 8) -> None:
@@ -169,7 +169,7 @@ async def test_a_fact_and_its_orders_are_on_the_tape_before_one_is_executed(tmp_
     seen: list[list[str]] = []
     tape = TapeWriter(tmp_path, "toy", {})
 
-    class Looking(Carrier):
+    class Looking(Handler):
         @executes(Now)
         def now(self, order: Now) -> None:
             tape.flush()
@@ -177,8 +177,8 @@ async def test_a_fact_and_its_orders_are_on_the_tape_before_one_is_executed(tmp_
             seen.append([json.loads(line)["type"] for line in lines][1:])
 
     driver = Driver[Any, Any](Toy(), tape=tape, on_failure=print)
-    driver.carry(Orders(Order, Looking()))
-    driver.tell(Asked(("now-1", "now-2")))
+    driver.set_handlers(Orders(Order, Looking()))
+    driver.deliver(Asked(("now-1", "now-2")))
     tape.close()
     assert seen == [["Asked", "Now", "Now"]] * 2
 
@@ -186,24 +186,24 @@ async def test_a_fact_and_its_orders_are_on_the_tape_before_one_is_executed(tmp_
 async def test_orders_are_executed_in_order_and_nothing_waits_for_a_coroutine():
     world = World()
     world.ask("now-1", "later-2", "now-3")
-    assert world.carrier.done == ["now-1", "now-3"]
-    world.carrier.gate.set()
+    assert world.handler.done == ["now-1", "now-3"]
+    world.handler.gate.set()
     await turns()
-    assert world.carrier.done == ["now-1", "now-3", "later-2"]
+    assert world.handler.done == ["now-1", "now-3", "later-2"]
     assert world.toy.facts[-1] == Heard("later-2")
 
 
 async def test_the_machine_receives_a_coroutines_facts_when_it_ends():
     """Otherwise a decision in between would use state that the coroutine has just replaced."""
 
-    class Replacing(Carrier):
+    class Replacing(Handler):
         @executes(Later)
         async def later(self, order: Later) -> Any:
-            asyncio.get_running_loop().call_soon(world.driver.tell, Heard("after it"))
+            asyncio.get_running_loop().call_soon(world.driver.deliver, Heard("after it"))
             return Heard(order.name)
 
     world = World()
-    world.driver.carry(Orders(Order, Replacing()))
+    world.driver.set_handlers(Orders(Order, Replacing()))
     world.ask("later-1")
     await turns()
     assert world.toy.facts[1:] == [Heard("later-1"), Heard("after it")]
@@ -211,35 +211,35 @@ async def test_the_machine_receives_a_coroutines_facts_when_it_ends():
 
 async def test_orders_of_a_resulting_fact_follow_the_waiting_ones():
     world = World()
-    world.carrier.answer = Asked(("copy-9",))
+    world.handler.answer = Asked(("copy-9",))
     world.ask("now-1", "now-2")
-    assert world.carrier.done == ["now-1", "now-2", "copy-9=old", "copy-9=old"]
+    assert world.handler.done == ["now-1", "now-2", "copy-9=old", "copy-9=old"]
 
 
 async def test_later_orders_wait_and_facts_are_still_delivered():
     world = World()
     world.ask("first-1", "now-2")
     world.ask("now-3")
-    world.driver.tell(Heard("meanwhile"))
-    assert world.carrier.done == []
+    world.driver.deliver(Heard("meanwhile"))
+    assert world.handler.done == []
     assert world.toy.facts[-1] == Heard("meanwhile")
-    world.carrier.gate.set()
+    world.handler.gate.set()
     await turns()
-    assert world.carrier.done == ["first-1", "now-2", "now-3"]
+    assert world.handler.done == ["first-1", "now-2", "now-3"]
 
 
 async def test_a_carrier_can_take_the_waiting_orders_of_a_kind():
     world = World()
     world.ask("first-1", "now-2", "copy-3", "now-4")
     assert world.driver.take(Now) == [Now("now-2"), Now("now-4")]
-    world.carrier.gate.set()
+    world.handler.gate.set()
     await turns()
-    assert world.carrier.done == ["first-1", "copy-3=old"]
+    assert world.handler.done == ["first-1", "copy-3=old"]
 
 
 async def test_all_facts_that_a_method_returns_are_delivered_in_order():
     world = World()
-    world.carrier.answer = [Heard("a"), Heard("b")]
+    world.handler.answer = [Heard("a"), Heard("b")]
     world.ask("now-1")
     assert world.toy.facts[1:] == [Heard("a"), Heard("b")]
 
@@ -247,9 +247,9 @@ async def test_all_facts_that_a_method_returns_are_delivered_in_order():
 async def test_arrived_facts_are_delivered_before_a_tick():
     world = World(arrivals=lambda: [Heard("a learner")])
     world.toy.due = now()
-    world.driver.tell(Heard("first"))
+    world.driver.deliver(Heard("first"))
     loop = asyncio.get_running_loop()
-    loop.call_later(0, lambda: loop.call_soon(world.driver.tell, Heard("a body")))
+    loop.call_later(0, lambda: loop.call_soon(world.driver.deliver, Heard("a body")))
     while Tick() not in world.toy.facts:  # noqa: ASYNC110  # the machine has no event for it
         await asyncio.sleep(0.001)
     assert world.toy.facts[1:] == [Heard("a body"), Heard("a learner"), Tick()]
@@ -258,9 +258,9 @@ async def test_arrived_facts_are_delivered_before_a_tick():
 async def test_a_new_deadline_moves_the_only_timer():
     world = World()
     world.toy.due = now() + 3600
-    world.driver.tell(Heard("far"))
+    world.driver.deliver(Heard("far"))
     world.toy.due = now()
-    world.driver.tell(Heard("near"))
+    world.driver.deliver(Heard("near"))
     while Tick() not in world.toy.facts:  # noqa: ASYNC110  # the machine has no event for it
         await asyncio.sleep(0.001)
     await turns()
@@ -270,24 +270,24 @@ async def test_a_new_deadline_moves_the_only_timer():
 @pytest.mark.parametrize("name", ["now-broken", "later-broken", "first-broken", "impossible"])
 async def test_an_error_stops_the_driver_once_and_is_kept(name):
     world = World()
-    world.carrier.gate.set()
+    world.handler.gate.set()
     if name == "first-broken":
-        world.carrier.later = lambda order: Carrier.later(  # type: ignore[method-assign]
-            world.carrier, Later("later-broken")
+        world.handler.later = lambda order: Handler.later(  # type: ignore[method-assign]
+            world.handler, Later("later-broken")
         )
     if name == "impossible":
-        world.driver.tell(Heard(name))
+        world.driver.deliver(Heard(name))
     else:
         world.ask(name, name, "now-3")
     await turns()
-    done, facts = list(world.carrier.done), list(world.toy.facts)
+    done, facts = list(world.handler.done), list(world.toy.facts)
     world.ask("now-4")
     await turns()
     assert world.failures == [world.driver.failure]
     assert world.driver.stopped
     assert isinstance(world.driver.failure, (ValueError, AssertionError))
-    assert "now-4" not in world.carrier.done
-    assert world.carrier.done == done
+    assert "now-4" not in world.handler.done
+    assert world.handler.done == done
     assert world.toy.facts == facts
 
 
@@ -298,11 +298,11 @@ async def test_work_at_the_decision_happens_under_the_monitor():
     decided = threading.Thread(target=world.driver.decide, args=(Asked(("copy-1",)),))
     decided.start()
     await asyncio.to_thread(decided.join)
-    world.carrier.value = "new"
-    assert world.carrier.done == []  # another thread decides; only the loop executes
+    world.handler.value = "new"
+    assert world.handler.done == []  # another thread decides; only the loop executes
     world.driver.wake()
     await turns()
-    assert world.carrier.done == ["copy-1=old"]
+    assert world.handler.done == ["copy-1=old"]
 
 
 async def test_the_monitor_is_held_for_a_decision_and_not_while_an_order_is_executed():
@@ -323,7 +323,7 @@ async def test_the_monitor_is_held_for_a_decision_and_not_while_an_order_is_exec
 
     monitor = Counting()
 
-    class Looking(Carrier):
+    class Looking(Handler):
         @at_decision(Copy)
         def take(self, order: Copy) -> str:
             held.append(monitor.depth > 0)
@@ -334,8 +334,8 @@ async def test_the_monitor_is_held_for_a_decision_and_not_while_an_order_is_exec
             held.append(monitor.depth > 0)
 
     driver = Driver[Any, Any](Toy(), tape=None, on_failure=print, monitor=monitor)
-    driver.carry(Orders(Order, Looking()))
-    driver.tell(Asked(("copy-1",)))
+    driver.set_handlers(Orders(Order, Looking()))
+    driver.deliver(Asked(("copy-1",)))
     assert held == [True, False]
 
 
@@ -352,7 +352,7 @@ async def test_without_its_lease_a_process_decides_nothing():
     assert not world.toy.facts
     lease.held = True
     world.ask("now-2")
-    assert world.carrier.done == ["now-2"]
+    assert world.handler.done == ["now-2"]
 
 
 async def test_close_cancels_coroutines_and_delivers_no_fact():
@@ -360,7 +360,7 @@ async def test_close_cancels_coroutines_and_delivers_no_fact():
     world.ask("later-1")
     await turns()
     await world.driver.close()
-    world.carrier.gate.set()
+    world.handler.gate.set()
     await turns()
     assert world.toy.facts == [Asked(("later-1",))]
     assert not world.failures
@@ -390,23 +390,23 @@ async def test_the_collector_pauses_during_a_decision_with_one_thread(shared):
         on_failure=print,
         monitor=runtime().monitor() if shared else None,
     )
-    driver.carry(Orders(Order, Carrier()))
-    driver.tell(Heard("a"))
+    driver.set_handlers(Orders(Order, Handler()))
+    driver.deliver(Heard("a"))
     assert (seen, gc.isenabled()) == ([shared], True)
 
 
 async def test_finish_waits_for_coroutines_up_to_its_limit():
     world = World()
     world.ask("later-1")
-    asyncio.get_running_loop().call_later(0.01, world.carrier.gate.set)
+    asyncio.get_running_loop().call_later(0.01, world.handler.gate.set)
     await world.driver.finish(60)
-    assert world.carrier.done == ["later-1"]
+    assert world.handler.done == ["later-1"]
     assert world.driver.stopped
     slow = World()
     slow.ask("later-1")
     await turns()
     await slow.driver.finish(0.01)
-    assert slow.carrier.done == []
+    assert slow.handler.done == []
     await slow.driver.close()
 
 
@@ -415,33 +415,33 @@ async def test_one_slice_of_orders_is_executed_per_turn_in_order():
     for start in (0, SLICE + 1):  # orders given at different times share the slice of a turn
         world.ask(*names[start : start + SLICE + 1])
     world.ask(*names[2 * SLICE + 2 :])
-    counts = [len(world.carrier.done)]
+    counts = [len(world.handler.done)]
     for _ in range(3):
         await turns(1)
-        counts.append(len(world.carrier.done))
+        counts.append(len(world.handler.done))
     assert counts == [SLICE, 2 * SLICE, 2 * SLICE + 10, 2 * SLICE + 10]
-    assert world.carrier.done == names
+    assert world.handler.done == names
 
 
 async def test_other_orders_do_not_wait_for_sliced_ones():
     world = World()
     world.ask(*["small-1"] * (SLICE + 5), "now-2")
-    assert world.carrier.done == ["now-2"] + ["small-1"] * SLICE
+    assert world.handler.done == ["now-2"] + ["small-1"] * SLICE
 
 
 async def test_a_sliced_order_of_many_steps_finishes_before_the_next():
     world = World()
     world.ask("small-first", "many", "small-last")
-    assert len(world.carrier.done) == SLICE - 1, "its start and each step count"
+    assert len(world.handler.done) == SLICE - 1, "its start and each step count"
     await turns(2)
     many = [f"many {step}" for step in range(SLICE)]
-    assert world.carrier.done == ["small-first", *many, "small-last"]
+    assert world.handler.done == ["small-first", *many, "small-last"]
 
 
 async def test_facts_of_a_sliced_order_come_after_waiting_orders():
     world = World()
     world.ask("small-leads", "small-2")
-    assert world.carrier.done == ["small-leads", "small-2", "small-led-to"]
+    assert world.handler.done == ["small-leads", "small-2", "small-led-to"]
 
 
 async def test_a_carrier_that_is_added_later_executes_orders():
@@ -456,13 +456,13 @@ async def test_a_carrier_that_is_added_later_executes_orders():
         def extra(self, order: Extra) -> None:
             Late.done = order.name
 
-    toy, orders = Toy(), Orders[Any](Order | Extra, Carrier(), later=(Late,))
+    toy, orders = Toy(), Orders[Any](Order | Extra, Handler(), later=(Late,))
     driver = Driver[Any, Any](toy, tape=None, on_failure=print)
-    driver.carry(orders)
+    driver.set_handlers(orders)
     KINDS["extra"] = Extra
     try:
         orders.add(Late())
-        driver.tell(Asked(("extra-1",)))
+        driver.deliver(Asked(("extra-1",)))
     finally:
         del KINDS["extra"]
     assert Late.done == "extra-1"
@@ -479,13 +479,13 @@ class NowAndTick(OnlyNow):
 
 
 @pytest.mark.parametrize(
-    ("union", "carriers", "words"),
+    ("union", "handlers", "words"),
     [
         (Now | Later, [OnlyNow()], "do not match: Later"),
         (Now, [NowAndTick()], "do not match: Tick"),
         (Now, [OnlyNow(), OnlyNow()], "Now has two methods"),
     ],
 )
-def test_the_table_rejects_kinds_without_exactly_one_method(union, carriers, words):
+def test_the_table_rejects_kinds_without_exactly_one_method(union, handlers, words):
     with pytest.raises(TypeError, match=words):
-        Orders(union, *carriers)
+        Orders(union, *handlers)

@@ -54,7 +54,7 @@ def write_world(
     ``D`` has a link on which a payload takes ten seconds, far longer than the others wait. An
     observer is connected. The tests of a process create each world once.
     """
-    system, made = _world(until, tuple(faults), json.dumps(sync), Shard._said)
+    system, made = _world(until, tuple(faults), json.dumps(sync), Shard._received)
     shutil.copytree(made, folder, dirs_exist_ok=True)
     return system
 
@@ -100,7 +100,7 @@ def _world(
 @contextmanager
 def reports_at_once(seconds: float) -> Iterator[None]:
     """Make shards receive the step reports of this many seconds together."""
-    one_by_one, inboxes = Shard._said, {}
+    one_by_one, inboxes = Shard._received, {}
 
     def said(shard: Shard, learner: str, message: FromLearner) -> None:
         if not isinstance(message, StepReport):
@@ -114,9 +114,9 @@ def reports_at_once(seconds: float) -> Iterator[None]:
         members, reports = shard.machine.state.members, inboxes.pop(shard)
         there = tuple(each for each in reports if each[0] in members)
         if there:
-            shard.driver.tell(Reported(there))
+            shard.driver.deliver(Reported(there))
 
-    with patch.object(Shard, "_said", said):
+    with patch.object(Shard, "_received", said):
         yield
 
 

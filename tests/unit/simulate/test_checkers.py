@@ -43,7 +43,7 @@ def test_a_shard_pauses_after_a_failed_merge_by_its_own_clock(system: System) ->
 def test_a_learner_asked_to_stop_does_not_wait_for_the_end(system: System) -> None:
     learner = system.learners["learner-0"]
     system.run(until=10.0)
-    system.ask_to_stop(learner, 30.0, signal.SIGTERM)
+    system.request_stop(learner, 30.0, signal.SIGTERM)
     system.run(until=20.0)
     assert not learner.alive
     assert learner.waited_seconds is None

@@ -65,22 +65,22 @@ def test_exactly_one_of_several_racing_processes_wins(tmp_path: Path) -> None:
 
 
 def test_an_empty_store_has_no_claim(store: ClaimStore) -> None:
-    assert store.look() == NewestLease(0, "", 0, 0.0, "held")
+    assert store.read_newest() == NewestLease(0, "", 0, 0.0, "held")
 
 
 def test_the_newest_claim_and_its_renewals_are_returned(store: ClaimStore) -> None:
     assert store.claim(1)
     other = ClaimStore(store.folder, "other", 9.0, "shard-1-standby")
     assert not other.claim(1)
-    assert other.look() == NewestLease(1, "me", 0, 5.0, "held")
+    assert other.read_newest() == NewestLease(1, "me", 0, 5.0, "held")
     store.renew(1, 7)
-    assert other.look() == NewestLease(1, "me", 7, 5.0, "held")
+    assert other.read_newest() == NewestLease(1, "me", 7, 5.0, "held")
     assert other.claim(2)
     store.renew(1, 8)
     assert store.newest() == 2
-    assert store.look() == NewestLease(2, "other", 0, 9.0, "held")
+    assert store.read_newest() == NewestLease(2, "other", 0, 9.0, "held")
     other.renew(2, 3, "released")
-    assert store.look().condition == "released"
+    assert store.read_newest().condition == "released"
 
 
 def test_a_missing_claim_cannot_be_renewed(store: ClaimStore) -> None:
@@ -96,7 +96,7 @@ def test_a_torn_claim_is_an_error(store: ClaimStore, text: str) -> None:
     assert store.claim(1)
     numbered(store.folder, 2).write_text(text)
     with pytest.raises(StorageError, match=r"00000002\.json cannot be read"):
-        store.look()
+        store.read_newest()
     assert not store.claim(2)
 
 
@@ -106,9 +106,9 @@ def test_a_renewal_that_a_power_loss_has_torn_counts_as_none(store: ClaimStore, 
     assert store.claim(1)
     store.renew(1, 7)
     (store.folder / "00000001.renewals").write_text(text)
-    assert store.look() == NewestLease(1, "me", 0, 5.0, "held")
+    assert store.read_newest() == NewestLease(1, "me", 0, 5.0, "held")
     store.renew(1, 8)
-    assert store.look().renewals == 8
+    assert store.read_newest().renewals == 8
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -127,7 +127,7 @@ def test_an_unfinished_claim_does_not_count(store: ClaimStore) -> None:
     """A process died while it wrote the file."""
     assert store.claim(1)
     (store.folder / ".00000002.json.other.part").write_text('{"nonce": "oth')
-    assert store.look().number == 1
+    assert store.read_newest().number == 1
     assert store.claim(2)
 
 
@@ -144,14 +144,14 @@ def test_a_storage_failure_raises(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="cannot be created"):
         store.claim(1)
     with pytest.raises(StorageError, match="cannot be read"):
-        store.look()
+        store.read_newest()
 
 
 def test_an_empty_mount_point_is_an_error(store: ClaimStore) -> None:
     """Otherwise a process would create a first claim there, in addition to the real one."""
     assert store.claim(1)
     shutil.rmtree(store.folder.parent)
-    for ask in (store.look, store.newest, lambda: store.claim(2)):
+    for ask in (store.read_newest, store.newest, lambda: store.claim(2)):
         with pytest.raises(StorageError, match="mount the storage"):
             ask()
     assert not store.folder.parent.exists()
@@ -168,4 +168,4 @@ def test_a_finished_run_can_be_reopened(
     assert store.claim(1)
     store.renew(1, 5, before)
     store.reopen()
-    assert store.look() == NewestLease(1, "me", 5, 5.0, after)
+    assert store.read_newest() == NewestLease(1, "me", 5, 5.0, after)

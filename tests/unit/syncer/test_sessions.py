@@ -26,7 +26,7 @@ class Told:
         self.facts: list[Any] = []
         self.machine = SimpleNamespace(state=SimpleNamespace(checkpoint=checkpoint))
 
-    def tell(self, event: Any) -> None:
+    def deliver(self, event: Any) -> None:
         self.facts.append(event)
 
     def spawn(self, work: Any) -> Any:
@@ -85,8 +85,8 @@ async def test_a_newer_number_is_handled_before_its_message() -> None:
             return self.said.pop() if self.said else await super().receive()
 
     class LetsIn(Told):
-        def tell(self, event: Any) -> None:
-            super().tell(event)
+        def deliver(self, event: Any) -> None:
+            super().deliver(event)
             if isinstance(event, Connected):
                 let_in(sessions, event.connection, "a")
 

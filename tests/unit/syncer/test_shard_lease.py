@@ -100,7 +100,7 @@ def broken(*arguments: object) -> object:
     raise BROKEN
 
 
-@pytest.mark.parametrize("order", ["look", "claim"])
+@pytest.mark.parametrize("order", ["read_newest", "claim"])
 async def test_an_unexpected_failure_of_an_order_ends_the_wait_for_a_claim(
     folder: Path, monkeypatch: pytest.MonkeyPatch, order: str
 ) -> None:

@@ -50,7 +50,7 @@ class Shard:
         self.intake = Uploads(ShardTensors(plan, (0,)), self.bodies, cast(Any, self), self)
         self.body = plan.uplink.encode(torch.linspace(-1, 1, N))
 
-    def tell(self, event: Any) -> None:
+    def deliver(self, event: Any) -> None:
         self.told.append(event)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

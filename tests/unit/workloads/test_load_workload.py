@@ -74,7 +74,8 @@ def test_the_error_for_a_missing_distribution_has_the_install_command(
 ) -> None:
     monkeypatch.setattr("decoupled_diloco.workloads.entry_points", lambda **_: [])
     with pytest.raises(
-        ConfigError, match=rf"'{name}' is not installed: pip install 'decoupled-diloco\[lab\]'"
+        ConfigError,
+        match=f"'{name}' is not installed: run pip install -e packages/lab in the clone",
     ):
         load_workload(name, {})
 

@@ -25,7 +25,7 @@ from decoupled_diloco.launch.devices import environment_of, kind_of
 from decoupled_diloco.launch.doctor import machine, machine_facts
 from decoupled_diloco.launch.doctor import syncer_findings as judge
 from decoupled_diloco.launch.doctor.machine import Finding, error, ok, warning
-from decoupled_diloco.transport.reachability import LookTrouble, Seen, listens, look
+from decoupled_diloco.transport.reachability import LookTrouble, Seen, check_server, listens
 from decoupled_diloco.transport.tls import TLSConfig
 from decoupled_diloco.workloads import Workload, workload_of
 
@@ -183,7 +183,7 @@ def _here(config: RunConfig) -> Iterator[Finding]:
 def _syncer(case: Examined, model: machine_facts.ModelFacts | None) -> Iterator[Finding]:
     # At least 5 s, also after slow checks of this machine: the user asked about the syncer.
     seconds = max(5.0, case.left_seconds - 0.5)
-    seen, shards = asyncio.run(look_at_all(case.syncer, case.token, seconds, case.tls))
+    seen, shards = asyncio.run(check_all(case.syncer, case.token, seconds, case.tls))
     yield from judge.judge_seen(seen, __version__)
     config = case.config
     yield from judge.judge_rates(seen, model, config.sync.overlap_steps if config else 0)
@@ -193,7 +193,7 @@ def _syncer(case: Examined, model: machine_facts.ModelFacts | None) -> Iterator[
         yield from judge.judge_run(seen.run, config, model)
 
 
-async def look_at_all(
+async def check_all(
     addresses: tuple[str, ...], token: str | None, seconds: float, tls: TLSConfig | None = None
 ) -> tuple[Seen, dict[str, LookTrouble | None]]:
     """Check the first address in depth, and whether all shards can be reached.
@@ -201,7 +201,7 @@ async def look_at_all(
     Returns:
         The results of the first address, and for each shard's address the failure, if any.
     """
-    seen = await look(addresses[0], token, seconds, tls)
+    seen = await check_server(addresses[0], token, seconds, tls)
     given = seen.run.get("addresses") if seen.run is not None else None
     reported = given if isinstance(given, list) else []  # any program may have answered
     reachable_as = [reached_by(str(address), addresses[0]) for address in reported]

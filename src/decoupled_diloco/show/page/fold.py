@@ -80,7 +80,7 @@ class LiveFold:
         self._thinned = self._changes_sent = 0
         self._reading = False
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Read new records and send the changes; for a long tape also while reading it."""
         source = self._places.source()
         if source is not self._source:
@@ -144,7 +144,7 @@ def main() -> None:
     places = Places(folder, tapes, shards, given["token"], tls)
     fold = LiveFold(places, sys.stdout.buffer)
     while True:
-        fold.look()
+        fold.poll()
         if select.select([sys.stdin], [], [], LOOK_SECONDS)[0]:
             return
 

@@ -139,7 +139,7 @@ class Engine:
         struck = tuple(name for name in target.processes if name != COORDINATOR)
         happening = replace(happening, target=replace(target, processes=struck))
         if happening.kind not in ("join", "leave"):  # these are not faults
-            self.run.tell(FaultInjected(happening.kind, target.name, struck))
+            self.run.record(FaultInjected(happening.kind, target.name, struck))
         self._change(happening, number, begins=True)
         if happening.for_seconds is not None:
             self._at(self.seconds + happening.for_seconds, lambda: self._undo(happening, number))
@@ -150,7 +150,7 @@ class Engine:
         self._change(happening, number, begins=False)
         if happening.kind in LASTING:
             target = happening.target
-            self.run.tell(FaultEnded(happening.kind, target.name, target.processes))
+            self.run.record(FaultEnded(happening.kind, target.name, target.processes))
 
     def _change(self, happening: Happening, number: int, *, begins: bool) -> None:
         match happening.kind:

@@ -182,7 +182,7 @@ def _show(folder: Path, verdict: Verdict, console: SteadyConsole) -> None:
             for line in check.details[:DETAILS_MAX]:
                 console.print(f"  {check.name}: {line}")
     words = "every promise was kept" if verdict.kept else "a promise was broken"
-    console.say(
+    console.print_text(
         f"\nverdict: {words}; {folder / FILE_NAME}",
         style="bold green" if verdict.kept else "bold red",
     )

@@ -203,7 +203,7 @@ def _print_start(what: str, scenario: Scenario, console: SteadyConsole) -> None:
     config = scenario.config
     learners = many(config.run.learners, "learner")
     shards = many(config.syncer.shards, "syncer shard")
-    console.say(f"simulating {what}{config.run.name} in virtual time: {learners}, {shards}")
+    console.print_text(f"simulating {what}{config.run.name} in virtual time: {learners}, {shards}")
 
 
 def _print_unfinished(reason: str, console: SteadyConsole) -> None:
@@ -274,7 +274,9 @@ def print_missed(missed: Iterable[Happening], console: SteadyConsole) -> None:
     for each in missed:
         step = f"step {each.at_step}" if each.at_share is None else f"{each.at_share:.0%}"
         what = f"{each.kind} {each.target.name}"
-        console.say(f"did not happen: {what} at {step}, which the run did not reach", "yellow")
+        console.print_text(
+            f"did not happen: {what} at {step}, which the run did not reach", "yellow"
+        )
 
 
 def _rows(run: ProtocolRun) -> list[tuple[str, str]]:

@@ -701,7 +701,7 @@ class Crowd(Stage):
         if not (learner.alive or learner.over):
             learner.begin()
 
-    def ask_to_stop(self, learner: Any, seconds: float, number: Any) -> None:
+    def request_stop(self, learner: Any, seconds: float, number: Any) -> None:
         """See `System`: it leaves at once, without a flush."""
         if learner.alive:
             learner.leave("its loop has ended")

@@ -262,7 +262,7 @@ class Script:
         if host.alive:
             flushes = host.name in self.system.participants
             seconds = TERMINATE_SECONDS + (self._flush_seconds if flushes else 0.0)
-            self.system.ask_to_stop(host, seconds, signal.SIGTERM)
+            self.system.request_stop(host, seconds, signal.SIGTERM)
 
     def _set_pace(self, host: Any) -> None:
         host.slowness = math.prod(self._slowed[host.name])

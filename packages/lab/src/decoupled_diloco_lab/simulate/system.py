@@ -266,7 +266,7 @@ class System(RunStage):
             self.launcher(self.supervisor.take_down, host.name, *signals)
             self._poll()
 
-    def ask_to_stop(self, host: Host, seconds: float, number: Any) -> None:
+    def request_stop(self, host: Host, seconds: float, number: Any) -> None:
         """Send SIGTERM, kill the process if it runs on, and keep it down until `restart`.
 
         Args:

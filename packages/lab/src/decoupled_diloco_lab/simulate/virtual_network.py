@@ -93,7 +93,7 @@ class Endpoint(Process):
         """Number of the consistent cut (checkpoint) that its messages belong to."""
         return 0
 
-    def hear_cut(self, cut: int) -> None:
+    def receive_cut(self, cut: int) -> None:
         """Handle the cut of a message just before the message itself is received."""
 
     def accepted(self, connection: Connection) -> None:
@@ -215,7 +215,7 @@ class Connection:
         if self.open[end.name] and not self.broken:
             cut, message = marked
             if cut:
-                end.hear_cut(cut)
+                end.receive_cut(cut)
             end.received(self, message)
 
     def _ended(self, end: Endpoint, _: Any) -> None:

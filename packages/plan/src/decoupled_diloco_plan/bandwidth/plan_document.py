@@ -214,12 +214,12 @@ def print_published(rows: Sequence[PublishedRow], console: SteadyConsole) -> Non
     console.print("Gbit/s that reach a compute utilization:\n")
     console.print(table)
     for row in {row.source: row for row in rows}.values():
-        console.say(f"\nvolume {row.volume:g}·N·bits, fitted to {PAPERS[row.source]}", "dim")
+        console.print_text(f"\nvolume {row.volume:g}·N·bits, fitted to {PAPERS[row.source]}", "dim")
 
 
 def print_plan(plan: Plan, console: SteadyConsole) -> None:
     """Print the plan: inputs, setting, prediction, then a comparison with other systems."""
-    say = console.say
+    say = console.print_text
     say(summary(plan.case.model, plan.case.network))
     for each in plan.inputs.assumed:
         say(f"assumed: {each}", "dim")
