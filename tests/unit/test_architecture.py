@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import subprocess
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
@@ -538,3 +539,18 @@ def test_no_tensor_depends_on_the_default_device_or_dtype_of_its_process() -> No
             if missing or (name == "Generator" and not (call.args or given)):
                 found.append(f"{path.relative_to(ROOT)}:{call.lineno}: {name} lacks {missing}")
     assert not found
+
+
+def test_no_file_name_occurs_twice() -> None:
+    """A name in a traceback or an editor's search leads to one file."""
+    names: defaultdict[str, list[str]] = defaultdict(list)
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
+    project = ROOT.parents[1]
+    found = subprocess.run(command, cwd=project, capture_output=True, text=True, check=True)
+    for path in found.stdout.splitlines():
+        if (project / path).is_file():
+            names[path.rpartition("/")[2]].append(path)
+    for each in ("__init__.py", "__main__.py", "conftest.py"):  # Python and pytest give these names
+        del names[each]
+    assert len(names) > 700
+    assert not [paths for paths in names.values() if len(paths) > 1]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,6 +39,15 @@ def test_the_public_names_are_these() -> None:
         "register_weight_copies",
     ]
     assert all(hasattr(dd, name) for name in dd.__all__)
+
+
+def test_each_public_name_has_a_level() -> None:
+    """`dd.data` has its names in the table."""
+    page = (Path(__file__).parents[2] / "docs/reference/stability.md").read_text()
+    rows = [line for line in page.splitlines() if re.search(r"\| (stable|beta|internal) \|$", line)]
+    for name in dd.__all__:
+        where = f"dd.data.{dd.data.__all__[0]}" if name == "data" else name
+        assert any(re.search(rf"`(dd\.)?{re.escape(where)}`", row) for row in rows), name
 
 
 LEARNER = (
