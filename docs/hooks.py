@@ -5,6 +5,8 @@ They cannot be out of date, because nobody keeps a copy of them.
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from pathlib import Path
 
@@ -28,8 +30,43 @@ GENERATED = {
 }
 
 
+OF_THE_CLONE = {
+    "contribute/architecture.md": "ARCHITECTURE.md",
+    "contribute/contributing.md": "CONTRIBUTING.md",
+    "contribute/tests.md": "tests/README.md",
+    "contribute/changes.md": "CHANGELOG.md",
+    "contribute/benchmarks.md": "benchmarks/README.md",
+}
+"""Pages of the site that are files of the clone outside of ``docs``."""
+
+
+def copied(page: str, source: str, repository: str) -> str:
+    """Return a file of the clone as a page: its links lead to pages or to the repository."""
+    root = Path(__file__).parents[1]
+    pages = {path: page for page, path in OF_THE_CLONE.items()}
+
+    def linked(found: re.Match[str]) -> str:
+        target, anchor = found[1], found[2] or ""
+        if re.match(r"\w+:|#", target) or not target:
+            return found[0]
+        path = os.path.relpath((root / source).parent / target, root)
+        if path.startswith("docs/") and path.endswith(".md"):
+            place = path.removeprefix("docs/")
+        else:
+            place = pages.get(path, "")
+        if not place:
+            return f"]({repository}/blob/main/{path}{anchor})"
+        return f"]({os.path.relpath(place, Path(page).parent)}{anchor})"
+
+    text = (root / source).read_text(encoding="utf-8")
+    return re.sub(r"\]\(([^)#\s]*)(#[^)\s]*)?\)", linked, text)
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the generated pages."""
     for path, page in GENERATED.items():
         files.append(File.generated(config, path, content=page()))
+    repository = str(config.edit_uri_template).partition("/edit/")[0]
+    for path, source in OF_THE_CLONE.items():
+        files.append(File.generated(config, path, content=copied(path, source, repository)))
     return files
