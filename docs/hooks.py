@@ -1,6 +1,6 @@
-"""Hooks of the site's builder: pages that are made from the code while the site is built.
+"""Hooks for MkDocs: generate pages from the code while the site is built.
 
-They cannot be out of date, because nobody keeps a copy of them.
+These pages are never out of date, because the repository has no copies of them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OF_THE_CLONE = {
     "contribute/changes.md": "CHANGELOG.md",
     "contribute/benchmarks.md": "benchmarks/README.md",
 }
-"""Pages of the site that are files of the clone outside of ``docs``."""
+"""Pages of the site, and the files of the clone outside of ``docs`` that they show."""
 
 
 def copied(page: str, source: str, repository: str) -> str:
@@ -63,7 +63,7 @@ def copied(page: str, source: str, repository: str) -> str:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the generated pages."""
+    """Add the generated pages, and the pages that show other files of the clone."""
     for path, page in GENERATED.items():
         files.append(File.generated(config, path, content=page()))
     repository = str(config.edit_uri_template).partition("/edit/")[0]

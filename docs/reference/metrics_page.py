@@ -1,4 +1,4 @@
-"""The page of all metrics, from the table by which they are told: run it to see the page.
+"""The page of all metrics, made from the table of metrics: run it to see the page.
 
 python docs/reference/metrics_page.py
 """
@@ -12,17 +12,18 @@ from decoupled_diloco.monitor.metric_table import EVERY, LEARNER, PROCESS, SHARD
 HEAD = """\
 # Metrics
 
-What Prometheus is told at `/metrics`: see [how to monitor a run](../how-to/monitoring.md). Counters
-begin again with their process. `label` in the tables is what tells a metric's series apart.
+Prometheus reads these metrics at `/metrics`: see [how to monitor a run](../how-to/monitoring.md). A
+counter starts at 0 again when its process restarts, unless its meaning mentions earlier
+incarnations. Each value of a `label` is a separate series of the metric.
 """
 
 
 def page() -> str:
     """The page, in Markdown."""
-    parts = [HEAD, "## Of every process\n", _table(EVERY)]
-    parts += [f"\nBesides these, on Linux: {', '.join(f'`{name}`' for name in PROCESS)}.\n"]
-    parts += ["## Of a shard\n", _table(SHARD[len(EVERY) :])]
-    parts += ["\n## Of a learner\n", "With `metrics_address`, a learner tells these itself.\n"]
+    parts = [HEAD, "## Every process\n", _table(EVERY)]
+    parts += [f"\nOn Linux, also: {', '.join(f'`{name}`' for name in PROCESS)}.\n"]
+    parts += ["## Shards\n", _table(SHARD[len(EVERY) :])]
+    parts += ["\n## Learners\n", "A learner serves these itself if `metrics_address` is set.\n"]
     return "\n".join([*parts, _table(LEARNER[len(EVERY) :]), ""])
 
 

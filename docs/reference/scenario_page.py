@@ -14,15 +14,16 @@ TABLES = ("learners", "links", "events", "random")
 HEAD = """\
 # Scenario
 
-A scenario says which run it is, and what happens to it. `ddiloco simulate` and `ddiloco chaos` take
-one. Seconds are virtual seconds, or real seconds since the first step. See
+A scenario is a TOML file that names a run, its learners, their links and the faults that happen.
+`ddiloco simulate` and `ddiloco chaos` read scenarios. Times are virtual seconds, or on real
+processes seconds since the first step. See
 [simulate a scenario](../how-to/simulate.md) and [chaos](../how-to/chaos.md).
 """
 
 RUN = """\
 ## The run's tables
 
-Instead of `run = "…"` the scenario can hold the run itself: {tables}, as in the
+Instead of `run = "…"`, the scenario can contain the settings of the run: {tables}, as in the
 [configuration](configuration.md).
 """
 

@@ -20,16 +20,17 @@ from decoupled_diloco.tape.samples import Sample
 HEAD = """\
 # Event tape
 
-Every process of a run appends what it was told, what it decided and what it measured to a file
-of its own, `RUN/tape/<who>.jsonl`. Reports, displays, replay and checks read nothing else. This is
-schema {schema}. A program reads only tapes of its own schema.
+Each process of a run has its own file, `RUN/tape/<who>.jsonl`. It appends what it received, decided
+and measured. Reports, displays, replay and checks read nothing else. This is schema {schema}. A
+program reads only tapes of its own schema.
 
-Whenever 4 MiB are full they become a segment, which is compressed:
-`RUN/tape/<who>.segments/000004194411.jsonl.xz`, named by where in the whole text it ends. The
-run's end makes a segment of what is left, if that is longer than 256 KiB. All commands read both.
-For other programs, `ddiloco events RUN` prints the records of all processes in order of time, and
-`xzcat RUN/tape/shard-0.segments/*.xz` those of one. A process that is killed loses what it had not
-written yet, half a second at most; whatever it was just doing to a segment costs nothing.
+When a file has 4 MiB, it becomes a compressed *segment*. Its name,
+`RUN/tape/<who>.segments/000004194411.jsonl.xz`, has the position in the whole text at which it
+ends. At the end of the run the rest becomes a segment, too, if it is longer than 256 KiB. All
+commands read both kinds of files. For other programs, `ddiloco events RUN` prints the records of
+all processes in order of time. `xzcat RUN/tape/shard-0.segments/*.xz` prints the compressed records
+of one process. A killed process loses the records of at most the last half second. It loses no
+segment.
 
 A line is one JSON object:
 
@@ -41,16 +42,20 @@ A line is one JSON object:
 |---|---|
 {fields}
 
-`kind` is one of four. `start`: the process began, once in each of its lives; its `data` has both
-clocks (`wall`, `monotonic`) and describes the process. `event`: a state machine was told a fact.
-`effect`: the machine gave an order; `cause` is the `seq` of the event. `sample`: a measurement that
-no machine sees. Fresh machines give the same effects for the same events.
+| `kind` | meaning |
+|---|---|
+| `start` | The process started. `data` has both clocks (`wall`, `monotonic`) and describes the process. |
+| `event` | A state machine received a fact. |
+| `effect` | The machine gave an order. `cause` is the `seq` of the event. |
+| `sample` | A measurement that no state machine receives. |
 
-Below, *integer* is 0 to 2^53, and *null* stands for no value.
+Fresh state machines give the same effects for the same events.
+
+Below, *integer* is 0 to 2^53, and *null* means that there is no value.
 """
 
 SECTIONS = (
-    ("Samples", "Measurements, and what the launcher says.", (Sample,)),
+    ("Samples", "Measurements, and what the launcher records.", (Sample,)),
     ("Events of a shard", "", (messages.SyncerEvent,)),
     ("Events of a learner", "", (messages.LearnerEvent,)),
     ("Events of the coordinator", "", (messages.CoordinatorEvent,)),
