@@ -79,7 +79,7 @@ def begun(made: Link, folder: Path, **tables: Any) -> RunConfig:
 def printed(words: str, **changes: str) -> str:
     """Return the block of the page with these words, with this network's addresses."""
     (text,) = (text for text in PAGE if words in text)
-    names = {"syncer.example": FAR_ADDRESS, "login": LOGIN, **changes}
+    names = {"syncer.example": FAR_ADDRESS, "login": LOGIN, "homelab": "homelab.toml", **changes}
     for name, address in names.items():
         text = re.sub(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", address, text)
     return text.replace("ddiloco ", f"{sys.executable} -m decoupled_diloco.cli ")
