@@ -59,7 +59,9 @@ def copied(page: str, source: str, repository: str) -> str:
         return f"]({os.path.relpath(place, Path(page).parent)}{anchor})"
 
     text = (root / source).read_text(encoding="utf-8")
-    return re.sub(r"\]\(([^)#\s]*)(#[^)\s]*)?\)", linked, text)
+    text = re.sub(r"\]\(([^)#\s]*)(#[^)\s]*)?\)", linked, text)
+    # The site loads nothing from other servers, so a picture of the repository becomes a link.
+    return re.sub(r"!(\[[^\]]*\]\(https?:)", r"\1", text)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -44,7 +44,7 @@ A line is one JSON object:
 
 | `kind` | meaning |
 |---|---|
-| `start` | The process started. `data` has both clocks (`wall`, `monotonic`) and describes the process. |
+| `start` | The process started. `data` has both clocks (`wall`, `monotonic`) and a description. |
 | `event` | A state machine received a fact. |
 | `effect` | The machine gave an order. `cause` is the `seq` of the event. |
 | `sample` | A measurement that no state machine receives. |
