@@ -11,6 +11,7 @@ test differs from a reader:
 | `test: background until TEXT` | the next blocks run when it has printed the text |
 | `test: wait for FILE … WORD` | the block starts when the files contain the word |
 | `test: end of the background` | the block starts when all background commands have succeeded |
+| `test: first COMMAND` | this command runs before the block |
 | `test: fails CODE` | the block ends with this exit code |
 | `test: output` | the output of the previous block; `…` matches anything |
 | `test: file NAME` | the block is a file that the reader writes |
@@ -60,6 +61,7 @@ WORDS = (
     "end of the background",
     "fails",
     "file",
+    "first",
     "interrupted after",
     "not a run",
     "not run",
@@ -206,6 +208,7 @@ class Reader:
         text = re.sub("707[01]", lambda found: ports[found[0]], block.text)
         if "on another loopback address" in block.directives:
             text = text.replace("SYNCER", "127.0.0.2")
+        text = f"{block.directives.get('first', '')}\n{text}"
         return ["bash", "-euo", "pipefail", "-c", text]
 
     def _environment(self, block: Block) -> dict[str, str]:
