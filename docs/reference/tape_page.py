@@ -51,7 +51,7 @@ A line is one JSON object:
 
 Fresh state machines give the same effects for the same events.
 
-Below, *integer* is 0 to 2^53, and *null* means that there is no value.
+Below, *integer* is 0 to 2^53, and *null* means a missing value.
 """
 
 SECTIONS = (

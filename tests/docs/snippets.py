@@ -44,7 +44,13 @@ from decoupled_diloco.config import RunConfig
 from free_ports import free_ports
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+GENERATED = {
+    path.with_name(path.name.replace("_page.py", ".md"))
+    for path in (ROOT / "docs/reference").glob("*_page.py")
+}
+PAGES = sorted(
+    {*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"} - GENERATED
+)
 SECONDS_MAX = 240.0
 SMALL = tuple(
     f"workload.options.{option}"

@@ -7,13 +7,14 @@ import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
 
 from decoupled_diloco.config import RunConfig
-from docs.snippets import ROOT
+from docs.snippets import GENERATED, ROOT
 
 FETCHED = {("script", "src"), ("img", "src"), ("iframe", "src"), ("source", "src")}
 
@@ -91,13 +92,27 @@ def test_every_setting_and_record_is_documented(site: Path) -> None:
     assert {"StepFinished", "RoundFinished", "LossMeasured", "StepReport"} <= tape.anchors
 
 
-def test_the_pictures_match_their_scripts() -> None:
-    script = ROOT / "docs" / "pictures" / "draw.py"
-    spec = importlib.util.spec_from_file_location("draw", script)
+def loaded(script: Path) -> ModuleType:
+    """Import a script that is not in a package."""
+    spec = importlib.util.spec_from_file_location(script.stem, script)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    for name, draw in module.PICTURES.items():
+    return module
+
+
+def test_the_pictures_match_their_scripts() -> None:
+    script = ROOT / "docs" / "pictures" / "draw.py"
+    for name, draw in loaded(script).PICTURES.items():
         picture = (script.parent / name).read_text(encoding="utf-8")
         assert picture == draw(), "run: python docs/pictures/draw.py"
+
+
+def test_the_generated_pages_match_the_code() -> None:
+    script = ROOT / "docs" / "reference" / "generate.py"
+    pages = loaded(script).PAGES
+    assert {script.with_name(name) for name in pages} == GENERATED
+    for name, page in pages.items():
+        text = script.with_name(name).read_text(encoding="utf-8")
+        assert text == page().rstrip() + "\n", "run: python docs/reference/generate.py"

@@ -5,7 +5,8 @@ from a tick on. Of the plans that a shard has received, the one with the highest
 its tick on. The capacity of links is plain arithmetic: P payloads in the coarsest codec and P
 copies in H steps.
 
-`python -m outside.test_revisions_outside FIRST END` (in `tests`) tries more seeds and prints failing ones.
+`python -m outside.test_revisions_outside FIRST END` (in `tests`) tries more seeds, and prints those
+that fail.
 """
 
 from __future__ import annotations

@@ -80,9 +80,10 @@ def strings_of(source: Path) -> list[tuple[int, str]]:
 
 
 def sentences_of(text: str) -> list[str]:
-    """The sentences of paragraphs and list items, without tables, headings and quoted blocks."""
+    """The sentences of paragraphs and list items; no tables, headings, quotes and types."""
     lines = [
-        "" if re.match(r"\s*(\||#|!!!|\?\?\?|:::)", line) else line for line in text.splitlines()
+        "" if re.match(r"\s*(\||#|!!!|\?\?\?|:::|\*`)", line) else line
+        for line in text.splitlines()
     ]
     blocks = re.split(r"\n\s*\n|\n\s*(?:[-*]|\d+\.) ", "\n".join(lines))
     return [
