@@ -40,7 +40,7 @@ liveness
 ping | sent by each end of a control connection | {limits.ping_seconds}
 connection lost | no byte from the peer, despite pings | {limits.lost_seconds}
 learner's lease | renewed by each received byte | {syncer_state.LEASE_SECONDS}\
- | a learner that is silent for longer must join again
+ | a silent learner must join again after it
 reconnect | time left of the lease after its connection breaks | {syncer_state.RECONNECT_SECONDS}\
  | a learner may reconnect within this time
 lateness correction | extends leases if a tick is over {members.LATENESS_SECONDS_MIN} late\
