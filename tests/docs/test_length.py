@@ -16,8 +16,8 @@ HOW_TO_WORDS_MAX = 600
 LONGER = {"resume.md": 700}
 """Pages with a higher limit: this one ends with a table of what is exact after a resume."""
 
-README_LINES_MAX = 46
-"""Before the line that divides the README: what it is, for which users, its state, a picture, the
+README_LINES_MAX = 48
+"""Before the line that divides the README: what it is, for which users, its state, pictures, the
 commands, five lines of code, a comparison."""
 
 
