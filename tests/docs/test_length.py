@@ -41,6 +41,14 @@ def test_a_how_to_page_is_short(page: Path) -> None:
     assert words_of(page) <= LONGER.get(page.name, HOW_TO_WORDS_MAX)
 
 
+@pytest.mark.parametrize(
+    ("page", "most"), [("costs", 900), ("comparison", 700), ("planning", 1100)]
+)
+def test_a_page_with_results_stays_short(page: str, most: int) -> None:
+    """The details are next to the results, in benchmarks/README.md."""
+    assert words_of(ROOT / "docs" / f"{page}.md") <= most
+
+
 def test_the_readme_starts_with_one_screen() -> None:
     begin, divider, _ = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n---\n")
     assert divider
