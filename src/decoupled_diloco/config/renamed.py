@@ -5,12 +5,23 @@ A file or an override with an earlier name is refused with one sentence that giv
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-TABLES: Mapping[str, str] = MappingProxyType({"where": "launch"})
-"""Earlier names of whole tables."""
+TABLES: Mapping[str, str] = MappingProxyType(
+    {
+        "where": "launch",
+        "adapt": "sync.adapt",
+        "codec": "sync.codec",
+        "merge": "sync.merge",
+        "late": "sync.late",
+        "apply": "sync.apply",
+        "partition": "sync.partition",
+    }
+)
+"""Earlier names of whole tables, and tables that are written without the one around them."""
 
 KEYS: Mapping[str, str] = MappingProxyType(
     {
@@ -26,6 +37,11 @@ KEYS: Mapping[str, str] = MappingProxyType(
         "sync.adapt.period": "sync.adapt.sync_every",
         "sync.adapt.overlap": "sync.adapt.overlap_steps",
         "sync.adapt.carried_by": "sync.adapt.learner_share",
+        "sync.codec": "sync.codec.uplink",
+        "sync.codec_up": "sync.codec.uplink",
+        "sync.codec_down": "sync.codec.downlink",
+        "sync.codec.up": "sync.codec.uplink",
+        "sync.codec.down": "sync.codec.downlink",
         "sync.uplink_codec": "sync.codec.uplink",
         "sync.uplink_codecs": "sync.codec.uplink",
         "sync.downlink_codec": "sync.codec.downlink",
@@ -52,6 +68,7 @@ KEYS: Mapping[str, str] = MappingProxyType(
         "learner.metrics": "learner.metrics_address",
         "learner.hand_in_seconds": "learner.flush_seconds",
         "learner.carriers": "learner.sync_ranks",
+        "data.leased": "data.elastic",
         "data.leases": "data.elastic",
         "data.leases_ahead": "data.prefetch",
         "data.parts": "data.partitions",
@@ -68,14 +85,24 @@ KEYS: Mapping[str, str] = MappingProxyType(
 """Earlier keys with their tables. A key that is a table now is an earlier one unless it holds a
 table."""
 
+_IN_NEW_TABLES = {
+    f"{new.rpartition('.')[0]}.{old.rpartition('.')[2]}": new for old, new in KEYS.items()
+}
+"""Earlier keys that are written in their present table."""
+
+_AT_THE_TOP = {old.rpartition(".")[2]: new for old, new in reversed(KEYS.items())}
+"""Earlier keys that are written without a table; the first of several counts."""
+
+LISTS = ("run.trackers", "launch.kubernetes.tolerations", "launch.kubernetes.allowed_networks")
+"""Present keys that hold a list of texts, where the earlier ones may have held one text."""
+
 VALUES: Mapping[str, Mapping[Any, Any]] = MappingProxyType(
     {
         "sync.participation": {"reported": "active", "own": "async"},
         "sync.apply.when": {"at_tau": "at_overlap"},
-        "syncer.standby": {0: False, 1: True},
     }
 )
-"""Earlier values, by the present names of their keys."""
+"""Earlier values, by the present names of their keys. `syncer.standby` was a number, too."""
 
 
 def sentence_for(table: str, key: str, value: Any) -> str | None:
@@ -88,28 +115,30 @@ def sentence_for(table: str, key: str, value: Any) -> str | None:
 
     >>> sentence_for("[sync]", "period", 12)
     "'period' in [sync] is called 'sync_every' now: rename it"
-    >>> sentence_for("[sync]", "merge", "mean")
-    "'merge' in [sync] is called 'rule' in [sync.merge] now: move it there"
+    >>> sentence_for("[sync.merge]", "merge", "mean")
+    "'merge' in [sync.merge] is called 'rule' now: rename it"
+    >>> sentence_for("", "period", 12)
+    "'period' at the top of the file is called 'sync_every' in [sync] now: move it there"
     >>> sentence_for("[sync]", "participants", "own")
-    "participants='own' in [sync] is called participation='async' now: change it"
+    'participants="own" in [sync] is called participation="async" now: change it'
     """
-    if not table:
-        return f"[{key}] is called [{TABLES[key]}] now: rename it" if key in TABLES else None
-    dotted = f"{table.strip('[]')}.{key}"
+    if not table and key in TABLES and not (key in _AT_THE_TOP and _is_setting(value)):
+        return f"[{key}] is called [{TABLES[key]}] now: rename it"
+    dotted = f"{table.strip('[]')}.{key}" if table else key
     new = _present_key(dotted, value)
     new_table, _, new_key = new.rpartition(".")
-    changes = _has_changed(new, value)
-    if new == dotted and not changes:
+    told = _present_value(new, value)
+    changes = told is not value
+    if new == dotted and (not changes or new in LISTS):
         return None
     place = "" if f"[{new_table}]" == table else f" in [{new_table}]"
+    where = f"in {table}" if table else "at the top of the file"
     if changes:
-        told = _present_value(new, value)
-        told = str(told).lower() if isinstance(told, bool) else repr(told)
-        subject = f"{key}={value!r} in {table} is called {new_key}={told}"
+        subject = f"{key}={toml_text(value)} {where} is called {new_key}={toml_text(told)}"
     elif key == new_key:
-        return f"{key!r} in {table} belongs to [{new_table}] now: move it there"
+        return f"{key!r} {where} belongs to [{new_table}] now: move it there"
     else:
-        subject = f"{key!r} in {table} is called {new_key!r}"
+        subject = f"{key!r} {where} is called {new_key!r}"
     fix = "move it there" if place else "change it" if changes else "rename it"
     return f"{subject}{place} now: {fix}"
 
@@ -126,8 +155,27 @@ def override_for(dotted: str, value: Any) -> tuple[str, Any] | None:
     return None if new == dotted else (new, _present_value(new, value))
 
 
+def toml_text(value: Any) -> str:
+    """Return a value as it is written in a TOML file.
+
+    >>> print(toml_text({"a": ["bf16", 1, True]}))
+    {a = ["bf16", 1, true]}
+    """
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {toml_text(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(toml_text(each) for each in value) + "]"
+    if isinstance(value, str | bool):
+        return json.dumps(value, ensure_ascii=False)
+    try:
+        return str(value)
+    except ValueError:  # Python refuses to write a number with thousands of digits
+        return "a number of thousands of digits"
+
+
 def _present_key(dotted: str, value: Any) -> str:
-    new = KEYS.get(dotted, dotted)
+    names = KEYS if "." in dotted else _AT_THE_TOP
+    new = names.get(dotted) or _IN_NEW_TABLES.get(dotted, dotted)
     is_table_now = new.startswith(dotted + ".")
     return dotted if is_table_now and not _is_setting(value) else new
 
@@ -137,9 +185,10 @@ def _is_setting(value: Any) -> bool:
     return not isinstance(value, Mapping) and value is not None
 
 
-def _has_changed(key: str, value: Any) -> bool:
-    return isinstance(value, str | int) and value in VALUES.get(key, {})
-
-
 def _present_value(key: str, value: Any) -> Any:
-    return VALUES[key][value] if _has_changed(key, value) else value
+    """The present form of a value; the value itself if it has not changed."""
+    if key == "syncer.standby" and isinstance(value, int):
+        return value > 0
+    if key in LISTS and isinstance(value, str):
+        return [value]
+    return VALUES.get(key, {}).get(value, value) if isinstance(value, str) else value

@@ -209,6 +209,8 @@ def shown(value: object) -> str:
 def _explain_unknown(model: type[Settings], key: str, is_table: bool) -> str:
     known, others = list(model.model_fields), _keys_of_related_tables(model)
     if not model.table:
+        if key in others and not is_table:
+            return f"{key!r} at the top of the file belongs to {others[key]}: move it there"
         what = "table" if is_table else "key"
         return f"unknown {what} {key!r}: {suggestion(key, known)}"
     if key in others:
@@ -223,7 +225,9 @@ def _keys_of_related_tables(model: type[Settings]) -> dict[str, str]:
     """The keys of the other tables with the same first name, each with its tables."""
     found: dict[str, list[str]] = {}
     for other in sorted(_all_settings(Settings), key=lambda each: len(each.table)):
-        if other.table != model.table and _first_name(other) == _first_name(model):
+        at_the_top = not model.table and _first_name(other) in model.model_fields
+        related = at_the_top or _first_name(other) == _first_name(model)
+        if other.table != model.table and related:
             for key in other.model_fields.keys() - model.model_fields.keys():
                 found.setdefault(key, []).append(other.table)
     return {key: " or ".join(dict.fromkeys(tables)) for key, tables in found.items()}

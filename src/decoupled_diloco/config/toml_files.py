@@ -7,9 +7,9 @@ files of another kind.
 
 from __future__ import annotations
 
-import json
 import os
 import re
+import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from decoupled_diloco.config.plugins import load_plugins
-from decoupled_diloco.config.renamed import override_for, sentence_for
+from decoupled_diloco.config.renamed import override_for, sentence_for, toml_text
 from decoupled_diloco.config.run import RunConfig
 from decoupled_diloco.config.settings import shown
 from decoupled_diloco.config.sync import methods_unchecked
@@ -26,6 +26,9 @@ from decoupled_diloco.errors import ConfigError
 
 _SCENARIOS_OWN = {"set", "until_seconds", "parameters", "learners", "links", "events", "random"}
 """Keys that only a scenario file has."""
+
+_BARE = re.compile(r"(?!(true|false|inf|nan)$)[A-Za-z][\w./:-]*", re.ASCII)
+"""Texts that an override may write without quotes."""
 
 INSTALL = "run pip install -e '.[cli]' in the clone"
 """How to install the extra of the command line."""
@@ -136,11 +139,10 @@ def override_key(tables: dict[str, Any], override: str) -> None:
     value = _parse_value(text.strip()) if text.strip() else None
     present = override_for(dotted.strip(), value)
     if present is not None:
-        new = "" if value is None else present[1]
-        new = json.dumps(new) if isinstance(new, bool) else new
+        new = f"{present[0]}={'' if value is None else _value_text(present[1])}"
         raise ConfigError(
             f"override {override!r}: {dotted.strip()} is called {present[0]} now: write "
-            f"{present[0]}={new}"
+            f"{shlex.quote(new)}"
         )
     table = tables
     for depth, key in enumerate(keys[:-1], start=1):
@@ -163,6 +165,13 @@ def _parse_value(text: str) -> Any:
     except (ValueError, RecursionError):
         return text
     return parsed["value"] if len(parsed) == 1 else text
+
+
+def _value_text(value: Any) -> str:
+    """Return the value of an override, as `_parse_value` reads it."""
+    if value in ("True", "False"):
+        return str(value).lower()
+    return value if isinstance(value, str) and _BARE.fullmatch(value) else toml_text(value)
 
 
 @dataclass(frozen=True)

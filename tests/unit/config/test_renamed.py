@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from decoupled_diloco.config import RunConfig, Settings, load_config
-from decoupled_diloco.config.renamed import KEYS, TABLES, VALUES, override_for
+from decoupled_diloco.config.renamed import KEYS, LISTS, TABLES, VALUES, override_for
 from decoupled_diloco.errors import ConfigError
 
 FILE = "[run]\nmax_steps = 9\n"
@@ -52,7 +52,9 @@ def model_of(table: str) -> type[Settings]:
 def test_an_earlier_key_is_rejected_with_the_present_one(old: str) -> None:
     (table, _, key), (new_table, _, new_key) = old.rpartition("."), KEYS[old].rpartition(".")
     text = refusal(old, "a value")
-    if key == new_key:
+    if KEYS[old] in LISTS:
+        expected = f'{key}="a value" in [{table}] is called {new_key}=["a value"] now: change it'
+    elif key == new_key:
         expected = f"{key!r} in [{table}] belongs to [{new_table}] now: move it there"
     elif table == new_table:
         expected = f"{key!r} in [{table}] is called {new_key!r} now: rename it"
@@ -74,9 +76,42 @@ def test_the_present_key_exists_and_the_earlier_one_does_not(old: str) -> None:
 def test_an_override_of_an_earlier_key_is_rejected_with_the_present_one(
     old: str, tmp_path: Path
 ) -> None:
+    told = "true" if KEYS[old] == "syncer.standby" else "7"
     assert override_refusal(tmp_path, f"{old}=7") == (
-        f"override '{old}=7': {old} is called {KEYS[old]} now: write {KEYS[old]}=7"
+        f"override '{old}=7': {old} is called {KEYS[old]} now: write {KEYS[old]}={told}"
     )
+
+
+INSIDE = [
+    (old.rpartition(".")[2], new.rpartition(".")[0], new.rpartition(".")[2])
+    for old, new in KEYS.items()
+    if old.rpartition(".")[2] != new.rpartition(".")[2] and new not in LISTS
+]
+
+
+@pytest.mark.parametrize(("key", "table", "new_key"), INSIDE)
+def test_an_earlier_key_in_its_present_table_is_rejected_with_the_present_one(
+    key: str, table: str, new_key: str
+) -> None:
+    assert refusal(f"{table}.{key}", "a value") == (
+        f"{key!r} in [{table}] is called {new_key!r} now: rename it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("period", 3, "'period' at the top of the file is called 'sync_every' in [sync] now"),
+        ("budget_steps", 5, "'budget_steps' at the top of the file is called 'max_steps' in [run]"),
+        ("merge", "mean", "'merge' at the top of the file is called 'rule' in [sync.merge] now"),
+        ("sync_every", 3, "'sync_every' at the top of the file belongs to [sync]"),
+        ("quorum", 3, "'quorum' at the top of the file belongs to [sync]: move it there"),
+    ],
+)
+def test_a_key_at_the_top_is_rejected_with_its_table(key: str, value: Any, message: str) -> None:
+    text = refusal(key, value)
+    assert text.startswith(message)
+    assert text.endswith(": move it there")
 
 
 VALUE_CASES = [(key, old) for key, values in VALUES.items() for old in values if type(old) is str]
@@ -86,7 +121,7 @@ VALUE_CASES = [(key, old) for key, values in VALUES.items() for old in values if
 def test_an_earlier_value_is_rejected_with_the_present_one(key: str, old: str) -> None:
     table, _, name = key.rpartition(".")
     assert refusal(key, old) == (
-        f"{name}={old!r} in [{table}] is called {name}={VALUES[key][old]!r} now: change it"
+        f'{name}="{old}" in [{table}] is called {name}="{VALUES[key][old]}" now: change it'
     )
 
 
@@ -96,18 +131,23 @@ def test_an_earlier_value_is_rejected_with_the_present_one(key: str, old: str) -
         (
             "sync.participants",
             "own",
-            "participants='own' in [sync] is called participation='async' now: change it",
+            'participants="own" in [sync] is called participation="async" now: change it',
         ),
         (
             "sync.apply",
             "at_tau",
-            "apply='at_tau' in [sync] is called when='at_overlap' in [sync.apply] now: move it "
+            'apply="at_tau" in [sync] is called when="at_overlap" in [sync.apply] now: move it '
             "there",
         ),
         (
             "syncer.standbys",
             1,
             "standbys=1 in [syncer] is called standby=true now: change it",
+        ),
+        (
+            "syncer.standbys",
+            2,
+            "standbys=2 in [syncer] is called standby=true now: change it",
         ),
     ],
 )
@@ -130,6 +170,19 @@ def test_an_earlier_table_is_rejected_with_the_present_one(old: str) -> None:
         ("where.kubernetes.sources=", "launch.kubernetes.allowed_networks="),
         ("sync.participants=own", "sync.participation=async"),
         ("syncer.standbys=1", "syncer.standby=true"),
+        ("syncer.standbys=2", "syncer.standby=true"),
+        ("codec.uplink=int4", "sync.codec.uplink=int4"),
+        ("codec=int4", "sync.codec.uplink=int4"),
+        ("sync.codec_up=int4", "sync.codec.uplink=int4"),
+        ("sync.merge.merge=mean", "sync.merge.rule=mean"),
+        ("period=3", "sync.sync_every=3"),
+        ("run.log=wandb", "'run.trackers=[\"wandb\"]'"),
+        ('run.log=["wandb"]', "'run.trackers=[\"wandb\"]'"),
+        ('sync.uplink_codecs=["bf16","int4"]', '\'sync.codec.uplink=["bf16", "int4"]\''),
+        ("sync.merge=my rule", "'sync.merge.rule=\"my rule\"'"),
+        ('codec={uplink="int4"}', "'sync.codec={uplink = \"int4\"}'"),
+        ("data.leased=true", "data.elastic=true"),
+        ("data.leases=True", "data.elastic=true"),
         ("sync.merge=mean", "sync.merge.rule=mean"),
         ("sync.period=", "sync.sync_every="),
     ],
@@ -137,7 +190,7 @@ def test_an_earlier_table_is_rejected_with_the_present_one(old: str) -> None:
 def test_an_override_of_an_earlier_table_is_rejected_with_the_present_one(
     override: str, present: str, tmp_path: Path
 ) -> None:
-    old, new = override.partition("=")[0], present.partition("=")[0]
+    old, new = override.partition("=")[0], present.strip("'").partition("=")[0]
     assert override_refusal(tmp_path, override) == (
         f"override {override!r}: {old} is called {new} now: write {present}"
     )
