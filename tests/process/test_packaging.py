@@ -276,8 +276,7 @@ def test_a_file_takes_precedence_over_a_shipped_recipe(
     assert own.stderr.startswith("error: [run] has no budget, so the run would never end")
     unknown = installed.run("ddiloco", "train", "homelap", cwd=tmp_path)
     assert unknown.returncode == 2
-    assert "is neither a file nor a shipped recipe: pass the path of a TOML" in unknown.stderr
-    assert "homelab, " in unknown.stderr
+    assert "is neither a file nor a shipped recipe: did you mean 'homelab'?" in unknown.stderr
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def intervals(options: IntervalsOptions) -> None:
     from decoupled_diloco.run_model import RunModel
     from decoupled_diloco.show.explain import options_in
 
-    run = chosen_run(options.run, "ddiloco intervals runs/quickstart")
+    run = chosen_run(options.run, "ddiloco intervals runs/quickstart", or_config=True)
     if not is_url(run) and (run.endswith(".toml") or not Path(run).exists()):
         config = load_config(RECIPES.find(run), options.settings or ())
         _print(_rows(config), make_console())

@@ -77,7 +77,7 @@ def metrics(options: MetricsOptions) -> None:
         case File.dashboard:
             typer.echo(shipped_file("dashboard.json"), nl=False)
         case File.config:
-            run = chosen_run(run, "ddiloco metrics config runs/quickstart")
+            run = chosen_run(run, "ddiloco metrics config runs/quickstart", or_config=True)
             typer.echo(_config(run, options.settings or [], options.auth_token_file, tls), nl=False)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import typer
 
+from decoupled_diloco.config.settings import nearest
 from decoupled_diloco.errors import ConfigError
 
 RUNS = Path("runs")
@@ -17,15 +18,22 @@ def is_url(run: str) -> bool:
     return run.startswith(("http://", "https://"))
 
 
-def chosen_run(run: str, example: str) -> str:
+def chosen_run(run: str, example: str, *, or_config: bool = False) -> str:
     """Return the RUN of a command line; if it is empty, the newest run in runs/, printing its name.
 
+    Args:
+        run: The RUN; empty: the newest one.
+        example: A command with a run, for the message.
+        or_config: Whether the command takes a TOML file or a recipe, too.
+
     Raises:
-        ConfigError: runs/ contains no runs. The message shows ``example``, a command with a run.
+        ConfigError: runs/ contains no runs, or a run that does not exist is similar to one.
     """
     from decoupled_diloco.launch.launch_folder import was_launched
 
     if run:
+        if not or_config:
+            _refuse_misspelt(run)
         return run
     started = runs_in(RUNS)
     if not started:
@@ -34,6 +42,19 @@ def chosen_run(run: str, example: str) -> str:
     newest = max(started, key=lambda run: (has_tape(run) or was_launched(run), started[run]))
     typer.echo(f"run: {newest}, the newest in {RUNS}/", err=True)
     return str(newest)
+
+
+def _refuse_misspelt(run: str) -> None:
+    """Refuse a run that does not exist if there is one with a similar name."""
+    from decoupled_diloco.launch.launch_folder import was_launched
+
+    path = Path(run)
+    if is_url(run) or path.exists() or was_launched(path):
+        return
+    found = {each.name: each for folder in (RUNS, path.parent) for each in runs_in(folder)}
+    near = nearest(path.name, found)
+    if near is not None:
+        raise ConfigError(f"{run} does not exist: did you mean {found[near]}?")
 
 
 def runs_in(folder: Path) -> dict[Path, float]:

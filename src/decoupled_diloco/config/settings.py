@@ -121,11 +121,19 @@ def is_own(name: str) -> bool:
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The most similar known word, or None if no known word is similar.
 
-    >>> nearest("quorom", ["quorum", "period"])
-    'quorum'
+    Case does not count, and "-" is the same as "_".
+
+    >>> nearest("quorom", ["quorum", "period"]), nearest("SYNC-EVERY", ["sync_every"])
+    ('quorum', 'sync_every')
     """
-    matches = difflib.get_close_matches(word, list(known), n=1)
-    return matches[0] if matches else None
+    by_letters = {_letters(each): each for each in reversed(list(known))}
+    matches = difflib.get_close_matches(_letters(word), by_letters, n=1)
+    return by_letters[matches[0]] if matches else None
+
+
+def _letters(word: str) -> str:
+    """A word without what is easily confused: case, and the signs between its parts."""
+    return word.lower().replace("-", "_").replace(" ", "_")
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:

@@ -20,12 +20,15 @@ from typing import Any
 from decoupled_diloco.config.plugins import load_plugins
 from decoupled_diloco.config.renamed import override_for, sentence_for, toml_text
 from decoupled_diloco.config.run import RunConfig
-from decoupled_diloco.config.settings import shown
+from decoupled_diloco.config.settings import nearest, shown
 from decoupled_diloco.config.sync import methods_unchecked
 from decoupled_diloco.errors import ConfigError
 
-_SCENARIOS_OWN = {"set", "until_seconds", "parameters", "learners", "links", "events", "random"}
+_SCENARIOS_OWN = {"set", "until_seconds", "parameters"}
 """Keys that only a scenario file has."""
+
+_SCENARIOS_LISTS = {"learners", "links", "events", "random"}
+"""Lists that only a scenario file has."""
 
 _BARE = re.compile(r"(?!(true|false|inf|nan)$)[A-Za-z][\w./:-]*", re.ASCII)
 """Texts that an override may write without quotes."""
@@ -118,7 +121,9 @@ def read_run_tables(path: Path) -> dict[str, Any]:
     """
     tables = read_tables(path)
     run = tables.get("run", {})
-    is_scenario = not _SCENARIOS_OWN.isdisjoint(tables) or {"name", "seed"} <= tables.keys()
+    lists = {key for key in _SCENARIOS_LISTS & tables.keys() if isinstance(tables[key], list)}
+    own = lists if isinstance(tables.get("run"), dict) else _SCENARIOS_LISTS
+    is_scenario = not (_SCENARIOS_OWN | own).isdisjoint(tables) or {"name", "seed"} <= tables.keys()
     if isinstance(run, str) or is_scenario:
         raise ConfigError(f"{path} is a scenario, not a run: ddiloco simulate {path}")
     if not isinstance(run, dict):
@@ -211,9 +216,14 @@ class Shipped:
             return path
         known = self.files()
         if name not in known:
+            near = nearest(name, known)
             raise ConfigError(
-                f"{name!r} is neither a file nor a shipped {self.kind}: pass the path of a TOML "
-                f"file, or one of {', '.join(known)}"
+                f"{name!r} is neither a file nor a shipped {self.kind}: "
+                + (
+                    f"did you mean {near!r}?"
+                    if near
+                    else f"pass the path of a TOML file, or one of {', '.join(known)}"
+                )
             )
         return known[name]
 

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from decoupled_diloco.cli.main import app
+from decoupled_diloco.cli.runs import chosen_run
 from decoupled_diloco.errors import ConfigError
 from unit.cli.runs_here import running
 
@@ -106,3 +107,19 @@ def test_a_missing_log_is_reported(run: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert "empty has no logs" in refusal("empty")
     assert isinstance(CliRunner().invoke(app, ["logs", "empty"]).exception, ConfigError)
+
+
+@pytest.mark.parametrize("name", ["lerner-1", "Learner-1", "learner_1"])
+def test_a_misspelt_process_is_refused_with_the_one_that_was_meant(run: Path, name: str) -> None:
+    text = refusal(str(run), name)
+    assert f"{name!r} has no log in runs/mine: did you mean 'learner-1'?" in text
+
+
+@pytest.mark.parametrize("name", ["runs/mien", "mine", "runs/Mine"])
+def test_a_misspelt_run_is_refused_with_the_one_that_was_meant(run: Path, name: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        chosen_run(name, "ddiloco logs runs/quickstart")
+    assert str(error.value) == f"{name} does not exist: did you mean runs/mine?"
+    assert chosen_run(str(run), "") == str(run)
+    assert chosen_run("nothing-like-it", "") == "nothing-like-it"
+    assert chosen_run(name, "", or_config=True) == name

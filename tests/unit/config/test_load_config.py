@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from operator import attrgetter
 from pathlib import Path
@@ -20,6 +21,7 @@ from decoupled_diloco.config.method import (
     read_public,
     read_settings,
 )
+from decoupled_diloco.config.toml_files import RECIPES
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.merge import layout_of
 from decoupled_diloco.merge.codec import RawCodec, _codecs
@@ -313,3 +315,30 @@ def test_a_torch_optimizer_is_tried_before_the_run_starts(
     with pytest.raises(ConfigError) as error:
         RunConfig(run={"max_steps": 1}, outer=settings)
     assert str(error.value).startswith(f"[outer] cannot be used: outer optimizer {sentence}")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("quickstrt", "quickstart"), ("Quickstart", "quickstart"), ("home_lab", "homelab")],
+)
+def test_a_misspelt_recipe_is_refused_with_the_one_that_was_meant(name: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        RECIPES.find(name)
+    assert str(error.value) == (
+        f"{name!r} is neither a file nor a shipped recipe: did you mean {meant!r}?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[learners]\ncount = 2\n", "unknown table 'learners': did you mean 'learner'?"),
+        ("[[learners]]\ncount = 2\n", "is a scenario, not a run"),
+    ],
+)
+def test_a_table_named_learners_is_not_the_list_of_a_scenario(
+    text: str, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "run.toml").write_text("[run]\nmax_steps = 9\n" + text)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(tmp_path / "run.toml")
