@@ -15,7 +15,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 
 from decoupled_diloco.config.addresses import BETWEEN, url_of
 from decoupled_diloco.config.launch import LaunchSettings
-from decoupled_diloco.config.settings import Settings, suggestion
+from decoupled_diloco.config.settings import MODULE, NAME, Settings, suggestion
 from decoupled_diloco.config.sync import OuterSettings, SyncSettings
 from decoupled_diloco.config.syncer import PORT_MAX, SyncerSettings
 from decoupled_diloco.errors import ConfigError
@@ -124,7 +124,7 @@ class TlsSettings(Settings):
         return self
 
 
-ModuleName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")]
+ModuleName = Annotated[str, Field(pattern=MODULE)]
 
 
 def host_and_port(name: str, address: str) -> tuple[str, int]:
@@ -150,7 +150,7 @@ class RunSettings(Settings):
 
     table: ClassVar[str] = "[run]"
 
-    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(default="run", pattern=NAME)
     """Name of the run, for file names and reports. It may contain letters, digits, '.', '_' and
     '-'."""
 

@@ -12,6 +12,7 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import reduce
+from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn, get_args, get_origin
 
 from pydantic import (
@@ -43,14 +44,22 @@ _TYPE_WORDS = {
     "float_type": "a number",
     "float_parsing": "a number",
     "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "bool_parsing": "true or false",
     "string_type": "text in quotes",
     "path_type": "a path in quotes",
     "dict_type": "a table",
     "model_type": "a table",
     "list_type": "a list",
     "tuple_type": "a list",
+}
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+"""Pattern of a name that becomes a part of paths."""
+
+MODULE = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"
+"""Pattern of the name of a Python module."""
+
+_PATTERN_WORDS = {
+    NAME: "use letters, digits, '.', '_' and '-', and begin with a letter or a digit",
+    MODULE: "write the name of a module, such as my_package.codecs",
 }
 
 
@@ -92,6 +101,17 @@ class Settings(BaseModel):
                 inner = inner.get(table, {})
             inner.pop(names[-1], None)
         return kept
+
+    @model_validator(mode="after")
+    def _refuse_the_character_nul(self) -> Settings:
+        for key in self.model_fields_set:
+            value = getattr(self, key)
+            texts = value if isinstance(value, tuple) else (value,)
+            if any("\0" in str(each) for each in texts if isinstance(each, str | Path)):
+                told = str(value) if isinstance(value, Path) else value
+                place = f" in {self.table}" if self.table else ""
+                raise ConfigError(f"{key}={shown(told)}{place} has the character NUL: take it out")
+        return self
 
     @model_validator(mode="after")
     def _refuse_what_would_be_ignored(self) -> Settings:
@@ -172,6 +192,8 @@ def _is_meant(details: ErrorDetails, found: list[ErrorDetails]) -> bool:
     """Whether this error is about the form that was written, where a value or a list is allowed."""
     others = [each for each in found if each["loc"][:1] == details["loc"][:1]]
     inside = [each for each in others if any(isinstance(key, int) for key in each["loc"])]
+    if not inside and any(each["type"] == "literal_error" for each in others):
+        return details["type"] == "literal_error"
     return details in inside if inside else len(others) == 1 or details["type"] != "tuple_type"
 
 
@@ -196,13 +218,40 @@ def _explain(model: type[Settings], details: ErrorDetails) -> str:
         limit, words = _RANGE_WORDS[kind]
         return f"{subject} is out of range: it must be {words} {context[limit]}"
     if kind == "literal_error":
-        word = value if isinstance(value, str) else shown(value)
-        return f"{subject} is not known: {suggestion(word, _choices(model, key))}"
+        return f"{subject} is not known: {_fix_of_word(model, key, value)}"
+    if kind in ("bool_type", "bool_parsing"):
+        return f"{subject} is not true or false: write true or false"
+    if kind == "int_parsing_size":
+        return f"{subject} is out of range: it has too many digits"
+    if kind == "too_short":
+        return f"{subject} is too short: it needs {_values(context['min_length'])} or more"
+    if kind == "too_long":
+        return f"{subject} is too long: it takes {_values(context['max_length'])} at most"
+    if kind == "string_too_short":
+        return f"{subject} is empty: write a text, or take {key} out"
     if kind in _TYPE_WORDS:
         return f"{subject} is not {_TYPE_WORDS[kind]}: write it as one"
     if kind == "string_pattern_mismatch":
-        return f"{subject} has a character that does not fit: it must match {context['pattern']}"
-    return f"{subject} does not fit: {details['msg']}"
+        what = "has a character that does not fit" if value else "is empty"
+        return f"{subject} {what}: {_PATTERN_WORDS.get(context['pattern'], 'correct it')}"
+    return f"{subject} does not fit: correct it, or take {key} out"
+
+
+def _fix_of_word(model: type[Settings], key: str, value: object) -> str:
+    """The fix of a wrong word, where a number may be allowed, too."""
+    words = _choices(model, key)
+    if int not in get_args(model.model_fields[key].annotation):
+        return suggestion(value if isinstance(value, str) else shown(value), words)
+    near = nearest(value, words) if isinstance(value, str) else None
+    return (
+        suggestion(near, words)
+        if near
+        else "write a whole number, or " + " or ".join(map(repr, words))
+    )
+
+
+def _values(count: int) -> str:
+    return f"{count} value" + ("s" if count != 1 else "")
 
 
 def shown(value: object) -> str:

@@ -7,6 +7,7 @@ files of another kind.
 
 from __future__ import annotations
 
+import codecs
 import os
 import re
 import shlex
@@ -29,6 +30,13 @@ _SCENARIOS_OWN = {"set", "until_seconds", "parameters"}
 
 _SCENARIOS_LISTS = {"learners", "links", "events", "random"}
 """Lists that only a scenario file has."""
+
+_MARKS = {
+    codecs.BOM_UTF8: "begins with a byte order mark",
+    codecs.BOM_UTF16_LE: "is UTF-16 text",
+    codecs.BOM_UTF16_BE: "is UTF-16 text",
+}
+"""What a file is, by its first bytes."""
 
 _BARE = re.compile(r"(?!(true|false|inf|nan)$)[A-Za-z][\w./:-]*", re.ASCII)
 """Texts that an override may write without quotes."""
@@ -57,6 +65,10 @@ def load_config(
     tables = read_run_tables(Path(path))
     for override in overrides:
         override_key(tables, override)
+    if not tables:
+        raise ConfigError(
+            f"{path} is empty: write the settings of a run, at least [run] with max_steps"
+        )
     if not plugins:
         with methods_unchecked():
             return RunConfig(**tables)
@@ -97,9 +109,9 @@ def read_tables(path: Path) -> dict[str, Any]:
         ConfigError: The file cannot be read, or is not valid TOML.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text: {error}") from None
+        return tomllib.loads(_read_text(path))
+    except ConfigError:
+        raise
     except ValueError as error:  # not TOMLDecodeError: int() raises this for thousands of digits
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     except RecursionError:
@@ -109,8 +121,28 @@ def read_tables(path: Path) -> dict[str, Any]:
             f"{path} does not exist: pass the path of a run's TOML file, or the name of a shipped "
             "recipe (`ddiloco recipes` lists them)"
         ) from None
+    except IsADirectoryError:
+        raise ConfigError(
+            f"{path} is a folder: pass the path of a TOML file, such as {path / 'run.toml'}"
+        ) from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _read_text(path: Path) -> str:
+    if "\0" in str(path):
+        raise ConfigError(f"{str(path)!r} is not a path: take the character NUL out")
+    content = path.read_bytes()
+    for mark, name in _MARKS.items():
+        if content.startswith(mark):
+            raise ConfigError(f"{path} {name}: save it as UTF-8 without a byte order mark")
+    try:
+        return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path} is not UTF-8 text: save it as UTF-8, because byte {error.start + 1} does not "
+            "fit"
+        ) from None
 
 
 def read_run_tables(path: Path) -> dict[str, Any]:

@@ -111,13 +111,27 @@ def test_a_missing_file_is_reported(tmp_path: Path) -> None:
         load_config(tmp_path / "no.toml")
 
 
+def test_a_path_with_the_character_nul_is_reported() -> None:
+    with pytest.raises(ConfigError, match="is not a path: take the character NUL out"):
+        load_config("a\0b.toml")
+
+
 def test_a_folder_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+    with pytest.raises(
+        ConfigError, match=r"is a folder: pass the path of a TOML file, such as .*run\.toml"
+    ):
         load_config(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("content", "words"), [(b"[run", "not valid TOML: "), (b"\xff", "not UTF-8")]
+    ("content", "words"),
+    [
+        (b"[run", "not valid TOML: "),
+        (b"[run]\n\xff", "is not UTF-8 text: save it as UTF-8, because byte 7 does not fit"),
+        (b"\xef\xbb\xbf[run]", "begins with a byte order mark: save it as UTF-8 without"),
+        ("[run]".encode("utf-16"), "is UTF-16 text: save it as UTF-8 without"),
+        (b"", "is empty: write the settings of a run, at least "),
+    ],
 )
 def test_a_broken_file_is_reported(toml: Path, content: bytes, words: str) -> None:
     toml.write_bytes(content)

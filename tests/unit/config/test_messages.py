@@ -98,7 +98,36 @@ CASES: list[tuple[dict[str, Any], str]] = [
     (run(seed=1.5), "seed=1.5 in [run] is not a whole number: write it as one"),
     (run(seed=True), "seed=True in [run] is not a whole number: write it as one"),
     (run(name=7), "name=7 in [run] is not text in quotes: write it as one"),
-    (run(evaluator="yes"), "evaluator='yes' in [run] is not true or false: write it as one"),
+    (run(evaluator="yes"), "evaluator='yes' in [run] is not true or false: write true or false"),
+    (
+        run(name=""),
+        "name='' in [run] is empty: use letters, digits, '.', '_' and '-', and begin with a "
+        "letter or a digit",
+    ),
+    (
+        run(imports=["a b"]),
+        "imports='a b' in [run] has a character that does not fit: write the name of a module, "
+        "such as my_package.codecs",
+    ),
+    (run(folder="a\0b"), "folder='a\\x00b' in [run] has the character NUL: take it out"),
+    (run(trackers=["a\0"]), "trackers=('a\\x00',) in [run] has the character NUL: take it out"),
+    ({"syncer": {"host": ""}}, "host='' in [syncer] is empty: write a text, or take host out"),
+    (
+        {"learner": {"sync_ranks": "host"}},
+        "sync_ranks='host' in [learner] is not known: did you mean 'hosts'?",
+    ),
+    (
+        {"learner": {"sync_ranks": 1.5}},
+        "sync_ranks=1.5 in [learner] is not known: write a whole number, or 'hosts' or 'all'",
+    ),
+    (
+        {"sync": {"adapt": {"sync_every": [1, 2, 3]}}},
+        "sync_every=[1, 2, 3] in [sync.adapt] is too long: it takes 2 values at most",
+    ),
+    (
+        {"outer": {"by_fragment": [{"fragments": []}]}},
+        "fragments=[] in [[outer.by_fragment]] is too short: it needs 1 value or more",
+    ),
     (
         run(evaluator=False, evaluate_interval_seconds=5.0),
         "evaluate_interval_seconds=5.0 in [run] would be ignored with evaluator=false: take "
@@ -107,7 +136,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
     (
         run(name="a/b"),
         "name='a/b' in [run] has a character that does not fit: "
-        "it must match ^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        "use letters, digits, '.', '_' and '-', and begin with a letter or a digit",
     ),
     (
         {"sync": {"quorum": 5}},
