@@ -16,9 +16,8 @@ from typing import Annotated
 import typer
 
 from decoupled_diloco.cli.command_line import CommandOptions, command
-from decoupled_diloco.cli.runs import chosen_run, is_url
+from decoupled_diloco.cli.runs import chosen_run, fix_of_process, is_url
 from decoupled_diloco.cli.shared_options import complete_run, fail
-from decoupled_diloco.config.settings import nearest
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.termination import handling, interrupt
 
@@ -159,10 +158,7 @@ def log_folders(run: Path) -> list[Path]:
 def _nothing(run: Path, process: str, names: list[str]) -> str:
     """Return why there is nothing to print, and where the logs are."""
     if process and names:
-        same_number = (name for name in names if _number(name) == _number(process))
-        near = nearest(process, same_number)
-        fix = f"did you mean {near!r}?" if near else f"give one of {', '.join(names)}"
-        return f"{process!r} has no log in {run}: {fix}"
+        return f"{process!r} has no log in {run}: {fix_of_process(process, names)}"
     from decoupled_diloco.launch.launch_folder import Launch, launch_folder, was_launched
 
     if was_launched(run):
@@ -171,10 +167,6 @@ def _nothing(run: Path, process: str, names: list[str]) -> str:
     if not run.exists():
         return f"{run} does not exist: give a run folder"
     return f"{run} has no logs: only ddiloco train, syncer and launch write them"
-
-
-def _number(process: str) -> str:
-    return "".join(filter(str.isdigit, process))
 
 
 def _write(lines: Iterable[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import typer
@@ -55,6 +56,20 @@ def _refuse_misspelt(run: str) -> None:
     near = nearest(path.name, found)
     if near is not None:
         raise ConfigError(f"{run} does not exist: did you mean {found[near]}?")
+
+
+def fix_of_process(process: str, known: Sequence[str]) -> str:
+    """Return the fix for an unknown process: the one with a similar name, or all.
+
+    >>> fix_of_process("Lerner-0", ["learner-0"]), fix_of_process("learner-7", ["learner-0"])
+    ("did you mean 'learner-0'?", 'give one of learner-0')
+    """
+    near = nearest(process, (name for name in known if _digits(name) == _digits(process)))
+    return f"did you mean {near!r}?" if near else f"give one of {', '.join(known) or 'none'}"
+
+
+def _digits(name: str) -> str:
+    return "".join(filter(str.isdigit, name))
 
 
 def runs_in(folder: Path) -> dict[Path, float]:

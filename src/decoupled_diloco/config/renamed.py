@@ -90,7 +90,7 @@ _IN_NEW_TABLES = {
 }
 """Earlier keys that are written in their present table."""
 
-_AT_THE_TOP = {old.rpartition(".")[2]: new for old, new in reversed(KEYS.items())}
+_AT_THE_TOP = {old.rpartition(".")[2]: new for old, new in reversed(list(KEYS.items()))}
 """Earlier keys that are written without a table; the first of several counts."""
 
 LISTS = ("run.trackers", "launch.kubernetes.tolerations", "launch.kubernetes.allowed_networks")
