@@ -146,7 +146,11 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     >>> nearest("quorom", ["quorum", "period"]), nearest("SYNC-EVERY", ["sync_every"])
     ('quorum', 'sync_every')
     """
-    by_letters = {_letters(each): each for each in reversed(list(known))}
+    known = list(known)
+    matches = difflib.get_close_matches(word, known, n=1)
+    if matches:
+        return matches[0]
+    by_letters = {_letters(each): each for each in known}
     matches = difflib.get_close_matches(_letters(word), by_letters, n=1)
     return by_letters[matches[0]] if matches else None
 
