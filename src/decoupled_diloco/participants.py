@@ -51,7 +51,7 @@ import torch
 
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.learner import process
-from decoupled_diloco.learner.arguments import checkpointer_of, transfers_of
+from decoupled_diloco.learner.arguments import checkpointer_of, require_model, transfers_of
 from decoupled_diloco.learner.boundary import Boundary
 from decoupled_diloco.learner.checkpointer import Checkpointer, Written, all_stateful
 from decoupled_diloco.learner.data_leases import DataLeases
@@ -77,6 +77,7 @@ from decoupled_diloco.learner.option_groups import (
     StateSharing,
     SyncerConnection,
     Timeouts,
+    chosen,
 )
 from decoupled_diloco.learner.parameter_store import FollowedStore, ModuleStore, ParameterStore
 from decoupled_diloco.learner.party import Party, Solo
@@ -168,18 +169,20 @@ class Learner:
         observability: Observability | None = None,
         sync_ranks: int | Literal["hosts", "all"] | None = None,
     ) -> None:
+        require_model(model)
         given = ParticipantOptions(
             name,
             auth_token,
             tls,
-            timeouts or Timeouts(),
-            observability or Observability(),
+            chosen("timeouts", timeouts, Timeouts),
+            chosen("observability", observability, Observability),
             sync_ranks,
             Checkpointing.of(checkpoint),
         )
+        sharing = chosen("state_sharing", state_sharing, StateSharing)
         if syncer is None:
             syncer, given = launched_as("learner").fill(given)
-        connection, sharing = SyncerConnection.of(syncer), state_sharing or StateSharing()
+        connection = SyncerConnection.of(syncer)
         objects = all_stateful(optimizer, given.checkpoint.state)
         optimizers = objects.get(OPTIMIZER)
         # The parts of a one-rank learner; a multi-rank learner replaces some of them below.
@@ -690,16 +693,19 @@ class Observer:
         timeouts: Timeouts | None = None,
         event_tape: str | Path | MakeTape | None = None,
     ) -> None:
+        require_model(model, stages=False)
         reported = Observability(event_tape=event_tape)
-        given = ParticipantOptions(name, auth_token, tls, timeouts or Timeouts(), reported)
+        limits = chosen("timeouts", timeouts, Timeouts)
+        given = ParticipantOptions(name, auth_token, tls, limits, reported)
         self._launched = Launched.read(os.environ)
         if syncer is None:
             syncer, given = launched_as("evaluator").fill(given)
+        connection = SyncerConnection.of(syncer)
         self._evaluations: TapeWriter | None = None
         self._closed = False
         self._membership = Membership(
             ModuleStore(model),
-            SyncerConnection.of(syncer),
+            connection,
             given,
             name=given.name or f"observer-{given.participant_name}",
             role="observer",

@@ -14,6 +14,7 @@ from decoupled_diloco.learner.option_groups import (
     StateSharing,
     SyncerConnection,
     Timeouts,
+    chosen,
 )
 from decoupled_diloco.participants import Learner
 from decoupled_diloco.transport.tls import TLSConfig
@@ -49,8 +50,8 @@ class FrameworkPart:
             name,
             auth_token,
             tls,
-            timeouts or Timeouts(),
-            observability or Observability(),
+            chosen("timeouts", timeouts, Timeouts),
+            chosen("observability", observability, Observability),
             sync_ranks,
         )
         self._versions: tuple[str, ...] = ()

@@ -13,7 +13,7 @@ import torch
 from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.learner.checkpointer import Checkpointer
 from decoupled_diloco.learner.learner_checkpoint import OPTIMIZER, CheckpointFolder
-from decoupled_diloco.learner.option_groups import ParticipantOptions
+from decoupled_diloco.learner.option_groups import ParticipantOptions, in_one_line
 from decoupled_diloco.learner.transfers import StateTransfers
 from decoupled_diloco.monitor.metric_table import INSTALL
 from decoupled_diloco.runtime import runtime
@@ -25,6 +25,29 @@ if TYPE_CHECKING:
     from decoupled_diloco.monitor.step_log import StepLog
 
 logger = logging.getLogger(__name__)
+
+
+def require_model(model: object, *, stages: bool = True) -> None:
+    """Check that a value is a model.
+
+    Args:
+        model: The argument of the program.
+        stages: Whether a list of pipeline stages is a model, too.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    if isinstance(model, torch.nn.Module):
+        return
+    if stages and isinstance(model, Sequence) and not isinstance(model, str) and model:
+        wrong = [part for part in model if not isinstance(part, torch.nn.Module)]
+        if not wrong:
+            return
+    also = ", or the list of its pipeline stages" if stages else ""
+    raise ConfigError(
+        f"model={in_one_line(model)} is not a torch.nn.Module: pass the model{also} as the first "
+        "argument"
+    )
 
 
 def checkpointer_of(

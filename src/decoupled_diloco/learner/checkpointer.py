@@ -370,15 +370,9 @@ def all_stateful(optimizer: Optimizers | None, state: Mapping[str, Any]) -> dict
     """Return the inner optimizers and the program's objects with a state, by name.
 
     Raises:
-        ConfigError: The optimizer has no state, the objects have no names, or one has the name of
-            the optimizer.
+        ConfigError: The optimizer has no state, or an object has the name of the optimizer.
     """
     optimizers = None if optimizer is None else InnerOptimizers(optimizer)
-    if not isinstance(state, Mapping):
-        raise ConfigError(
-            f"Checkpointing(state=…) is a {type(state).__name__} without names: pass a dict, as in "
-            'state={"loader": loader}'
-        )
     objects = dict(state)
     if OPTIMIZER in objects:
         raise ConfigError(

@@ -6,19 +6,55 @@ import math
 import os
 import re
 import socket
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 from decoupled_diloco.config.addresses import alternatives, require_address
+from decoupled_diloco.config.settings import shown
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.tape import TapeWriter
 from decoupled_diloco.transport.interface import Client
 from decoupled_diloco.transport.tls import TLSConfig
+from decoupled_diloco.transport.tokens import read_secret
 
 MakeTape = Callable[[dict[str, Any]], TapeWriter]
 """Opens a participant's event tape, given its header."""
+
+Group = TypeVar("Group")
+
+_PATHS = (str, os.PathLike)
+
+
+def require_kind(name: str, value: object, kinds: tuple[type, ...], what: str, fix: str) -> None:
+    """Check the type of an argument; ``None`` is allowed.
+
+    Raises:
+        ConfigError: The value is of another type.
+
+    >>> require_kind("name", "learner-0", (str,), "text", "pass name='learner-0'")
+    """
+    if value is not None and not isinstance(value, kinds):
+        raise ConfigError(f"{name}={in_one_line(value)} is not {what}: {fix}")
+
+
+def in_one_line(value: object) -> str:
+    """Return the beginning of a value for a message; some objects are shown in several lines."""
+    return " ".join(shown(value).split())
+
+
+def chosen(name: str, value: Group | None, kind: type[Group]) -> Group:
+    """Return the group of options passed as an argument, or its default.
+
+    Raises:
+        ConfigError: The value is something else.
+    """
+    default = kind()
+    fix = f"pass dd.{kind.__name__}({fields(default)[0].name}=…), or leave it out"  # type: ignore[arg-type]
+    require_kind(name, value, (kind,), f"a dd.{kind.__name__}", fix)
+    return default if value is None else value
 
 
 class Filled:
@@ -49,7 +85,8 @@ class Checkpointing(Filled):
             model and the optimizer, by name: data loader, learning rate schedule, random state.
 
     Raises:
-        ConfigError: ``interval_seconds`` is negative or not finite.
+        ConfigError: ``folder`` is empty or not a path, ``interval_seconds`` is negative or not
+            finite, or ``state`` has no names.
     """
 
     folder: str | Path | None = None
@@ -57,12 +94,31 @@ class Checkpointing(Filled):
     state: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _require_seconds("Checkpointing(interval_seconds)", self.interval_seconds, zero=True)
+        _require_folder("Checkpointing(folder", self.folder, ")")
+        _require_seconds("Checkpointing(interval_seconds", self.interval_seconds, zero=True)
+        if not isinstance(self.state, Mapping):
+            raise ConfigError(
+                f"Checkpointing(state=…) is a {type(self.state).__name__} without names: pass a dict, "
+                'as in state={"loader": loader}'
+            )
+        for name in self.state:
+            if not isinstance(name, str):
+                raise ConfigError(
+                    f"Checkpointing(state=…) has the name {name!r}, which is not text: pass names "
+                    'in quotes, as in state={"loader": loader}'
+                )
 
     @classmethod
     def of(cls, given: str | Path | Checkpointing | None) -> Checkpointing:
-        """Return the options that ``Learner(checkpoint=…)`` stands for: a path is a folder."""
-        return given if isinstance(given, Checkpointing) else cls(given)
+        """Return the options that ``Learner(checkpoint=…)`` stands for: a path is a folder.
+
+        Raises:
+            ConfigError: ``given`` is neither a path nor `Checkpointing`.
+        """
+        if isinstance(given, Checkpointing):
+            return given
+        _require_folder("checkpoint", given, "")
+        return cls(given)
 
 
 @dataclass(frozen=True)
@@ -90,8 +146,8 @@ class Timeouts(Filled):
         for name in ("join", "disconnect"):
             seconds = getattr(self, name)
             if seconds is not None:
-                _require_seconds(f"Timeouts({name})", seconds, zero=False)
-        _require_seconds("Timeouts(flush)", self.flush, zero=True)
+                _require_seconds(f"Timeouts({name}", seconds, zero=False)
+        _require_seconds("Timeouts(flush", self.flush, zero=True)
 
 
 @dataclass(frozen=True)
@@ -107,7 +163,7 @@ class StateSharing:
             nothing.
 
     Raises:
-        ConfigError: ``objects`` is a string instead of several names.
+        ConfigError: ``objects`` is something else than several names.
     """
 
     objects: Sequence[str] = ("optimizer",)
@@ -117,6 +173,12 @@ class StateSharing:
             raise ConfigError(
                 f"StateSharing(objects={self.objects!r}) is a string: pass several names, as "
                 f"({self.objects!r},)"
+            )
+        several = isinstance(self.objects, Collection)
+        if not several or not all(isinstance(name, str) for name in self.objects):
+            raise ConfigError(
+                f"StateSharing(objects={in_one_line(self.objects)}) is not a list of names: pass "
+                "several names, as ('optimizer',), or () to share nothing"
             )
 
 
@@ -138,6 +200,15 @@ class Observability(Filled):
     tracker: str | None = None
     metrics_address: str | None = None
     event_tape: str | Path | MakeTape | None = None
+
+    def __post_init__(self) -> None:
+        fix = "pass one as 'wandb' or 'tensorboard:runs/x', or leave it out"
+        require_kind("tracker", self.tracker, (str,), "an experiment tracker", fix)
+        fix = "pass 'host:port', or leave it out"
+        require_kind("metrics_address", self.metrics_address, (str,), "an address", fix)
+        if not callable(self.event_tape):
+            fix = "pass a file as text or a Path, or leave it out"
+            require_kind("event_tape", self.event_tape, _PATHS, "a path", fix)
 
 
 @dataclass(frozen=True)
@@ -168,10 +239,15 @@ class SyncerConnection:
         """Return the connection that ``Learner(model, syncer)`` stands for.
 
         Raises:
-            ConfigError: ``syncer`` is empty, or an address is not a URL.
+            ConfigError: ``syncer`` is empty or not an address, or an address is not a URL.
         """
         if isinstance(syncer, SyncerConnection):
             return syncer
+        if isinstance(syncer, bytes) or not isinstance(syncer, Iterable):
+            raise ConfigError(
+                f"syncer={in_one_line(syncer)} is not an address: pass one or several "
+                "'http://host:port'"
+            )
         given = (syncer,) if isinstance(syncer, str) else tuple(syncer)
         if not given:
             raise ConfigError("syncer=[] has no address: pass one or several 'http://host:port'")
@@ -180,7 +256,11 @@ class SyncerConnection:
 
 @dataclass(frozen=True)
 class ParticipantOptions:
-    """The arguments of `Learner` that a launcher can pass instead of the program."""
+    """The arguments of `Learner` that a launcher can pass instead of the program.
+
+    Raises:
+        ConfigError: The name, ``tls`` or ``sync_ranks`` has a wrong type.
+    """
 
     name: str | None = None
     auth_token: str | None = None
@@ -189,6 +269,14 @@ class ParticipantOptions:
     observability: Observability = field(default_factory=Observability)
     sync_ranks: int | Literal["hosts", "all"] | None = None
     checkpoint: Checkpointing = field(default_factory=Checkpointing)
+
+    def __post_init__(self) -> None:
+        require_kind("name", self.name, (str,), "text", "pass a name as 'learner-0'")
+        fix = "pass dd.TLSConfig(ca_cert=…), or leave it out"
+        require_kind("tls", self.tls, (TLSConfig,), "a dd.TLSConfig", fix)
+        fix = "pass a number, 'hosts' (one per host) or 'all'"
+        require_kind("sync_ranks", self.sync_ranks, (int, str), "a number of ranks", fix)
+        read_secret(self.auth_token)
 
     def filled(self, other: ParticipantOptions) -> ParticipantOptions:
         """Return these options, with those of ``other`` where these are at their defaults."""
@@ -211,8 +299,23 @@ class ParticipantOptions:
         return f"{host[:40]}-{os.getpid()}"
 
 
-def _require_seconds(name: str, seconds: float, *, zero: bool) -> None:
+def _require_folder(argument: str, folder: object, end: str) -> None:
+    fix = "pass a folder as text or a Path, or None for no checkpoints"
+    if isinstance(folder, str) and not folder:
+        raise ConfigError(f"{argument}=''{end} is empty: {fix}")
+    if folder is not None and not isinstance(folder, _PATHS):
+        raise ConfigError(f"{argument}={in_one_line(folder)}{end} is not a path: {fix}")
+
+
+def _require_seconds(argument: str, seconds: object, *, zero: bool) -> None:
+    """Check an argument that is named as ``"Timeouts(join"``."""
     least = "0 or more" if zero else "more than 0"
-    number = isinstance(seconds, int | float) and math.isfinite(seconds)
-    if not number or seconds < 0 or (seconds == 0 and not zero):
-        raise ConfigError(f"{name}={seconds!r} is out of range: pass {least} seconds")
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        problem = "is not a number"
+    elif seconds > sys.float_info.max:
+        problem = "is too large"
+    elif math.isnan(seconds) or seconds < 0 or (seconds == 0 and not zero):
+        problem = "is out of range"
+    else:
+        return
+    raise ConfigError(f"{argument}={in_one_line(seconds)}) {problem}: pass {least} seconds")
