@@ -11,6 +11,8 @@ for batch in loader.bind(learner):
 
 from __future__ import annotations
 
+import inspect
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sized
 from itertools import islice
 from typing import Any, Protocol, Self, runtime_checkable
@@ -18,6 +20,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
+from decoupled_diloco.config.settings import shown, suggestion
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.learner.checkpointer import Stateful
 from decoupled_diloco.learner.data_leases import DataLeases, Leaseholder
@@ -103,13 +106,17 @@ class ElasticLoader(Iterator[Any]):
         prefetch: int | None = None,
         **loader_options: Any,
     ) -> None:
+        for name in loader_options:
+            _refuse_unknown(name)
+        _require_whole("batch_size", batch_size, 1, "items")
+        _require_whole("seed", seed, 0)
+        _require_whole("prefetch", prefetch, 1, "partitions")
         self._data = _data_of(dataset, partitions, batch_size, seed, loader_options)
+        _require_integer("partitions", self._data.partitions, f"1 to {PARTITIONS_MAX}")
         if not 1 <= self._data.partitions <= PARTITIONS_MAX:
             raise ConfigError(
                 f"partitions={self._data.partitions} is out of range: pass 1 to {PARTITIONS_MAX}"
             )
-        if prefetch is not None and prefetch < 1:
-            raise ConfigError(f"prefetch={prefetch} is out of range: pass 1 or more partitions")
         self._prefetch = prefetch
         self._leases: DataLeases | None = None
         self._batches: Iterator[Any] | None = None
@@ -217,6 +224,44 @@ class ElasticLoader(Iterator[Any]):
         return self._data.iter_partition(index, start, epoch)
 
 
+OWN_CHOICES = ("batch_sampler", "sampler", "shuffle", "drop_last")
+"""Arguments of `DataLoader` that an `ElasticLoader` chooses itself."""
+
+
+def _refuse_unknown(name: str) -> None:
+    own = [each for each in inspect.signature(ElasticLoader).parameters if each != "loader_options"]
+    further = inspect.signature(DataLoader).parameters
+    if name in OWN_CHOICES:
+        raise ConfigError(
+            f"{name}= has no effect, because ElasticLoader assigns and shuffles the items itself: "
+            "leave it out"
+        )
+    if name not in further:
+        known = list(dict.fromkeys([*own, *(each for each in further if each not in OWN_CHOICES)]))
+        raise ConfigError(
+            f"{name}= is not known to ElasticLoader, nor to torch.utils.data.DataLoader: "
+            f"{suggestion(name, known)}"
+        )
+
+
+def _require_whole(name: str, value: object, least: int, of: str = "") -> None:
+    """Check a number that has a lower limit; ``None`` is allowed."""
+    if value is None:
+        return
+    fix = f"{least} or more {of}".rstrip()
+    if _require_integer(name, value, fix) < least:
+        raise ConfigError(f"{name}={shown(value)} is out of range: pass {fix}")
+
+
+def _require_integer(name: str, value: Any, fix: str) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise ConfigError(f"{name}={shown(value)} is not a whole number: pass {fix}") from None
+
+
 def _data_of(
     dataset: Any,
     partitions: int | None,
@@ -280,12 +325,11 @@ class _MapPartitions:
         seed: int,
         loader_options: dict[str, Any],
     ) -> None:
-        if batch_size < 1:
-            raise ConfigError(f"batch_size={batch_size} is out of range: pass 1 or more items")
         self._dataset, self.partitions, self._size = dataset, partitions, batch_size
         self._seed, self._options = seed, loader_options
         self._items = len(dataset)
         self._batches = -(-self._items // batch_size)
+        _require_integer("partitions", partitions, f"1 to {self._batches}")
         self._epoch, self._order = -1, np.arange(0)
         if not 1 <= partitions <= self._batches:
             raise ConfigError(

@@ -98,8 +98,8 @@ class Checkpointing(Filled):
         _require_seconds("Checkpointing(interval_seconds", self.interval_seconds, zero=True)
         if not isinstance(self.state, Mapping):
             raise ConfigError(
-                f"Checkpointing(state=…) is a {type(self.state).__name__} without names: pass a dict, "
-                'as in state={"loader": loader}'
+                f"Checkpointing(state=…) is a {type(self.state).__name__} without names: pass a "
+                'dict, as in state={"loader": loader}'
             )
         for name in self.state:
             if not isinstance(name, str):

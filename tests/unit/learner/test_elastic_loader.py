@@ -118,6 +118,9 @@ def stream(index: int, epoch: int) -> Numbers:
     return Numbers(index)
 
 
+MAP = {"partitions": 2, "batch_size": 4}
+
+
 @pytest.mark.parametrize(
     ("dataset", "options", "message"),
     [
@@ -136,6 +139,24 @@ def stream(index: int, epoch: int) -> Numbers:
             {"partitions": 2, "batch_size": 4, "prefetch": 0},
             r"^prefetch=0 is out of range: pass 1 or more partitions",
         ),
+        (numbers(10), {**MAP, "batch_size": "a"}, r"^batch_size='a' is not a whole number: pass 1"),
+        (numbers(10), {**MAP, "seed": -1}, r"^seed=-1 is out of range: pass 0 or more$"),
+        (numbers(10), {**MAP, "seed": "a"}, r"^seed='a' is not a whole number: pass 0 or more$"),
+        (numbers(10), {**MAP, "prefetch": 1.5}, r"^prefetch=1.5 is not a whole number: pass 1 or"),
+        (numbers(10), {**MAP, "partitions": True}, r"^partitions=True is not a whole number: pass"),
+        (print, {"partitions": "a"}, r"^partitions='a' is not a whole number: pass 1 to 16777216$"),
+        (
+            numbers(10),
+            {**MAP, "parts": 3},
+            r"^parts= is not known .*: did you mean 'partitions'\?$",
+        ),
+        (numbers(10), {"parts": 3}, r"^parts= is not known to ElasticLoader, nor to torch"),
+        (numbers(10), {**MAP, "ahead": 3}, r"^ahead= is not known .*: choose one of 'dataset', 'p"),
+        (numbers(10), {**MAP, "leased": True}, r"^leased= is not known to ElasticLoader"),
+        (numbers(10), {**MAP, "num_worker": 1}, r"did you mean 'num_workers'\?$"),
+        (stream, {"partitions": 2, "leased": True}, r"^leased= is not known to ElasticLoader"),
+        (numbers(10), {**MAP, "shuffle": True}, r"^shuffle= has no effect, because ElasticLoader"),
+        (numbers(10), {**MAP, "batch_sampler": []}, r"^batch_sampler= has no effect, because El"),
         (stream, {}, r"^ElasticLoader\(function\) needs partitions="),
         (stream, {"partitions": 0}, rf"^partitions=0 is out of range: pass 1 to {PARTITIONS_MAX}"),
         (
