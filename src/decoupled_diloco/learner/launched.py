@@ -196,7 +196,7 @@ def launched_as(role: Role) -> Launched:
     """Return this process's place in its run, and end the process when its launcher ends.
 
     Raises:
-        ConfigError: No launcher started this process, or it was started in another role.
+        ConfigError: No launcher started this process, or it was started in another role or none.
     """
     found = Launched.read(os.environ)
     kind = _KIND[role]
@@ -206,10 +206,17 @@ def launched_as(role: Role) -> Launched:
             f'an address, as dd.{kind}(model, "http://HOST:PORT"), or start this program with '
             f"ddiloco train or ddiloco {role}"
         )
+    if found.role not in _KIND:
+        given = _variable("syncer" if found.syncer else "run_folder")
+        problem = f"is {found.role!r}, which is no role" if found.role else "is not set"
+        raise ConfigError(
+            f"{given} is set, but {_variable('role')} {problem}: only ddiloco sets these variables: "
+            f'unset {given} and pass an address, as dd.{kind}(model, "http://HOST:PORT")'
+        )
     if found.role != role:
         raise ConfigError(
             f"dd.{kind}(model) without a syncer address, but this program was started as the run's "
-            f"{found.role}: use dd.{_KIND.get(found.role, kind)}, or pass an address"
+            f"{found.role}: use dd.{_KIND[found.role]}, or pass an address"
         )
     _end_with_the_launcher(found.stdin)
     return found

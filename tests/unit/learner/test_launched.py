@@ -165,6 +165,25 @@ def test_a_missing_address_without_launcher_is_reported(kind: Any) -> None:
         kind(torch.nn.Linear(2, 2))
 
 
+@pytest.mark.parametrize("kind", [dd.Learner, dd.Observer])
+@pytest.mark.parametrize(
+    ("role", "problem"), [("", "is not set"), ("boss", "is 'boss', which is no role")]
+)
+@pytest.mark.parametrize("place", ["syncer", "run_folder"])
+def test_an_address_without_a_role_is_reported(
+    monkeypatch: pytest.MonkeyPatch, kind: Any, role: str, problem: str, place: str
+) -> None:
+    """A person may have set the variable, which only a launcher sets."""
+    launch(monkeypatch, **{"role": role, "syncer": "", place: "http://a:1"})
+    with pytest.raises(ConfigError) as caught:
+        kind(torch.nn.Linear(2, 2))
+    variable = PREFIX + place.upper()
+    assert str(caught.value) == (
+        f"{variable} is set, but DDILOCO_ROLE {problem}: only ddiloco sets these variables: unset "
+        f'{variable} and pass an address, as dd.{kind.__name__}(model, "http://HOST:PORT")'
+    )
+
+
 def test_an_evaluator_cannot_create_a_learner(monkeypatch: pytest.MonkeyPatch) -> None:
     launch(monkeypatch, role="evaluator")
     with pytest.raises(ConfigError, match=r"started as the run's evaluator: use dd.Observer"):
