@@ -43,6 +43,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeVar
@@ -78,6 +79,7 @@ from decoupled_diloco.learner.option_groups import (
     SyncerConnection,
     Timeouts,
     chosen,
+    in_one_line,
 )
 from decoupled_diloco.learner.parameter_store import FollowedStore, ModuleStore, ParameterStore
 from decoupled_diloco.learner.party import Party, Solo
@@ -391,7 +393,7 @@ class Learner:
         queues the report. Everything else happens in the background.
 
         Args:
-            loss: The step's training loss, for displays: a number, or a tensor with one element.
+            loss: The step's training loss, for displays: a float, or a tensor with one element.
                 The call does not wait for a tensor on a GPU; it is reported with a later step.
             tokens: The tokens (or samples) trained on since the last call, 0 or more: all
                 accumulated batches, without padding. Each rank passes its own. A number, or a
@@ -408,12 +410,18 @@ class Learner:
             ConfigError: A parameter was replaced, untied, unfrozen, cast or moved since the join,
                 or a synchronized buffer changed its form; ``tokens`` is negative, NaN or not a
                 number, or was passed in earlier steps and not in this one; ``loss`` is not a
-                number; the optimizer keeps separate copies of the weights; or the learner is
-                closed.
+                number, or is a whole number without ``tokens``; the optimizer keeps separate
+                copies of the weights; or the learner is closed.
             TransportError: ``Timeouts.disconnect`` has passed without any reachable shard.
         """
         if self._closed:
             self._refuse("step()")
+        if tokens is None and isinstance(loss, Integral) and not isinstance(loss, bool):
+            given = in_one_line(int(loss))
+            raise ConfigError(
+                f"step({given}): pass the number of tokens as tokens={given}; loss is a float or a "
+                "tensor"
+            )
         if self._stopped:
             raise SystemExit(process.EXIT_CODE)
         self._thread = process.this_thread()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from decoupled_diloco import Learner
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.learner.reports import StepLosses
 
@@ -40,6 +41,24 @@ def test_a_loss_may_be_nan() -> None:
 def test_invalid_losses_are_rejected(given: Any) -> None:
     with pytest.raises(ConfigError, match=r"loss.* (is not a number|elements): pass"):
         StepLosses().read(given)
+
+
+class Joined(Learner):
+    """A learner that does not join in its constructor."""
+
+    def _enter(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("given", [4096, 0, np.int64(8)])
+def test_a_whole_number_is_not_taken_for_a_loss(given: Any) -> None:
+    """It is more likely a number of tokens, which was once the first argument."""
+    learner = Joined(torch.nn.Linear(2, 2), "http://127.0.0.1:9")
+    with pytest.raises(ConfigError) as caught:
+        learner.step(given)
+    assert str(caught.value) == (
+        f"step({given}): pass the number of tokens as tokens={given}; loss is a float or a tensor"
+    )
 
 
 class Copying:
