@@ -84,4 +84,29 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"{__name__}.data")
     if name in _MODULES:
         return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_suggestion(name)}")
+
+
+_EARLIER = {
+    "Error": "DilocoError",
+    "PartedData": "data.PartitionedData",
+    "leased": "data.ElasticLoader",
+    "load_exported": "load_model",
+}
+"""Earlier names whose present names are not the most similar ones."""
+
+
+_OF_DATA = ("data.ElasticLoader", "data.PartitionedData")
+
+
+def _suggestion(name: str) -> str:
+    if name.startswith("_"):  # asked for by tools, such as pickle
+        return ""
+    import difflib
+
+    places = {full.rpartition(".")[2].lower(): full for full in (*__all__, *_OF_DATA)}
+    word = name.lower()
+    near = difflib.get_close_matches(word, places, n=1)
+    near += [place for place in places if len(word) > 1 and place.startswith(word)]
+    meant = _EARLIER.get(name) or (places[near[0]] if near else "")
+    return f": did you mean {meant!r}?" if meant else ""

@@ -99,6 +99,29 @@ def test_the_module_of_data_has_two_names() -> None:
     assert dd.data.__all__ == ["ElasticLoader", "PartitionedData"]
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        *[("ElasticLoader", "data.ElasticLoader"), ("Error", "DilocoError"), ("Tls", "TLSConfig")],
+        *[("TlsConfig", "TLSConfig"), ("Timeout", "Timeouts"), ("leased", "data.ElasticLoader")],
+        *[("load_exported", "load_model"), ("load_weight", "load_weights"), ("Syncer", "")],
+    ],
+)
+def test_a_name_that_does_not_exist_gets_a_suggestion(name: str, meant: str) -> None:
+    with pytest.raises(AttributeError) as caught:
+        getattr(dd, name)
+    suggestion = f": did you mean {meant!r}?" if meant else ""
+    assert str(caught.value) == f"module 'decoupled_diloco' has no attribute {name!r}{suggestion}"
+
+
+def test_a_suggestion_needs_no_torch() -> None:
+    code = (
+        "import sys, decoupled_diloco as dd\n"
+        "assert not hasattr(dd, 'Timeout') and 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_help_is_told_without_torch() -> None:
     """`ddiloco --help` would take seconds with it; so would each completion."""
     code = (
