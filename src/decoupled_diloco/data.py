@@ -21,7 +21,7 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
 from decoupled_diloco.config.settings import shown, suggestion
-from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.errors import ConfigError, a_kind
 from decoupled_diloco.learner.checkpointer import Stateful
 from decoupled_diloco.learner.data_leases import DataLeases, Leaseholder
 from decoupled_diloco.runtime import blocking
@@ -286,7 +286,7 @@ def _data_of(
         kind, data = "a function, whose batches are used as they are", _Streams(dataset, partitions)
     else:
         raise ConfigError(
-            f"ElasticLoader cannot split a {type(dataset).__name__}: pass a map-style dataset "
+            f"ElasticLoader cannot split {a_kind(dataset)}: pass a map-style dataset "
             "(with len), a function of partition and epoch that returns batches, or an object with "
             "partitions and iter_partition"
         )

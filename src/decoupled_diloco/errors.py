@@ -73,5 +73,15 @@ class LeaseError(DilocoError):
     exit_code = 8
 
 
+def a_kind(value: object) -> str:
+    """Return the name of a value's type with its article, for a message.
+
+    >>> a_kind("x"), a_kind(5)
+    ('a str', 'an int')
+    """
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
+
+
 FINAL_EXIT_CODES = (ConfigError.exit_code, RunEndedError.exit_code)
 """Exit codes of errors that a restart would only repeat."""

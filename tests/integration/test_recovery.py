@@ -243,13 +243,13 @@ def test_a_state_that_cannot_be_saved_is_rejected_at_once(make: Make, tmp_path: 
 
     with pytest.raises(ConfigError, match=r"\['data'\]: state\['seen'\] is a set"):
         join(checkpoint=Checkpointing(tmp_path, state={"data": Odd()}))
-    with pytest.raises(ConfigError, match=r"\['data'\] is a int without state_dict"):
+    with pytest.raises(ConfigError, match=r"\['data'\] is an int without state_dict"):
         join(checkpoint=Checkpointing(tmp_path, state={"data": 3}))
     with pytest.raises(ConfigError, match="pass the inner optimizer as optimizer="):
         join(checkpoint=Checkpointing(state={"optimizer": Position()}))
     with pytest.raises(ConfigError, match=r"state=…\) is a list without names"):
         join(checkpoint=Checkpointing(tmp_path, state=[Position()]))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="optimizer is a int without param_groups"):
+    with pytest.raises(ConfigError, match="optimizer is an int without param_groups"):
         join(optimizer=3)
     with pytest.raises(ConfigError, match=r"\('data',\)\): 'data' is not one of optimizer: add it"):
         join(state_sharing=StateSharing(("data",)))

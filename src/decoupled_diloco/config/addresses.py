@@ -16,7 +16,7 @@ import socket
 from collections.abc import Callable, Sequence
 from urllib.parse import urlsplit
 
-from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.errors import ConfigError, a_kind
 
 BETWEEN = "|"
 """Separator between the addresses of a shard and of its standby."""
@@ -51,7 +51,7 @@ def require_address(address: object) -> None:
 def address_problem(address: object) -> str:
     """Return why a value is not the address of a shard; empty if it is one."""
     if not isinstance(address, str):
-        return f"it is a {type(address).__name__}"
+        return f"it is {a_kind(address)}"
     if address != address.strip() or any(
         each.isspace() or not each.isprintable() for each in address
     ):

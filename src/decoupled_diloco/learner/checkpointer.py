@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from decoupled_diloco.errors import ConfigError, DilocoError, StorageError
+from decoupled_diloco.errors import ConfigError, DilocoError, StorageError, a_kind
 from decoupled_diloco.learner.learner_checkpoint import (
     OPTIMIZER,
     CheckpointFolder,
@@ -402,7 +402,7 @@ def require_stateful(name: str, thing: Any) -> None:
     """
     if not isinstance(thing, Stateful):
         raise ConfigError(
-            f"{_argument(name)} is a {type(thing).__name__} without state_dict and "
+            f"{_argument(name)} is {a_kind(thing)} without state_dict and "
             "load_state_dict: add both methods, or leave it out"
         )
     try:

@@ -208,7 +208,7 @@ def launched_as(role: Role) -> Launched:
         )
     if found.role not in _KIND:
         given = _variable("syncer" if found.syncer else "run_folder")
-        problem = f"is {found.role!r}, which is no role" if found.role else "is not set"
+        problem = f"is {found.role!r}, which is not known" if found.role else "is not set"
         raise ConfigError(
             f"{given} is set, but {_variable('role')} {problem}: only ddiloco sets these "
             f'variables: unset {given} and pass an address, as dd.{kind}(model, "http://HOST:PORT")'

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.errors import ConfigError, a_kind
 from decoupled_diloco.learner.optimizers import (
     InnerOptimizers,
     Optimizers,
@@ -245,7 +245,7 @@ def _unwritable(tensor: Tensor) -> str:
         if keeps_values(tensor):
             return ""
         return (
-            f"is a {type(tensor).__name__}, a tensor subclass that does not keep values exactly: "
+            f"is {a_kind(tensor)}, a tensor subclass that does not keep values exactly: "
             "freeze it, or train an ordinary tensor"
         )
     if tensor.is_inference():

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.errors import ConfigError, a_kind
 from decoupled_diloco.merge import local_of, place_of
 
 logger = logging.getLogger(__name__)
@@ -90,15 +90,16 @@ def several(given: Optimizers) -> dict[str, Any]:
     named = {"": given}
     if isinstance(given, Mapping):
         named = {str(name): each for name, each in given.items()}
-    elif isinstance(given, Sequence):
+    elif isinstance(given, Sequence) and not isinstance(given, str):
         named = {str(number): each for number, each in enumerate(given)}
     if not named:
         raise ConfigError("optimizer= is empty: pass at least one optimizer, or leave it out")
     for name, each in named.items():
         if not hasattr(each, "param_groups"):
-            place = f"optimizer[{name!r}]" if name else "optimizer"
+            key = name if isinstance(given, Sequence) else repr(name)
+            place = f"optimizer[{key}]" if name else "optimizer"
             raise ConfigError(
-                f"{place} is a {type(each).__name__} without param_groups: pass the torch.optim "
+                f"{place} is {a_kind(each)} without param_groups: pass the torch.optim "
                 "optimizer of the training loop, or leave it out"
             )
     return named

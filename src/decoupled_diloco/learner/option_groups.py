@@ -14,7 +14,7 @@ from typing import Any, Literal, Self, TypeVar
 
 from decoupled_diloco.config.addresses import alternatives, require_address
 from decoupled_diloco.config.settings import shown
-from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.errors import ConfigError, a_kind
 from decoupled_diloco.tape import TapeWriter
 from decoupled_diloco.transport.interface import Client
 from decoupled_diloco.transport.tls import TLSConfig
@@ -98,7 +98,7 @@ class Checkpointing(Filled):
         _require_seconds("Checkpointing(interval_seconds", self.interval_seconds, zero=True)
         if not isinstance(self.state, Mapping):
             raise ConfigError(
-                f"Checkpointing(state=…) is a {type(self.state).__name__} without names: pass a "
+                f"Checkpointing(state=…) is {a_kind(self.state)} without names: pass a "
                 'dict, as in state={"loader": loader}'
             )
         for name in self.state:

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from decoupled_diloco.errors import ConfigError, DilocoError, StorageError
+from decoupled_diloco.errors import ConfigError, DilocoError, StorageError, a_kind
 from decoupled_diloco.learner.learner_checkpoint import OPTIMIZER, LearnerCheckpoint
 from decoupled_diloco.learner.optimizers import exact
 from decoupled_diloco.merge.layout import unwrapped
@@ -68,7 +68,7 @@ class ShardedState:
         for each in self._inner:
             if not isinstance(each, torch.optim.Optimizer):
                 raise ConfigError(
-                    f"optimizer is a {type(each).__name__}: checkpoints of several ranks name its "
+                    f"optimizer is {a_kind(each)}: checkpoints of several ranks name its "
                     "state by parameter, which only a torch.optim.Optimizer allows; pass that, or "
                     "leave out checkpoint="
                 )

@@ -28,6 +28,7 @@ from decoupled_diloco.errors import (
     ProtocolError,
     StorageError,
     TransportError,
+    a_kind,
 )
 from decoupled_diloco.learner.shared import Context
 from decoupled_diloco.merge import as_bytes, digest
@@ -156,9 +157,7 @@ class StateTransfers:
             await self._chunk(order, number, chunk, announced)
         state = blob.state()
         if not isinstance(state, dict):
-            raise StorageError(
-                f"the state of {order.donor} is a {type(state).__name__}, not a dict"
-            )
+            raise StorageError(f"the state of {order.donor} is {a_kind(state)}, not a dict")
         return state
 
     async def _chunk(self, order: FetchState, number: int, out: Tensor, announced: str) -> None:

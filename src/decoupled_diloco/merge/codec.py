@@ -24,7 +24,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from decoupled_diloco.errors import ConfigError, MergeError, ProtocolError
+from decoupled_diloco.errors import ConfigError, MergeError, ProtocolError, a_kind
 from decoupled_diloco.merge.blocks import is_finite
 
 Body = Tensor | bytes | bytearray | memoryview
@@ -278,7 +278,7 @@ def _tried(name: str, own: Any) -> Codec:
     missing = [m for m in ("nbytes", "encode", "decode") if not callable(getattr(own, m, None))]
     if missing:
         raise ConfigError(
-            f"codec '{name}' is a {type(own).__name__} without {', '.join(missing)}: return an "
+            f"codec '{name}' is {a_kind(own)} without {', '.join(missing)}: return an "
             "object with the methods of decoupled_diloco.merge.SimpleCodec"
         )
     # Only `Codec.encode` has the parameter `out`; `SimpleCodec.encode` does not.

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from decoupled_diloco.errors import ConfigError, MergeError
+from decoupled_diloco.errors import ConfigError, MergeError, a_kind
 from decoupled_diloco.merge.blocks import blocks_of
 
 LR = 0.7
@@ -398,7 +398,7 @@ def _outer(name: str, numel: int, arguments: Mapping[str, Any]) -> OuterOptimize
     missing = [method for method in methods if not callable(getattr(own, method, None))]
     if missing:
         raise ConfigError(
-            f"outer optimizer {name!r} returned a {type(own).__name__} without "
+            f"outer optimizer {name!r} returned {a_kind(own)} without "
             f"{', '.join(missing)}: return a torch.optim.Optimizer, or an object with the methods "
             "of decoupled_diloco.merge.OuterOptimizer"
         )

@@ -200,8 +200,9 @@ def chosen_sync_ranks(sync_ranks: object, hosts: Sequence[str]) -> tuple[int, ..
     if sync_ranks == "hosts":
         return tuple(sorted({host: rank for rank, host in reversed([*enumerate(hosts)])}.values()))
     if type(sync_ranks) is not int or not 1 <= sync_ranks <= ranks:
+        least = "1" if ranks == 1 else f"1 to {ranks}"
         raise ConfigError(
-            f"sync_ranks={sync_ranks!r} is out of range: pass 1 to {ranks}, because this learner "
+            f"sync_ranks={sync_ranks!r} is out of range: pass {least}, because this learner "
             f"has {ranks} rank{'s' * (ranks > 1)}, or 'hosts' (one per host) or 'all'"
         )
     return tuple(ranks * n // sync_ranks for n in range(sync_ranks))

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decoupled_diloco.errors import ConfigError, StorageError
+from decoupled_diloco.errors import ConfigError, StorageError, a_kind
 from decoupled_diloco.merge import inside_of, is_wrapper, place_of
 from decoupled_diloco.storage.files import NOT_JSON
 
@@ -162,7 +162,7 @@ class _Packer:
             return {"tuple": self.plain(list(value), where, depth)}
         if type(value) not in (dict, OrderedDict):
             raise ConfigError(
-                f"{where} is a {type(value).__name__}, which cannot be saved without pickle: "
+                f"{where} is {a_kind(value)}, which cannot be saved without pickle: "
                 "state_dict() must return dicts, lists, tuples, numbers, text, bytes, tensors and "
                 "arrays"
             )

@@ -7,7 +7,7 @@ import ipaddress
 import re
 from collections.abc import Mapping, Sequence
 
-from decoupled_diloco.errors import AccessError, ConfigError, ProtocolError, TransportError
+from decoupled_diloco.errors import AccessError, ConfigError, ProtocolError, TransportError, a_kind
 
 ROLES = ("learner", "observer", "shard")
 PRINCIPAL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}")
@@ -193,7 +193,7 @@ def read_secret(token: str | None) -> str | None:
     if token is None:
         return None
     if not isinstance(token, str):
-        raise ConfigError(f"auth_token= is a {type(token).__name__}, not a string: {_HOW_TO_READ}")
+        raise ConfigError(f"auth_token= is {a_kind(token)}, not a string: {_HOW_TO_READ}")
     stripped = token.strip()
     if not stripped:
         raise ConfigError(f"the token is empty: {_HOW_TO_READ}")

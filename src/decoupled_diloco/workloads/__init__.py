@@ -22,7 +22,7 @@ from typing import Any, cast
 
 from decoupled_diloco.config.run import RunConfig
 from decoupled_diloco.config.settings import suggestion
-from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.errors import ConfigError, a_kind
 from decoupled_diloco.workloads.workload import Batch, Workload
 
 __all__ = ["Batch", "Workload", "load_workload", "workload_of"]
@@ -100,7 +100,7 @@ def _load_own(name: str, options: Mapping[str, Any]) -> Workload:
     missing = [method for method in _methods() if not callable(getattr(workload, method, None))]
     if missing:
         raise ConfigError(
-            f"workload {name!r} returned a {type(workload).__name__} without "
+            f"workload {name!r} returned {a_kind(workload)} without "
             f"{', '.join(missing)}: return an object with the methods of "
             "decoupled_diloco.workloads.Workload"
         )

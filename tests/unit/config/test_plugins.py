@@ -160,7 +160,7 @@ def test_public_settings_contain_no_modules(tmp_path: Path, write: Write) -> Non
         (
             "def f(p, lr): return 1",
             '[outer]\noptimizer = "{}:f"',
-            "returned a int without step, state_dict",
+            "returned an int without step, state_dict",
         ),
         ("def f(p): ...", '[outer]\noptimizer = "{}:f"', "does not take lr"),
     ],

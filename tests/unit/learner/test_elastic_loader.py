@@ -174,7 +174,7 @@ MAP = {"partitions": 2, "batch_size": 4}
         (
             4,
             {"partitions": 2},
-            r"cannot split a int: pass a map-style dataset \(with len\), a func",
+            r"cannot split an int: pass a map-style dataset \(with len\), a func",
         ),
     ],
 )

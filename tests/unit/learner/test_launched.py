@@ -167,7 +167,7 @@ def test_a_missing_address_without_launcher_is_reported(kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", [dd.Learner, dd.Observer])
 @pytest.mark.parametrize(
-    ("role", "problem"), [("", "is not set"), ("boss", "is 'boss', which is no role")]
+    ("role", "problem"), [("", "is not set"), ("boss", "is 'boss', which is not known")]
 )
 @pytest.mark.parametrize("place", ["syncer", "run_folder"])
 def test_an_address_without_a_role_is_reported(

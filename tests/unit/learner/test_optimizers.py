@@ -13,7 +13,7 @@ from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.learner.checkpointer import all_stateful
 from decoupled_diloco.learner.learner_model import refuse_own_copies
 from decoupled_diloco.learner.loops import StepTokens, attached
-from decoupled_diloco.learner.optimizers import InnerOptimizers, layers_of, unwrapped
+from decoupled_diloco.learner.optimizers import InnerOptimizers, layers_of, several, unwrapped
 from decoupled_diloco.storage.states import pack, unpack
 
 
@@ -111,6 +111,21 @@ def test_wrappers_of_accelerate_and_fabric_are_removed() -> None:
 def test_objects_that_are_not_optimizers_are_rejected(given: Any) -> None:
     with pytest.raises(ConfigError, match=r"optimizer.* (is empty|without param_groups): pass"):
         InnerOptimizers(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "place"),
+    [
+        ("adam", "optimizer is a str"),
+        (3, "optimizer is an int"),
+        (["adam"], "optimizer[0] is a str"),
+        ({"first": "adam"}, "optimizer['first'] is a str"),
+    ],
+)
+def test_the_object_that_is_no_optimizer_is_named(given: Any, place: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        several(given)
+    assert str(caught.value).startswith(f"{place} without param_groups: pass the torch.optim")
 
 
 def test_the_end_of_a_step_is_reported_once_by_the_outermost_optimizer() -> None:

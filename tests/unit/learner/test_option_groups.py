@@ -108,7 +108,10 @@ NOT_A_MODEL = "is not a torch.nn.Module: pass the model, or the list of its pipe
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"name": 5}, "name=5 is not text: pass a name as 'learner-0'"),
     ({"tls": "x"}, "tls='x' is not a dd.TLSConfig: pass dd.TLSConfig(ca_cert=…), or leave it out"),
-    ({"auth_token": 5}, "not a string: pass the content of the run's token file"),
+    (
+        {"auth_token": 5},
+        "auth_token= is an int, not a string: pass the content of the run's token file",
+    ),
     ({"syncer": 5}, "syncer=5 is not an address: pass one or several 'http://host:port'"),
     ({"syncer": b"x"}, "syncer=b'x' is not an address: pass one or several 'http://host:port'"),
     ({"timeouts": 5}, "timeouts=5 is not a dd.Timeouts: pass dd.Timeouts(join=…), or leave it out"),

@@ -52,6 +52,11 @@ def test_an_invalid_number_of_sync_ranks_is_rejected(sync_ranks: object) -> None
     )
 
 
+def test_one_rank_can_only_be_the_sync_rank() -> None:
+    with pytest.raises(ConfigError, match=r"sync_ranks=2 .*: pass 1, because this learner has 1 r"):
+        chosen_sync_ranks(2, ["here"])
+
+
 def test_a_build_without_gloo_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
