@@ -14,6 +14,22 @@ from decoupled_diloco.cli.shared_options import fail
 RUN, INSPECT, OPERATE, PLAN, DEBUG = "Run", "Inspect", "Operate", "Plan", "Debug"
 """The groups, in the order in which the help shows them."""
 
+RENAMED_OPTIONS = {
+    "--cut": "--checkpoint",
+    "--token-file": "--auth-token-file",
+    "--authority": "--ca-cert",
+    "--certificate": "--cert",
+    "--to": "--collector",
+    "--standbys": "--standby",
+    "--name": "--host",
+    "--every": "--interval-seconds",
+    "--timeout": "--timeout-seconds",
+}
+"""Old names of options, and what they are called now, on every command that has the new one."""
+
+SETTINGS_NOW = {"--engine": "launch.backend"}
+"""Old options that are settings of a run now."""
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -47,10 +63,31 @@ class Group(_PlainFlags, TyperGroup):
 
 
 class Command(_PlainFlags, TyperCommand):
-    """A command whose usage shows `CONFIG`, and `[RUN]` for an argument that can be left out.
+    """A command that names the new option when it receives an old name.
 
-    Newer versions of typer put braces around the first, and double brackets around the second.
+    Its usage shows `CONFIG`, and `[RUN]` for an argument that can be left out: newer versions of
+    typer put braces around the first, and double brackets around the second.
     """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Return the words that are left; reject old options with one sentence."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:  # typer has its own copy of click, or uses the one installed
+            old = getattr(error, "option_name", "")
+            if sentence := self._renamed(ctx, old):
+                fail(sentence)
+            raise
+
+    def _renamed(self, ctx: Any, old: str) -> str:
+        """Return what an old option is called now; empty if this command has no such option."""
+        known = {name for each in self.get_params(ctx) for name in each.opts}
+        if old in RENAMED_OPTIONS and RENAMED_OPTIONS[old] in known - {old}:
+            return f"{old} is called {RENAMED_OPTIONS[old]} now"
+        if old in SETTINGS_NOW and old not in known and "--set" in known:
+            key = SETTINGS_NOW[old]
+            return f"{old} is the setting {key} now: set it in the TOML file, or with --set {key}=…"
+        return ""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return the words that follow the command's name."""

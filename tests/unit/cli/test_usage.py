@@ -108,19 +108,16 @@ def test_an_unknown_name_is_rejected_with_a_similar_one(wrong: str, meant: str) 
 @pytest.mark.parametrize(
     ("arguments", "option"),
     [
-        (["status", "--token-file", "x"], "--token-file"),
         (["explain", "round", "1", "--of", "runs/x"], "--of"),
-        (["traces", "--to", "http://127.0.0.1:1"], "--to"),
-        (["watch", "--every", "1"], "--every"),
-        (["doctor", "--authority", "x"], "--authority"),
-        (["checkpoint", "--timeout", "1"], "--timeout"),
         (["kill", "learner-0", "--json"], "--json"),
         (["logs", "--json"], "--json"),
         (["list", "--follow"], "--follow"),
         (["status", "--lines", "1"], "--lines"),
         (["simulate", "flaky-link", "--run", "diloco"], "--run"),
-        (["certs", "create-ca", "x", "--name", "y"], "--name"),
         (["certs", "list", "x", "--valid-days", "1"], "--valid-days"),
+        (["status", "--cut", "last"], "--cut"),
+        (["logs", "--token-file", "x"], "--token-file"),
+        (["status", "--engine", "slurm"], "--engine"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -128,6 +125,33 @@ def test_an_option_of_another_command_is_rejected(arguments: list[str], option: 
     result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
     assert result.exit_code == 2
     assert f"No such option: {option}" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("train quickstart --cut last", "--cut is called --checkpoint now"),
+        ("syncer quickstart --cut=3", "--cut is called --checkpoint now"),
+        ("syncer quickstart --standbys 1", "--standbys is called --standby now"),
+        ("syncer quickstart --token-file x", "--token-file is called --auth-token-file now"),
+        ("status --token-file x", "--token-file is called --auth-token-file now"),
+        ("doctor --authority x", "--authority is called --ca-cert now"),
+        ("learner quickstart --certificate x", "--certificate is called --cert now"),
+        ("traces --to http://127.0.0.1:1", "--to is called --collector now"),
+        ("watch --every 1", "--every is called --interval-seconds now"),
+        ("checkpoint --timeout 1", "--timeout is called --timeout-seconds now"),
+        ("certs create-ca x --name y", "--name is called --host now"),
+        (
+            "launch quickstart --engine slurm",
+            "--engine is the setting launch.backend now: set it in the TOML file, or with --set "
+            "launch.backend=…",
+        ),
+    ],
+)
+def test_an_old_option_is_rejected_with_the_new_one(arguments: str, sentence: str) -> None:
+    result = CliRunner().invoke(app, arguments.split())
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == f"error: {sentence}\n"
 
 
 def test_each_option_has_one_meaning() -> None:
