@@ -31,7 +31,9 @@ def launch_folder(run: Path) -> Path:
     >>> launch_folder(Path("runs/big")), launch_folder(Path("runs/big.launch"))
     (PosixPath('runs/big.launch'), PosixPath('runs/big.launch'))
     """
-    return run if run.name.endswith(LAUNCH) else run.with_name(run.name + LAUNCH)
+    if run.name in ("", ".."):  # such as "." or "/"
+        run = run.resolve()
+    return run if run.name.endswith(LAUNCH) else run.parent / (run.name + LAUNCH)
 
 
 def was_launched(run: Path) -> bool:
