@@ -250,7 +250,12 @@ def learner(options: LearnerOptions) -> None:
     from decoupled_diloco.launch.termination import SignalledTermination
 
     if options.devices:
-        name, _, devices = options.devices.partition("=")
+        name, equals, devices = options.devices.partition("=")
+        if not (name.isidentifier() and equals):
+            fail(
+                f"--devices {options.devices!r} is not NAME=LIST: write a variable and its "
+                "devices, such as CUDA_VISIBLE_DEVICES=2,3"
+            )
         os.environ[name] = devices
     if options.supervised:
         at = str(options.index)

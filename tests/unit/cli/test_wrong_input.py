@@ -46,3 +46,12 @@ def test_the_launch_folder_of_the_present_folder_is_next_to_it(
     monkeypatch.chdir(tmp_path)
     assert launch_folder(Path()) == tmp_path.with_name(f"{tmp_path.name}.launch")
     assert launch_folder(Path("/")) == Path("/.launch")
+
+
+@pytest.mark.parametrize("devices", ["=3", "foo", "=", "2,3", "A B=1", "-x=1"])
+def test_devices_without_a_variable_are_rejected(devices: str) -> None:
+    words = ("learner", "quickstart", "--index", "0", "--syncer", "http://127.0.0.1:1")
+    assert refusal(*words, f"--devices={devices}") == (
+        f"--devices {devices!r} is not NAME=LIST: write a variable and its devices, such as "
+        "CUDA_VISIBLE_DEVICES=2,3"
+    )
