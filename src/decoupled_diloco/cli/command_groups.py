@@ -70,14 +70,24 @@ class Command(_PlainFlags, TyperCommand):
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Return the words that are left; reject old options with one sentence."""
+        """Return the words that are left; reject old and empty options with one sentence."""
         try:
+            self._reject_empty(ctx, self.make_parser(ctx).parse_args(args=list(args))[0])
             return super().parse_args(ctx, args)
         except Exception as error:  # typer has its own copy of click, or uses the one installed
             old = getattr(error, "option_name", "")
             if sentence := self._renamed(ctx, old):
                 fail(sentence)
             raise
+
+    def _reject_empty(self, ctx: Any, given: Mapping[str, Any]) -> None:
+        """Reject an option without a value, as a shell writes it for a variable that is not set."""
+        for each in self.get_params(ctx) if not ctx.resilient_parsing else []:
+            found = given.get(each.name) if each.param_type_name == "option" else None
+            for value in found if isinstance(found, list) else [found]:
+                if isinstance(value, str) and not value.strip(" ,"):
+                    what = each.metavar or "a value"
+                    fail(f"{each.opts[0]} is empty: write {what} after it, or omit the option")
 
     def _renamed(self, ctx: Any, old: str) -> str:
         """Return what an old option is called now; empty if this command has no such option."""

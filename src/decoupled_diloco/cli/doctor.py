@@ -25,8 +25,8 @@ from decoupled_diloco.cli.shared_options import (
     exit_with,
     fail,
     find_recipe,
-    listed,
     make_console,
+    require_urls,
 )
 
 if TYPE_CHECKING:
@@ -71,12 +71,7 @@ def doctor(options: DoctorOptions) -> None:
     config = None if given is None else load_config(given, options.settings or ())
     if config is None and options.settings:
         fail("--set requires a CONFIG: give a TOML file or a recipe, or omit --set")
-    from decoupled_diloco.config.addresses import address_problem, without_password
-
-    addresses = listed(options.syncer)
-    if any(map(address_problem, addresses)):
-        shown = without_password(str(options.syncer))
-        fail(f"--syncer {shown!r} is not a valid URL: write http://HOST:PORT")
+    addresses = require_urls(options.syncer, standby=False)
     from decoupled_diloco.launch.doctor.examine import Examined, any_left_behind, examine
 
     tls = options.certificates()

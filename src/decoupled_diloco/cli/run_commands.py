@@ -25,6 +25,7 @@ from decoupled_diloco.cli.shared_options import (
     fail,
     listed,
     make_console,
+    require_urls,
 )
 from decoupled_diloco.config import RunConfig, SyncerSettings, load_config
 from decoupled_diloco.config.addresses import on_this_machine
@@ -192,6 +193,15 @@ class DialOptions(ConnectOptions):
     stop_with_parent: StopWithParent = False
 
     def load(self) -> RunConfig:
+        """Return the run's settings, after a check of the addresses."""
+        folder = self.shared_folder
+        if folder is None:
+            require_urls(self.syncer)
+        elif "/" not in self.syncer and not folder.is_dir():
+            fail(
+                f"--syncer {self.syncer!r} is neither a URL nor a run folder: write "
+                "http://HOST:PORT, or a path such as runs/quickstart"
+            )
         return load_config(self.config, self.settings or ())
 
     def addresses(self, config: RunConfig) -> tuple[str, ...]:

@@ -180,6 +180,22 @@ def listed(text: str) -> tuple[str, ...]:
     return tuple(item.strip() for item in text.split(",") if item.strip())
 
 
+def require_urls(syncer: str, *, standby: bool = True) -> tuple[str, ...]:
+    """Return the addresses in ``--syncer``, or end the command with one sentence.
+
+    Args:
+        syncer: The text of the option.
+        standby: Whether an entry may have the address of a shard's standby as well.
+    """
+    from decoupled_diloco.config.addresses import address_problem, alternatives, without_password
+
+    found = listed(syncer)
+    each_alone = [one for each in found for one in (alternatives(each) if standby else [each])]
+    if any(map(address_problem, each_alone)):
+        fail(f"--syncer {without_password(syncer)!r} is not a valid URL: write http://HOST:PORT")
+    return found
+
+
 class ConnectOptions(CommandOptions):
     """Options of a command that connects to a syncer."""
 

@@ -8,6 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from decoupled_diloco.cli.main import app
+from decoupled_diloco.cli.run_commands import LearnerOptions
+from decoupled_diloco.cli.shared_options import find_recipe, require_urls
 from decoupled_diloco.errors import DilocoError
 from decoupled_diloco.launch.launch_folder import launch_folder
 
@@ -55,3 +57,57 @@ def test_devices_without_a_variable_are_rejected(devices: str) -> None:
         f"--devices {devices!r} is not NAME=LIST: write a variable and its devices, such as "
         "CUDA_VISIBLE_DEVICES=2,3"
     )
+
+
+@pytest.mark.parametrize("value", ["", " ", ","])
+@pytest.mark.parametrize(
+    ("words", "option", "form"),
+    [
+        ("syncer quickstart", "--addresses", "URL[,URL…]"),
+        ("syncer quickstart", "--auth-token-file", "FILE"),
+        ("learner quickstart --index 0", "--syncer", "URL[,URL…]|RUN"),
+        ("learner quickstart --index 0", "--devices", "NAME=LIST"),
+        ("learner quickstart", "--index", "NUMBER"),
+        ("status", "--auth-token-file", "FILE"),
+        ("train quickstart", "--set", "KEY=VALUE"),
+        ("train --resume", "--checkpoint", "last|NUMBER"),
+        ("certs create-ca x", "--host", "HOST"),
+        ("plan", "--link", "UP[/DOWN]"),
+    ],
+)
+def test_an_empty_option_is_rejected(words: str, option: str, form: str, value: str) -> None:
+    sentence = f"{option} is empty: write {form} after it, or omit the option"
+    assert refusal(*words.split(), option, value) == sentence
+    assert refusal(*words.split(), f"{option}={value}") == sentence
+
+
+@pytest.mark.parametrize(
+    "syncer", ["ftp://h:1", "http://", "http://h:99999", "http://h:1,foo", "http://h:1|ftp://b:2"]
+)
+@pytest.mark.parametrize("words", ["learner quickstart --index 0", "evaluator quickstart"])
+def test_an_address_that_is_not_valid_is_rejected(words: str, syncer: str) -> None:
+    assert refusal(*words.split(), "--syncer", syncer) == (
+        f"--syncer {syncer!r} is not a valid URL: write http://HOST:PORT"
+    )
+
+
+@pytest.mark.parametrize("syncer", ["foo", "127.0.0.1:7070"])
+def test_a_word_that_is_no_run_folder_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, syncer: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("learner", "quickstart", "--index", "0", "--syncer", syncer)
+    assert refusal(*words) == (
+        f"--syncer {syncer!r} is neither a URL nor a run folder: write http://HOST:PORT, or a path "
+        "such as runs/quickstart"
+    )
+
+
+def test_addresses_with_a_standby_and_run_folders_are_accepted(tmp_path: Path) -> None:
+    assert require_urls("http://a:1|http://b:1, http://c:1") == (
+        "http://a:1|http://b:1",
+        "http://c:1",
+    )
+    config = find_recipe("quickstart")
+    for syncer in ("http://a:1|http://b:1", "runs/not-yet", str(tmp_path), ""):
+        assert LearnerOptions(config=config, index=0, syncer=syncer).load().run.learners
