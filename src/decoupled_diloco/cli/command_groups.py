@@ -87,7 +87,8 @@ class Command(_PlainFlags, TyperCommand):
             for value in found if isinstance(found, list) else [found]:
                 if isinstance(value, str) and not value.strip(" ,"):
                     what = each.metavar or "a value"
-                    fail(f"{each.opts[0]} is empty: write {what} after it, or omit the option")
+                    omit = "" if each.required else ", or omit the option"
+                    fail(f"{each.opts[0]} is empty: write {what} after it{omit}")
 
     def _renamed(self, ctx: Any, old: str) -> str:
         """Return what an old option is called now; empty if this command has no such option."""

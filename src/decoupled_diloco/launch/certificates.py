@@ -32,6 +32,9 @@ LOCAL = ("localhost", "127.0.0.1", "::1")
 """Names of this machine, which every syncer's certificate contains."""
 
 AUTHORITY_DAYS = 3650
+DAYS_MAX = 36500
+"""The longest lifetime of a certificate. Dates end with the year 9999."""
+
 BACKDATED = timedelta(minutes=5)
 """Certificates are valid from this long before their creation: other clocks may be behind."""
 
@@ -73,9 +76,11 @@ class CertificateFolder:
             days: Lifetime of the syncer's certificate.
 
         Raises:
-            ConfigError: The folder already has a CA, or a host is not valid.
+            ConfigError: The folder already has a CA, a host is not valid, or ``days`` exceeds the
+                lifetime of the CA.
             StorageError: A file cannot be written.
         """
+        _require_days(days, AUTHORITY_DAYS - 1, f", as the CA expires after {AUTHORITY_DAYS} days")
         if self._pem(AUTHORITY).exists():
             raise ConfigError(
                 f"{self._pem(AUTHORITY)} already exists, and no file is overwritten: use add or "
@@ -97,11 +102,19 @@ class CertificateFolder:
             days: Lifetime of the certificates.
 
         Raises:
-            ConfigError: An id already has a certificate or is not valid; then none is created.
+            ConfigError: An id already has a certificate or is not valid, or ``days`` is too long;
+                then none is created.
             StorageError: A file cannot be read or written.
         """
+        _require_days(days)
         for name in names:
-            if not PRINCIPAL.fullmatch(name) or name in (AUTHORITY, SYNCER):
+            if name in (AUTHORITY, SYNCER):
+                raise ConfigError(
+                    f"{name!r} is not a valid id: the name is reserved for the certificate of the "
+                    f"{'CA' if name == AUTHORITY else 'syncer'}; use the name of a process, such "
+                    "as learner-0"
+                )
+            if not PRINCIPAL.fullmatch(name):
                 raise ConfigError(
                     f"{name!r} is not a valid id: use letters, digits, '.', '_' or '-', as in "
                     "learner-0"
@@ -126,9 +139,11 @@ class CertificateFolder:
             The names of the renewed certificates.
 
         Raises:
-            ConfigError: A certificate does not exist, or ``days`` is too long.
+            ConfigError: A certificate does not exist, a host is not valid, or ``days`` is too long.
             StorageError: A file cannot be read or written.
         """
+        _require_days(days)
+        more = list(map(_host, hosts))
         known = [each.name for each in self.listing()]
         for name in names:
             if name not in known:
@@ -141,9 +156,9 @@ class CertificateFolder:
                 old, key = self._certificate(name), self._private(name)
                 self._write(name, _sign_itself(old.subject, key, days))
                 continue
-            more = list(map(_host, hosts)) if name == SYNCER else []
             kept = _alternatives(self._certificate(name))
-            self._issue(name, [*kept, *(each for each in more if each not in kept)], days)
+            added = [each for each in more if name == SYNCER and each not in kept]
+            self._issue(name, [*kept, *added], days)
         return chosen
 
     def listing(self) -> list[Listed]:
@@ -156,7 +171,7 @@ class CertificateFolder:
         if not self._pem(AUTHORITY).exists():
             raise ConfigError(
                 f"{self.path} has no authority.pem: create a CA with ddiloco certs create-ca "
-                f"{self.path} --name HOST"
+                f"{self.path} --host HOST"
             )
         names = sorted(path.stem for path in self.path.glob("*.pem"))
         names.sort(key=lambda name: name != AUTHORITY)
@@ -289,6 +304,11 @@ def _use(*, signs: bool) -> x509.KeyUsage:
     )
 
 
+def _require_days(days: int, most: int = DAYS_MAX, why: str = "") -> None:
+    if not 1 <= days <= most:
+        raise ConfigError(f"--valid-days {days} is out of range: 1 to {most}{why}")
+
+
 def _named(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])
 
@@ -298,7 +318,7 @@ def _host(name: str) -> x509.GeneralName:
         return x509.IPAddress(ipaddress.ip_address(name))
     if not name.isascii() or not name or "/" in name or ":" in name:
         raise ConfigError(
-            f"--name {name!r} is not a valid host: pass a name or an address without http:// and "
+            f"--host {name!r} is not a valid host: pass a name or an address without http:// and "
             "port"
         )
     return x509.DNSName(name)

@@ -98,6 +98,44 @@ def test_invalid_ids_are_rejected(folder: Path, name: str) -> None:
         CertificateFolder(folder).add([name], 1)
 
 
+@pytest.mark.parametrize("name", ["authority", "syncer"])
+def test_reserved_ids_are_named(folder: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{name}' is not a valid id: the name is reserved"):
+        CertificateFolder(folder).add(["learner-7", name], 1)
+    assert not (folder / "learner-7.pem").exists()
+
+
+@pytest.mark.parametrize("days", [36501, 3_000_000, 10**30])
+def test_a_lifetime_that_is_too_long_is_rejected_before_a_file_is_written(
+    folder: Path, tmp_path: Path, days: int
+) -> None:
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    for attempt in (
+        lambda: CertificateFolder(folder).add(["learner-7"], days),
+        lambda: CertificateFolder(folder).renew([], days),
+        lambda: CertificateFolder(folder).renew(["authority"], days),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            attempt()
+        assert f"{refused.value}" == f"--valid-days {days} is out of range: 1 to 36500"
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    for longer in (days, 3650):
+        with pytest.raises(ConfigError) as refused:
+            CertificateFolder(tmp_path / "new").begin([], longer)
+        assert f"{refused.value}" == (
+            f"--valid-days {longer} is out of range: 1 to 3649, as the CA expires after 3650 days"
+        )
+    assert not (tmp_path / "new").exists()
+    CertificateFolder(tmp_path / "new").begin([], 3649)
+
+
+def test_an_invalid_host_is_rejected_before_a_certificate_is_renewed(folder: Path) -> None:
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(ConfigError, match=r"--host 'x:70' is not a valid host"):
+        CertificateFolder(folder).renew([], 9, ["x:70"])
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
 @pytest.mark.parametrize("host", ["http://x", "x:70", "ü.example", ""])
 def test_invalid_hosts_are_rejected(tmp_path: Path, host: str) -> None:
     with pytest.raises(ConfigError, match="is not a valid host"):
@@ -106,7 +144,7 @@ def test_invalid_hosts_are_rejected(tmp_path: Path, host: str) -> None:
 
 
 def test_an_incomplete_certificate_folder_is_rejected(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has no authority\.pem: create a CA"):
+    with pytest.raises(ConfigError, match=r"has no authority\.pem: create a CA.* --host HOST"):
         CertificateFolder(tmp_path).listing()
     with pytest.raises(ConfigError, match="has no certificate 'learner-7'"):
         CertificateFolder(folder).renew(["learner-7"], 1)
