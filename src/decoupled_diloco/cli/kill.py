@@ -43,10 +43,23 @@ def kill(options: KillOptions) -> None:
     from decoupled_diloco.launch.termination import send_to_all_of
 
     number = _signal_of(options.signal_name)
-    run = Path(chosen_run(options.run, f"ddiloco kill {options.process} runs/quickstart"))
-    found = _find(options.process, run)
+    name, folder = options.process, options.run
+    alone = not folder and "/" in name  # processes have no slash
+    if alone or (folder and _is_folder(name) and not _is_folder(folder)):  # as ddiloco logs has it
+        name, folder = folder, name
+    if not name:
+        raise ConfigError(
+            f"{folder} is a run folder: name a process as well, as in ddiloco kill learner-1 "
+            f"{folder}"
+        )
+    run = Path(chosen_run(folder, f"ddiloco kill {name} runs/quickstart"))
+    found = _find(name, run)
     send_to_all_of(found.pid, number)
     typer.echo(f"sent {number.name} to {found.name} (process {found.pid}) of {run}")
+
+
+def _is_folder(word: str) -> bool:
+    return "/" in word or Path(word).is_dir()
 
 
 def _signal_of(name: str) -> signal.Signals:

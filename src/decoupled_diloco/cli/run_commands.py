@@ -112,7 +112,11 @@ def syncer(options: SyncerOptions) -> None:
     if options.new and (options.resume or options.shard is not None):
         fail("--new cannot be combined with --resume or --shard: it starts a run with all shards")
     if options.standby and not (config.syncer.standby and options.shard is not None):
-        fail("--standby requires --shard, and a run with syncer.standby=true")
+        lacking = "--shard" if options.shard is None else "syncer.standby=true"
+        fail(
+            "--standby requires --shard, and a run with syncer.standby=true: add "
+            f"{'' if options.shard is None else '--set '}{lacking}"
+        )
     if options.shard is not None:
         _serve_shard(config, options.shard, options)
         return

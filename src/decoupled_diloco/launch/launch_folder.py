@@ -12,7 +12,7 @@ from decoupled_diloco.config import RunConfig, dump_config
 from decoupled_diloco.config.toml_files import load_config
 from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.launch.engine import JOBS, SETTINGS, TOKEN, Job, JobState, PlacingEngine
-from decoupled_diloco.launch.run_folder import require_ours_or_unused
+from decoupled_diloco.launch.run_folder import is_run_folder, require_ours_or_unused
 from decoupled_diloco.storage.files import NOT_JSON, write_text
 from decoupled_diloco.transport.tokens import is_loopback
 
@@ -52,9 +52,11 @@ class Launch:
     """
 
     def __init__(self, folder: Path) -> None:
-        if not (folder / SETTINGS).exists():
+        is_run = is_run_folder(folder)
+        if is_run or not (folder / SETTINGS).exists():
+            what = "a run folder, not" if is_run else "not"
             raise ConfigError(
-                f"{folder} is not a launch folder: pass the run's TOML file, or the folder "
+                f"{folder} is {what} a launch folder: pass the run's TOML file, or the folder "
                 "<run folder>.launch that ddiloco launch --dry-run has written"
             )
         self.folder = folder

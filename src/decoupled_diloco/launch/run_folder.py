@@ -310,6 +310,8 @@ def launcher_of(run: Path, command: str) -> int:
     Raises:
         ConfigError: The run is not running here, or the folder is not a run folder.
     """
+    if not run.exists():
+        raise ConfigError(f"{run} does not exist: pass a run folder (see ddiloco list)")
     try:
         number, host = read_launcher(run)
     except (OSError, ValueError) as error:

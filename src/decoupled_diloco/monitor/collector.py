@@ -142,12 +142,12 @@ def traces_url(text: str) -> str:
         parts, is_address, port = SplitResult("", "", "", "", ""), False, None
     if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
         raise ConfigError(
-            "--to must be an address without user, password, query or fragment: write keys into "
-            "OTEL_EXPORTER_OTLP_HEADERS, as in 'Authorization=Bearer%20KEY'"
+            "--collector must be an address without user, password, query or fragment: write keys "
+            "into OTEL_EXPORTER_OTLP_HEADERS, as in 'Authorization=Bearer%20KEY'"
         )
     if not is_address or port == 0:
         raise ConfigError(
-            f"--to {text!r} is not a valid collector address: write http://HOST:4318 or "
+            f"--collector {text!r} is not a valid collector address: write http://HOST:4318 or "
             "https://HOST, where it accepts OTLP over HTTP"
         )
     base = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"

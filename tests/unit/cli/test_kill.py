@@ -92,6 +92,16 @@ def test_a_process_that_cannot_receive_a_signal_is_rejected(
     assert learner.poll() is None
 
 
+def test_the_run_may_come_before_the_process(tmp_path: Path) -> None:
+    with running(tmp_path / "run", ProcessStarted("learner-0", 4)) as run:
+        assert refusal(str(run), "learner-7") == (
+            f"'learner-7' is not a process of {run}: give one of learner-0"
+        )
+        assert refusal(str(run)) == (
+            f"{run} is a run folder: name a process as well, as in ddiloco kill learner-1 {run}"
+        )
+
+
 def test_a_run_that_has_ended_or_was_never_launched_is_rejected(tmp_path: Path) -> None:
     with running(tmp_path / "run", ProcessStarted("learner-0", os.getpid())) as run:
         pass

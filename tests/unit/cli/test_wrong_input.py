@@ -12,6 +12,7 @@ from decoupled_diloco.cli.run_commands import LearnerOptions
 from decoupled_diloco.cli.shared_options import find_recipe, require_urls
 from decoupled_diloco.errors import DilocoError
 from decoupled_diloco.launch.launch_folder import launch_folder
+from unit.cli.runs_here import running
 
 
 def refusal(*arguments: str) -> str:
@@ -76,7 +77,8 @@ def test_devices_without_a_variable_are_rejected(devices: str) -> None:
     ],
 )
 def test_an_empty_option_is_rejected(words: str, option: str, form: str, value: str) -> None:
-    sentence = f"{option} is empty: write {form} after it, or omit the option"
+    sentence = f"{option} is empty: write {form} after it"
+    sentence += "" if option == "--index" else ", or omit the option"
     assert refusal(*words.split(), option, value) == sentence
     assert refusal(*words.split(), f"{option}={value}") == sentence
 
@@ -111,3 +113,36 @@ def test_addresses_with_a_standby_and_run_folders_are_accepted(tmp_path: Path) -
     config = find_recipe("quickstart")
     for syncer in ("http://a:1|http://b:1", "runs/not-yet", str(tmp_path), ""):
         assert LearnerOptions(config=config, index=0, syncer=syncer).load().run.learners
+
+
+@pytest.mark.parametrize("words", ["stop runs/nope", "kill learner-1 runs/nope"])
+def test_a_run_folder_that_does_not_exist_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert refusal(*words.split()) == (
+        "runs/nope does not exist: pass a run folder (see ddiloco list)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "lacking"),
+    [("--standby", "--shard"), ("--standby --shard 0", "--set syncer.standby=true")],
+)
+def test_what_a_standby_lacks_is_named(words: str, lacking: str) -> None:
+    assert refusal("syncer", "quickstart", *words.split()) == (
+        "--standby requires --shard, and a run with syncer.standby=true: add " + lacking
+    )
+
+
+def test_a_run_folder_is_not_launched(tmp_path: Path) -> None:
+    with running(tmp_path / "run") as run:
+        assert refusal("launch", str(run)).startswith(
+            f"{run} is a run folder, not a launch folder: pass the run's TOML file, or the folder"
+        )
+
+
+def test_a_collector_that_is_not_an_address_is_rejected() -> None:
+    assert refusal("traces", "runs/nope", "--collector", "foo").startswith(
+        "--collector 'foo' is not a valid collector address"
+    )

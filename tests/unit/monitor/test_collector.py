@@ -34,7 +34,7 @@ def send_to(url: str, **options: float) -> Collector:
     [
         (
             "127.0.0.1:4318",
-            "'127.0.0.1:4318' is not a valid collector address: write http://HOST:4318",
+            "--collector '127.0.0.1:4318' is not a valid collector address: write http://HOST:4318",
         ),
         ("grpc://here:4317", "is not a valid collector address"),
         ("http://", "is not a valid collector address"),
