@@ -102,6 +102,32 @@ def test_rounds_that_learners_open_are_not_supported() -> None:
     assert "participation='async', which the planner does not support" in text
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "shown", "most"),
+    [
+        ("--params", "1e400", "params=inf", "1e+14"),
+        ("--params", "1e30", "params=1e+30", "1e+14"),
+        ("--params", "0", "params=0", "1e+14"),
+        ("--tokens-per-step", "0", "tokens_per_step=0", "1e+15"),
+        ("--tokens-per-step", "1e400", "tokens_per_step=inf", "1e+15"),
+        ("--chips", "0", "chips=0", "1e+09"),
+        ("--sites", "20000", "sites=20000", "256"),
+        ("--sites", "0", "sites=0", "256"),
+        ("--learners", "-1", "learners=-1", "256"),
+        ("--layers", "99999999999999999999", "layers=99999999999999999999", "10000"),
+        ("--fragments", "1000000", "fragments=1000000", "10000"),
+        ("--layers", "9" * 400, "layers=" + "9" * 400, "10000"),
+        ("--period", "1000000000", "period=1000000000", "100000"),
+    ],
+)
+def test_a_count_that_is_out_of_range_is_rejected(
+    option: str, value: str, shown: str, most: str
+) -> None:
+    assert refusal("--params", "1B", "--link", "1Gbit", option, value) == (
+        f"{shown} is out of range: it must be greater than 0 and at most {most}"
+    )
+
+
 def test_a_site_can_have_its_own_step_time(tmp_path: Path) -> None:
     sites = ("--site", "fast:1:1Gbit", "--site", "slow:1:1Gbit:20ms:step=3s")
     found = document(*SMALL, *sites, "--grace-margin", "0")

@@ -26,5 +26,5 @@ def at_least(least: float, **values: float) -> None:
 
 
 def _finite(name: str, value: float) -> None:
-    if not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{name}={value:g} is not finite: give a finite number")

@@ -32,7 +32,7 @@ from decoupled_diloco_plan.bandwidth.network import (
     parse_link,
     parse_site,
 )
-from decoupled_diloco_plan.bandwidth.plan_options import PlanOptions
+from decoupled_diloco_plan.bandwidth.plan_options import MOST, PlanOptions
 from decoupled_diloco_plan.bandwidth.predict import Prices
 
 
@@ -53,6 +53,7 @@ def read_inputs(options: PlanOptions) -> Inputs:
     Raises:
         ConfigError: A value is missing, out of range, or given twice.
     """
+    _check_ranges(options)
     assumed: list[str] = []
     if (given := options.config) is not None:
         config = load_config(RECIPES.find(given))
@@ -64,6 +65,17 @@ def read_inputs(options: PlanOptions) -> Inputs:
             options = options.after({"step_seconds": step})
     model = _model(options, assumed)
     return Inputs(options, model, _network(options), _prices(options), tuple(assumed))
+
+
+def _check_ranges(options: PlanOptions) -> None:
+    """Check the options that are counts: above 0, and small enough to simulate."""
+    for name, most in MOST.items():
+        value = getattr(options, name)
+        if value is not None and not 0 < value <= most:
+            shown = f"{value:g}" if isinstance(value, float) else value
+            raise ConfigError(
+                f"{name}={shown} is out of range: it must be greater than 0 and at most {most:g}"
+            )
 
 
 def _model(options: PlanOptions, assumed: list[str]) -> Model:

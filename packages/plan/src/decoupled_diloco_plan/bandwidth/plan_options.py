@@ -17,6 +17,20 @@ from decoupled_diloco_plan.bandwidth import measured
 METHODS = ("own", "published")
 SYSTEMS = ("data-parallel", "diloco", "streaming", "streaming-overlap", "streaming-overlap-4bit")
 SOURCES = ("streaming-diloco", "scaling-laws")
+MOST = {
+    "params": 1e14,
+    "layers": 10_000,
+    "chips": 1e9,
+    "flops": 1e21,
+    "tokens_per_step": 1e15,
+    "tokens": 1e21,
+    "sites": 256,
+    "learners": 256,
+    "period": 100_000,
+    "fragments": 10_000,
+}
+"""The largest values that the planner simulates in a reasonable time, and prints readably."""
+
 PARTITIONS = ("balanced", "tensor", "layer-strided", "layer-sequential")
 
 
