@@ -9,6 +9,7 @@ run does.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import reduce
@@ -63,6 +64,15 @@ _PATTERN_WORDS = {
 }
 
 
+def refuse_url(argument: str, path: str | os.PathLike[str]) -> None:
+    """Raise `ConfigError` if a path is a URL, which would become a local folder of that name."""
+    if re.match(r"[a-z][a-z0-9+.-]+:/", str(path)):
+        raise ConfigError(
+            f"{argument} is a URL: use a local or mounted folder, and copy it to an object store "
+            "while the run is stopped"
+        )
+
+
 class Settings(BaseModel):
     """One table of the configuration: frozen and strict. The docstring of a field documents it."""
 
@@ -111,6 +121,10 @@ class Settings(BaseModel):
                 told = str(value) if isinstance(value, Path) else value
                 place = f" in {self.table}" if self.table else ""
                 raise ConfigError(f"{key}={shown(told)}{place} has the character NUL: take it out")
+            if isinstance(value, Path):
+                refuse_url(
+                    f"{key}={shown(str(value))}{f' in {self.table}' if self.table else ''}", value
+                )
         return self
 
     @model_validator(mode="after")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
 from decoupled_diloco.config.addresses import alternatives, require_address
-from decoupled_diloco.config.settings import shown
+from decoupled_diloco.config.settings import refuse_url, shown
 from decoupled_diloco.errors import ConfigError, a_kind
 from decoupled_diloco.tape import TapeWriter
 from decoupled_diloco.transport.interface import Client
@@ -301,6 +301,8 @@ class ParticipantOptions:
 
 def _require_folder(argument: str, folder: object, end: str) -> None:
     fix = "pass a folder as text or a Path, or None for no checkpoints"
+    if isinstance(folder, _PATHS):
+        refuse_url(f"{argument}={in_one_line(folder)}{end}", folder)
     if isinstance(folder, str) and not folder:
         raise ConfigError(f"{argument}=''{end} is empty: {fix}")
     if folder is not None and not isinstance(folder, _PATHS):

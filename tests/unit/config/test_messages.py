@@ -109,6 +109,11 @@ CASES: list[tuple[dict[str, Any], str]] = [
         "imports='a b' in [run] has a character that does not fit: write the name of a module, "
         "such as my_package.codecs",
     ),
+    (
+        run(folder="s3://bucket/run"),
+        "folder='s3:/bucket/run' in [run] is a URL: use a local or mounted folder, and copy it to "
+        "an object store while the run is stopped",
+    ),
     (run(folder="a\0b"), "folder='a\\x00b' in [run] has the character NUL: take it out"),
     (run(trackers=["a\0"]), "trackers=('a\\x00',) in [run] has the character NUL: take it out"),
     ({"syncer": {"host": ""}}, "host='' in [syncer] is empty: write a text, or take host out"),
