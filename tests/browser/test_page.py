@@ -28,7 +28,7 @@ LANES = 40
 
 
 def text(browser: Browser, id: str) -> str:
-    return str(browser.run(f"document.getElementById('{id}').innerText"))
+    return str(browser.run(f"document.getElementById('{id}')?.innerText"))
 
 
 def shows(browser: Browser, id: str, words: str) -> Callable[[], bool]:
