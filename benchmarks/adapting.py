@@ -78,8 +78,8 @@ class Seen(Watch):
         self.changes = 0
         self.plans: list[str] = []
 
-    def __call__(self, who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
-        super().__call__(who, now, event, effects)
+    def __call__(self, process: str, now: float, event: Any, effects: Sequence[Any]) -> None:
+        super().__call__(process, now, event, effects)
         notes = [each.text for each in effects if isinstance(each, Note)]
         self.changes += sum("now sends in" in text for text in notes)
         self.plans += [text for text in notes if text.startswith("revision ")]

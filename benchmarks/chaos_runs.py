@@ -35,7 +35,7 @@ def main() -> None:
     away: dict[str, list[float]] = defaultdict(list)
     for outage in history.outages:
         if outage.seconds is not None:
-            away[outage.who.partition("-")[0]].append(outage.seconds)
+            away[outage.process.partition("-")[0]].append(outage.seconds)
     longest = numbers["longest_without_a_step_seconds"]
     result = {
         "faults": sum(faults.values()),

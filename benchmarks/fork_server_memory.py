@@ -79,13 +79,13 @@ class Steps:
         self._tapes = Follower(folder)
         self._first: dict[str, tuple[int, float]] = {}
 
-    def first_after(self, who: str, at: float) -> float | None:
+    def first_after(self, process: str, at: float) -> float | None:
         """Return when its incarnation after that time first stepped; ``None`` if it has not."""
         for record in self._tapes.poll():
-            life, _ = self._first.get(record.who, (-1, 0.0))
+            life, _ = self._first.get(record.process, (-1, 0.0))
             if record.type == "StepFinished" and record.life > life:
-                self._first[record.who] = (record.life, record.wall)
-        _, wall = self._first.get(who, (0, 0.0))
+                self._first[record.process] = (record.life, record.wall)
+        _, wall = self._first.get(process, (0, 0.0))
         return wall if wall > at else None
 
 

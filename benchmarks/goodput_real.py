@@ -59,7 +59,7 @@ def run(kills: tuple[tuple[float, int], ...], steps: int, step_seconds: float) -
         ),
         "outages": [
             {
-                "who": each.who,
+                "who": each.process,
                 "back": each.back_at is not None,
                 "down_seconds": (each.restarted_at or end) - each.down_at,
                 "away_seconds": (each.back_at or end) - each.down_at,

@@ -28,10 +28,10 @@ def run(number: int, steps: int) -> dict[str, Any]:
     ) as config:
         carry_out(config)
         history = read_run(config.run.folder)
-    outage = next(o for o in history.outages if o.who.startswith("learner"))
+    outage = next(o for o in history.outages if o.process.startswith("learner"))
     gaps: dict[str, dict[str, float]] = {}
     for name, learner in history.learners.items():
-        if name != outage.who:
+        if name != outage.process:
             median = learner.step_seconds_median
             assert median is not None
             sides: dict[bool, list[float]] = {False: [], True: []}
@@ -43,7 +43,7 @@ def run(number: int, steps: int) -> dict[str, Any]:
                 "longest_after_in_medians": max(sides[True]) / median,
             }
     return {
-        "killed": outage.who,
+        "killed": outage.process,
         "away_seconds": outage.seconds,
         "steps_lost_by_the_others": sum(outage.lost_steps.values()),
         "gaps": gaps,

@@ -86,7 +86,7 @@ def measure(path: Path, folder: Path) -> dict[str, Any]:
         group: [
             o.seconds
             for o in history.outages
-            if o.who.startswith(group.rstrip("s")) and o.seconds is not None
+            if o.process.startswith(group.rstrip("s")) and o.seconds is not None
         ]
         for group in GROUPS
     }

@@ -50,13 +50,13 @@ class Watch:
         self.folded: Counter[str] = Counter()
         self.ages: Counter[int] = Counter()
 
-    def __call__(self, who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
+    def __call__(self, process: str, now: float, event: Any, effects: Sequence[Any]) -> None:
         """Count one event and its effects."""
         if isinstance(event, StepFinished):
-            self.tokens[who] += event.tokens
+            self.tokens[process] += event.tokens
         for effect in effects:
             if isinstance(effect, Apply):
-                self.discarded[who] += effect.discarded_tokens
+                self.discarded[process] += effect.discarded_tokens
             elif isinstance(effect, RoundFinished) and effect.verdict == "merged":
                 self.rounds += 1
                 folded = [p for p in effect.participants if p.state == "folded"]

@@ -21,8 +21,8 @@ def assert_replays(run_folder: Path) -> int:
         # Only the last line of a killed incarnation can be torn.
         assert len(reader.problems) < len(starts), reader.problems
         records = [r for r in records if r.kind != "sample"]
-        for who, own in groupby(records, key=lambda r: r.who):
+        for process, own in groupby(records, key=lambda r: r.process):
             differences = replay(own, machine_of)
-            assert not differences, f"{who}: {differences[0]}"
+            assert not differences, f"{process}: {differences[0]}"
         events += sum(r.kind == "event" for r in records)
     return events

@@ -20,12 +20,12 @@ from decoupled_diloco.tape.samples import Sample
 HEAD = """\
 # Event tape
 
-Each process of a run has its own file, `RUN/tape/<who>.jsonl`. It appends what it received, decided
-and measured. Reports, displays, replay and checks read nothing else. This is schema {schema}. A
-program reads only tapes of its own schema.
+Each process of a run has its own file, `RUN/tape/<process>.jsonl`. It appends what it received,
+decided and measured. Reports, displays, replay and checks read nothing else. This is schema
+{schema}. A program reads only tapes of its own schema.
 
 When a file has 4 MiB, it becomes a compressed *segment*. Its name,
-`RUN/tape/<who>.segments/000004194411.jsonl.xz`, has the position in the whole text at which it
+`RUN/tape/<process>.segments/000004194411.jsonl.xz`, has the position in the whole text at which it
 ends. At the end of the run the rest becomes a segment, too, if it is longer than 256 KiB. All
 commands read both kinds of files. For other programs, `ddiloco events RUN` prints the records of
 all processes in order of time. `xzcat RUN/tape/shard-0.segments/*.xz` prints the compressed records
@@ -98,13 +98,14 @@ def _unique(classes: Iterable[type]) -> list[type]:
 
 def _attributes(cls: type) -> Iterable[tuple[str, str]]:
     """The fields that a line has, from the docstring of the record."""
-    written = {"at", "who", "seq", "kind", "type", "data", "cause"}
+    written = {name: name for name in ("at", "seq", "kind", "type", "data", "cause")}
+    written["process"] = "who"
     yield "v", "The schema's version."
     lines = inspect.getdoc(cls).partition("Attributes:\n")[2].splitlines()  # type: ignore[union-attr]
     for line in lines:
         name, _, text = line.strip().partition(": ")
         if name in written:
-            yield name, _code(text)
+            yield written[name], _code(text)
 
 
 def _record(cls: type, told: set[type]) -> str:

@@ -53,9 +53,9 @@ def write_crowd(folder: Path) -> None:
     run = ProtocolRun(scenario)
     began, tapes = time.time() - SECONDS, dict[str, TapeWriter]()
 
-    def record(who: str, now: float, event: Any, effects: Sequence[Any]) -> None:
-        if who.startswith("shard-"):
-            tapes[who].effects(now, tapes[who].event(now, event), effects)
+    def record(process: str, now: float, event: Any, effects: Sequence[Any]) -> None:
+        if process.startswith("shard-"):
+            tapes[process].effects(now, tapes[process].event(now, event), effects)
 
     for shard in range(scenario.config.syncer.shards):
         tapes[f"shard-{shard}"] = TapeWriter(

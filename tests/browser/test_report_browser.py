@@ -88,14 +88,14 @@ def test_numbers_match_the_tape(browser: Browser, run: Path, lines: list[dict[st
     moved: dict[str, dict[int, list[int]]] = defaultdict(dict)
     rounds, life, folded, evaluations = [], Counter[str](), Counter[str](), []
     for line in lines:
-        who, data = line["who"], line["data"]
+        process, data = line["who"], line["data"]
         match line["type"]:
             case "start":
-                life[who] += 1
+                life[process] += 1
             case "StepFinished":
-                steps[who].append(data["tokens"])
+                steps[process].append(data["tokens"])
             case "BytesMoved":
-                moved[who][life[who]] = [
+                moved[process][life[process]] = [
                     data[f"{plane}_{way}"]
                     for plane in ("data", "control")
                     for way in ("sent", "received")
@@ -121,15 +121,15 @@ def test_numbers_match_the_tape(browser: Browser, run: Path, lines: list[dict[st
     assert cards["evaluation loss"] == evaluations[-1]
     assert cards["duration"] == pytest.approx(lines[-1]["at"], abs=1e-3)
     sums = {
-        who: [sum(column) for column in zip(*lives.values(), strict=True)]
-        for who, lives in moved.items()
+        process: [sum(column) for column in zip(*lives.values(), strict=True)]
+        for process, lives in moved.items()
     }
     shown = numbers(browser, "bytes")
-    assert {who: shown[who] for who in sums} == sums
-    learners = [own for who, own in sums.items() if who.startswith("learner")]
+    assert {process: shown[process] for process in sums} == sums
+    learners = [own for process, own in sums.items() if process.startswith("learner")]
     assert cards["learners sent"] == sum(own[0] for own in learners)
     taken = numbers(browser, "participation")
-    assert {who: row[1] for who, row in taken.items()} == folded
+    assert {process: row[1] for process, row in taken.items()} == folded
     assert browser.run(
         "[...document.querySelectorAll('#learners tbody tr')].map(row => row.cells[1].innerText)"
     ) == [

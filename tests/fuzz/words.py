@@ -178,7 +178,9 @@ def _sequence(rng: random.Random, samples: Sequence[bytes]) -> bytes:
     """Return a random sequence of these messages, some of them changed."""
     known = json.loads(samples[0])
     sent = [rng.choice(known) for _ in range(rng.randrange(1, 12))]
-    return dumped([[who, mutated(rng, each) if rng.random() < 0.4 else each] for who, each in sent])
+    return dumped(
+        [[process, mutated(rng, each) if rng.random() < 0.4 else each] for process, each in sent]
+    )
 
 
 def _machine(data: bytes) -> None:
@@ -188,9 +190,9 @@ def _machine(data: bytes) -> None:
         conversation = json.loads(data)
     except (ValueError, RecursionError):
         return
-    for number, (who, content) in enumerate(conversation):
+    for number, (process, content) in enumerate(conversation):
         try:
             message: Any = decode(content, get_args(messages.FromLearner))
-            bench.handle(Received(who, message), at=0.5 * number)
+            bench.handle(Received(process, message), at=0.5 * number)
         except DilocoError:
             continue

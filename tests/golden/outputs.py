@@ -273,7 +273,10 @@ def events(run: Recorded) -> str:
     lines = done.stdout_bytes.splitlines()
     told = [json.loads(line) for line in lines]
     counts = Counter((each["who"], each["kind"], named(each)) for each in told)
-    rows = [f"{who} {kind} {name}: {counts[who, kind, name]}" for who, kind, name in sorted(counts)]
+    rows = [
+        f"{process} {kind} {name}: {counts[process, kind, name]}"
+        for process, kind, name in sorted(counts)
+    ]
     digest = hashlib.sha256(done.stdout_bytes).hexdigest()
     return "\n".join([f"{len(lines)} lines, SHA-256 {digest}", done.stderr, *rows, ""])
 
@@ -374,12 +377,12 @@ def metrics(run: Recorded) -> str:
     """
     config = load_config(Path(run.name, "run.toml"), plugins=False)
     parts = [ddiloco("metrics", "config", run.name)]
-    for who, own in by_process(TapeReader(run.half)):
+    for process, own in by_process(TapeReader(run.half)):
         kind = own[0].data["header"]["machine"]
         if kind in ("shard", "learner"):
-            text = asyncio.run((of_shard if kind == "shard" else of_learner)(config, who, own))
+            text = asyncio.run((of_shard if kind == "shard" else of_learner)(config, process, own))
             told = [line for line in text.splitlines() if not belongs_to_machine(line)]
-            parts.append("\n".join([f"{who}:", *told, "", ""]))
+            parts.append("\n".join([f"{process}:", *told, "", ""]))
     return "".join(parts)
 
 
@@ -406,7 +409,7 @@ STATS = SimpleNamespace(stats=Stats(1, 2, 3, 4), certificate_ends_at=None)
 """A server or client; a tape tells what they have moved elsewhere."""
 
 
-async def of_shard(config: Any, who: str, own: list[Record]) -> str:
+async def of_shard(config: Any, process: str, own: list[Record]) -> str:
     machine: Any = None
     tally, heard = ShardTally(), dict[str, float]()
     for record in own:
@@ -427,7 +430,7 @@ async def of_shard(config: Any, who: str, own: list[Record]) -> str:
         return (await ShardMetrics(watched)({})).body.decode()
 
 
-async def of_learner(config: Any, who: str, own: list[Record]) -> str:
+async def of_learner(config: Any, process: str, own: list[Record]) -> str:
     machine: Any = None
     tally = LearnerTally()
     for record in own:
@@ -442,7 +445,7 @@ async def of_learner(config: Any, who: str, own: list[Record]) -> str:
     client: Any = STATS
     told = (state.step, state.tokens, state.discarded_tokens // len(state.fragments))
     run_step = machine.global_step
-    watched = WatchedLearner(who, config.run.name, 1, *told, run_step, state, tally, client)
+    watched = WatchedLearner(process, config.run.name, 1, *told, run_step, state, tally, client)
     with runtime.within(Standing(own[-1])):
         return (await learner_metrics(lambda read: read(watched), {})).body.decode()
 

@@ -97,7 +97,7 @@ def test_a_run_with_own_methods_ends_with_equal_weights_and_replays(
     (header, *_) = [
         r.data["header"]
         for r in TapeReader(system.folder)
-        if r.kind == "start" and r.who == "learner-0"
+        if r.kind == "start" and r.process == "learner-0"
     ]
     assert module in header["plugins"]
 

@@ -57,9 +57,9 @@ def finish(made: Link, seconds: float) -> None:
     assert not any(process.returncode for process in made.started), made.logs()
 
 
-def records(folder: Path, who: str) -> list[Record]:
+def records(folder: Path, process: str) -> list[Record]:
     """Return a process's tape."""
-    return list(TapeReader(folder / "run" / "tape" / f"{who}.jsonl"))
+    return list(TapeReader(folder / "run" / "tape" / f"{process}.jsonl"))
 
 
 def step_times(folder: Path, learner: str) -> list[float]:

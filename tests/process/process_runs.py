@@ -153,15 +153,15 @@ def health(address: str) -> dict[str, Any]:
     return {}
 
 
-def records(folder: Path, who: str) -> list[Record]:
+def records(folder: Path, process: str) -> list[Record]:
     """Return the records on a process's tape."""
-    return list(TapeReader(folder / "tape" / f"{who}.jsonl"))
+    return list(TapeReader(folder / "tape" / f"{process}.jsonl"))
 
 
-def longest_step(folder: Path, who: str) -> float:
+def longest_step(folder: Path, process: str) -> float:
     """Return the longest time between two step boundaries of a learner with one incarnation."""
-    own = records(folder, who)
-    assert max(r.life for r in own) == 0, f"{who} was restarted"
+    own = records(folder, process)
+    assert max(r.life for r in own) == 0, f"{process} was restarted"
     steps = [r.at for r in own if r.type == "StepFinished"]
     return max(b - a for a, b in pairwise(steps))
 

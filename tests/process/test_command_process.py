@@ -187,9 +187,9 @@ def test_a_second_run_moves_the_first_aside(tmp_path: Path) -> None:
     assert code == 0, output
     assert (tmp_path / "run.1" / "tape" / "shard-0.jsonl").read_text().startswith("what an")
     assert (folder / "weights.safetensors").exists()
-    headers = {r.who: r.data["header"] for r in TapeReader(folder) if r.kind == "start"}
-    for who in ("shard-0", "learner-0"):
-        assert headers[who]["versions"]["python"] == platform.python_version()
+    headers = {r.process: r.data["header"] for r in TapeReader(folder) if r.kind == "start"}
+    for process in ("shard-0", "learner-0"):
+        assert headers[process]["versions"]["python"] == platform.python_version()
     assert sum(r.type == "Evaluated" for r in TapeReader(folder)) >= 1
     assert_replays(folder)
 

@@ -15,13 +15,13 @@ from decoupled_diloco.tape.replay import machine_of
 from process.process_runs import command, config_of, local_run, logs, records, send, wait, when
 
 
-def trained_on(folder: Path, who: str) -> dict[tuple[int, int, int], int]:
+def trained_on(folder: Path, process: str) -> dict[tuple[int, int, int], int]:
     """Return the batches that each incarnation trained according to its tape, by epoch and
     partition.
     """
     trained: dict[tuple[int, int, int], int] = defaultdict(int)
     machine: LearnerMachine | None = None
-    for record in records(folder, who):
+    for record in records(folder, process):
         if record.kind == "start":
             made = machine_of(record.data["header"])
             assert isinstance(made, LearnerMachine)
@@ -42,7 +42,7 @@ def check_against_tapes(account: DataAccount, folder: Path, killed: set[tuple[st
     killed.
     """
     tapes = {path.stem for path in (folder / "tape").glob("learner-*.jsonl")}
-    trained = {who: trained_on(folder, who) for who in tapes}
+    trained = {process: trained_on(folder, process) for process in tapes}
     for turn, parts in account.turns.items():
         for part in parts.values():
             for span in part.spans:

@@ -90,8 +90,8 @@ def read_while_it_goes_on(run, tmp_path: Path) -> Iterator[None]:
     refused(address, tmp_path)
 
 
-def steps_of(folder: Path, who: str) -> list[Record]:
-    return [record for record in records(folder, who) if record.type == "StepFinished"]
+def steps_of(folder: Path, process: str) -> list[Record]:
+    return [record for record in records(folder, process) if record.type == "StepFinished"]
 
 
 def refused(address: str, tmp_path: Path) -> None:

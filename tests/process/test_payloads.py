@@ -46,7 +46,7 @@ def test_weights_are_reproduced_after_any_fault_of_the_shards(tmp_path: Path, di
         outcome = wait(run, script())
     assert outcome.finished, outcome.reason
     for result in replay_weights(folder):
-        assert sum(r.kind == "start" for r in records(folder, result.who)) == 2
+        assert sum(r.kind == "start" for r in records(folder, result.process)) == 2
         assert not result.differences
         assert result.unknown == 0, result.notes
         assert result.final == "the same"

@@ -58,9 +58,9 @@ def train_until(folder: Path, step: int, *arguments: str) -> None:
         kill_everything(folder, process)
 
 
-def lives(folder: Path, who: str) -> list[list[Record]]:
+def lives(folder: Path, process: str) -> list[list[Record]]:
     found: list[list[Record]] = []
-    for record in records(folder, who):
+    for record in records(folder, process):
         found += [[]] if record.kind == "start" else []
         found[-1].append(record)
     return found
@@ -87,7 +87,7 @@ def check(folder: Path) -> None:
         newest[fragment], counters[fragment] = version, version[1]
     results, problems = replay_run(folder)
     assert not [p for p in problems if "torn" not in p]
-    assert {r.who: r.differences for r in results if r.differences} == {}
+    assert {r.process: r.differences for r in results if r.differences} == {}
 
 
 def test_a_run_continues_after_everything_was_killed_repeatedly(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_a_run_returns_to_a_consistent_checkpoint_and_names_a_corrupt_one(
     assert recovered[-1].data["way"] == "checkpoint"
     assert recovered[-1].data["kept"] + recovered[-1].data["overwritten"] == 4
     results, _ = replay_run(folder)
-    assert {r.who: r.differences for r in results if r.differences} == {}
+    assert {r.process: r.differences for r in results if r.differences} == {}
     code, text = train(str(file), "--checkpoint", "last")
     assert code == 2
 

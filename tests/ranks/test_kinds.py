@@ -138,14 +138,16 @@ def test_several_sync_ranks_publish_the_same_as_one(
     parts: list[Any] = []
     opened = BodyBooks.open
 
-    def counted(books: BodyBooks, key: str, who: str, part: Any, *rest: Any, **named: Any) -> Any:
-        parts.append((who, part))
-        return opened(books, key, who, part, *rest, **named)
+    def counted(
+        books: BodyBooks, key: str, process: str, part: Any, *rest: Any, **named: Any
+    ) -> Any:
+        parts.append((process, part))
+        return opened(books, key, process, part, *rest, **named)
 
     monkeypatch.setattr(BodyBooks, "open", counted)
     cut, end = trained(tmp_path, kind, world, recorded(monkeypatch), **options)
     assert_the_same(plain, cut)
     assert end["tokens"] == end["steps"] * BATCH * 4
-    assert {who for who, _ in parts} == {"one"}, "the syncer sees more than one learner"
+    assert {process for process, _ in parts} == {"one"}, "the syncer sees more than one learner"
     count = world if sync_ranks == "all" else sync_ranks
     assert len({start for _, (start, _) in parts}) >= count, "payloads are not split"

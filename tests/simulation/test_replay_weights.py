@@ -127,7 +127,7 @@ def test_every_published_version_and_the_final_weights_are_the_same(run: Path) -
         assert (result.unknown, result.differences, result.notes) == (0, [], [])
         assert result.merges >= 8
     assert sum(result.versions for result in results) == published(run) > 20
-    lives = [r for r in TapeReader(run) if r.who == "shard-1" and r.kind == "start"]
+    lives = [r for r in TapeReader(run) if r.process == "shard-1" and r.kind == "start"]
     assert len(lives) == 2
 
 

@@ -269,7 +269,7 @@ def test_a_scripted_kill_is_recorded_and_costs_the_others_nothing(
     twice: list[tuple[Path, str]],
 ) -> None:
     history = read_run(twice[0][0])
-    (outage,) = [o for o in history.outages if o.who == "learner-1"]
+    (outage,) = [o for o in history.outages if o.process == "learner-1"]
     assert outage.global_step >= 15
     assert outage.restarted_at == pytest.approx(outage.down_at + 6.0, abs=0.5)
     assert outage.back_at is not None
@@ -434,7 +434,7 @@ def test_a_slowdown_and_a_silent_death(tmp_path: Path) -> None:
     assert all(gap == pytest.approx(2.5, abs=0.01) for gap in inside)
     assert all(gap == pytest.approx(1.0, abs=0.01) for gap in outside)
     (outage,) = history.outages
-    assert (outage.who, outage.restarted_at, sum(outage.lost_steps.values())) == (
+    assert (outage.process, outage.restarted_at, sum(outage.lost_steps.values())) == (
         "learner-2",
         None,
         0,
@@ -451,7 +451,7 @@ def test_processes_come_back_after_random_failures(tmp_path: Path) -> None:
     )
     history = simulated(tmp_path, story, 90)
     assert len(history.outages) >= 4
-    assert {outage.who for outage in history.outages} > {"learner-0"}
+    assert {outage.process for outage in history.outages} > {"learner-0"}
     assert all(o.restarted_at is not None for o in history.outages)
     assert all(outage.down_at <= 60.0 for outage in history.outages)
     assert_replays(tmp_path)

@@ -276,13 +276,15 @@ class ShardRole:
         elif not self.linger:
             await until_logged(self.addresses[0])
 
-    def _begin_tape(self, who: str, header: Mapping[str, Any]) -> TapeWriter:
-        self._tapes.append(self.open_tape(self.folder, who, header, file=self._files[who]))
+    def _begin_tape(self, process: str, header: Mapping[str, Any]) -> TapeWriter:
+        self._tapes.append(self.open_tape(self.folder, process, header, file=self._files[process]))
         return self._tapes[-1]
 
     def tape_documents(self) -> TapeDocuments:
         """Return the handler of requests for this process's tapes."""
-        paths = {who: self.folder / "tape" / f"{file}.jsonl" for who, file in self._files.items()}
+        paths = {
+            process: self.folder / "tape" / f"{file}.jsonl" for process, file in self._files.items()
+        }
         return TapeDocuments(self.config.run.name, self.shard, self.addresses, paths)
 
     async def metrics(self, query: Mapping[str, str]) -> Document:

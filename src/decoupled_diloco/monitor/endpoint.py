@@ -26,7 +26,7 @@ class MetricsEndpoint:
 
     Args:
         address: ``"host:port"``; port 0 picks a free port.
-        who: Name of the learner, for the log.
+        process: Name of the learner, for the log.
         token: Bearer token that a scraper must send, if any.
         answer: Answers a scrape.
 
@@ -34,13 +34,13 @@ class MetricsEndpoint:
         ConfigError: The address is not valid, or other machines can reach it without a token.
     """
 
-    def __init__(self, address: str, who: str, token: str | None, answer: Query) -> None:
+    def __init__(self, address: str, process: str, token: str | None, answer: Query) -> None:
         host, port = host_and_port("metrics_address", address)
 
         async def refuse(channel: Channel) -> None:
             await channel.close("this address serves only metrics: dial the syncer")
 
-        self._who = who
+        self._who = process
         self._server = HttpServer(
             host=host,
             port=port,

@@ -62,7 +62,7 @@ class Process:
         settings = header.get("settings") if isinstance(header, dict) else None
         run = settings.get("run") if isinstance(settings, dict) else None
         name = str(run.get("name", "")) if isinstance(run, dict) else ""
-        return cls(record.who, name, record.wall, str(record.data.get("version", "")))
+        return cls(record.process, name, record.wall, str(record.data.get("version", "")))
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,30 +129,30 @@ class Tracer:
             yield from shard.rest(problem)
         yield from self._links.rest()
 
-    def take(self, who: str, at: float, value: Any) -> None:
+    def take(self, process: str, at: float, value: Any) -> None:
         """Receive a record that the fold has decoded; see `Listener`."""
         record = self.run.record
-        if who in self._shards and value is not None:
-            self._spans += self._shards[who].take(ns_of(record.wall), value)
-        elif who in self._learners:
-            self._spans += self._learners[who].take(ns_of(record.wall), record.seq, value)
-        elif is_shard(who):
+        if process in self._shards and value is not None:
+            self._spans += self._shards[process].take(ns_of(record.wall), value)
+        elif process in self._learners:
+            self._spans += self._learners[process].take(ns_of(record.wall), record.seq, value)
+        elif is_shard(process):
             self._started(record)  # the beginning of its tape is missing
         else:
             self._fault(ns_of(record.wall), value)
 
     def _started(self, record: Record) -> None:
         """Start a new incarnation, which has no open rounds."""
-        who = record.who
-        if is_shard(who):
-            before = self._shards.pop(who, None)
+        process = record.process
+        if is_shard(process):
+            before = self._shards.pop(process, None)
             if before is not None:
                 self._spans += before.rest(PROCESS_ENDED)
                 self._rounds_before += before.rounds
             settings = self.run.settings_of("sync")
-            self._shards[who] = TracedShard(Process.of(record), settings, self._links)
-        elif is_learner(who) and who not in self.run.observers:
-            self._learners[who] = TracedLearner(Process.of(record), self._links)
+            self._shards[process] = TracedShard(Process.of(record), settings, self._links)
+        elif is_learner(process) and process not in self.run.observers:
+            self._learners[process] = TracedLearner(Process.of(record), self._links)
 
     def _fault(self, at: int, value: Any) -> None:
         attributes: Attributes

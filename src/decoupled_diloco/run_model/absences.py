@@ -156,7 +156,7 @@ def _lost_steps(run: RunFacts, outage: Outage) -> dict[str, int]:
     assert run.training_span is not None
     end = run.training_span[1]
     until = end if outage.back_at is None else min(outage.back_at, end)
-    return _lost_by_others(run, outage.who, outage.down_at, until)
+    return _lost_by_others(run, outage.process, outage.down_at, until)
 
 
 def _lost_by_others(run: RunFacts, learner: str, begin: float, end: float) -> dict[str, int]:

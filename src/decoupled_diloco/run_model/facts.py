@@ -240,7 +240,9 @@ class RunFacts:
             syncer: Use the shards' counters instead of the learners'.
         """
         moved, whose = self.bytes_moved, self.shards if syncer else self.learners
-        parts = [b.seen_from_there if syncer else b for who, b in moved.items() if who in whose]
+        parts = [
+            b.seen_from_there if syncer else b for process, b in moved.items() if process in whose
+        ]
         return _sum_of(parts) if parts else None
 
     @property
@@ -254,10 +256,10 @@ class RunFacts:
 
     def leave_out(self, why: str) -> None:
         """Count a record that cannot be decoded, and remark on the first one for each reason."""
-        who = self.record.who
-        if not self.left_out[f"{who}: {why}"]:
-            self.remark("", f"a record of {who} is skipped: {why}")
-        self.left_out[f"{who}: {why}"] += 1
+        process = self.record.process
+        if not self.left_out[f"{process}: {why}"]:
+            self.remark("", f"a record of {process} is skipped: {why}")
+        self.left_out[f"{process}: {why}"] += 1
 
     def learner(self, name: str) -> LearnerLog:
         """Return the learner of this name, and create it if necessary."""
@@ -287,7 +289,7 @@ class RunFacts:
         if len(self._remarked) > REMARKS_MAX:
             self._remarked = {t: w for t, w in self._remarked.items() if at - w <= REPEAT_SECONDS}
         self.remarks_made += 1
-        self.remarks.append(Remark(at, self.record.who, subject, self.record.type, text))
+        self.remarks.append(Remark(at, self.record.process, subject, self.record.type, text))
         if not self.whole:
             del self.remarks[:-REMARKS_MAX]
 
@@ -352,7 +354,7 @@ class Remark:
     """An event of the run that outputs list as one line."""
 
     at: float
-    who: str  # the process that wrote the record
+    process: str  # the process that wrote the record
     subject: str  # the process that it is about; "" if none
     kind: str  # the type of the record
     text: str
@@ -373,7 +375,7 @@ class FaultLog:
 class Outage:
     """A process that died."""
 
-    who: str
+    process: str
     down_at: float
     how: str  # "killed (SIGKILL)", "ended with exit code 4", "fell silent"
     global_step: int  # of the run, at that time
@@ -771,14 +773,14 @@ class ShardLog:
         return [(step, at) for step, at in self.reports.get(learner, []) if since <= at < until]
 
 
-def is_shard(who: str) -> bool:
+def is_shard(process: str) -> bool:
     """Whether a process is a shard of the syncer, by its name."""
-    return _SHARD.fullmatch(who) is not None
+    return _SHARD.fullmatch(process) is not None
 
 
-def is_learner(who: str) -> bool:
+def is_learner(process: str) -> bool:
     """Whether a process is a learner, by its name."""
-    return who.partition(".")[0] not in _OTHERS and not who.startswith("shard-")
+    return process.partition(".")[0] not in _OTHERS and not process.startswith("shard-")
 
 
 class Acting:

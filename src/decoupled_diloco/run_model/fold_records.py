@@ -56,7 +56,7 @@ class Listener(Protocol):
 
     looks_at: frozenset[str]
 
-    def take(self, who: str, at: float, value: Any) -> None:
+    def take(self, process: str, at: float, value: Any) -> None:
         """Receive one record of a process; ``value`` is ``None`` for a start record."""
 
 
@@ -102,11 +102,11 @@ class RunModel(RunFacts):
             self.leave_out(str(error))
             return
         if self._listener is not None:  # before the folds: it may read the state before this record
-            self._listener.take(record.who, self.at, value)
-        if is_shard(record.who):
-            self._folds[record.who].take(value)
-        elif record.who in self.learners and life is not None:
-            learner_fold.take(self, self.learners[record.who], life, value)
+            self._listener.take(record.process, self.at, value)
+        if is_shard(record.process):
+            self._folds[record.process].take(value)
+        elif record.process in self.learners and life is not None:
+            learner_fold.take(self, self.learners[record.process], life, value)
         self._general(value)
 
     def _shard(self, name: str) -> ShardLog:
@@ -117,34 +117,34 @@ class RunModel(RunFacts):
         return self.shards[name]
 
     def _started(self, record: Record) -> None:
-        who, header = record.who, record.data.get("header")
-        self.headers[who] = header = dict(header) if isinstance(header, dict) else {}
-        self.releases[who] = str(record.data.get("version", "unknown"))
+        process, header = record.process, record.data.get("header")
+        self.headers[process] = header = dict(header) if isinstance(header, dict) else {}
+        self.releases[process] = str(record.data.get("version", "unknown"))
         self.virtual = self.virtual or header.get("virtual") is True
         settings = header.get("settings")
-        if isinstance(settings, dict) and (not self.settings or is_shard(who)):
+        if isinstance(settings, dict) and (not self.settings or is_shard(process)):
             self.settings = settings
         if header.get("role") == "observer":
-            self.observe_only(who)
-        if is_shard(who):
-            self._shard(who)
-            self._folds[who].started()
+            self.observe_only(process)
+        if is_shard(process):
+            self._shard(process)
+            self._folds[process].started()
             if self._listener is not None:
-                self._listener.take(who, self.at, None)
-        elif self._is_learner(who):
-            learner = self.learner(who)
+                self._listener.take(process, self.at, None)
+        elif self._is_learner(process):
+            learner = self.learner(process)
             learner.process, learner.left = "joining", ""
             learner.rate.clear()
             learner.cut_from.clear()
 
     def _life(self, record: Record) -> ProcessLife | None:
         """Return the incarnation that a record of a learner or shard belongs to."""
-        who = record.who
-        if is_shard(who):
-            shard = self._shard(who)
+        process = record.process
+        if is_shard(process):
+            shard = self._shard(process)
             shard.heard_at, lives = self.at, shard.lives
-        elif self._is_learner(who):
-            learner = self.learner(who)
+        elif self._is_learner(process):
+            learner = self.learner(process)
             if not learner.has_tape:
                 # Its own tape has more detail: drop the incarnations that only shards reported.
                 learner.has_tape, learner.lives = True, []
@@ -152,7 +152,7 @@ class RunModel(RunFacts):
         else:
             return None
         if record.kind == "start" or not lives:
-            lives.append(ProcessLife(self.at, self.at, spawned_at=self.spawns.pop(who, None)))
+            lives.append(ProcessLife(self.at, self.at, spawned_at=self.spawns.pop(process, None)))
         lives[-1].last_at = self.at
         return lives[-1]
 
@@ -184,7 +184,7 @@ class RunModel(RunFacts):
                         break
                 self.remark(target, f"fault removed: {kind} {target}")
             case samples.TookOver():
-                self.remark(self.record.who, self._acting.took_over(value))
+                self.remark(self.record.process, self._acting.took_over(value))
             case messages.Send(_, Revision() as plan, why):
                 self.revisions.setdefault(plan.number, (plan, why))
             case messages.Note(text, why, warns):
@@ -200,7 +200,7 @@ class RunModel(RunFacts):
     def _result(self, value: Any) -> None:
         match value:
             case samples.BytesMoved():
-                self._bytes.setdefault(self.record.who, {})[self.record.life] = value
+                self._bytes.setdefault(self.record.process, {})[self.record.life] = value
             case samples.DeviceUsed(name, device) if name not in self.observers:
                 self.learner(name).device = device
             case samples.Evaluated():
@@ -271,11 +271,11 @@ class RunModel(RunFacts):
             self.learner(name).process = state
 
     def _noted(self, text: str, why: str, warns: bool) -> None:
-        who, names = self.record.who, [n for n in subjects_of(text) if n in self.learners]
-        subject = who if text.startswith("it ") else next(iter(names), "")
-        words = note_in_words(who, text, why)
+        process, names = self.record.process, [n for n in subjects_of(text) if n in self.learners]
+        subject = process if text.startswith("it ") else next(iter(names), "")
+        words = note_in_words(process, text, why)
         if warns and (text in self.warnings or len(self.warnings) < WARNINGS_MAX):
-            self.warnings[f"{who} {text}" if text.startswith("it ") else text] = words
+            self.warnings[f"{process} {text}" if text.startswith("it ") else text] = words
         self.remark(subject, words)
 
 

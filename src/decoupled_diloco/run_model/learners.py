@@ -59,7 +59,7 @@ def note_sent(run: RunFacts, life: ProcessLife, record: Record) -> None:
         name = (int(ask["term"]), int(ask["number"]))
         life.ledger.sent(int(record.data["fragment"]), name, int(record.data["tokens"]))
     except (KeyError, TypeError, ValueError) as error:
-        run.left_out[f"{record.who}: SendBody: {error!r}"] += 1
+        run.left_out[f"{record.process}: SendBody: {error!r}"] += 1
 
 
 def note_joined(run: RunFacts, learner: LearnerLog) -> None:

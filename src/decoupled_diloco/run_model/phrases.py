@@ -132,7 +132,7 @@ def clock_face(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes:02}:{rest:02}"
 
 
-def named(who: str, note: str) -> str:
+def named(process: str, note: str) -> str:
     """Return a remark of the protocol with "it" replaced by the name of the process that made it.
 
     >>> named("learner-1", "it starts with a fresh optimizer")
@@ -140,10 +140,10 @@ def named(who: str, note: str) -> str:
     >>> named("coordinator", "checkpoint 3 is abandoned, missing parts: learner-0")
     'checkpoint 3 is abandoned, missing parts: learner-0'
     """
-    return f"{who}{note.removeprefix('it')}" if note.startswith("it ") else note
+    return f"{process}{note.removeprefix('it')}" if note.startswith("it ") else note
 
 
-def note_in_words(who: str, note: str, why: str) -> str:
+def note_in_words(process: str, note: str, why: str) -> str:
     """Return a remark of the protocol for a user; empty if it reports nothing of interest.
 
     >>> note_in_words("shard-0", "learner-2 (incarnation 1) is no longer live", "left: goodbye")
@@ -155,8 +155,8 @@ def note_in_words(who: str, note: str, why: str) -> str:
         return f"{learner} is done" if reason == "the run is over" else f"{learner} left: {reason}"
     if note.endswith("could not be fetched"):
         # Either a newer copy replaced it before the fetch, or the learner fetches it again.
-        return f"{who} fetches a corrupted copy again: {why}" if "digest" in why else ""
-    return "" if why == "the run has only begun" else f"{named(who, note)}: {why}"
+        return f"{process} fetches a corrupted copy again: {why}" if "digest" in why else ""
+    return "" if why == "the run has only begun" else f"{named(process, note)}: {why}"
 
 
 def ending_in_words(code: int | None, signal_number: int | None) -> str:

@@ -284,7 +284,7 @@ def _shade_outages(canvas: Canvas, frame: Frame, run: RunModel) -> None:
     for outage in run.outages:
         until = run.duration if outage.back_at is None else outage.back_at
         begin, end = frame.x(outage.down_at / unit), frame.x(until / unit)
-        title = f"{outage.who} down: {outage.how}"
+        title = f"{outage.process} down: {outage.how}"
         canvas.rect(begin, top, max(1.0, end - begin), bottom - top, "shade", title)
 
 
@@ -492,7 +492,7 @@ def _draw_absences(lane: _Lane, run: RunModel, member: LearnerLog | ShardLog) ->
     middle = lane.top + lane.height / 2
     for outage in member.outages:
         up_at = outage.restarted_at if outage.restarted_at is not None else run.duration
-        title = f"{outage.who} {outage.how} at {outage.down_at:.1f} s"
+        title = f"{outage.process} {outage.how} at {outage.down_at:.1f} s"
         lane.rect(outage.down_at, up_at, "down", title)
         draw_mark(lane.canvas, "cross", lane.x(outage.down_at), middle)
         if outage.back_at is not None:

@@ -206,8 +206,8 @@ def _versions(run: RunModel) -> set[tuple[str, str]]:
 
 def _remark_table(run: RunModel) -> Table:
     """Return the events of the run in order of time."""
-    events = sorted((r.at, r.who, r.text) for r in run.remarks if r.kind not in SHOWN_ELSEWHERE)
-    rows: list[Row] = [[Number(f"{at:.1f} s", at), who, text] for at, who, text in events]
+    events = sorted((r.at, r.process, r.text) for r in run.remarks if r.kind not in SHOWN_ELSEWHERE)
+    rows: list[Row] = [[Number(f"{at:.1f} s", at), process, text] for at, process, text in events]
     return Table(["time", "process", "event"], rows)
 
 
@@ -320,11 +320,11 @@ def outage_line(run: RunModel, outage: Outage) -> str:
     """Return one sentence about an outage and its effect."""
     was = "was " if outage.how.startswith("killed") else ""
     how = outage.how.removesuffix(" (SIGKILL)")
-    line = f"{outage.who} {was}{how} at {outage.down_at:.1f} s (step {outage.global_step})"
+    line = f"{outage.process} {was}{how} at {outage.down_at:.1f} s (step {outage.global_step})"
     if outage.seconds is not None:
         line += f", back after {outage.seconds:.1f} s"
         if outage.down_seconds is not None:
-            then = "starting" if outage.who in run.shards else "joining"
+            then = "starting" if outage.process in run.shards else "joining"
             rest = format_duration(max(0.0, outage.seconds - outage.down_seconds))
             line += f" (down {format_duration(outage.down_seconds)}, {then} {rest})"
     elif outage.restarted_at is not None:
@@ -332,7 +332,7 @@ def outage_line(run: RunModel, outage: Outage) -> str:
     else:
         line += ", not restarted"
     return line + _lost(
-        "the others" if outage.who in run.learners else "the learners", outage.lost_steps
+        "the others" if outage.process in run.learners else "the learners", outage.lost_steps
     )
 
 

@@ -53,9 +53,9 @@ class Manifest:
     missing: tuple[str, ...]
     coordinator: dict[str, Any]
 
-    def part(self, who: str) -> Path:
+    def part(self, process: str) -> Path:
         """Return the file of a shard's part."""
-        return self.folder / f"{who}.safetensors"
+        return self.folder / f"{process}.safetensors"
 
     def check(self) -> None:
         """Read every byte of the shards' parts.

@@ -54,15 +54,17 @@ class TapeDocuments:
         if "who" not in query:
             about = {**self._about, "tapes": sorted(self._tapes), "wall": runtime().wall()}
             return Document(json.dumps(about).encode())
-        who, start = query["who"], query.get("from", "0")
-        if who not in self._tapes:
+        process, start = query["who"], query.get("from", "0")
+        if process not in self._tapes:
             names = ", ".join(sorted(self._tapes))
-            raise NoSuchDocumentError(f"who={who[:80]!r} has no tape here: the tapes are {names}")
+            raise NoSuchDocumentError(
+                f"who={process[:80]!r} has no tape here: the tapes are {names}"
+            )
         if not (start.isascii() and start.isdigit() and len(start) < 18):
             raise NoSuchDocumentError(f"from={start[:40]!r} is not an offset in a tape")
         async with self._reading:
             return await asyncio.to_thread(
-                read_piece, self._tapes[who], int(start), detail=query.get("detail") == "1"
+                read_piece, self._tapes[process], int(start), detail=query.get("detail") == "1"
             )
 
 

@@ -143,11 +143,11 @@ def _key(line: bytes) -> tuple[Hashable, ...] | None:
         learners = _LEARNERS.search(line)
         return (name, *(learners[1].split(b",") if learners else ()))
     learner = _LEARNER.search(line)
-    who = learner[1] if learner else b""
+    process = learner[1] if learner else b""
     if name == "Holding":
         fragment = _FRAGMENT.search(line)
-        return (name, who, fragment[1] if fragment else b"")
-    return (name, who)
+        return (name, process, fragment[1] if fragment else b"")
+    return (name, process)
 
 
 def _name(line: bytes) -> str | None:

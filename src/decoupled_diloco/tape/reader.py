@@ -231,12 +231,12 @@ def _ordered(records: Iterable[Record]) -> Iterator[tuple[tuple[float, str, int,
     latest = -math.inf
     for record in records:
         latest = max(latest, record.wall)
-        yield (latest, record.who, record.life, record.seq), record
+        yield (latest, record.process, record.life, record.seq), record
 
 
 def read_on_order(record: Record) -> tuple[float, str, int, int]:
     """Sort key for the records of several processes: wall-clock time, then process."""
-    return (record.wall, record.who, record.life, record.seq)
+    return (record.wall, record.process, record.life, record.seq)
 
 
 def open_files_allowed(files: int) -> int | None:

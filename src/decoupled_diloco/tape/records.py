@@ -60,7 +60,7 @@ class Record:
 
     Attributes:
         at: Seconds of the writing process's own clock.
-        who: Name of the process: ``learner-0``, ``shard-1``, ``coordinator``, ``launcher``, ….
+        process: Name of the process: ``learner-0``, ``shard-1``, ``coordinator``, ``launcher``, ….
         seq: Number of the record within its incarnation, from 0.
         kind: Kind of the record.
         type: Name of the dataclass; ``start`` for start records.
@@ -71,7 +71,7 @@ class Record:
     """
 
     at: float
-    who: str
+    process: str
     seq: int
     kind: Kind
     type: str
@@ -140,21 +140,21 @@ class Parser:
             self._problems.append(f"{self._path}: further problems are not listed")
 
     def _record(self, fields: dict[str, Any]) -> Record:
-        at, who = float(fields["at"]), str(fields["who"])
+        at, process = float(fields["at"]), str(fields["who"])
         name, data = str(fields["type"]), dict(fields["data"])
         if fields["kind"] == "start":
-            life = self._clocks[who][1] + 1 if who in self._clocks else 0
-            self._clocks[who] = (float(data["wall"]) - float(data["monotonic"]), life)
-        if who not in self._clocks:
-            self._clocks[who] = (0.0, 0)
+            life = self._clocks[process][1] + 1 if process in self._clocks else 0
+            self._clocks[process] = (float(data["wall"]) - float(data["monotonic"]), life)
+        if process not in self._clocks:
+            self._clocks[process] = (0.0, 0)
             self._note(
-                f"{self._path}: {who} has no start record, so its times are from its own clock"
+                f"{self._path}: {process} has no start record, so its times are from its own clock"
             )
-        offset, life = self._clocks[who]
+        offset, life = self._clocks[process]
         if not abs(at) + abs(offset) < SECONDS_MAX:
             raise ValueError("the time is out of range")
         kind, seq, cause = _KINDS[fields["kind"]], int(fields["seq"]), fields.get("cause")
-        return Record(at, who, seq, kind, name, data, cause, at + offset, life)
+        return Record(at, process, seq, kind, name, data, cause, at + offset, life)
 
 
 def _shown(line: bytes) -> str:
@@ -164,10 +164,10 @@ def _shown(line: bytes) -> str:
 
 
 def format_record(record: Record) -> str:
-    names = ("at", "who", "seq", "kind", "type", "data", "cause")
-    fields = {"v": SCHEMA} | {name: getattr(record, name) for name in names}
-    if record.cause is None:
-        del fields["cause"]
+    fields: dict[str, Any] = {"v": SCHEMA, "at": record.at, "who": record.process}
+    fields |= {name: getattr(record, name) for name in ("seq", "kind", "type", "data")}
+    if record.cause is not None:
+        fields["cause"] = record.cause
     return to_json(fields) + "\n"
 
 

@@ -132,8 +132,8 @@ def replay_run(
     """
     reader = TapeReader(path)
     results = []
-    for who, records in by_process(reader, until_seconds):
-        result = ProcessReplay(who)
+    for process, records in by_process(reader, until_seconds):
+        result = ProcessReplay(process)
         for record in records:
             result.lives += record.kind == "start"
             result.events += record.kind == "event"
@@ -169,7 +169,7 @@ def replay(
             machine = machine_factory(first.data.get("header", {}))
             continue
         if machine is None:
-            raise StorageError(f"the tape of {first.who} does not start with a start record")
+            raise StorageError(f"the tape of {first.process} does not start with a start record")
         effects = _handled(machine, first)
         replayed = [plain_numbers(wire.encode(effect)) for effect in effects]
         # A kill can truncate the effects of an incarnation's last event: compare those written.
@@ -194,7 +194,7 @@ def _handled(machine: AnyMachine[Any, Any], record: Record) -> list[Any]:
         return list(machine.handle(record.at, event))
     except (AssertionError, LookupError, TypeError, ValueError) as error:
         raise StorageError(
-            f"the tape of {record.who} was changed: record {record.seq} of incarnation "
+            f"the tape of {record.process} was changed: record {record.seq} of incarnation "
             f"{record.life}, {record.type}, cannot follow the records before it ({error!r})"
         ) from error
 
@@ -206,7 +206,7 @@ def _turns(records: Iterable[Record]) -> Iterator[tuple[Record, list[dict[str, A
         if record.kind == "effect":
             if current is None or record.cause != current[0].seq:
                 raise StorageError(
-                    f"the tape of {record.who} was changed: record {record.seq} of incarnation "
+                    f"the tape of {record.process} was changed: record {record.seq} of incarnation "
                     f"{record.life}, {record.type}, does not follow the event that caused it"
                 )
             current[1].append(record.typed)
@@ -226,14 +226,18 @@ def divergences(left: str | Path, right: str | Path) -> list[Divergence]:
     Raises:
         StorageError: A tape does not exist.
     """
-    ours = {who: list(map(_content, records)) for who, records in by_process(TapeReader(left))}
-    theirs = {who: list(map(_content, records)) for who, records in by_process(TapeReader(right))}
+    ours = {
+        process: list(map(_content, records)) for process, records in by_process(TapeReader(left))
+    }
+    theirs = {
+        process: list(map(_content, records)) for process, records in by_process(TapeReader(right))
+    }
     found = []
-    for who in sorted(ours.keys() | theirs.keys()):
-        pairs = zip_longest(ours.get(who, []), theirs.get(who, []))
+    for process in sorted(ours.keys() | theirs.keys()):
+        pairs = zip_longest(ours.get(process, []), theirs.get(process, []))
         for number, (a, b) in enumerate(pairs):
             if a != b:
-                found.append(Divergence(who, number, a, b))
+                found.append(Divergence(process, number, a, b))
                 break
     return found
 
@@ -255,11 +259,11 @@ def by_process(
         if until_seconds is not None and record.wall - began > until_seconds:
             break
         if samples or record.kind != "sample":
-            mine.setdefault(record.who, []).append(record)
-    for who in sorted(mine):
-        header = mine[who][0].data.get("header", {}) if mine[who][0].kind == "start" else {}
+            mine.setdefault(record.process, []).append(record)
+    for process in sorted(mine):
+        header = mine[process][0].data.get("header", {}) if mine[process][0].kind == "start" else {}
         if header.get("machine") in MACHINES:
-            yield who, mine[who]
+            yield process, mine[process]
 
 
 def _content(record: Record) -> tuple[str, Mapping[str, Any]]:

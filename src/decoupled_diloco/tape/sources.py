@@ -215,22 +215,22 @@ class SyncerSource:
 
     def _read(self, shard: int, address: str) -> list[Record]:
         names = (f"shard-{shard}", *(("coordinator",) if shard == 0 else ()))
-        return [record for who in names for record in self._read_tape(address, who)]
+        return [record for process in names for record in self._read_tape(address, process)]
 
-    def _read_tape(self, address: str, who: str) -> list[Record]:
-        parser = self._parsers.setdefault(who, Parser(Path(f"{address}/{who}"), self._torn))
+    def _read_tape(self, address: str, process: str) -> list[Record]:
+        parser = self._parsers.setdefault(process, Parser(Path(f"{address}/{process}"), self._torn))
         records: list[Record] = []
         while True:
-            start = self._offsets.get(who, 0)
-            query = {"who": who, "from": str(start), "detail": self._detail}
+            start = self._offsets.get(process, 0)
+            query = {"who": process, "from": str(start), "detail": self._detail}
             document = fetch(address, TAPE_PATH, query, self._token, self._tls)
             following, size = _fact(document.facts, "next"), _fact(document.facts, "size")
-            identity = document.facts.get("tape") or self._identities.get(who, "")
+            identity = document.facts.get("tape") or self._identities.get(process, "")
             # A shorter tape, or one with another identity, belongs to a new run.
-            if size < start or self._identities.setdefault(who, identity) != identity:
+            if size < start or self._identities.setdefault(process, identity) != identity:
                 raise _AnotherRun
             records += filter(None, map(parser.parse, document.body.splitlines()))
-            self._offsets[who] = following
+            self._offsets[process] = following
             if following <= start:  # an answer holds a limited piece: repeat until the end
                 return records
 

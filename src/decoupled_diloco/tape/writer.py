@@ -56,8 +56,8 @@ class TapeWriter:
     and counted in ``dropped``, so the file has no gaps, and training continues.
 
     Args:
-        path: The file, or the tape folder in which ``<who>.jsonl`` is created.
-        who: Name of the process.
+        path: The file, or the tape folder in which ``<process>.jsonl`` is created.
+        process: Name of the process.
         header: JSON values for the start record, for example the settings for a replay.
         clock: The clock of the instants passed to `event` and the other methods. The default is
             this process's monotonic clock.
@@ -72,17 +72,17 @@ class TapeWriter:
     def __init__(
         self,
         path: str | Path,
-        who: str,
+        process: str,
         header: Mapping[str, Any] | None = None,
         clock: Callable[[], float] | None = None,
         wall: Callable[[], float] | None = None,
         on_failure: Callable[[StorageError], None] | None = None,
     ) -> None:
         path = Path(path)
-        self.path = path if path.suffix == ".jsonl" else path / f"{who}.jsonl"
-        self.who = who
+        self.path = path if path.suffix == ".jsonl" else path / f"{process}.jsonl"
+        self.process = process
         self.dropped = 0
-        self._name = to_json(who)
+        self._name = to_json(process)
         self._seq = 0
         self._buffer: deque[_Waiting] = deque()
         self._lines: list[str] = []
@@ -253,8 +253,8 @@ class TapeWriter:
         if full:
             self._report(
                 f"is written too slowly ({waiting} records wait for the disk)",
-                f"no more events of {self.who} are recorded, and training continues; use a faster "
-                "or larger disk for the next run",
+                f"no more events of {self.process} are recorded, and training continues; use a "
+                "faster or larger disk for the next run",
             )
         return seq
 

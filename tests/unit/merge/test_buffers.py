@@ -154,11 +154,11 @@ def test_a_merge_is_the_weighted_mean_of_the_buffers(method: str, strategy: str,
         for index, part in enumerate(plan.fragments):
             trained = parameters_numel(part, plan.layout)
             named = [(rng.randint(1, 9), store) for store in stores]
-            for who, (tokens, store) in enumerate(named):
+            for process, (tokens, store) in enumerate(named):
                 capture = Capture(plan, index, store.snapshot(part), begin[index])
                 body, announced, _ = capture.encode("bf16")
                 assert body.numel() == plan.uplink_nbytes(index)
-                ask = Asking(number, who)
+                ask = Asking(number, process)
                 shard.verify(index, ask, body, announced)
                 shard.fold(index, ask, 1, tokens, scale=rng.choice([1.0, 0.5]))
             copy = shard.merge(index)

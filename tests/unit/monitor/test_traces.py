@@ -114,16 +114,16 @@ def test_uploads_fetches_and_applies_match_the_learners_tapes(
             }
     expected = Counter[tuple[str, str]]()
     for line in raw(world):
-        who, name, data = line["who"], line["type"], line["data"]
-        if not str(who).startswith("learner-"):
+        process, name, data = line["who"], line["type"], line["data"]
+        if not str(process).startswith("learner-"):
             continue
         if name == "SendBody" and (f"shard-{data['shard']}", _plain(data["ask"])) in taken:
-            expected[who, "upload"] += 1
+            expected[process, "upload"] += 1
         if name == "Done" and data["order"]["type"] == "Fetch":
             data = data["order"]
-            expected[who, "fetch"] += (data["fragment"], _plain(data["version"])) in merged
+            expected[process, "fetch"] += (data["fragment"], _plain(data["version"])) in merged
         if name == "Apply":
-            expected[who, "apply"] += (data["fragment"], _plain(data["version"])) in merged
+            expected[process, "apply"] += (data["fragment"], _plain(data["version"])) in merged
     learners = [s for s in told if s.process.name.startswith("learner-")]
     assert Counter((s.process.name, s.name) for s in learners if not s.error) == expected
     assert expected["learner-0", "upload"] > 20
@@ -244,11 +244,11 @@ def test_memory_is_bounded_for_any_tape(
 class Author:
     """Writes the tape of one process; ``ahead``: offset of its clock to the run's seconds."""
 
-    def __init__(self, folder: Path, who: str, ahead: float = 0.0) -> None:
+    def __init__(self, folder: Path, process: str, ahead: float = 0.0) -> None:
         wall = 1_780_000_000.0 + ahead
         settings = {"run": {"name": "made-up"}, "sync": {"quorum": 2}}
         self.tape = TapeWriter(
-            folder, who, {"settings": settings}, clock=lambda: 0.0, wall=lambda: wall
+            folder, process, {"settings": settings}, clock=lambda: 0.0, wall=lambda: wall
         )
 
     def tell(self, at: float, event: Any, *effects: Any) -> None:

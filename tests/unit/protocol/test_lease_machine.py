@@ -264,21 +264,21 @@ class Storage:
         nonce, renewals, condition = self.claims[number]
         return NewestLease(number, nonce, renewals, LEASE, condition)
 
-    def carry_out(self, who: str, order: Any) -> Any:
+    def carry_out(self, process: str, order: Any) -> Any:
         match order:
             case Look():
                 return Done(order, self.standing())
             case Acquire(number):
                 if number in self.claims:
                     return Failed(order, "it exists")
-                self.claims[number] = (who, 0, "held")
+                self.claims[number] = (process, 0, "held")
                 return Done(order)
             case Renew(number, renewals):
-                self.claims[number] = (who, renewals, "held")
+                self.claims[number] = (process, renewals, "held")
                 return Done(order, NewestClaim(max(self.claims)))
             case GiveBack(number, finished):
                 renewals = self.claims[number][1]
-                self.claims[number] = (who, renewals, "finished" if finished else "released")
+                self.claims[number] = (process, renewals, "finished" if finished else "released")
                 return None
 
 

@@ -73,9 +73,9 @@ class Hall:
             self.sent(name, Trains(True))
         self.machine.handle(0.0, Received("shard-0", Progress(clock, 8)))
 
-    def sent(self, who: str, message: Any) -> list[Any]:
+    def sent(self, process: str, message: Any) -> list[Any]:
         """A learner sends a message; return what is sent, and the other orders."""
-        effects = self.machine.handle(0.0, Received(who, message, who))
+        effects = self.machine.handle(0.0, Received(process, message, process))
         self.machine.check()
         return [(e.peer, e.message) if isinstance(e, Send) else e for e in effects]
 
@@ -92,8 +92,8 @@ def test_the_first_training_learner_by_name_shares_with_one_at_a_time() -> None:
 
 
 def test_no_provider_at_the_start_or_without_other_learners() -> None:
-    ((who, message),) = Hall("a", clock=0).sent("joiner", TransferWanted(1, SEEN))
-    assert (who, message) == ("joiner", NoTransfer("the run has only begun", 1))
+    ((process, message),) = Hall("a", clock=0).sent("joiner", TransferWanted(1, SEEN))
+    assert (process, message) == ("joiner", NoTransfer("the run has only begun", 1))
     assert Hall().sent("joiner", TransferWanted(1, SEEN)) == [
         ("joiner", NoTransfer("no other learner is training", 1))
     ]
@@ -108,7 +108,9 @@ def test_a_shard_relays_a_few_chunks_at_a_time() -> None:
     _, opened, *opened_messages = hall.sent("a", StateOffered("joiner", 1, 10, 100, "digest"))
     path = "/relay/joiner/a/1"
     assert opened == OpenRelay("joiner", "a", 1, path, 10, 100, "its copy is ready")
-    assert opened_messages == [(who, RelayOpened("joiner", 1, path)) for who in ("a", "joiner")]
+    assert opened_messages == [
+        (process, RelayOpened("joiner", 1, path)) for process in ("a", "joiner")
+    ]
     assert hall.sent("joiner", ChunkTaken(1, 3)) == [RelayOn(path, 3, "joiner has it")]
     assert hall.sent("joiner", Trains(False)) == [
         CloseRelay(path, "joiner trains"),

@@ -31,10 +31,10 @@ LAUNCHER: tuple[tuple[float, Sample], ...] = (
 """The first process is killed, restarts, stands by, and is asked to stop."""
 
 
-def write(folder: Path, file: str, who: str, *samples: tuple[float, Sample]) -> None:
+def write(folder: Path, file: str, process: str, *samples: tuple[float, Sample]) -> None:
     begun = samples[0][0]
     path = folder / "tape" / f"{file}.jsonl"
-    tape = TapeWriter(path, who, clock=lambda: begun, wall=lambda: WALL + begun)
+    tape = TapeWriter(path, process, clock=lambda: begun, wall=lambda: WALL + begun)
     for at, sample in samples:
         tape.sample(at, sample)
     tape.close()
@@ -63,7 +63,7 @@ def test_the_history_has_one_shard_with_one_outage(run: Path) -> None:
     lives = history.shards[FIRST].lives
     assert [life.started_at for life in lives] == [1.0, 15.5]
     [outage] = history.outages
-    assert (outage.who, outage.down_at) == (FIRST, 10.0)
+    assert (outage.process, outage.down_at) == (FIRST, 10.0)
     remarks = [remark.text for remark in history.remarks]
     takeover = (
         "shard-1-standby acts for shard 1 by claim 2: the previous claim was last renewed 5.5 s ago"

@@ -85,7 +85,7 @@ def test_participation_counts_merged_rounds_only(history):
 
 def test_outage(history):
     (outage,) = history.outages
-    assert outage.who == "learner-1"
+    assert outage.process == "learner-1"
     assert outage.how == "killed (SIGKILL)"
     assert outage.down_at == pytest.approx(30.2)
     assert outage.restarted_at == pytest.approx(31.2)
@@ -178,7 +178,7 @@ def test_a_process_asked_to_stop_has_not_crashed(tmp_path):
         tape.sample(10.7, ProcessEnded("learner-1", None, 15))
         tape.sample(13.5, ProcessEnded("shard-0", None, 9))
     history = read_run(tmp_path)
-    assert [outage.who for outage in history.outages] == ["learner-2"]
+    assert [outage.process for outage in history.outages] == ["learner-2"]
     assert [learner.lives[-1].crashed for learner in history.learners.values()] == [
         name == "learner-2" for name in history.learners
     ]

@@ -158,8 +158,8 @@ def test_a_missing_shard_is_reported(chronicle):
         explain_step(chronicle, 3, 9)
 
 
-def line(seq, at, kind, name, data, who="shard-1"):
-    return Record(at, who, seq, kind, name, data, None, 1e9 + at, 0)
+def line(seq, at, kind, name, data, process="shard-1"):
+    return Record(at, process, seq, kind, name, data, None, 1e9 + at, 0)
 
 
 def a_clock_that_goes_back():

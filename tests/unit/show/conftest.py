@@ -70,13 +70,13 @@ quorum = 1
 class Author:
     """Writes one incarnation of one process; instants are seconds of the run."""
 
-    def __init__(self, folder: Path, who: str, started_at: float) -> None:
-        self.origin = random.Random(who).uniform(100, 9000) + started_at
+    def __init__(self, folder: Path, process: str, started_at: float) -> None:
+        self.origin = random.Random(process).uniform(100, 9000) + started_at
         self._wall = started_at
         self.tape = TapeWriter(
             folder,
-            who,
-            HEADER if who == "launcher" else {},
+            process,
+            HEADER if process == "launcher" else {},
             clock=lambda: self.origin + self._wall,
             wall=lambda: WALL + self._wall,
         )

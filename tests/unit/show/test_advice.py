@@ -67,8 +67,8 @@ def test_there_is_no_advice_without_a_reason(share: float, step: float, trip: fl
 
 
 def test_a_process_warning_remains_and_appears_once(tmp_path: Any) -> None:
-    for who in ("coordinator", "a", "b"):
-        tape = TapeWriter(tmp_path, who, {}, clock=lambda: 0.0, wall=lambda: 100.0)
+    for process in ("coordinator", "a", "b"):
+        tape = TapeWriter(tmp_path, process, {}, clock=lambda: 0.0, wall=lambda: 100.0)
         for text, warns in (("a and b seem to train alike", True), ("a is seed", False)):
             seq = tape.event(1.0, Tick())
             tape.effects(1.0, seq, [Note(text, "why", warns)])

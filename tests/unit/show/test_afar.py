@@ -105,7 +105,7 @@ def test_time_is_accounted_for(whole: Path, syncers: Path) -> None:
 def test_killed_and_cut_off_learners_are_reported(syncers: Path) -> None:
     far = read_run(syncers)
     (outage,) = far.outages
-    assert outage.who == C
+    assert outage.process == C
     assert KILLED_AT - 2.0 < outage.down_at <= KILLED_AT
     assert outage.restarted_at == pytest.approx(BACK_AT, abs=1.0)
     own = far.learners[B]

@@ -167,7 +167,7 @@ def test_learners_that_missed_the_window_are_explained(folder, chronicle):
                 if found is None:
                     continue
                 closed = opened + data["closed_seconds"]
-                later = min(at for at, who in reports if who == found[1] and at > closed)
+                later = min(at for at, process in reports if process == found[1] and at > closed)
                 assert format_duration(later - closed) == found[2]
                 told += 1
     assert told > 2
@@ -321,7 +321,7 @@ def test_a_learners_participation_adds_up(folder, chronicle):
 
 
 def test_the_syncer_has_no_account_of_a_learners_time(records):
-    shards = run_of(r for r in records if r.who.startswith("shard-"))
+    shards = run_of(r for r in records if r.process.startswith("shard-"))
     text = said(explain_learner(shards, C, live=True))
     assert "not known to the syncer" in text
     assert "longest gaps" in text
@@ -358,7 +358,7 @@ def reports_in(record):
 
 
 def test_simultaneous_reports_are_all_counted(together):
-    chronicle = run_of(r for r in TapeReader(together) if r.who.startswith("shard-"))
+    chronicle = run_of(r for r in TapeReader(together) if r.process.startswith("shard-"))
     for shard in (0, 1):
         tape = lines_of(together / "tape" / f"shard-{shard}.jsonl")
         batches = [r for r in tape if r["type"] == "Reported"]

@@ -280,8 +280,8 @@ def states_of(run):
     return {learner.name: learner.state for learner in status_of(run, run.latest).learners}
 
 
-def writer(folder, who):
-    return TapeWriter(folder, who, clock=lambda: 0.0, wall=lambda: WALL)
+def writer(folder, process):
+    return TapeWriter(folder, process, clock=lambda: 0.0, wall=lambda: WALL)
 
 
 def test_states_of_a_shard_that_dies_and_comes_back(tmp_path):

@@ -94,8 +94,8 @@ def test_the_last_ping_of_every_process_is_kept():
 
 
 def test_nonces_and_restart_data_are_left_out(folder):
-    for who in ("shard-0", "coordinator"):
-        tape = (folder / "tape" / f"{who}.jsonl").read_bytes()
+    for process in ("shard-0", "coordinator"):
+        tape = (folder / "tape" / f"{process}.jsonl").read_bytes()
         nonces = {
             record["data"]["greeting"]["nonce"]
             for line in tape.splitlines()

@@ -220,7 +220,7 @@ def test_stopping_processes_after_the_end_is_not_an_interruption(records, tmp_pa
 
 def test_discards_match_the_tape_or_are_unknown(folder, records):
     full = status_of(run_of(records), records[-1].wall)
-    shards_only = [r for r in records if r.who.startswith("shard-")]
+    shards_only = [r for r in records if r.process.startswith("shard-")]
     partial = status_of(run_of(shards_only), records[-1].wall)
     for own, told in zip(full.learners, partial.learners, strict=True):
         applied = [

@@ -68,9 +68,9 @@ def test_the_summary_of_many_learners_is_shortened():
     assert len(lines) < 100
 
 
-def outage(who="learner-0", **changes):
+def outage(process="learner-0", **changes):
     fields = {"restarted_at": None, "back_at": None, "lost_steps": {}, "how": "fell silent"}
-    return Outage(who=who, down_at=10.0, global_step=7, **(fields | changes))
+    return Outage(process=process, down_at=10.0, global_step=7, **(fields | changes))
 
 
 @pytest.mark.parametrize(

@@ -43,8 +43,8 @@ async def a_shard(folder: Path) -> AsyncIterator[tuple[Shard, Channel]]:
     """Create a shard with its coordinator, and the connection of an admitted learner."""
     network, tapes = MemoryNetwork(), list[TapeWriter]()
 
-    def tape(who: str, header: Mapping[str, Any]) -> TapeWriter:
-        tapes.append(open_tape(folder, who, header))
+    def tape(process: str, header: Mapping[str, Any]) -> TapeWriter:
+        tapes.append(open_tape(folder, process, header))
         return tapes[-1]
 
     shard = Shard(

@@ -93,9 +93,9 @@ async def test_a_reader_reports_a_corrupted_segment_and_continues(
     servers, folder, tmp_path, monkeypatch
 ):
     (tmp_path / "tape").mkdir()
-    for who in ("shard-0", "shard-1", "coordinator"):
-        source = folder / "tape" / f"{who}.jsonl"
-        tape = in_segments(tmp_path / who, source)
+    for process in ("shard-0", "shard-1", "coordinator"):
+        source = folder / "tape" / f"{process}.jsonl"
+        tape = in_segments(tmp_path / process, source)
         for path in (tape, tape.with_suffix(".segments")):
             path.rename(tmp_path / "tape" / path.name)
     spoilt = segments_of(tmp_path / "tape" / "shard-1.jsonl")[2]
@@ -103,7 +103,7 @@ async def test_a_reader_reports_a_corrupted_segment_and_continues(
     monkeypatch.setattr(f"{__name__}.documents_of", partial(elsewhere, documents_of, tmp_path))
     source = SyncerSource((servers[0].address,), "secret")
     records = await in_thread(source.poll)
-    assert len({r.seq for r in records if r.who == "shard-1"}) > 100
+    assert len({r.seq for r in records if r.process == "shard-1"}) > 100
     assert records[-1].at > 29.0
     [problem] = source.problems()
     assert f"from byte {spoilt.begin} to {spoilt.end} missing" in problem
@@ -186,7 +186,7 @@ async def test_any_shard_gives_access_to_all_tapes(servers):
     for server in servers:
         source = SyncerSource((server.address,), "secret")
         records = await in_thread(source.poll)
-        assert {record.who for record in records} == {"shard-0", "shard-1", "coordinator"}
+        assert {record.process for record in records} == {"shard-0", "shard-1", "coordinator"}
         assert [r.wall for r in records] == sorted(r.wall for r in records)
         assert await in_thread(source.poll) == []
         assert source.problems() == []
@@ -226,7 +226,7 @@ async def test_a_new_run_at_the_same_addresses_is_read_once_from_its_start(
     second = await in_thread(source.poll)
     assert source.generation == 1
     fresh = await in_thread(SyncerSource((servers[0].address,), "secret").poll)
-    assert [(r.who, r.seq) for r in second] == [(r.who, r.seq) for r in fresh]
+    assert [(r.process, r.seq) for r in second] == [(r.process, r.seq) for r in fresh]
     assert len(second) > len(first) / 2
     assert await in_thread(source.poll) == []
 

@@ -25,8 +25,8 @@ def short_segments(monkeypatch):
     monkeypatch.setattr(segments, "PACKED_BYTES_MIN", 500)
 
 
-def open_tape(folder, who="learner-0"):
-    return TapeWriter(folder, who, clock=lambda: 0.0, wall=lambda: 1000.0)
+def open_tape(folder, process="learner-0"):
+    return TapeWriter(folder, process, clock=lambda: 0.0, wall=lambda: 1000.0)
 
 
 def write(tape, steps, flush_every=1):

@@ -42,8 +42,8 @@ from decoupled_diloco.tape.samples import (
 )
 
 
-def writer(folder, who="learner-0", monotonic=0.0, wall=1000.0, header=None):
-    return TapeWriter(folder, who, header, clock=lambda: monotonic, wall=lambda: wall)
+def writer(folder, process="learner-0", monotonic=0.0, wall=1000.0, header=None):
+    return TapeWriter(folder, process, header, clock=lambda: monotonic, wall=lambda: wall)
 
 
 def test_round_trip(tmp_path):
@@ -65,12 +65,12 @@ def test_round_trip(tmp_path):
         (4, "sample", None),
     ]
     assert records[0].at == 0.1 + 0.2
-    assert {r.who for r in records} == {"learner-0"}
+    assert {r.process for r in records} == {"learner-0"}
 
 
 def test_half_a_surrogate_pair_round_trips(tmp_path):
     note = Note("a\udc80b", "undecodable")
-    with writer(tmp_path / "tape", who="learner-0") as tape:
+    with writer(tmp_path / "tape", process="learner-0") as tape:
         tape.effects(0.5, tape.event(0.5, StepFinished(1)), [note])
     assert [r.value() for r in TapeReader(tmp_path) if r.type == "Note"] == [note]
 
@@ -92,7 +92,7 @@ except StorageError as error:
 )
 def test_a_tape_of_more_files_than_may_be_open(tmp_path, hard, output):
     for number in range(80):
-        writer(tmp_path, who=f"learner-{number}").close()
+        writer(tmp_path, process=f"learner-{number}").close()
     if hard is None:
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     command = [sys.executable, "-c", READ_WITHIN, str(tmp_path), "40", str(hard)]
@@ -125,7 +125,7 @@ def test_files_are_merged_by_wall_time_and_then_by_name(tmp_path):
         tape.event(101.0, StepFinished(1))
         tape.event(101.5, StepFinished(2))
     records = [r for r in TapeReader(tmp_path) if r.kind != "start"]
-    assert [(r.who, r.wall) for r in records] == [
+    assert [(r.process, r.wall) for r in records] == [
         ("learner-0", 1001.0),
         ("shard-0", 1001.0),
         ("learner-0", 1001.5),
@@ -140,7 +140,7 @@ def test_a_clock_that_is_set_back_keeps_each_files_order(tmp_path):
         tape.event(1.0, StepFinished(2))
     with writer(tmp_path, "shard-0", wall=1000.0) as tape:
         tape.event(2.0, Tick())
-    records = [r for r in TapeReader(tmp_path) if r.who == "learner-0"]
+    records = [r for r in TapeReader(tmp_path) if r.process == "learner-0"]
     assert [(r.life, r.seq) for r in records] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
@@ -446,7 +446,7 @@ def test_a_follower_finds_added_lines_and_new_files(tmp_path):
     other = writer(tmp_path / "tape", "shard-0")
     tape.event(1.0, StepFinished(1))
     tape.flush()
-    assert [(r.who, r.kind) for r in reader.poll()] == [
+    assert [(r.process, r.kind) for r in reader.poll()] == [
         ("shard-0", "start"),
         ("learner-0", "event"),
     ]

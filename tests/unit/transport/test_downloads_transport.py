@@ -29,8 +29,8 @@ def offering(*paths: str) -> tuple[BodyBooks, Clock]:
     return bodies, clock
 
 
-def fetch(bodies: BodyBooks, who: str = "a", start: int = 0, sent: int = NBYTES) -> None:
-    download = bodies.fetch("x", who, (start, NBYTES))
+def fetch(bodies: BodyBooks, process: str = "a", start: int = 0, sent: int = NBYTES) -> None:
+    download = bodies.fetch("x", process, (start, NBYTES))
     download.sent(sent)
     download.close()
 

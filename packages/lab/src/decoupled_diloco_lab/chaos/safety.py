@@ -66,17 +66,17 @@ class SafetyChecker:
         """Whether a learner was a member of a shard for the whole span."""
         return any(a <= begin and end <= b for a, b in self.membership[shard, learner])
 
-    def take(self, who: str, at: float, value: Any) -> None:
+    def take(self, process: str, at: float, value: Any) -> None:
         """Process one record; ``None`` marks the start of a process."""
         match value:
-            case None if is_shard(who):
-                self._forget(who, at)
+            case None if is_shard(process):
+                self._forget(process, at)
             case FaultInjected("disk-lost", processes=processes):
                 self._emptied.update(processes)
             case Admit():
                 self._admitted(value)
-            case _ if is_shard(who):
-                self._shard(who, value, at)
+            case _ if is_shard(process):
+                self._shard(process, value, at)
 
     def _forget(self, shard: str, at: float) -> None:
         """End all memberships of a shard that restarts."""

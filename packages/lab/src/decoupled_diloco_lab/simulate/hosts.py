@@ -158,13 +158,13 @@ class Host(VirtualProcess):
             tape.close()
 
     def open_tape(
-        self, folder: Path, who: str, header: Mapping[str, Any], *, file: str | None = None
+        self, folder: Path, process: str, header: Mapping[str, Any], *, file: str | None = None
     ) -> HostTape:
         """See `launch.processes.open_tape`."""
         system = self.system
         tape = HostTape(
-            lambda now, event, did: system.record(self, who, now, event, did),
-            system.tape_writer(who, header, file or who),
+            lambda now, event, did: system.record(self, process, now, event, did),
+            system.tape_writer(process, header, file or process),
             system.bytes_factor,
         )
         self._tapes.append(tape)

@@ -69,12 +69,12 @@ class RunStage(Stage):
         """Handle the end of a process."""
         raise NotImplementedError
 
-    def tape_writer(self, who: str, header: Mapping[str, Any], file: str) -> TapeWriter | None:
+    def tape_writer(self, process: str, header: Mapping[str, Any], file: str) -> TapeWriter | None:
         """Create the tape of a process, or return ``None`` if no tapes are written."""
         if self._tapes is None:
             return None
         header = {**header, "virtual": True, "versions": versions_of_bits()}
-        return TapeWriter(self._tapes / "tape" / f"{file}.jsonl", who, header)
+        return TapeWriter(self._tapes / "tape" / f"{file}.jsonl", process, header)
 
     def address_of(self, host: VirtualProcess) -> str:
         """Return the address at which a process listens."""
@@ -86,25 +86,29 @@ class RunStage(Stage):
         return self._shared_links.setdefault(spec.shared_link, own) if spec.shared_link else own
 
     def record(
-        self, host: VirtualProcess, who: str, now: float, event: Any, effects: Sequence[Any]
+        self, host: VirtualProcess, process: str, now: float, event: Any, effects: Sequence[Any]
     ) -> None:
         """Count an event that a state machine has handled, check it and pass it to recorders."""
         self.events += 1
         # A standby has the same tape name as its shard: use the name of the process instead.
-        who = host.name if who.startswith("shard-") and not who.endswith(".claims") else who
+        process = (
+            host.name
+            if process.startswith("shard-") and not process.endswith(".claims")
+            else process
+        )
         try:
             if self.checks:
-                self._check(host, who)
+                self._check(host, process)
             for recorder in self.recorders:
-                recorder(who, self.now, event, effects)
+                recorder(process, self.now, event, effects)
         except AssertionError as error:
             self.error = self.error or error
 
-    def _check(self, host: VirtualProcess, who: str) -> None:
+    def _check(self, host: VirtualProcess, process: str) -> None:
         machine: Any = getattr(host, "machine", None)
-        if who == "coordinator":
+        if process == "coordinator":
             machine = getattr(host, "coordinator", None)
-        elif who.endswith(".claims"):
+        elif process.endswith(".claims"):
             machine = host.shard_lease.machine  # type: ignore[attr-defined]
         if machine is not None:
             machine.check()
