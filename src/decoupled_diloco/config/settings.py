@@ -113,18 +113,22 @@ class Settings(BaseModel):
         return kept
 
     @model_validator(mode="after")
-    def _refuse_the_character_nul(self) -> Settings:
+    def _refuse_unusable_texts(self) -> Settings:
         for key in self.model_fields_set:
             value = getattr(self, key)
-            texts = value if isinstance(value, tuple) else (value,)
-            if any("\0" in str(each) for each in texts if isinstance(each, str | Path)):
-                told = str(value) if isinstance(value, Path) else value
-                place = f" in {self.table}" if self.table else ""
-                raise ConfigError(f"{key}={shown(told)}{place} has the character NUL: take it out")
+            texts = [
+                str(each)
+                for each in (value if isinstance(value, tuple) else (value,))
+                if isinstance(each, str | Path)
+            ]
+            if not texts:
+                continue
+            place = f" in {self.table}" if self.table else ""
+            subject = f"{key}={shown(str(value) if isinstance(value, Path) else value)}{place}"
+            if any("\0" in text for text in texts):
+                raise ConfigError(f"{subject} has the character NUL: take it out")
             if isinstance(value, Path):
-                refuse_url(
-                    f"{key}={shown(str(value))}{f' in {self.table}' if self.table else ''}", value
-                )
+                refuse_url(subject, value)
         return self
 
     @model_validator(mode="after")

@@ -25,6 +25,17 @@ def at_least(least: float, **values: float) -> None:
             raise ConfigError(f"{name}={value:g} is out of range: it must be at least {least:g}")
 
 
+def between(limit: float, most: float, **values: float) -> None:
+    """Raise ConfigError if a value is not above the limit, or above `most`."""
+    for name, value in values.items():
+        if not limit < value <= most:
+            shown = f"{value:g}" if isinstance(value, float) else value
+            raise ConfigError(
+                f"{name}={shown} is out of range: it must be greater than {limit:g} and at most "
+                f"{most:g}"
+            )
+
+
 def _finite(name: str, value: float) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{name}={value:g} is not finite: give a finite number")

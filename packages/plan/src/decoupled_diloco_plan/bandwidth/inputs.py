@@ -34,6 +34,7 @@ from decoupled_diloco_plan.bandwidth.network import (
 )
 from decoupled_diloco_plan.bandwidth.plan_options import MOST, PlanOptions
 from decoupled_diloco_plan.bandwidth.predict import Prices
+from decoupled_diloco_plan.checks import between
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,9 @@ def read_inputs(options: PlanOptions) -> Inputs:
     Raises:
         ConfigError: A value is missing, out of range, or given twice.
     """
-    _check_ranges(options)
+    for name, most in MOST.items():
+        if (value := getattr(options, name)) is not None:
+            between(0, most, **{name: value})
     assumed: list[str] = []
     if (given := options.config) is not None:
         config = load_config(RECIPES.find(given))
@@ -65,17 +68,6 @@ def read_inputs(options: PlanOptions) -> Inputs:
             options = options.after({"step_seconds": step})
     model = _model(options, assumed)
     return Inputs(options, model, _network(options), _prices(options), tuple(assumed))
-
-
-def _check_ranges(options: PlanOptions) -> None:
-    """Check the options that are counts: above 0, and small enough to simulate."""
-    for name, most in MOST.items():
-        value = getattr(options, name)
-        if value is not None and not 0 < value <= most:
-            shown = f"{value:g}" if isinstance(value, float) else value
-            raise ConfigError(
-                f"{name}={shown} is out of range: it must be greater than 0 and at most {most:g}"
-            )
 
 
 def _model(options: PlanOptions, assumed: list[str]) -> Model:

@@ -186,8 +186,8 @@ def _clusters(options: GoodputOptions) -> Iterator[Cluster]:
     """Yield the clusters to simulate."""
     return cells(
         _systems(options),
-        [_count(each, "--chips") for each in _several(options.chips, "--chips")],
-        [_count(each, "--learners") for each in _several(options.learners, "--learners")],
+        [_count(each, "--chips") for each in _several(options.chips)],
+        [_count(each, "--learners") for each in _several(options.learners)],
         scavenged=partial(
             blocks_of,
             share=options.scavenged_share,
@@ -216,7 +216,7 @@ def _systems(options: GoodputOptions) -> list[System]:
     if not options.system:
         borrows = bool(options.scavenged_share)
         return [system for system in SYSTEMS if not (borrows and system == "barrier")]
-    names = _several(options.system, "--system")
+    names = _several(options.system)
     for name in names:
         if name not in SYSTEMS:
             raise ConfigError(f"--system {name!r} is not valid: give one of {', '.join(SYSTEMS)}")
@@ -252,11 +252,9 @@ def _slowdowns(text: str) -> tuple[float, ...]:
     return tuple(found)
 
 
-def _several(text: str, option: str) -> list[str]:
-    items = list(dict.fromkeys(listed(text)))
-    if not items:
-        raise ConfigError(f"{option} is empty: give one value, or several separated by commas")
-    return items
+def _several(text: str) -> list[str]:
+    """The values of a list, without repetitions. The command line rejects an empty one."""
+    return list(dict.fromkeys(listed(text)))
 
 
 def _count(text: str, option: str) -> int:
