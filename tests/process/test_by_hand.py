@@ -87,8 +87,10 @@ def test_the_example_trains_against_a_syncer(tmp_path: Path) -> None:
         assert output.count(f"{name} joined") == output.count(f"{name} is done") == 1, output
     assert re.search(r"step \d+/120, ", output), "the learner's progress is shown"
     assert f"the budget is spent; {folder / 'weights.safetensors'}" in output
-    assert re.search(r"tokens +[\d.]+k, [\d.]+k/s", output), "both learners print the same summary"
-    assert re.search(r"^a +\d\d+ +[\d.]+k +\d\.\d\d\d +\d", output, re.MULTILINE), output
+    assert re.search(r"tokens +[\d.]+M, [\d.]+[kM]/s", output), (
+        "both learners print the same summary"
+    )
+    assert re.search(r"^a +\d\d+ +[\d.]+M +\d\.\d\d\d +\d", output, re.MULTILINE), output
     page = (folder / "report.html").read_text()
     assert "2 learners, 2 syncer shards" in page
     assert "The tapes of a and b are not here" in page
@@ -270,7 +272,7 @@ def test_every_name_has_a_separate_secret(tmp_path: Path) -> None:
         ),
         (
             ["learner", "--index", "0"],
-            "no process knows where the shards are: give their addresses",
+            "no process knows where the shards are: pass their addresses",
         ),
     ],
 )
