@@ -272,6 +272,13 @@ class MemoryClient(BodyClient):
         server.accept(theirs)
         return mine
 
+    async def size(self, url: str, *, base: str = "") -> int:
+        """See `Client`."""
+        address, key = self._resolve(url, base)
+        server = self.server(address)
+        await server.bodies.obtain(key)
+        return len(server.bodies.look_up(key).body)
+
     def putting(self, address: str, key: str, body: Window) -> _MemoryPut:
         """See `BodyClient`."""
         return _MemoryPut(self, address, key, body)
@@ -314,6 +321,7 @@ class _MemoryPut:
                 self._key, principal, (start, stop), len(self._body), resumed
             )
             await self._send(server, stream)
+            await server.bodies.passed_on(self._key)
         except RequestRefusal as refusal:
             target = f"{self._address}{PREFIX}{self._key}"
             raise refusal_error(refusal.status, refusal.text, target) from None
@@ -354,6 +362,7 @@ class _MemoryGet:
         target = f"{self._address}{PREFIX}{self._key}"
         try:
             principal = self._client.authorize(server)
+            await server.bodies.obtain(self._key)
             offer = server.bodies.look_up(self._key)
             if len(offer.body) != len(self._out):
                 raise ProtocolError(

@@ -16,6 +16,7 @@ from deliberate_breaks import ROOT, Break
 from simulation.apart_breaks import APART
 from simulation.breaks import CORE, STORAGE
 from simulation.own_breaks import OWN_STEPS
+from simulation.relay_breaks import RELAYS
 from simulation.residual_breaks import RESIDUALS
 from simulation.revision_breaks import REVISIONS
 from simulation.shell_breaks import SHELLS
@@ -26,7 +27,7 @@ SEEDS = range(130)
 """One of the first ten worlds notices most breaks. A few need a rare coincidence. The recorded seed
 is tried first, so a test takes long only if that seed no longer notices the break."""
 
-WORLDS = (*CORE, *RESIDUALS, *REVISIONS, *OWN_STEPS, *APART, *SHELLS)
+WORLDS = (*CORE, *RESIDUALS, *REVISIONS, *OWN_STEPS, *APART, *SHELLS, *RELAYS)
 
 
 SLOW = {
@@ -129,6 +130,7 @@ NAMED_TESTS = """\
 import os, sys
 import pytest
 import worlds.worlds  # before the forks: it takes most of a test's time
+from simulation.relay_breaks import RELAY_TRIAL
 from simulation.trial_breaks import TRIAL
 
 class Failed:
@@ -136,7 +138,7 @@ class Failed:
     def pytest_runtest_logreport(self, report):
         self.calls += report.failed and report.when == "call"
 
-for each in TRIAL[int(sys.argv[1]) :: int(sys.argv[2])]:
+for each in (*TRIAL, *RELAY_TRIAL)[int(sys.argv[1]) :: int(sys.argv[2])]:
     sys.stdout.flush()
     if os.fork() == 0:
         failed = Failed()

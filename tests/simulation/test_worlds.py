@@ -37,6 +37,11 @@ def test_a_world_with_multi_rank_learners_keeps_all_rules(seed: int, staged: boo
     assert worlds.run(seed, changes=Changes(learners=learners)).events > 0
 
 
+@pytest.mark.parametrize("seed", long_after(10, range(60)))
+def test_a_world_with_relays_keeps_all_rules(seed: int) -> None:
+    assert worlds.run(seed, changes=Changes(relays=True)).events > 0
+
+
 def test_a_world_repeats_exactly() -> None:
     def digest(seed: int) -> str:
         seen = sha256()

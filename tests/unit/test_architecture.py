@@ -33,7 +33,7 @@ LAYERS = (
     ("monitor", "shell"),
     ("syncer",),
     ("learner",),
-    ("ranks",),
+    ("ranks", "relay"),
     ("participants", "data"),
     ("export", "integrations", "launch"),
     ("cli", "__main__"),

@@ -17,6 +17,7 @@ from simulation.breaks import (
     STORAGE,
 )
 from simulation.own_breaks import FORGOTTEN_TURNS, OWN_STEPS
+from simulation.relay_breaks import RELAY_TRIAL, RELAYS
 from simulation.residual_breaks import RESIDUALS
 from simulation.revision_breaks import REVISIONS
 from simulation.shell_breaks import SHELLS
@@ -25,6 +26,7 @@ from simulation.trial_breaks import TRIAL
 BREAKS = (
     *(*CORE, *CLAIMS, *STORAGE, *DATA_LEASES, DURABLE_TOO_EARLY, LATE_ANSWER),
     *(*APART, *OWN_STEPS, *FORGOTTEN_TURNS, *RESIDUALS, *REVISIONS, *SHELLS, *TRIAL),
+    *(*RELAYS, *RELAY_TRIAL),
 )
 
 
@@ -43,7 +45,10 @@ def test_a_changed_line_compiles_and_uses_names_that_exist(each: Break) -> None:
     assert not each.unknown_names()
 
 
-@pytest.mark.parametrize("each", TRIAL, ids=[each.mark for each in TRIAL])
+TRIED = (*TRIAL, *RELAY_TRIAL)
+
+
+@pytest.mark.parametrize("each", TRIED, ids=[each.mark for each in TRIED])
 def test_the_test_that_notices_a_break_is_there(each: Break) -> None:
     file, *_, name = each.test.split("::")
     assert f"def {name}(" in (ROOT / "tests" / file).read_text()

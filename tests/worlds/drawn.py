@@ -9,7 +9,7 @@ from decoupled_diloco.config.sync import BITS
 from decoupled_diloco.protocol.adapt import AdaptLimits
 from decoupled_diloco.protocol.machine_options import Options
 from decoupled_diloco_lab.simulate.choices import Choices
-from decoupled_diloco_lab.simulate.spec import LearnerSpec
+from decoupled_diloco_lab.simulate.spec import LearnerSpec, RelaySpec
 from worlds.data_checker import Parts
 
 CONTRIBUTED = 0.5
@@ -133,6 +133,30 @@ def with_ranks(choices: Choices, learners: list[LearnerSpec]) -> list[LearnerSpe
         )
 
     return [ranked(spec) for spec in learners]
+
+
+def random_relays(
+    choices: Choices, learners: list[LearnerSpec]
+) -> tuple[list[LearnerSpec], list[RelaySpec]]:
+    """Put most learners behind one to three relays, some of which are behind another one."""
+    relays: list[RelaySpec] = []
+    for number in range(choices.integer(1, 3)):
+        upstream = choices.pick(relays).name if relays and choices.chance(0.5) else ""
+        rate = choices.log_uniform(1e3, 1e6)
+        relays.append(
+            RelaySpec(
+                f"site-{number}",
+                upstream,
+                latency=choices.log_uniform(0.0002, 0.1),
+                up_bytes_per_second=rate,
+                down_bytes_per_second=rate * choices.uniform(1.0, 10.0),
+            )
+        )
+
+    def placed(spec: LearnerSpec) -> LearnerSpec:
+        return replace(spec, relay=choices.pick(relays).name) if choices.chance(0.8) else spec
+
+    return [placed(spec) for spec in learners], relays
 
 
 def random_sizes(choices: Choices, fragments: int) -> list[int]:

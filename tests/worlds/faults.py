@@ -276,6 +276,29 @@ def random_rank_faults(
     return faults
 
 
+def random_relay_faults(
+    choices: Choices, relays: Sequence[str], *, until: float, mean_seconds: float
+) -> list[Fault]:
+    """Draw a Poisson process of faults of relays and of their connections.
+
+    Args:
+        choices: The random stream.
+        relays: Names of the relays.
+        until: End of the last fault, in seconds.
+        mean_seconds: Mean time between two faults.
+    """
+    kinds: list[Kind] = ["crash", "vanish", "pause", "cut", "break", "slip", "fill"]
+    faults: list[Fault] = []
+    at = choices.exponential(mean_seconds)
+    while at < until:
+        kind = choices.pick(kinds)
+        peer = "shard-0" if kind in ("cut", "break", "slip") and choices.chance(0.3) else ""
+        lasts = min(choices.log_uniform(0.05, 40.0), until - at)
+        faults.append(Fault(at, kind, choices.pick(relays), lasts, peer))
+        at += choices.exponential(mean_seconds)
+    return faults
+
+
 def random_takeovers(
     choices: Choices, shards: int, *, until: float, mean_seconds: float
 ) -> list[Fault]:

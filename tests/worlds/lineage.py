@@ -26,6 +26,8 @@ from decoupled_diloco.protocol.messages import (
     DurableCopy,
     Failed,
     Fold,
+    FoldSum,
+    ForgetFolded,
     Install,
     Lost,
     Made,
@@ -35,8 +37,10 @@ from decoupled_diloco.protocol.messages import (
     Received,
     Relabel,
     SendBody,
+    SendSum,
     Snapshot,
     StepFinished,
+    SumArrived,
     Version,
     is_shard_peer,
     shard_of,
@@ -144,6 +148,10 @@ class Lineage:
         self.trainers: dict[str, Trainer] = {}
         self.folded: dict[tuple[str, int, int], Steps] = defaultdict(dict)
         self.merging: dict[tuple[str, int, int], tuple[Merge, Steps]] = {}
+        self.relays = {host.name: host for host in system.relays}
+        self.at_relays: dict[tuple[str, int, int], list[Asking]] = defaultdict(list)
+        self.sums: dict[tuple[str, int, int], tuple[Asking, ...]] = {}
+        self.learner_of: dict[tuple[int, Asking], str] = {}
         system.recorders.append(self)
 
     def __call__(self, process: str, now: float, event: Any, effects: Sequence[Any]) -> None:
@@ -152,6 +160,8 @@ class Lineage:
             self._learner(self._trainer(process), event, effects)
         elif process in self.shards:
             self._shard(self.shards[process], event, effects)
+        elif process.removeprefix("relay-") in self.relays:
+            self._relay(process.removeprefix("relay-"), event, effects)
 
     def _trainer(self, process: str) -> Trainer:
         host = self.system.learners[process]
@@ -269,6 +279,14 @@ class Lineage:
                 self.merging.pop((process, life, fragment), None)
         for effect in effects:
             match effect:
+                case Fold(fragment, learner, ask, relay=relay) if relay:
+                    self.learner_of[fragment, ask] = learner
+                case FoldSum(fragment, at="") if isinstance(event, SumArrived):
+                    for ask in self._content_of_sum(event):
+                        sent = self.sent[self.learner_of[fragment, ask], fragment, ask]
+                        folded = self.folded[process, life, fragment]
+                        self._is_new(fragment, sent, folded)
+                        self.folded[process, life, fragment] = union(folded, sent)
                 case Fold(fragment, learner, ask):
                     sent = self.sent[learner, fragment, ask]
                     folded = self.folded[process, life, fragment]
@@ -281,6 +299,28 @@ class Lineage:
                     digest = host.machine.state.fragments[fragment].digest
                     content = self.by_digest.get((fragment, digest), {})
                     self._content(fragment, version, digest, content)
+
+    def _relay(self, relay: str, event: Any, effects: Sequence[Any]) -> None:
+        """Follow what a relay has folded, and what it sends."""
+        life = self.relays[relay].life
+        for effect in effects:
+            match effect:
+                case Fold(fragment, ask=ask):
+                    self.at_relays[relay, life, fragment].append(ask)
+                case FoldSum(fragment, other, number):
+                    self.at_relays[relay, life, fragment] += self.sums[other, fragment, number]
+                case ForgetFolded(fragment):
+                    self.at_relays.pop((relay, life, fragment), None)
+                case SendSum(_, fragment, number, asks):
+                    has = self.at_relays.pop((relay, life, fragment), [])
+                    assert list(asks) == has, f"{relay} sends {has} as {asks}"
+                    self.sums[relay, fragment, number] = asks
+
+    def _content_of_sum(self, event: SumArrived) -> tuple[Asking, ...]:
+        """Return the requests whose contributions are really in a sum."""
+        content = self.sums[event.relay, event.fragment, event.number]
+        assert content == event.asks, f"{event} contains {content}"
+        return content
 
     def _recovered(self, host: ShardHost, copy: DurableCopy) -> None:
         """Account for a version on the disk that its process had no time to publish."""

@@ -31,6 +31,7 @@ from decoupled_diloco.protocol.messages import (
     Pull,
     Received,
     Relabel,
+    RunOver,
     SendBody,
     Settle,
     Version,
@@ -121,6 +122,8 @@ class Residuals:
             self._encoded(host, fragments[event.fragment], event)
         for number, effect in enumerate(effects):
             self._ordered(fragments, event, effect, effects[:number])
+        if any(isinstance(effect, RunOver) for effect in effects):
+            return  # no contribution follows that could send a residual
         for fragment, ask in _answered(event, effects, fragments, host.machine.options.shards):
             assert ask not in fragments[fragment].sent, (
                 f"{process}: {ask} of {fragment} is not settled"

@@ -19,7 +19,7 @@ from decoupled_diloco.workloads import Workload
 from decoupled_diloco_lab.simulate.choices import Choices
 from decoupled_diloco_lab.simulate.drift import Drift
 from decoupled_diloco_lab.simulate.hosts import CheckpointId, Host, LearnerHost, ParticipantHost
-from decoupled_diloco_lab.simulate.spec import LearnerSpec
+from decoupled_diloco_lab.simulate.spec import LearnerSpec, RelaySpec
 from decoupled_diloco_lab.simulate.system import System
 from decoupled_diloco_lab.simulate.virtual_disk import Loss
 from worlds.apart_checker import ApartChecker
@@ -37,6 +37,7 @@ from worlds.drawn import (
     random_limits,
     random_options,
     random_phases,
+    random_relays,
     random_sizes,
     random_standbys,
     with_own_rounds,
@@ -48,6 +49,7 @@ from worlds.faults import (
     random_faults,
     random_hardships,
     random_rank_faults,
+    random_relay_faults,
     random_takeovers,
     strike,
 )
@@ -183,7 +185,10 @@ def draw(
     links = choices.fork("links")
     drawn = with_slow_links(links, drawn, options, sizes, waited_for=goes_on)
     data = random_data(choices.fork("data"))
-    if data is None:
+    relays: list[RelaySpec] = []
+    if changes.relays:
+        drawn, relays = random_relays(choices.fork("relays"), drawn)
+    elif data is None:
         drawn = with_ranks(choices.fork("ranks"), drawn)
     learners = [
         replace(spec, **changes.learners)
@@ -221,6 +226,7 @@ def draw(
         sizes=sizes,
         tapes=tapes,
         power=_loss(power) if loses_power else None,
+        relays=relays,
     )
     scene = _watched(seed, options, learners, mishaps, system, ends, data)
     scene.goes_on = goes_on
@@ -518,6 +524,11 @@ def _faults(choices: Choices, scene: Scene, standbys: Standbys | None) -> list[F
     if standbys is not None:
         takeovers = choices.fork("takeovers")
         faults += random_takeovers(takeovers, shards, until=until, mean_seconds=2 * often)
+    if system.relays:
+        relays = choices.fork("relay faults")
+        faults += random_relay_faults(
+            relays, [host.name for host in system.relays], until=until, mean_seconds=often
+        )
     if scene.mishaps.clocks_leap:
         faults += _leaps(choices.fork("leaps"), [host.name for host in system.hosts], until)
     return faults + _away(choices.fork("away"), scene)

@@ -64,6 +64,7 @@ class Changes:
         faulty_seconds: When faults cease.
         without_standbys: Whether each shard has only one process.
         endless: Whether the budget is never spent, so that progress is checked.
+        relays: Whether learners are behind relays, at random.
     """
 
     without_faults: tuple[int, ...] = ()
@@ -74,6 +75,7 @@ class Changes:
     faulty_seconds: float | None = None
     without_standbys: bool = False
     endless: bool = False
+    relays: bool = False
 
     @classmethod
     def from_json(cls, text: str) -> Changes:

@@ -150,7 +150,12 @@ def must_go_on_from_a_checkpoint(scene: Scene) -> int:
     except StorageError:
         return 0  # there is no complete checkpoint
     system = System(
-        old.config, scene.learners, old.folder, seed=f"{scene.seed}/resumed", sizes=old.sizes
+        old.config,
+        scene.learners,
+        old.folder,
+        seed=f"{scene.seed}/resumed",
+        sizes=old.sizes,
+        relays=[host.spec for host in old.relays],
     )
     checker, again = Checker(system), replace(scene, system=system)
     scene.lineage.resumed(system)

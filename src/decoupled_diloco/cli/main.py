@@ -34,7 +34,7 @@ from decoupled_diloco.cli.metrics import metrics
 from decoupled_diloco.cli.recipes import recipes
 from decoupled_diloco.cli.replay_command import replay
 from decoupled_diloco.cli.report_command import report
-from decoupled_diloco.cli.run_commands import evaluator, learner, syncer, train
+from decoupled_diloco.cli.run_commands import evaluator, learner, relay, syncer, train
 from decoupled_diloco.cli.shared_options import fail
 from decoupled_diloco.cli.status_command import status
 from decoupled_diloco.cli.traces_command import traces
@@ -53,7 +53,7 @@ RENAMED = {
 """Old names of commands, and what the commands are called now."""
 
 GROUPS: dict[str, tuple[Callable[..., None] | tuple[str, str], ...]] = {
-    RUN: (train, launch, syncer, learner, evaluator, recipes, export),
+    RUN: (train, launch, syncer, relay, learner, evaluator, recipes, export),
     INSPECT: (
         *(list_runs, status, watch, logs, report, explain, data),
         *(track, metrics, traces),

@@ -28,7 +28,7 @@ from decoupled_diloco.cli.shared_options import (
     require_urls,
 )
 from decoupled_diloco.config import RunConfig, SyncerSettings, load_config
-from decoupled_diloco.config.addresses import on_this_machine
+from decoupled_diloco.config.addresses import alternatives, on_this_machine
 from decoupled_diloco.config.run import advertised
 from decoupled_diloco.config.toml_files import RECIPES
 
@@ -328,6 +328,47 @@ def _run_program(
         patience_seconds=config.learner.leave_seconds_max,
         termination=termination,
         parent_matters=options.stop_with_parent,
+    )
+
+
+class RelayOptions(ConnectOptions):
+    """Options of `ddiloco relay`."""
+
+    config: RunConfigFile
+    settings: Sets = None
+    name: Annotated[str, typer.Option(metavar="NAME")]
+    """Name of the relay, such as site-a. Its auth token or certificate is for this name."""
+
+    upstream: Annotated[str, typer.Option(metavar="URL[,URL…]")]
+    """Addresses of the syncer's shards, or of another relay, in the order in which they are
+    tried."""
+
+    port: Annotated[int, typer.Option()] = 7080
+    """Port at which the site's learners reach the relay."""
+
+    stop_with_parent: StopWithParent = False
+
+
+@command(RelayOptions)
+def relay(options: RelayOptions) -> None:
+    """Serve a site's learners: pass their messages on, and send one sum of what they train."""
+    upstream = require_urls(options.upstream, option="--upstream")
+    config = load_config(options.config, options.settings or ())
+    _prepare(options.stop_with_parent)
+    from decoupled_diloco.launch.ports import free_ports
+    from decoupled_diloco.launch.relay_role import run_relay
+    from decoupled_diloco.launch.run_folder import enter_run_folder
+    from decoupled_diloco.launch.secrets import own_tls, own_token
+
+    free_ports(config.syncer.host, [options.port], "Choose another one with --port")
+    run_relay(
+        config,
+        options.name,
+        port=options.port,
+        upstream=tuple(one for each in upstream for one in alternatives(each)),
+        folder=enter_run_folder(config),
+        token=own_token(config, options.name, options.auth_token_file),
+        tls=own_tls(config, options.name, options.certificates()),
     )
 
 

@@ -180,11 +180,12 @@ def listed(text: str) -> tuple[str, ...]:
     return tuple(item.strip() for item in text.split(",") if item.strip())
 
 
-def require_urls(syncer: str, *, standby: bool = True) -> tuple[str, ...]:
-    """Return the addresses in ``--syncer``, or end the command with one sentence.
+def require_urls(syncer: str, *, standby: bool = True, option: str = "--syncer") -> tuple[str, ...]:
+    """Return the addresses in an option, or end the command with one sentence.
 
     Args:
         syncer: The text of the option.
+        option: The option.
         standby: Whether an entry may have the address of a shard's standby as well.
     """
     from decoupled_diloco.config.addresses import address_problem, alternatives, without_password
@@ -192,7 +193,7 @@ def require_urls(syncer: str, *, standby: bool = True) -> tuple[str, ...]:
     found = listed(syncer)
     each_alone = [one for each in found for one in (alternatives(each) if standby else [each])]
     if any(map(address_problem, each_alone)):
-        fail(f"--syncer {without_password(syncer)!r} is not a valid URL: write http://HOST:PORT")
+        fail(f"{option} {without_password(syncer)!r} is not a valid URL: write http://HOST:PORT")
     return found
 
 

@@ -119,6 +119,16 @@ def alternatives(address: str) -> tuple[str, ...]:
     return tuple(address.split(BETWEEN))
 
 
+def relays_among(given: Sequence[str], shards: Sequence[str]) -> tuple[str, ...]:
+    """Return those of the given addresses that are not addresses of shards.
+
+    >>> relays_among(["http://relay:7080", "http://a:7070"], ["http://a:7070|http://b:7070"])
+    ('http://relay:7080',)
+    """
+    known = {one for each in shards for one in alternatives(each)}
+    return tuple(each for each in given if each not in known)
+
+
 def reached_by(address: str, dialled: str) -> str:
     """Return the address with the host of ``dialled`` instead of a wildcard.
 

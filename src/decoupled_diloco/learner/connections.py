@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Coroutine, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast, get_args
 
 from decoupled_diloco.config.addresses import alternatives, reached_by
@@ -405,6 +405,8 @@ class ShardLinks:
     def send(self, shard: int, message: messages.Message) -> None:
         """Send a message to a shard, if it is connected."""
         channel = self.channels.get(shard)
+        if isinstance(message, messages.Hello):
+            message = replace(message, shard=shard)  # a relay has one address for all shards
         if channel is not None:
             channel.send(numbered(message, self._here.machine.state.checkpoint))
 

@@ -80,7 +80,9 @@ class BodyExchange:
 
         def encoded() -> tuple[Tensor, str, Tensor | None]:
             body, digest, left = capture.encode(effect.codec)
-            return capture.packed(body, effect.codec), digest, left
+            # A relay does not know the buffers of the base.
+            sent = capture.packed(body, effect.codec) if effect.packed else body
+            return sent, digest, left
 
         try:
             ready = isinstance(capture.copy, Copied)  # otherwise `values` waits for the device

@@ -287,6 +287,7 @@ def send(
             codec=pull.codec,
             path=pull.path,
             why=why,
+            packed=pull.packed,
         )
     ]
 

@@ -113,6 +113,24 @@ def is_shard_peer(peer: str) -> bool:
     return _SHARD.fullmatch(peer) is not None
 
 
+def relay_peer(relay: str) -> str:
+    """Return the peer name of a relay. No learner or shard can have it.
+
+    >>> relay_peer("site-a")
+    'relay:site-a'
+    """
+    return f"relay:{relay}"
+
+
+def relay_of(peer: str) -> str:
+    """Return the relay with this peer name; empty if the name is not one of a relay.
+
+    >>> relay_of("relay:site-a"), relay_of("learner-0")
+    ('site-a', '')
+    """
+    return peer.removeprefix("relay:") if peer.startswith("relay:") else ""
+
+
 def name_problem(name: str) -> str:
     """Return why a learner or observer cannot use a name, or an empty text if it can.
 
@@ -455,7 +473,8 @@ class Hello:
     global step of this shard that the learner received; a restarted shard uses it to restore its
     clock. ``run_step`` is the learner's run step s_m at this shard, or ``None`` before the first
     welcome. A learner that was disconnected continues to count from it. ``asks`` lists the requests
-    that the learner has answered, or is answering, without an outcome so far.
+    that the learner has answered, or is answering, without an outcome so far. ``shard`` is the
+    shard that the learner dials; ``None`` if it does not know which shard has the address.
     """
 
     learner: str
@@ -467,6 +486,7 @@ class Hello:
     run_step: int | None
     held: tuple[Holding, ...]
     asks: tuple[Asking, ...] = ()
+    shard: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -605,7 +625,8 @@ class Pull:
     ``alignment`` states how the learner applies the next copy after it answers (rule 7). ``final``
     marks the closing sweep: the learner answers after it has stopped stepping. ``coming`` lists the
     fragments that a learner with a backlog will probably be asked for next, so that it takes their
-    snapshots ahead of time.
+    snapshots ahead of time. ``packed``: the payload may omit buffers that are unchanged since the
+    base.
     """
 
     fragment: int
@@ -617,6 +638,7 @@ class Pull:
     path: str
     final: bool
     coming: tuple[int, ...] = ()
+    packed: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -744,6 +766,8 @@ class Join:
 class Admitted:
     """Coordinator → learner: its incarnation, the run's settings and layout, and the shards.
 
+    ``relayed``: the answer passed through a relay, which can be dialed for every shard.
+
     ``shards`` are their addresses. ``run`` is the unique id of this run: state that a learner keeps
     from one run is void in another. ``index`` is the number of this name in the run, from 0; a
     restarted learner keeps it. ``count`` is the number of learners that the run expects or has had,
@@ -757,6 +781,7 @@ class Admitted:
     run: str = ""
     index: int = 0
     count: int = 1
+    relayed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -862,6 +887,84 @@ class FinishOrdered:
     """Coordinator → shard: all shards have finished the sweep, and the run has ended."""
 
 
+@dataclass(frozen=True, slots=True)
+class RelayHello:
+    """Relay → shard: the first message of a connection that carries those of its children.
+
+    ``nonce`` identifies the process. ``shard`` as in `Hello`.
+    """
+
+    relay: str
+    nonce: str
+    shard: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RelayAccepted:
+    """Shard → relay: the connection is open. ``shards`` are the addresses of all shards.
+
+    ``connection`` is a number that the shard never used before. The paths of sums contain it, so a
+    sum of an earlier connection cannot be mistaken for one of this connection. ``relayed`` as in
+    `Admitted`.
+    """
+
+    shard: int
+    connection: str
+    shards: tuple[str, ...]
+    relayed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RelayWelcome:
+    """Shard → relay: the layout is known, and requests follow. Both texts as in `Admitted`."""
+
+    settings: str
+    layout: str
+
+
+@dataclass(frozen=True, slots=True)
+class Collect:
+    """Shard → relay: a round of this fragment requests contributions.
+
+    They are merged in time if their sum arrives within ``seconds``.
+    """
+
+    fragment: int
+    round: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """Shard → relay: this round requests nothing more."""
+
+    fragment: int
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """Relay → shard: announce the payload of a sum of the contributions to these requests.
+
+    A relay numbers its sums of each fragment from 1 in each of its connections.
+    """
+
+    fragment: int
+    number: int
+    asks: tuple[Asking, ...]
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class SumOutcome:
+    """Shard → relay: whether a sum is merged. Otherwise its requests are repeated or void."""
+
+    fragment: int
+    number: int
+    is_merged: bool
+    reason: str
+
+
 FromLearner = (
     StepReport
     | Upload
@@ -909,23 +1012,6 @@ FromShard = ShardReady | SeedFailed | Progress | Demand | Swept | PartSaved
 
 
 ToShard = LayoutSet | SeedNamed | Begin | Revision | EndOrdered | FinishOrdered | CheckpointOrdered
-
-
-Message = (
-    Hello
-    | FromLearner
-    | ToLearner
-    | Join
-    | Admitted
-    | JoinRefused
-    | FromMember
-    | ToMember
-    | Referred
-    | ShardHello
-    | ShardAdmitted
-    | FromShard
-    | ToShard
-)
 
 
 # Orders about state transfers
@@ -1116,7 +1202,8 @@ class Expect:
     """Accept a contribution's payload at this path, from this learner only.
 
     ``round`` is the number of the fragment's open round, or 0 if there is none. ``codec`` is the
-    payload's codec, or empty for the run's codec.
+    payload's codec, or empty for the run's codec. ``relay`` is the relay to which the learner sends
+    the payload; empty: to this process.
     """
 
     path: str
@@ -1127,6 +1214,7 @@ class Expect:
     ask: Asking
     why: str
     codec: str
+    relay: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1142,10 +1230,11 @@ class ExpectCopy:
 
 @dataclass(frozen=True, slots=True)
 class Unexpect:
-    """Stop expecting a payload, and refuse it if it still arrives."""
+    """Stop expecting a payload, and refuse it if it still arrives; ``relay`` as in `Expect`."""
 
     path: str
     why: str
+    relay: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1153,7 +1242,8 @@ class Fold:
     """Fold a verified payload into the fragment's accumulator, in the order of these effects.
 
     ``scale`` multiplies its values and is below 1 if its norm was clipped. ``discount`` multiplies
-    its weight and is below 1 if lateness reduces it.
+    its weight and is below 1 if lateness reduces it. ``relay`` is the relay that has the payload
+    and folds it into its own accumulator; empty: this process.
     """
 
     fragment: int
@@ -1164,15 +1254,39 @@ class Fold:
     why: str
     scale: float = 1.0
     discount: float = 1.0
+    relay: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Discard a payload that arrived and is not needed."""
+    """Discard a payload that arrived and is not needed; ``relay`` as in `Fold`."""
 
     fragment: int
     learner: str
     ask: Asking
+    why: str
+    relay: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FoldSum:
+    """Add a relay's verified sum to the fragment's accumulator. ``at`` as ``relay`` in `Fold`."""
+
+    fragment: int
+    relay: str
+    number: int
+    at: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class DropSum:
+    """Discard a relay's sum that arrived and is not needed. ``at`` as ``relay`` in `Fold`."""
+
+    fragment: int
+    relay: str
+    number: int
+    at: str
     why: str
 
 
@@ -1344,6 +1458,8 @@ SyncerEffect = (
     | Unexpect
     | Fold
     | Drop
+    | FoldSum
+    | DropSum
     | Merge
     | Install
     | LoadWeights
@@ -1399,7 +1515,10 @@ class Relabel:
 
 @dataclass(frozen=True, slots=True)
 class SendBody:
-    """Encode the snapshot against its base, report its digest (`BodyEncoded`) and upload it."""
+    """Encode the snapshot against its base, report its digest (`BodyEncoded`) and upload it.
+
+    ``packed`` as in `Pull`.
+    """
 
     shard: int
     fragment: int
@@ -1410,6 +1529,7 @@ class SendBody:
     codec: str
     path: str
     why: str
+    packed: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -1615,6 +1735,53 @@ class Persist:
     learner: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class SendSum:
+    """Encode what was folded for these requests, announce it to the shard, and send it there.
+
+    The fragment's accumulator is empty afterwards. ``shard`` owns the fragment.
+    """
+
+    shard: int
+    fragment: int
+    number: int
+    asks: tuple[Asking, ...]
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class SettleSum:
+    """Keep the residual of a sum if it ``is_merged``; otherwise keep the one that it took."""
+
+    fragment: int
+    number: int
+    is_merged: bool
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetFolded:
+    """Discard what was folded for a fragment: its shard has forgotten the requests."""
+
+    fragment: int
+    why: str
+
+
+RelayEffect = (
+    Send
+    | Expect
+    | Unexpect
+    | Fold
+    | Drop
+    | FoldSum
+    | DropSum
+    | SendSum
+    | SettleSum
+    | ForgetFolded
+    | Note
+)
+
+
 CoordinatorEffect = (
     BeginCheckpoint
     | KeepCheckpoint
@@ -1754,6 +1921,7 @@ LeaseOrder = Look | Acquire | Renew | GiveBack
 Order = (
     Fetch
     | SendBody
+    | SendSum
     | SendCopy
     | CopyState
     | RelayState
@@ -1866,11 +2034,13 @@ class Connected:
     """A peer has connected. ``greeting``: its first message, or ``None`` if this process dialed.
 
     A process that greets is admitted or rejected, and is not a peer before it is admitted.
+    ``relay`` is the relay through which the connection passes; empty: there is none.
     """
 
     peer: str
-    greeting: Hello | Joining | ShardHello | None = None
+    greeting: Hello | Joining | ShardHello | RelayHello | None = None
     connection: int = 0
+    relay: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1966,7 +2136,7 @@ class BodyArrived:
     """A contribution's whole payload arrived, finite and with the announced digest.
 
     ``norm`` is ‖d‖. ``alike`` lists learners whose contributions to the same round are nearly
-    parallel to it.
+    parallel to it. ``relay`` is the relay that has the payload; empty: this process.
     """
 
     learner: str
@@ -1979,6 +2149,7 @@ class BodyArrived:
     nbytes: int
     norm: float = 0.0
     alike: tuple[str, ...] = ()
+    relay: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1990,6 +2161,33 @@ class BodyCorrupt:
     ask: Asking
     reason: str
     is_finite: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class SumArrived:
+    """A relay's sum of contributions arrived, finite and with the announced digest.
+
+    ``at`` is the relay that has it; empty: this process.
+    """
+
+    relay: str
+    fragment: int
+    number: int
+    asks: tuple[Asking, ...]
+    nbytes: int
+    at: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SumCorrupt:
+    """A relay's sum is invalid, or its upload stopped."""
+
+    relay: str
+    fragment: int
+    number: int
+    asks: tuple[Asking, ...]
+    reason: str
+    at: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -2022,9 +2220,43 @@ SyncerEvent = (
     | Reported
     | BodyArrived
     | BodyCorrupt
+    | SumArrived
+    | SumCorrupt
     | CopyArrived
     | CopyCorrupt
     | CheckpointHeard
+    | Done
+    | Failed
+)
+
+
+FromRelay = BodyArrived | BodyCorrupt | SumArrived | SumCorrupt | Sum
+
+
+ToRelay = (
+    RelayAccepted
+    | RelayWelcome
+    | Expect
+    | Unexpect
+    | Fold
+    | Drop
+    | FoldSum
+    | DropSum
+    | Collect
+    | Collected
+    | SumOutcome
+)
+
+
+RelayEvent = (
+    Tick
+    | Connected
+    | Received
+    | Lost
+    | BodyArrived
+    | BodyCorrupt
+    | SumArrived
+    | SumCorrupt
     | Done
     | Failed
 )
@@ -2121,3 +2353,26 @@ LearnerEvent = (
 
 
 CoordinatorEvent = Tick | Connected | Received | Lost | CheckpointWanted
+
+
+# All messages
+
+
+Message = (
+    Hello
+    | FromLearner
+    | ToLearner
+    | Join
+    | Admitted
+    | JoinRefused
+    | FromMember
+    | ToMember
+    | Referred
+    | RelayHello
+    | ShardHello
+    | ShardAdmitted
+    | FromShard
+    | ToShard
+    | FromRelay
+    | ToRelay
+)

@@ -44,6 +44,8 @@ from decoupled_diloco.protocol.messages import (
     BodyArrived,
     BodyCorrupt,
     Broadcast,
+    Collect,
+    Collected,
     Decline,
     Drop,
     Expect,
@@ -54,10 +56,12 @@ from decoupled_diloco.protocol.messages import (
     Outcome,
     Pull,
     Send,
+    SumOutcome,
     SyncerEffect,
     Unexpect,
     Verdict,
     Version,
+    relay_peer,
 )
 from decoupled_diloco.protocol.norm_gate import age_of, gate_scale, problem_of, tokens_believed
 from decoupled_diloco.protocol.participation import participation
@@ -157,6 +161,7 @@ def _open(
     if round.leaver and not final:
         why = f"{round.leaver} is about to leave, so all learners take part"
     effects: list[SyncerEffect] = [round.opened(why)]
+    effects += _collect(state, now, round)
     note_quorum(state, options, now, round, "")
     for member in list(state.members.values()):
         effects += ask_if_qualified(state, options, now, round, member)
@@ -184,7 +189,7 @@ def body_arrived(
     ask = _open_request(state, event.learner, event.fragment, event.ask)
     if ask is None or ask.epoch != event.epoch:
         why = "its request was replaced, or the learner left"
-        return [Drop(event.fragment, event.learner, event.ask, why)]
+        return [Drop(event.fragment, event.learner, event.ask, why, event.relay)]
     # A refused payload measures the link as well as an accepted one.
     adapted = payload_arrived(state, options, now, state.members[ask.learner], ask)
     verdict, problem = problem_of(state, options, ask, event)
@@ -193,7 +198,7 @@ def body_arrived(
         scale, problem = gate_scale(state, options, event)
         verdict = "unfit" if scale == 0.0 else "accepted"
     if verdict != "accepted":
-        drop = Drop(event.fragment, event.learner, event.ask, problem)
+        drop = Drop(event.fragment, event.learner, event.ask, problem, ask.relay)
         closed = _close_request(state, options, now, ask, "refused", problem, verdict)
         return [drop, *adapted, *closed]
     return [*adapted, *_fold(state, options, now, ask, event, scale, problem)]
@@ -209,13 +214,13 @@ def _fold(
     gated: str,
 ) -> list[SyncerEffect]:
     fragment, age = event.fragment, age_of(state, ask)
-    ask.state, ask.delivered_at, ask.reason, ask.age = "folded", now, gated, age
+    ask.reason, ask.age = gated, age
     ask.steps, ask.tokens, ask.alike = event.steps, event.tokens, event.alike
     state.fragments[fragment].fold(ask)
-    round = state.rounds.get(fragment)
-    if round is not None and round.settled_at is None:
-        round.awaited.discard(ask.learner)
-    participation(options).folded(state, fragment)
+    if ask.relay:
+        ask.state, ask.relayed_at = "relayed", now
+    else:
+        is_here(state, options, now, ask)
     cap = options.steps_counted
     believed = tokens_believed(state, event)
     steps, tokens = float(event.steps), float(believed)
@@ -228,11 +233,27 @@ def _fold(
     if gated:
         why = f"{why}; {gated}"
     discount = options.late_discount**age
-    fold = Fold(fragment, ask.learner, ask.name, steps, tokens, why, scale, discount)
+    fold = Fold(fragment, ask.learner, ask.name, steps, tokens, why, scale, discount, ask.relay)
     member = state.members[ask.learner]
     member.contributed_at[fragment] = now
-    was_drained(member, fragment)
     return [fold, *_link_free(state, options, now, member, fragment)]
+
+
+def is_here(state: SyncerState, options: Options, now: float, ask: Ask) -> None:
+    """Count a contribution that is folded into the accumulator of this shard."""
+    ask.state, ask.delivered_at = "folded", now
+    round, member = state.rounds.get(ask.fragment), state.members.get(ask.learner)
+    if round is not None and round.settled_at is None:
+        owes_nothing(state, round, ask.learner)
+    participation(options).folded(state, ask.fragment)
+    if member is not None:
+        was_drained(member, ask.fragment)
+
+
+def owes_nothing(state: SyncerState, round: Round, learner: str) -> None:
+    """Stop waiting for a learner, unless another contribution of it is still on its way."""
+    if learner not in state.fragments[round.fragment].owing:
+        round.awaited.discard(learner)
 
 
 def _link_free(
@@ -295,12 +316,13 @@ def _close_request(
     state.fragments[fragment].lose(ask)
     round, member = state.rounds.get(fragment), state.members.get(ask.learner)
     if round is not None and round.settled_at is None:
-        round.awaited.discard(ask.learner)
+        owes_nothing(state, round, ask.learner)
         round.fallen[ask.learner] = ask
         if ask_state == "gone":
             stepping = state.is_stepping(ask.learner)
             round.turn_back(ask.learner, live=member is not None, stepping=stepping)
-    effects: list[SyncerEffect] = [Unexpect(ask.path, reason)]  # break: abandoned-payload-expected
+    unexpect = Unexpect(ask.path, reason, ask.relay)
+    effects: list[SyncerEffect] = [unexpect]  # break: abandoned-payload-expected
     if ask_state != "gone":
         outcome = Outcome(fragment, ask.name, verdict, reason, None)
         effects.append(Send(ask.learner, outcome, reason))
@@ -338,7 +360,7 @@ def open_asks(state: SyncerState, learner: str) -> tuple[Asking, ...]:
         round = state.rounds.get(fragment)
         asks = [] if round is None else round.folded
         if learner in entry.present:  # usually false: keeps joins cheap
-            asks = [*entry.asks.values(), *entry.folded, *asks]
+            asks = [*entry.asks.values(), *entry.relayed, *entry.folded, *asks]
         found += [ask.name for ask in asks if ask.learner == learner]
     return tuple(found)
 
@@ -415,21 +437,22 @@ def _progress(state: SyncerState, options: Options, now: float, round: Round) ->
     entry = state.fragments[round.fragment]
     if round.closed_at is None or round.final:
         _close(state, options, now, round)
+    ends = [] if round.closed_at is None else _collected(round)
     if round.final:
         if round.closed_at is None or round.awaited:
-            return []
+            return ends
         if entry.folded:
-            return _settle(state, options, now, round)
-        return _abandon(state, now, round, "no live learner has anything new")
+            return [*ends, *_settle(state, options, now, round)]
+        return [*ends, *_abandon(state, now, round, "no live learner has anything new")]
     if round.closed_at is not None and has_quorum(entry, options):
         # break: round-waits-for-all
         waits = round.awaited and (not round.delivery_over or waits_for_leaver(state, round))
-        return [] if waits else _settle(state, options, now, round)
+        return ends if waits else [*ends, *_settle(state, options, now, round)]
     if round.delivery_over:
         round.holds_slot = False
     if _hopeless(state, options, round):
-        return _abandon(state, now, round, "too few learners remain for the quorum")
-    return []
+        return [*ends, *_abandon(state, now, round, "too few learners remain for the quorum")]
+    return ends
 
 
 def _close(state: SyncerState, options: Options, now: float, round: Round) -> None:
@@ -502,7 +525,7 @@ def _note_lateness(state: SyncerState, options: Options, round: Round) -> list[S
 def _abandon(state: SyncerState, now: float, round: Round, reason: str) -> list[SyncerEffect]:
     del state.rounds[round.fragment]
     entry = state.fragments[round.fragment]
-    effects: list[SyncerEffect] = []
+    effects = _collected(round)
     if state.phase == "running":
         state.again.add(round.fragment)
     elif round.final:
@@ -576,6 +599,7 @@ def merged(
     for ask in round.folded:
         outcome = Outcome(fragment, ask.name, "accepted", round.close_reason, round.version)
         effects.append(Send(ask.learner, outcome, round.close_reason))
+    effects += _sums_settled(fragment, round.folded, "", is_merged=True)
     took_part = {ask.learner for ask in round.folded}
     entry.missed = {m.learner for m in state.stepping if m.learner not in took_part}
     under_way = list(entry.asks.values())
@@ -605,6 +629,7 @@ def merge_failed(
             del entry.made[ask.learner]  # it is lost, so this base may be requested again
         outcome = Outcome(fragment, ask.name, "abandoned", reason, None)
         effects.append(Send(ask.learner, outcome, reason))
+    effects += _sums_settled(fragment, round.folded, reason, is_merged=False)
     effects.append(Broadcast(GivenUp(fragment, reason), reason))
     effects.append(round.finished(now, "abandoned", reason, list(entry.asks.values())))
     return effects + serve_idle(state, options, now)
@@ -631,6 +656,8 @@ def ask_if_qualified(
     if base is None and not entry.has_since_version(member.learner):
         return []
     round.turn(member.learner, stepping=member.reported_at is not None)
+    if any(ask.learner == member.learner for ask in entry.relayed):
+        round.awaited.add(member.learner)  # break: relayed-contribution-not-awaited
     if member.learner in entry.asks:
         if round.final:
             round.awaited.add(member.learner)
@@ -832,6 +859,7 @@ def _ask(
     path = f"/up/{name.term}/{fragment}/{learner}/{member.epoch}/{name.number}"
     number, final = (0, False) if round is None else (round.number, round.final)
     ask = Ask(name, fragment, learner, member.epoch, path, base, now, number, final)
+    ask.relay = member.relay
     if options.ladder:
         ask.codec = options.ladder[member.uplink.rung][0]
     ask.base_at = now if member.held.get(fragment) == base else None
@@ -856,9 +884,10 @@ def _ask(
         path=path,
         final=final,
         coming=upcoming,
+        packed=not ask.relay,
     )
     return [
-        Expect(path, learner, member.epoch, number, fragment, name, why, ask.codec),
+        Expect(path, learner, member.epoch, number, fragment, name, why, ask.codec, ask.relay),
         Send(learner, pull, why),
     ]
 
@@ -890,3 +919,33 @@ def ask_leaver(
             member.backlog.discard(fragment)
             effects += _ask(state, options, now, member, fragment, base, "it is about to leave")
     return effects
+
+
+# Notifications of relays (rule 22); see `relayed`
+
+
+def _collect(state: SyncerState, now: float, round: Round) -> list[SyncerEffect]:
+    """Notify the relays of a round that opens, with the time that their sums have."""
+    round.collecting = tuple(sorted(state.relays))
+    seconds = COPY_SECONDS if round.final else max(0.0, round.deliver_until - now)
+    order = Collect(round.fragment, round.number, seconds)
+    return [Send(relay_peer(relay), order, "a round opens") for relay in round.collecting]
+
+
+def _collected(round: Round) -> list[SyncerEffect]:
+    """Notify the relays that a round requests nothing more."""
+    notified, round.collecting = round.collecting, ()
+    end = Collected(round.fragment, round.number)
+    return [Send(relay_peer(relay), end, "the round's window is over") for relay in notified]
+
+
+def _sums_settled(
+    fragment: int, asks: Sequence[Ask], reason: str, *, is_merged: bool
+) -> list[SyncerEffect]:
+    """Send each relay the outcome of its sums, which were merged or not."""
+    sums = sorted({sum for ask in asks for sum in ask.sums})
+    why = reason or "its round is merged"
+    return [
+        Send(relay_peer(relay), SumOutcome(fragment, number, is_merged, reason), why)
+        for relay, number in sums
+    ]

@@ -18,7 +18,14 @@ from __future__ import annotations
 import copy
 from typing import assert_never
 
-from decoupled_diloco.protocol import first_copies, leaving, link_measurements, members, rounds
+from decoupled_diloco.protocol import (
+    first_copies,
+    leaving,
+    link_measurements,
+    members,
+    relayed,
+    rounds,
+)
 from decoupled_diloco.protocol.clock import advanced
 from decoupled_diloco.protocol.machine_options import Options
 from decoupled_diloco.protocol.messages import (
@@ -62,6 +69,7 @@ from decoupled_diloco.protocol.messages import (
     Progress,
     Received,
     Reject,
+    RelayHello,
     Reported,
     Revision,
     SeedNamed,
@@ -69,6 +77,8 @@ from decoupled_diloco.protocol.messages import (
     ShardAdmitted,
     StepReport,
     Stop,
+    SumArrived,
+    SumCorrupt,
     Swept,
     SyncerEffect,
     SyncerEvent,
@@ -78,6 +88,7 @@ from decoupled_diloco.protocol.messages import (
     WeightsLoaded,
     Welcome,
     name_problem,
+    relay_of,
 )
 from decoupled_diloco.protocol.syncer_state import (
     FragmentState,
@@ -189,10 +200,7 @@ class SyncerMachine:
             assert round.fragment == fragment
             assert round.base == state.fragments[fragment].version
             assert round.version is None or round.version > round.base, "a version goes back"
-            assert (
-                round.settled_at is not None
-                or round.awaited <= state.fragments[fragment].asks.keys()
-            )
+            assert round.settled_at is not None or round.awaited <= state.fragments[fragment].owing
         state.check_counts()
         for learner, member in state.members.items():
             assert member.learner == learner
@@ -216,9 +224,12 @@ class SyncerMachine:
                 if memory is not None:
                     recall(state, memory)
                 return []
-            case Connected(_, hello, connection):
+            case Connected(_, RelayHello(relay)):
+                state.relays.add(relay)
+                return []
+            case Connected(_, hello, connection, relay):
                 assert isinstance(hello, Hello)
-                return self._greeted(now, connection, hello)
+                return self._greeted(now, connection, hello, relay)
             case Received(peer, message) if peer == COORDINATOR:
                 return self._ordered(now, message)
             case Received(learner, message):
@@ -230,6 +241,8 @@ class SyncerMachine:
                 return []
             case Reported(reports):
                 return members.reported_together(state, options, now, reports)
+            case Lost(peer) if relay_of(peer):
+                return relayed.lost(state, options, now, relay_of(peer))
             case Lost(learner):
                 return members.disconnected(state, now, learner)
             case BodyArrived():
@@ -237,6 +250,10 @@ class SyncerMachine:
                 return rounds.body_arrived(state, options, now, event)
             case BodyCorrupt():
                 return rounds.body_corrupt(state, options, now, event)
+            case SumArrived():
+                return relayed.sum_arrived(state, options, now, event)
+            case SumCorrupt():
+                return relayed.sum_corrupt(state, options, now, event)
             case CopyArrived():
                 return first_copies.copy_arrived(state, event)
             case CopyCorrupt():
@@ -307,7 +324,7 @@ class SyncerMachine:
             case _:
                 raise AssertionError(f"unexpected message from the coordinator: {message}")
 
-    def _greeted(self, now: float, connection: int, hello: Hello) -> list[SyncerEffect]:
+    def _greeted(self, now: float, connection: int, hello: Hello, relay: str) -> list[SyncerEffect]:
         state = self.state
         unnamed = name_problem(hello.learner)
         if unnamed:
@@ -328,9 +345,9 @@ class SyncerMachine:
             # Requests may be lost with the old connection; uploads in progress continue.
             why_void = "it reconnected"
             member.connected = False  # nothing may be sent before it is accepted
-            effects += rounds.forget_asks(
-                state, self.options, now, hello.learner, why_void, hello.asks
-            )
+            void = relayed.rerouted(state, member, relay)
+            valid = tuple(name for name in hello.asks if name not in void)
+            effects += rounds.forget_asks(state, self.options, now, hello.learner, why_void, valid)
             # break: reconnected-holder-not-asked
             effects += first_copies.member_gone(state, hello.learner, why_void)
         if member is not None and member.epoch < hello.epoch:  # break: earlier-epoch-stays
@@ -344,7 +361,7 @@ class SyncerMachine:
         if member is None:
             why = "joined" if hello.step == 0 else "came back"
             member = members.admit(state, self.options, now, hello)
-        member.connected = True
+        member.connected, member.relay = True, relay
         member.held = credible(hello.held, self._owned_set)
         since = member.step
         members.advance_step(state, member, now, hello.step)

@@ -152,6 +152,7 @@ class Member:
         uplink: Measurements of its uplink.
         needs: The needs of its link, if H and τ follow the links.
         departures: How often it has announced its departure.
+        relay: The relay through which it is connected; empty: there is none.
         is_new: It came while the clock was being restored, so its steps start at the restored
             clock.
     """
@@ -177,6 +178,7 @@ class Member:
     needs: Needs = field(default_factory=Needs)
     departures: int = 0
     is_new: bool = False
+    relay: str = ""
 
     @property
     def run_step(self) -> int:
@@ -251,17 +253,19 @@ def identity_problem(known: Identity | None, epoch: int, nonce: str) -> str | No
 # A round, and the requests for contributions
 
 
-AskState = Literal["waiting", "folded", "declined", "refused", "gone"]
+AskState = Literal["waiting", "relayed", "folded", "declined", "refused", "gone"]
 
 
 @dataclass(slots=True)
 class Ask:
-    """A request for a contribution: waiting, delivered, or failed.
+    """A request for a contribution: waiting, delivered (here or to a relay), or failed.
 
     ``round`` is the number of the fragment's round at the request, or 0 if there was none.
     ``final``: the learner answers after it has stopped stepping. ``base_at`` is when it got the
     base. ``codec`` is the chosen one, or empty for the run's. ``announced_at`` is when it started
-    to answer. ``alike`` lists learners whose contributions are nearly parallel to it.
+    to answer. ``alike`` lists learners whose contributions are nearly parallel to it. ``relay`` is
+    the relay that has, or will have, the contribution. ``sums`` lists the sums that hold it, each
+    as its relay and number.
     """
 
     name: Asking
@@ -283,6 +287,9 @@ class Ask:
     delivered_at: float | None = None
     reason: str = ""
     alike: tuple[str, ...] = ()
+    relay: str = ""
+    relayed_at: float | None = None
+    sums: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(slots=True)
@@ -305,6 +312,7 @@ class Round:
         fallen: Requests of this round that failed: the last of each learner.
         folded: The contributions that it merges, once that is decided.
         next_tick: The tick at which the fragment became due again meanwhile.
+        collecting: The relays that were notified of its window and not yet of the window's end.
     """
 
     number: int
@@ -333,6 +341,7 @@ class Round:
     fallen: dict[str, Ask] = field(default_factory=dict)
     folded: list[Ask] = field(default_factory=list)
     next_tick: int | None = None
+    collecting: tuple[str, ...] = ()
 
     def turn(self, learner: str, *, stepping: bool) -> None:
         """Give a live learner its turn; ``stepping``: it has reported a step."""
@@ -486,9 +495,10 @@ class FragmentState:
             reported the version yet. They measure the broadcast. Learners that were away or join
             fetch whole copies, so they do not.
         asks: Open requests, by learner: one each.
-        folded: Contributions that are folded and in no version yet.
-        delivered: Number of those, by learner.
-        present: Number of both, by learner.
+        relayed: Contributions that a relay has folded and not sent yet.
+        folded: Contributions that are folded here and in no version yet.
+        delivered: Number of the latter, by learner.
+        present: Number of all three, by learner.
         made: The base of each learner's last folded contribution.
         failures: Failed merges in a row.
         retry_at: When the next merge may begin after a failure.
@@ -505,6 +515,7 @@ class FragmentState:
     awaited: set[str] = field(default_factory=set)
     norms: list[Sample] = field(default_factory=list)
     asks: dict[str, Ask] = field(default_factory=dict)
+    relayed: list[Ask] = field(default_factory=list)
     folded: list[Ask] = field(default_factory=list)
     delivered: Counter[str] = field(default_factory=Counter)
     present: Counter[str] = field(default_factory=Counter)
@@ -519,11 +530,27 @@ class FragmentState:
         self.present[ask.learner] += 1
 
     def fold(self, ask: Ask) -> None:
-        """Move a delivered contribution from the requests to the folded ones."""
+        """Move a delivered contribution from the requests to the folded or relayed ones."""
         del self.asks[ask.learner]
+        self.made[ask.learner] = ask.base
+        if ask.relay:
+            self.relayed.append(ask)
+            return
         self.folded.append(ask)
         self.delivered[ask.learner] += 1
-        self.made[ask.learner] = ask.base
+
+    def arrive(self, ask: Ask) -> None:
+        """Move a relayed contribution to the folded ones: its sum is here."""
+        self.relayed.remove(ask)
+        self.folded.append(ask)
+        self.delivered[ask.learner] += 1
+
+    def void(self, ask: Ask) -> None:
+        """Forget a relayed contribution that will not arrive; its base may be requested again."""
+        self.relayed.remove(ask)
+        self._one_less(ask.learner)
+        if self.made.get(ask.learner) == ask.base:
+            del self.made[ask.learner]
 
     def lose(self, ask: Ask) -> None:
         """Close a request that failed."""
@@ -542,6 +569,11 @@ class FragmentState:
         self.present[learner] -= 1
         if not self.present[learner]:
             del self.present[learner]
+
+    @property
+    def owing(self) -> set[str]:
+        """Learners whose contribution is requested, or is at a relay."""
+        return self.asks.keys() | {ask.learner for ask in self.relayed}
 
     def has_since_version(self, learner: str) -> bool:
         """Return whether a contribution that a learner made from the newest version is folded."""
@@ -613,6 +645,7 @@ class SyncerState:
     is the schedule revision that applies, ``next_revisions`` those that follow; ``slots_most`` is
     the largest number of slots so far. ``late_rounds`` counts consecutive rounds that merged only
     late contributions. ``twins`` lists learners that seem to train on another learner's data.
+    ``relays`` are the connected relays.
     """
 
     phase: Phase = "starting"
@@ -653,6 +686,7 @@ class SyncerState:
     slots_most: int = 1
     late_rounds: int = 0
     twins: dict[str, Twin] = field(default_factory=dict)
+    relays: set[str] = field(default_factory=set)
 
     @property
     def tokens(self) -> int:
@@ -704,7 +738,8 @@ class SyncerState:
         for fragment in self.fragments.values():
             delivered = Counter(ask.learner for ask in fragment.folded)
             assert +fragment.delivered == delivered
-            assert fragment.present == delivered + Counter(fragment.asks.keys())
+            relayed = Counter(ask.learner for ask in fragment.relayed)
+            assert fragment.present == delivered + relayed + Counter(fragment.asks.keys())
         fastest = min((m.step_seconds for m in self.members.values() if m.step_seconds), default=0)
         assert self.step_seconds <= fastest
 

@@ -161,6 +161,8 @@ class CoordinatorHost:
 
     async def serve_join(self, channel: Channel, join: messages.Join) -> None:
         """Answer a join, and serve its connection until it closes."""
+        if channel.closed:
+            return  # its process is gone, and a newer one of this name may have joined meanwhile
         if join.run and join.run != self._run:
             channel.send(encode(messages.JoinRefused(_ANOTHER_RUN, False)))
             await channel.close(_ANOTHER_RUN)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -18,13 +18,14 @@ import torch
 
 from decoupled_diloco.errors import MergeError, ProtocolError, TransportError
 from decoupled_diloco.merge import Body as TensorBody
-from decoupled_diloco.merge import as_bytes
+from decoupled_diloco.merge import as_bytes, digest
 from decoupled_diloco.merge.plan import values_of
 from decoupled_diloco.protocol import messages
 from decoupled_diloco.protocol.messages import Asking, Version
 from decoupled_diloco.shell.driver import Driver, executes
+from decoupled_diloco.syncer.contributions import Contributions
 from decoupled_diloco.syncer.shard_tensors import PublishedCopy, ShardTensors
-from decoupled_diloco.transport.payload_store import BodyBooks, BodyUpload
+from decoupled_diloco.transport.payload_store import BodyBooks, BodyUpload, body_url
 from decoupled_diloco.transport.pool import PoolBody
 
 logger = logging.getLogger(__name__)
@@ -51,17 +52,20 @@ class Expected:
 
     Attributes:
         effect: The order to expect it.
-        upload: Its upload.
+        upload: Its upload; ``None`` if a relay receives it.
         message: The learner's announcement, once received.
         has_arrived: ``None`` until the upload ends; then whether the payload arrived.
         task: The task that processes the payload, once it has arrived.
+        report: The relay's report that the payload has arrived there. It may overtake the
+            announcement, which passes through the learner's own connection.
     """
 
     effect: messages.Expect | messages.ExpectCopy
-    upload: BodyUpload
+    upload: BodyUpload | None
     message: Any = None
     has_arrived: bool | None = None
     task: asyncio.Task[None] | None = None
+    report: messages.BodyArrived | None = None
 
     @property
     def is_over(self) -> bool:
@@ -79,42 +83,52 @@ def _purpose(effect: messages.Expect | messages.ExpectCopy) -> _Purpose:
 
 
 class Uploads:
-    """The payloads that a shard expects.
+    """The payloads that a shard, or a relay, expects.
+
+    A payload may arrive at a relay instead. The relay receives the orders about it, and reports it.
 
     Args:
         tensors: Verifies contributions and installs copies.
         bodies: The server's data plane.
         driver: The driver of the shard's machine.
         worker: Runs tensor work.
+        relays: Sends a message to a relay.
         keep: Records each verified payload under its path; called in the worker.
     """
 
     def __init__(
         self,
-        tensors: ShardTensors,
+        tensors: Contributions,
         bodies: BodyBooks,
-        driver: Driver[messages.SyncerEvent, messages.SyncerEffect],
+        driver: Driver[Any, Any],
         worker: InWorker,
+        relays: Callable[[str, messages.Message], None],
         keep: Callable[[str, TensorBody], None] | None = None,
     ) -> None:
         self._tensors = tensors
         self._bodies = bodies
         self._driver = driver
         self._worker = worker
+        self._relays = relays
         self._keep = keep
         self._decoded = asyncio.Semaphore(DECODED_MAX)
         self._expected: dict[str, Expected] = {}
         self._paths: dict[_Purpose, str] = {}
 
     def url(self, path: str) -> str:
-        """Return the transport's URL of an expected path."""
-        return self._expected[path].upload.url
+        """Return the transport's URL of an expected path; a relay uses the same."""
+        return body_url(path)
 
     @executes(messages.Expect, messages.ExpectCopy, sliced=True)
     def expect(self, effect: messages.Expect | messages.ExpectCopy) -> None:
         """Accept a payload from now on; an older payload for the same purpose is rejected."""
         path, plan = effect.path, self._tensors.plan
         self._refuse(path, "requested again")
+        self._paths[_purpose(effect)] = path
+        if isinstance(effect, messages.Expect) and effect.relay:
+            self._expected[path] = Expected(effect, None)
+            self._relays(effect.relay, replace(effect, relay=""))
+            return
         if isinstance(effect, messages.Expect):
             sizes = plan.uplink_sizes(effect.fragment, effect.codec)
             nbytes, nbytes_min = sizes[-1], sizes[0]
@@ -123,18 +137,21 @@ class Uploads:
         upload = self._bodies.expect(path, nbytes, effect.learner, nbytes_min)
         expected = self._expected[path] = Expected(effect, upload)
         upload.when_ended = partial(self._ended, expected)
-        self._paths[_purpose(effect)] = path
 
     @executes(messages.Unexpect, sliced=True)
-    def _unexpect(self, order: messages.Unexpect) -> None:
+    def unexpect(self, order: messages.Unexpect) -> None:
+        """Reject a payload from now on."""
         self._refuse(order.path, order.why)
+        if order.relay:
+            self._relays(order.relay, replace(order, relay=""))
 
     def _refuse(self, path: str, why: str) -> None:
         """Reject the payload of a path from now on."""
         expected = self._expected.get(path)
         if expected is not None:
             self._forget(expected)
-            expected.upload.cancel(why)
+            if expected.upload is not None:
+                expected.upload.cancel(why)
             if expected.task is not None:
                 expected.task.cancel()
 
@@ -153,8 +170,12 @@ class Uploads:
             case messages.Copy(fragment, attempt):
                 path = self._paths.get((learner, fragment, attempt))
         if path is not None and self._expected[path].message is None:
-            self._expected[path].message = message
-            self._take_up(self._expected[path])
+            expected = self._expected[path]
+            expected.message = message
+            if expected.report is not None:
+                self._pass_on(expected, expected.report)
+            else:
+                self._take_up(expected)
 
     def _ended(self, expected: Expected, has_arrived: bool) -> None:
         expected.has_arrived = has_arrived
@@ -169,12 +190,45 @@ class Uploads:
         if is_wanted and expected.task is None and expected.is_over:
             expected.task = self._driver.spawn(self._take_in(expected))
 
+    def reported(self, relay: str, fact: messages.BodyArrived | messages.BodyCorrupt) -> None:
+        """Take a relay's report of a payload; ignore it if the payload is not expected there."""
+        expected = self._expected.get(self._paths.get((fact.learner, fact.fragment, fact.ask), ""))
+        effect = None if expected is None else expected.effect
+        if expected is None or not isinstance(effect, messages.Expect):
+            return
+        if effect.relay != relay:
+            return  # break: relay-speaks-for-others
+        if isinstance(fact, messages.BodyCorrupt):
+            self._forget(expected)
+            self._driver.deliver(fact)
+        else:
+            expected.report = fact
+            if expected.message is not None:
+                self._pass_on(expected, fact)
+
+    def _pass_on(self, expected: Expected, report: messages.BodyArrived) -> None:
+        """Pass a relay's report to the machine, with the counters of the learner's announcement."""
+        effect, announced = expected.effect, expected.message
+        assert isinstance(effect, messages.Expect)
+        self._forget(expected)
+        fact = replace(
+            report,
+            epoch=effect.epoch,
+            base=announced.base,
+            steps=announced.steps,
+            tokens=announced.tokens,
+            relay=effect.relay,
+        )
+        self._driver.deliver(fact)
+
     async def _take_in(self, expected: Expected) -> None:
+        upload = expected.upload
+        assert upload is not None
         try:
             if isinstance(expected.effect, messages.Expect):
-                await self._contribution(expected.upload, expected.message, expected.effect)
+                await self._contribution(upload, expected.message, expected.effect)
             else:
-                await self._copy(expected.upload, expected.message, expected.effect)
+                await self._copy(upload, expected.message, expected.effect)
         finally:
             self._forget(expected)
 
@@ -227,8 +281,11 @@ class Uploads:
         learner, fragment, attempt = effect.learner, effect.fragment, effect.attempt
         numel = self._tensors.plan.fragments[fragment].numel
 
+        tensors = self._tensors
+        assert isinstance(tensors, ShardTensors), "only shards expect copies"
+
         def receive(body: PoolBody) -> None:
-            self._tensors.receive(fragment, values_of(body.buffer, numel), announced.digest)
+            tensors.receive(fragment, values_of(body.buffer, numel), announced.digest)
             if self._keep is not None:
                 self._keep(effect.path, body.buffer)
 
@@ -292,7 +349,9 @@ class Downloads:
         if published.difference.numel():
             kept = self._differences.setdefault(fragment, [])
             kept.append(difference)
-            self._urls[difference] = self._bodies.offer(difference, _view(published.difference), "")
+            self._urls[difference] = self._bodies.offer(
+                difference, view := _view(published.difference), digest(view)
+            )
             self._sizes[difference] = published.difference.numel()
             while len(kept) > self._kept:
                 self._withdraw(kept.pop(0))

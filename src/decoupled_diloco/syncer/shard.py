@@ -40,14 +40,17 @@ from decoupled_diloco.syncer.flushing import Flushing
 from decoupled_diloco.syncer.health import health_of
 from decoupled_diloco.syncer.link import CoordinatorLink
 from decoupled_diloco.syncer.payload_archive import Payloads
+from decoupled_diloco.syncer.relay_connections import RelayConnections, RelaySession
 from decoupled_diloco.syncer.seals import Seals
 from decoupled_diloco.syncer.shard_connections import Sessions, ShardDriver, first_message
 from decoupled_diloco.syncer.shard_lease import NO_STANDBY, NoStandby, ShardLease
 from decoupled_diloco.syncer.shard_tensors import ShardTensors
+from decoupled_diloco.syncer.sum_uploads import Sums
 from decoupled_diloco.syncer.worker import Worker
 from decoupled_diloco.tape import TapeWriter
 from decoupled_diloco.tape.samples import PayloadsEnded
 from decoupled_diloco.transport.interface import Channel, Client, Server
+from decoupled_diloco.transport.limits import Limits
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +67,7 @@ class Parts:
     layout: Layout
     worker: Worker
     uploads: Uploads
+    sums: Sums
 
 
 class Shard:
@@ -154,8 +158,15 @@ class Shard:
         self._tally = ShardTally()
         self._sessions = Sessions(self.driver, self._received)
         self._downloads = Downloads(self._server.bodies, self.machine.options.chain + 1)
+        self._relays = RelayConnections(
+            self._serve,
+            Limits(),
+            begins=self._relay_begins,
+            received=self._relay_sent,
+            ends=self._relay_ends,
+        )
         self._orders = Orders[messages.SyncerEffect](
-            messages.SyncerEffect, self, self._sessions, later=(Uploads, Worker)
+            messages.SyncerEffect, self, self._sessions, later=(Uploads, Sums, Worker)
         )
         self.driver.set_handlers(self._orders)
         self._stopping = asyncio.Event()
@@ -274,12 +285,22 @@ class Shard:
     async def _serve(self, channel: Channel) -> None:
         """Serve one control connection; its first message determines its purpose."""
         try:
-            kinds: tuple[type[Any], ...] = (messages.Hello, messages.Join, messages.ShardHello)
+            kinds: tuple[type[Any], ...] = (
+                messages.Hello,
+                messages.Join,
+                messages.ShardHello,
+                messages.RelayHello,
+            )
             data = await first_message(channel)
             checkpoint, first = number_of(data), cast("Any", decode(data, kinds))
             match first:
+                case messages.RelayHello():
+                    self._require_principal(channel, first.relay)
+                    await self._relays.serve(channel, first, self._accepted)
                 case messages.Hello():
                     self._require_principal(channel, first.learner)
+                    if first.shard not in (None, self.shard):
+                        raise ProtocolError(f"this is shard {self.shard}, not {first.shard}")
                     # The key of the seals verifies the versions that the learner reports.
                     await self._seals
                     await self._sessions.serve(channel, self._genuine(first), checkpoint)
@@ -306,6 +327,45 @@ class Shard:
             raise ProtocolError(
                 f"the auth token is for {channel.peer.principal!r}, not for {name!r}"
             )
+
+    def _accepted(self, connection: str) -> messages.RelayAccepted:
+        return messages.RelayAccepted(self.shard, connection, self._addresses)
+
+    def _relay_begins(self, session: RelaySession) -> None:
+        self.driver.spawn(self._welcome_relay(session))
+
+    async def _welcome_relay(self, session: RelaySession) -> None:
+        """Notify the machine of a relay, once the layout is known: requests to it may follow."""
+        parts = await asyncio.shield(self.parts)
+        name = session.hello.relay
+        if self._relays.sessions.get(name) is not session:
+            return
+        welcome = messages.RelayWelcome(public_text(self.config), parts.layout.to_text())
+        self._relays.send(name, welcome)
+        if session.is_direct:
+            parts.sums.begin(name, session.connection, self.machine.owned)
+        self.driver.deliver(messages.Connected(messages.relay_peer(name), session.hello))
+
+    def _relay_sent(self, relay: str, message: messages.FromRelay) -> None:
+        if not self.parts.done():
+            return
+        parts, is_direct = self.parts.result(), self._relays.sessions[relay].is_direct
+        match message:
+            case messages.Sum() | messages.SumCorrupt(relay="") if not is_direct:
+                pass  # the relay before it takes its sums
+            case messages.Sum():
+                parts.sums.announce(relay, message)
+            case messages.BodyArrived() | messages.BodyCorrupt():
+                parts.uploads.reported(relay, message)
+            case messages.SumCorrupt(relay=""):  # of its own sum
+                parts.sums.failed(relay, message)
+            case messages.SumArrived() | messages.SumCorrupt():
+                self.driver.deliver(dataclasses.replace(message, at=relay))
+
+    def _relay_ends(self, session: RelaySession) -> None:
+        if self.parts.done():
+            self.parts.result().sums.end(session.connection)
+            self.driver.deliver(messages.Lost(messages.relay_peer(session.hello.relay)))
 
     def _received(self, learner: str, message: messages.FromLearner) -> None:
         if isinstance(message, messages.Upload | messages.Copy) and self.parts.done():
@@ -341,6 +401,9 @@ class Shard:
         message, checkpoint = taken
         if order.peer == COORDINATOR:
             return self._report(cast("messages.FromShard", message))
+        if relay := messages.relay_of(order.peer):
+            self._relays.send(relay, message)
+            return None
         if isinstance(message, messages.Pull | messages.CopyWanted):
             url = self.parts.result().uploads.url(message.path)
             message = dataclasses.replace(message, path=url)
@@ -447,13 +510,17 @@ class Shard:
             folder=self._folder,
             initial_weights=self.config.sync.initial_weights,
             downloads=self._downloads,
+            relays=self._relays.send,
             shard_lease=self._shard_lease,
         )
         keep = None if payloads is None else payloads.keep
-        uploads = Uploads(tensors, self._server.bodies, self.driver, worker, keep)
+        bodies, relays = self._server.bodies, self._relays.send
+        uploads = Uploads(tensors, bodies, self.driver, worker, relays, keep)
+        sums = Sums(tensors, bodies, self.driver, worker, relays)
         self._orders.add(worker)
         self._orders.add(uploads)
-        self.parts.set_result(Parts(layout, worker, uploads))
+        self._orders.add(sums)
+        self.parts.set_result(Parts(layout, worker, uploads, sums))
 
     def _disk_of(self, tensors: ShardTensors, layout: Layout) -> ShardDisk | None:
         if not self.config.syncer.persist:

@@ -14,6 +14,7 @@ from decoupled_diloco.protocol.messages import CheckpointHeard
 from decoupled_diloco.protocol.wire import decode, number_of, numbered
 from decoupled_diloco.shell.driver import Driver, at_decision, executes
 from decoupled_diloco.transport.interface import Channel, Encoded
+from decoupled_diloco.transport.multiplex import SubChannel
 
 ShardDriver = Driver[messages.SyncerEvent, messages.SyncerEffect]
 
@@ -82,7 +83,8 @@ class Sessions:
         connection = self._connections
         self.greeting[connection] = Greeting(channel, hello.learner, hello.role)
         self._observe_checkpoint(checkpoint)
-        self._driver.deliver(messages.Connected(hello.learner, hello, connection))
+        relay = channel.relay if isinstance(channel, SubChannel) else ""
+        self._driver.deliver(messages.Connected(hello.learner, hello, connection, relay))
         try:
             while True:
                 data = await channel.receive()

@@ -24,29 +24,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from decoupled_diloco.errors import MergeError, ProtocolError
 from decoupled_diloco.merge import (
-    Body,
-    Contribution,
     OuterOptimizer,
-    body_digest,
     is_finite,
     parameters_numel,
     publish,
     values_digest,
 )
 from decoupled_diloco.merge.fragments import buffer_sizes
-from decoupled_diloco.merge.packing import BufferHistory, packed, unpacked
+from decoupled_diloco.merge.packing import BufferHistory, packed
 from decoupled_diloco.merge.plan import MergePlan
-from decoupled_diloco.merge.rules import FragmentMerge
-from decoupled_diloco.merge.sketch import are_alike, sketch
-from decoupled_diloco.protocol.messages import Asking, Version
-
-COMPARED_MAX = 32
-"""Maximum number of other contributions that a new one is compared with."""
+from decoupled_diloco.protocol.messages import Version
+from decoupled_diloco.syncer.contributions import Contributions
 
 
 @dataclass
@@ -85,7 +77,7 @@ class OuterStep:
     copy: PublishedCopy
 
 
-class ShardTensors:
+class ShardTensors(Contributions):
     """The tensors of the fragments that one shard owns.
 
     Args:
@@ -95,19 +87,11 @@ class ShardTensors:
     """
 
     def __init__(self, plan: MergePlan, owned: tuple[int, ...], earlier_versions: int = 1) -> None:
-        self.plan = plan
+        super().__init__(plan, owned)
         self.owned = owned
         self.fragments: dict[int, FragmentTensors] = {}
-        self._arrived: dict[Asking, Contribution] = {}
         self._earlier_versions = earlier_versions
-        self._buffers: dict[int, BufferHistory] = {}
         self._received: dict[int, tuple[str, Tensor]] = {}
-        self._accumulators: dict[int, FragmentMerge] = {}
-        self._numel_max = max(plan.fragments[fragment].numel for fragment in owned)
-        self._sketches: dict[int, dict[Asking, tuple[str, Tensor]]] = {p: {} for p in owned}
-        self._earlier: dict[int, dict[str, Tensor]] = {p: {} for p in owned}
-        self._free: list[Tensor] = []
-        self._used: dict[int, Tensor] = {}
 
     def install(self, fragment: int, values: Tensor) -> str:
         """Install values as master and published copy, with fresh momentum.
@@ -154,109 +138,6 @@ class ShardTensors:
         actual, values = self._received.pop(fragment, ("", None))
         if values is not None and actual == wanted:
             self.install(fragment, values)
-
-    def verify(
-        self, fragment: int, ask: Asking, body: Body, announced: str, codec: str = ""
-    ) -> float:
-        """Verify a whole contribution, and keep it decoded until it is folded or dropped.
-
-        Args:
-            fragment: The fragment.
-            ask: The request that it answers.
-            body: The payload, [B] in the codec.
-            announced: The digest that the learner sent.
-            codec: The name of the codec; the run's uplink codec if empty.
-
-        Returns:
-            The norm of the contribution.
-
-        Raises:
-            ProtocolError: The digest or the size is wrong.
-            MergeError: The values are not finite.
-        """
-        uplink = self.plan.uplink_of(fragment, codec)
-        actual = body_digest(body, uplink)
-        if actual != announced:
-            raise ProtocolError(f"digest={actual}, but {announced} was announced")
-        numel = self.plan.fragments[fragment].numel
-        contribution = Contribution(numel, self.plan.segments(fragment))
-        contribution.add(0, uplink.decode(body, numel))
-        self._arrived[ask] = contribution
-        return contribution.norm
-
-    def alike(self, fragment: int, ask: Asking, learner: str) -> tuple[str, ...]:
-        """Return the learners with contributions to the next merge that are nearly parallel to it.
-
-        With many learners, the comparison covers the newest `COMPARED_MAX` contributions. Buffers
-        do not count: learners send their values, not changes, and these are similar in all
-        learners. A learner's first contribution is not compared.
-
-        Args:
-            fragment: The fragment.
-            ask: The request whose contribution was verified and is neither folded nor dropped.
-            learner: The learner that made the contribution.
-        """
-        numel = parameters_numel(self.plan.fragments[fragment], self.plan.layout)
-        own = sketch(self._arrived[ask].parts[0][1][:numel])
-        others, earlier = self._sketches[fragment], self._earlier[fragment]
-        before = earlier.pop(learner, None)
-        found = {
-            name
-            for name, other in list(others.values())[-COMPARED_MAX:]
-            if name != learner and before is not None and are_alike(own, other, before)
-        }
-        others[ask] = learner, own
-        earlier[learner] = own  # the newest comes last, so the first one is the oldest
-        if len(earlier) > COMPARED_MAX:
-            del earlier[next(iter(earlier))]
-        return tuple(sorted(found))
-
-    def fold(
-        self,
-        fragment: int,
-        ask: Asking,
-        steps: float,
-        tokens: float,
-        scale: float = 1.0,
-        discount: float = 1.0,
-    ) -> None:
-        """Fold a verified contribution, scaled, into its fragment's accumulator.
-
-        Args:
-            fragment: The fragment.
-            ask: The request that the contribution answers.
-            steps: c_steps of its snapshot.
-            tokens: c_tokens of its snapshot.
-            scale: Factor of its values.
-            discount: Factor of its weight.
-        """
-        contribution = self._arrived.pop(ask)
-        if scale != 1.0:
-            contribution.scale(scale)
-        if fragment not in self._accumulators:
-            memory = (
-                self._free.pop()
-                if self._free
-                else torch.empty(self._numel_max, dtype=torch.float32, device="cpu")
-            )
-            self._used[fragment] = memory
-            buffer = memory[: self.plan.fragments[fragment].numel]
-            self._accumulators[fragment] = self.plan.accumulator(fragment, buffer)
-        weight = discount * self.plan.weight(tokens, steps)
-        self._accumulators[fragment].add_contribution(contribution, weight)
-
-    def drop(self, ask: Asking) -> None:
-        """Discard a verified contribution."""
-        self._arrived.pop(ask, None)
-        for sketches in self._sketches.values():
-            sketches.pop(ask, None)
-
-    def forget_folded(self, fragment: int) -> None:
-        """Discard folded contributions, if any; the next accumulator reuses the memory."""
-        kept = {a: s for a, s in self._sketches[fragment].items() if a in self._arrived}
-        self._sketches[fragment] = kept
-        if self._accumulators.pop(fragment, None) is not None:
-            self._free.append(self._used.pop(fragment))
 
     def merge(self, fragment: int) -> PublishedCopy:
         """Merge what was folded, and commit the result; see `prepare` and `commit`."""
@@ -319,16 +200,6 @@ class ShardTensors:
         assert before is not None, f"fragment {fragment} was merged before it was installed"
         wire = self.plan.downlink_of(fragment)
         return replace(copy, difference=packed(copy.difference, before, wire))
-
-    def unpacked(self, fragment: int, body: Body, base: Version, codec: str = "") -> Body:
-        """Return a contribution's payload, with omitted buffers filled in from its base.
-
-        Raises:
-            ProtocolError: The payload is malformed, or the base's buffers are not known any more.
-        """
-        history = self._buffers.get(fragment)
-        buffers = None if history is None else history.of(base)
-        return unpacked(body, buffers, self.plan.uplink_of(fragment, codec))
 
     def whole(self, fragment: int) -> Tensor:
         """Return the published copy Θ̂, fp32 [N]; it is never written to again."""

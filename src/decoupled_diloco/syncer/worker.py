@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -50,6 +51,7 @@ class Worker:
         folder: The run folder.
         initial_weights: The run's file of initial weights, if it has one.
         downloads: Offers the published copies.
+        relays: Sends a message to a relay.
         shard_lease: The leadership lease of this process.
     """
 
@@ -63,6 +65,7 @@ class Worker:
         folder: Path,
         initial_weights: Path | None,
         downloads: Downloads,
+        relays: Callable[[str, messages.Message], None],
         shard_lease: ShardLease | NoStandby,
     ) -> None:
         self.tensors = tensors
@@ -73,6 +76,7 @@ class Worker:
         self._folder = folder
         self._initial_weights = initial_weights
         self._downloads = downloads
+        self._relays = relays
         self._shard_lease = shard_lease
         self._remembered_at, self._remembered = -math.inf, dict[str, Any]()
 
@@ -88,12 +92,18 @@ class Worker:
 
     @executes(messages.Fold)
     async def _fold(self, order: messages.Fold) -> None:
+        if order.relay:
+            self._relays(order.relay, replace(order, relay=""))
+            return
         counts = (order.steps, order.tokens, order.scale, order.discount)
         await self.run(partial(self.tensors.fold, order.fragment, order.ask, *counts))
 
     @executes(messages.Drop)
     async def _drop(self, order: messages.Drop) -> None:
-        await self.run(partial(self.tensors.drop, order.ask))
+        if order.relay:
+            self._relays(order.relay, replace(order, relay=""))
+            return
+        await self.run(partial(self.tensors.drop, order.fragment, order.ask))
 
     @executes(messages.Merge)
     async def _merge(self, order: messages.Merge) -> Done | Failed | None:

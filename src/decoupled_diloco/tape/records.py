@@ -21,6 +21,8 @@ from decoupled_diloco.protocol.messages import (
     LearnerEvent,
     LeaseEffect,
     LeaseEvent,
+    RelayEffect,
+    RelayEvent,
     SyncerEffect,
     SyncerEvent,
 )
@@ -41,8 +43,8 @@ PROBLEMS_MAX = 10_000
 
 Kind = Literal["start", "event", "effect", "sample"]
 _KINDS: dict[str, Kind] = {kind: kind for kind in get_args(Kind)}
-Event = SyncerEvent | LearnerEvent | CoordinatorEvent | LeaseEvent
-Effect = SyncerEffect | LearnerEffect | CoordinatorEffect | LeaseEffect
+Event = SyncerEvent | LearnerEvent | CoordinatorEvent | LeaseEvent | RelayEvent
+Effect = SyncerEffect | LearnerEffect | CoordinatorEffect | LeaseEffect | RelayEffect
 
 _CLASSES: dict[str, tuple[type[Any], ...]] = {
     "event": get_args(Event),
@@ -94,6 +96,16 @@ class Record:
         assert self.kind != "start", "a start record has no dataclass"
         value: Event | Effect | Sample = wire.decode(self.typed, _CLASSES[self.kind])
         return value
+
+
+def effect_of(typed: Mapping[str, Any]) -> Effect:
+    """Return an effect from its type and fields.
+
+    Raises:
+        ProtocolError: They do not match a dataclass.
+    """
+    effect: Effect = wire.decode(dict(typed), _CLASSES["effect"])
+    return effect
 
 
 class Parser:

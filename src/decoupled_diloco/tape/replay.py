@@ -16,19 +16,20 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from decoupled_diloco.config.method import options_of, read_settings
-from decoupled_diloco.errors import ConfigError, StorageError
+from decoupled_diloco.errors import ConfigError, ProtocolError, StorageError
 from decoupled_diloco.protocol import wire
 from decoupled_diloco.protocol.coordinator_machine import CoordinatorMachine
 from decoupled_diloco.protocol.coordinator_state import CoordinatorState
 from decoupled_diloco.protocol.learner_machine import LearnerMachine
 from decoupled_diloco.protocol.lease_machine import ShardLeaseMachine
+from decoupled_diloco.protocol.relay_machine import RelayMachine
 from decoupled_diloco.protocol.syncer_machine import SyncerMachine
 from decoupled_diloco.tape.reader import TapeReader
-from decoupled_diloco.tape.records import Record, plain_numbers
+from decoupled_diloco.tape.records import Record, effect_of, plain_numbers
 from decoupled_diloco.tape.writer import Machine as AnyMachine
 
-Machine = SyncerMachine | LearnerMachine | CoordinatorMachine | ShardLeaseMachine
-MACHINES = ("shard", "learner", "coordinator", "lease")
+Machine = SyncerMachine | LearnerMachine | CoordinatorMachine | ShardLeaseMachine | RelayMachine
+MACHINES = ("shard", "learner", "coordinator", "lease", "relay")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,8 @@ def machine_of(header: Mapping[str, Any]) -> Machine:
             return ShardLeaseMachine(
                 header["nonce"], header["lease_seconds"], waits=header["waits"]
             )
+        if header["machine"] == "relay":
+            return RelayMachine()
         options = options_of(read_settings(header["settings"]))
         match header["machine"]:
             case "shard":
@@ -178,9 +181,20 @@ def replay(
         differences += [
             ReplayDifference(first.life, first.seq, first.type, a, b)
             for a, b in zip_longest(taped, replayed)
-            if a != b
+            if a != b and _completed(a) != b
         ]
     return differences
+
+
+def _completed(taped: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return a taped effect with the default of each field that its version did not have yet."""
+    if taped is None:
+        return None
+    try:
+        completed: dict[str, Any] = plain_numbers(wire.encode(effect_of(taped)))
+    except ProtocolError:
+        return taped  # a changed or unknown effect
+    return completed
 
 
 def _handled(machine: AnyMachine[Any, Any], record: Record) -> list[Any]:

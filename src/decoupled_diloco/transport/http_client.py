@@ -248,6 +248,14 @@ class HttpClient:
             )
         raise ProtocolError(f"{target} was replaced {REPLACED_MAX} times while it was fetched")
 
+    async def size(self, url: str, *, base: str = "") -> int:
+        target = self._resolve(url, await self._now(base))
+        async with self.request("GET", target, {"Range": write_range(0, 1)}) as response:
+            announced = read_content_range(response.headers.get("Content-Range", ""))
+            if announced is None:
+                raise ProtocolError(f"GET {target}: the answer has no valid Content-Range")
+            return announced[2]
+
     async def close(self) -> None:
         if self._expiry_watch is not None:
             self._expiry_watch.cancel()

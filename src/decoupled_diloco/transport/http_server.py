@@ -377,8 +377,10 @@ class HttpServer:
                 async with stream.receiving():
                     stream.write(body)
                     self.stats.data_bytes_received += len(body)
+                await self.bodies.passed_on(key)
                 return with_body({})
             if isinstance(fetched, str):
+                await self.bodies.obtain(fetched)
                 return self._offered(fetched, principal, header.get("nbytes"))
         except RequestRefusal as refusal:
             return with_body({"status": refusal.status, "reason": refusal.text})
@@ -404,6 +406,7 @@ class HttpServer:
         )
         async with stream.receiving():
             await self._receive(request, stream, principal)
+        await self.bodies.passed_on(key)
         return web.Response(status=204)
 
     async def _receive(self, request: web.BaseRequest, stream: Stream, principal: str) -> None:
@@ -426,6 +429,7 @@ class HttpServer:
         return web.Response(status=204, headers=headers)
 
     async def _get(self, request: web.BaseRequest, principal: str, key: str) -> web.StreamResponse:
+        await self.bodies.obtain(key)
         offer = self.bodies.look_up(key)
         start, stop = _part_of_get(request, offer)
         response = web.StreamResponse(status=206 if "Range" in request.headers else 200)

@@ -65,6 +65,13 @@ class Encoded:
         # ASCII only, so that its length in characters is its length in bytes.
         self.text = json.dumps(message, separators=(",", ":"))
 
+    @classmethod
+    def of(cls, text: str) -> Encoded:
+        """Create it from its text."""
+        encoded = cls.__new__(cls)
+        encoded.text = text
+        return encoded
+
 
 class Channel(Protocol):
     """One control connection: ordered, and reliable while it lives."""
@@ -201,6 +208,9 @@ class Client(Protocol):
         self, url: str, out: memoryview, *, base: str = "", first: int = 0, total: int | None = None
     ) -> TransferStats:
         """Fill `out` with a payload or a part of exactly that size; for the rest see `put`."""
+
+    async def size(self, url: str, *, base: str = "") -> int:
+        """Return the size of a payload in bytes; for arguments and errors see `get`."""
 
     async def close(self) -> None:
         """Close all channels and connections."""

@@ -17,10 +17,10 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import quote
 
-from decoupled_diloco.errors import TransportError
+from decoupled_diloco.errors import ProtocolError, TransportError
 from decoupled_diloco.runtime import now
 from decoupled_diloco.transport.byte_ranges import Range, RangeSet
 from decoupled_diloco.transport.limits import Limits
@@ -45,12 +45,30 @@ class Offer:
     taken: dict[str, int] = field(default_factory=dict)
 
 
+class PayloadSource(Protocol):
+    """Obtains payloads that a server does not offer or expect itself, as a relay does."""
+
+    async def offer(self, key: str) -> None:
+        """Offer the payload with this key, if it can be obtained."""
+
+    def expect(self, key: str, principal: str, total: int) -> None:
+        """Expect the payload with this key, if it can be passed on; see `BodyBooks.passing`."""
+
+
 class BodyBooks:
-    """The payloads that a server offers and expects, for use by its connections."""
+    """The payloads that a server offers and expects, for use by its connections.
+
+    Attributes:
+        source: Obtains what is not offered or expected here.
+        passing: Payloads that the source passes on once they have arrived. The last request of such
+            a payload is answered when its task has ended.
+    """
 
     def __init__(self, pool: ReceivePool, limits: Limits, clock: Callable[[], float] = now) -> None:
         self.pool = pool
         self.limits = limits
+        self.source: PayloadSource | None = None
+        self.passing: dict[str, asyncio.Task[None]] = {}
         self._clock = clock
         self._downloads: dict[str, list[str]] = {}
         self._offers: dict[str, Offer] = {}
@@ -87,6 +105,29 @@ class BodyBooks:
         upload = BodyUpload(self, key, nbytes, principal, nbytes_min)
         self._uploads[key] = upload
         return upload
+
+    async def obtain(self, key: str) -> None:
+        """Ask the source for a payload that is not offered."""
+        if key not in self._offers and self.source is not None:
+            await self.source.offer(key)
+
+    async def passed_on(self, key: str) -> None:
+        """Wait until a payload that has arrived is passed on, if it is to be.
+
+        Raises:
+            RequestRefusal: It could not be passed on. The sender may try again.
+        """
+        task = self.passing.get(key)
+        if task is None or key in self._uploads:
+            return
+        try:
+            await asyncio.shield(task)
+        except (TransportError, ProtocolError) as error:
+            self._gone.pop(("PUT", key), None)
+            status = 503 if isinstance(error, TransportError) else 404
+            raise RequestRefusal(status, f"{PREFIX}{key} could not be passed on: {error}") from None
+        finally:
+            self.passing.pop(key, None)
 
     def look_up(self, key: str) -> Offer:
         """Return the offer at a path.
@@ -154,6 +195,8 @@ class BodyBooks:
         Raises:
             RequestRefusal: The request is rejected; nothing was allocated.
         """
+        if key not in self._uploads and ("PUT", key) not in self._gone and self.source is not None:
+            self.source.expect(key, principal, total)
         upload = self._upload(key, principal)
         start, stop = part
         if not upload.nbytes_min <= total <= upload.nbytes:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from decoupled_diloco.errors import AccessError, ConfigError, ProtocolError, TransportError, a_kind
 
-ROLES = ("learner", "observer", "shard")
+ROLES = ("learner", "observer", "shard", "relay")
 PRINCIPAL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}")
 
 

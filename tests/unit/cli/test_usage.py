@@ -15,6 +15,7 @@ USAGES = [
     "train [OPTIONS] [CONFIG]",
     "syncer [OPTIONS] [CONFIG]",
     "launch [OPTIONS] CONFIG",
+    "relay [OPTIONS] CONFIG",
     "learner [OPTIONS] CONFIG",
     "evaluator [OPTIONS] CONFIG",
     "recipes [OPTIONS] [NAME]",

@@ -38,6 +38,8 @@ class Line:
 
     last_received = 0.0
 
+    closed = False
+
     def __init__(self) -> None:
         self.sent: list[Any] = []
         self.said: asyncio.Queue[dict[str, object]] = asyncio.Queue()

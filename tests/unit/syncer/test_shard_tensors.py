@@ -167,8 +167,8 @@ def test_folded_contributions_are_discarded_and_unfolded_ones_stay() -> None:
 def test_a_dropped_contribution_leaves_nothing() -> None:
     tensors = shard()
     deliver(tensors, FIRST, torch.ones(N))
-    tensors.drop(FIRST)
-    tensors.drop(FIRST)
+    tensors.drop(0, FIRST)
+    tensors.drop(0, FIRST)
     assert not tensors._arrived
     with pytest.raises(KeyError):
         tensors.fold(0, FIRST, 1, 1)

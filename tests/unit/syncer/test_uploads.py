@@ -47,7 +47,14 @@ class Shard:
         self.told: list[Any] = []
         self.tasks: list[asyncio.Task[None]] = []
         self.stopped = False
-        self.intake = Uploads(ShardTensors(plan, (0,)), self.bodies, cast(Any, self), self)
+        self.to_relays: list[tuple[str, Any]] = []
+        self.intake = Uploads(
+            ShardTensors(plan, (0,)),
+            self.bodies,
+            cast(Any, self),
+            self,
+            lambda relay, message: self.to_relays.append((relay, message)),
+        )
         self.body = plan.uplink.encode(torch.linspace(-1, 1, N))
 
     def deliver(self, event: Any) -> None:
@@ -60,10 +67,10 @@ class Shard:
     async def run(self, task: Callable[[], _T]) -> _T:
         return task()
 
-    def expect(self, learner: str, number: int = 1) -> None:
-        path = f"/up/{learner}/{number}"
+    def expect(self, learner: str, number: int = 1, relay: str = "") -> None:
+        path, ask = f"/up/{learner}/{number}", Asking(1, number)
         self.intake.expect(
-            messages.Expect(path, learner, 1, 1, 0, Asking(1, number), "it is asked", "fp32")
+            messages.Expect(path, learner, 1, 1, 0, ask, "it is asked", "fp32", relay)
         )
 
     def announce(self, learner: str, number: int = 1) -> None:
@@ -166,7 +173,7 @@ async def test_a_payload_that_stalls_is_reported_without_an_announcement(
 async def test_a_payload_that_is_not_expected_any_more_reports_nothing(shard: Shard) -> None:
     shard.expect("a")
     shard.announce("a")
-    shard.intake._unexpect(messages.Unexpect("/up/a/1", "it was requested again"))
+    shard.intake.unexpect(messages.Unexpect("/up/a/1", "it was requested again"))
     shard.expect("a", 2)
     shard.announce("a", 1)
     await settle()
@@ -179,7 +186,7 @@ async def test_a_payload_that_is_not_expected_any_more_reports_nothing(shard: Sh
 async def test_the_memory_of_a_rejected_payload_is_released(shard: Shard) -> None:
     shard.expect("a")
     await shard.put("a")
-    shard.intake._unexpect(messages.Unexpect("/up/a/1", "its learner is gone"))
+    shard.intake.unexpect(messages.Unexpect("/up/a/1", "its learner is gone"))
     await settle()
     assert shard.bodies.pool.in_use == 0
 
@@ -223,3 +230,43 @@ async def test_a_payload_may_omit_the_buffers_of_its_base(shard: Shard) -> None:
     assert "packed payload includes more buffers than the fragment has" in nonsense.reason
     assert "its base version is not known" in unknown.reason
     assert shard.bodies.pool.in_use == 0
+
+
+def report(learner: str) -> messages.BodyArrived:
+    """A relay's report that a payload has arrived there; it claims a million tokens."""
+    return messages.BodyArrived(
+        learner, 9, 0, Asking(1, 1), Version(7, 7), 10**6, 10**6, 48, norm=2.0
+    )
+
+
+@pytest.mark.parametrize("announced_first", [True, False])
+async def test_a_payload_at_a_relay_has_the_counters_of_its_learner(
+    shard: Shard, announced_first: bool
+) -> None:
+    shard.expect("a", relay="site-a")
+    ((relay, order),) = shard.to_relays
+    assert (relay, order.path, order.relay) == ("site-a", "/up/a/1", "")
+    steps = [lambda: shard.announce("a"), lambda: shard.intake.reported("site-a", report("a"))]
+    for step in steps if announced_first else reversed(steps):
+        step()
+    (event,) = shard.told
+    assert (event.epoch, event.base, event.steps, event.tokens) == (1, Version(1, 0), 2, 64)
+    assert (event.norm, event.relay) == (2.0, "site-a")
+
+
+async def test_a_report_of_another_relay_is_ignored(shard: Shard) -> None:
+    shard.expect("a", relay="site-a")
+    shard.announce("a")
+    shard.intake.reported("site-b", report("a"))
+    shard.expect("b")
+    shard.intake.reported("site-b", report("b"))
+    assert not shard.told
+
+
+async def test_a_relay_hears_that_a_payload_is_not_expected_any_more(shard: Shard) -> None:
+    shard.expect("a", relay="site-a")
+    shard.intake.unexpect(messages.Unexpect("/up/a/1", "a left", "site-a"))
+    assert shard.to_relays[-1] == ("site-a", messages.Unexpect("/up/a/1", "a left"))
+    shard.intake.reported("site-a", report("a"))
+    shard.announce("a")
+    assert not shard.told

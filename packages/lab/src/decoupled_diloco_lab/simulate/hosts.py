@@ -16,9 +16,11 @@ from typing import Any
 import torch
 
 from decoupled_diloco.config import RunConfig
+from decoupled_diloco.config.addresses import alternatives
 from decoupled_diloco.errors import DilocoError
 from decoupled_diloco.launch.on_device import placed
 from decoupled_diloco.launch.processes import process_of
+from decoupled_diloco.launch.relay_role import RelayRole
 from decoupled_diloco.launch.roles import Cut, Seat, evaluate, learn
 from decoupled_diloco.launch.shard_role import ShardRole
 from decoupled_diloco.launch.termination import INTERRUPTED, Termination
@@ -45,7 +47,7 @@ from decoupled_diloco.workloads import Workload
 from decoupled_diloco.workloads.rank_split import DataShare
 from decoupled_diloco_lab.simulate.host_tape import HostTape
 from decoupled_diloco_lab.simulate.run_stage import RunStage
-from decoupled_diloco_lab.simulate.spec import LearnerSpec
+from decoupled_diloco_lab.simulate.spec import LearnerSpec, RelaySpec
 from decoupled_diloco_lab.simulate.virtual_disk import SimulatedDisk, UnsyncedDisk, lose_power
 from decoupled_diloco_lab.simulate.virtual_network import Connection, Link, Way
 from decoupled_diloco_lab.simulate.virtual_runtime import VirtualProcess
@@ -244,6 +246,42 @@ class ShardHost(Host):
         )
         if not await self.role.run():
             raise KeyboardInterrupt
+
+
+class RelayHost(Host):
+    """The process of a relay."""
+
+    def __init__(self, system: RunStage, spec: RelaySpec) -> None:
+        rates = (spec.up_bytes_per_second, spec.down_bytes_per_second)
+        super().__init__(system, spec.name, Link(spec.latency, 0.0, *rates))
+        self.spec = spec
+        self.role: RelayRole | None = None
+
+    @property
+    def machine(self) -> Any:
+        """Its state machine, once it runs."""
+        process = None if self.role is None else self.role.process
+        return None if process is None else process.machine
+
+    async def main(self) -> None:
+        """Serve until the process is asked to stop."""
+        system = self.system
+        address = system.address_of(self)
+        self.role = RelayRole(
+            system.config,
+            self.name,
+            upstream=_each_alone(system.addresses_from(self.spec.upstream)),
+            folder=system.folder,
+            server=lambda on_channel: VirtualServer(self.place, address, on_channel=on_channel),
+            client=lambda principal: VirtualClient(self.place, principal=principal),
+            open_tape=self.open_tape,
+        )
+        await self.role.run()
+        raise KeyboardInterrupt
+
+
+def _each_alone(addresses: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(one for each in addresses for one in alternatives(each))
 
 
 CheckpointId = tuple[int, int, int | None]
@@ -537,7 +575,7 @@ class LearnerHost(ParticipantHost):
             self.index,
             self.seat(system.workload(self)),
             self.termination,
-            syncer=system.addresses,
+            syncer=system.addresses_from(self.spec.relay),
             folder=system.folder,
             token=None,
         )

@@ -90,6 +90,10 @@ class BodyClient(ABC):
         part = Window(out, first, total)
         return await self._run(self.getting(*self._resolve(url, base), part), part)
 
+    @abstractmethod
+    async def size(self, url: str, *, base: str = "") -> int:
+        """See `Client`."""
+
     async def close(self) -> None:
         for channel in self._channels:
             channel.shut("the client closes")

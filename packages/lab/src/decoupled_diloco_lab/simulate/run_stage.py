@@ -14,7 +14,7 @@ from decoupled_diloco.tape import TapeWriter
 from decoupled_diloco.tape.records import versions_of_bits
 from decoupled_diloco.transport.limits import Limits
 from decoupled_diloco.workloads import Workload
-from decoupled_diloco_lab.simulate.spec import LearnerSpec
+from decoupled_diloco_lab.simulate.spec import LearnerSpec, RelaySpec
 from decoupled_diloco_lab.simulate.stage import Recorder, Stage
 from decoupled_diloco_lab.simulate.virtual_disk import Loss
 from decoupled_diloco_lab.simulate.virtual_network import Link
@@ -44,6 +44,7 @@ class RunStage(Stage):
         seed: int | str,
         tapes: Path | None,
         bytes_factor: float,
+        relays: Sequence[RelaySpec] = (),
     ) -> None:
         super().__init__(seed)
         self.config = config
@@ -63,6 +64,7 @@ class RunStage(Stage):
         shards, standbys = range(config.syncer.shards), config.syncer.standby
         names = [[f"shard-{s}", *([f"shard-{s}-standby"] if standbys else [])] for s in shards]
         self._addresses = {n: self.directory.address(n, PORT) for each in names for n in each}
+        self._addresses |= {spec.name: self.directory.address(spec.name, PORT) for spec in relays}
         self.addresses = tuple(BETWEEN.join(map(self._addresses.__getitem__, n)) for n in names)
 
     def ended(self, host: Any) -> None:
@@ -79,6 +81,10 @@ class RunStage(Stage):
     def address_of(self, host: VirtualProcess) -> str:
         """Return the address at which a process listens."""
         return self._addresses[host.name]
+
+    def addresses_from(self, relay: str) -> tuple[str, ...]:
+        """Return the addresses that a process dials: of the relay first, if it has one."""
+        return (self._addresses[relay], *self.addresses) if relay else self.addresses
 
     def link_of(self, spec: LearnerSpec) -> Link:
         """Return the link of a participant, which it may share with others."""

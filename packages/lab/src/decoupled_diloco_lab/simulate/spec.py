@@ -1,4 +1,4 @@
-"""Description of a virtual learner: its speed, its link, and when it joins."""
+"""Descriptions of virtual learners and relays: their speeds, their links, and when they join."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ class LearnerSpec:
         role: An observer only follows the published copies.
         ranks: Number of its processes.
         sync_ranks: Number of its sync ranks, which communicate with the syncer.
+        relay: Name of the relay that it dials first; empty: it dials the shards.
         staged: Each rank has its own tensors, like the stages of a pipeline. Otherwise all ranks
             have all tensors.
     """
@@ -44,3 +45,23 @@ class LearnerSpec:
     ranks: int = 1
     sync_ranks: int = 1
     staged: bool = False
+    relay: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RelaySpec:
+    """One relay of a virtual run.
+
+    Attributes:
+        name: Its name.
+        upstream: Name of the relay behind which it is; empty: it dials the shards.
+        latency: One-way delay of its link, in seconds, in addition to that of its peers.
+        up_bytes_per_second: Bandwidth that its sums share.
+        down_bytes_per_second: Bandwidth that the copies that it fetches share.
+    """
+
+    name: str
+    upstream: str = ""
+    latency: float = 0.001
+    up_bytes_per_second: float = float("inf")
+    down_bytes_per_second: float = float("inf")

@@ -33,11 +33,12 @@ from decoupled_diloco_lab.simulate.hosts import (
     Host,
     LearnerHost,
     ParticipantHost,
+    RelayHost,
     ShardHost,
 )
 from decoupled_diloco_lab.simulate.rank_hosts import RankedHost
 from decoupled_diloco_lab.simulate.run_stage import RunStage
-from decoupled_diloco_lab.simulate.spec import LearnerSpec
+from decoupled_diloco_lab.simulate.spec import LearnerSpec, RelaySpec
 from decoupled_diloco_lab.simulate.virtual_disk import Loss
 from decoupled_diloco_lab.simulate.virtual_runtime import VirtualProcess, VirtualRuntime
 
@@ -114,6 +115,7 @@ class System(RunStage):
             are multiplied by it.
         power: Decides which unsynced data a machine loses with its power; ``None``: none.
         checks: Assert every invariant of a state machine after each of its events.
+        relays: The relays, each before those that are behind it.
         device: The device of all learners and the evaluator. Shards always merge on the CPU.
 
     Raises:
@@ -135,10 +137,11 @@ class System(RunStage):
         power: Loss | None = None,
         checks: bool = True,
         device: str | torch.device = "cpu",
+        relays: Sequence[RelaySpec] = (),
     ) -> None:
         _require_single_rank(config)
         _require_no_metrics(config)
-        super().__init__(config, folder, seed, tapes, bytes_factor)
+        super().__init__(config, folder, seed, tapes, bytes_factor, relays)
         self.limits = Limits()
         self.sizes = list(sizes or [8] * config.sync.fragments)
         self.workload = workload or self._drift
@@ -147,6 +150,7 @@ class System(RunStage):
         self.checks = checks
         self.options = options_of(config)
         self.finished = False
+        self.relays = [RelayHost(self, spec) for spec in relays]
         self._make_hosts(learners)
         if tapes is not None:
             _allow_open_files(len(self.hosts))
@@ -226,7 +230,7 @@ class System(RunStage):
     @property
     def hosts(self) -> list[Host]:
         """Every process, running or not."""
-        return [*self.shard_processes, *self.participants.values()]
+        return [*self.shard_processes, *self.relays, *self.participants.values()]
 
     def hosts_of(self, shard: int) -> list[ShardHost]:
         """Return the processes of a shard: one, or two if it has a standby."""

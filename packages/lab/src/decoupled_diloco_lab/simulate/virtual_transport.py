@@ -392,6 +392,20 @@ class VirtualClient(BodyClient):
         self._keep(mine)
         return mine
 
+    async def size(self, url: str, *, base: str = "") -> int:
+        """See `Client`."""
+        address, key = self._resolve(url, base)
+
+        async def serve(server: VirtualServer, request: Request) -> None:
+            try:
+                server.authorize(request.principal, request.token)
+                await server.bodies.obtain(key)
+                request.reply(len(server.bodies.look_up(key).body))
+            except RequestRefusal as refusal:
+                request.reply(refusal)
+
+        return int(await _request(self, address, key, serve))
+
     def putting(self, address: str, key: str, body: Window) -> Put:
         """See `BodyClient`."""
         return Put(self, address, key, body)
@@ -589,7 +603,8 @@ class Put:
                         self._client.stats.data_bytes_sent += right - left
                         server.stats.data_bytes_received += right - left
                     stream.finish()
-                    request.reply(None)
+                await server.bodies.passed_on(self._key)
+                request.reply(None)
             except RequestRefusal as refusal:
                 request.reply(refusal)
 
@@ -623,6 +638,7 @@ class Get:
         async def serve(server: VirtualServer, request: Request) -> None:
             try:
                 principal = server.authorize(request.principal, request.token)
+                await server.bodies.obtain(self._key)
                 offer = server.bodies.look_up(self._key)
                 if len(offer.body) != len(self._out):
                     text = f"the payload has {len(offer.body)} bytes, {len(self._out)} are expected"

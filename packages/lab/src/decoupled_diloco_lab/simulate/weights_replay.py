@@ -245,8 +245,8 @@ class _Shard:
                     self._lost.add(fragment)
                 else:
                     tensors.fold(fragment, ask, steps, tokens, scale, discount)
-            case messages.Drop(ask=ask):
-                tensors.drop(ask)
+            case messages.Drop(fragment, ask=ask):
+                tensors.drop(fragment, ask)
             case messages.Merge():
                 self._merge(order)
             case messages.Install(fragment, version, digest=digest):

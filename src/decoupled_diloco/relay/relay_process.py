@@ -1,0 +1,421 @@
+"""The process of a relay: the shell around `RelayMachine`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast, get_args
+
+import torch
+from torch import Tensor
+
+from decoupled_diloco.config.addresses import alternatives, reached_by
+from decoupled_diloco.config.method import plan_of, read_public
+from decoupled_diloco.errors import AccessError, DilocoError, ProtocolError, TransportError
+from decoupled_diloco.merge import Layout
+from decoupled_diloco.protocol import messages
+from decoupled_diloco.protocol.messages import shard_of, shard_peer
+from decoupled_diloco.protocol.relay_machine import RelayMachine
+from decoupled_diloco.protocol.wire import decode, encode
+from decoupled_diloco.relay.passed_payloads import Copies
+from decoupled_diloco.relay.sum_worker import RelayTensors, SumWorker
+from decoupled_diloco.runtime import runtime
+from decoupled_diloco.shell.driver import Driver, Orders, executes
+from decoupled_diloco.syncer.data_plane import Uploads
+from decoupled_diloco.syncer.shard_connections import first_message
+from decoupled_diloco.syncer.sum_uploads import Sums, sum_path
+from decoupled_diloco.tape import TapeWriter
+from decoupled_diloco.transport.backoff import BRISK_SECONDS, Backoff
+from decoupled_diloco.transport.interface import Channel, Client, Server
+from decoupled_diloco.transport.multiplex import RelayEnd
+from decoupled_diloco.transport.payload_store import body_url
+
+logger = logging.getLogger(__name__)
+
+HEARD_SECONDS = 1.0
+"""Interval at which a shard receives which children sent something: every ping interval."""
+
+LINK_SECONDS = 3.0
+"""Time for which a child's new connection waits for the relay's own connection to its shard."""
+
+_TO_RELAY = get_args(messages.ToRelay)
+
+ServerFactory = Callable[[Callable[[Channel], Coroutine[Any, Any, None]]], Server]
+
+
+class ShardLink:
+    """The connection to one shard, which may lead through another relay.
+
+    Attributes:
+        address: Where it was dialed.
+        end: It carries the children's connections.
+        connection: The name that the shard has given it.
+    """
+
+    def __init__(self, address: str, end: RelayEnd) -> None:
+        self.address = address
+        self.end = end
+        self.connection = ""
+        self.is_ready = False
+
+
+@dataclass(eq=False)
+class RelayBehind:
+    """A connection of a relay behind this one to a shard; ``connection`` is its name, if known."""
+
+    relay: str
+    shard: int
+    connection: str = ""
+
+
+class RelayProcess:
+    """One relay process; created in its event loop.
+
+    Args:
+        name: The name of the relay, which its credential is for.
+        upstream: Addresses of shards or of other relays, in the order in which they are tried.
+        server: Creates the transport's server from the function that serves a channel.
+        client: Creates a client that acts as this principal.
+        tape: The relay's tape.
+        cache_bytes: The limit for published copies that are kept for the children.
+
+    Attributes:
+        machine: The state machine, which decides.
+        driver: The driver, which runs the machine.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        upstream: Sequence[str],
+        *,
+        server: ServerFactory,
+        client: Callable[[str], Client],
+        tape: TapeWriter | None,
+        cache_bytes: int,
+    ) -> None:
+        self.name = name
+        self.machine = RelayMachine()
+        self.driver: Driver[messages.RelayEvent, messages.RelayEffect] = Driver(
+            self.machine, tape=tape, on_failure=self.fail
+        )
+        self._tape = tape
+        self._upstream = tuple(upstream)
+        self._server = server(self._serve)
+        self._client = client(name)
+        self._clients: dict[str, Client] = {}
+        self._make_client = client
+        self._nonce = runtime().unique_id()
+        self._links: dict[int, ShardLink] = {}
+        self._changed = asyncio.Event()
+        self._followed: set[int] = set()
+        self._shards = 1
+        self._behind: set[RelayBehind] = set()
+        self.copies = Copies(
+            self._server.bodies, cache_bytes, self._address_of, self._client, self._client_of
+        )
+        self._server.bodies.source = self.copies
+        self._worker: SumWorker | None = None
+        self._uploads: Uploads | None = None
+        self._sums: Sums | None = None
+        self._orders = Orders[messages.RelayEffect](
+            messages.RelayEffect, self, later=(SumWorker, Sums)
+        )
+        self.driver.set_handlers(self._orders)
+        self._stopping = asyncio.Event()
+        self._error: BaseException | None = None
+
+    @property
+    def address(self) -> str:
+        """The address at which the server listens."""
+        return self._server.address
+
+    async def run(self, started: Callable[[], None] = lambda: None) -> None:
+        """Serve until `stop` is called.
+
+        Args:
+            started: Called once the server listens.
+
+        Raises:
+            AccessError: A shard does not accept the relay's credential.
+            TransportError: The port is in use.
+        """
+        torch.set_num_threads(1)
+        await self._server.start()
+        logger.info("relay %s listens on %s", self.name, self.address)
+        self.driver.spawn(self._report_heard())
+        self._follow(0, self._upstream)
+        started()
+        try:
+            await self._stopping.wait()
+        finally:
+            await self._close()
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        """End `run`; safe to call from a signal handler of the loop."""
+        self.driver.stop()
+        self._stopping.set()
+
+    async def _close(self) -> None:
+        await self.driver.close()
+        await self.copies.close()
+        await self._server.stop()
+        for client in (self._client, *self._clients.values()):
+            await client.close()
+        if self._worker is not None:
+            self._worker.close()
+        if self._tape is not None:
+            self._tape.close()
+
+    def fail(self, error: BaseException) -> None:
+        """End the process after an error; its children dial their next address."""
+        if self._error is None:
+            self._error = error
+            details = None if isinstance(error, DilocoError) else error
+            logger.error("relay %s stops: %s", self.name, error, exc_info=details)
+        self.stop()
+
+    def health(self) -> dict[str, object]:
+        """Return the answer at `/healthz`."""
+        return {
+            "relay": self.name,
+            "shards": sorted(self._links),
+            "ready": self._worker is not None,
+        }
+
+    # The connections to the shards
+
+    def _follow(self, shard: int, addresses: Sequence[str]) -> None:
+        if shard not in self._followed:
+            self._followed.add(shard)
+            self.driver.spawn(self._stay(shard, tuple(addresses)))
+
+    async def _stay(self, shard: int, addresses: tuple[str, ...]) -> None:
+        """Keep the connection to a shard."""
+        backoff = Backoff(brisk_seconds=BRISK_SECONDS)
+        while True:
+            for address in addresses:
+                try:
+                    channel = await self._client.connect(address, "relay", self.name)
+                    await self._converse(shard, address, channel, backoff)
+                except AccessError as error:
+                    self.fail(error)
+                except (TransportError, ProtocolError) as error:
+                    logger.warning("relay %s: shard %d: %s: retrying", self.name, shard, error)
+            await asyncio.sleep(backoff.next())
+
+    async def _converse(self, shard: int, address: str, channel: Channel, backoff: Backoff) -> None:
+        channel.send(encode(messages.RelayHello(self.name, self._nonce, shard)))
+
+        def own(message: dict[str, Any]) -> None:
+            received = cast("messages.ToRelay", decode(message, _TO_RELAY))
+            if isinstance(received, messages.RelayAccepted):
+                if received.shard != shard and not received.relayed:
+                    raise ProtocolError(f"{address} is shard {received.shard}, not {shard}")
+                link.connection = received.connection
+                self._links[shard] = link
+                self._changed.set()
+                backoff.reset()
+                self._found(address, received)
+            else:
+                self._received(shard, link, received)
+
+        link = ShardLink(address, RelayEnd(channel, own, self._passes))
+        try:
+            await link.end.serve()
+        except ProtocolError as error:
+            await channel.close(str(error))
+            raise
+        finally:
+            if self._links.get(shard) is link:
+                del self._links[shard]
+                if link.is_ready:
+                    self.driver.deliver(messages.Lost(shard_peer(shard)))
+
+    def _found(self, address: str, accepted: messages.RelayAccepted) -> None:
+        """Connect to the other shards: through the same relay, or at their own addresses."""
+        for other, known in enumerate(accepted.shards):
+            there = self._upstream if accepted.relayed else alternatives(reached_by(known, address))
+            self._follow(other, there)
+
+    def _received(self, shard: int, link: ShardLink, message: messages.ToRelay) -> None:
+        if isinstance(message, messages.RelayWelcome):
+            self._prepare(message)
+            link.is_ready = True
+            self.driver.deliver(messages.Connected(shard_peer(shard)))
+        elif link.is_ready:
+            self.driver.deliver(messages.Received(shard_peer(shard), message))
+
+    def _prepare(self, welcome: messages.RelayWelcome) -> None:
+        """Create the parts that need the model's layout."""
+        if self._worker is not None:
+            return
+        config = read_public(welcome.settings)
+        plan, self._shards = plan_of(Layout.from_text(welcome.layout), config), config.syncer.shards
+        tensors = RelayTensors(plan)
+        self.copies.plan = plan
+        worker = self._worker = SumWorker(tensors, self)
+        bodies = self._server.bodies
+        self._uploads = Uploads(tensors, bodies, self.driver, worker, _no_relays)
+        self._sums = Sums(tensors, bodies, self.driver, worker, _no_relays)
+        self._orders.add(worker)
+        self._orders.add(self._sums)
+        self._expect_sums()
+
+    def send(self, shard: int, message: messages.Message) -> None:
+        """See `SumUplink`."""
+        link = self._links.get(shard)
+        if link is not None:
+            link.end.send(encode(message))
+
+    async def put_sum(self, order: messages.SendSum, body: Tensor) -> None:
+        """See `SumUplink`."""
+        link = self._links.get(order.shard)
+        if link is None:
+            raise TransportError(f"shard {order.shard} is not connected")
+        path = sum_path(self.name, link.connection, order.fragment, order.number)
+        await self._client.put(body_url(path), body.numpy().data, base=link.address)
+
+    def _address_of(self, fragment: int) -> str:
+        shard = fragment % self._shards
+        link = self._links.get(shard)
+        if link is None:
+            raise TransportError(f"shard {shard} is not connected")
+        return link.address
+
+    def _client_of(self, principal: str) -> Client:
+        if principal not in self._clients:
+            client = self._clients[principal] = self._make_client(principal)
+            for link in self._links.values():
+                client.trust(link.address)
+        return self._clients[principal]
+
+    async def _report_heard(self) -> None:
+        while True:
+            await asyncio.sleep(HEARD_SECONDS)
+            for link in self._links.values():
+                link.end.report_heard()
+
+    # The children
+
+    async def _serve(self, channel: Channel) -> None:
+        """Carry a child's connection to the shard that it is for."""
+        first = await first_message(channel)
+        named = first.get("shard")
+        shard = named if isinstance(named, int) else 0
+        link = await self._link_to(shard)
+        if link is None:
+            await channel.close(f"relay {self.name} is not connected to shard {shard}")
+            return
+        with contextlib.suppress(TransportError):
+            if first.get("type") == "RelayHello":
+                name = channel.peer.principal
+                behind = RelayBehind(name, shard)
+                self._behind.add(behind)
+                try:
+                    gets = partial(self._relay_gets, behind)
+                    await link.end.carry(channel, first, partial(self._relay_sends, name), gets)
+                finally:
+                    self._relay_left(behind)
+            else:
+                await link.end.carry(channel, first, self._child_sends(channel), _ignore)
+
+    async def _link_to(self, shard: int) -> ShardLink | None:
+        try:
+            async with asyncio.timeout(LINK_SECONDS):
+                while shard not in self._links:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            return None
+        return self._links[shard]
+
+    def _child_sends(self, channel: Channel) -> Callable[[dict[str, Any]], None]:
+        principal = channel.peer.principal
+
+        def sends(message: dict[str, Any]) -> None:
+            if message.get("type") == "Upload" and self._uploads is not None:
+                fields = {name: value for name, value in message.items() if name != "checkpoint"}
+                self._uploads.announce(principal, decode(fields, (messages.Upload,)))
+
+        return sends
+
+    def _relay_sends(self, relay: str, message: dict[str, Any]) -> None:
+        """Take the announcements of sums from a relay behind this one."""
+        for own in _own_frames(message):
+            if own.get("type") == "Sum" and self._sums is not None:
+                self._sums.announce(relay, decode(own, (messages.Sum,)))
+            elif own.get("type") == "SumCorrupt" and self._sums is not None:
+                self._sums.failed(relay, decode(own, (messages.SumCorrupt,)))
+
+    def _relay_gets(self, behind: RelayBehind, message: dict[str, Any]) -> None:
+        """Expect the sums of a relay behind this one, once its connection has a name."""
+        for own in _own_frames(message):
+            if own.get("type") == "RelayAccepted":
+                own["relayed"] = True
+                behind.connection = str(own.get("connection"))
+                self._expect_sums()
+
+    def _expect_sums(self) -> None:
+        for behind in self._behind:
+            if behind.connection and self._sums is not None and self.copies.plan is not None:
+                owned = range(behind.shard, len(self.copies.plan.fragments), self._shards)
+                self._sums.begin(behind.relay, behind.connection, owned)
+
+    def _relay_left(self, behind: RelayBehind) -> None:
+        self._behind.discard(behind)
+        if self._sums is not None:
+            self._sums.end(behind.connection)
+
+    def _passes(self, message: dict[str, Any]) -> None:
+        """Note, and mark, what the shards send to children."""
+        if message.get("type") == "Published":
+            self.copies.announced(message)
+        elif message.get("type") == "Admitted":
+            message["relayed"] = True
+
+    # Orders
+
+    @executes(messages.Send)
+    def _send(self, order: messages.Send) -> None:
+        self.send(shard_of(order.peer), order.message)
+
+    @executes(messages.Expect)
+    def _expect(self, order: messages.Expect) -> None:
+        assert self._uploads is not None
+        self._uploads.expect(order)
+
+    @executes(messages.Unexpect)
+    def _unexpect(self, order: messages.Unexpect) -> None:
+        assert self._uploads is not None
+        self._uploads.unexpect(order)
+
+    @executes(messages.Note)
+    def _note(self, order: messages.Note) -> None:
+        logger.log(
+            logging.WARNING if order.warns else logging.INFO, "%s (%s)", order.text, order.why
+        )
+
+
+def _no_relays(relay: str, message: messages.Message) -> None:
+    raise AssertionError("a relay sends orders only to its own parts")
+
+
+def _own_frames(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the messages of a relay's connection that are for, or of, the relay itself."""
+    frames = message.get("frames")
+    return [
+        frame[1]
+        for frame in (frames if isinstance(frames, list) else [])
+        if isinstance(frame, list) and len(frame) == 2 and frame[0] == "own"
+    ]
+
+
+def _ignore(message: dict[str, Any]) -> None:
+    pass

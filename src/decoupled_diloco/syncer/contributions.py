@@ -1,0 +1,199 @@
+"""Contributions that have arrived and are not merged yet, at a shard or at a relay.
+
+Pure arithmetic on the orders of a state machine. It is not thread-safe: one worker calls it, in the
+order of the orders.
+
+Host memory: an accumulator of 4 bytes per element of the largest fragment for each fragment with
+folded contributions (reused), and the decoded contributions that are not folded yet (4 bytes per
+element).
+
+Shapes: N elements of a fragment; B bytes of a payload.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from decoupled_diloco.errors import ProtocolError
+from decoupled_diloco.merge import Body, Contribution, body_digest
+from decoupled_diloco.merge.accumulate import Accumulator
+from decoupled_diloco.merge.fragments import parameters_numel
+from decoupled_diloco.merge.packing import BufferHistory, unpacked
+from decoupled_diloco.merge.plan import MergePlan
+from decoupled_diloco.merge.rules import FragmentMerge
+from decoupled_diloco.merge.sketch import are_alike, sketch
+from decoupled_diloco.merge.sum_payload import read_sum
+from decoupled_diloco.protocol.messages import Asking, Version
+
+COMPARED_MAX = 32
+"""Maximum number of other contributions that a new one is compared with."""
+
+SumName = tuple[str, int]
+"""The name of a sum of a fragment: its relay and its number."""
+
+
+class Contributions:
+    """Verified contributions, decoded, and the accumulators into which they are folded.
+
+    Args:
+        plan: The run's layout, fragments, codecs and merge method.
+        fragments: The fragments that occur.
+    """
+
+    def __init__(self, plan: MergePlan, fragments: tuple[int, ...]) -> None:
+        self.plan = plan
+        self._arrived: dict[tuple[int, Asking], Contribution] = {}
+        self._sums: dict[tuple[int, SumName], Accumulator] = {}
+        self._buffers: dict[int, BufferHistory] = {}
+        self._accumulators: dict[int, FragmentMerge] = {}
+        self._numel_max = max(plan.fragments[fragment].numel for fragment in fragments)
+        self._sketches: dict[int, dict[Asking, tuple[str, Tensor]]] = {p: {} for p in fragments}
+        self._earlier: dict[int, dict[str, Tensor]] = {p: {} for p in fragments}
+        self._free: list[Tensor] = []
+        self._used: dict[int, Tensor] = {}
+
+    def verify(
+        self, fragment: int, ask: Asking, body: Body, announced: str, codec: str = ""
+    ) -> float:
+        """Verify a whole contribution, and keep it decoded until it is folded or dropped.
+
+        Args:
+            fragment: The fragment.
+            ask: The request that it answers.
+            body: The payload, [B] in the codec.
+            announced: The digest that the learner sent.
+            codec: The name of the codec; the run's uplink codec if empty.
+
+        Returns:
+            The norm of the contribution.
+
+        Raises:
+            ProtocolError: The digest or the size is wrong.
+            MergeError: The values are not finite.
+        """
+        uplink = self.plan.uplink_of(fragment, codec)
+        actual = body_digest(body, uplink)
+        if actual != announced:
+            raise ProtocolError(f"digest={actual}, but {announced} was announced")
+        numel = self.plan.fragments[fragment].numel
+        contribution = Contribution(numel, self.plan.segments(fragment))
+        contribution.add(0, uplink.decode(body, numel))
+        self._arrived[fragment, ask] = contribution
+        return contribution.norm
+
+    def alike(self, fragment: int, ask: Asking, learner: str) -> tuple[str, ...]:
+        """Return the learners with contributions to the next merge that are nearly parallel to it.
+
+        With many learners, the comparison covers the newest `COMPARED_MAX` contributions. Buffers
+        do not count: learners send their values, not changes, and these are similar in all
+        learners. A learner's first contribution is not compared.
+
+        Args:
+            fragment: The fragment.
+            ask: The request whose contribution was verified and is neither folded nor dropped.
+            learner: The learner that made the contribution.
+        """
+        numel = parameters_numel(self.plan.fragments[fragment], self.plan.layout)
+        own = sketch(self._arrived[fragment, ask].parts[0][1][:numel])
+        others, earlier = self._sketches[fragment], self._earlier[fragment]
+        before = earlier.pop(learner, None)
+        found = {
+            name
+            for name, other in list(others.values())[-COMPARED_MAX:]
+            if name != learner and before is not None and are_alike(own, other, before)
+        }
+        others[ask] = learner, own
+        earlier[learner] = own  # the newest comes last, so the first one is the oldest
+        if len(earlier) > COMPARED_MAX:
+            del earlier[next(iter(earlier))]
+        return tuple(sorted(found))
+
+    def fold(
+        self,
+        fragment: int,
+        ask: Asking,
+        steps: float,
+        tokens: float,
+        scale: float = 1.0,
+        discount: float = 1.0,
+    ) -> None:
+        """Fold a verified contribution, scaled, into its fragment's accumulator.
+
+        Args:
+            fragment: The fragment.
+            ask: The request that the contribution answers.
+            steps: c_steps of its snapshot.
+            tokens: c_tokens of its snapshot.
+            scale: Factor of its values.
+            discount: Factor of its weight.
+        """
+        contribution = self._arrived.pop((fragment, ask))
+        if scale != 1.0:
+            contribution.scale(scale)
+        weight = discount * self.plan.weight(tokens, steps)
+        self._accumulator(fragment).add_contribution(contribution, weight)
+
+    def _accumulator(self, fragment: int) -> FragmentMerge:
+        """Return the fragment's accumulator; a new one gets reused memory."""
+        if fragment not in self._accumulators:
+            memory = (
+                self._free.pop()
+                if self._free
+                else torch.empty(self._numel_max, dtype=torch.float32, device="cpu")
+            )
+            self._used[fragment] = memory
+            buffer = memory[: self.plan.fragments[fragment].numel]
+            self._accumulators[fragment] = self.plan.accumulator(fragment, buffer)
+        return self._accumulators[fragment]
+
+    def verify_sum(self, fragment: int, name: SumName, body: Body, announced: str) -> None:
+        """Verify a relay's sum, and keep it decoded until it is folded or dropped.
+
+        Args:
+            fragment: The fragment.
+            name: The relay and the number of the sum.
+            body: The payload; see `merge.sum_payload`.
+            announced: The digest that the relay sent.
+
+        Raises:
+            ProtocolError: The digest or the size is wrong.
+            MergeError: The sums are not finite or contradict each other.
+        """
+        self._sums[fragment, name] = read_sum(self.plan, fragment, body, announced)
+
+    def fold_sum(self, fragment: int, name: SumName) -> None:
+        """Add a verified sum to its fragment's accumulator."""
+        accumulator = self._accumulator(fragment)
+        assert isinstance(accumulator, Accumulator), "a custom merge rule has no sums"
+        accumulator.combine(self._sums.pop((fragment, name)))
+
+    def drop_sum(self, fragment: int, name: SumName) -> None:
+        """Discard a verified sum."""
+        self._sums.pop((fragment, name), None)
+
+    def drop(self, fragment: int, ask: Asking) -> None:
+        """Discard a verified contribution."""
+        self._arrived.pop((fragment, ask), None)
+        self._sketches[fragment].pop(ask, None)
+
+    def forget_folded(self, fragment: int) -> None:
+        """Discard folded contributions, if any; the next accumulator reuses the memory."""
+        kept = {
+            ask: each
+            for ask, each in self._sketches[fragment].items()
+            if (fragment, ask) in self._arrived
+        }
+        self._sketches[fragment] = kept
+        if self._accumulators.pop(fragment, None) is not None:
+            self._free.append(self._used.pop(fragment))
+
+    def unpacked(self, fragment: int, body: Body, base: Version, codec: str = "") -> Body:
+        """Return a contribution's payload, with omitted buffers filled in from its base.
+
+        Raises:
+            ProtocolError: The payload is malformed, or the base's buffers are not known any more.
+        """
+        history = self._buffers.get(fragment)
+        buffers = None if history is None else history.of(base)
+        return unpacked(body, buffers, self.plan.uplink_of(fragment, codec))

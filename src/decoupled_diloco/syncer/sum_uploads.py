@@ -1,0 +1,169 @@
+"""The sums that relays send to a shard, or to another relay (rule 22)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from decoupled_diloco.errors import MergeError, ProtocolError, TransportError
+from decoupled_diloco.merge.sum_payload import sum_nbytes
+from decoupled_diloco.protocol import messages
+from decoupled_diloco.shell.driver import Driver, executes
+from decoupled_diloco.syncer.contributions import Contributions
+from decoupled_diloco.syncer.data_plane import InWorker
+from decoupled_diloco.transport.payload_store import BodyBooks, BodyUpload
+
+logger = logging.getLogger(__name__)
+
+
+def sum_path(relay: str, connection: str, fragment: int, number: int) -> str:
+    """Return the path of a relay's sum."""
+    return f"/sum/{fragment}/{relay}/{connection}/{number}"
+
+
+@dataclass(slots=True)
+class ExpectedSum:
+    """A sum that a relay may send; ``message`` is its announcement, once received."""
+
+    relay: str
+    connection: str
+    fragment: int
+    number: int
+    upload: BodyUpload
+    message: messages.Sum | None = None
+    has_arrived: bool = False
+
+
+class Sums:
+    """Expects the next sum of each fragment from each connected relay.
+
+    A relay sends the sums of a fragment one after the other, so the next one is expected as soon as
+    the upload of the one before has ended.
+
+    Args:
+        tensors: Verifies and folds sums.
+        bodies: The server's data plane.
+        driver: The driver of the machine.
+        worker: Runs tensor work.
+        relays: Sends a message to a relay.
+    """
+
+    def __init__(
+        self,
+        tensors: Contributions,
+        bodies: BodyBooks,
+        driver: Driver[Any, Any],
+        worker: InWorker,
+        relays: Callable[[str, messages.Message], None],
+    ) -> None:
+        self._tensors = tensors
+        self._bodies = bodies
+        self._driver = driver
+        self._worker = worker
+        self._relays = relays
+        self._expected: dict[tuple[str, int, int], ExpectedSum] = {}
+
+    def begin(self, relay: str, connection: str, fragments: Iterable[int]) -> None:
+        """Expect sums of these fragments from a relay that has connected."""
+        known = {
+            (each.relay, each.fragment)
+            for each in self._expected.values()
+            if each.connection == connection
+        }
+        for fragment in fragments:
+            if (relay, fragment) not in known:
+                self._expect(relay, connection, fragment, 1)
+
+    def end(self, connection: str) -> None:
+        """Refuse the sums of a connection that is lost."""
+        gone = [each for each in self._expected.values() if each.connection == connection]
+        for expected in gone:
+            self._forget(expected)
+            expected.upload.cancel("its relay has lost its connection")
+
+    def _expect(self, relay: str, connection: str, fragment: int, number: int) -> None:
+        path = sum_path(relay, connection, fragment, number)
+        upload = self._bodies.expect(path, sum_nbytes(self._tensors.plan, fragment), relay)
+        expected = ExpectedSum(relay, connection, fragment, number, upload)
+        self._expected[relay, fragment, number] = expected
+        upload.when_ended = partial(self._ended, expected)
+
+    def _forget(self, expected: ExpectedSum) -> bool:
+        """Forget a sum; return whether it was still expected."""
+        name = expected.relay, expected.fragment, expected.number
+        is_current = self._expected.get(name) is expected
+        if is_current:
+            del self._expected[name]
+        return is_current
+
+    def announce(self, relay: str, message: messages.Sum) -> None:
+        """Take a relay's announcement of a sum."""
+        expected = self._expected.get((relay, message.fragment, message.number))
+        if expected is None or expected.message is not None:
+            logger.warning("relay %s announced a sum that is not expected", relay)
+            return
+        expected.message = message
+        self._take_up(expected)
+
+    def failed(self, relay: str, message: messages.SumCorrupt) -> None:
+        """Take a relay's report that it could not send a sum."""
+        expected = self._expected.get((relay, message.fragment, message.number))
+        if expected is not None:
+            expected.upload.cancel(message.reason)
+            self._ended(expected, False)
+        self._driver.deliver(replace(message, relay=relay))
+
+    def _ended(self, expected: ExpectedSum, has_arrived: bool) -> None:
+        if self._expected.get((expected.relay, expected.fragment, expected.number)) is not expected:
+            return
+        number = expected.number + 1
+        self._expect(expected.relay, expected.connection, expected.fragment, number)
+        expected.has_arrived = has_arrived
+        if not has_arrived:
+            self._forget(expected)
+        self._take_up(expected)
+
+    def _take_up(self, expected: ExpectedSum) -> None:
+        message = expected.message
+        if message is not None and expected.has_arrived and self._forget(expected):
+            self._driver.spawn(self._take_in(expected, message))
+
+    async def _take_in(self, expected: ExpectedSum, announced: messages.Sum) -> None:
+        relay, fragment, number = expected.relay, expected.fragment, expected.number
+        try:
+            body = await expected.upload.body
+            try:
+                verify = partial(self._tensors.verify_sum, fragment, (relay, number))
+                await self._worker.run(lambda: verify(body.buffer, announced.digest))
+                fact = messages.SumArrived(
+                    relay, fragment, number, announced.asks, expected.upload.nbytes
+                )
+                self._driver.deliver(fact)
+                await self._worker.run(lambda: None)
+            finally:
+                body.release()
+        except (TransportError, ProtocolError, MergeError) as error:
+            if not self._driver.stopped:
+                logger.warning("fragment %d: the sum of %s is rejected: %s", fragment, relay, error)
+                self._driver.deliver(
+                    messages.SumCorrupt(relay, fragment, number, announced.asks, str(error))
+                )
+
+    @executes(messages.FoldSum)
+    async def _fold(self, order: messages.FoldSum) -> None:
+        if order.at:
+            self._relays(order.at, replace(order, at=""))
+            return
+        name = (order.relay, order.number)
+        await self._worker.run(partial(self._tensors.fold_sum, order.fragment, name))
+
+    @executes(messages.DropSum)
+    async def _drop(self, order: messages.DropSum) -> None:
+        if order.at:
+            self._relays(order.at, replace(order, at=""))
+            return
+        name = (order.relay, order.number)
+        await self._worker.run(partial(self._tensors.drop_sum, order.fragment, name))

@@ -1,0 +1,261 @@
+"""Contributions that reach a shard through relays (rule 22)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from decoupled_diloco.protocol.messages import (
+    Asking,
+    BodyCorrupt,
+    Collect,
+    Collected,
+    Connected,
+    Drop,
+    DropSum,
+    Expect,
+    Fold,
+    FoldSum,
+    Hello,
+    Holding,
+    Leave,
+    Lost,
+    Merge,
+    Outcome,
+    Received,
+    RelayHello,
+    RoundFinished,
+    Send,
+    SumArrived,
+    SumCorrupt,
+    SumOutcome,
+    Unexpect,
+    relay_peer,
+)
+from unit.protocol.shard_rounds import outcomes, states, tick_at
+
+
+class Site:
+    """A shard whose learners are behind relays, each named by its learner's first letter."""
+
+    def __init__(self, shard_bench: Any, *learners: str, **options: Any) -> None:
+        self.bench = bench = shard_bench("direct", **{"fragments": 1, "period": 2, **options})
+        for learner in learners:
+            relay = f"site-{learner[0]}"
+            if relay not in bench.machine.state.relays:
+                bench.handle(Connected(relay_peer(relay), RelayHello(relay, f"nonce-{relay}")))
+            self.greet(learner, relay)
+        for _ in range(2):
+            for learner in ("direct", *learners):
+                bench.step(learner)
+
+    def greet(self, learner: str, relay: str, **fields: Any) -> None:
+        bench = self.bench
+        bench.connection += 1
+        step = bench.steps.setdefault(learner, 0)
+        entry = bench.machine.state.fragments[0]
+        held = (Holding(0, entry.version, entry.digest),) if step else ()
+        hello = Hello(learner, 1, f"{learner}-1", "learner", step, 0, None, held, **fields)
+        bench.handle(Connected(learner, hello, bench.connection, relay))
+
+    def body(self, learner: str, **fields: Any) -> Asking:
+        """A payload has arrived where it was requested; return the name of its request."""
+        ask = self.bench.machine.state.fragments[0].asks[learner]
+        self.bench.body(learner, relay=ask.relay, **fields)
+        return ask.name
+
+    def sum(self, relay: str, *asks: Asking, number: int = 1, at: str = "") -> None:
+        self.bench.handle(SumArrived(relay, 0, number, asks, 100, at))
+
+    def to_relays(self, kind: type[Any]) -> dict[str, Any]:
+        sends = [o for o in self.bench.orders(Send) if isinstance(o.message, kind)]
+        return {order.peer: order.message for order in sends}
+
+
+def test_a_request_names_the_relay_of_its_learner(shard_bench: Any) -> None:
+    site = Site(shard_bench, "a0", "b0")
+    asks = site.bench.machine.state.fragments[0].asks
+    assert {name: ask.relay for name, ask in asks.items()} == {
+        "direct": "",
+        "a0": "site-a",
+        "b0": "site-b",
+    }
+
+
+def test_the_shard_decides_and_the_relay_folds(shard_bench: Any) -> None:
+    site = Site(shard_bench, "a0")
+    site.body("a0")
+    (fold,) = site.bench.orders(Fold)
+    assert (fold.learner, fold.steps, fold.tokens, fold.relay) == ("a0", 1.0, 10.0, "site-a")
+
+
+def test_a_refused_payload_is_dropped_at_its_relay(shard_bench: Any) -> None:
+    site = Site(shard_bench, "a0")
+    site.body("a0", tokens=0)
+    assert [drop.relay for drop in site.bench.orders(Drop)] == ["site-a"]
+    assert outcomes(site.bench) == [("a0", "refused")]
+
+
+def test_a_relayed_contribution_counts_for_the_quorum_when_its_sum_is_here(
+    shard_bench: Any,
+) -> None:
+    """Nothing is merged that a relay could still lose."""
+    site = Site(shard_bench, "a0", quorum=2)
+    site.body("direct")
+    ask = site.body("a0")
+    assert not site.bench.orders(Merge)
+    site.sum("site-a", ask)
+    assert site.bench.orders(FoldSum)
+    assert site.bench.orders(Merge)
+
+
+def test_a_round_waits_for_a_sum_until_its_delivery_window_is_over(shard_bench: Any) -> None:
+    site = Site(shard_bench, "a0")
+    ask = site.body("a0")
+    site.body("direct")
+    assert not site.bench.orders(Merge), "the sum of site-a is awaited"
+    tick_at(site.bench, 3.0)
+    assert site.bench.orders(Merge)
+    site.bench.merged()
+    assert states(site.bench.orders(RoundFinished)[0]) == {"direct": "folded"}
+    site.sum("site-a", ask)
+    assert site.bench.machine.state.fragments[0].folded[0].learner == "a0", "for the next round"
+
+
+def test_a_learner_receives_its_outcome_when_the_sum_is_merged(shard_bench: Any) -> None:
+    site = Site(shard_bench, "a0", "a1")
+    asks = [site.body(name) for name in ("a0", "a1")]
+    assert not site.bench.messages(Outcome)
+    site.body("direct")
+    site.sum("site-a", *asks)
+    assert not site.bench.messages(Outcome)
+    site.bench.merged()
+    assert set(outcomes(site.bench)) == {(n, "accepted") for n in ("direct", "a0", "a1")}
+    assert site.to_relays(SumOutcome) == {"relay:site-a": SumOutcome(0, 1, True, "")}
+
+
+def test_relays_learn_when_a_round_collects_and_when_it_requests_nothing_more(
+    shard_bench: Any,
+) -> None:
+    site = Site(shard_bench)
+    bench = site.bench
+    for relay in ("site-a", "site-b"):
+        bench.handle(Connected(relay_peer(relay), RelayHello(relay, relay)))
+    bench.body("direct")
+    bench.merged()
+    notified: dict[type, set[str]] = {Collect: set(), Collected: set()}
+    for _ in range(2):
+        sends = [effect for effect in bench.step("direct") if isinstance(effect, Send)]
+        for kind, peers in notified.items():
+            peers |= {order.peer for order in sends if isinstance(order.message, kind)}
+    assert all(peers == {"relay:site-a", "relay:site-b"} for peers in notified.values())
+
+
+def test_a_sum_is_accepted_only_as_a_whole(shard_bench: Any) -> None:
+    """One of its requests is void, so the others are requested again."""
+    site = Site(shard_bench, "a0", "a1")
+    asks = [site.body(name) for name in ("a0", "a1")]
+    site.sum("site-a", *asks, Asking(1, 999))
+    assert not site.bench.orders(FoldSum)
+    assert [drop.number for drop in site.bench.orders(DropSum)] == [1]
+    assert outcomes(site.bench) == [("a0", "abandoned"), ("a1", "abandoned")]
+    assert {order.learner for order in site.bench.orders(Expect)} == {"a0", "a1"}
+    assert not site.to_relays(SumOutcome)["relay:site-a"].is_merged
+
+
+def test_a_sum_is_accepted_once(shard_bench: Any) -> None:
+    site = Site(shard_bench, "a0")
+    ask = site.body("a0")
+    site.sum("site-a", ask)
+    assert site.bench.orders(FoldSum)
+    site.sum("site-a", ask, number=2)
+    assert site.bench.orders(DropSum)
+    assert len(site.bench.machine.state.fragments[0].folded) == 1
+
+
+def test_a_relay_cannot_send_what_another_relay_has(shard_bench: Any) -> None:
+    site = Site(shard_bench, "a0", "b0")
+    ask = site.body("b0")
+    site.sum("site-a", ask)
+    assert site.bench.orders(DropSum)
+    site.sum("site-b", ask)
+    assert site.bench.orders(FoldSum)
+
+
+def test_what_a_lost_relay_had_is_requested_again(shard_bench: Any) -> None:
+    site = Site(shard_bench, "a0", "a1")
+    site.body("a0")
+    for learner in ("a0", "a1"):
+        site.bench.handle(Lost(learner))
+    site.bench.handle(Lost(relay_peer("site-a")))
+    assert outcomes(site.bench) == [("a0", "abandoned")]
+    site.greet("a0", "")
+    assert [(order.learner, order.relay) for order in site.bench.orders(Expect)] == [("a0", "")]
+
+
+def test_a_request_on_another_way_is_void_after_a_reconnection(shard_bench: Any) -> None:
+    """The learner sends its payload to the address that it had when it was requested."""
+    site = Site(shard_bench, "a0")
+    ask = site.bench.machine.state.fragments[0].asks["a0"]
+    site.bench.handle(Lost("a0"))
+    site.greet("a0", "", asks=(ask.name,))
+    assert [(o.path, o.relay) for o in site.bench.orders(Unexpect)] == [(ask.path, "site-a")]
+    assert [order.relay for order in site.bench.orders(Expect)] == [""]
+
+
+def test_a_relayed_contribution_outlives_its_learner(shard_bench: Any) -> None:
+    """As a contribution that is folded at the shard does."""
+    site = Site(shard_bench, "a0")
+    ask = site.body("a0")
+    site.bench.handle(Received("a0", Leave("done")))
+    assert "a0" not in site.bench.machine.state.members
+    site.sum("site-a", ask)
+    assert site.bench.orders(FoldSum)
+
+
+def test_a_corrupt_sum_is_requested_again(shard_bench: Any) -> None:
+    site = Site(shard_bench, "a0")
+    ask = site.body("a0")
+    site.bench.handle(SumCorrupt("site-a", 0, 1, (ask,), "its digest is wrong"))
+    assert outcomes(site.bench) == [("a0", "abandoned")]
+    assert site.bench.requested() == ["a0"]
+
+
+def test_a_payload_that_is_corrupt_at_its_relay_is_refused(shard_bench: Any) -> None:
+    site = Site(shard_bench, "a0")
+    ask = site.bench.machine.state.fragments[0].asks["a0"].name
+    site.bench.handle(BodyCorrupt("a0", 0, ask, "NaN", False))
+    assert outcomes(site.bench) == [("a0", "unfit")]
+
+
+def test_a_sum_of_a_relay_behind_another_one_moves_its_requests_there(shard_bench: Any) -> None:
+    site = Site(shard_bench, "a0", "b0")
+    a, b = site.body("a0"), site.body("b0")
+    site.sum("site-b", b, at="site-a")
+    (fold,) = site.bench.orders(FoldSum)
+    assert (fold.relay, fold.at) == ("site-b", "site-a")
+    site.sum("site-a", a, b, number=4)
+    assert {ask.learner for ask in site.bench.machine.state.fragments[0].folded} == {"a0", "b0"}
+    site.body("direct")
+    site.bench.merged()
+    assert site.to_relays(SumOutcome) == {
+        "relay:site-a": SumOutcome(0, 4, True, ""),
+        "relay:site-b": SumOutcome(0, 1, True, ""),
+    }
+
+
+def test_a_round_waits_for_both_contributions_of_a_learner(shard_bench: Any) -> None:
+    """A learner can have a late one on its way and a new one at its relay."""
+    site = Site(shard_bench, "a0")
+    site.body("a0")
+    site.body("direct")
+    tick_at(site.bench, 3.0)
+    site.bench.merged()
+    late = site.bench.machine.state.fragments[0].relayed[0].name
+    for _ in range(2):
+        for learner in ("direct", "a0"):
+            site.bench.step(learner)
+    new = site.body("a0")
+    site.sum("site-a", late)
+    assert site.bench.machine.state.rounds[0].awaited >= {"a0"}
+    site.sum("site-a", new, number=2)
+    assert site.bench.machine.state.rounds[0].awaited == {"direct"}
