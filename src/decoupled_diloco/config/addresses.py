@@ -1,4 +1,4 @@
-"""Addresses of shards: validation, wildcard hosts, and standbys.
+"""Addresses of shards and of object stores: validation, wildcard hosts, and standbys.
 
 A syncer that listens on all interfaces (``host="0.0.0.0"`` or ``"::"``) cannot determine at which
 of its addresses a learner reaches it. It advertises the wildcard, and each learner replaces the
@@ -96,6 +96,68 @@ def _host_problem(host: str) -> str:
     if any(each in "\\^`{}|<>\"'!$&()*+,;=~@" for each in host):
         return "its host has characters that are not valid in a host name"
     return ""
+
+
+STORES = ("s3", "gs", "az", "file", "memory")
+"""Schemes of object stores."""
+
+_NO_SECRETS = (
+    "set the credentials in the environment (AWS_…, GOOGLE_…, AZURE_…), or give the machine a role"
+)
+
+
+def is_url(text: str) -> bool:
+    """Whether a text is a URL, of an object store or of anything else, and not a path.
+
+    >>> is_url("s3://bucket/x"), is_url("runs/x"), is_url("s3:/bucket")
+    (True, False, True)
+    """
+    return re.match(r"[a-z][a-z0-9+.-]+:/", text, re.IGNORECASE) is not None
+
+
+def is_store(text: str) -> bool:
+    """Whether a text is an address of an object store, apart from mistakes in it.
+
+    >>> is_store("s3://bucket/x"), is_store("http://syncer:7070"), is_store("runs/x")
+    (True, False, False)
+    """
+    return is_url(text) and not text.lower().startswith(("http:", "https:"))
+
+
+def require_store(name: str, address: str, end: str = "") -> None:
+    """Check that a text is an address of an object store.
+
+    Args:
+        name: The setting or argument, for the message.
+        address: The text.
+        end: What follows the value in the message, as ``")"`` after an argument.
+
+    Raises:
+        ConfigError: It is not an address, or it has credentials.
+
+    >>> require_store("store", "s3://bucket/runs/x")
+    """
+    shown = f"{name}={without_password(address).partition('?')[0]!r}{end}"
+    known = ", ".join(f"{scheme}://" for scheme in STORES)
+    try:
+        parts = urlsplit(address)
+    except ValueError as error:
+        raise ConfigError(
+            f"{shown} is not an address ({error}): write s3://BUCKET/PREFIX"
+        ) from None
+    if parts.scheme not in STORES or "://" not in address:
+        raise ConfigError(f"{shown} is not an object store: use one of {known}")
+    if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
+        raise ConfigError(f"{shown} has a user name, password or query: {_NO_SECRETS}")
+    if parts.scheme == "file" and (parts.netloc or not parts.path.strip("/")):
+        raise ConfigError(f"{shown} is not an absolute path: write file:///FOLDER")
+    if parts.scheme != "file" and not parts.netloc:
+        raise ConfigError(f"{shown} has no bucket: write {parts.scheme}://BUCKET/PREFIX")
+    wrong = next((each for each in parts.path.strip("/").split("/") if each in (".", "..")), None)
+    if wrong or "//" in parts.path.rstrip("/") or not address.isprintable() or " " in address:
+        raise ConfigError(
+            f"{shown} has '{wrong or 'a blank or an empty folder'}' in its path: take it out"
+        )
 
 
 def without_password(text: str) -> str:

@@ -26,6 +26,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
+from decoupled_diloco.config.addresses import is_url
 from decoupled_diloco.config.renamed import sentence_for
 from decoupled_diloco.errors import ConfigError
 
@@ -66,10 +67,10 @@ _PATTERN_WORDS = {
 
 def refuse_url(argument: str, path: str | os.PathLike[str]) -> None:
     """Raise `ConfigError` if a path is a URL, which would become a local folder of that name."""
-    if re.match(r"[a-z][a-z0-9+.-]+:/", str(path)):
+    if is_url(str(path)):
         raise ConfigError(
-            f"{argument} is a URL: use a local or mounted folder, and copy it to an object store "
-            "while the run is stopped"
+            f"{argument} is a URL: use a local or mounted folder; [run] store mirrors a run to an "
+            "object store"
         )
 
 
