@@ -54,7 +54,7 @@ def checkpoint(options: CheckpointOptions) -> None:
     from decoupled_diloco.units import format_bytes
 
     tls = options.certificates()
-    run = chosen_run(options.run, "ddiloco checkpoint runs/quickstart")
+    run = chosen_run(options.run, "ddiloco checkpoint runs/quickstart", here=True)
     if is_url(run):
         address, token = run, read_token(options.auth_token_file)
     else:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from decoupled_diloco.cli.command_line import CommandOptions, command
-from decoupled_diloco.cli.runs import chosen_run
+from decoupled_diloco.cli.runs import chosen_run, folder_of
 from decoupled_diloco.cli.shared_options import Json, RunFolder, exit_with, make_console
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ def data(options: DataOptions) -> None:
     """
     from decoupled_diloco.run_model.data_usage import read_data
 
-    account = read_data(Path(chosen_run(options.run, "ddiloco data runs/quickstart")))
+    account = read_data(folder_of(chosen_run(options.run, "ddiloco data runs/quickstart")))
     if options.as_json:
         typer.echo(json.dumps(asdict(account), indent=1))
     else:

@@ -7,7 +7,7 @@ import sys
 import typer
 
 from decoupled_diloco.cli.command_line import CommandOptions, command
-from decoupled_diloco.cli.runs import chosen_run
+from decoupled_diloco.cli.runs import chosen_run, folder_of
 from decoupled_diloco.cli.shared_options import RunTape
 
 
@@ -28,7 +28,9 @@ def events(options: EventsOptions) -> None:
     from decoupled_diloco.tape.reader import TapeReader
     from decoupled_diloco.tape.records import format_record
 
-    reader = TapeReader(chosen_run(options.run, "ddiloco events runs/quickstart"))
+    reader = TapeReader(
+        folder_of(chosen_run(options.run, "ddiloco events runs/quickstart"), "tape")
+    )
     try:
         for record in reader:
             sys.stdout.buffer.write(format_record(record).encode(errors="backslashreplace"))

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from decoupled_diloco.cli.command_line import CommandOptions, command
-from decoupled_diloco.cli.runs import chosen_run
+from decoupled_diloco.cli.runs import chosen_run, folder_of
 from decoupled_diloco.cli.shared_options import RunFolder
+from decoupled_diloco.config.addresses import is_store
 
 if TYPE_CHECKING:
     from decoupled_diloco.export.run_export import Exported
@@ -29,7 +30,10 @@ class ExportOptions(CommandOptions):
     run: RunFolder = ""
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="Write the export here. Default: RUN/export."),
+        typer.Option(
+            metavar="FOLDER",
+            help="Write the export here. Default: RUN/export; ./export for an object store.",
+        ),
     ] = None
     format: Annotated[
         ExportFormat,
@@ -54,9 +58,10 @@ def export(options: ExportOptions) -> None:
     from decoupled_diloco.export.run_export import export_run
 
     torch.set_num_threads(1)
+    run = chosen_run(options.run, "ddiloco export runs/quickstart")
     exported = export_run(
-        Path(chosen_run(options.run, "ddiloco export runs/quickstart")),
-        options.out,
+        folder_of(run, "weights.safetensors", "checkpoints", "durable", "coordinator"),
+        options.out or (Path("export") if is_store(run) else None),
         format=options.format.value,
         weights=options.weights,
         force=options.force,

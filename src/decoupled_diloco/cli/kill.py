@@ -52,7 +52,7 @@ def kill(options: KillOptions) -> None:
             f"{folder} is a run folder: name a process as well, as in ddiloco kill learner-1 "
             f"{folder}"
         )
-    run = Path(chosen_run(folder, f"ddiloco kill {name} runs/quickstart"))
+    run = Path(chosen_run(folder, f"ddiloco kill {name} runs/quickstart", here=True))
     found = _find(name, run)
     send_to_all_of(found.pid, number)
     typer.echo(f"sent {number.name} to {found.name} (process {found.pid}) of {run}")

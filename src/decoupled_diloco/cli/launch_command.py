@@ -116,7 +116,7 @@ def stop(options: StopOptions) -> None:
     from decoupled_diloco.launch.launch_folder import Launch, launch_folder, was_launched
     from decoupled_diloco.run_model.phrases import many
 
-    run = Path(chosen_run(options.run, "ddiloco stop runs/quickstart"))
+    run = Path(chosen_run(options.run, "ddiloco stop runs/quickstart", here=True))
     if was_launched(run):
         count = Launch(launch_folder(run)).stop()
         typer.echo(f"asked {many(count, 'job')} to stop" if count else f"{run} has no job any more")

@@ -87,7 +87,7 @@ def _run_and_process(names: list[str]) -> tuple[Path, str]:
         fail(f"{' '.join(names)!r} is not one RUN and one PROCESS: give one of each at most")
     if runs and is_url(runs[0]):
         fail(f"{runs[0]} is a URL: ddiloco logs reads a run folder")
-    run = Path(chosen_run(runs[0] if runs else "", "ddiloco logs runs/quickstart"))
+    run = Path(chosen_run(runs[0] if runs else "", "ddiloco logs runs/quickstart", here=True))
     return run, processes[0] if processes else ""
 
 

@@ -31,6 +31,7 @@ from decoupled_diloco.cli.launch_command import launch, stop
 from decoupled_diloco.cli.list import list_runs
 from decoupled_diloco.cli.logs import logs
 from decoupled_diloco.cli.metrics import metrics
+from decoupled_diloco.cli.mirror_command import mirror
 from decoupled_diloco.cli.recipes import recipes
 from decoupled_diloco.cli.replay_command import replay
 from decoupled_diloco.cli.report_command import report
@@ -58,7 +59,7 @@ GROUPS: dict[str, tuple[Callable[..., None] | tuple[str, str], ...]] = {
         *(list_runs, status, watch, logs, report, explain, data),
         *(track, metrics, traces),
     ),
-    OPERATE: (stop, checkpoint, kill),
+    OPERATE: (stop, checkpoint, kill, mirror),
     PLAN: (doctor, ("plan", "plan"), ("goodput", "plan"), intervals),
     DEBUG: (events, replay, ("simulate", "lab"), ("scenarios", "lab"), ("chaos", "lab")),
 }

@@ -13,7 +13,7 @@ import typer
 
 from decoupled_diloco.cli.command_line import CommandOptions, command
 from decoupled_diloco.cli.extra_commands import HOW
-from decoupled_diloco.cli.runs import chosen_run
+from decoupled_diloco.cli.runs import chosen_run, folder_of
 from decoupled_diloco.cli.shared_options import RunTape, exit_with, fail, make_console
 from decoupled_diloco.config import load_config
 from decoupled_diloco.config.resume import RUN_FILE
@@ -74,7 +74,7 @@ def replay(options: ReplayOptions) -> None:
     from decoupled_diloco.tape.replay import divergences, replay_run
 
     run, until = (
-        Path(chosen_run(options.run, "ddiloco replay runs/quickstart")),
+        folder_of(chosen_run(options.run, "ddiloco replay runs/quickstart")),
         options.until_seconds,
     )
     console = make_console()

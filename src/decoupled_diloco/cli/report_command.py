@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from decoupled_diloco.cli.command_line import CommandOptions, command
-from decoupled_diloco.cli.runs import chosen_run
+from decoupled_diloco.cli.runs import chosen_run, folder_of
 from decoupled_diloco.cli.shared_options import RunTape, fail, make_console
+from decoupled_diloco.config.addresses import is_store
 
 if TYPE_CHECKING:
     from decoupled_diloco.run_model import RunModel
     from decoupled_diloco.show.console import SteadyConsole
+
+OF_A_REPORT = ("tape", "data.ledger")
+"""The files of a run in an object store that its report shows."""
 
 
 class ReportOptions(CommandOptions):
@@ -21,10 +25,11 @@ class ReportOptions(CommandOptions):
 
     run: RunTape = ""
     other: Annotated[
-        Path | None,
+        str | None,
         typer.Argument(
             metavar="OTHER",
-            help="Second run folder or event tape: the page shows both side by side.",
+            help="Second run folder, event tape or address in an object store: the page shows both "
+            "side by side.",
             show_default=False,
         ),
     ] = None
@@ -33,7 +38,8 @@ class ReportOptions(CommandOptions):
         typer.Option(
             metavar="FILE.html",
             help="Write the page here. Default: report.html in the run folder, or in the current "
-            "folder for an event tape; comparison.html in the current folder for two runs.",
+            "folder for an event tape or an object store; comparison.html in the current folder "
+            "for two runs.",
         ),
     ] = None
 
@@ -41,11 +47,14 @@ class ReportOptions(CommandOptions):
 @command(ReportOptions)
 def report(options: ReportOptions) -> None:
     """Write a report of a run as one HTML page, or of two runs side by side."""
-    tape = Path(chosen_run(options.run, "ddiloco report runs/quickstart"))
-    other, out = options.other, options.out
+    given = chosen_run(options.run, "ddiloco report runs/quickstart")
+    tape, out = Path(given), options.out
     console = make_console()
-    page = out or (_default_page(tape) if other is None else Path("comparison.html"))
+    own = Path("report.html") if is_store(given) else _default_page(tape)
+    page = out or (own if options.other is None else Path("comparison.html"))
     _check_page(page)
+    tape = folder_of(given, *OF_A_REPORT)
+    other = None if options.other is None else folder_of(options.other, *OF_A_REPORT)
     if other is None:
         from decoupled_diloco.show.report import write_report
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -28,9 +29,10 @@ from decoupled_diloco.cli.shared_options import (
     require_urls,
 )
 from decoupled_diloco.config import RunConfig, SyncerSettings, load_config
-from decoupled_diloco.config.addresses import alternatives, on_this_machine
+from decoupled_diloco.config.addresses import alternatives, is_store, on_this_machine
 from decoupled_diloco.config.run import advertised
 from decoupled_diloco.config.toml_files import RECIPES
+from decoupled_diloco.units import format_duration
 
 if TYPE_CHECKING:
     from decoupled_diloco.launch.termination import Termination
@@ -56,7 +58,19 @@ class TrainOptions(CommandOptions):
         if self.resume:
             from decoupled_diloco.config.resume import load_resumed  # torch takes seconds
 
-            return load_resumed(Path(chosen_run(self.config, RESUME_EXAMPLE)), settings)
+            run = chosen_run(self.config, RESUME_EXAMPLE)
+            if is_store(run):
+                from decoupled_diloco.launch.run_mirror import restored_run
+
+                folder, settings, state = restored_run(run, settings)
+                when = format_duration(round(max(0.0, time.time() - state.wall)))
+                typer.echo(
+                    f"copied state {state.number}, taken {when} ago on {state.host}: {folder}"
+                )
+                run = str(folder)
+            return load_resumed(Path(run), settings)
+        if is_store(self.config):
+            fail(f"{self.config} is an object store: add --resume to continue the run in it")
         if not self.config:
             fail("CONFIG is missing: give a TOML file or a recipe, as in ddiloco train quickstart")
         return load_config(RECIPES.find(self.config), settings)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import typer
 
+from decoupled_diloco.config.addresses import is_store
 from decoupled_diloco.config.settings import nearest
 from decoupled_diloco.errors import ConfigError
 
@@ -19,19 +20,26 @@ def is_url(run: str) -> bool:
     return run.startswith(("http://", "https://"))
 
 
-def chosen_run(run: str, example: str, *, or_config: bool = False) -> str:
+def chosen_run(run: str, example: str, *, or_config: bool = False, here: bool = False) -> str:
     """Return the RUN of a command line; if it is empty, the newest run in runs/, printing its name.
 
     Args:
         run: The RUN; empty: the newest one.
         example: A command with a run, for the message.
         or_config: Whether the command takes a TOML file or a recipe, too.
+        here: Whether the command needs a folder and cannot read an object store.
 
     Raises:
-        ConfigError: runs/ contains no runs, or a run that does not exist is similar to one.
+        ConfigError: runs/ contains no runs, a run that does not exist is similar to one, or the
+            command cannot read an object store.
     """
     from decoupled_diloco.launch.launch_folder import was_launched
 
+    if (here or or_config) and is_store(run):
+        raise ConfigError(
+            f"{run} is an object store, which this command cannot read: copy the run first with "
+            f"ddiloco train --resume {run}"
+        )
     if run:
         if not or_config:
             _refuse_misspelt(run)
@@ -45,12 +53,27 @@ def chosen_run(run: str, example: str, *, or_config: bool = False) -> str:
     return str(newest)
 
 
+_copies: list[object] = []
+"""Copies of runs in object stores, which are deleted when this command ends."""
+
+
+def folder_of(run: str, *parts: str) -> Path:
+    """Return the folder of a run; for one in an object store, a copy of these parts of it."""
+    if not is_store(run):
+        return Path(run)
+    from decoupled_diloco.storage.mirror import StoredCopy
+
+    copy = StoredCopy(run, *parts)
+    _copies.append(copy)
+    return copy.folder
+
+
 def _refuse_misspelt(run: str) -> None:
     """Refuse a run that does not exist if there is one with a similar name."""
     from decoupled_diloco.launch.launch_folder import was_launched
 
     path = Path(run)
-    if is_url(run) or path.exists() or was_launched(path):
+    if is_url(run) or is_store(run) or path.exists() or was_launched(path):
         return
     found = {each.name: each for folder in (RUNS, path.parent) for each in runs_in(folder)}
     near = nearest(path.name, found)

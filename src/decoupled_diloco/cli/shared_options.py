@@ -78,7 +78,8 @@ ConfigOrResumed = Annotated[
     typer.Argument(
         metavar="CONFIG",
         help="TOML file of the run, or name of a shipped recipe (see ddiloco recipes). With "
-        "--resume: folder of the run. Default with --resume: the newest run in runs/.",
+        "--resume: folder of the run, or its address in an object store. Default with --resume: "
+        "the newest run in runs/.",
         autocompletion=complete_recipe,
         show_default=False,
     ),
@@ -96,7 +97,8 @@ RunTape = Annotated[
     str,
     typer.Argument(
         metavar="RUN",
-        help="Run folder, or event tape. Default: the newest run in runs/.",
+        help="Run folder, event tape, or address in an object store (s3://…). Default: the "
+        "newest run in runs/.",
         autocompletion=complete_run,
         show_default=False,
     ),
@@ -105,8 +107,8 @@ RunSource = Annotated[
     str,
     typer.Argument(
         metavar="RUN",
-        help="Run folder, event tape, or URL of a running syncer (http://HOST:PORT, with "
-        "--auth-token-file). Default: the newest run in runs/.",
+        help="Run folder, event tape, address in an object store (s3://…), or URL of a running "
+        "syncer (http://HOST:PORT, with --auth-token-file). Default: the newest run in runs/.",
         autocompletion=complete_run,
         show_default=False,
     ),

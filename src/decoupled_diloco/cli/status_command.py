@@ -17,6 +17,7 @@ from decoupled_diloco.cli.shared_options import (
     fail,
     make_console,
 )
+from decoupled_diloco.config.addresses import is_store
 from decoupled_diloco.errors import DilocoError
 
 if TYPE_CHECKING:
@@ -44,9 +45,10 @@ def status(options: StatusOptions) -> None:
     from decoupled_diloco.show.terminal import render_status
 
     given = chosen_run(options.run, "ddiloco status runs/quickstart")
-    if options.pids and (options.as_json or is_url(given)):
+    elsewhere = is_url(given) or is_store(given)
+    if options.pids and (options.as_json or elsewhere):
         fail("--pids cannot be combined with --json or a URL: give a run folder of this machine")
-    on_cluster = not (is_url(given) or options.as_json) and _print_jobs(Path(given))
+    on_cluster = not (elsewhere or options.as_json) and _print_jobs(Path(given))
     if on_cluster and not has_tape(Path(given)):
         return
     opened = options.open_run(given)

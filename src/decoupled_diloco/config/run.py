@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from decoupled_diloco.config.addresses import BETWEEN, url_of
+from decoupled_diloco.config.addresses import BETWEEN, require_store, url_of
 from decoupled_diloco.config.launch import LaunchSettings
 from decoupled_diloco.config.settings import MODULE, NAME, Settings, suggestion
 from decoupled_diloco.config.sync import OuterSettings, SyncSettings
@@ -32,7 +32,7 @@ _DEVICE = re.compile(r"auto|gpu|cpu|mps|(cuda|xpu)(:[0-9]{1,4})?")
 _PRIVATE: dict[str, Any] = {
     "run": {
         *("folder", "evaluator", "evaluate_interval_seconds", "evaluate_command"),
-        *("fork_server", "trackers", "imports", "imports_from"),
+        *("fork_server", "trackers", "imports", "imports_from", "store", "store_interval_seconds"),
     },
     "sync": {"initial_weights"},
     "syncer": True,
@@ -199,6 +199,18 @@ class RunSettings(Settings):
     learner: "tensorboard" (in `RUN/tensorboard`), "wandb" or "mlflow". A colon adds a destination:
     "tensorboard:FOLDER", "wandb:PROJECT", "mlflow:TRACKING_URI". Default: none."""
 
+    store: str = ""
+    """Address of an object store to which a separate process mirrors the run: "s3://BUCKET/PREFIX",
+    "gs://BUCKET/PREFIX", "az://CONTAINER/PREFIX" or "file:///FOLDER". It needs the extra `store`.
+    The run can then continue on an empty machine (ddiloco train --resume s3://…). Credentials come
+    from the environment or from the machine's role, not from this file. If the store is slow or
+    away, training continues and `ddiloco status` shows the backlog. Default: none."""
+
+    store_interval_seconds: float = Field(default=30.0, ge=1)
+    """Seconds from the start of one state in `store` to the start of the next, at least 1. A run
+    that loses its machine loses the work since the last complete state. Raise it to make fewer
+    requests: each state costs one per changed file, and one more."""
+
     fork_server: bool = True
     """Whether one process imports PyTorch and forks the learners, shards and evaluator (Linux).
     They start sooner, and a restarted process works again within two seconds. Turn it off if your
@@ -213,9 +225,21 @@ class RunSettings(Settings):
     and the folder where the command starts come first. Default: the folder of this file."""
 
     def inapplicable(self) -> Mapping[str, str]:
-        """The settings of the evaluator without an evaluator."""
-        names = ("evaluate_interval_seconds", "evaluate_command")
-        return {} if self.evaluator else dict.fromkeys(names, "with evaluator=false")
+        """The settings of the evaluator without an evaluator, and of the store without a store."""
+        names = () if self.evaluator else ("evaluate_interval_seconds", "evaluate_command")
+        without = {} if self.store else {"store_interval_seconds": "without store"}
+        return dict.fromkeys(names, "with evaluator=false") | without
+
+    @model_validator(mode="after")
+    def _check_store(self) -> RunSettings:
+        if self.store:
+            require_store("store", self.store)
+        if self.store.startswith("memory:"):
+            raise ConfigError(
+                f"store={self.store!r} in [run] would end with the process that mirrors the run: "
+                "use file:///FOLDER"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_command(self) -> RunSettings:

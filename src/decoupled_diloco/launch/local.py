@@ -22,11 +22,15 @@ from decoupled_diloco.launch.ports import free_ports
 from decoupled_diloco.launch.processes import (
     EVALUATOR,
     LOGGER,
+    MIRROR,
+    MIRROR_INTERRUPTED_SECONDS,
+    MIRROR_SECONDS,
     open_tape,
     process_of,
     reopen_claims,
 )
 from decoupled_diloco.launch.run_folder import TOKEN, RunFolder, read_token
+from decoupled_diloco.launch.run_mirror import require_store_usable
 from decoupled_diloco.launch.secrets import (
     accepted_tokens,
     needs_token,
@@ -130,6 +134,7 @@ class LocalRun:
 
             require_places(config.run.trackers)
         self._require_syncer()  # before there is a folder, or an earlier run is moved aside
+        require_store_usable(config, resume=resume)
         self.folder = RunFolder(
             config.run.folder,
             resume=resume,
@@ -253,11 +258,15 @@ class LocalRun:
             turn, shard = divmod(number, config.syncer.shards)
             arguments = ["syncer", run_file, "--shard", str(shard), "--port", str(port)]
             arguments += ["--addresses", joined, *(["--standby"] if turn else [])]
-            arguments += ["--set", "run.trackers=[]"]  # this process starts the logger, not shard 0
+            # This process starts the logger and the mirror, not shard 0.
+            for setting in ("run.trackers=[]", "run.store=", "run.store_interval_seconds="):
+                arguments += ["--set", setting]
             self.supervisor.start(process_of(shard, standby=turn > 0), [*arguments, *common])
         if config.run.trackers:
             places = [part for place in config.run.trackers for part in ("--to", place)]
             self.supervisor.start(LOGGER, ["track", str(self.path), *places, "--stop-with-parent"])
+        if config.run.store:
+            self.supervisor.start(MIRROR, ["mirror", str(self.path), "--stop-with-parent"])
         if not self._with_learners:
             return
         for index, name in enumerate(config.learner_ids):
@@ -327,7 +336,8 @@ class LocalRun:
 
     def _patience_seconds(self) -> float:
         """Return the time that the remaining processes have after the end of the run."""
-        running = {name for name, child in self.supervisor.children.items() if child.running}
+        children = self.supervisor.children
+        running = {name for name, child in children.items() if child.running} - {MIRROR}
         if not running:
             return 0.0
         if self.config.learner.command and running & set(self.config.learner_ids):
@@ -343,7 +353,8 @@ class LocalRun:
             if all(child.down for child in self._processes_of(shard)):
                 name = process_of(shard, standby=False)
                 return f"{name} does not run: {self.supervisor.last_words(name)}"
-        for name in (name for name in down if not name.startswith("shard-")):
+        # Training does not depend on the mirror: it may be down.
+        for name in (name for name in down if not name.startswith(("shard-", MIRROR))):
             if children[name].code == ConfigError.exit_code:
                 return f"{name} was rejected: {self.supervisor.last_words(name)}"
         if learners and all(name in down for name in learners):
@@ -432,8 +443,23 @@ class LocalRun:
         settings = self.config.learner
         # A user's program may be in a long step, and may save a checkpoint after the flush.
         self.supervisor.stop(
-            learners, settings.leave_seconds_max if settings.command else settings.flush_seconds
+            [name for name in learners if name != MIRROR],
+            settings.leave_seconds_max if settings.command else settings.flush_seconds,
         )
+        mirror = self.supervisor.children.get(MIRROR)
+        if mirror is not None and mirror.running:
+            # After all others, so that the last state in the store has their last files.
+            self.supervisor.stop([name for name in self.supervisor.children if name != MIRROR])
+            self._tape.flush()
+            over = self.followed.run.finished
+            self.supervisor.stop([MIRROR], MIRROR_SECONDS if over else MIRROR_INTERRUPTED_SECONDS)
+        if mirror is not None and mirror.code != 0:
+            logger.warning(
+                "the last state of the run is not in %s (%s): run ddiloco mirror %s",
+                self.config.run.store,
+                self.supervisor.last_words(MIRROR),
+                self.path,
+            )
         self.supervisor.stop()
 
     def close(self) -> None:

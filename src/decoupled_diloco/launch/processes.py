@@ -20,6 +20,13 @@ logger = logging.getLogger(__name__)
 
 EVALUATOR = "evaluator"
 LOGGER = "logger"
+MIRROR = "mirror"
+
+MIRROR_SECONDS = 3600.0
+"""Time for the last state in the store. The mirror itself gives up when it makes no progress."""
+
+MIRROR_INTERRUPTED_SECONDS = 60.0
+"""The same after Ctrl-C or SIGTERM, before the end of the run."""
 
 
 def process_of(shard: int, *, standby: bool) -> str:

@@ -1,8 +1,8 @@
-"""Start `ddiloco track` from shard 0 for `[run] trackers`, if no launcher starts the shards.
+"""Start `ddiloco track` and `ddiloco mirror` from shard 0, if no launcher starts the shards.
 
-A launcher of all shards starts it itself. Elsewhere, as on Kubernetes, shard 0 does: every run has
-a shard 0, which has the addresses of the others. The other shards stay until `ddiloco track` has
-read their tapes to the end.
+A launcher of all shards starts them itself. Elsewhere, as on Kubernetes, shard 0 does: every run
+has a shard 0, which has the addresses of the others. The other shards stay until `ddiloco track`
+has read their tapes to the end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from decoupled_diloco.config.addresses import alternatives, on_this_machine
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.placement import COMMAND
-from decoupled_diloco.launch.processes import LOGGER
+from decoupled_diloco.launch.processes import LOGGER, MIRROR
 from decoupled_diloco.transport.reachability import listens
 from decoupled_diloco.transport.tls import TLSConfig
 
@@ -46,33 +46,20 @@ async def until_logged(shard_0: str) -> None:
                 await asyncio.sleep(LOOK_SECONDS)
 
 
-class RunLogger:
-    """Starts `ddiloco track`, and restarts it when it fails.
+class Companion:
+    """Runs a command beside shard 0, and restarts it when it fails.
 
     Args:
-        places: Trackers; see `monitor.sinks`.
-        addresses: Addresses of the shards, as other machines dial them.
-        folder: The run folder.
+        name: Its name, for the log.
+        arguments: The command and its arguments. It must end when its standard input closes.
         token: The auth token for the shards, which is passed through a pipe.
-        tls: CA and certificate for the shards.
     """
 
-    def __init__(
-        self,
-        places: Sequence[str],
-        addresses: Sequence[str],
-        folder: Path,
-        token: str | None,
-        tls: TLSConfig | None,
-    ) -> None:
-        self._arguments = ["track", ",".join(map(on_this_machine, addresses)), "--stop-with-parent"]
-        self._arguments += [part for place in places for part in ("--to", place)]
-        self._arguments += ["--out", str(folder.absolute())]
-        if tls is not None:
-            files = (tls.ca_cert, tls.cert, tls.key)
-            for option, file in zip(("--ca-cert", "--cert", "--key"), files, strict=True):
-                self._arguments += [] if file is None else [option, str(file)]
+    def __init__(self, name: str, arguments: Sequence[str], token: str | None = None) -> None:
+        self._name = name
+        self._arguments = [*arguments, "--stop-with-parent"]
         self._token = token
+        self._last_seconds = 0.0
         self._running: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -87,8 +74,9 @@ class RunLogger:
         if waiting:
             logger.warning("the last metrics are not logged within %g s", LAST_SECONDS)
 
-    async def stop(self) -> None:
-        """End the process."""
+    async def stop(self, last_seconds: float = 0.0) -> None:
+        """End the process, and give it this many seconds for its last work."""
+        self._last_seconds = last_seconds
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
@@ -96,9 +84,11 @@ class RunLogger:
     async def _run(self) -> None:
         while (code := await self._run_once()) != 0:
             if code == ConfigError.exit_code:
-                logger.error("[run] trackers rejects the run, see above; no metrics are logged")
+                logger.error(
+                    "the %s has ended, see above; the run continues without it", self._name
+                )
                 return
-            logger.warning("the %s has ended with code %s; restarting", LOGGER, code)
+            logger.warning("the %s has ended with code %s; restarting", self._name, code)
             await asyncio.sleep(AGAIN_SECONDS)
 
     async def _run_once(self) -> int:
@@ -114,10 +104,47 @@ class RunLogger:
             )
         try:
             return await process.wait()
+        except asyncio.CancelledError:
+            with contextlib.suppress(ProcessLookupError, TimeoutError):
+                process.terminate()
+                async with asyncio.timeout(self._last_seconds):
+                    await asyncio.shield(process.wait())
+            raise
         finally:
             assert process.stdin is not None
             process.stdin.close()
             await asyncio.shield(process.wait())
+
+
+def run_logger(
+    places: Sequence[str],
+    addresses: Sequence[str],
+    folder: Path,
+    token: str | None,
+    tls: TLSConfig | None,
+) -> Companion:
+    """Return the process that logs a run to experiment trackers.
+
+    Args:
+        places: Trackers; see `monitor.sinks`.
+        addresses: Addresses of the shards, as other machines dial them.
+        folder: The run folder.
+        token: The auth token for the shards.
+        tls: CA and certificate for the shards.
+    """
+    arguments = ["track", ",".join(map(on_this_machine, addresses))]
+    arguments += [part for place in places for part in ("--to", place)]
+    arguments += ["--out", str(folder.absolute())]
+    if tls is not None:
+        files = (tls.ca_cert, tls.cert, tls.key)
+        for option, file in zip(("--ca-cert", "--cert", "--key"), files, strict=True):
+            arguments += [] if file is None else [option, str(file)]
+    return Companion(LOGGER, arguments, token)
+
+
+def run_mirror(folder: Path) -> Companion:
+    """Return the process that mirrors a run folder to its object store."""
+    return Companion(MIRROR, ["mirror", str(folder.absolute())])
 
 
 @contextlib.contextmanager

@@ -15,8 +15,13 @@ from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.addresses import on_this_machine
 from decoupled_diloco.config.plugins import plugin_versions
 from decoupled_diloco.launch.gc_pauses import Survivors
-from decoupled_diloco.launch.processes import open_tape, process_of
-from decoupled_diloco.launch.run_logger import RunLogger, until_logged
+from decoupled_diloco.launch.processes import (
+    MIRROR_INTERRUPTED_SECONDS,
+    MIRROR_SECONDS,
+    open_tape,
+    process_of,
+)
+from decoupled_diloco.launch.run_logger import Companion, run_logger, run_mirror, until_logged
 from decoupled_diloco.launch.secrets import (
     accepted_tokens,
     own_tls,
@@ -120,9 +125,11 @@ def run_shard(
             website=website_of(role, tokens, reader_token, own),
         )
 
-    logger_of_run = None
+    logger_of_run = mirror = None
     if shard == 0 and config.run.trackers:
-        logger_of_run = RunLogger(config.run.trackers, addresses, folder, reader_token, own)
+        logger_of_run = run_logger(config.run.trackers, addresses, folder, reader_token, own)
+    if shard == 0 and config.run.store:
+        mirror = run_mirror(folder)
     role = ShardRole(
         config,
         shard,
@@ -134,6 +141,7 @@ def run_shard(
         client=lambda: HttpClient(token=token, tls=own, locator=shards_that_move(folder)),
         open_tape=open_tape,
         logger=logger_of_run,
+        mirror=mirror,
     )
     survivors = Survivors()
     survivors.begin()
@@ -161,6 +169,7 @@ class ShardRole:
         open_tape: Opens an event tape; see `processes.open_tape`.
         linger: Whether to serve after the end of the run.
         logger: Logs the run to trackers; only in shard 0 of a run without a launcher.
+        mirror: Mirrors the run to an object store; only there, too.
         process: The shard, once this process acts for it.
         shard_lease: The shard's lease, if it has a standby.
     """
@@ -174,7 +183,8 @@ class ShardRole:
     client: Callable[[], Client]
     open_tape: OpenTape
     linger: bool = False
-    logger: RunLogger | None = None
+    logger: Companion | None = None
+    mirror: Companion | None = None
     process: Shard | None = None
     shard_lease: ShardLease | NoStandby = NO_STANDBY
     _tapes: list[TapeWriter] = field(default_factory=list)
@@ -260,13 +270,20 @@ class ShardRole:
             last=self._until_logged if self.config.run.trackers else None,
         )
         _on_stop_signal(process.stop)
-        if self.logger is None:
-            await process.run()
-        else:
-            try:
-                await process.run(self.logger.start)
-            finally:
+
+        def start() -> None:
+            for each in (self.logger, self.mirror):
+                if each is not None:
+                    each.start()
+
+        try:
+            await process.run(start)
+        finally:
+            over = process.finished
+            if self.logger is not None:
                 await self.logger.stop()
+            if self.mirror is not None:
+                await self.mirror.stop(MIRROR_SECONDS if over else MIRROR_INTERRUPTED_SECONDS)
         return process.finished
 
     async def _until_logged(self) -> None:

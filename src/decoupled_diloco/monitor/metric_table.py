@@ -107,6 +107,14 @@ SHARD = (
     _gauge("ddiloco_shard_disk_free_bytes", "Free space on the disk of the run folder"),
     _gauge("ddiloco_shard_disk_size_bytes", "Size of the disk of the run folder"),
     _gauge("ddiloco_shard_durable_bytes", "Size of the shard's checkpoint and journal on disk"),
+    _gauge(
+        "ddiloco_shard_store_backlog_bytes",
+        "Bytes of the run folder that are not in the object store; only of shard 0",
+    ),
+    _gauge(
+        "ddiloco_shard_store_state_timestamp_seconds",
+        "Time of the newest complete state in the object store; only of shard 0",
+    ),
     _gauge("ddiloco_shard_learner_connected", "Whether the learner is connected", "learner"),
     _gauge(
         "ddiloco_shard_learner_heard_timestamp_seconds",

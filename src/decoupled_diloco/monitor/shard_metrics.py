@@ -15,6 +15,7 @@ from decoupled_diloco.monitor.metric_sources import WatchedShard
 from decoupled_diloco.monitor.metric_table import SHARD
 from decoupled_diloco.protocol.messages import LOSS_MAX
 from decoupled_diloco.runtime import now, runtime
+from decoupled_diloco.storage.mirror import Standing
 from decoupled_diloco.tape.samples import BytesMoved
 from decoupled_diloco.transport.documents import Document
 
@@ -27,6 +28,8 @@ class _Space:
     free: int
     size: int
     durable: int
+    store_backlog: int | None  # None: no store, or another shard
+    store_state: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,8 @@ class ShardMetrics:
             "ddiloco_shard_disk_free_bytes": on_disk("free"),
             "ddiloco_shard_disk_size_bytes": on_disk("size"),
             "ddiloco_shard_durable_bytes": on_disk("durable"),
+            "ddiloco_shard_store_backlog_bytes": on_disk("store_backlog"),
+            "ddiloco_shard_store_state_timestamp_seconds": on_disk("store_state"),
             "ddiloco_shard_learner_connected": each("connected"),
             "ddiloco_shard_learner_heard_timestamp_seconds": each("heard"),
             "ddiloco_shard_learner_run_step": each("run_step"),
@@ -156,7 +161,15 @@ class ShardMetrics:
         """Return the disk usage; ``None`` if it cannot be read."""
         with contextlib.suppress(OSError):
             usage = shutil.disk_usage(self._shard.folder)
-            return _Space(usage.free, usage.total, _bytes_in(self._shard.durable))
+            is_first = self._shard.machine.shard == 0
+            store = Standing.read(self._shard.folder) if is_first else None
+            return _Space(
+                usage.free,
+                usage.total,
+                _bytes_in(self._shard.durable),
+                None if store is None else store.backlog_bytes,
+                None if store is None or not store.number else store.wall,
+            )
         return None
 
 

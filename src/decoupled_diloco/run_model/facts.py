@@ -84,7 +84,7 @@ AWAY = "away"
 `Participant`. *Not asked*: it was live but had no new step before the window closed. *Out of
 reach*: it was live without a connection. *Away*: it was not live."""
 
-_OTHERS = frozenset({"coordinator", "evaluator", "launcher", "logger"})
+_OTHERS = frozenset({"coordinator", "evaluator", "launcher", "logger", "mirror"})
 """Processes that are neither learners nor shards; ``launcher.NAME`` launches only that process."""
 
 _SHARD = re.compile(r"shard-\d+")
@@ -116,6 +116,8 @@ class RunFacts:
         self.remarks_made = 0
         self.warnings: dict[str, str] = {}  # warnings that need action, by subject
         self.checkpoint: tuple[float, KeepCheckpoint] | None = None
+        self.store: tuple[float, samples.StoreMirrored] | None = None  # the newest report
+        self.store_state_at: float | None = None  # when its newest state was first reported
         self.headers: dict[str, dict[str, Any]] = {}
         self.releases: dict[str, str] = {}
         self.corpus: dict[str, Any] | None = None

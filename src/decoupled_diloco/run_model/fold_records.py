@@ -183,6 +183,10 @@ class RunModel(RunFacts):
                         fault.end = self.at
                         break
                 self.remark(target, f"fault removed: {kind} {target}")
+            case samples.StoreMirrored():
+                if self.store is None or self.store[1].state != value.state:
+                    self.store_state_at = self.at if value.state else None
+                self.store = self.at, value
             case samples.TookOver():
                 self.remark(self.record.process, self._acting.took_over(value))
             case messages.Send(_, Revision() as plan, why):

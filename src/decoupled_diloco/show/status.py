@@ -126,6 +126,22 @@ class CheckpointStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreStatus:
+    """The mirror of the run in an object store.
+
+    ``state``: the newest complete state; 0 if there is none. ``seconds_ago``: since it was
+    complete. ``backlog_bytes``: bytes that are not uploaded. ``problem``: why the last attempt
+    failed; empty if it did not.
+    """
+
+    address: str
+    state: int
+    seconds_ago: float | None
+    backlog_bytes: int
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
 class RunStatus:
     """A run at one instant.
 
@@ -161,6 +177,7 @@ class RunStatus:
     learners: tuple[LearnerStatus, ...]
     shards: tuple[ShardStatus, ...]
     checkpoint: CheckpointStatus | None  # the last complete one
+    store: StoreStatus | None  # None: the run has no store
     remarks: tuple[tuple[float, str], ...]  # the last ones, with seconds since the start
     problems: tuple[str, ...]
 
@@ -238,6 +255,7 @@ def status_of(
         learners=learners,
         shards=tuple(_shard(run, shard, as_of) for shard in run.shards.values()),
         checkpoint=_checkpoint(run, as_of),
+        store=_store(run, as_of),
         remarks=tuple((r.at, r.text) for r in run.remarks if r.kind not in ROUTINE)[-20:],
         problems=(
             *problems,
@@ -257,6 +275,14 @@ def _checkpoint(run: RunModel, as_of: float) -> CheckpointStatus | None:
     at, kept = run.checkpoint
     nbytes = sum(part.nbytes for part in (*kept.shards, *kept.learners))
     return CheckpointStatus(kept.number, max(0.0, as_of - at), nbytes, kept.missing)
+
+
+def _store(run: RunModel, as_of: float) -> StoreStatus | None:
+    if run.store is None:
+        return None
+    _, newest = run.store
+    ago = _age(run.store_state_at, as_of)
+    return StoreStatus(newest.address, newest.state, ago, newest.backlog_bytes, newest.problem)
 
 
 def _phase(run: RunModel, silent: float) -> str:

@@ -28,6 +28,7 @@ from decoupled_diloco.show.status import (
     OpenRound,
     RunStatus,
     ShardStatus,
+    StoreStatus,
     advice_of,
     budget_share,
     headline,
@@ -190,6 +191,8 @@ def _totals(status: RunStatus, width: int) -> list[RenderableType]:
             f", without {', '.join(status.checkpoint.missing)}" if status.checkpoint.missing else ""
         )
         parts.append(f"checkpoint {status.checkpoint.number} of {ago} ago ({size}{without})")
+    if status.store is not None:
+        parts.append(_store(status.store))
     lines = [parts[0]]
     for part in parts[1:]:
         if len(lines[-1]) + len(part) + 2 > width:
@@ -197,6 +200,17 @@ def _totals(status: RunStatus, width: int) -> list[RenderableType]:
         else:
             lines[-1] += f"; {part}"
     return [Text(line) for line in lines]
+
+
+def _store(store: StoreStatus) -> str:
+    """Return what the store has of the run, and what it lacks."""
+    text = f"store {store.address} has no state yet"
+    if store.seconds_ago is not None:
+        ago = format_duration(round(store.seconds_ago))
+        text = f"store {store.address} has state {store.state} of {ago} ago"
+    if store.backlog_bytes or store.problem:
+        text += f", backlog {format_bytes(store.backlog_bytes)}"
+    return text + (f" ({store.problem})" if store.problem else "")
 
 
 def _learner_table(status: RunStatus, columns: Sequence[str], room: int) -> Table:

@@ -214,10 +214,27 @@ class PayloadsEnded:
     problem: str
 
 
+@dataclass(frozen=True, slots=True)
+class StoreMirrored:
+    """The mirror of the run in an object store, after each state or failed attempt.
+
+    ``state``: the number of the newest complete state. ``nbytes``: bytes that were uploaded since
+    the last record. ``backlog_bytes``: bytes of the run folder that are not uploaded. ``problem``:
+    why the last attempt failed; training continues.
+    """
+
+    address: str
+    state: int
+    nbytes: int
+    backlog_bytes: int
+    problem: str = ""
+
+
 Sample = (
     LossMeasured | Evaluated | ProcessStarted | ProcessEnded | EndRequested | FaultInjected
     | FaultEnded | RestartScheduled | TookOver | WeightsSaved | SampleGenerated | CorpusDescribed
     | LinkState | BytesMoved | CheckpointWritten | PayloadsEnded | WentBack | DeviceUsed
+    | StoreMirrored
 )  # fmt: skip
 
 

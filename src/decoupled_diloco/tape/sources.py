@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from decoupled_diloco.config.addresses import alternatives, reached_by
+from decoupled_diloco.config.addresses import alternatives, is_store, reached_by
 from decoupled_diloco.errors import (
     AccessError,
     ConfigError,
@@ -20,6 +20,7 @@ from decoupled_diloco.errors import (
     StorageError,
     TransportError,
 )
+from decoupled_diloco.storage.mirror import StoredCopy
 from decoupled_diloco.tape.reader import (
     Follower,
     check_name,
@@ -74,8 +75,9 @@ def open_source(
     """Open the source that a command line specifies.
 
     Args:
-        text: A run folder, tape folder or tape file; or one or more addresses of a running syncer,
-            ``http://host:port``, separated by commas. One shard is enough: it lists the others.
+        text: A run folder, tape folder or tape file; the address of a run in an object store; or
+            one or more addresses of a running syncer, ``http://host:port``, separated by commas.
+            One shard is enough: it lists the others.
         token: The run's auth token, for a syncer.
         tls: The CA and the client certificate, for a syncer at ``https://``.
         detail: Request every step report from a syncer.
@@ -88,6 +90,8 @@ def open_source(
         addresses = tuple(each for part in parts for each in alternatives(part))
         return SyncerSource(addresses, token, tls, detail=detail)
     require_used(tls, text)
+    if is_store(text):
+        return StoreSource(text)
     return FolderSource(Path(text))
 
 
@@ -146,6 +150,18 @@ class FolderSource:
 
     def problems(self) -> list[str]:
         return list(self._follower.problems)
+
+
+class StoreSource(FolderSource):
+    """The tapes of a run in an object store, as of its newest state."""
+
+    def __init__(self, address: str) -> None:
+        self._copy = StoredCopy(address, FOLDER_NAME)
+        super().__init__(self._copy.folder)
+
+    def poll(self) -> list[Record]:
+        self._copy.refresh()
+        return super().poll()
 
 
 class SyncerSource:

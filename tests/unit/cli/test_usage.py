@@ -32,6 +32,7 @@ USAGES = [
     "traces [OPTIONS] [RUN]",
     "stop [OPTIONS] [RUN]",
     "checkpoint [OPTIONS] [RUN]",
+    "mirror [OPTIONS] [RUN]",
     "kill [OPTIONS] PROCESS [RUN]",
     "doctor [OPTIONS] [CONFIG]",
     "plan [OPTIONS] [CONFIG]",

@@ -111,8 +111,42 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         run(folder="s3://bucket/run"),
-        "folder='s3:/bucket/run' in [run] is a URL: use a local or mounted folder, and copy it to "
-        "an object store while the run is stopped",
+        "folder='s3:/bucket/run' in [run] is a URL: use a local or mounted folder; [run] store "
+        "mirrors a run to an object store",
+    ),
+    (
+        run(store="s5://bucket/x"),
+        "store='s5://bucket/x' is not an object store: use one of s3://, gs://, az://, file://, "
+        "memory://",
+    ),
+    (run(store="s3:///x"), "store='s3:///x' has no bucket: write s3://BUCKET/PREFIX"),
+    (
+        run(store="s3://key:secret@bucket/x"),
+        "store='s3://***@bucket/x' has a user name, password or query: set the credentials in the "
+        "environment (AWS_…, GOOGLE_…, AZURE_…), or give the machine a role",
+    ),
+    (
+        run(store="s3://bucket/x?aws_secret_access_key=secret"),
+        "store='s3://bucket/x' has a user name, password or query: set the credentials in the "
+        "environment (AWS_…, GOOGLE_…, AZURE_…), or give the machine a role",
+    ),
+    (
+        run(store="file://here/x"),
+        "store='file://here/x' is not an absolute path: write file:///FOLDER",
+    ),
+    (
+        run(store="s3://bucket/a/../b"),
+        "store='s3://bucket/a/../b' has '..' in its path: take it out",
+    ),
+    (
+        run(store="memory://x"),
+        "store='memory://x' in [run] would end with the process that mirrors the run: use "
+        "file:///FOLDER",
+    ),
+    (
+        run(store_interval_seconds=5.0),
+        "store_interval_seconds=5.0 in [run] would be ignored without store: take "
+        "store_interval_seconds out",
     ),
     (run(folder="a\0b"), "folder='a\\x00b' in [run] has the character NUL: take it out"),
     (run(trackers=["a\0"]), "trackers=('a\\x00',) in [run] has the character NUL: take it out"),

@@ -19,6 +19,7 @@ from decoupled_diloco.protocol.messages import LOSS_MAX, Leave, StepReport
 from decoupled_diloco.protocol.syncer_machine import SyncerMachine
 from decoupled_diloco.protocol.syncer_state import Identity, Member
 from decoupled_diloco.runtime import now
+from decoupled_diloco.storage.mirror import Standing
 from decoupled_diloco.transport.interface import Channel, Stats
 from memory_transport import MemoryNetwork, MemoryServer
 
@@ -71,8 +72,17 @@ async def test_every_declared_metric_is_exported(shard: WatchedShard) -> None:
     join(shard, "a")
     shard.machine.state.members["a"].step_seconds = 0.5
     shard.tally.contributions["folded"] += 1
+    Standing("s3://b/x", "run", 3, "writer", wall=100.0, backlog_bytes=5).write(shard.folder)
     found = {name for name, *_ in await scraped(ShardMetrics(shard))}
     assert found == {name for each in SHARD for name in each.series} | set(PROCESS)
+
+
+async def test_the_backlog_of_the_store_is_exported_by_shard_0(shard: WatchedShard) -> None:
+    names = ("ddiloco_shard_store_backlog_bytes",), ("ddiloco_shard_store_state_timestamp_seconds",)
+    assert not {*names} & (await scraped(ShardMetrics(shard))).keys(), "the run has no store"
+    Standing("s3://b/x", "run", 3, "writer", wall=100.0, backlog_bytes=5).write(shard.folder)
+    found = await scraped(ShardMetrics(shard))
+    assert [found[name] for name in names] == [5, 100.0]
 
 
 async def test_values_match_the_state(shard: WatchedShard) -> None:
