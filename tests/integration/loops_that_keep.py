@@ -83,7 +83,7 @@ class Loop:
     """One incarnation of a learner with checkpoints, steps of AdamW and a position in the data."""
 
     def __init__(
-        self, system: System, folder: Path, seed: int = 0, width: int = 6, **options: Any
+        self, system: System, folder: Path | str, seed: int = 0, width: int = 6, **options: Any
     ) -> None:
         self.dead = False
         self.model = Model(seed, width)

@@ -30,17 +30,23 @@ from integration.real_system import (
 from replay_check import assert_replays
 
 
-def test_a_learner_continues_exactly_from_its_checkpoint(make: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["a folder", "an object store"])
+def test_a_learner_continues_exactly_from_its_checkpoint(
+    make: Make, tmp_path: Path, place: str
+) -> None:
+    if place == "an object store":
+        pytest.importorskip("obstore", reason="obstore is not installed: pip install -e '.[store]'")
+    kept = tmp_path / "kept" if place == "a folder" else f"file://{tmp_path}/kept"
     system = make(**ALONE)
     system.start()
-    first = Loop(system, tmp_path / "kept")
+    first = Loop(system, kept)
     first.steps(5)
     first.keep()
     at_checkpoint = parameters(first.model)
     first.steps(3)
     expected = parameters(first.model)
     first.die()
-    second = Loop(system, tmp_path / "kept", seed=1)
+    second = Loop(system, kept, seed=1)
     assert second.learner.incarnation == 2
     assert second.position.batches == 5
     assert second.learner.steps == 5

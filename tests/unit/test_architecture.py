@@ -380,6 +380,9 @@ SHELLS = ("learner", "syncer", "storage", "transport")
 
 OF_REAL_MACHINES = {
     "learner/launched.py": "a launcher's pipe, watched in a thread",
+    "learner/stored_checkpoints.py": "an object store, through a temporary folder",
+    "storage/mirror.py": "a separate process copies a run folder to an object store",
+    "storage/object_store.py": "an object store of real machines",
     "storage/shared_folder.py": "shards on machines that share a file system",
     "learner/option_groups.py": "names a learner after its host and process",
     "learner/process.py": "signals, forks and the end of a user's program",

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from decoupled_diloco.config.addresses import is_store
 from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.learner.checkpointer import Checkpointer
 from decoupled_diloco.learner.learner_checkpoint import OPTIMIZER, CheckpointFolder
 from decoupled_diloco.learner.option_groups import ParticipantOptions, in_one_line
+from decoupled_diloco.learner.stored_checkpoints import StoredCheckpoints
 from decoupled_diloco.learner.transfers import StateTransfers
 from decoupled_diloco.monitor.metric_table import INSTALL
 from decoupled_diloco.runtime import runtime
@@ -60,7 +62,8 @@ def checkpointer_of(
 
     Raises:
         ConfigError: The learner has no name, or a state cannot be saved.
-        StorageError: The folder cannot be created, or the checkpoints cannot be read.
+        StorageError: The folder cannot be created, the checkpoints cannot be read, or the object
+            store is away.
     """
     checkpoint = options.checkpoint
     if checkpoint.folder is None:
@@ -70,6 +73,9 @@ def checkpointer_of(
             f"checkpoint={str(checkpoint.folder)!r} needs name=: pass a name that stays the same "
             "when this learner restarts"
         )
+    if is_store(str(checkpoint.folder)):
+        stored = StoredCheckpoints(str(checkpoint.folder), options.name)
+        return kind(options.name, model, objects, stored, checkpoint.interval_seconds)
     path = Path(checkpoint.folder) / options.name
     try:
         runtime().disk.make_folder(path)

@@ -249,8 +249,8 @@ def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
 
 
-_OWN = re.compile(r"\d{8,}(?:\.checkpoint-(\d+))?\.safetensors")
-_TORN = re.compile(rf"\.{_OWN.pattern}\.\d+\.part")
+OWN = re.compile(r"\d{8,}(?:\.checkpoint-(\d+))?\.safetensors")
+_TORN = re.compile(rf"\.{OWN.pattern}\.\d+\.part")
 _BESIDE = re.compile(r"\d{8,}\.ranks")
 """Names that `CheckpointFolder` writes; it does not touch other files in its folder."""
 
@@ -285,10 +285,10 @@ class CheckpointFolder:
         """
         for torn in names_in(self.path):
             if _TORN.fullmatch(torn.name):  # an earlier incarnation was killed while writing
-                _delete(torn)
+                delete_file(torn)
         number = self._next_number()
         if checkpoint.beside is not None:
-            number = _number(checkpoint.beside)
+            number = number_of(checkpoint.beside)
         of_run = checkpoint.run_checkpoint
         mark = "" if of_run is None else f".checkpoint-{of_run}"
         path = self.path / f"{number:08d}{mark}.safetensors"
@@ -296,21 +296,21 @@ class CheckpointFolder:
         # break: run-checkpoint-deleted
         ordinary = [file for file in self._files() if run_checkpoint_of(file) is None]
         for old in ordinary[: -self.keep]:
-            _delete(old)
+            delete_file(old)
         return path
 
     def next_beside(self) -> Path:
         """Return the folder in which several ranks write the next checkpoint's model and state."""
-        kept = {_number(path) for path in self._files()} | self._begun
+        kept = {number_of(path) for path in self._files()} | self._begun
         for folder in names_in(self.path):
-            if _BESIDE.fullmatch(folder.name) and _number(folder) not in kept:
+            if _BESIDE.fullmatch(folder.name) and number_of(folder) not in kept:
                 # An earlier incarnation was killed before it wrote the file.
                 runtime().disk.remove_folder(folder)
         self._begun.add(number := self._next_number())
         return self.path / f"{number:08d}.ranks"
 
     def _next_number(self) -> int:
-        return max({0, *self._begun, *map(_number, self._files())}) + 1
+        return max({0, *self._begun, *map(number_of, self._files())}) + 1
 
     def newest(self) -> LearnerCheckpoint | None:
         """Return the newest whole checkpoint, if any, and add those that are not to `problems`."""
@@ -321,7 +321,7 @@ class CheckpointFolder:
         for file in self._files():
             number = run_checkpoint_of(file)
             if number is not None and unneeded(number):
-                _delete(file)
+                delete_file(file)
 
     def _first_whole(self, files: list[Path]) -> LearnerCheckpoint | None:
         for path in files:
@@ -336,7 +336,7 @@ class CheckpointFolder:
     def _files(self) -> list[Path]:
         """Return the checkpoints, ascending by number."""
         found = names_in(self.path)
-        return sorted((path for path in found if _OWN.fullmatch(path.name)), key=_number)
+        return sorted((path for path in found if OWN.fullmatch(path.name)), key=number_of)
 
 
 def run_checkpoint_of(path: Path) -> int | None:
@@ -345,7 +345,7 @@ def run_checkpoint_of(path: Path) -> int | None:
     >>> run_checkpoint_of(Path("00000012.checkpoint-4.safetensors"))
     4
     """
-    found = _OWN.fullmatch(path.name)
+    found = OWN.fullmatch(path.name)
     return int(found[1]) if found is not None and found[1] else None
 
 
@@ -358,11 +358,13 @@ def beside_of(path: Path) -> Path:
     return path.with_name(f"{path.name.split('.')[0]}.ranks")
 
 
-def _number(path: Path) -> int:
+def number_of(path: Path) -> int:
+    """Return the number of a checkpoint's file or folder."""
     return int(path.name.split(".")[0])
 
 
-def _delete(path: Path) -> None:
+def delete_file(path: Path) -> None:
+    """Delete a checkpoint and the folder beside it, if possible."""
     with contextlib.suppress(OSError):  # the next checkpoint tries again
         runtime().disk.remove(path)
         if runtime().disk.is_folder(beside_of(path)):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
-from decoupled_diloco.config.addresses import alternatives, require_address
+from decoupled_diloco.config.addresses import alternatives, is_store, require_address, require_store
 from decoupled_diloco.config.settings import refuse_url, shown
 from decoupled_diloco.errors import ConfigError, a_kind
 from decoupled_diloco.tape import TapeWriter
@@ -77,7 +77,9 @@ class Checkpointing(Filled):
 
     Args:
         folder: Folder for the checkpoints of all learners; each uses a subfolder with its name, so
-            `Learner` needs ``name=``. ``None``: no checkpoints.
+            `Learner` needs ``name=``. An address as text, such as ``"s3://bucket/x"``, stores them
+            in an object store, for learners of one process; see ``store`` in ``[run]``. ``None``:
+            no checkpoints.
         interval_seconds: Seconds between two checkpoints, 0 or more. They are taken at the end of
             a `Learner.step`, so call that last in the loop. The step waits only for the copy to
             host memory. 0: only in `Learner.close`.
@@ -301,7 +303,9 @@ class ParticipantOptions:
 
 def _require_folder(argument: str, folder: object, end: str) -> None:
     fix = "pass a folder as text or a Path, or None for no checkpoints"
-    if isinstance(folder, _PATHS):
+    if isinstance(folder, str) and is_store(folder):
+        require_store(argument, folder, end)
+    elif isinstance(folder, _PATHS):
         refuse_url(f"{argument}={in_one_line(folder)}{end}", folder)
     if isinstance(folder, str) and not folder:
         raise ConfigError(f"{argument}=''{end} is empty: {fix}")

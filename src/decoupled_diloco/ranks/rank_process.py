@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from decoupled_diloco.config.addresses import is_store
 from decoupled_diloco.errors import ConfigError, DilocoError, TransportError
 from decoupled_diloco.learner.boundary import LearnerProgress
 from decoupled_diloco.learner.checkpointer import require_stateful
@@ -373,6 +374,11 @@ async def seated(
             raise ConfigError(
                 f"StateSharing(objects={tuple(sharing.objects)!r}): a multi-rank learner shares no "
                 "state: leave state_sharing= out"
+            )
+        if is_store(str(options.checkpoint.folder)):
+            raise ConfigError(
+                f"checkpoint={options.checkpoint.folder!r} cannot be combined with several ranks: "
+                "pass a folder that all ranks share; [run] store mirrors the run folder"
             )
         for name, thing in objects.items():
             if folder is not None:

@@ -46,7 +46,8 @@ def test_shared_objects_are_several_names() -> None:
     assert dd.StateSharing().objects == ("optimizer",)
 
 
-URL = "use a local or mounted folder, and copy it to an object store while the run is stopped"
+URL = "use a local or mounted folder; [run] store mirrors a run to an object store"
+IS_URL = f"is a URL: {URL}"
 FOLDER = "pass a folder as text or a Path, or None for no checkpoints"
 SHARED = "pass several names, as ('optimizer',), or () to share nothing"
 PATH = "pass a file as text or a Path, or leave it out"
@@ -60,7 +61,14 @@ STATE = 'as in state={"loader": loader}'
         (dd.Timeouts, {"flush": True}, "(flush=True) is not a number: pass 0 or more seconds"),
         (dd.Timeouts, {"join": math.inf}, "(join=inf) is too large: pass more than 0 seconds"),
         (dd.Timeouts, {"join": -1}, "(join=-1) is out of range: pass more than 0 seconds"),
-        (dd.Checkpointing, {"folder": "s3://b/a"}, f"(folder='s3://b/a') is a URL: {URL}"),
+        (dd.Checkpointing, {"folder": "http://b/a"}, f"(folder='http://b/a') is a URL: {URL}"),
+        (dd.Checkpointing, {"folder": Path("s3://b/a")}, f"(folder=PosixPath('s3:/b/a')) {IS_URL}"),
+        (
+            dd.Checkpointing,
+            {"folder": "s4://b/a"},
+            "(folder='s4://b/a') is not an object store: use one of s3://, gs://, az://, file://, "
+            "memory://",
+        ),
         (dd.Checkpointing, {"folder": 5}, f"(folder=5) is not a path: {FOLDER}"),
         (dd.Checkpointing, {"folder": ""}, f"(folder='') is empty: {FOLDER}"),
         (
