@@ -8,11 +8,14 @@ from typing import ClassVar
 
 from pydantic import Field, model_validator
 
-from decoupled_diloco.config.addresses import address_problem, without_password
+from decoupled_diloco.config.addresses import address_problem, require_store, without_password
 from decoupled_diloco.config.settings import Settings
 from decoupled_diloco.errors import ConfigError
 
 PORT_MAX = 65_535
+
+LEASE_SECONDS_MIN = 2.0
+"""The shortest lease in an object store: a renewal, a quarter of it, takes a tenth of a second."""
 
 
 class SyncerSettings(Settings):
@@ -66,6 +69,12 @@ class SyncerSettings(Settings):
     silent connection. Raise it if the shared folder stalls for longer: otherwise a healthy shard
     steps down, and its fragments pause for some seconds."""
 
+    lease_store: str = ""
+    """Address of an object store for the leadership leases of the shards and their standbys, such
+    as "s3://BUCKET/leases/x". The two processes of a shard then need no shared disk: with `store`
+    in [run], a standby that takes over copies the newest state from there. Use one address for each
+    run. Default: the run folder."""
+
     record_payloads: bool = False
     """Whether each shard keeps every verified contribution and whole copy in the run folder.
     `ddiloco replay` can then compute the run's weights again, bit for bit. It takes the encoded
@@ -82,8 +91,25 @@ class SyncerSettings(Settings):
     speed of memory. Raise it for very large fragments on a separate host."""
 
     def inapplicable(self) -> Mapping[str, str]:
-        """`lease_seconds` without standbys."""
-        return {} if self.standby else {"lease_seconds": "with standby=false"}
+        """The settings of leases without standbys."""
+        names = () if self.standby else ("lease_seconds", "lease_store")
+        return dict.fromkeys(names, "with standby=false")
+
+    @model_validator(mode="after")
+    def _check_lease_store(self) -> SyncerSettings:
+        if self.lease_store:
+            require_store("lease_store", self.lease_store)
+            if self.lease_store.startswith("memory:"):
+                raise ConfigError(
+                    f"lease_store={self.lease_store!r} in [syncer] is in one process: name a store "
+                    "that both processes of a shard reach"
+                )
+            if self.lease_seconds < LEASE_SECONDS_MIN:
+                raise ConfigError(
+                    f"lease_seconds={self.lease_seconds} in [syncer] is too short for lease_store: "
+                    f"it must be at least {LEASE_SECONDS_MIN}, because each renewal is a request"
+                )
+        return self
 
     @model_validator(mode="after")
     def _check_secrets(self) -> SyncerSettings:

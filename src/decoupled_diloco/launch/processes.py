@@ -13,7 +13,7 @@ from typing import Any
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.runtime import runtime
-from decoupled_diloco.storage.claims import CLAIMS, ClaimStore
+from decoupled_diloco.storage.claims import CLAIMS, Claims, ClaimStore, ObjectClaims
 from decoupled_diloco.tape import TapeWriter
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,19 @@ def evaluator_name(config: RunConfig) -> str:
     return f"{EVALUATOR}-{runtime().unique_id()[:8]}"
 
 
+def claims_of(config: RunConfig, folder: Path, shard: int, nonce: str, holder: str) -> Claims:
+    """Return the claims of a shard: in the run folder, or in an object store.
+
+    Raises:
+        ConfigError: The store cannot be used: obstore is not installed.
+    """
+    syncer = config.syncer
+    if syncer.lease_store:
+        return ObjectClaims(syncer.lease_store, shard, nonce, syncer.lease_seconds, holder)
+    of_shard = folder / CLAIMS / process_of(shard, standby=False)
+    return ClaimStore(of_shard, nonce, syncer.lease_seconds, holder)
+
+
 def reopen_claims(folder: Path, config: RunConfig) -> None:
     """Reopen the shards' claims of an earlier launch: they must not mark this launch as ended.
 
@@ -53,8 +66,7 @@ def reopen_claims(folder: Path, config: RunConfig) -> None:
     if syncer.standby:
         (folder / CLAIMS).mkdir(exist_ok=True)
         for shard in range(syncer.shards):
-            of_shard = folder / CLAIMS / process_of(shard, standby=False)
-            ClaimStore(of_shard, "", syncer.lease_seconds, "launcher").reopen()
+            claims_of(config, folder, shard, "", "launcher").reopen()
 
 
 def open_tape(

@@ -18,10 +18,12 @@ from decoupled_diloco.launch.gc_pauses import Survivors
 from decoupled_diloco.launch.processes import (
     MIRROR_INTERRUPTED_SECONDS,
     MIRROR_SECONDS,
+    claims_of,
     open_tape,
     process_of,
 )
 from decoupled_diloco.launch.run_logger import Companion, run_logger, run_mirror, until_logged
+from decoupled_diloco.launch.run_mirror import copy_newest_state
 from decoupled_diloco.launch.secrets import (
     accepted_tokens,
     own_tls,
@@ -32,7 +34,6 @@ from decoupled_diloco.monitor.metric_table import INSTALL, METRICS_PATH
 from decoupled_diloco.runtime import now, runtime
 from decoupled_diloco.show.page.feed import Feed
 from decoupled_diloco.show.page.site import Access, Site
-from decoupled_diloco.storage.claims import CLAIMS, ClaimStore
 from decoupled_diloco.storage.shared_folder import shards_that_move
 from decoupled_diloco.syncer import checkpoint_requests
 from decoupled_diloco.syncer.checkpoint_requests import CHECKPOINT_PATH
@@ -218,9 +219,8 @@ class ShardRole:
 
     async def _serve_with_lease(self) -> bool:
         """Wait for the shard's lease, and serve while this process holds it."""
-        name, lease_seconds = self.name, self.config.syncer.lease_seconds
-        folder = self.folder / CLAIMS / f"shard-{self.shard}"
-        store = ClaimStore(folder, runtime().unique_id(), lease_seconds, name)
+        name, nonce = self.name, runtime().unique_id()
+        store = claims_of(self.config, self.folder, self.shard, nonce, name)
         header = {
             "machine": "lease",
             "waits": self.standby,
@@ -231,9 +231,11 @@ class ShardRole:
         shard_lease = self.shard_lease = ShardLease(store, tape, waits=self.standby)
         finished = False
         _on_stop_signal(shard_lease.give_up)
-        logger.info("%s waits for its lease in %s", name, store.folder)
+        logger.info("%s waits for its lease in %s", name, store.place)
         try:
             if await shard_lease.gained():
+                if self.config.run.store and self.config.syncer.lease_store:
+                    await asyncio.to_thread(copy_newest_state, self.config, self.folder)
                 finished = await self._serve()
             else:
                 finished = shard_lease.run_over

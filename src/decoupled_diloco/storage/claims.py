@@ -1,6 +1,6 @@
 """Leadership claims in shared storage: one process can create each claim, and the newest one holds.
 
-Files of one folder, for claim number 7::
+Files of one folder, or objects in a store, for claim number 7::
 
     00000007.json       the process that made it: created atomically and never changed
     00000007.renewals   the holder's renewal counter, replaced atomically each time
@@ -8,7 +8,8 @@ Files of one folder, for claim number 7::
 This module compares no claims and reads no clock: see `decoupled_diloco.protocol.lease_machine`.
 The storage must meet two conditions. Every process sees a file once its creation is confirmed, and
 a file cannot be created twice. Local disks and NFS version 3 or later meet both. ``ddiloco`` uses
-hard links (`os.link`), which are atomic on both.
+hard links (`os.link`), which are atomic on both. Object stores meet both with conditional writes
+(``If-None-Match``), so processes without a shared disk can use `ObjectClaims`.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import get_args
 
-from decoupled_diloco.errors import StorageError
+from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.protocol.messages import Condition, NewestLease
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.storage.files import NOT_JSON, is_folder, names_in
+from decoupled_diloco.storage.object_store import Objects
 
 CLAIMS = "claims"
 """Subfolder of the run folder that contains one folder per shard."""
@@ -122,21 +124,17 @@ class ClaimStore:
             return NewestLease(0, "", 0, 0.0, "held")
         path = numbered(self.folder, number)
         try:
-            claim = json.loads(runtime().disk.read(path))
-            nonce, lease_seconds = str(claim["nonce"]), float(claim["lease_seconds"])
+            nonce, lease_seconds = _parsed(runtime().disk.read(path))
         except (OSError, *NOT_JSON) as error:
-            raise StorageError(
-                f"{path} cannot be read ({error}): if the error persists, stop all processes of "
-                "this shard and remove the file"
-            ) from error
+            raise _unreadable(path, error) from error
         renewals, condition = self._renewals(number)
         return NewestLease(number, nonce, renewals, lease_seconds, condition)
 
     def claim(self, number: int) -> bool:
         """Create a claim unless it exists; return whether this process holds it."""
         self._require_storage()
-        facts = {"nonce": self.nonce, "lease_seconds": self.lease_seconds, "holder": self.holder}
-        return create_once(numbered(self.folder, number), json.dumps(facts), self.nonce)
+        text = _text_of(self.nonce, self.lease_seconds, self.holder)
+        return create_once(numbered(self.folder, number), text, self.nonce)
 
     def renew(self, number: int, renewals: int, condition: Condition = "held") -> None:
         """Replace the renewal counter and the condition of a claim.
@@ -151,7 +149,7 @@ class ClaimStore:
         part, disk = path.with_name(f".{path.name}.part"), runtime().disk
         try:
             disk.size(claim)  # raises if the claim no longer exists
-            disk.put(part, json.dumps({"renewals": renewals, "condition": condition}).encode())
+            disk.put(part, _renewals_text(renewals, condition))
             disk.rename(part, path)
         except OSError as error:
             raise StorageError(f"{path} cannot be written: {error.strerror or error}") from error
@@ -161,6 +159,16 @@ class ClaimStore:
         newest = self.read_newest()
         if newest.condition == "finished":
             self.renew(newest.number, newest.renewals, "released")
+
+    def of_shard(self, shard: int) -> ClaimStore:
+        """Return the claims of another shard of the run."""
+        folder = self.folder.with_name(f"shard-{shard}")
+        return ClaimStore(folder, self.nonce, self.lease_seconds, self.holder)
+
+    @property
+    def place(self) -> str:
+        """Where the claims are, for messages."""
+        return str(self.folder)
 
     def _require_storage(self) -> None:
         """Raise if the storage is not mounted: an empty mount point looks like a new run.
@@ -181,10 +189,7 @@ class ClaimStore:
     def _renewals(self, number: int) -> tuple[int, Condition]:
         path = self._renewals_file(number)
         try:
-            facts = json.loads(runtime().disk.read(path))
-            renewals, condition = int(facts["renewals"]), facts["condition"]
-            if condition not in get_args(Condition):
-                raise ValueError(f"condition {condition!r}")
+            return _parsed_renewals(runtime().disk.read(path))
         except FileNotFoundError:
             return 0, "held"
         except OSError as error:
@@ -193,4 +198,144 @@ class ClaimStore:
             # Torn by a power failure, since `renew` does not sync. A holder that is alive replaces
             # the file. Otherwise the counter stays at 0 and the lease expires.
             return 0, "held"
-        return renewals, condition
+
+
+class ObjectClaims:
+    """The claims of one shard in an object store, with the interface of `ClaimStore`.
+
+    Args:
+        address: The store, with an address that no other run uses.
+        shard: The number of the shard.
+        nonce: A text that is unique to this process.
+        lease_seconds: The length of the lease that this process claims.
+        holder: A description of this process, for people.
+    """
+
+    def __init__(
+        self, address: str, shard: int, nonce: str, lease_seconds: float, holder: str
+    ) -> None:
+        self.nonce = nonce
+        self.lease_seconds = lease_seconds
+        self.holder = holder
+        self._prefix = f"{CLAIMS}/shard-{shard}"
+        # A request that takes longer than a renewal interval is as good as lost. The state machine
+        # repeats it.
+        self._objects = Objects(address, request_seconds=lease_seconds / 4, retries=0)
+        self._known = 0
+
+    def newest(self) -> int:
+        """Return the number of the newest claim; 0 if there is none.
+
+        Raises:
+            StorageError: The store is away, or refuses this process.
+        """
+        # Claims are never deleted, so the listing starts at the newest known one.
+        after = f"{self._prefix}/{max(0, self._known - 1):0{NUMBER_DIGITS}d}~"
+        with _as_storage_error():
+            names = [each.name for each in self._objects.listed(self._prefix, after)]
+        found = [int(path.stem) for path in map(PurePath, names) if path.suffix == ".json"]
+        self._known = max(found, default=0)
+        return self._known
+
+    def read_newest(self) -> NewestLease:
+        """Return the newest claim.
+
+        Raises:
+            StorageError: The store is away, or refuses this process.
+        """
+        number = self.newest()
+        if not number:
+            return NewestLease(0, "", 0, 0.0, "held")
+        with _as_storage_error():
+            claim = self._objects.get(self._name(number)) or b""
+            renewals = self._objects.get(self._name(number, "renewals"))
+        try:
+            nonce, lease_seconds = _parsed(claim)
+            if renewals is None:
+                return NewestLease(number, nonce, 0, lease_seconds, "held")
+            count, condition = _parsed_renewals(renewals)
+        except NOT_JSON as error:
+            raise _unreadable(f"{self.place}/{number}", error) from error
+        return NewestLease(number, nonce, count, lease_seconds, condition)
+
+    def claim(self, number: int) -> bool:
+        """Create a claim unless it exists; return whether this process holds it."""
+        text = _text_of(self.nonce, self.lease_seconds, self.holder).encode()
+        with _as_storage_error():
+            if self._objects.create(self._name(number), text):
+                return True
+            # The answer to an earlier attempt of this process may have been lost.
+            return self._objects.get(self._name(number)) == text
+
+    def renew(self, number: int, renewals: int, condition: Condition = "held") -> None:
+        """Replace the renewal counter and the condition of a claim.
+
+        Raises:
+            StorageError: The store is away, or the claim no longer exists.
+        """
+        with _as_storage_error():
+            if self._objects.get(self._name(number)) is None:
+                raise StorageError(f"{self.place} no longer has claim {number}")
+            self._objects.put(self._name(number, "renewals"), _renewals_text(renewals, condition))
+
+    def reopen(self) -> None:
+        """Mark a finished run as continuing; only valid while no process of the shard runs."""
+        newest = self.read_newest()
+        if newest.condition == "finished":
+            self.renew(newest.number, newest.renewals, "released")
+
+    def of_shard(self, shard: int) -> ObjectClaims:
+        """Return the claims of another shard of the run."""
+        return ObjectClaims(
+            self._objects.address, shard, self.nonce, self.lease_seconds, self.holder
+        )
+
+    @property
+    def place(self) -> str:
+        """Where the claims are, for messages."""
+        return f"{self._objects.address}/{self._prefix}"
+
+    def _name(self, number: int, suffix: str = "json") -> str:
+        return f"{self._prefix}/{number:0{NUMBER_DIGITS}d}.{suffix}"
+
+
+Claims = ClaimStore | ObjectClaims
+"""The claims of one shard, wherever they are."""
+
+
+@contextlib.contextmanager
+def _as_storage_error() -> Iterator[None]:
+    """Turn a refusal into `StorageError`: a role may be renewed while the process waits."""
+    try:
+        yield
+    except (ConfigError, FileNotFoundError) as error:
+        raise StorageError(str(error)) from error
+
+
+def _text_of(nonce: str, lease_seconds: float, holder: str) -> str:
+    return json.dumps({"nonce": nonce, "lease_seconds": lease_seconds, "holder": holder})
+
+
+def _parsed(claim: bytes) -> tuple[str, float]:
+    """Return the nonce and the lease seconds of a claim."""
+    facts = json.loads(claim)
+    return str(facts["nonce"]), float(facts["lease_seconds"])
+
+
+def _unreadable(place: object, error: Exception) -> StorageError:
+    return StorageError(
+        f"{place} cannot be read ({error}): if the error persists, stop all processes of this "
+        "shard and remove the file"
+    )
+
+
+def _renewals_text(renewals: int, condition: Condition) -> bytes:
+    return json.dumps({"renewals": renewals, "condition": condition}).encode()
+
+
+def _parsed_renewals(text: bytes) -> tuple[int, Condition]:
+    facts = json.loads(text)
+    renewals, condition = int(facts["renewals"]), facts["condition"]
+    if condition not in get_args(Condition):
+        raise ValueError(f"condition {condition!r}")
+    return renewals, condition

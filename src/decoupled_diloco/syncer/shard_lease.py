@@ -32,7 +32,7 @@ from decoupled_diloco.protocol.messages import (
 )
 from decoupled_diloco.runtime import now, runtime
 from decoupled_diloco.shell.driver import Driver, Orders, executes
-from decoupled_diloco.storage.claims import ClaimStore
+from decoupled_diloco.storage.claims import Claims
 from decoupled_diloco.tape import TapeWriter
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class ShardLease:
         run_over: Whether there is nothing left to wait for.
     """
 
-    def __init__(self, store: ClaimStore, tape: TapeWriter, *, waits: bool) -> None:
+    def __init__(self, store: Claims, tape: TapeWriter, *, waits: bool) -> None:
         self.store = store
         self.nonce = store.nonce
         self.number = 0
@@ -165,11 +165,8 @@ class ShardLease:
         return await asyncio.get_running_loop().run_in_executor(self._worker, self._ended)
 
     def _ended(self) -> bool:
-        store = self.store
-        of_coordinator = store.folder.with_name("shard-0")
-        claims = ClaimStore(of_coordinator, self.nonce, store.lease_seconds, store.holder)
         try:
-            return claims.read_newest().condition == "finished"
+            return self.store.of_shard(0).read_newest().condition == "finished"
         except StorageError:
             return False  # the caller tries again later
 
@@ -226,7 +223,7 @@ class ShardLease:
         logger.info(
             "nothing to wait for (%s): to continue the run, use --resume, or remove %s",
             order.why,
-            self.store.folder,
+            self.store.place,
         )
         self._settled.set()
 

@@ -148,6 +148,16 @@ CASES: list[tuple[dict[str, Any], str]] = [
         "store_interval_seconds=5.0 in [run] would be ignored without store: take "
         "store_interval_seconds out",
     ),
+    (
+        run() | {"syncer": {"lease_store": "s3://b/x"}},
+        "lease_store='s3://b/x' in [syncer] would be ignored with standby=false: take lease_store "
+        "out",
+    ),
+    (
+        run() | {"syncer": {"lease_store": "s3://b/x", "standby": True, "lease_seconds": 1.0}},
+        "lease_seconds=1.0 in [syncer] is too short for lease_store: it must be at least 2.0, "
+        "because each renewal is a request",
+    ),
     (run(folder="a\0b"), "folder='a\\x00b' in [run] has the character NUL: take it out"),
     (run(trackers=["a\0"]), "trackers=('a\\x00',) in [run] has the character NUL: take it out"),
     ({"syncer": {"host": ""}}, "host='' in [syncer] is empty: write a text, or take host out"),

@@ -13,7 +13,13 @@ import pytest
 from decoupled_diloco.errors import StorageError
 from decoupled_diloco.protocol.messages import Condition, NewestLease
 from decoupled_diloco.runtime import Runtime, within
-from decoupled_diloco.storage.claims import ClaimStore, create_once, newest_number, numbered
+from decoupled_diloco.storage.claims import (
+    ClaimStore,
+    ObjectClaims,
+    create_once,
+    newest_number,
+    numbered,
+)
 from decoupled_diloco_lab.simulate.choices import Choices
 from decoupled_diloco_lab.simulate.virtual_disk import Loss, SimulatedDisk, remains
 
@@ -169,3 +175,38 @@ def test_a_finished_run_can_be_reopened(
     store.renew(1, 5, before)
     store.reopen()
     assert store.read_newest() == NewestLease(1, "me", 5, 5.0, after)
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> ObjectClaims:
+    pytest.importorskip("obstore", reason="obstore is not installed: pip install -e '.[store]'")
+    return ObjectClaims(f"file://{tmp_path}/bucket", 1, "me", 5.0, "shard-1")
+
+
+def test_claims_in_an_object_store_are_those_in_a_folder(stored: ObjectClaims) -> None:
+    assert stored.read_newest() == NewestLease(0, "", 0, 0.0, "held")
+    assert stored.claim(1)
+    assert stored.claim(1), "the answer to the first attempt may have been lost"
+    place = stored.place.removesuffix("/claims/shard-1")
+    other = ObjectClaims(place, 1, "other", 9.0, "shard-1-standby")
+    assert not other.claim(1)
+    stored.renew(1, 7)
+    assert other.read_newest() == NewestLease(1, "me", 7, 5.0, "held")
+    assert other.claim(2)
+    assert stored.newest() == 2
+    assert stored.read_newest() == NewestLease(2, "other", 0, 9.0, "held")
+    other.renew(2, 3, "finished")
+    stored.reopen()
+    assert stored.read_newest() == NewestLease(2, "other", 3, 9.0, "released")
+    assert other.of_shard(0).newest() == 0
+
+
+def test_claims_that_have_vanished_from_a_store_are_noticed(
+    stored: ObjectClaims, tmp_path: Path
+) -> None:
+    assert stored.claim(1)
+    assert stored.newest() == 1
+    shutil.rmtree(tmp_path / "bucket")
+    with pytest.raises(StorageError, match="no longer has claim 1"):
+        stored.renew(1, 1)
+    assert stored.newest() == 0

@@ -1,0 +1,244 @@
+"""A run is mirrored to an object store over HTTP, and continues from there on an empty folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from decoupled_diloco.launch.processes import MIRROR
+from decoupled_diloco.storage.mirror import newest_state
+from decoupled_diloco.storage.object_store import Objects
+from decoupled_diloco.tape.replay import replay_run
+from free_ports import free_ports
+from object_server import BUCKET, ObjectServer, object_server
+from process.process_runs import (
+    STEP_SECONDS_MAX,
+    command,
+    config_file,
+    ddiloco,
+    kill_everything,
+    longest_step,
+    output_of,
+    records,
+    stopped_at_exit,
+    until,
+)
+
+SETTINGS = {
+    "learner": {"checkpoint_interval_seconds": 1.0},
+    "syncer": {"shards": 2},
+}
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
+    with object_server() as found:
+        for name, value in found.environment.items():
+            monkeypatch.setenv(name, value)
+        yield found
+
+
+def stored(folder: Path) -> int:
+    """Return the newest state that the mirror of a run has reported."""
+    if not (folder / "tape" / f"{MIRROR}.jsonl").exists():
+        return 0
+    return max((r.data["state"] for r in records(folder, MIRROR) if "state" in r.data), default=0)
+
+
+def clock_of(folder: Path) -> int:
+    steps = [r.data["clock"] for r in records(folder, "shard-0") if r.type == "ClockAdvanced"]
+    return max(steps, default=0)
+
+
+def kill_the_machine(folder: Path, process: object) -> None:
+    """End every process of a run at once, as a machine that is lost, and delete its disk."""
+    started = [r for r in records(folder, "launcher") if r.type == "ProcessStarted"]
+    mirror = [r.data["pid"] for r in started if r.data["name"] == MIRROR][-1]
+    os.kill(mirror, signal.SIGKILL)
+    kill_everything(folder, process)  # type: ignore[arg-type]
+    shutil.rmtree(folder)
+
+
+@pytest.mark.smoke
+def test_a_run_continues_on_an_empty_folder_from_the_store_alone(
+    tmp_path: Path, server: ObjectServer
+) -> None:
+    folder, address = tmp_path / "run", f"s3://{BUCKET}/runs/x"
+    run = {"max_steps": 160, "store": address, "store_interval_seconds": 1.0}
+    file = config_file(folder, run=run, **SETTINGS)
+    with stopped_at_exit(command("train", str(file))) as process:
+        until(lambda: stored(folder) >= 4 and clock_of(folder) >= 40, "four states", 60)
+        reached = clock_of(folder)
+        kill_the_machine(folder, process)
+    file.unlink()
+
+    shown = output_of("status", address)
+    assert f"store {address} has state" in shown
+    other = tmp_path / "other"
+    done = ddiloco("train", "--resume", address, "--set", f"run.folder={other}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f": {other}" in done.stdout
+    assert (other / "weights.safetensors").is_file()
+    lives = [r for r in records(other, "shard-0") if r.kind == "start"]
+    assert len(lives) == 2, "the tape continues"
+    began = [r for r in records(other, "learner-0") if r.kind == "start"]
+    assert len(began) == 2
+    # It continues near where it was, and not at its start.
+    second = [r for r in records(other, "shard-0") if r.life == 1 and r.type == "ClockAdvanced"]
+    assert second[0].data["clock"] >= reached - 40
+    results, _ = replay_run(other)
+    assert {r.process: r.differences for r in results if r.differences} == {}
+
+    state = newest_state(Objects(address))
+    assert state is not None
+    assert "weights.safetensors" in state.files
+    report, export = tmp_path / "report.html", tmp_path / "export"
+    output_of("report", address, "--out", str(report))
+    output_of("export", address, "--out", str(export))
+    assert report.stat().st_size > 10_000
+    assert (export / "model.safetensors").stat().st_size > 10_000
+
+
+@pytest.mark.long
+def test_a_run_goes_back_to_a_checkpoint_that_only_the_store_has(
+    tmp_path: Path, server: ObjectServer
+) -> None:
+    folder, address = tmp_path / "run", f"s3://{BUCKET}/runs/back"
+    run = {"max_steps": 240, "checkpoint_interval_seconds": 2.0}
+    run |= {"store": address, "store_interval_seconds": 1.0}
+    file = config_file(folder, run=run, **SETTINGS)
+    with stopped_at_exit(command("train", str(file))) as process:
+
+        def has_checkpoints() -> bool:
+            state = newest_state(Objects(address))
+            files = () if state is None else state.files
+            return sum(path.endswith("/manifest.json") for path in files) >= 2
+
+        until(has_checkpoints, "two checkpoints in the store", 60, every=0.5)
+        kill_the_machine(folder, process)
+    state = newest_state(Objects(address))
+    assert state is not None
+    numbers = sorted(p.split("/")[1] for p in state.files if p.endswith("/manifest.json"))
+    other = ["--set", f"run.folder={tmp_path / 'other'}"]
+    done = ddiloco("train", "--resume", address, "--checkpoint", "last", *other)
+    assert done.returncode == 0, done.stdout + done.stderr
+    back = [r for r in records(tmp_path / "other", "launcher") if r.type == "WentBack"]
+    assert f"back to checkpoint {int(numbers[-1])};" in back[0].data["told"]
+    assert not list((tmp_path / "other").glob("**/*.part"))
+
+
+@pytest.mark.long
+def test_training_continues_while_the_store_is_away_and_the_backlog_drains(
+    tmp_path: Path, server: ObjectServer
+) -> None:
+    folder, address = tmp_path / "run", f"s3://{BUCKET}/runs/away"
+    run = {"max_steps": 400, "store": address, "store_interval_seconds": 1.0}
+    file = config_file(folder, run=run, **SETTINGS)
+    with stopped_at_exit(command("train", str(file))) as process:
+        until(lambda: stored(folder) >= 2, "two states", 60)
+        server.go_away()
+        began = clock_of(folder)
+        until(lambda: "backlog" in output_of("status", str(folder)), "the backlog", 60, every=0.5)
+        shown = output_of("status", str(folder))
+        assert f"store={address!r} is away" in "".join(shown.split("\n"))
+        until(lambda: clock_of(folder) >= began + 40, "forty more steps", 60)
+        before = stored(folder)
+        server.come_back()
+        until(lambda: stored(folder) >= before + 2, "two more states", 60)
+        text, _ = process.communicate(timeout=240)
+        assert process.returncode == 0, text
+    assert longest_step(folder, "learner-0") < STEP_SECONDS_MAX
+    log = (folder / "logs" / f"{MIRROR}.log").read_text()
+    assert "training continues; backlog" in log
+    assert "the store answers again; state" in log
+    state = newest_state(Objects(address))
+    assert state is not None
+    assert "weights.safetensors" in state.files
+
+
+@pytest.mark.long
+def test_a_run_whose_store_refuses_does_not_start_and_nothing_is_lost(
+    tmp_path: Path, server: ObjectServer
+) -> None:
+    folder = tmp_path / "run"
+    run = {"max_steps": 20, "store": "s3://no-such-bucket/x", "store_interval_seconds": 1.0}
+    file = config_file(folder, run=run, **SETTINGS)
+    done = ddiloco("train", str(file))
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: store='s3://no-such-bucket/x' does not exist: create the bucket, or correct the "
+        "address\n"
+    )
+    assert not folder.exists()
+    address = f"s3://{BUCKET}/runs/used"
+    own = ["--set", f"run.store={address}"]
+    assert ddiloco("train", str(file), *own).returncode == 0
+    again = ddiloco("train", str(file), *own)
+    assert again.returncode == 2
+    assert f"store={address!r} already has a run, 'small' from" in again.stderr
+    assert not list(tmp_path.glob("run.1")), "the run in the folder stays where it is"
+    # A bucket that was emptied, or another one, receives the whole run.
+    moved = ddiloco("mirror", str(folder), "--set", f"run.store=s3://{BUCKET}/runs/moved")
+    assert moved.returncode == 0, moved.stderr
+    assert "state 1 of small is in s3://" in moved.stdout
+
+
+@pytest.mark.long
+def test_a_standby_without_a_shared_disk_takes_over(tmp_path: Path, server: ObjectServer) -> None:
+    """Two machines: each has its own folder, and they share the store."""
+    first, second = free_ports(2)
+    token = tmp_path / "token"
+    token.write_text("a secret of this run\n")
+    settings = {
+        "run": {
+            "max_steps": 200,
+            "learners": 1,
+            "store": f"s3://{BUCKET}/runs/two",
+            "store_interval_seconds": 1.0,
+        },
+        "syncer": {
+            "standby": True,
+            "lease_seconds": 2.0,
+            "lease_store": f"s3://{BUCKET}/leases/two",
+            "addresses": [f"http://127.0.0.1:{first}|http://127.0.0.1:{second}"],
+            "token_file": token,
+        },
+    }
+    files = {name: config_file(tmp_path / name, **settings) for name in ("a", "b", "learner")}
+    serve = ["syncer", str(files["a"]), "--shard", "0", "--port", str(first)]
+    wait = ["syncer", str(files["b"]), "--shard", "0", "--port", str(second), "--standby"]
+    with (
+        stopped_at_exit(command(*serve)) as active,
+        stopped_at_exit(command(*wait)) as standby,
+        stopped_at_exit(
+            command(
+                "learner",
+                str(files["learner"]),
+                "--index",
+                "0",
+                "--auth-token-file",
+                str(token),
+                "--syncer",
+                settings["syncer"]["addresses"][0],
+            )
+        ) as learner,
+    ):
+        until(lambda: stored(tmp_path / "a") >= 3 and clock_of(tmp_path / "a") >= 40, "states", 60)
+        os.killpg(active.pid, signal.SIGKILL)
+        text, _ = standby.communicate(timeout=240)
+        assert standby.returncode == 0, text
+        assert learner.wait(timeout=60) == 0, learner.communicate()[0]
+    folder = tmp_path / "b"
+    assert "copying state" in text
+    clocks = [
+        r.data["clock"] for r in records(folder, "shard-0-standby") if r.type == "ClockAdvanced"
+    ]
+    assert clocks[0] > 1, "the standby continues the run"
+    assert clocks[-1] >= 200
+    taken = [r for r in records(folder, "shard-0-standby") if r.type == "TookOver"]
+    assert [r.data["claim"] for r in taken] == [2]
