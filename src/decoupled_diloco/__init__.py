@@ -24,6 +24,7 @@ from decoupled_diloco.errors import (
 if TYPE_CHECKING:
     from decoupled_diloco import data
     from decoupled_diloco.config.plugins import allow_codec
+    from decoupled_diloco.device import Device
     from decoupled_diloco.export.run_export import load_model
     from decoupled_diloco.export.run_weights import load_weights
     from decoupled_diloco.learner.optimizers import register_weight_copies
@@ -41,6 +42,7 @@ __all__ = [
     "AccessError",
     "Checkpointing",
     "ConfigError",
+    "Device",
     "DilocoError",
     "Learner",
     "MergeError",
@@ -63,6 +65,7 @@ __all__ = [
 
 _MODULES = {
     "Checkpointing": "learner.option_groups",
+    "Device": "device",
     "Learner": "participants",
     "Observability": "learner.option_groups",
     "Observer": "participants",

@@ -76,6 +76,7 @@ class System:
             syncer={"shards": 1, **tables.get("syncer", {})},
             tls=tables.get("tls", {}),
             workload=tables.get("workload", {}),
+            data=tables.get("data", {}),
         )
         self.pool_bytes = pool_bytes
         self.token = token

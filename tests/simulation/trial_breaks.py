@@ -6,6 +6,7 @@ Hardly any world notices these, so each names the fastest test that does; see `d
 from __future__ import annotations
 
 from deliberate_breaks import Break
+from simulation.device_breaks import DEVICES
 
 TRIAL = (
     Break(
@@ -263,4 +264,5 @@ journal.append(fields, as_bytes(step.gradient).numpy().data)""",
         "a shard checks leases before it handles what has arrived",
         test="unit/syncer/test_late_ticks.py::test_arrived_messages_are_handled_before_the_tick",
     ),
+    *DEVICES,
 )

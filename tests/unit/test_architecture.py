@@ -35,6 +35,7 @@ LAYERS = (
     ("learner",),
     ("ranks", "relay"),
     ("participants", "data"),
+    ("device",),
     ("export", "integrations", "launch"),
     ("cli", "__main__"),
 )

@@ -19,6 +19,7 @@ def test_the_public_names_are_these() -> None:
         "AccessError",
         "Checkpointing",
         "ConfigError",
+        "Device",
         "DilocoError",
         "Learner",
         "MergeError",
@@ -56,6 +57,7 @@ LEARNER = (
     *("on_weights_updated", "rejection_reason", "request_stop", "run_config", "state_dict", "step"),
     *("steps", "tokens", "versions", "wrap"),
 )
+DEVICE = ("close", "name", "save", "step", "steps", "tokens", "train", "visit")
 OBSERVER = (
     *("budget_reached", "close", "done", "ended", "global_step", "log", "name", "pull"),
     *("rejection_reason", "run_config", "updates", "versions", "wait"),
@@ -67,7 +69,12 @@ ELASTIC_LOADER = (
 
 @pytest.mark.parametrize(
     ("kind", "names"),
-    [(dd.Learner, LEARNER), (dd.Observer, OBSERVER), (dd.data.ElasticLoader, ELASTIC_LOADER)],
+    [
+        (dd.Learner, LEARNER),
+        (dd.Device, DEVICE),
+        (dd.Observer, OBSERVER),
+        (dd.data.ElasticLoader, ELASTIC_LOADER),
+    ],
 )
 def test_the_public_members_of_a_class_are_these(kind: type, names: tuple[str, ...]) -> None:
     assert tuple(name for name in dir(kind) if not name.startswith("_")) == names
@@ -78,7 +85,13 @@ ARGUMENTS: dict[Any, tuple[str, ...]] = {
         *("model", "syncer", "name", "auth_token", "tls", "optimizer", "checkpoint", "timeouts"),
         *("state_sharing", "observability", "sync_ranks"),
     ),
+    dd.Device: (
+        *("model", "syncer", "name", "checkpoint", "auth_token", "tls", "optimizer", "timeouts"),
+        "observability",
+    ),
     dd.Learner.step: ("self", "loss", "tokens"),
+    dd.Device.step: ("self", "loss", "tokens"),
+    dd.Device.train: ("self", "step", "steps", "tokens"),
     dd.Observer: ("model", "syncer", "name", "auth_token", "tls", "timeouts", "event_tape"),
     dd.Checkpointing: ("folder", "interval_seconds", "state"),
     dd.Timeouts: ("join", "disconnect", "flush"),

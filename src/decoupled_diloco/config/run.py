@@ -594,6 +594,22 @@ class RunConfig(Settings):
                 f"quorum={self.sync.quorum} in [sync] exceeds learners={learners} in [run]: "
                 "lower quorum or start more learners"
             )
+        devices = self.sync.devices
+        if devices is not None and devices.cohort is not None and devices.cohort > learners:
+            raise ConfigError(
+                f"cohort={devices.cohort} in [sync.devices] exceeds learners={learners} in [run]: "
+                "lower cohort or raise learners, the number of devices"
+            )
+        if devices is not None and self.learner.ranks != 1:
+            raise ConfigError(
+                f"ranks={self.learner.ranks!r} in [learner] cannot be combined with "
+                "[sync.devices], because a device is one process: set ranks=1"
+            )
+        if devices is not None and self.workload is not None and self.data.elastic:
+            raise ConfigError(
+                "elastic=true in [data] cannot be combined with [sync.devices], because each "
+                "device has its own data: set elastic=false"
+            )
         if self.syncer.shards > fragments:
             raise ConfigError(
                 f"shards={self.syncer.shards} in [syncer] exceeds fragments={fragments} in [sync], "

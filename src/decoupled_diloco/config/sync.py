@@ -234,14 +234,59 @@ class LateSettings(Settings):
     """A contribution that is late by more versions of its fragment is refused; at least 1. An
     upload that takes u steps is late by u / sync_every versions."""
 
-    discount: float = Field(default=1.0, gt=0, le=1)
-    """Factor on the weight of a late contribution per version that it is late, greater than 0 to 1
-    (no discount). Lower it if late contributions harm the loss."""
+    discount: float | Literal["polynomial"] = 1.0
+    """Factor on the weight of a late contribution. A number, greater than 0 to 1 (no discount), is
+    applied once per version that it is late. "polynomial" is (1 + s)^-0.5 for s versions (FedBuff,
+    arXiv 2106.06639). Lower the number if late contributions harm the loss."""
+
+    @field_validator("discount", mode="before")
+    @classmethod
+    def _check_discount(cls, given: Any) -> Any:
+        number = isinstance(given, int | float) and not isinstance(given, bool)
+        if not number and given != "polynomial":
+            raise ConfigError(
+                f"discount={given!r} in [sync.late] is not valid: write a number greater than 0 "
+                "and at most 1, or 'polynomial'"
+            )
+        if number and not 0 < given <= 1:
+            raise ConfigError(
+                f"discount={given} in [sync.late] is out of range: it must be greater than 0 and "
+                "at most 1, or 'polynomial'"
+            )
+        return given
 
     def inapplicable(self) -> Mapping[str, str]:
         """The limits of late contributions if they are dropped."""
         dropped = self.policy == "drop"
         return dict.fromkeys(("max_versions", "discount"), "with policy='drop'") if dropped else {}
+
+
+class DeviceSettings(Settings):
+    """`[sync.devices]`: learners that are disconnected most of the time (docs/how-to/devices.md).
+
+    A device fetches what is new, trains alone, and contributes at its next visit.
+    """
+
+    table: ClassVar[str] = "[sync.devices]"
+
+    history: int = Field(default=32, ge=1)
+    """How many versions of a fragment the base of a contribution may be old, at least 1. An older
+    contribution is dropped, and its device starts from the newest copy. It replaces `max_versions`
+    in [sync.late]. For as long, a shard remembers which devices have contributed."""
+
+    cohort: int | None = Field(default=None, ge=1)
+    """The most devices that train at a time, 1 to `learners`. The coordinator draws the next ones
+    among those present: first those that have trained least often, by a draw that `run.seed`
+    determines. Default: each device that is present trains."""
+
+    visit_seconds: float = Field(default=3600.0, gt=0)
+    """Time after which a device loses its place in the cohort, whether or not it has come back,
+    seconds, greater than 0. A device that is present then ends its visit, and a later contribution
+    still counts within `history`."""
+
+    def inapplicable(self) -> Mapping[str, str]:
+        """`visit_seconds` without a cohort."""
+        return {"visit_seconds": "without cohort"} if self.cohort is None else {}
 
 
 class ApplySettings(Settings):
@@ -363,6 +408,17 @@ class SyncSettings(Settings):
     partition: PartitionSettings = Field(default_factory=PartitionSettings)
     """How parameters become fragments."""
 
+    devices: DeviceSettings | None = None
+    """Settings for devices, which are disconnected most of the time. It needs
+    participation="async". Default: learners are expected to stay connected."""
+
+    @property
+    def history(self) -> int | None:
+        """How old the base of a device's contribution may be; None without devices."""
+        if self.devices is None:
+            return None
+        return 0 if self.late.policy == "drop" else self.devices.history
+
     @property
     def grace(self) -> bool:
         """Whether there is a grace window."""
@@ -388,6 +444,11 @@ class SyncSettings(Settings):
         if self.wait != "never":
             gate = ("merge.norm_gate", "merge.oversized")
             ignored |= dict.fromkeys(gate, f"with wait={self.wait!r}")
+        if self.devices is not None and self.late.policy == "next":
+            ignored["late.max_versions"] = "with [sync.devices], whose history replaces it"
+        elif self.devices is not None:
+            because = "with policy='drop', which merges only what is based on the newest version"
+            ignored["devices.history"] = because
         return ignored
 
     @model_validator(mode="before")
@@ -427,16 +488,21 @@ class SyncSettings(Settings):
     @model_validator(mode="after")
     def _check_async(self) -> SyncSettings:
         if self.participation != "async":
+            if self.devices is not None:
+                raise ConfigError(
+                    f"[sync.devices] cannot be combined with participation={self.participation!r}, "
+                    "because a device is not there at each round: set participation='async'"
+                )
             return self
         wanted = {
-            "quorum": 1,
             "grace_margin": 0.0,
             "wait": "never",
             "late.policy": "next",
-            "late.discount": 1.0,
             "apply.missed": "rebase",
         }
-        why = "cannot be combined with participation='async', which merges each contribution alone"
+        if self.devices is not None:
+            del wanted["late.policy"]
+        why = "cannot be combined with participation='async', which merges what has arrived"
         for name, value in wanted.items():
             *tables, key = name.split(".")
             settings: Settings = reduce(getattr, tables, self)
@@ -445,6 +511,18 @@ class SyncSettings(Settings):
                 raise ConfigError(f"{key}={given!r} in {settings.table} {why}: set {key}={value!r}")
         if self.adapt is not None:
             raise ConfigError(f"[sync.adapt] {why}: take it out")
+        return self
+
+    @model_validator(mode="after")
+    def _check_devices(self) -> SyncSettings:
+        devices = self.devices
+        if devices is None or devices.cohort is None:
+            return self
+        if self.late.policy == "drop" and devices.cohort < self.quorum:
+            raise ConfigError(
+                f"cohort={devices.cohort} in [sync.devices] is below quorum={self.quorum} with "
+                "policy='drop', so no version would ever be merged: raise cohort or lower quorum"
+            )
         return self
 
     @model_validator(mode="after")

@@ -472,7 +472,8 @@ class Background:
             # break: residuals-not-restored
             shared.tensors.residuals = [held.residual for held in checkpoint.fragments]
         why = f"its own checkpoint of step {checkpoint.steps}, incarnation {checkpoint.epoch}"
-        self.deliver(messages.Began(checkpoint.kept(), why, gives=gives))
+        alone = checkpoint.alone
+        self.deliver(messages.Began(checkpoint.kept(), why, False, gives, *alone))
 
     @property
     def is_too_late(self) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
+from decoupled_diloco.errors import TransportError
 from decoupled_diloco.learner.checkpointer import Checkpointer, Counted, Written, held_fragment
 from decoupled_diloco.learner.learner_checkpoint import LearnerCheckpoint
 from decoupled_diloco.learner.learner_model import TrainedModel
@@ -26,6 +27,8 @@ from decoupled_diloco.protocol.messages import (
     TakeCheckpoint,
 )
 from decoupled_diloco.protocol.recovery import kept as kept_fragments
+from decoupled_diloco.protocol.visits import is_placed
+from decoupled_diloco.runtime import now
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,7 @@ class Boundary:
     def goes_on(self) -> bool:
         """Whether the learner continues with another step."""
         state = self.membership.state
-        return not (self.stop_requested or state.ended or state.leaving)
+        return not (self.stop_requested or state.ended or state.leaving or state.visit_over)
 
     def begin(self) -> None:
         """Execute the first boundary: restore or adopt a state, then apply what is newer.
@@ -187,6 +190,9 @@ class Boundary:
         steps, tokens = self.untrained
         with background.changed:
             state, tensors = shared.machine.state, shared.tensors
+            # Until a shard has welcomed a device, its training is reported to no process.
+            alone = all(link.offset is None for link in state.shards)
+            unreported = (state.step, state.tokens) if alone else (0, 0)
             sent = [None if view.sent is None else view.sent.ask for view in state.fragments]
             fragments = [
                 held_fragment(kept, published, tensors.kept_residual(p, sent[p]))
@@ -212,7 +218,29 @@ class Boundary:
             ),
             model={},
             run_checkpoint=run_checkpoint,
+            alone=unreported,
         )
+
+    async def take_place(self, waits: Waits, limit: float | None) -> None:
+        """Wait until a device holds a place, and the newest copies that it has missed meanwhile.
+
+        Raises:
+            TransportError: It did not get a place in ``limit`` seconds.
+        """
+        membership, began = self.membership, now()
+        state = membership.state
+        with membership.background.changed:
+            while not (is_placed(state) or state.ending or self.stop_requested):
+                membership.raise_failure()
+                self.pause()
+                if limit is not None and now() - began > limit:
+                    raise TransportError(
+                        f"{membership.name} got no place to train within "
+                        f"Timeouts(join={limit:g}) s, because other devices hold all of them: its "
+                        "training is sent; visit again later, or raise the timeout (None: forever)"
+                    )
+                await waits.wait(1.0)
+        self.pause()
 
     async def hold(self, waits: Waits) -> tuple[int, ...]:
         """Wait for due copies; return the fragments applied meanwhile.

@@ -114,9 +114,12 @@ class Checkpointer:
         self._spare: list[HostMemory] = []
         self._prepared = folder is None or not every_seconds
         self.changing = False
+        self._unhook: Callable[[], None] = lambda: None
         optimizers = self._stateful.get(OPTIMIZER)
         if isinstance(optimizers, InnerOptimizers):
-            optimizers.on_step(lambda _: self._change(False), lambda: self._change(True))
+            self._unhook = optimizers.on_step(
+                lambda _: self._change(False), lambda: self._change(True)
+            )
 
     def _require_model_kept(self) -> None:
         """Reject a model whose state cannot be saved, before the first checkpoint fails."""
@@ -221,7 +224,10 @@ class Checkpointer:
         self._restored(checkpoint)
 
     def _restored(self, checkpoint: LearnerCheckpoint) -> None:
-        self.counted = Counted(checkpoint.steps, checkpoint.tokens, checkpoint.discarded_tokens)
+        steps, tokens = checkpoint.alone  # the machine counts these itself
+        self.counted = Counted(
+            checkpoint.steps - steps, checkpoint.tokens - tokens, checkpoint.discarded_tokens
+        )
         self.forget()
 
     def adopt(self, provider: str, state: Mapping[str, Any]) -> None:
@@ -347,6 +353,7 @@ class Checkpointer:
 
     def close(self) -> None:
         """Take no more checkpoints; the one that is being written is completed."""
+        self._unhook()  # the optimizer may outlive many learners in one process
         self._writer.shutdown(wait=False)
 
 
@@ -363,7 +370,7 @@ def held_fragment(
 ) -> HeldFragment:
     """Return a fragment of a checkpoint's outline; the writer fills in a missing digest."""
     numbers = (kept.version, kept.digest, kept.seal, kept.steps, kept.tokens)
-    return HeldFragment(*numbers, published, residual)
+    return HeldFragment(*numbers, published, residual, kept.again)
 
 
 def all_stateful(optimizer: Optimizers | None, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from decoupled_diloco.learner.boundary import Boundary, LearnerProgress
 from decoupled_diloco.protocol.leaving import drained, unmerged_tokens
-from decoupled_diloco.protocol.messages import DrainAsked
+from decoupled_diloco.protocol.messages import DrainAsked, VisitEnded
 from decoupled_diloco.runtime import now
 
 logger = logging.getLogger(__name__)
@@ -87,8 +87,10 @@ class Closing:
         else:
             await self.flush(party, self._flush_seconds, ASKED_TO_STOP)
             progress = party.progress
-            if not boundary.stop_requested and progress.steps and not progress.budget_reached:
+            early = not boundary.stop_requested and progress.steps and not progress.budget_reached
+            if early and not self._membership.shared.machine.options.devices:
                 self._warn_of_early_end(progress)
+            self._background.submit(VisitEnded())
             await self.keep_last(party)
 
     async def keep_last(self, party: Waiting) -> None:

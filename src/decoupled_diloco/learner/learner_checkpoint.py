@@ -38,10 +38,10 @@ from decoupled_diloco.storage.weight_files import load_sealed, save_sealed
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 5
+FORMAT = 7
 """Format of a file that has everything in it; other versions are not read."""
 
-FORMAT_OF_RANKS = 6
+FORMAT_OF_RANKS = 8
 """Format of a file whose model, state and published copies are beside it."""
 
 OPTIMIZER = "optimizer"
@@ -82,6 +82,7 @@ class HeldFragment:
         tokens: Tokens of those steps.
         published: The published copy, fp32 [N]; with several ranks, a handle to it.
         residual: Residuals of earlier contributions, whose sum counts; each as ``published``.
+        again: How many contributions from this version a device's shard has folded.
     """
 
     version: Version
@@ -91,6 +92,7 @@ class HeldFragment:
     tokens: int
     published: Values
     residual: tuple[Values, ...] = ()
+    again: int = 0
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ class LearnerCheckpoint:
         run_checkpoint: The number of the run's checkpoint to which it belongs, if any.
         ranks: Number of ranks that wrote the model and the state; 0: they are in this file.
         beside: The folder that these ranks wrote; ``None`` if ``ranks`` is 0.
+        alone: Steps and tokens that a device has trained since its last visit.
     """
 
     learner: str
@@ -126,6 +129,7 @@ class LearnerCheckpoint:
     run_checkpoint: int | None = None
     ranks: int = 0
     beside: Path | None = None
+    alone: tuple[int, int] = (0, 0)
 
     def write(self, path: Path) -> None:
         """Write the file atomically.
@@ -147,6 +151,8 @@ class LearnerCheckpoint:
             "format": FORMAT_OF_RANKS if self.ranks else FORMAT,
             "ranks": self.ranks,
             "residuals": self.with_residual,  # break: checkpoint-without-residuals
+            "again": [held.again for held in self.fragments],
+            "alone": list(self.alone),
             "fragments": [
                 [str(held.version), held.digest, held.seal, held.steps, held.tokens]
                 + [held.published.numel()] * bool(self.ranks)
@@ -175,7 +181,9 @@ class LearnerCheckpoint:
     def kept(self) -> tuple[KeptFragment, ...]:
         """Return what the state machine receives about the fragments."""
         return tuple(
-            KeptFragment(index, held.version, held.steps, held.tokens, held.digest, held.seal)
+            KeptFragment(
+                index, held.version, held.steps, held.tokens, held.digest, held.seal, held.again
+            )
             for index, held in enumerate(self.fragments)
         )
 
@@ -196,7 +204,8 @@ class LearnerCheckpoint:
                     f"{FORMAT_OF_RANKS} only: continue with the decoupled-diloco that wrote it"
                 )
             ranks = int(record["ranks"])
-            left = set(record["residuals"])
+            left, again = set(record["residuals"]), record["again"]
+            steps_alone, tokens_alone = map(int, record["alone"])
 
             def kept(what: str, index: int, fields: list[Any]) -> Values:
                 if ranks:
@@ -208,6 +217,7 @@ class LearnerCheckpoint:
                     *fields[:5],
                     kept(PUBLISHED, index, fields),
                     (kept(RESIDUAL, index, fields),) if index in left else (),
+                    int(again[index]),
                 )
                 for index, fields in enumerate(record["fragments"])
             )
@@ -224,8 +234,15 @@ class LearnerCheckpoint:
                 f"{path}: the folder {beside.name} beside it is missing: restore the folder, or "
                 "delete the file"
             )
+        alone = (steps_alone, tokens_alone)
         return cls(
-            **numbers, fragments=fragments, model=model, state=state, ranks=ranks, beside=beside
+            **numbers,
+            fragments=fragments,
+            model=model,
+            state=state,
+            ranks=ranks,
+            beside=beside,
+            alone=alone,
         )
 
 

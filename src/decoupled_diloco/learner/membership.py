@@ -102,7 +102,7 @@ class Membership:
             require_used(tls, address)
         secret = read_secret(options.auth_token)
         self.name, self.addresses = name, connection.addresses
-        self._join_timeout = options.timeouts.join
+        self.join_timeout = options.timeouts.join
         self.background = Background(
             ProcessIdentity(name, runtime().unique_id(), role, device),
             connection.addresses,
@@ -125,7 +125,7 @@ class Membership:
             DilocoError: The run rejects this process, or ``Timeouts.join`` has passed.
         """
         self.background.start()
-        background, began, limit = self.background, now(), self._join_timeout
+        background, began, limit = self.background, now(), self.join_timeout
         with background.changed:
             while not background.ready:
                 self.raise_failure()

@@ -146,6 +146,7 @@ class Solo:
         try:
             await self.membership.join()
             self.boundary.begin()
+            await self.boundary.take_place(self, self.membership.join_timeout)
             self._reports.start(self)
         except BaseException:
             self.leave("", abrupt=True)

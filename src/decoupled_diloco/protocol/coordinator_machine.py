@@ -24,6 +24,7 @@ from decoupled_diloco.protocol.features import checkpoint as checkpoints
 from decoupled_diloco.protocol.features import partitions as leases
 from decoupled_diloco.protocol.features.checkpoint import Checkpoints
 from decoupled_diloco.protocol.features.partitions import Absences
+from decoupled_diloco.protocol.features.places import PlaceBook
 from decoupled_diloco.protocol.features.state_transfer import Transfers
 from decoupled_diloco.protocol.machine_options import Options
 from decoupled_diloco.protocol.messages import (
@@ -47,6 +48,8 @@ from decoupled_diloco.protocol.messages import (
     Note,
     PartSaved,
     Persist,
+    PlaceReturned,
+    PlaceWanted,
     Progress,
     RandomNumbers,
     Received,
@@ -86,6 +89,7 @@ class CoordinatorMachine:
         self.weights_from_file = weights_from_file
         self.state = CoordinatorState()
         self.transfers = Transfers()
+        self.places = PlaceBook()
         self._present_shards: set[int] = set()
         self._absences = Absences()
         self._checkpoints = Checkpoints()
@@ -105,7 +109,8 @@ class CoordinatorMachine:
     def _dispatch(self, now: float, event: CoordinatorEvent) -> list[CoordinatorEffect]:
         match event:
             case Tick():
-                return self._absences.over(now, self.state.data)
+                effects = self._absences.over(now, self.state.data)
+                return effects + self.places.over(self.options, now, self._present)
             case Connected(learner, Joining() as joining, connection):
                 return self._join_requested(connection, learner, joining)
             case Connected(_, hello):
@@ -114,7 +119,7 @@ class CoordinatorMachine:
             case Received(peer, message) if is_shard_peer(peer):
                 return self._receive_from_shard(shard_of(peer), message)
             case Received(learner, message, nonce):
-                return self._receive_from_member(learner, nonce, message)
+                return self._receive_from_member(now, learner, nonce, message)
             case Lost(peer) if is_shard_peer(peer):
                 self._present_shards.discard(shard_of(peer))
                 return self._checkpoints.abandon(f"{peer} has disconnected")
@@ -129,7 +134,7 @@ class CoordinatorMachine:
 
     def deadline(self) -> float | None:
         """Return when a departed learner's leases end, or the next checkpoint is due."""
-        instants = (self._absences.deadline, self._checkpoints.due_at)
+        instants = (self._absences.deadline, self._checkpoints.due_at, self.places.deadline)
         return min((instant for instant in instants if instant is not None), default=None)
 
     @property
@@ -161,6 +166,7 @@ class CoordinatorMachine:
         self._restore_learners()
         self._present_shards.clear()
         self.transfers = Transfers()
+        self.places = PlaceBook()
         self._absences = Absences(unnoticed=True)
         self._checkpoints = Checkpoints()
         self._reviser = Reviser()
@@ -182,6 +188,7 @@ class CoordinatorMachine:
         assert state.phase != "running" or len(state.ready) == self.options.shards
         assert state.phase != "finished" or len(state.swept) == self.options.shards
         leases.check(state.data)
+        self.places.check(self.options)
 
     def _join_requested(
         self, connection: int, learner: str, joining: Joining
@@ -238,8 +245,12 @@ class CoordinatorMachine:
             return [Deny(connection, reason, True, reason)]
         return [Admit(connection, learner, 0, "an observer has no incarnation")]
 
+    @property
+    def _present(self) -> set[str]:
+        return {name for name, each in self.state.learners.items() if each.present}
+
     def _receive_from_member(
-        self, learner: str, nonce: str, message: Message
+        self, now: float, learner: str, nonce: str, message: Message
     ) -> list[CoordinatorEffect]:
         known = self.state.learners.get(learner)
         if known is None or known.nonce != nonce:  # break: older-process-heard
@@ -250,8 +261,10 @@ class CoordinatorMachine:
             case DataReport():
                 return leases.report(self.state.data, learner, known.epoch, message)
             case RandomNumbers(states):
-                there = {name for name, each in self.state.learners.items() if each.present}
-                return same_data.drawn(self._drawn, there, learner, states)
+                return same_data.drawn(self._drawn, self._present, learner, states)
+            case PlaceWanted() | PlaceReturned():
+                first = self.state.seed if self.state.phase == "seeding" else ""
+                return self.places.receive(self.options, now, learner, message, first)
             case _:
                 present = {name: each.present for name, each in self.state.learners.items()}
                 clock = max(self.state.clocks.values(), default=0)
@@ -264,6 +277,7 @@ class CoordinatorMachine:
             return []
         state.learners[learner] = replace(known, present=False)
         effects = self.transfers.gone(learner)
+        self.places.gone(learner)
         self._absences.began(now, learner, state.data)
         if state.phase != "seeding" or state.seed != learner:
             return [*effects, *self._checkpoints.learner_gone(state, learner)]
@@ -276,7 +290,7 @@ class CoordinatorMachine:
         state = self.state
         if state.phase != "gathering" or not state.fingerprint:
             return []
-        present = sorted(name for name, e in state.learners.items() if e.present)
+        present = sorted(self._present)
         if not self.weights_from_file and not present:
             return []
         following = [name for name in present if name > after] or present

@@ -27,6 +27,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
+from decoupled_diloco.protocol import visits
 from decoupled_diloco.protocol.learner_state import FragmentView, LearnerState, Sent, Taken
 from decoupled_diloco.protocol.machine_options import Options
 from decoupled_diloco.protocol.messages import (
@@ -112,7 +113,7 @@ def answers_first(state: LearnerState, options: Options, view: FragmentView) -> 
     if pull.final and not state.ended:
         return False
     age = staged.counter - held.counter
-    taken = staged.term == held.term and age <= options.late_rounds_max
+    taken = staged.term == held.term and age <= options.age_max
     taken = taken and not has_diverged(options, view)
     return taken and options.late == "next" and state.steps_of(view) > 0
 
@@ -163,16 +164,18 @@ def apply_staged(
         discarded = lost_tokens
         view.steps_before += sent.taken.steps
         view.tokens_before += sent.taken.tokens
-    if sent is not None and sent.version is None and not sent.lost:
+    if sent is not None and sent.version is None and not (sent.lost or sent.kept):
         view.late[sent.ask] = sent  # its steps leave the parameters, its outcome is still open
-    forgets = options.error_feedback and view.restored and sent is None
+    # A device that has left in order has sent nothing since its checkpoint.
+    forgets = options.error_feedback and view.restored and sent is None and not options.devices
     view.held, view.staged = version, None
     view.snapshot = view.sent = view.owed_at = None
     view.behind = view.restored = view.unfit = False
+    view.again = 0
     view.alone = 0
     state.discarded_tokens += discarded
     effects: list[LearnerEffect] = [Apply(index, version, mode, discarded, why)]
-    if sent is not None and (sent.lost or sent.version is not None):
+    if sent is not None and (sent.lost or sent.kept or sent.version is not None):
         effects += settle(options, index, sent, why, gone=True)  # break: lost-link-sent-again
     if forgets:  # break: restored-residual-kept
         why_dropped = "a contribution of its earlier incarnation may contain it"
@@ -181,6 +184,28 @@ def apply_staged(
     if view.pull is not None and view.pull.base < version:
         effects += decline(options, index, view, f"behind: it holds {version}")
     return effects
+
+
+def start_again(
+    state: LearnerState, options: Options, index: int, view: FragmentView
+) -> list[LearnerEffect]:
+    """Let a device start from its version again, once its contribution from it is folded."""
+    sent = view.sent
+    if sent is None or not visits.starts_again(state, options, view):
+        return []
+    assert view.held is not None
+    discarded = state.tokens_of(view) - sent.taken.tokens
+    view.steps_before, view.tokens_before = state.step, state.tokens
+    view.snapshot = view.sent = None
+    view.again += 1
+    view.restored = False
+    state.discarded_tokens += discarded
+    why = "its contribution is folded, and no newer version is known"
+    return [
+        Apply(index, view.held, "overwrite", discarded, why),
+        *settle(options, index, sent, why, gone=True),
+        Send(shard_peer(options.owner(index)), view.holding(index), why),
+    ]
 
 
 def apply_mode(
@@ -214,6 +239,8 @@ def apply_mode(
         return "overwrite" if diverged else mode, why
     if view.restored:
         return "overwrite", "a contribution of its earlier incarnation may be in it"
+    if visits.is_outdated(options, view) and not keeps:  # break: outdated-training-kept
+        return "overwrite", f"its training is older than {options.age_max} versions"
     if diverged:
         return "overwrite", f"it was disconnected for more than {options.steps_counted} steps"
     why = "it was behind" if view.behind else "it took no part in this version"
@@ -276,7 +303,9 @@ def send(
     taken = replace(view.snapshot, alignment=pull.alignment)
     view.pull, view.sent = None, Sent(pull.ask, taken)
     why = f"requested for step {pull.tick}, snapshot of own step {taken.step}"
+    newer = want(state, options, index) if options.devices else []
     return [
+        *newer,
         SendBody(
             shard=options.owner(index),
             fragment=index,
@@ -288,7 +317,7 @@ def send(
             path=pull.path,
             why=why,
             packed=pull.packed,
-        )
+        ),
     ]
 
 
@@ -311,10 +340,10 @@ def published(state: LearnerState, options: Options, message: Published) -> list
         return []
     again, view.retry_at = view.retry_at is not None, None
     view.announce(message, options.chain)
-    return _want(state, options, message.fragment, again=again)
+    return want(state, options, message.fragment, again=again)
 
 
-def _want(
+def want(
     state: LearnerState, options: Options, index: int, *, again: bool = False
 ) -> list[LearnerEffect]:
     """Fetch the newest copy of a fragment, or queue the fetch; a queued fragment keeps its place.
@@ -329,12 +358,14 @@ def _want(
     if newest is not None and latest.version <= newest:
         return []
     link = state.shards[shard]
+    if newest is not None and latest.base == newest and not latest.difference:
+        link.fetch_queue.pop(index, None)
+        return _relabel(options, index, view, latest.version)
+    if visits.stays_behind(state, options, view):  # break: device-follows-while-training
+        return []
     if again:
         link.fetch_queue = {index: None, **link.fetch_queue}
     link.fetch_queue.setdefault(index)
-    if newest is not None and latest.base == newest and not latest.difference:
-        del link.fetch_queue[index]
-        return _relabel(options, index, view, latest.version)
     return _fetch_wanted(state, options, shard)
 
 
@@ -398,7 +429,7 @@ def fetched(
         return []
     view.fetching, view.fetch_whole, view.staged = None, False, version
     state.attention.add(index)
-    return _want(state, options, index) + _fetch_wanted(state, options, options.owner(index))
+    return want(state, options, index) + _fetch_wanted(state, options, options.owner(index))
 
 
 def fetch_failed(
@@ -417,7 +448,7 @@ def fetch_failed(
     if view.latest.version == version:
         view.fetch_whole = True  # its difference may be withdrawn for good
     if view.latest.version > version or not was_whole:
-        again = _want(state, options, index, again=True)
+        again = want(state, options, index, again=True)
     else:
         again, view.retry_at = [], now + RETRY_SECONDS
         state.retrying.add(index)
@@ -431,7 +462,7 @@ def retry(state: LearnerState, options: Options, now: float) -> list[LearnerEffe
         view = state.fragments[index]
         if view.retry_at is not None and now >= view.retry_at:
             view.retry_at = None
-            effects += _want(state, options, index, again=True)
+            effects += want(state, options, index, again=True)
         if view.retry_at is None:
             state.retrying.discard(index)
     return effects

@@ -17,7 +17,7 @@ import copy
 from typing import assert_never
 
 from decoupled_diloco.protocol import copies as fragments
-from decoupled_diloco.protocol import leaving, link_measurements, recovery
+from decoupled_diloco.protocol import leaving, link_measurements, recovery, visits
 from decoupled_diloco.protocol.copies import due_ahead
 from decoupled_diloco.protocol.features import checkpoint as checkpoints
 from decoupled_diloco.protocol.features import partitions as leases
@@ -53,6 +53,7 @@ from decoupled_diloco.protocol.messages import (
     GivenUp,
     Hello,
     Hold,
+    Kept,
     LearnerEffect,
     LearnerEvent,
     LeasesGiven,
@@ -62,6 +63,8 @@ from decoupled_diloco.protocol.messages import (
     Note,
     Outcome,
     Paused,
+    PlaceGiven,
+    PlaceLost,
     Published,
     Pull,
     RandomDrawn,
@@ -84,6 +87,7 @@ from decoupled_diloco.protocol.messages import (
     TakeCheckpoint,
     Tick,
     Upload,
+    VisitEnded,
     Welcome,
     shard_of,
     shard_peer,
@@ -144,6 +148,7 @@ class LearnerMachine:
         self.state = LearnerState(
             fragments=[FragmentView() for _ in range(options.fragments)],
             shards=[ShardView() for _ in range(options.shards)],
+            place=0 if options.cohort is not None and role == "learner" else None,
         )
 
     def handle(self, now: float, event: LearnerEvent) -> list[LearnerEffect]:
@@ -168,6 +173,8 @@ class LearnerMachine:
                 return self._boundary(now) + self._hold_or_release()
             case DrainAsked(why):
                 return leaving.stop_requested(self.state, self.options, why)
+            case VisitEnded():
+                return visits.visit_ended(self.state)
             case RandomDrawn(states):
                 return [Send(COORDINATOR, RandomNumbers(states), "to detect equal seeds")]
             case Connected(peer) | Received(peer) | Lost(peer) if peer == COORDINATOR:
@@ -293,6 +300,9 @@ class LearnerMachine:
                 if fragments.answers_first(state, options, view):
                     effects += fragments.snapshot_if_due(state, options, index, view, None)
                 effects += fragments.apply_staged(state, options, index, view)
+        if options.devices:
+            for index, view in enumerate(state.fragments):
+                effects += fragments.start_again(state, options, index, view)
         ahead = due_ahead(self.state, self.options, now) if self.role == "learner" else {}
         if ahead or state.attention:
             for index in sorted(state.attention | ahead.keys()):
@@ -357,7 +367,9 @@ class LearnerMachine:
     ) -> list[LearnerEffect]:
         match event:
             case Connected():
-                return state_transfer.reconnected(self.state, now) + self._coordinated(linked=True)
+                effects = state_transfer.reconnected(self.state, now)
+                effects += visits.present(self.state, self.options)
+                return effects + self._coordinated(linked=True)
             case Received(_, message):
                 return self._receive_from_coordinator(now, message)
             case Lost():
@@ -372,6 +384,9 @@ class LearnerMachine:
                 return checkpoints.ordered(state, message)
             case SameData():
                 return self._same_data(message)
+            case PlaceGiven() | PlaceLost():
+                visits.placed(state, message)
+                return self._fetch_missed()
             case LeasesGiven() | DataRefused():
                 return [] if state.data is None else leases.answered(state.data, message)
             case _:
@@ -481,6 +496,7 @@ class LearnerMachine:
             held=held,
             # A failed upload is not listed, so that the shard closes its request.
             asks=tuple(sent.ask for _, sent in self._unresolved(shard) if not sent.failed),
+            trained=visits.trained_fragments(self.state, self.options, shard),
         )
         return [Send(shard_peer(shard), hello, "a connection is open")]
 
@@ -521,6 +537,8 @@ class LearnerMachine:
                 return self._pulled(message)
             case Outcome():
                 return self._outcome(message)
+            case Kept(fragment, ask):
+                return self._kept(fragment, ask)
             case GivenUp(fragment, reason):
                 self.state.fragments[fragment].owed_at = None  # break: abandoned-round-ignored
                 return self._release_if_free(f"the round of fragment {fragment}: {reason}")
@@ -544,12 +562,34 @@ class LearnerMachine:
                 return self._same_data(message)
             case Ending():
                 self.state.ending = True
-                return []  # a learner that holds ends at its present boundary, without a step
+                # A learner that holds ends at its present boundary, without a step.
+                return self._fetch_missed()
             case Finished():
                 link.finished = True
                 return self._over_if_done()
             case _:
                 raise AssertionError(f"unexpected message from a shard: {message}")
+
+    def _kept(self, fragment: int, ask: Asking) -> list[LearnerEffect]:
+        """Process that a contribution is folded. If rounds are synchronous, its outcome counts."""
+        view, sent = self.state.fragments[fragment], self._sent(fragment, ask)
+        if sent is None or self.options.late == "drop":
+            return []
+        visits.contributed(self.state, sent)
+        if sent is view.sent:
+            sent.kept = True
+            return []
+        del view.late[ask]  # its steps have left the parameters
+        return fragments.settle(self.options, fragment, sent, "it is folded", gone=True)
+
+    def _fetch_missed(self) -> list[LearnerEffect]:
+        """Fetch what a device has not fetched so far, because it waited or trained alone."""
+        if not self.options.devices:
+            return []
+        effects: list[LearnerEffect] = []
+        for index in range(len(self.state.fragments)):
+            effects += fragments.want(self.state, self.options, index)
+        return effects
 
     def _same_data(self, message: SameData) -> list[LearnerEffect]:
         """Log the warning once per learner, although every shard may send it."""
@@ -588,6 +628,7 @@ class LearnerMachine:
             view.owed_at = None  # the run step has changed: what was due before is not now
             # break: apart-not-noticed, short-cut-drops-steps
             view.alone += min(unheard_steps, self.state.steps_of(view))
+        effects += visits.report_alone(self.state, self.options, shard)
         effects += self._align_run_steps()
         effects += leaving.welcomed(self.state, self.options, shard)
         return effects + self._release_if_free("the shard counts from this step")
@@ -603,7 +644,8 @@ class LearnerMachine:
         view.pull = pull
         self.state.attention.add(index)
         self.state.shards[self.options.owner(index)].upcoming = pull.coming
-        if pull.final and view.held is None and self.state.ending and not self.state.ready:
+        idle = view.held is None or (self.options.devices and self.state.steps_of(view) == 0)
+        if pull.final and idle and self.state.ending and not self.state.ready:
             # The run ends before this learner starts to train.
             return fragments.decline(self.options, index, view, NOTHING_NEW, nothing_new=True)
         if view.held is not None and pull.base < view.held:  # break: old-base-not-declined
@@ -618,7 +660,7 @@ class LearnerMachine:
                 # break: repeated-request-drops-residual
                 effects += fragments.settle(self.options, index, view.sent, why, gone=False)
                 view.sent = None
-            elif view.sent is not None or view.restored:
+            elif view.sent is not None or (view.restored and not self.options.devices):
                 return fragments.decline(
                     self.options, index, view, f"my contribution from {view.held} is already sent"
                 )
@@ -650,6 +692,7 @@ class LearnerMachine:
                 why = f"it is in {accepted}"
                 effects = fragments.settle(self.options, message.fragment, sent, why, gone=True)
             sent.version = accepted
+            visits.contributed(self.state, sent)
             return effects + self._merged(view, sent.taken.step)
         why = message.verdict
         # break: refusal-drops-residual

@@ -145,7 +145,7 @@ class Sent:
 
     ``digest`` is that of its encoded payload. ``failed``: the upload failed, and the shard will
     send an outcome. ``lost``: the outcome was lost with a connection and will not be repeated.
-    ``version`` is the version that accepted it.
+    ``version`` is the version that accepted it. ``kept``: its shard has folded it (rule 23).
     """
 
     ask: Asking
@@ -154,6 +154,7 @@ class Sent:
     failed: bool = False
     lost: bool = False
     version: Version | None = None
+    kept: bool = False
 
 
 @dataclass(slots=True)
@@ -167,6 +168,9 @@ class FragmentView:
 
     ``restored``: the parameters come from a checkpoint of an earlier incarnation. What that
     incarnation sent after the checkpoint may be in any newer version, so only an overwrite is safe.
+
+    ``again`` counts the contributions that this device has made from ``held`` before it started
+    from it again.
 
     ``unfit``: a contribution made from ``held`` or before was refused for its values.
 
@@ -202,6 +206,7 @@ class FragmentView:
     pull: Pull | None = None
     owed_at: int | None = None
     restored: bool = False
+    again: int = 0
     unfit: bool = False
     alone: int = 0
     merged_step: int = 0
@@ -233,7 +238,7 @@ class FragmentView:
     def holding(self, fragment: int) -> Holding:
         """Return the message that reports the held version to its shard."""
         assert self.held is not None
-        return Holding(fragment, self.held, *self.seals.get(self.held, ("", "")))
+        return Holding(fragment, self.held, *self.seals.get(self.held, ("", "")), self.again)
 
 
 @dataclass(slots=True)
@@ -294,6 +299,9 @@ class LearnerState:
     ``checkpoint_just_taken``: the last boundary saved a part.
 
     ``revision`` is the schedule revision that applies, ``next_revisions`` those that follow.
+    ``place`` is the number of a device's place, 0 while it has none, ``None`` if it needs none;
+    ``place_step`` is its step when it got the place. ``contributed``: a contribution since then is
+    folded. ``visit_over``: it has lost its place, so no step follows.
     ``twins`` lists learners that seem to train on the same data. ``refusals`` counts the
     contributions that were not merged, by verdict.
     """
@@ -324,6 +332,10 @@ class LearnerState:
     next_revisions: tuple[Revision, ...] = ()
     twins: set[str] = field(default_factory=set)
     refusals: dict[str, int] = field(default_factory=dict)
+    place: int | None = None
+    place_step: int = 0
+    contributed: bool = False
+    visit_over: bool = False
 
     def steps_of(self, view: FragmentView) -> int:
         """c_steps[p]: inner steps that are in the parameters but not in the held version."""

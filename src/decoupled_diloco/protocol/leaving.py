@@ -16,6 +16,7 @@ once. It never waits longer than its timeout. Whatever is in no version by then 
 
 from __future__ import annotations
 
+from decoupled_diloco.protocol import visits
 from decoupled_diloco.protocol.copies import has_diverged
 from decoupled_diloco.protocol.learner_state import LearnerState
 from decoupled_diloco.protocol.machine_options import Options
@@ -40,7 +41,7 @@ def leaving(
     """Make the unmerged fragments of a leaving learner due at once."""
     if state.phase != "running":
         return []  # the closing sweep includes it, and before the run there is nothing to drain
-    if state.members_stepping < options.quorum:
+    if state.members_stepping < options.clock_quorum:
         reason = f"only {state.members_stepping} learners are live, fewer than the quorum"
         return [Send(member.learner, DrainRefused(reason), reason)]
     member.departures += 1
@@ -94,6 +95,7 @@ def drained(state: LearnerState, options: Options) -> bool:
         within_reach = link.linked and not link.dismissed and not link.finished
         accepted = view.sent is not None and view.sent.version is not None
         done = accepted or has_diverged(options, view)
+        done = done or visits.is_outdated(options, view)
         if within_reach and ((state.steps_of(view) > 0 and not done) or view.late):
             return False
     return True

@@ -16,6 +16,7 @@ ApplyAt = Literal["on_arrival", "at_tau"]
 Wait = Literal["never", "at_overlap"]
 Oversized = Literal["refuse", "clip"]
 Late = Literal["next", "drop"]
+Discount = float | Literal["polynomial"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class Options:
             into the fragment's ``"next"`` round, or ``"drop"``.
         late_rounds_max: A contribution that is late by more versions is refused.
         late_discount: The weight of a late contribution is multiplied by this once per version.
+            ``"polynomial"``: by (1+s)^-1/2 for a contribution that is s versions late (FedBuff).
         counter_cap_periods: Counters are capped at this many H, so that one long-absent learner
             cannot dominate a merge.
         norm_gate: k of the norm gate; 0: no gate.
@@ -55,6 +57,12 @@ class Options:
             copy. Together they have fewer bits.
         adapt: The limits within which H and τ follow the links (rule 20); ``None``: they are fixed.
         error_feedback: Add what a codec leaves out to the next contribution (rule 19).
+        history: How many versions the base of a contribution may be behind in a run of devices, and
+            how long a shard remembers what it has merged of a device that is away (rule 23);
+            ``None``: the run has no devices.
+        cohort: The most devices that hold a place to train at a time; ``None``: no limit.
+        visit_seconds: Time after which a device loses its place.
+        seed: Seed of the draws among waiting devices.
         max_steps: The run ends when the slowest shard's clock reaches it; ``None``: no limit.
         max_tokens: The run ends when this many tokens were trained; ``None``: no limit.
         checkpoint_every_seconds: Interval of the run's checkpoints; 0: only on demand.
@@ -74,7 +82,7 @@ class Options:
     wait: Wait = "never"
     late: Late = "next"
     late_rounds_max: int = 32
-    late_discount: float = 1.0
+    late_discount: Discount = 1.0
     counter_cap_periods: int = 4
     norm_gate: float = 0.0
     oversized: Oversized = "clip"
@@ -83,6 +91,10 @@ class Options:
     ladder: Ladder = ()
     chain: int = 1
     adapt: AdaptLimits | None = None
+    history: int | None = None
+    cohort: int | None = None
+    visit_seconds: float = 3600.0
+    seed: int = 0
     max_steps: int | None = None
     max_tokens: int | None = None
     checkpoint_every_seconds: float = 0.0
@@ -101,7 +113,37 @@ class Options:
 
         It includes the version that is about to become the newest.
         """
-        return 1 + (self.late_rounds_max if self.late == "next" else 0)
+        return 1 + (self.age_max if self.late == "next" else 0)
+
+    @property
+    def age_max(self) -> int:
+        """The most versions by which a contribution may be late."""
+        return self.late_rounds_max if self.history is None else self.history
+
+    def discount(self, age: int) -> float:
+        """Return the factor on the weight of a contribution that is late by this many versions.
+
+        >>> Options(late_discount=0.5).discount(2), Options(late_discount="polynomial").discount(3)
+        (0.25, 0.5)
+        """
+        if self.late_discount == "polynomial":
+            # a = 0.5, as in FedBuff (arXiv 2106.06639).
+            return float((1 + age) ** -0.5)  # break: polynomial-discount-ignored
+        return float(self.late_discount**age)
+
+    @property
+    def devices(self) -> bool:
+        """Whether learners may be devices, which are disconnected most of the time (rule 23)."""
+        return self.history is not None
+
+    @property
+    def clock_quorum(self) -> int:
+        """The number of learners whose steps move the clock (rule 1).
+
+        If learners open their rounds by themselves, the quorum is the number of contributions that
+        a fragment collects, and no learner waits for the clock: the furthest one moves it.
+        """
+        return 1 if self.participants == "own" else self.quorum
 
     @property
     def open_rounds_max(self) -> int:

@@ -60,14 +60,19 @@ def admit(state: SyncerState, options: Options, now: float, hello: Hello) -> Mem
     """Make the learner that greeted live."""
     known = state.identities.get(hello.learner)
     if known is None or known.epoch < hello.epoch:
-        known = _new_identity(state, hello, known)
+        known = _new_identity(state, options, hello, known)
     run_step = _run_step(state, options, now, hello, known)
     known.pace = Pace(now) if known.pace is None else known.pace
+    step = hello.step
+    if options.devices:  # its steps alone are limited by the time that it was away
+        step = min(step, known.pace.allows(now))
+        if step:
+            known.pace.observe(now, step)
     member = Member(
         learner=hello.learner,
         epoch=hello.epoch,
-        offset=run_step - hello.step,
-        step=hello.step,
+        offset=run_step - step,
+        step=step,
         lease_until=now + LEASE_SECONDS,
         reported_at=now if hello.step > 0 else None,  # a returning learner is stepping already
         is_new=hello.run_step is None and state.phase in CLOCKLESS,
@@ -80,11 +85,15 @@ def admit(state: SyncerState, options: Options, now: float, hello: Hello) -> Mem
     return member
 
 
-def _new_identity(state: SyncerState, hello: Hello, before: Identity | None) -> Identity:
+def _new_identity(
+    state: SyncerState, options: Options, hello: Hello, before: Identity | None
+) -> Identity:
     new = state.identities[hello.learner] = Identity(hello.epoch, hello.nonce)
     if before is not None:
         state.tokens_retired += state.tokens_of(before)  # they still count for the budget
         new.earlier_tokens = before.earlier_tokens + before.tokens
+        if options.devices:
+            new.pace, new.sizes = before.pace, before.sizes
     return new
 
 
@@ -115,7 +124,7 @@ def restore_clock(state: SyncerState, options: Options) -> None:
     for member in known:
         member.offset = min(member.offset, limit - member.step)  # break: restored-learner-far-ahead
     # New learners are placed at the clock below, so each counts toward the quorum.
-    quorum = max(1, options.quorum - (len(state.members) - len(known)))
+    quorum = max(1, options.clock_quorum - (len(state.members) - len(known)))
     state.clock = advanced(state.clock, (member.run_step for member in known), quorum)
     for member in state.members.values():
         member.offset, member.is_new = max(member.offset, state.clock - member.step), False
@@ -134,6 +143,7 @@ def holding(
     if not held:
         return []
     member.held |= held
+    member.again[message.fragment] = message.again
     member.held_at = now
     fragment = message.fragment
     entry = state.fragments[fragment]
@@ -251,7 +261,7 @@ def stall_check_at(state: SyncerState, options: Options) -> float | None:
     """Return when to check whether the clock waits for a stalled loop (rule 1)."""
     if options.wait != "never" or state.phase != "running" or state.step_seconds == 0.0:
         return None
-    if state.members_stepping <= options.quorum:
+    if state.members_stepping <= options.clock_quorum:
         return None  # without it, the quorum would be incomplete
     return max(state.ticked_at, state.stall_checked_at) + _patience(state)
 
@@ -276,7 +286,7 @@ def pass_stalled(state: SyncerState, options: Options, now: float) -> list[Synce
 def _shift(state: SyncerState, options: Options, why: str) -> list[SyncerEffect]:
     """Move up the stepping learners, so that the clock neither stalls nor goes back."""
     rest = [member for member in state.members.values() if not member.stalled]
-    by = shift_after_leave(state.clock, [member.run_step for member in rest], options.quorum)
+    by = shift_after_leave(state.clock, [member.run_step for member in rest], options.clock_quorum)
     effects: list[SyncerEffect] = []
     if by and len(rest) == len(state.members):
         effects.append(Broadcast(Shifted(by), why))

@@ -72,13 +72,15 @@ class Holding:
     """Learner → shard: the learner holds this version of the published copy.
 
     ``digest`` and ``seal`` are those of the shard's announcement. A shard ignores a version that it
-    never issued.
+    never issued. ``again`` counts the contributions that a device has made from this version before
+    it started from it again (rule 23).
     """
 
     fragment: int
     version: Version
     digest: str = ""
     seal: str = ""
+    again: int = 0
 
 
 COORDINATOR = "coordinator"
@@ -475,6 +477,8 @@ class Hello:
     welcome. A learner that was disconnected continues to count from it. ``asks`` lists the requests
     that the learner has answered, or is answering, without an outcome so far. ``shard`` is the
     shard that the learner dials; ``None`` if it does not know which shard has the address.
+    ``trained`` lists the fragments that a device has trained since its last visit, for a
+    contribution from the held version (rule 23).
     """
 
     learner: str
@@ -487,6 +491,7 @@ class Hello:
     held: tuple[Holding, ...]
     asks: tuple[Asking, ...] = ()
     shard: int | None = None
+    trained: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -733,6 +738,53 @@ class RandomNumbers:
     """
 
     states: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Shard → device: the contribution is folded, so the device need not wait for its outcome."""
+
+    fragment: int
+    ask: Asking
+
+
+# Messages about places to train (rule 23)
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceWanted:
+    """Device → coordinator: the device is present and requests a place to train.
+
+    ``fresh``: it has answered the request of its last place, if it had one, so it takes part in the
+    next draw. Otherwise a device that comes back keeps its place.
+    """
+
+    fresh: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceGiven:
+    """Coordinator → device: the device may train. ``number`` numbers the places of the run.
+
+    ``seconds``: the device loses its place after this time.
+    """
+
+    number: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceLost:
+    """Coordinator → device: the place with this number is over, because its time has passed."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceReturned:
+    """Device → coordinator: the device has contributed, so its place is free."""
+
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -990,16 +1042,27 @@ ToLearner = (
     | Revision
     | CopyWanted
     | DrainRefused
+    | Kept
     | SameData
     | Ending
     | Finished
 )
 
 
-FromMember = TransferFromMember | DataReport | PartSaved | RandomNumbers
+FromMember = (
+    TransferFromMember | DataReport | PartSaved | RandomNumbers | PlaceWanted | PlaceReturned
+)
 
 
-ToMember = TransferToMember | LeasesGiven | DataRefused | CheckpointOrdered | SameData
+ToMember = (
+    TransferToMember
+    | LeasesGiven
+    | DataRefused
+    | CheckpointOrdered
+    | SameData
+    | PlaceGiven
+    | PlaceLost
+)
 
 
 FROM_MEMBER: tuple[type[FromMember], ...] = get_args(FromMember)
@@ -2299,7 +2362,7 @@ class KeptFragment:
     """A fragment as stored in this learner's own checkpoint.
 
     ``steps`` and ``tokens`` count the training in its parameters beyond ``version``. ``digest`` and
-    ``seal`` are those of the version's announcement.
+    ``seal`` are those of the version's announcement. ``again`` is as in `Holding`.
     """
 
     fragment: int
@@ -2308,6 +2371,7 @@ class KeptFragment:
     tokens: int
     digest: str = ""
     seal: str = ""
+    again: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -2317,13 +2381,21 @@ class Began:
     ``kept`` lists every fragment of its own checkpoint; empty: it has none. ``why`` describes where
     that state comes from, or why there is none. ``seeks_donor``: without a checkpoint, it requests
     the optimizer state of a healthy learner. ``gives``: it shares its own state with other
-    learners.
+    learners. ``steps_alone`` and ``tokens_alone`` count what a device has trained since its last
+    visit, and has reported to no process.
     """
 
     kept: tuple[KeptFragment, ...] = ()
     why: str = ""
     seeks_donor: bool = False
     gives: bool = False
+    steps_alone: int = 0
+    tokens_alone: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class VisitEnded:
+    """A device is about to leave, and its loop takes no more steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -2342,6 +2414,7 @@ LearnerEvent = (
     | StepFinished
     | Paused
     | DrainAsked
+    | VisitEnded
     | RandomDrawn
     | BodyEncoded
     | ChunkArrived

@@ -115,8 +115,8 @@ def problem_of(
     age = age_of(state, ask)
     if age > 0 and options.late == "drop":
         return "refused", f"late by {age} versions"
-    if age > options.late_rounds_max:
-        return "refused", f"late by {age} versions, more than {options.late_rounds_max}"
+    if age > options.age_max:
+        return "refused", f"late by {age} versions, more than {options.age_max}"
     return "accepted", ""
 
 

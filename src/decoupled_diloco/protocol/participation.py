@@ -3,7 +3,8 @@
 `ByClock` is the method (rules 2 to 4): a tick opens a fragment's round, and the round sends a
 request to each learner that qualifies. `ByOwnSteps` is Async Local-SGD (rule 21, ``participants =
 "own"``): every H own steps, a learner alone receives a request, and its payload opens a round that
-merges at once.
+merges at once. With a quorum of K, the round opens when the payloads of K learners have arrived:
+the buffer of FedBuff (arXiv 2106.06639).
 
 These classes contain all differences between the two. `rounds`, `leaving` and `copies` take each
 such decision from `participation`, so that the rules are written once.
@@ -36,7 +37,7 @@ class ByClock:
         """Return which own steps after ``since`` make which fragments due; `None`: none can."""
         return None
 
-    def may_open(self, entry: FragmentState) -> bool:
+    def may_open(self, options: Options, entry: FragmentState) -> bool:
         """Return whether a queued fragment's round may open."""
         return True
 
@@ -44,7 +45,7 @@ class ByClock:
         """Return why a round opens."""
         return f"fragment {fragment} is due since step {tick}"
 
-    def why_closed(self, reason: str) -> str:
+    def why_closed(self, options: Options, reason: str) -> str:
         """Return why a round's window is over, given the window's own reason."""
         return reason
 
@@ -143,13 +144,16 @@ class ByOwnSteps(ByClock):
             found += [(own, p) for p in options.due(own)]  # break: asked-at-every-step
         return found
 
-    def may_open(self, entry: FragmentState) -> bool:
-        return bool(entry.folded)  # break: empty-round-opened
+    def may_open(self, options: Options, entry: FragmentState) -> bool:
+        # The buffer of FedBuff: a round opens once K contributions have arrived.
+        return len(entry.delivered) >= options.quorum  # break: empty-round-opened
 
     def why_open(self, fragment: int, tick: int) -> str:
         return "a contribution has arrived"
 
-    def why_closed(self, reason: str) -> str:
+    def why_closed(self, options: Options, reason: str) -> str:
+        if options.quorum > 1:
+            return f"contributions of {options.quorum} learners have arrived"
         return "a contribution is merged on arrival"
 
     def why_asked(

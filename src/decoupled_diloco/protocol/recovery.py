@@ -42,12 +42,16 @@ def began(state: LearnerState, now: float, event: Began) -> list[LearnerEffect]:
         state.recovery.search = Search()
     if event.kept:
         state.recovery.patient_until = now + SHARD_PATIENCE_SECONDS
+    state.step, state.tokens = event.steps_alone, event.tokens_alone
+    for link in state.shards:
+        link.last_message_step = state.step
     for own in event.kept:
         view = state.fragments[own.fragment]
-        view.held, view.restored = own.version, True
+        view.held, view.restored, view.again = own.version, True, own.again
         view.seals = {own.version: (own.digest, own.seal)}
-        # Negative, because this incarnation counts from 0 and the kept steps still count.
-        view.steps_before, view.tokens_before = -own.steps, -own.tokens
+        # May be negative: this incarnation counts from what it has trained alone, usually 0, and
+        # the kept steps still count.
+        view.steps_before, view.tokens_before = state.step - own.steps, state.tokens - own.tokens
     return []
 
 
@@ -93,6 +97,7 @@ def kept(state: LearnerState) -> tuple[KeptFragment, ...]:
             state.steps_of(view),
             state.tokens_of(view),
             *view.seals.get(view.held, ("", "")),
+            again=view.again,
         )
         for index, view in enumerate(state.fragments)
         if view.held is not None

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from decoupled_diloco.protocol import rounds
+from decoupled_diloco.protocol import rounds, visits
 from decoupled_diloco.protocol.machine_options import Options
 from decoupled_diloco.protocol.messages import (
     Asking,
@@ -75,12 +75,16 @@ def sum_arrived(
         outcome = SumOutcome(fragment, number, False, reason)
         refused: list[SyncerEffect] = [drop, Send(relay_peer(relay), outcome, reason)]
         return refused + _void(state, options, now, asks, f"{relay} sent an invalid sum")
+    effects: list[SyncerEffect] = [
+        FoldSum(fragment, relay, number, at, f"{len(asks)} requests are in it")
+    ]
     for ask in asks:
         ask.sums, ask.relay = (*ask.sums, (relay, number)), at
         if not at:
             entry.arrive(ask)
             rounds.is_here(state, options, now, ask)
-    return [FoldSum(fragment, relay, number, at, f"{len(asks)} requests are in it")]
+            effects += visits.folded(options, ask)
+    return effects
 
 
 def sum_corrupt(

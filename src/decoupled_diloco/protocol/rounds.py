@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from decoupled_diloco.protocol import same_data
+from decoupled_diloco.protocol import same_data, visits
 from decoupled_diloco.protocol.clock import window_decision
 from decoupled_diloco.protocol.leaving import waits_for_leaver, was_asked, was_drained
 from decoupled_diloco.protocol.link_measurements import payload_arrived
@@ -131,7 +131,7 @@ def open_due(state: SyncerState, options: Options, now: float) -> list[SyncerEff
 
 def _openable(state: SyncerState, options: Options) -> list[int]:
     may_open = participation(options).may_open
-    queue = (p for p in state.queue if may_open(state.fragments[p]))
+    queue = (p for p in state.queue if may_open(options, state.fragments[p]))
     closing = sorted(state.closing - state.rounds.keys())
     return [p for p in (*queue, *closing) if state.fragments[p].retry_at is None]
 
@@ -232,11 +232,12 @@ def _fold(
         why = f"{why}; counters capped at {cap} steps"
     if gated:
         why = f"{why}; {gated}"
-    discount = options.late_discount**age
+    discount = options.discount(age)
     fold = Fold(fragment, ask.learner, ask.name, steps, tokens, why, scale, discount, ask.relay)
     member = state.members[ask.learner]
     member.contributed_at[fragment] = now
-    return [fold, *_link_free(state, options, now, member, fragment)]
+    confirmed = [] if ask.relay else visits.folded(options, ask)
+    return [fold, *confirmed, *_link_free(state, options, now, member, fragment)]
 
 
 def is_here(state: SyncerState, options: Options, now: float, ask: Ask) -> None:
@@ -471,7 +472,7 @@ def _close(state: SyncerState, options: Options, now: float, round: Round) -> No
     )
     if decision.close:
         round.closed_at = now
-        round.close_reason = participation(options).why_closed(decision.reason)
+        round.close_reason = participation(options).why_closed(options, decision.reason)
 
 
 def _qualified(state: SyncerState, round: Round) -> int:
@@ -574,7 +575,7 @@ def _swept(state: SyncerState, round: Round, problem: str) -> list[SyncerEffect]
 
 
 def merged(
-    state: SyncerState, now: float, number: int, fragment: int, digest: str
+    state: SyncerState, options: Options, now: float, number: int, fragment: int, digest: str
 ) -> list[SyncerEffect]:
     """Publish the new copy that the worker has made, and send the outcomes."""
     round = state.rounds.get(fragment)
@@ -586,7 +587,14 @@ def merged(
     entry.base, entry.version, entry.digest = round.base, round.version, digest
     entry.published_at, entry.renamed = now, False
     entry.failures, entry.retry_at = 0, None
-    entry.made = {name: base for name, base in entry.made.items() if name in state.members}
+    entry.made = {
+        name: base
+        for name, base in entry.made.items()
+        if name in state.members or visits.remembers(options, round.version, base)
+    }
+    entry.made_times = {name: entry.made_times[name] for name in entry.made}
+    if options.devices:
+        entry.extend_chain(fragment, state.clock, options.chain)
     entry.awaited = {
         member.learner
         for member in state.members.values()
@@ -627,6 +635,7 @@ def merge_failed(
     for ask in round.folded:
         if entry.made.get(ask.learner) == ask.base:  # break: failed-merge-counts-as-made
             del entry.made[ask.learner]  # it is lost, so this base may be requested again
+            del entry.made_times[ask.learner]
         outcome = Outcome(fragment, ask.name, "abandoned", reason, None)
         effects.append(Send(ask.learner, outcome, reason))
     effects += _sums_settled(fragment, round.folded, reason, is_merged=False)
@@ -695,10 +704,13 @@ def _held_base(
     entry = state.fragments[fragment]
     newest, held = entry.version, member.held.get(fragment)
     assert newest is not None
-    if held is None or held == entry.made.get(member.learner):
+    if held is None:
+        return None
+    made = held == entry.made.get(member.learner)
+    if made and not visits.may_again(options, entry, member, fragment):
         return None
     age = newest.counter - held.counter
-    late = held.term == newest.term and 0 < age <= options.late_rounds_max
+    late = held.term == newest.term and 0 < age <= options.age_max
     return held if held == newest or (late and options.late == "next") else None
 
 
@@ -734,6 +746,19 @@ def held_more(
         ask.base_at = now
     effects = [] if round is None else ask_if_qualified(state, options, now, round, member)
     return effects + serve(state, options, now, member)
+
+
+def ask_returned(
+    state: SyncerState, options: Options, now: float, member: Member, trained: Sequence[int]
+) -> list[SyncerEffect]:
+    """Request all that a device has trained alone and that can still be merged (rule 23)."""
+    effects: list[SyncerEffect] = []
+    for fragment in trained if state.phase == "running" else ():
+        base = _held_base(state, options, member, fragment)
+        if base is not None and fragment not in member.under_way:
+            why = "it has trained the fragment alone"
+            effects += _ask(state, options, now, member, fragment, base, why)
+    return effects
 
 
 def serve(state: SyncerState, options: Options, now: float, member: Member) -> list[SyncerEffect]:

@@ -25,6 +25,7 @@ from decoupled_diloco.protocol import (
     members,
     relayed,
     rounds,
+    visits,
 )
 from decoupled_diloco.protocol.clock import advanced
 from decoupled_diloco.protocol.machine_options import Options
@@ -194,7 +195,9 @@ class SyncerMachine:
         assert not state.queue.keys() & state.rounds.keys(), "an open round is also queued"
         live = [member.run_step for member in state.members.values()]
         if state.phase == "running":
-            assert advanced(state.clock, live, options.quorum) == state.clock, "a tick is missing"
+            assert advanced(state.clock, live, options.clock_quorum) == state.clock, (
+                "a tick is missing"
+            )
             assert state.ahead == sum(step > state.clock for step in live)
         for fragment, round in state.rounds.items():
             assert round.fragment == fragment
@@ -208,6 +211,7 @@ class SyncerMachine:
             under_way = {p for p, entry in state.fragments.items() if learner in entry.asks}
             assert member.under_way == under_way
             hurried = state.phase == "sweeping" or member.leaving_with is not None
+            hurried |= options.devices  # all that a device has trained alone is requested at once
             assert hurried or len(under_way) <= slots_most, "too many requests are in progress"
         for entry in state.fragments.values():
             for ask in entry.asks.values():
@@ -363,12 +367,17 @@ class SyncerMachine:
             member = members.admit(state, self.options, now, hello)
         member.connected, member.relay = True, relay
         member.held = credible(hello.held, self._owned_set)
+        member.again = {each.fragment: each.again for each in hello.held}
         since = member.step
         members.advance_step(state, member, now, hello.step)
         members.renew(state, now, hello.learner)
         # The welcome precedes all other messages: it gives the learner its run step.
         effects.append(Accept(connection, hello.learner, hello.epoch, why))
-        effects += self._welcome(hello, member.step, member.run_step, why)
+        welcome, *news = self._welcome(hello, member.step, member.run_step, why)
+        # Before the news: a device answers from the version that it holds (rule 23).
+        trained = visits.trained(self.options, hello, self._owned_set)
+        asked = rounds.ask_returned(state, self.options, now, member, trained)
+        effects += [welcome, *asked, *news]
         effects += first_copies.member_connected(state, self.owned, now, member)
         for round in state.rounds.values():
             effects += rounds.ask_if_qualified(state, self.options, now, round, member)
@@ -382,7 +391,10 @@ class SyncerMachine:
         if state.phase in ("running", "sweeping", "swept", "finished"):
             for fragment, entry in state.fragments.items():
                 if entry.version is not None and held.get(fragment) != entry.version:
-                    news.append(Send(hello.learner, entry.announcement(fragment, state.clock), why))
+                    missed = visits.missed(
+                        self.options, fragment, entry, held.get(fragment), state.clock
+                    )
+                    news += [Send(hello.learner, each, why) for each in missed]
         asks = rounds.open_asks(state, hello.learner)
         welcome = Welcome(self.shard, state.term, state.clock, step, run_step, len(news), asks)
         effects: list[SyncerEffect] = [Send(hello.learner, welcome, why), *news]
@@ -427,7 +439,7 @@ class SyncerMachine:
                 raise AssertionError(f"unexpected message from a learner: {message}")
 
     def _merged(self, now: float, number: int, fragment: int, digest: str) -> list[SyncerEffect]:
-        effects = rounds.merged(self.state, now, number, fragment, digest)
+        effects = rounds.merged(self.state, self.options, now, number, fragment, digest)
         if effects:
             announcement = self.state.fragments[fragment].announcement(fragment, self.state.clock)
             effects.append(Broadcast(announcement, f"round {number} is merged"))
@@ -513,7 +525,7 @@ class SyncerMachine:
 
         This happens when a learner that is far ahead comes back.
         """
-        state, quorum = self.state, self.options.quorum
+        state, quorum = self.state, self.options.clock_quorum
         # `ahead` is counted incrementally, so that most reports cost constant time here.
         if state.ahead < quorum:
             return self._spent_without_a_tick(now)

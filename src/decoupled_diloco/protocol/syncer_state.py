@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Literal
 
@@ -153,6 +153,8 @@ class Member:
         needs: The needs of its link, if H and τ follow the links.
         departures: How often it has announced its departure.
         relay: The relay through which it is connected; empty: there is none.
+        again: The contributions that it has made from the held version of each fragment, as it
+            reports them.
         is_new: It came while the clock was being restored, so its steps start at the restored
             clock.
     """
@@ -177,6 +179,7 @@ class Member:
     uplink: Uplink = field(default_factory=Uplink)
     needs: Needs = field(default_factory=Needs)
     departures: int = 0
+    again: dict[int, int] = field(default_factory=dict)
     is_new: bool = False
     relay: str = ""
 
@@ -500,6 +503,9 @@ class FragmentState:
         delivered: Number of the latter, by learner.
         present: Number of all three, by learner.
         made: The base of each learner's last folded contribution.
+        made_times: How many contributions of each learner from that base are folded.
+        chain: The newest announcements, each of a difference to the one before it; only in a run of
+            devices.
         failures: Failed merges in a row.
         retry_at: When the next merge may begin after a failure.
         sweep_tries: Failed closing rounds.
@@ -520,6 +526,8 @@ class FragmentState:
     delivered: Counter[str] = field(default_factory=Counter)
     present: Counter[str] = field(default_factory=Counter)
     made: dict[str, Version] = field(default_factory=dict)
+    made_times: dict[str, int] = field(default_factory=dict)
+    chain: tuple[Published, ...] = ()
     failures: int = 0
     retry_at: float | None = None
 
@@ -532,6 +540,8 @@ class FragmentState:
     def fold(self, ask: Ask) -> None:
         """Move a delivered contribution from the requests to the folded or relayed ones."""
         del self.asks[ask.learner]
+        before = self.made_times.get(ask.learner, 0)
+        self.made_times[ask.learner] = 1 + before * (self.made.get(ask.learner) == ask.base)
         self.made[ask.learner] = ask.base
         if ask.relay:
             self.relayed.append(ask)
@@ -551,6 +561,7 @@ class FragmentState:
         self._one_less(ask.learner)
         if self.made.get(ask.learner) == ask.base:
             del self.made[ask.learner]
+            del self.made_times[ask.learner]
 
     def lose(self, ask: Ask) -> None:
         """Close a request that failed."""
@@ -578,6 +589,13 @@ class FragmentState:
     def has_since_version(self, learner: str) -> bool:
         """Return whether a contribution that a learner made from the newest version is folded."""
         return self.made.get(learner) == self.version  # break: asked-twice-after-rejoin
+
+    def extend_chain(self, fragment: int, clock: int, length: int) -> None:
+        """Add the newest version to the chain of differences, which may start again with it."""
+        newest = replace(self.announcement(fragment, clock), whole="")
+        joins = bool(self.chain) and self.chain[-1].version == newest.base
+        chain = (*self.chain, newest) if joins else (newest,)
+        self.chain = chain[-length:] if newest.difference else ()
 
     def announcement(self, fragment: int, clock: int) -> Published:
         """Return the message that announces the newest published copy."""

@@ -23,6 +23,8 @@ def fault(**settings: Any) -> dict[str, Any]:
     return {"faults": [{"at": 0.5, "kill": "learner-1", **settings}]}
 
 
+ASYNC = {"participation": "async", "grace_margin": 0.0, "apply": {"missed": "rebase"}}
+
 CASES: list[tuple[dict[str, Any], str]] = [
     ({"sync": {"quorom": 1}}, "unknown key 'quorom' in [sync]: did you mean 'quorum'?"),
     ({"synch": {}}, "unknown table 'synch': did you mean 'sync'?"),
@@ -268,17 +270,17 @@ CASES: list[tuple[dict[str, Any], str]] = [
     (
         {"sync": {"participation": "async", "apply": {"missed": "rebase"}}},
         "grace_margin=0.8 in [sync] cannot be combined with participation='async', which "
-        "merges each contribution alone: set grace_margin=0.0",
+        "merges what has arrived: set grace_margin=0.0",
     ),
     (
-        {"sync": {"participation": "async", "grace_margin": 0.0, "quorum": 2}},
-        "quorum=2 in [sync] cannot be combined with participation='async', which merges each "
-        "contribution alone: set quorum=1",
+        {"sync": {"participation": "async", "grace_margin": 0.0, "late": {"policy": "drop"}}},
+        "policy='drop' in [sync.late] cannot be combined with participation='async', which "
+        "merges what has arrived: set policy='next'",
     ),
     (
         {"sync": {"participation": "async", "grace_margin": 0.0}},
         "missed='overwrite' in [sync.apply] cannot be combined with participation='async', "
-        "which merges each contribution alone: set missed='rebase'",
+        "which merges what has arrived: set missed='rebase'",
     ),
     (
         {
@@ -289,8 +291,74 @@ CASES: list[tuple[dict[str, Any], str]] = [
                 "adapt": {"sync_every": [8, 48]},
             }
         },
-        "[sync.adapt] cannot be combined with participation='async', which merges each "
-        "contribution alone: take it out",
+        "[sync.adapt] cannot be combined with participation='async', which merges what has "
+        "arrived: take it out",
+    ),
+    (
+        {"sync": {**ASYNC, "devices": {"history": 0}}},
+        "history=0 in [sync.devices] is out of range: it must be at least 1",
+    ),
+    (
+        {"sync": {**ASYNC, "devices": {"cohort": 5}}},
+        "cohort=5 in [sync.devices] exceeds learners=4 in [run]: lower cohort or raise learners, "
+        "the number of devices",
+    ),
+    (
+        {"sync": {**ASYNC, "devices": {"cohort": 0}}},
+        "cohort=0 in [sync.devices] is out of range: it must be at least 1",
+    ),
+    (
+        {"sync": {**ASYNC, "devices": {"cohort": 2, "visit_seconds": 0.0}}},
+        "visit_seconds=0.0 in [sync.devices] is out of range: it must be greater than 0.0",
+    ),
+    (
+        {"sync": {**ASYNC, "devices": {"visit_seconds": 60.0}}},
+        "visit_seconds=60.0 in [sync.devices] would be ignored without cohort: take "
+        "visit_seconds out",
+    ),
+    (
+        {"sync": {"devices": {}}},
+        "[sync.devices] cannot be combined with participation='active', because a device is not "
+        "there at each round: set participation='async'",
+    ),
+    (
+        {"sync": {**ASYNC, "late": {"max_versions": 8}, "devices": {}}},
+        "max_versions=8 in [sync.late] would be ignored with [sync.devices], whose history "
+        "replaces it: take max_versions out",
+    ),
+    (
+        {"sync": {**ASYNC, "late": {"policy": "drop"}, "devices": {"history": 8}}},
+        "history=8 in [sync.devices] would be ignored with policy='drop', which merges only what "
+        "is based on the newest version: take history out",
+    ),
+    (
+        {"sync": {**ASYNC, "late": {"policy": "drop"}, "quorum": 3, "devices": {"cohort": 2}}},
+        "cohort=2 in [sync.devices] is below quorum=3 with policy='drop', so no version would "
+        "ever be merged: raise cohort or lower quorum",
+    ),
+    (
+        {"sync": {**ASYNC, "devices": {}}},
+        "elastic=true in [data] cannot be combined with [sync.devices], because each device has "
+        "its own data: set elastic=false",
+    ),
+    (
+        {
+            "sync": {**ASYNC, "devices": {}},
+            "learner": {"ranks": 2},
+            "data": {"elastic": False},
+        },
+        "ranks=2 in [learner] cannot be combined with [sync.devices], because a device is one "
+        "process: set ranks=1",
+    ),
+    (
+        {"sync": {"late": {"discount": 1.5}}},
+        "discount=1.5 in [sync.late] is out of range: it must be greater than 0 and at most 1, or "
+        "'polynomial'",
+    ),
+    (
+        {"sync": {"late": {"discount": "poly"}}},
+        "discount='poly' in [sync.late] is not valid: write a number greater than 0 and at most 1, "
+        "or 'polynomial'",
     ),
     (
         {"sync": {"merge": {"rule": "rad"}}},

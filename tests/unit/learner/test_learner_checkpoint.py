@@ -114,7 +114,7 @@ def test_a_checkpoint_of_another_format_is_rejected(
     monkeypatch.setattr(module, "FORMAT", 99)
     path = CheckpointFolder(tmp_path).save(checkpoint())
     monkeypatch.undo()
-    with pytest.raises(StorageError, match="format 99, but this version reads 5 and 6 only"):
+    with pytest.raises(StorageError, match="format 99, but this version reads 7 and 8 only"):
         LearnerCheckpoint.read(path)
 
 

@@ -1,0 +1,238 @@
+"""`Device`: visits, training alone, and what it keeps on its disk between visits (rule 23)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import decoupled_diloco as dd
+from decoupled_diloco.learner.learner_checkpoint import CheckpointFolder
+from decoupled_diloco.protocol.messages import Apply, Fetch, Fold, PlaceGiven, Send
+from decoupled_diloco.tape import TapeReader
+from decoupled_diloco.tape.records import Effect
+from integration.real_system import TOKENS, Model, System
+
+Make = Callable[..., System]
+
+SYNC: dict[str, Any] = {
+    "fragments": 2,
+    "sync_every": 4,
+    "overlap_steps": 0,
+    "participation": "async",
+    "grace_margin": 0.0,
+    "apply": {"missed": "rebase"},
+    "codec": {"uplink": "int4", "downlink": "int4"},
+    "late": {"discount": "polynomial"},
+}
+LIMITS = dd.Timeouts(join=20.0, flush=20.0)
+
+
+def run(make: Make, quorum: int = 1, sync: dict[str, Any] | None = None, **devices: Any) -> System:
+    settings = SYNC | {"quorum": quorum, "devices": devices} | (sync or {})
+    system = make(sync=settings, data={"elastic": False}, run={"max_steps": 10**6})
+    system.start()
+    return system
+
+
+class Phone:
+    """A device with a model that it trains by random steps."""
+
+    def __init__(self, system: System, name: str, seed: int = 0) -> None:
+        self.model = Model(seed)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.folder = system.folder / "phones" / name
+        self.rng = torch.Generator().manual_seed(seed)
+        self.device = dd.Device(
+            self.model,
+            system.dialled,
+            name=name,
+            checkpoint=system.folder / "phones",
+            optimizer=self.optimizer,
+            timeouts=LIMITS,
+            observability=dd.Observability(event_tape=system.folder / "tape" / f"{name}.jsonl"),
+        )
+
+    def step(self) -> torch.Tensor:
+        loss = torch.zeros(())
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                loss = loss + (parameter * torch.randn(parameter.shape, generator=self.rng)).sum()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def visit(self, steps: int = 0) -> tuple[str, ...]:
+        with self.device.visit() as learner:
+            for _ in range(steps):
+                learner.step(self.step(), tokens=TOKENS)
+            return learner.versions
+
+    def alone(self, steps: int = 3) -> None:
+        self.device.train(self.step, steps, tokens=TOKENS)
+
+
+def effects(system: System, process: str, kind: type) -> list[Any]:
+    records = TapeReader(system.folder / "tape" / f"{process}.jsonl")
+    return [r.effect for r in records if isinstance(r, Effect) and isinstance(r.effect, kind)]
+
+
+def folds(system: System) -> list[Fold]:
+    system.stop()
+    return effects(system, "shard-0", Fold)
+
+
+def test_what_a_device_trains_alone_is_merged_at_its_next_visit(make: Make) -> None:
+    system = run(make)
+    phone = Phone(system, "phone")
+    phone.visit()
+    phone.alone()
+    before = {name: p.detach().clone() for name, p in phone.model.named_parameters()}
+    assert phone.visit() == ("1.0", "1.0"), "it contributes, and does not wait for the merge"
+    assert (phone.device.steps, phone.device.tokens) == (3, 3 * TOKENS)
+    phone.visit()
+    assert any(not torch.equal(p, before[name]) for name, p in phone.model.named_parameters())
+    assert sorted((f.fragment, f.steps, f.tokens) for f in folds(system)) == [
+        (0, 3.0, 24.0),
+        (1, 3.0, 24.0),
+    ]
+
+
+def test_a_later_visit_fetches_differences_and_no_whole_copy(make: Make) -> None:
+    """Rule 23: its published copies are on its disk."""
+    system = run(make, history=8)
+    phone, other = Phone(system, "phone"), Phone(system, "other", seed=1)
+    phone.visit()
+    for _ in range(3):
+        other.visit(steps=2)
+    phone.device.close()
+    again = Phone(system, "phone", seed=2)  # a new process, from the folder alone
+    assert again.visit() == ("1.3", "1.3")
+    system.stop()
+    fetched = effects(system, "phone", Fetch)
+    assert [order.whole for order in fetched] == [True] * 2 + [False] * 6
+
+
+def test_an_older_base_counts_less_and_too_old_a_base_counts_nothing(make: Make) -> None:
+    system = run(make, history=2)
+    late, too_late, other = (Phone(system, name) for name in ("late", "too-late", "other"))
+    for phone in (late, too_late):
+        phone.visit()
+        phone.alone()
+    for number in range(3):
+        other.visit(steps=2)
+        if number == 1:
+            late.visit()
+    too_late.visit()
+    found = {f.discount for f in folds(system) if f.learner == "late"}
+    assert found == {pytest.approx(3**-0.5)}
+    assert not [f for f in effects(system, "shard-0", Fold) if f.learner == "too-late"]
+    dropped = [order.discarded_tokens for order in effects(system, "too-late", Apply)]
+    assert dropped[-2:] == [3 * TOKENS] * 2
+
+
+def test_a_buffer_merges_the_contributions_of_devices_that_have_left(make: Make) -> None:
+    """FedBuff: K contributions, whoever is still there."""
+    system = run(make, quorum=2, history=4)
+    first, second = Phone(system, "first"), Phone(system, "second", seed=1)
+    first.visit(steps=2)
+    assert first.visit(steps=2) == ("1.0", "1.0"), "one learner is not a quorum"
+    second.visit(steps=2)
+    assert second.visit() == ("1.1", "1.1")
+    assert len(folds(system)) == 6, "two fragments, three contributions"
+
+
+def test_a_device_that_loses_power_after_its_upload_is_merged_once(make: Make) -> None:
+    system = run(make, quorum=2, history=4)
+    phone, other = Phone(system, "phone"), Phone(system, "other", seed=1)
+    phone.visit()
+    phone.alone()
+    kept = {path: path.read_bytes() for path in phone.folder.iterdir()}
+    phone.visit()
+    for path in phone.folder.iterdir():
+        path.unlink()
+    for path, content in kept.items():
+        path.write_bytes(content)
+    Phone(system, "phone").visit()
+    other.visit(steps=2)
+    Phone(system, "phone").visit()
+    mine = [f for f in folds(system) if f.learner == "phone"]
+    assert sorted(f.fragment for f in mine) == [0, 1]
+
+
+def test_a_visit_that_broke_off_drops_its_residuals(make: Make) -> None:
+    """A contribution of that visit may contain them."""
+    system = run(make, history=4)
+    phone = Phone(system, "phone")
+    phone.visit(steps=2)
+    newest = CheckpointFolder(phone.folder).newest()
+    assert newest is not None
+    assert newest.with_residual == [0, 1]
+    (phone.folder / "visiting").write_bytes(b"")
+    phone.device._begin_visit()
+    newest = CheckpointFolder(phone.folder).newest()
+    assert newest is not None
+    assert newest.with_residual == []
+
+
+def test_synchronous_rounds_wait_for_a_sampled_cohort(make: Make) -> None:
+    """FedAvg with sampled clients: a visit ends when the round with its contribution has merged."""
+    sync = SYNC | {"late": {"policy": "drop"}, "quorum": 2, "devices": {"cohort": 2}}
+    system = make(sync=sync, data={"elastic": False}, run={"max_steps": 10**6, "learners": 3})
+    system.start()
+    phones = [Phone(system, f"phone-{number}", number) for number in range(3)]
+    seen: list[tuple[str, ...]] = []
+
+    def visits(phone: Phone) -> None:
+        for _ in range(2):
+            seen.append(phone.visit(steps=4))
+
+    threads = [threading.Thread(target=visits, args=(phone,)) for phone in phones]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+        assert not thread.is_alive()
+    found = folds(system)
+    assert {f.discount for f in found} == {1.0}
+    assert len(found) == 12
+    assert system.shards[0].machine.state.fragments[0].version.counter == 3  # type: ignore[union-attr]
+    places = [e for e in effects(system, "coordinator", Send) if isinstance(e.message, PlaceGiven)]
+    assert len(places) == 6
+
+
+def test_a_device_must_visit_before_it_can_train_alone(make: Make) -> None:
+    system = run(make)
+    phone = Phone(system, "phone")
+    with pytest.raises(dd.ConfigError, match="has no weights of the run yet: visit the run first"):
+        phone.alone()
+    with phone.device.visit():
+        with pytest.raises(dd.ConfigError, match=r"call step\(\) of the learner"):
+            phone.device.step(tokens=1)
+        with (
+            pytest.raises(dd.ConfigError, match="is on a visit: end it before the next one"),
+            phone.device.visit(),
+        ):
+            pass
+    with pytest.raises(dd.ConfigError, match=r"train\(steps=0\) is out of range"):
+        phone.alone(0)
+
+
+def test_a_run_without_devices_is_rejected(make: Make) -> None:
+    system = make()
+    system.start()
+    phone = Phone(system, "phone")
+    with pytest.raises(dd.ConfigError, match=r"the run has no \[sync.devices\]"):
+        phone.visit()
+
+
+@pytest.mark.parametrize("missing", ["name", "checkpoint"])
+def test_a_device_needs_a_name_and_a_folder(missing: str, tmp_path: Any) -> None:
+    given = {"name": "phone", "checkpoint": tmp_path}
+    del given[missing]
+    with pytest.raises(dd.ConfigError, match=f"Device\\(\\) has no {missing}: pass name="):
+        dd.Device(Model(), "http://127.0.0.1:1", **given)
