@@ -166,7 +166,7 @@ class LearnerMachine:
                 effects = fragments.retry(self.state, self.options, now)
                 return effects + state_transfer.patience_over(self.state, now)
             case Began():
-                return recovery.began(self.state, now, event)
+                return recovery.began(self.state, self.options, now, event)
             case StepFinished(tokens, batches):
                 return self._stepped(now, tokens) + self._trained(batches)
             case Paused():

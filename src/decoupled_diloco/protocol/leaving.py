@@ -95,7 +95,7 @@ def drained(state: LearnerState, options: Options) -> bool:
         within_reach = link.linked and not link.dismissed and not link.finished
         accepted = view.sent is not None and view.sent.version is not None
         done = accepted or has_diverged(options, view)
-        done = done or visits.is_outdated(options, view)
+        done = done or visits.is_unwanted(options, view)
         if within_reach and ((state.steps_of(view) > 0 and not done) or view.late):
             return False
     return True

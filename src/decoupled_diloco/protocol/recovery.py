@@ -34,7 +34,7 @@ It then trains on from what it has, like a learner that loses a shard during the
 """
 
 
-def began(state: LearnerState, now: float, event: Began) -> list[LearnerEffect]:
+def began(state: LearnerState, options: Options, now: float, event: Began) -> list[LearnerEffect]:
     """Start the recovery after admission, from the learner's own checkpoint if it has one."""
     state.recovery = Recovery(now, event.why, bool(event.kept))
     state.recovery.gives = event.gives
@@ -47,7 +47,9 @@ def began(state: LearnerState, now: float, event: Began) -> list[LearnerEffect]:
         link.last_message_step = state.step
     for own in event.kept:
         view = state.fragments[own.fragment]
-        view.held, view.restored, view.again = own.version, True, own.again
+        view.held, view.again = own.version, own.again
+        # A device that has left in order has only its published copies, and what it trained since.
+        view.restored = own.steps > 0 or not options.devices
         view.seals = {own.version: (own.digest, own.seal)}
         # May be negative: this incarnation counts from what it has trained alone, usually 0, and
         # the kept steps still count.

@@ -143,6 +143,18 @@ def is_outdated(options: Options, view: FragmentView) -> bool:
     return newest.term != held.term or newest.counter - held.counter > options.age_max
 
 
+def is_unwanted(options: Options, view: FragmentView) -> bool:
+    """Return whether no version can contain a device's training, so that it need not wait.
+
+    A shard requests what a returning device has trained as soon as it has welcomed it. What it does
+    not request is too old, or merged already.
+    """
+    if not options.devices:
+        return False
+    unasked = view.restored and view.pull is None and view.sent is None
+    return unasked or is_outdated(options, view)
+
+
 def starts_again(state: LearnerState, options: Options, view: FragmentView) -> bool:
     """Return whether a device starts from its held version again at this boundary.
 

@@ -43,7 +43,9 @@ class Run:
 
     def join(self, device: str) -> None:
         self.connection += 1
-        self.handle(Connected(device, Joining(f"nonce-{device}", "learner", "f", ""), self.connection))
+        self.handle(
+            Connected(device, Joining(f"nonce-{device}", "learner", "f", ""), self.connection)
+        )
 
     def wants(self, device: str, *, fresh: bool = False) -> list[tuple[str, str]]:
         sent = self.handle(Received(device, PlaceWanted(fresh), f"nonce-{device}"))

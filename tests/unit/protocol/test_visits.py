@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from decoupled_diloco.protocol import Version
+from decoupled_diloco.protocol.leaving import drained
 from decoupled_diloco.protocol.messages import (
     COORDINATOR,
     Apply,
@@ -38,7 +39,6 @@ from decoupled_diloco.protocol.messages import (
     Welcome,
     shard_peer,
 )
-from decoupled_diloco.protocol.leaving import drained
 
 OPTIONS: dict[str, Any] = {
     "fragments": 1,
@@ -207,9 +207,7 @@ def device(learner_bench: Any, **options: Any) -> Any:
 
 
 def pulled(bench: Any, base: Version = V0, number: int = 9) -> None:
-    bench.receive(
-        Pull(0, Asking(1, number), base, 0, "bf16", "overwrite", "/up", False, ())
-    )
+    bench.receive(Pull(0, Asking(1, number), base, 0, "bf16", "overwrite", "/up", False, ()))
 
 
 def test_a_device_reports_what_it_trained_and_answers_from_its_old_version(
@@ -245,7 +243,9 @@ def test_training_older_than_the_history_is_dropped(learner_bench: Any) -> None:
     bench.publish(Version(1, 3), V2)
     bench.fetched(Version(1, 3))
     bench.handle(Paused())
-    assert [(each.mode, each.discarded_tokens) for each in bench.orders(Apply)] == [("overwrite", 40)]
+    assert [(each.mode, each.discarded_tokens) for each in bench.orders(Apply)] == [
+        ("overwrite", 40)
+    ]
     assert not bench.orders(SendBody)
 
 
@@ -273,7 +273,9 @@ def test_training_online_beyond_the_history_is_dropped(learner_bench: Any) -> No
     for counter in range(1, 4):
         bench.fetched(Version(1, counter))
     bench.handle(Paused())
-    assert [(each.mode, each.discarded_tokens) for each in bench.orders(Apply)] == [("overwrite", 10)]
+    assert [(each.mode, each.discarded_tokens) for each in bench.orders(Apply)] == [
+        ("overwrite", 10)
+    ]
 
 
 def test_a_device_starts_again_when_its_contribution_is_folded(learner_bench: Any) -> None:
