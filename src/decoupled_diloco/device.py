@@ -36,6 +36,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -191,36 +192,14 @@ class Device:
             StorageError: The checkpoint cannot be written.
             TransportError: A limit of ``timeouts`` has passed, or the run has ended.
         """
-        if self._learner is not None:
-            raise ConfigError(f"device {self.name!r} is on a visit: end it before the next one")
-        self.save()
         self._begin_visit()
-        options = self._options
-        with Learner(
-            self._model,
-            self._connection,
-            name=options.name,
-            auth_token=options.auth_token,
-            tls=options.tls,
-            optimizer=self._optimizer,
-            checkpoint=options.checkpoint,
-            timeouts=options.timeouts,
-            state_sharing=StateSharing(()),
-            observability=options.observability,
-        ) as learner:
-            if "devices" not in learner.run_config["sync"]:
-                raise ConfigError(
-                    "the run has no [sync.devices], so it would lose what a device trains alone: "
-                    "add this table to the run's file, or use dd.Learner"
-                )
-            self._learner = learner
+        with Learner(self._model, self._connection, **self._arguments()) as learner:
+            self._joined(learner)
             try:
                 yield learner
             finally:
                 self._learner = None
-        self._counted, self._has_weights = (learner.steps, learner.tokens), True
-        self._counter.forget()
-        runtime().disk.remove(self._mark)
+        self._left(learner)
 
     @property
     def _mark(self) -> Path:
@@ -228,6 +207,9 @@ class Device:
 
     def _begin_visit(self) -> None:
         """Mark the visit. If the last one broke off, drop the residuals that it may have sent."""
+        if self._learner is not None:
+            raise ConfigError(f"device {self.name!r} is on a visit: end it before the next one")
+        self.save()
         disk = runtime().disk
         disk.make_folder(self._folder.path)
         if disk.exists(self._mark):  # break: broken-visit-keeps-residuals
@@ -237,6 +219,35 @@ class Device:
                 self._folder.save(replace(newest, fragments=kept))
         else:
             disk.put(self._mark, b"")
+
+    def _arguments(self) -> dict[str, Any]:
+        """Return the arguments of this device's learners."""
+        options = self._options
+        return {
+            "name": options.name,
+            "auth_token": options.auth_token,
+            "tls": options.tls,
+            "optimizer": self._optimizer,
+            "checkpoint": options.checkpoint,
+            "timeouts": options.timeouts,
+            "state_sharing": StateSharing(()),  # the optimizer's state never leaves the device
+            "observability": options.observability,
+        }
+
+    def _joined(self, learner: Learner) -> None:
+        if "devices" not in learner.run_config["sync"]:
+            raise ConfigError(
+                "the run has no [sync.devices], so it would lose what a device trains alone: add "
+                "this table to the run's file, or use dd.Learner"
+            )
+        self._learner = learner
+
+    def _left(self, learner: Learner) -> None:
+        """Continue alone, from the checkpoint that the learner has written."""
+        self._learner = None
+        self._counted, self._has_weights = (learner.steps, learner.tokens), True
+        self._counter.forget()
+        runtime().disk.remove(self._mark)
 
     def step(self, loss: Loss = None, *, tokens: Tokens | None = None) -> None:
         """Count one inner step that the device has trained alone, after ``optimizer.step()``.
@@ -283,11 +294,12 @@ class Device:
         """
         if steps < 1:
             raise ConfigError(f"train(steps={steps}) is out of range: pass at least 1 step")
-        losses = []
+        losses: list[float] = []
         for _ in range(steps):
             loss = step()
             self.step(loss, tokens=tokens)
-            losses += [] if loss is None else [float(loss)]
+            if loss is not None:
+                losses.append(loss.item() if isinstance(loss, torch.Tensor) else float(loss))
         self.save()
         return losses
 

@@ -27,8 +27,11 @@ from decoupled_diloco.protocol.messages import (
     TakeCheckpoint,
 )
 from decoupled_diloco.protocol.recovery import kept as kept_fragments
-from decoupled_diloco.protocol.visits import is_placed
+from decoupled_diloco.protocol.visits import has_boundary_work, is_placed
 from decoupled_diloco.runtime import now
+
+PLACE_SECONDS = 5.0
+"""Longest wait for a place without a look at the limit and at stop signals."""
 
 
 @dataclass(frozen=True)
@@ -232,14 +235,17 @@ class Boundary:
         with membership.background.changed:
             while not (is_placed(state) or state.ending or self.stop_requested):
                 membership.raise_failure()
-                self.pause()
-                if limit is not None and now() - began > limit:
+                if has_boundary_work(state):
+                    self.pause()
+                waited = now() - began
+                if limit is not None and waited > limit:
                     raise TransportError(
                         f"{membership.name} got no place to train within "
                         f"Timeouts(join={limit:g}) s, because other devices hold all of them: its "
                         "training is sent; visit again later, or raise the timeout (None: forever)"
                     )
-                await waits.wait(1.0)
+                # Every message notifies the wait; its length is for the limit and for stop signals.
+                await waits.wait(PLACE_SECONDS if limit is None else min(PLACE_SECONDS, limit))
         self.pause()
 
     async def hold(self, waits: Waits) -> tuple[int, ...]:

@@ -79,7 +79,8 @@ class Closing:
         boundary = self._boundary
         if self._weights_replaced():
             return
-        if not boundary.stop_requested:
+        devices = self._membership.shared.machine.options.devices
+        if not (boundary.stop_requested or devices):  # a device does not stay for the run's end
             await self._await_the_end(party)
         if party.progress.budget_reached:
             await self.finish(party)
@@ -88,7 +89,7 @@ class Closing:
             await self.flush(party, self._flush_seconds, ASKED_TO_STOP)
             progress = party.progress
             early = not boundary.stop_requested and progress.steps and not progress.budget_reached
-            if early and not self._membership.shared.machine.options.devices:
+            if early and not devices:
                 self._warn_of_early_end(progress)
             self._background.submit(VisitEnded())
             await self.keep_last(party)

@@ -190,6 +190,12 @@ def present(state: LearnerState, options: Options) -> list[LearnerEffect]:
     return [Send(COORDINATOR, PlaceWanted(fresh), why)]
 
 
+def has_boundary_work(state: LearnerState) -> bool:
+    """Return whether a device that waits for its place needs a step boundary."""
+    kept = any(view.sent is not None and view.sent.kept for view in state.fragments)
+    return kept or bool(state.attention)
+
+
 def is_placed(state: LearnerState) -> bool:
     """Return whether a device may train: it needs no place or has one, and is up to date."""
     if state.place == 0:
