@@ -29,7 +29,7 @@ from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.method import plan_of
 from decoupled_diloco.merge import layout_of
 from decoupled_diloco.protocol.messages import Fetch, Fold, Merge
-from decoupled_diloco_lab.simulate.devices import DeviceSystem, Habits
+from decoupled_diloco_lab.simulate.device_hosts import DeviceSystem, Habits
 from decoupled_diloco_lab.simulate.spec import LearnerSpec
 from decoupled_diloco_lab.simulate.training import RAM, VirtualRun
 from decoupled_diloco_lab.workloads.vit import load_digits
@@ -221,6 +221,7 @@ if __name__ == "__main__":
         visits=5,
         cohort=30,
         buffer=10,
+        history=256,
         alpha=0.3,
         hidden=64,
         lr=0.1,

@@ -72,6 +72,6 @@ DEVICES = (
         "broken-visit-keeps-residuals",
         "if False:",
         "a residual that a broken visit may have sent is sent again",
-        test="integration/test_devices.py::test_a_visit_that_broke_off_drops_its_residuals",
+        test="integration/test_device_visits.py::test_a_visit_that_broke_off_drops_its_residuals",
     ),
 )

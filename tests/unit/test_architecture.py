@@ -51,7 +51,7 @@ SHARED_WITH = {
     decoupled_diloco_lab: {
         *("errors", "units", "runtime", "protocol", "merge", "transport", "config", "storage"),
         *("workloads", "tape", "run_model", "show", "learner", "ranks", "participants", "syncer"),
-        *("launch", "cli"),
+        *("launch", "cli", "device"),
     },
     decoupled_diloco_engines: {
         *("errors", "units", "runtime", "transport", "config", "storage", "launch", "syncer"),

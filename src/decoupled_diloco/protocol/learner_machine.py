@@ -53,7 +53,6 @@ from decoupled_diloco.protocol.messages import (
     GivenUp,
     Hello,
     Hold,
-    Kept,
     LearnerEffect,
     LearnerEvent,
     LeasesGiven,
@@ -69,6 +68,7 @@ from decoupled_diloco.protocol.messages import (
     Pull,
     RandomDrawn,
     RandomNumbers,
+    Receipt,
     Received,
     Refusal,
     RelayState,
@@ -537,7 +537,7 @@ class LearnerMachine:
                 return self._pulled(message)
             case Outcome():
                 return self._outcome(message)
-            case Kept(fragment, ask):
+            case Receipt(fragment, ask):
                 return self._kept(fragment, ask)
             case GivenUp(fragment, reason):
                 self.state.fragments[fragment].owed_at = None  # break: abandoned-round-ignored

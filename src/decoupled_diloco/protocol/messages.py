@@ -741,7 +741,7 @@ class RandomNumbers:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class Receipt:
     """Shard → device: the contribution is folded, so the device need not wait for its outcome."""
 
     fragment: int
@@ -1042,7 +1042,7 @@ ToLearner = (
     | Revision
     | CopyWanted
     | DrainRefused
-    | Kept
+    | Receipt
     | SameData
     | Ending
     | Finished

@@ -11,7 +11,7 @@ began, and its age is the number of versions since (`Options.discount`). If the 
 
 *A visit with training* begins with the contributions: the greeting lists the trained fragments, and
 the shard requests all that it can still merge before it announces anything newer. Each is confirmed
-(`Kept`) as soon as it is folded. A device need not wait until its round merges.
+(`Receipt`) as soon as it is folded. A device need not wait until its round merges.
 
 *Again.* When its contribution is folded and no newer version is known, a device starts from the
 same version again. It may contribute any number of times from one version, which counts as one
@@ -36,13 +36,13 @@ from decoupled_diloco.protocol.machine_options import Options
 from decoupled_diloco.protocol.messages import (
     COORDINATOR,
     Hello,
-    Kept,
     LearnerEffect,
     PlaceGiven,
     PlaceLost,
     PlaceReturned,
     PlaceWanted,
     Published,
+    Receipt,
     Send,
     StepReport,
     SyncerEffect,
@@ -80,7 +80,7 @@ def folded(options: Options, ask: Ask) -> list[SyncerEffect]:
     if not options.devices:
         return []
     why = "its contribution is folded"
-    return [Send(ask.learner, Kept(ask.fragment, ask.name), why)]
+    return [Send(ask.learner, Receipt(ask.fragment, ask.name), why)]
 
 
 def missed(

@@ -20,7 +20,6 @@ from decoupled_diloco.protocol.messages import (
     Fold,
     Hello,
     Holding,
-    Kept,
     KeptFragment,
     Leave,
     Merge,
@@ -31,6 +30,7 @@ from decoupled_diloco.protocol.messages import (
     PlaceWanted,
     Published,
     Pull,
+    Receipt,
     Received,
     SendBody,
     Settle,
@@ -99,7 +99,7 @@ def test_a_shard_confirms_a_folded_contribution_to_a_device(shard_bench: Any) ->
     visit(bench, "a", 2, V0)
     ask = bench.ask("a")
     bench.body("a", epoch=2, steps=4, tokens=40)
-    assert bench.messages(Kept) == [Kept(0, ask)]
+    assert bench.messages(Receipt) == [Receipt(0, ask)]
 
 
 def test_what_a_device_trained_is_requested_before_anything_newer_is_announced(
@@ -285,7 +285,7 @@ def test_a_device_starts_again_when_its_contribution_is_folded(learner_bench: An
     pulled(bench)
     bench.step()
     bench.handle(BodyEncoded(0, Asking(1, 9), "d"))
-    bench.receive(Kept(0, Asking(1, 9)))
+    bench.receive(Receipt(0, Asking(1, 9)))
     bench.handle(Paused())
     assert [(each.version, each.mode, each.discarded_tokens) for each in bench.orders(Apply)] == [
         (V0, "overwrite", 0)
@@ -303,7 +303,7 @@ def test_a_device_that_leaves_does_not_wait_for_the_merge(learner_bench: Any) ->
     bench.handle(Paused())
     state, options = bench.machine.state, bench.machine.options
     assert not drained(state, options)
-    bench.receive(Kept(0, Asking(1, 9)))
+    bench.receive(Receipt(0, Asking(1, 9)))
     bench.handle(Paused())
     assert drained(state, options)
     assert state.steps_of(state.fragments[0]) == 0
@@ -318,7 +318,7 @@ def test_with_synchronous_rounds_a_device_waits_until_its_round_has_merged(
     bench.handle(DrainAsked("its visit ends"))
     pulled(bench)
     bench.handle(Paused())
-    bench.receive(Kept(0, Asking(1, 9)))
+    bench.receive(Receipt(0, Asking(1, 9)))
     bench.handle(Paused())
     assert not drained(bench.machine.state, bench.machine.options)
 
@@ -344,7 +344,7 @@ def test_a_device_returns_its_place_once_it_has_contributed(learner_bench: Any) 
     bench.step()
     pulled(bench)
     bench.step()
-    bench.receive(Kept(0, Asking(1, 9)))
+    bench.receive(Receipt(0, Asking(1, 9)))
     bench.handle(VisitEnded())
     assert bench.messages(PlaceReturned) == [PlaceReturned(3)]
 
