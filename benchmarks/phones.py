@@ -214,13 +214,33 @@ CASES = {
     "all online": {"online": 1.0},
 }
 
+
+def summary(raw: dict[str, Any]) -> dict[str, Any]:
+    """The table's rows."""
+    result: dict[str, Any] = {}
+    for case, runs in raw.items():
+        ages: Counter[int] = sum((Counter(each["ages"]) for each in runs), Counter())
+        result[case] = {
+            "loss": interval([each["loss"] for each in runs]),
+            "mean_loss": mean_of(runs, "loss"),
+            "gap_percent": gap_percent(runs, raw["all online"]),
+            "accuracy": mean_of(runs, "accuracy"),
+            "online": mean_of(runs, "online"),
+            "age": sum(age * times for age, times in ages.items()) / ages.total(),
+            "hours": mean_of(runs, "virtual_seconds") / 3600,
+            "devices": min(each["devices"] for each in runs),
+            "images": mean_of(runs, "tokens"),
+        }
+    return result
+
+
 if __name__ == "__main__":
     given = options(
         seeds=[1, 2, 3],
         devices=1000,
-        visits=5,
-        cohort=30,
-        buffer=10,
+        visits=2,
+        cohort=60,
+        buffer=20,
         history=256,
         alpha=0.3,
         hidden=64,
@@ -238,23 +258,9 @@ if __name__ == "__main__":
                 f"{last['seconds']:.0f} s",
                 flush=True,
             )
-    result: dict[str, Any] = {}
-    for case, runs in raw.items():
-        ages: Counter[int] = sum((Counter(each["ages"]) for each in runs), Counter())
-        result[case] = {
-            "loss": interval([each["loss"] for each in runs]),
-            "mean_loss": mean_of(runs, "loss"),
-            "gap_percent": gap_percent(runs, raw["all online"]),
-            "accuracy": mean_of(runs, "accuracy"),
-            "online": mean_of(runs, "online"),
-            "age": sum(age * times for age, times in ages.items()) / ages.total(),
-            "hours": mean_of(runs, "virtual_seconds") / 3600,
-            "devices": min(each["devices"] for each in runs),
-            "images": mean_of(runs, "tokens"),
-        }
-    keep(
-        "phones",
-        config={**vars(given), "settings": configuration(given, given.seeds[0]).public()},
-        raw=raw,
-        result=result,
-    )
+        keep(
+            "phones",
+            config={**vars(given), "settings": configuration(given, given.seeds[0]).public()},
+            raw=raw,
+            result=summary(raw),
+        )

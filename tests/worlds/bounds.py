@@ -145,6 +145,8 @@ class Bounds:
         shard = self.system.acting(self.system.options.owner(fragment))
         if shard.machine.state.phase != "running":
             return  # the closing sweep's rounds follow one another at once
+        if self.system.options.devices:
+            return  # a device stays behind while it trains alone
         for learner in self.learners:
             machine = learner.machine
             if machine is None or not learner.alive or not machine.state.ready:

@@ -56,12 +56,31 @@ def random_options(choices: Choices, learners: int) -> Options:
     )
 
 
-def with_own_rounds(choices: Choices, options: Options) -> Options:
+def with_own_rounds(choices: Choices, options: Options, learners: int) -> Options:
     """Let learners open rounds by themselves in some of the worlds that allow it."""
     can = options.quorum == 1 and options.wait == "never" and options.late == "next"
     if not can or options.adapt is not None or not choices.chance(0.15):
         return options
-    return replace(options, participants="own", grace_margin=0.0, missed="rebase")
+    own = replace(options, participants="own", grace_margin=0.0, missed="rebase")
+    return with_devices(choices.fork("devices"), own, learners)
+
+
+def with_devices(choices: Choices, options: Options, learners: int) -> Options:
+    """Let learners be devices in half of these worlds: they come, contribute and go.
+
+    Their processes are the same. The faults that stop them, and start them again later, are their
+    visits.
+    """
+    if not choices.chance(0.5):
+        return options
+    return replace(
+        options,
+        quorum=choices.integer(1, learners),
+        history=choices.integer(1, 8),
+        cohort=choices.pick([None, learners]),
+        visit_seconds=1e6,  # the checkers follow one visit per life of a process
+        late_discount=choices.pick([1.0, 0.5, "polynomial"]),
+    )
 
 
 def random_phases(choices: Choices, options: Options) -> tuple[int, ...]:

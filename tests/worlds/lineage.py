@@ -34,6 +34,7 @@ from decoupled_diloco.protocol.messages import (
     Merge,
     Outcome,
     Paused,
+    Receipt,
     Received,
     Relabel,
     SendBody,
@@ -214,6 +215,11 @@ class Lineage:
                 for sent in local.in_flight.values():
                     local.parted = union(local.parted, sent)
                 local.in_flight.clear()
+        elif isinstance(event, Received) and isinstance(event.message, Receipt):
+            # A device waits no longer. If the shard then crashes before its merge, it is lost.
+            local = trainer.fragments[event.message.fragment]
+            sent = local.in_flight.get(event.message.ask, {})
+            local.parted = union(local.parted, sent)
         elif isinstance(event, Received) and isinstance(event.message, Outcome):
             outcome = event.message
             sent = trainer.fragments[outcome.fragment].in_flight.pop(outcome.ask, {})

@@ -230,10 +230,11 @@ def must_be_merged(scene: Scene, learner: str) -> bool:
     """Whether every fragment must merge contributions of a learner.
 
     In a third of all worlds this includes learners with slow uplinks, which are merged in turns. If
-    late contributions are dropped, a learner that is always a little late is never merged.
+    late contributions are dropped, a learner that is always a little late is never merged. Nor is a
+    device whose steps take longer than the history.
     """
     spec = scene.system.learners[learner].spec
-    if scene.options.late == "drop" or not _fetches_in_time(scene, spec):
+    if scene.options.devices or scene.options.late == "drop" or not _fetches_in_time(scene, spec):
         return False
     if keeps_up(scene, learner):
         return True

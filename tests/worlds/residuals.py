@@ -29,6 +29,7 @@ from decoupled_diloco.protocol.messages import (
     ForgetResidual,
     Outcome,
     Pull,
+    Receipt,
     Received,
     Relabel,
     RunOver,
@@ -191,7 +192,7 @@ class Residuals:
                 assert not fragments[fragment].left, f"{effect} for {event}"
             case Apply(fragment, version):
                 local = fragments[fragment]
-                if local.restored and not local.made:
+                if local.restored and not local.made and not self.system.options.devices:
                     local.left = ()
                 local.held, local.restored, local.made = version, False, False
             case Relabel(fragment, version, staged=False):
@@ -219,6 +220,13 @@ def _answered(
                 outstanding.accepted = True
             else:
                 found.append((fragment, ask))
+        case Receipt(fragment=fragment, ask=ask):
+            local = fragments[fragment]
+            outstanding = local.sent.get(ask)
+            if outstanding and outstanding.base == local.held:
+                outstanding.accepted = True
+            else:
+                found.append((fragment, ask))
         case Welcome(asks=asks):
             for p in range(shard_of(event.peer), len(fragments), shards):
                 local = fragments[p]
@@ -239,6 +247,8 @@ def _may_settle(event: Any, order: Settle, local: Local, applied: bool) -> bool:
             if verdict == "accepted":
                 return ask == order.ask and order.gone and sent.base != local.held
             return ask == order.ask and not order.gone
+        case Receipt(ask=ask):
+            return ask == order.ask and order.gone and sent.base != local.held
         case Welcome(asks=asks):
             return order.gone and order.ask not in asks and sent.base != local.held
         case Pull(base=base):  # the shard has no contribution that was made from this version

@@ -177,7 +177,7 @@ def draw(
     options = replace(options, phases=random_phases(choices.fork("phases"), options))
     options = replace(options, **changes.options)
     if not changes.options.keys() & {"participants", "grace_margin", "missed"}:
-        options = with_own_rounds(choices.fork("own"), options)
+        options = with_own_rounds(choices.fork("own"), options, count)
     if "adapt" not in changes.options:
         options = replace(options, adapt=random_limits(choices.fork("limits"), options))
     sizes = random_sizes(choices.fork("sizes"), options.fragments)
@@ -186,7 +186,9 @@ def draw(
     drawn = with_slow_links(links, drawn, options, sizes, waited_for=goes_on)
     data = random_data(choices.fork("data"))
     relays: list[RelaySpec] = []
-    if changes.relays:
+    if options.devices:
+        data = None  # each device has its own data, and one process
+    elif changes.relays:
         drawn, relays = random_relays(choices.fork("relays"), drawn)
     elif data is None:
         drawn = with_ranks(choices.fork("ranks"), drawn)
@@ -280,6 +282,12 @@ def config_of(
         }
     if options.chain > 1:
         sync["codec"]["downlink"] = "int4"
+    if options.late_discount != 1.0:
+        sync["late"]["discount"] = options.late_discount
+    if options.devices:
+        sync["devices"] = {} if options.late == "drop" else {"history": options.history}
+        if options.cohort is not None:
+            sync["devices"] |= {"cohort": options.cohort, "visit_seconds": options.visit_seconds}
     if options.wait == "never":
         sync["merge"]["norm_gate"] = options.norm_gate
         if options.norm_gate:

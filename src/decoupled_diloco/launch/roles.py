@@ -254,42 +254,47 @@ async def learn(
     loader = ElasticLoader(WorkloadPartitions(workload, config.data.partitions))
     shared = ("optimizer",) if config.data.elastic else ("optimizer", "data")
     every_seconds = config.learner.checkpoint_interval_seconds
-    async with await seat.learner(
-        model,
-        syncer,
-        name=name,
-        auth_token=token,
-        tls=tls,
-        optimizer=optimizer,
-        checkpoint=Checkpointing(
-            folder / "learners" if every_seconds else None,
-            every_seconds,
-            {"data": loader if config.data.elastic else position},
-        ),
-        timeouts=Timeouts(
-            disconnect=config.learner.disconnect_seconds, flush=config.learner.flush_seconds
-        ),
-        state_sharing=StateSharing(shared if ranks == 1 else ()),
-        observability=Observability(
-            metrics_address=config.learner.metrics_of(index),
-            event_tape=folder / "tape" / f"{name}.jsonl",
-        ),
-        sync_ranks=config.learner.sync_ranks if ranks > 1 else 1,
-    ) as learner:
-        _require_same_work(read_settings(learner.run_config), config)
-        if learner.incarnation == 1:
-            # A new learner may have received another learner's position with its state.
-            position.batches = 0
-        termination.at_boundary(learner.request_stop)
-        next_batch: Callable[[], Awaitable[Batch]]
-        if config.data.elastic:
-            next_batch = loader.bind(learner).__anext__
-        else:
-            next_batch = in_turn(fixed_batches(config, workload, index, position, cut.share))
-        training = Training(
-            workload, model, optimizer, learner, seat.pace, ranks, config.learner.precision
-        )
-        await training.run(next_batch, termination)
+    goes_on = True
+    while goes_on:
+        async with await seat.learner(
+            model,
+            syncer,
+            name=name,
+            auth_token=token,
+            tls=tls,
+            optimizer=optimizer,
+            checkpoint=Checkpointing(
+                folder / "learners" if every_seconds else None,
+                every_seconds,
+                {"data": loader if config.data.elastic else position},
+            ),
+            timeouts=Timeouts(
+                disconnect=config.learner.disconnect_seconds, flush=config.learner.flush_seconds
+            ),
+            state_sharing=StateSharing(shared if ranks == 1 else ()),
+            observability=Observability(
+                metrics_address=config.learner.metrics_of(index),
+                event_tape=folder / "tape" / f"{name}.jsonl",
+            ),
+            sync_ranks=config.learner.sync_ranks if ranks > 1 else 1,
+        ) as learner:
+            _require_same_work(read_settings(learner.run_config), config)
+            if learner.incarnation == 1:
+                # A new learner may have received another learner's position with its state.
+                position.batches = 0
+            termination.at_boundary(learner.request_stop)
+            next_batch: Callable[[], Awaitable[Batch]]
+            if config.data.elastic:
+                next_batch = loader.bind(learner).__anext__
+            else:
+                next_batch = in_turn(fixed_batches(config, workload, index, position, cut.share))
+            training = Training(
+                workload, model, optimizer, learner, seat.pace, ranks, config.learner.precision
+            )
+            await training.run(next_batch, termination)
+        # A learner that has lost its place in the cohort is present, and waits for the next draw.
+        over = termination.asked or learner.budget_reached or learner.ended
+        goes_on = config.sync.devices is not None and not over
     if termination.asked:
         raise KeyboardInterrupt
 

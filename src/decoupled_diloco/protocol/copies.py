@@ -64,6 +64,10 @@ NOT_TAKEN = "no version contains this training"
 """Why a learner applies the held copy once more at the end of a run."""
 
 
+STARTS_AGAIN = "its contribution is folded, and no newer version is known"
+"""Why a device applies the held copy once more."""
+
+
 UNDER_WAY = "its contribution is under way, and follows"
 """Why a late contributor applies a copy as if it had taken part in it."""
 
@@ -200,11 +204,10 @@ def start_again(
     view.again += 1
     view.restored = False
     state.discarded_tokens += discarded
-    why = "its contribution is folded, and no newer version is known"
     return [
-        Apply(index, view.held, "overwrite", discarded, why),
-        *settle(options, index, sent, why, gone=True),
-        Send(shard_peer(options.owner(index)), view.holding(index), why),
+        Apply(index, view.held, "overwrite", discarded, STARTS_AGAIN),
+        *settle(options, index, sent, STARTS_AGAIN, gone=True),
+        Send(shard_peer(options.owner(index)), view.holding(index), STARTS_AGAIN),
     ]
 
 
