@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     )
     from decoupled_diloco.merge.codec import register_codec
     from decoupled_diloco.participants import Learner, Observer
+    from decoupled_diloco.proximal import ProximalTerm
     from decoupled_diloco.transport.tls import TLSConfig
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "Observability",
     "Observer",
     "ProtocolError",
+    "ProximalTerm",
     "StateSharing",
     "StorageError",
     "TLSConfig",
@@ -69,6 +71,7 @@ _MODULES = {
     "Learner": "participants",
     "Observability": "learner.option_groups",
     "Observer": "participants",
+    "ProximalTerm": "proximal",
     "StateSharing": "learner.option_groups",
     "Timeouts": "learner.option_groups",
     "TLSConfig": "transport.tls",

@@ -235,3 +235,24 @@ def test_a_device_needs_a_name_and_a_folder(missing: str, tmp_path: Any) -> None
     del given[missing]
     with pytest.raises(dd.ConfigError, match=f"Device\\(\\) has no {missing}: pass name="):
         dd.Device(Model(), "http://127.0.0.1:1", **given)
+
+
+def test_the_proximal_term_is_the_distance_to_the_published_copies(make: Make) -> None:
+    """FedProx: μ/2 ‖θ − Θ̂‖², which is 0 right after a copy has been applied."""
+    system = run(make)
+    phone = Phone(system, "phone")
+    with phone.device.visit() as learner:
+        proximal = dd.ProximalTerm(learner, mu=0.5)
+        before = [p.detach().clone() for p in phone.model.parameters() if p.requires_grad]
+        assert proximal().item() == 0.0
+        learner.step(phone.step(), tokens=TOKENS)
+        trained = [p for p in phone.model.parameters() if p.requires_grad]
+        wanted = sum(((p - b) ** 2).sum().item() for p, b in zip(trained, before, strict=True)) / 4
+        term = proximal()
+        assert term.item() == pytest.approx(wanted)
+        term.backward()
+        for parameter, start in zip(trained, before, strict=True):
+            assert torch.allclose(parameter.grad, (parameter - start).detach() / 2)
+        phone.optimizer.zero_grad()
+        with pytest.raises(dd.ConfigError, match=r"ProximalTerm\(mu=0\) is out of range"):
+            dd.ProximalTerm(learner, mu=0)

@@ -35,7 +35,7 @@ LAYERS = (
     ("learner",),
     ("ranks", "relay"),
     ("participants", "data"),
-    ("device",),
+    ("device", "proximal"),
     ("export", "integrations", "launch"),
     ("cli", "__main__"),
 )

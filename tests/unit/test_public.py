@@ -26,6 +26,7 @@ def test_the_public_names_are_these() -> None:
         "Observability",
         "Observer",
         "ProtocolError",
+        "ProximalTerm",
         "StateSharing",
         "StorageError",
         "TLSConfig",
