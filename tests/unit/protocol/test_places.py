@@ -107,9 +107,9 @@ def test_a_device_that_has_left_is_not_drawn() -> None:
     run = Run("a", "b", "c")
     run.wants("a")
     run.wants("b")
-    run.wants("c")
     run.handle(Lost("b", "nonce-b"))
-    assert run.returns("a", 1) == ["c"]
+    assert run.returns("a", 1) == []
+    assert run.wants("c") == [("c", "PlaceGiven")]
 
 
 def test_the_draw_is_fair_and_states_how_it_was_made() -> None:
