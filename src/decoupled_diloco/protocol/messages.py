@@ -24,6 +24,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal, get_args
 
+RARE = {"rare": True}
+"""Metadata of a field that only devices use: other learners' messages and tapes do not have it."""
+
+
 # Names
 
 
@@ -80,7 +84,7 @@ class Holding:
     version: Version
     digest: str = ""
     seal: str = ""
-    again: int = 0
+    again: int = field(default=0, metadata=RARE)
 
 
 COORDINATOR = "coordinator"
@@ -490,8 +494,8 @@ class Hello:
     run_step: int | None
     held: tuple[Holding, ...]
     asks: tuple[Asking, ...] = ()
-    shard: int | None = None
-    trained: tuple[int, ...] = ()
+    shard: int | None = field(default=None, metadata=RARE)
+    trained: tuple[int, ...] = field(default=(), metadata=RARE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -2371,7 +2375,7 @@ class KeptFragment:
     tokens: int
     digest: str = ""
     seal: str = ""
-    again: int = 0
+    again: int = field(default=0, metadata=RARE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -2389,8 +2393,8 @@ class Began:
     why: str = ""
     seeks_donor: bool = False
     gives: bool = False
-    steps_alone: int = 0
-    tokens_alone: int = 0
+    steps_alone: int = field(default=0, metadata=RARE)
+    tokens_alone: int = field(default=0, metadata=RARE)
 
 
 @dataclass(frozen=True, slots=True)

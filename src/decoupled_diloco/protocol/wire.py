@@ -35,8 +35,12 @@ def encode(value: object) -> Json:
     >>> encode(Progress(3, 96))
     {'type': 'Progress', 'clock': 3, 'tokens': 96}
     """
-    fields = {name: _plain(getattr(value, name)) for name in _names(cast("Any", type(value)))}
-    return {"type": type(value).__name__, **fields}
+    kind = cast("Any", type(value))
+    fields = {name: _plain(getattr(value, name)) for name in _names(kind)}
+    for name, default in _rare(kind):
+        if getattr(value, name) == default:
+            del fields[name]
+    return {"type": kind.__name__, **fields}
 
 
 def numbered(message: object, checkpoint: int) -> Json:
@@ -67,6 +71,12 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return [_plain(item) for item in value]
     return encode(value)
+
+
+@cache
+def _rare(cls: type[Any]) -> tuple[tuple[str, Any], ...]:
+    """Return the fields that are left out if they have their defaults (`messages.RARE`)."""
+    return tuple((f.name, f.default) for f in dataclasses.fields(cls) if f.metadata.get("rare"))
 
 
 @cache

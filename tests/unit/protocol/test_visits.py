@@ -39,6 +39,7 @@ from decoupled_diloco.protocol.messages import (
     Welcome,
     shard_peer,
 )
+from decoupled_diloco.protocol.wire import decode, encode
 
 OPTIONS: dict[str, Any] = {
     "fragments": 1,
@@ -356,3 +357,10 @@ def test_a_device_that_has_lost_its_place_ends_its_visit(learner_bench: Any) -> 
     assert not bench.machine.state.visit_over
     bench.handle(Received(COORDINATOR, PlaceLost(3)))
     assert bench.machine.state.visit_over
+
+
+def test_what_only_devices_report_costs_other_messages_nothing() -> None:
+    """Tapes and messages of other learners are as they were before there were devices."""
+    assert encode(Holding(0, V0)).keys() == {"type", "fragment", "version", "digest", "seal"}
+    again = Holding(0, V0, again=2)
+    assert decode(encode(again), (Holding,)) == again
