@@ -64,8 +64,8 @@ logger = logging.getLogger(__name__)
 VISITING = "visiting"
 """Name of the file that exists during a visit."""
 
-PATIENCE = Timeouts(join=None, flush=600.0)
-"""A device waits for its place forever, and ten minutes until its contribution is sent."""
+PATIENCE = Timeouts(join=3600.0, flush=600.0)
+"""A device waits an hour for the syncer and its place, and ten minutes for its contribution."""
 
 
 class Device:
@@ -84,8 +84,8 @@ class Device:
         auth_token: See `Learner`.
         tls: See `Learner`.
         optimizer: See `Learner`. Its state stays on the device.
-        timeouts: Default: wait for a place forever, and at most 600 seconds until the contribution
-            is sent.
+        timeouts: Default: wait an hour for the syncer and for a place (``join``), and ten minutes
+            until the contribution is sent (``flush``).
         observability: See `Learner`.
 
     Raises:

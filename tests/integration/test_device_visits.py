@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -256,3 +257,19 @@ def test_the_proximal_term_is_the_distance_to_the_published_copies(make: Make) -
         phone.optimizer.zero_grad()
         with pytest.raises(dd.ConfigError, match=r"ProximalTerm\(mu=0\) is out of range"):
             dd.ProximalTerm(learner, mu=0)
+
+
+def test_a_device_that_gets_no_place_in_time_raises_an_error(make: Make) -> None:
+    system = run(make, cohort=1)
+    first, second = Phone(system, "first"), Phone(system, "second", seed=1)
+    second.device._options = dataclasses.replace(
+        second.device._options, timeouts=dd.Timeouts(join=1.0, flush=20.0)
+    )
+    with first.device.visit() as learner:
+        with (
+            pytest.raises(dd.TransportError, match=r"second got no place to train within Timeouts"),
+            second.device.visit(),
+        ):
+            pass
+        learner.step(first.step(), tokens=TOKENS)
+    second.visit(steps=2)

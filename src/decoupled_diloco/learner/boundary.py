@@ -11,7 +11,6 @@ from __future__ import annotations
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
-from decoupled_diloco.errors import TransportError
 from decoupled_diloco.learner.checkpointer import Checkpointer, Counted, Written, held_fragment
 from decoupled_diloco.learner.learner_checkpoint import LearnerCheckpoint
 from decoupled_diloco.learner.learner_model import TrainedModel
@@ -232,18 +231,15 @@ class Boundary:
         """
         membership, began = self.membership, now()
         state = membership.state
+        if state.place is None:
+            return
         with membership.background.changed:
             while not (is_placed(state) or state.ending or self.stop_requested):
                 membership.raise_failure()
                 if has_boundary_work(state):
                     self.pause()
-                waited = now() - began
-                if limit is not None and waited > limit:
-                    raise TransportError(
-                        f"{membership.name} got no place to train within "
-                        f"Timeouts(join={limit:g}) s, because other devices hold all of them: its "
-                        "training is sent; visit again later, or raise the timeout (None: forever)"
-                    )
+                if limit is not None and now() - began > limit:
+                    membership.check_place(limit)
                 # Every message notifies the wait; its length is for the limit and for stop signals.
                 await waits.wait(PLACE_SECONDS if limit is None else min(PLACE_SECONDS, limit))
         self.pause()

@@ -136,6 +136,7 @@ class Membership:
                     )
                 if limit is not None and now() - began > limit:
                     self._refuse_to_wait_for(background.links.missing, limit)
+                    self.check_place(limit)
                 await (waits or self).wait(min(1.0, limit or 1.0))
 
     @staticmethod
@@ -146,6 +147,16 @@ class Membership:
                 f"{', '.join(addresses)}: no answer within Timeouts(join={join_timeout:g}) s, "
                 "though the coordinator lists these shards: start the syncer with --addresses that "
                 "can be reached from here, or raise the timeout (None: forever)"
+            )
+
+    def check_place(self, join_timeout: float) -> None:
+        """Raise an error if a device still waits for its place to train."""
+        shared = self.background.shared
+        if shared is not None and shared.machine.state.place == 0:
+            raise TransportError(
+                f"{self.name} got no place to train within Timeouts(join={join_timeout:g}) s, "
+                "because other devices hold all of them: what it has trained alone is sent; visit "
+                "again later, or raise the timeout (None: forever)"
             )
 
     async def wait(self, seconds: float) -> None:
