@@ -1,11 +1,13 @@
-"""A thousand phone-like devices with different data, 5 % online at a time, in virtual time.
+"""Phone-like devices with different data, 5 % online at a time, in virtual time.
 
 Each device draws its own mixture of the ten digits (Dirichlet 0.3) and has 20 images of
 scikit-learn's digits. Its link has 1 to 50 Mbit/s. It visits the run for 10 steps, then it is away.
 For comparison, all devices are online all the time, and the same cohort is drawn among them, for
 the same number of images.
 
-    python benchmarks/phones.py --seeds 1 2 3 4 5
+    python benchmarks/phones.py --devices 300 --cohort 18 --buffer 6 --visits 4
+
+The defaults are 1,000 devices, whose comparison takes hours.
 """
 
 from __future__ import annotations
