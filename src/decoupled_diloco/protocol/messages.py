@@ -647,7 +647,7 @@ class Pull:
     path: str
     final: bool
     coming: tuple[int, ...] = ()
-    packed: bool = True
+    packed: bool = field(default=True, metadata=RARE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -837,7 +837,7 @@ class Admitted:
     run: str = ""
     index: int = 0
     count: int = 1
-    relayed: bool = False
+    relayed: bool = field(default=False, metadata=RARE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -1281,7 +1281,7 @@ class Expect:
     ask: Asking
     why: str
     codec: str
-    relay: str = ""
+    relay: str = field(default="", metadata=RARE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -1301,7 +1301,7 @@ class Unexpect:
 
     path: str
     why: str
-    relay: str = ""
+    relay: str = field(default="", metadata=RARE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -1321,7 +1321,7 @@ class Fold:
     why: str
     scale: float = 1.0
     discount: float = 1.0
-    relay: str = ""
+    relay: str = field(default="", metadata=RARE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -1332,7 +1332,7 @@ class Drop:
     learner: str
     ask: Asking
     why: str
-    relay: str = ""
+    relay: str = field(default="", metadata=RARE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -1596,7 +1596,7 @@ class SendBody:
     codec: str
     path: str
     why: str
-    packed: bool = True
+    packed: bool = field(default=True, metadata=RARE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -2107,7 +2107,7 @@ class Connected:
     peer: str
     greeting: Hello | Joining | ShardHello | RelayHello | None = None
     connection: int = 0
-    relay: str = ""
+    relay: str = field(default="", metadata=RARE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -2216,7 +2216,7 @@ class BodyArrived:
     nbytes: int
     norm: float = 0.0
     alike: tuple[str, ...] = ()
-    relay: str = ""
+    relay: str = field(default="", metadata=RARE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,16 +98,6 @@ class Record:
         return value
 
 
-def effect_of(typed: Mapping[str, Any]) -> Effect:
-    """Return an effect from its type and fields.
-
-    Raises:
-        ProtocolError: They do not match a dataclass.
-    """
-    effect: Effect = wire.decode(dict(typed), _CLASSES["effect"])
-    return effect
-
-
 class Parser:
     """Parses the lines of one file into records; tracks clocks and incarnations of its process."""
 

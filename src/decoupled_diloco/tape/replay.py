@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from decoupled_diloco.config.method import options_of, read_settings
-from decoupled_diloco.errors import ConfigError, ProtocolError, StorageError
+from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.protocol import wire
 from decoupled_diloco.protocol.coordinator_machine import CoordinatorMachine
 from decoupled_diloco.protocol.coordinator_state import CoordinatorState
@@ -25,7 +25,7 @@ from decoupled_diloco.protocol.lease_machine import ShardLeaseMachine
 from decoupled_diloco.protocol.relay_machine import RelayMachine
 from decoupled_diloco.protocol.syncer_machine import SyncerMachine
 from decoupled_diloco.tape.reader import TapeReader
-from decoupled_diloco.tape.records import Record, effect_of, plain_numbers
+from decoupled_diloco.tape.records import Record, plain_numbers
 from decoupled_diloco.tape.writer import Machine as AnyMachine
 
 Machine = SyncerMachine | LearnerMachine | CoordinatorMachine | ShardLeaseMachine | RelayMachine
@@ -181,20 +181,9 @@ def replay(
         differences += [
             ReplayDifference(first.life, first.seq, first.type, a, b)
             for a, b in zip_longest(taped, replayed)
-            if a != b and _completed(a) != b
+            if a != b
         ]
     return differences
-
-
-def _completed(taped: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return a taped effect with the default of each field that its version did not have yet."""
-    if taped is None:
-        return None
-    try:
-        completed: dict[str, Any] = plain_numbers(wire.encode(effect_of(taped)))
-    except ProtocolError:
-        return taped  # a changed or unknown effect
-    return completed
 
 
 def _handled(machine: AnyMachine[Any, Any], record: Record) -> list[Any]:
