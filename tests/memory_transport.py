@@ -250,7 +250,9 @@ class MemoryClient(BodyClient):
         super().__init__(token=token, limits=limits, rng=rng)
         self._network = network
 
-    async def connect(self, address: str, role: str, principal: str) -> MemoryChannel:
+    async def connect(
+        self, address: str, role: str, principal: str, *, lost_seconds: float | None = None
+    ) -> MemoryChannel:
         """See `Client.connect`."""
         self._dials(address, principal)
         await asyncio.sleep(0)

@@ -62,6 +62,7 @@ def config_of(folder: Path, **tables: Any) -> RunConfig:
         data=tables.get("data", {}),
         workload={"name": "paced", "options": {**SMALL, **tables.get("workload", {})}},
         faults=tables.get("faults", ()),
+        sites=tables.get("sites", ()),
     )
 
 

@@ -11,7 +11,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from decoupled_diloco.config.addresses import BETWEEN, require_store, url_of
 from decoupled_diloco.config.launch import LaunchSettings
@@ -39,6 +45,7 @@ _PRIVATE: dict[str, Any] = {
     "tls": True,
     "learner": True,
     "faults": True,
+    "sites": True,
     "launch": True,
 }
 """The settings that learners do not receive."""
@@ -469,6 +476,34 @@ class FaultSettings(Settings):
     """Whether the launcher restarts the learner. With false it stays dead."""
 
 
+class SiteSettings(Settings):
+    """Table `[[sites]]`: learners behind one relay."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    """Name of the site and of its relay, such as "site-a". The relay's auth token or certificate is
+    for this name."""
+
+    learners: tuple[int, ...] = Field(strict=False)
+    """Numbers of the learners at this site. The relay may represent no others, if each process has
+    its own token."""
+
+    upstream: str = ""
+    """Name of the site whose relay this one dials; default: it dials the shards."""
+
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port of the relay on this machine; 0: any free one. Only `ddiloco train` uses it."""
+
+    @field_validator("learners", mode="after")
+    @classmethod
+    def _check_learners(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if not value or len(set(value)) < len(value) or min(value) < 0:
+            raise ConfigError(
+                f"learners={list(value)} in [[sites]] must list at least one learner, each once: "
+                "for example learners = [0, 1]"
+            )
+        return value
+
+
 class RunConfig(Settings):
     """A whole run: the settings of one TOML file, with all defaults filled in."""
 
@@ -498,6 +533,9 @@ class RunConfig(Settings):
 
     faults: tuple[FaultSettings, ...] = Field(default=(), strict=False)
     """Learners to kill during the run."""
+
+    sites: tuple[SiteSettings, ...] = Field(default=(), strict=False)
+    """Sites, each with learners behind a relay."""
 
     launch: LaunchSettings = Field(default_factory=LaunchSettings)
     """Where `ddiloco launch` places the processes. Other commands ignore it."""
@@ -630,6 +668,7 @@ class RunConfig(Settings):
                 "is the last: lower the port"
             )
         self._check_addresses()
+        self._check_sites()
         self._check_ranks()
         self._check_gpus()
         self._check_faults()
@@ -642,6 +681,48 @@ class RunConfig(Settings):
                 f"address {plain[0]!r} in [syncer] is not encrypted, but [tls] has a cert: "
                 "write https://, or take cert out"
             )
+
+    def _check_sites(self) -> None:
+        known: dict[str, str] = {}
+        for site in self.sites:
+            if site.name in known.values():
+                raise ConfigError(
+                    f"name={site.name!r} occurs twice in [[sites]]: give each site its own name"
+                )
+            if site.upstream and site.upstream not in known.values():
+                raise ConfigError(
+                    f"upstream={site.upstream!r} of site {site.name!r} in [[sites]] names no site "
+                    "above it: list that site first, or leave upstream out to dial the shards"
+                )
+            for index in site.learners:
+                if index >= self.run.learners:
+                    raise ConfigError(
+                        f"learner {index} of site {site.name!r} in [[sites]] is out of range: with "
+                        f"learners={self.run.learners} in [run] it must be from 0 to "
+                        f"{self.run.learners - 1}"
+                    )
+                if f"{index}" in known:
+                    raise ConfigError(
+                        f"learner {index} is at site {known[f'{index}']!r} and at site "
+                        f"{site.name!r} in [[sites]]: list it once"
+                    )
+                if self.learner.ranks_of(index) > 1:
+                    raise ConfigError(
+                        f"learner {index} of site {site.name!r} in [[sites]] has "
+                        f"ranks={self.learner.ranks_of(index)} in [learner]: a relay serves "
+                        "learners of one rank, so leave it out of the site"
+                    )
+                known[f"{index}"] = site.name
+            known[f"site {site.name}"] = site.name
+        if self.sites and ":" in self.sync.merge.rule:
+            raise ConfigError(
+                f"rule={self.sync.merge.rule!r} in [sync.merge] cannot be combined with [[sites]], "
+                "because a relay sends sums and not single contributions: choose 'rda' or 'mean'"
+            )
+
+    def site_of(self, index: int) -> SiteSettings | None:
+        """The site of a learner; `None`: it dials the shards."""
+        return next((site for site in self.sites if index in site.learners), None)
 
     def _check_ranks(self) -> None:
         learner, learners = self.learner, self.run.learners

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from decoupled_diloco.config import RunConfig, dump_config
-from decoupled_diloco.config.addresses import everywhere, on_this_machine
+from decoupled_diloco.config.addresses import everywhere, on_this_machine, url_of
 from decoupled_diloco.config.method import plan_of
 from decoupled_diloco.config.resume import RUN_FILE
 from decoupled_diloco.config.run import advertised
@@ -27,6 +27,7 @@ from decoupled_diloco.launch.processes import (
     MIRROR_SECONDS,
     open_tape,
     process_of,
+    relay_process,
     reopen_claims,
 )
 from decoupled_diloco.launch.run_folder import TOKEN, RunFolder, read_token
@@ -225,6 +226,7 @@ class LocalRun:
         config = self.config
         names = [f"shard-{shard}" for shard in range(1, config.syncer.shards)]
         if self._with_learners:
+            names += [site.name for site in config.sites]
             names += [*config.learner_ids, *([EVALUATOR] if config.run.evaluator else [])]
         return names
 
@@ -269,14 +271,34 @@ class LocalRun:
             self.supervisor.start(MIRROR, ["mirror", str(self.path), "--stop-with-parent"])
         if not self._with_learners:
             return
+        relays = self._start_relays(run_file, local, common)
         for index, name in enumerate(config.learner_ids):
-            own = ",".join(self._dial(name, local))
+            site = config.site_of(index)
+            near = () if site is None else (relays[site.name],)
+            own = ",".join((*near, *self._dial(name, local)))
             arguments = ["learner", run_file, "--index", str(index), "--syncer", own]
             arguments += self._devices[index]
             self.supervisor.start(name, [*arguments, *common], held=name in self._absent)
         if config.run.evaluator:
             own = ",".join(self._dial(EVALUATOR, local))
             self.supervisor.start(EVALUATOR, ["evaluator", run_file, "--syncer", own, *common])
+
+    def _start_relays(
+        self, run_file: str, shards: tuple[str, ...], common: list[str]
+    ) -> dict[str, str]:
+        """Start the relay of each site, and return their addresses."""
+        config = self.config
+        ports = free_ports(config.syncer.host, [site.port for site in config.sites])
+        scheme = "https" if config.tls.serves else "http"
+        addresses: dict[str, str] = {}
+        for site, port in zip(config.sites, ports, strict=True):
+            name = relay_process(site.name)
+            near = (addresses[site.upstream],) if site.upstream else ()
+            upstream = ",".join((*near, *self._dial(name, shards)))
+            arguments = ["relay", run_file, "--name", site.name, "--port", str(port)]
+            self.supervisor.start(name, [*arguments, "--upstream", upstream, *common])
+            addresses[site.name] = on_this_machine(url_of(config.syncer.host, port, scheme))
+        return addresses
 
     def _evaluate_result(self, on_poll: Callable[[], None]) -> None:
         """Evaluate the result if the evaluator has not seen the end of the run."""
@@ -337,7 +359,8 @@ class LocalRun:
     def _patience_seconds(self) -> float:
         """Return the time that the remaining processes have after the end of the run."""
         children = self.supervisor.children
-        running = {name for name, child in children.items() if child.running} - {MIRROR}
+        relays = {relay_process(site.name) for site in self.config.sites}
+        running = {name for name, child in children.items() if child.running} - {MIRROR, *relays}
         if not running:
             return 0.0
         if self.config.learner.command and running & set(self.config.learner_ids):

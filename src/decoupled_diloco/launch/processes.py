@@ -34,6 +34,11 @@ def process_of(shard: int, *, standby: bool) -> str:
     return f"shard-{shard}-standby" if standby else f"shard-{shard}"
 
 
+def relay_process(site: str) -> str:
+    """Return the name of the process of a site's relay, and of its tape."""
+    return f"relay-{site}"
+
+
 def evaluator_name(config: RunConfig) -> str:
     """Return a unique name: a second evaluator with the same name would take over from the first.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.launch.processes import open_tape
+from decoupled_diloco.launch.processes import open_tape, relay_process
 from decoupled_diloco.launch.secrets import accepted_tokens, served_tls
 from decoupled_diloco.launch.shard_role import OpenTape, limits_here
 from decoupled_diloco.relay.relay_process import RelayProcess
@@ -30,7 +30,7 @@ def run_relay(
     token: str | None,
     tls: TLSConfig | None = None,
 ) -> None:
-    """Serve as a relay until a SIGTERM or SIGINT arrives.
+    """Serve as a relay until the run is over, or a SIGTERM or SIGINT arrives.
 
     Args:
         config: The run's settings.
@@ -68,8 +68,8 @@ def run_relay(
         client=lambda principal: HttpClient(token=token, principal=principal, tls=tls),
         open_tape=open_tape,
     )
-    asyncio.run(role.run())
-    raise KeyboardInterrupt
+    if not asyncio.run(role.run()):
+        raise KeyboardInterrupt
 
 
 @dataclass
@@ -96,21 +96,23 @@ class RelayRole:
     open_tape: OpenTape
     process: RelayProcess | None = field(default=None)
 
-    async def run(self) -> None:
-        """Serve until the process is asked to stop."""
+    async def run(self) -> bool:
+        """Serve until the run is over or a signal arrives, and return whether it is over."""
         header = {"machine": "relay", "relay": self.name, "settings": self.config.public()}
         process = self.process = RelayProcess(
             self.name,
             self.upstream,
             server=self.server,
             client=self.client,
-            tape=self.open_tape(self.folder, f"relay-{self.name}", header),
+            run=self.config.run.name,
+            tape=self.open_tape(self.folder, relay_process(self.name), header),
             cache_bytes=self.config.syncer.pool_mib * MIB,
         )
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, process.stop)
         await process.run()
+        return process.finished
 
     def health(self) -> dict[str, object]:
         """Return the answer at `/healthz`."""

@@ -20,7 +20,12 @@ def accepted_tokens(config: RunConfig, token: str | None) -> Tokens:
     path, certificates = config.syncer.principals_file, config.tls.client_ca_cert is not None
     if path is None:
         return Tokens(token, certificates=certificates)
-    return Tokens(principals=read_principals(path), certificates=certificates)
+    relays = {site.name: [f"learner-{n}" for n in site.learners] for site in config.sites}
+    # A relay before another one also represents the learners behind that one.
+    for site in reversed(config.sites):
+        if site.upstream:
+            relays[site.upstream] += [*relays[site.name], site.name]
+    return Tokens(principals=read_principals(path), certificates=certificates, relays=relays)
 
 
 def needs_token(config: RunConfig) -> bool:

@@ -15,7 +15,7 @@ from concurrent.futures import Executor
 from functools import partial
 from typing import Any, TypeVar
 
-from decoupled_diloco.config.addresses import BETWEEN, reached_by, relays_among
+from decoupled_diloco.config.addresses import reached_by, relays_among
 from decoupled_diloco.config.method import (
     options_of,
     plan_of,
@@ -438,10 +438,10 @@ class Background:
             driver.set_handlers(
                 Orders(messages.LearnerEffect, self, tensors, self.bodies, self._transfers)
             )
-            shards = [reached_by(each, dialled) for each in admitted.shards]
-            # A relay has one address for all shards; each shard's own address comes last.
-            near = relays_among(self._addresses, shards) if admitted.relayed else ()
-            self.links.addresses = [BETWEEN.join((*near, each)) for each in shards]
+            self.links.addresses = [reached_by(each, dialled) for each in admitted.shards]
+            self.links.near = relays_among(self._addresses, self.links.addresses)
+            if admitted.relayed:
+                self.links.relays.update(self.links.near)
             self.shared = Shared(machine, tensors, config, driver)
             self.run_id = admitted.run
             self.index, self.count = admitted.index, admitted.count

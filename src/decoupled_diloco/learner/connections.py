@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast, get_args
 
@@ -178,6 +179,7 @@ class CoordinatorSession:
         self._trouble = TroubleLog()
         self._rng = runtime().rng()
         self._joined = asyncio.Event()
+        self._relays = set[str]()
 
     def send(self, message: messages.Message) -> None:
         """Send a message, if the coordinator is connected."""
@@ -326,7 +328,10 @@ class CoordinatorSession:
         raise failure
 
     async def _join_once(self, client: Client, address: str) -> Channel:
-        channel = await client.connect(address, self._identity.role, self._identity.name)
+        lost = RELAY_LOST_SECONDS if address in self._relays else None
+        channel = await client.connect(
+            address, self._identity.role, self._identity.name, lost_seconds=lost
+        )
         try:
             return await self._send_join(client, channel, address)
         except BaseException:
@@ -346,6 +351,8 @@ class CoordinatorSession:
             if answer.retry:
                 raise _TryAgainError(answer.reason)
             raise ConfigError(answer.reason)
+        if answer.relayed:
+            self._relays.add(address)
         self._remember(reached_by(answer.shards[0], address) if answer.shards else "")
         self._run = answer.run
         self._here.admitted(answer, address)
@@ -373,6 +380,12 @@ class _TryAgainError(Exception):
 
 _TO_LEARNER = get_args(messages.ToLearner)
 
+RELAY_LOST_SECONDS = 3.0
+"""Silence after which a relay is left for the next address: it is near, so three pings suffice."""
+
+NEARER_SECONDS = 10.0
+"""Longest time between two looks for a nearer relay."""
+
 
 class ShardLinks:
     """Keeps a connection to each shard; see the module.
@@ -385,11 +398,15 @@ class ShardLinks:
         addresses: The last working address of each shard, or the one to try; empty before the join.
         channels: Shard to open connection.
         refusals: Shard to the reason, as text, why it rejects this process.
+        near: Given addresses that may be those of relays, the nearest first.
+        relays: Those of them that are known to be relays. Each has one address for all shards.
         alone_since: When a connection was last lost.
     """
 
     def __init__(self, identity: ProcessIdentity, context: Context) -> None:
         self.addresses: list[str] = []
+        self.near: tuple[str, ...] = ()
+        self.relays: set[str] = set()
         self.channels: dict[int, Channel] = {}
         self.refusals: dict[int, str] = {}
         self.alone_since = now()
@@ -429,8 +446,10 @@ class ShardLinks:
             await here.confirmed(shard)
             pause = backoff.next()
             try:
-                channel = await self._dial(shard, addresses)
-                await self._converse(shard, channel, backoff, trouble)
+                relays = (each for each in self.near if each in self.relays)
+                channel = await self._dial(shard, (*relays, *addresses))
+                async with self._looking_nearer(shard, channel):
+                    await self._converse(shard, channel, backoff, trouble)
             except (AccessError, ProtocolError) as error:
                 if not here.ready:
                     raise
@@ -452,7 +471,10 @@ class ShardLinks:
         client, failure = self._here.client, cast("TransportError | None", None)
         for address in sorted(addresses, key=lambda each: each == self.addresses[shard]):
             try:
-                channel = await client.connect(address, self._identity.role, self._identity.name)
+                lost = RELAY_LOST_SECONDS if address in self.relays else None
+                channel = await client.connect(
+                    address, self._identity.role, self._identity.name, lost_seconds=lost
+                )
             except AccessError:
                 raise
             except TransportError as error:
@@ -462,6 +484,49 @@ class ShardLinks:
                 return channel
         assert failure is not None, "a shard has an address"
         raise failure
+
+    @asynccontextmanager
+    async def _looking_nearer(self, shard: int, channel: Channel) -> AsyncIterator[None]:
+        """Look for a nearer relay within a ``with`` block, if the present address is not one."""
+        present = self.addresses[shard]
+        if not self.near or present == self.near[0]:
+            yield
+            return
+        look = asyncio.ensure_future(self._look_nearer(shard, channel, present))
+        try:
+            yield
+        finally:
+            look.cancel()
+
+    async def _look_nearer(self, shard: int, channel: Channel, present: str) -> None:
+        """Close a channel as soon as a nearer relay can carry it: the next one leads there."""
+        while True:
+            await asyncio.sleep(self._rng.uniform(NEARER_SECONDS / 2, NEARER_SECONDS))
+            nearer = self.near[: self.near.index(present)] if present in self.near else self.near
+            for address in nearer:
+                if await self._carries(shard, address):
+                    self.relays.add(address)
+                    await channel.close(f"the relay at {address} is nearer")
+                    return
+
+    async def _carries(self, shard: int, address: str) -> bool:
+        """Return whether a relay at an address is connected to a shard."""
+        client, me = self._here.client, self._identity
+        try:
+            channel = await client.connect(address, me.role, me.name)
+        except (AccessError, TransportError):
+            return False
+        try:
+            async with asyncio.timeout(RELAY_LOST_SECONDS):
+                channel.send(encode(messages.RelayProbe(shard)))
+                answer: Any = decode(await channel.receive(), (messages.RelayProbed,))
+            if not answer.is_relay:
+                self.near = tuple(each for each in self.near if each != address)
+            return bool(answer.is_connected)
+        except (TimeoutError, TransportError, ProtocolError):
+            return False
+        finally:
+            await channel.close("it was a probe")
 
     async def _converse(
         self, shard: int, channel: Channel, backoff: Backoff, trouble: TroubleLog

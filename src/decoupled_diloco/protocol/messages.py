@@ -148,7 +148,7 @@ def name_problem(name: str) -> str:
             f"{name!r} is not a valid learner name: use 1 to 64 letters, digits, dots, dashes or "
             "underscores, starting with a letter or digit"
         )
-    if name == COORDINATOR or is_shard_peer(name):
+    if name == COORDINATOR or is_shard_peer(name) or name.startswith("relay-"):
         return f"{name!r} is reserved for a syncer process: choose another learner name"
     return ""
 
@@ -947,12 +947,14 @@ class FinishOrdered:
 class RelayHello:
     """Relay → shard: the first message of a connection that carries those of its children.
 
-    ``nonce`` identifies the process. ``shard`` as in `Hello`.
+    ``nonce`` identifies the process. ``shard`` as in `Hello`. ``behind`` lists the relays that are
+    connected behind it.
     """
 
     relay: str
     nonce: str
     shard: int = 0
+    behind: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -976,6 +978,21 @@ class RelayWelcome:
 
     settings: str
     layout: str
+
+
+@dataclass(frozen=True, slots=True)
+class RelayProbe:
+    """Learner → an address that may be a relay's: ask whether it is connected to a shard."""
+
+    shard: int
+
+
+@dataclass(frozen=True, slots=True)
+class RelayProbed:
+    """The answer to `RelayProbe`; a shard answers ``is_relay=False``."""
+
+    is_relay: bool
+    is_connected: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -2303,6 +2320,7 @@ FromRelay = BodyArrived | BodyCorrupt | SumArrived | SumCorrupt | Sum
 ToRelay = (
     RelayAccepted
     | RelayWelcome
+    | Refusal
     | Expect
     | Unexpect
     | Fold

@@ -15,7 +15,14 @@ from torch import Tensor
 
 from decoupled_diloco.config.addresses import alternatives, reached_by
 from decoupled_diloco.config.method import plan_of, read_public
-from decoupled_diloco.errors import AccessError, DilocoError, ProtocolError, TransportError
+from decoupled_diloco.errors import (
+    AccessError,
+    ConfigError,
+    DilocoError,
+    ProtocolError,
+    TransportError,
+)
+from decoupled_diloco.learner.connections import TroubleLog
 from decoupled_diloco.merge import Layout
 from decoupled_diloco.protocol import messages
 from decoupled_diloco.protocol.messages import shard_of, shard_peer
@@ -26,6 +33,7 @@ from decoupled_diloco.relay.sum_worker import RelayTensors, SumWorker
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.shell.driver import Driver, Orders, executes
 from decoupled_diloco.syncer.data_plane import Uploads
+from decoupled_diloco.syncer.relay_connections import refuse_relay
 from decoupled_diloco.syncer.shard_connections import first_message
 from decoupled_diloco.syncer.sum_uploads import Sums, sum_path
 from decoupled_diloco.tape import TapeWriter
@@ -80,10 +88,12 @@ class RelayProcess:
         upstream: Addresses of shards or of other relays, in the order in which they are tried.
         server: Creates the transport's server from the function that serves a channel.
         client: Creates a client that acts as this principal.
+        run: The name of the run that this relay is for.
         tape: The relay's tape.
         cache_bytes: The limit for published copies that are kept for the children.
 
     Attributes:
+        finished: Whether the run is over, as opposed to a stop of this process.
         machine: The state machine, which decides.
         driver: The driver, which runs the machine.
     """
@@ -95,10 +105,14 @@ class RelayProcess:
         *,
         server: ServerFactory,
         client: Callable[[str], Client],
+        run: str,
         tape: TapeWriter | None,
         cache_bytes: int,
     ) -> None:
         self.name = name
+        self.finished = False
+        self._run = run
+        self._ended: set[int] = set()
         self.machine = RelayMachine()
         self.driver: Driver[messages.RelayEvent, messages.RelayEffect] = Driver(
             self.machine, tape=tape, on_failure=self.fail
@@ -198,23 +212,39 @@ class RelayProcess:
 
     async def _stay(self, shard: int, addresses: tuple[str, ...]) -> None:
         """Keep the connection to a shard."""
-        backoff = Backoff(brisk_seconds=BRISK_SECONDS)
+        backoff, trouble = Backoff(brisk_seconds=BRISK_SECONDS), TroubleLog()
         while True:
             for address in addresses:
                 try:
                     channel = await self._client.connect(address, "relay", self.name)
-                    await self._converse(shard, address, channel, backoff)
-                except AccessError as error:
+                    await self._converse(shard, address, channel, backoff, trouble)
+                except (AccessError, ConfigError) as error:
                     self.fail(error)
+                    return
                 except (TransportError, ProtocolError) as error:
-                    logger.warning("relay %s: shard %d: %s: retrying", self.name, shard, error)
+                    if shard in self._ended:
+                        self._end_if_over()
+                        return
+                    sentence = f"relay {self.name}: shard {shard} is unreachable ({error})"
+                    trouble.warn("unreachable", f"{sentence}: retrying")
             await asyncio.sleep(backoff.next())
 
-    async def _converse(self, shard: int, address: str, channel: Channel, backoff: Backoff) -> None:
-        channel.send(encode(messages.RelayHello(self.name, self._nonce, shard)))
+    def _end_if_over(self) -> None:
+        """End this process once every shard has finished and left."""
+        if self._ended >= self._followed and not self._links:
+            self.finished = True
+            self.stop()
+
+    async def _converse(
+        self, shard: int, address: str, channel: Channel, backoff: Backoff, trouble: TroubleLog
+    ) -> None:
+        behind = tuple(sorted({each.relay for each in self._behind}))
+        channel.send(encode(messages.RelayHello(self.name, self._nonce, shard, behind)))
 
         def own(message: dict[str, Any]) -> None:
             received = cast("messages.ToRelay", decode(message, _TO_RELAY))
+            if isinstance(received, messages.Refusal):
+                raise AccessError(f"{address} rejects this relay: {received.reason}")
             if isinstance(received, messages.RelayAccepted):
                 if received.shard != shard and not received.relayed:
                     raise ProtocolError(f"{address} is shard {received.shard}, not {shard}")
@@ -222,11 +252,12 @@ class RelayProcess:
                 self._links[shard] = link
                 self._changed.set()
                 backoff.reset()
+                trouble.over(f"relay {self.name}: shard {shard} is back")
                 self._found(address, received)
             else:
                 self._received(shard, link, received)
 
-        link = ShardLink(address, RelayEnd(channel, own, self._passes))
+        link = ShardLink(address, RelayEnd(channel, own, partial(self._passes, shard)))
         try:
             await link.end.serve()
         except ProtocolError as error:
@@ -257,6 +288,11 @@ class RelayProcess:
         if self._worker is not None:
             return
         config = read_public(welcome.settings)
+        if config.run.name != self._run:
+            raise ConfigError(
+                f"this relay's file is of run {self._run!r}, but its upstream serves run "
+                f"{config.run.name!r}: use that run's file, or correct --upstream"
+            )
         plan, self._shards = plan_of(Layout.from_text(welcome.layout), config), config.syncer.shards
         tensors = RelayTensors(plan)
         self.copies.plan = plan
@@ -307,24 +343,47 @@ class RelayProcess:
     async def _serve(self, channel: Channel) -> None:
         """Carry a child's connection to the shard that it is for."""
         first = await first_message(channel)
-        named = first.get("shard")
-        shard = named if isinstance(named, int) else 0
+        if first.get("type") == "RelayProbe":
+            probe = decode(first, (messages.RelayProbe,))
+            channel.send(encode(messages.RelayProbed(True, probe.shard in self._links)))
+            await channel.close("the probe is answered")
+            return
+        if first.get("type") == "RelayHello":
+            await self._serve_relay(channel, first, decode(first, (messages.RelayHello,)))
+            return
+        shard = first.get("shard")
+        link = await self._link_of(channel, shard if isinstance(shard, int) else 0)
+        if link is not None:
+            with contextlib.suppress(TransportError):
+                await link.end.carry(channel, first, self._child_sends(channel), _ignore)
+
+    async def _serve_relay(
+        self, channel: Channel, first: dict[str, Any], hello: messages.RelayHello
+    ) -> None:
+        """Carry the connection of a relay behind this one, unless this one is behind it."""
+        if self.name in (hello.relay, *hello.behind):
+            reason = f"its upstream {self.name} is itself behind {hello.relay}: correct --upstream"
+            refuse_relay(channel, reason)
+            await channel.close(reason)
+            return
+        behind = RelayBehind(channel.peer.principal, hello.shard)
+        self._behind.add(behind)  # before it waits: this relay's own greetings name it
+        try:
+            link = await self._link_of(channel, hello.shard)
+            if link is None:
+                return
+            sends = partial(self._relay_sends, behind.relay)
+            with contextlib.suppress(TransportError):
+                await link.end.carry(channel, first, sends, partial(self._relay_gets, behind))
+        finally:
+            self._relay_left(behind)
+
+    async def _link_of(self, channel: Channel, shard: int) -> ShardLink | None:
+        """Return the connection to a shard, or close the child's connection with the reason."""
         link = await self._link_to(shard)
         if link is None:
             await channel.close(f"relay {self.name} is not connected to shard {shard}")
-            return
-        with contextlib.suppress(TransportError):
-            if first.get("type") == "RelayHello":
-                name = channel.peer.principal
-                behind = RelayBehind(name, shard)
-                self._behind.add(behind)
-                try:
-                    gets = partial(self._relay_gets, behind)
-                    await link.end.carry(channel, first, partial(self._relay_sends, name), gets)
-                finally:
-                    self._relay_left(behind)
-            else:
-                await link.end.carry(channel, first, self._child_sends(channel), _ignore)
+        return link
 
     async def _link_to(self, shard: int) -> ShardLink | None:
         try:
@@ -373,12 +432,14 @@ class RelayProcess:
         if self._sums is not None:
             self._sums.end(behind.connection)
 
-    def _passes(self, message: dict[str, Any]) -> None:
+    def _passes(self, shard: int, message: dict[str, Any]) -> None:
         """Note, and mark, what the shards send to children."""
         if message.get("type") == "Published":
             self.copies.announced(message)
         elif message.get("type") == "Admitted":
             message["relayed"] = True
+        elif message.get("type") == "Finished":
+            self._ended.add(shard)
 
     # Orders
 

@@ -116,6 +116,7 @@ class RunFacts:
         self.remarks_made = 0
         self.warnings: dict[str, str] = {}  # warnings that need action, by subject
         self.checkpoint: tuple[float, KeepCheckpoint] | None = None
+        self.sites: dict[str, SiteLog] = {}
         self.store: tuple[float, samples.StoreMirrored] | None = None  # the newest report
         self.store_state_at: float | None = None  # when its newest state was first reported
         self.headers: dict[str, dict[str, Any]] = {}
@@ -782,7 +783,25 @@ def is_shard(process: str) -> bool:
 
 def is_learner(process: str) -> bool:
     """Whether a process is a learner, by its name."""
-    return process.partition(".")[0] not in _OTHERS and not process.startswith("shard-")
+    is_other = process.startswith(("shard-", "relay-"))
+    return process.partition(".")[0] not in _OTHERS and not is_other
+
+
+@dataclass
+class SiteLog:
+    """What a site's relay has sent to the shards.
+
+    Attributes:
+        sums: The number of its sums.
+        contributions: The number of contributions in them.
+        sent: Bytes of the sums.
+        held: Bytes of the contributions, as they arrived at the relay.
+    """
+
+    sums: int = 0
+    contributions: int = 0
+    sent: int = 0
+    held: int = 0
 
 
 class Acting:

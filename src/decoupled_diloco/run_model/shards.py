@@ -18,6 +18,7 @@ from decoupled_diloco.run_model.facts import (
     RoundLog,
     RunFacts,
     ShardLog,
+    SiteLog,
     Stay,
     TickLog,
 )
@@ -131,14 +132,23 @@ class ShardFold:
                     learners[learner].left = reason
             case messages.BodyArrived(learner=learner, nbytes=nbytes):
                 self._run.learner(learner).bytes_up += nbytes
+                if value.relay:
+                    self._site(value.relay).held += nbytes
                 self._seen(learner)
                 for round, asks in self._ended:
                     if value.ask in asks:
                         round.late_bodies[learner] = at
+            case messages.SumArrived(relay=relay, asks=asks, nbytes=nbytes, at=""):
+                site = self._site(relay)
+                site.sums, site.contributions = site.sums + 1, site.contributions + len(asks)
+                site.sent += nbytes
             case messages.ClockAdvanced():
                 self._ticked(value)
             case _:
                 self._round_record(value)
+
+    def _site(self, relay: str) -> SiteLog:
+        return self._run.sites.setdefault(relay, SiteLog())
 
     def _member(self, name: str) -> Stay:
         """Return a learner's membership; a new one if it started before the part that was read."""

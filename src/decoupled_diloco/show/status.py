@@ -126,6 +126,21 @@ class CheckpointStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class SiteStatus:
+    """What a site's relay has sent: its sums, the contributions in them, and the saved bytes.
+
+    ``saved_bytes`` is the size of the contributions that arrived at the relay, less that of the
+    sums.
+    """
+
+    name: str
+    sums: int
+    contributions: int
+    sent_bytes: int
+    saved_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class StoreStatus:
     """The mirror of the run in an object store.
 
@@ -178,6 +193,7 @@ class RunStatus:
     shards: tuple[ShardStatus, ...]
     checkpoint: CheckpointStatus | None  # the last complete one
     store: StoreStatus | None  # None: the run has no store
+    sites: tuple[SiteStatus, ...]  # the relays that have sent a sum
     remarks: tuple[tuple[float, str], ...]  # the last ones, with seconds since the start
     problems: tuple[str, ...]
 
@@ -256,6 +272,10 @@ def status_of(
         shards=tuple(_shard(run, shard, as_of) for shard in run.shards.values()),
         checkpoint=_checkpoint(run, as_of),
         store=_store(run, as_of),
+        sites=tuple(
+            SiteStatus(name, site.sums, site.contributions, site.sent, site.held - site.sent)
+            for name, site in sorted(run.sites.items())
+        ),
         remarks=tuple((r.at, r.text) for r in run.remarks if r.kind not in ROUTINE)[-20:],
         problems=(
             *problems,

@@ -254,6 +254,9 @@ def totals(run: RunModel) -> list[Total]:
         control = moved.control_sent + moved.control_received
         rows.append(_total("learners sent", moved.data_sent, format_bytes, received))
         rows.append(_total("control messages", control, format_bytes, "sent and received"))
+    for name, site in sorted(run.sites.items()):
+        of = f"for {site.contributions} contributions in {site.sums} sums"
+        rows.append(_total(f"{name} sent", site.sent, format_bytes, of))
     return rows
 
 

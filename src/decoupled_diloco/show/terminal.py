@@ -193,6 +193,11 @@ def _totals(status: RunStatus, width: int) -> list[RenderableType]:
         parts.append(f"checkpoint {status.checkpoint.number} of {ago} ago ({size}{without})")
     if status.store is not None:
         parts.append(_store(status.store))
+    for site in status.sites:
+        sent, saved = format_bytes(site.sent_bytes), format_bytes(site.saved_bytes)
+        parts.append(
+            f"{site.name} sent {sent} for {site.contributions} contributions ({saved} saved)"
+        )
     lines = [parts[0]]
     for part in parts[1:]:
         if len(lines[-1]) + len(part) + 2 > width:

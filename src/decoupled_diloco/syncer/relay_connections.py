@@ -83,16 +83,16 @@ class RelayConnections:
         older = self.sessions.get(name)
         if older is not None:
             if older.hello.nonce != hello.nonce and not _is_silent(older.channel):
-                raise ProtocolError(
-                    f"name={name!r} is in use by a live relay: start this one with another --name"
-                )
+                reason = f"name={name!r} is in use by a live relay: choose another --name"
+                refuse_relay(channel, reason)
+                raise ProtocolError(reason)
             await older.channel.close("replaced by a newer connection with the same name")
             self._end(older)
         end = ServerEnd(
             channel,
             name,
             self._on_channel,
-            lambda principal: _may_carry(channel, principal),
+            channel.peer.represents,
             self._limits,
             lambda message: self._received(name, cast("Any", decode(message, _FROM_RELAY))),
         )
@@ -123,5 +123,6 @@ def _is_silent(channel: Channel) -> bool:
     return channel.closed or now() - channel.last_received > TAKEN_SECONDS
 
 
-def _may_carry(channel: Channel, principal: str) -> str:
-    return ""
+def refuse_relay(channel: Channel, reason: str) -> None:
+    """Send a relay the final reason for which its connection will be closed."""
+    channel.send({"frames": [["own", encode(messages.Refusal(reason, True))]]})

@@ -290,10 +290,14 @@ class Shard:
                 messages.Join,
                 messages.ShardHello,
                 messages.RelayHello,
+                messages.RelayProbe,
             )
             data = await first_message(channel)
             checkpoint, first = number_of(data), cast("Any", decode(data, kinds))
             match first:
+                case messages.RelayProbe():
+                    channel.send(encode(messages.RelayProbed(False, False)))
+                    await channel.close("this is a shard")
                 case messages.RelayHello():
                     self._require_principal(channel, first.relay)
                     await self._relays.serve(channel, first, self._accepted)

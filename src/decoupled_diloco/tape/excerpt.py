@@ -62,6 +62,7 @@ _DECIDED = (
     messages.Unexpect,
     messages.Began,
     messages.BodyArrived,
+    messages.SumArrived,
     messages.Connected,
     messages.Heard,
     messages.Lost,

@@ -11,6 +11,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -141,9 +142,11 @@ class HttpClient:
         """Send the token to the server at this address from now on."""
         self._trusted.add(_origin(address))
 
-    async def connect(self, address: str, role: str, principal: str) -> WebSocketChannel:
+    async def connect(
+        self, address: str, role: str, principal: str, *, lost_seconds: float | None = None
+    ) -> WebSocketChannel:
         try:
-            return await self._connect(address, role, principal)
+            return await self._connect(address, role, principal, lost_seconds)
         except AccessError:
             raise
         except TransportError as error:
@@ -152,7 +155,9 @@ class HttpClient:
                 raise RunEndedError(f"{ended} ({error})") from error
             raise
 
-    async def _connect(self, address: str, role: str, principal: str) -> WebSocketChannel:
+    async def _connect(
+        self, address: str, role: str, principal: str, lost_seconds: float | None
+    ) -> WebSocketChannel:
         address = await self._now(address)
         origin = _origin(address)
         self._base = origin
@@ -187,9 +192,10 @@ class HttpClient:
                 raise problem from error
             raise TransportError(f"cannot reach {address}: {in_words(error)}") from error
         self._check_certificate(socket, address)
-        channel = WebSocketChannel(
-            socket, Peer(principal, role, str(origin)), self._limits, self.stats
-        )
+        limits = self._limits
+        if lost_seconds is not None:
+            limits = replace(limits, lost_seconds=lost_seconds)
+        channel = WebSocketChannel(socket, Peer(principal, role, str(origin)), limits, self.stats)
         channels = self._channels.setdefault(origin, set())
         channels.add(channel)
         channel.on_closed = lambda: channels.discard(channel)

@@ -328,7 +328,14 @@ class HttpServer:
         address = _address(request)
         channel = WebSocketChannel(
             ws,
-            Peer(principal, role, address),
+            Peer(
+                principal,
+                role,
+                address,
+                lambda other: self._tokens.represents(
+                    principal, other, names_of(request.transport)
+                ),
+            ),
             self._limits,
             self.stats,
             partial(self._answer, principal),

@@ -33,6 +33,8 @@ class Peer:
     principal: str  # learner name, observer or shard name, as bound by the token
     role: str  # the role that the peer claims: `learner`, `observer`, `shard`
     address: str  # the server's `http://host:port`, or the client's `host:port`
+    # at a server: returns why this peer may not represent a principal, or an empty text
+    represents: Callable[[str], str] = field(default=lambda principal: "", compare=False)
 
 
 @dataclass
@@ -173,8 +175,13 @@ class Client(Protocol):
     def trust(self, address: str) -> None:
         """Send the token to the server at this address from now on."""
 
-    async def connect(self, address: str, role: str, principal: str) -> Channel:
+    async def connect(
+        self, address: str, role: str, principal: str, *, lost_seconds: float | None = None
+    ) -> Channel:
         """Open a control channel; one attempt.
+
+        Args:
+            lost_seconds: Silence after which the channel is lost; default: `Limits.lost_seconds`.
 
         Raises:
             AccessError: The server rejects the token, or the token belongs to another principal.

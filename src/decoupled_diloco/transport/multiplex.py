@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from decoupled_diloco.errors import ProtocolError, TransportError
+from decoupled_diloco.errors import DilocoError, ProtocolError, TransportError
 from decoupled_diloco.runtime import now
 from decoupled_diloco.transport.channel import NOTHING_MORE, Mailbox, decode, encode, handle
 from decoupled_diloco.transport.interface import Channel, Encoded, OnChannel, Peer
@@ -217,7 +217,8 @@ class ServerEnd:
     def _handle(self, frame: list[Any]) -> None:
         match frame:
             case ["open", int(number), str(principal), str(role)]:
-                self._open(number, Peer(principal, role, self._channel.peer.address))
+                peer = Peer(principal, role, self._channel.peer.address, self._may_carry)
+                self._open(number, peer)
             case ["message", [*numbers], dict(message)]:
                 text = json.dumps(message, separators=(",", ":"))
                 for number in numbers:
@@ -371,6 +372,8 @@ def _checked(frame: Any) -> Iterator[None]:
         if not isinstance(frame, list):
             raise ValueError
         yield
+    except DilocoError:  # of a handler; some are ValueErrors
+        raise
     except (ValueError, TypeError):
         raise ProtocolError(
             f"a frame of a relay's connection is malformed: {frame!r:.100}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from decoupled_diloco.errors import AccessError, ConfigError, ProtocolError, TransportError, a_kind
 
@@ -54,6 +54,7 @@ class Tokens:
         principals: One token for each principal.
         certificates: Whether a certificate that names the principal is required. With
             certificates a token is optional.
+        relays: With one token per principal: the principals that each relay may represent.
 
     Raises:
         ConfigError: Both kinds are set, a token is empty, or two principals share one token.
@@ -65,12 +66,14 @@ class Tokens:
         principals: Mapping[str, str] | None = None,
         *,
         certificates: bool = False,
+        relays: Mapping[str, Collection[str]] | None = None,
     ) -> None:
         if run_token is not None and principals is not None:
             raise ConfigError(
                 "both a run token and tokens per principal are set: keep one of the two"
             )
         self._certificates = certificates
+        self._relays = dict(relays or {})
         self._run_token = run_token
         self._principals = dict(principals) if principals is not None else None
         values = [run_token] if run_token is not None else list((principals or {}).values())
@@ -140,13 +143,32 @@ class Tokens:
                 f"{principal!r}: use your own certificate",
                 {"X-Principal": known[0] if known else ""},  # The owner may see its own name.
             )
-        if bound not in (None, principal):
+        if bound not in (None, principal) and principal not in self._relays.get(bound or "", ()):
             raise RequestRefusal(
                 403,
                 f"this token belongs to {bound!r}, not to {principal!r}: use your own token",
                 {"X-Principal": bound or ""},  # The owner may see its own name.
             )
         return principal
+
+    def represents(self, relay: str, principal: str, names: Sequence[str] | None) -> str:
+        """Return why a relay may not represent a principal; empty if it may.
+
+        With certificates, the relay's certificate names the principal too. With one token for all,
+        every relay may represent everyone.
+
+        Args:
+            relay: The authenticated principal of the relay.
+            principal: The process that it represents.
+            names: Names in its certificate; None if it presented none.
+        """
+        problem = ""
+        if self._certificates and not _speaks_for(names or (), principal):
+            problem = f"the certificate of relay {relay!r} does not name {principal!r}"
+        elif self._principals is not None and principal not in self._relays.get(relay, ()):
+            problem = f"relay {relay!r} may not represent {principal!r}"
+        fix = "list it among the site's learners in [[sites]], or in the relay's certificate"
+        return f"{problem}: {fix}" if problem else ""
 
     def recognize(
         self, authorization: str | None, names: Sequence[str] | None = None

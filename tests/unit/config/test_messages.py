@@ -25,8 +25,37 @@ def fault(**settings: Any) -> dict[str, Any]:
 
 ASYNC = {"participation": "async", "grace_margin": 0.0, "apply": {"missed": "rebase"}}
 
+
+def sites(*entries: dict[str, Any]) -> dict[str, Any]:
+    """Return a run of four learners with these sites."""
+    return {"run": {"max_steps": 100, "learners": 4}, "sites": list(entries)}
+
+
 CASES: list[tuple[dict[str, Any], str]] = [
     ({"sync": {"quorom": 1}}, "unknown key 'quorom' in [sync]: did you mean 'quorum'?"),
+    (
+        sites({"name": "a", "learners": []}),
+        "learners=[] in [[sites]] must list at least one learner, each once: for example "
+        "learners = [0, 1]",
+    ),
+    (
+        sites({"name": "a", "learners": [4]}),
+        "learner 4 of site 'a' in [[sites]] is out of range: with learners=4 in [run] it must be "
+        "from 0 to 3",
+    ),
+    (
+        sites({"name": "a", "learners": [0, 1]}, {"name": "b", "learners": [1]}),
+        "learner 1 is at site 'a' and at site 'b' in [[sites]]: list it once",
+    ),
+    (
+        sites({"name": "a", "learners": [0]}, {"name": "a", "learners": [1]}),
+        "name='a' occurs twice in [[sites]]: give each site its own name",
+    ),
+    (
+        sites({"name": "a", "learners": [0], "upstream": "b"}, {"name": "b", "learners": [1]}),
+        "upstream='b' of site 'a' in [[sites]] names no site above it: list that site first, or "
+        "leave upstream out to dial the shards",
+    ),
     ({"synch": {}}, "unknown table 'synch': did you mean 'sync'?"),
     ({"run": "x.toml"}, "run='x.toml' is not a table: write it as one"),
     ({"sync": 3}, "sync=3 is not a table: write it as one"),

@@ -147,3 +147,25 @@ def test_silence_does_not_count_a_pause_of_this_process() -> None:
     assert silence.observe(2.0, marker=1) == 1
     assert silence.observe(100.0, marker=1) == 3
     assert silence.observe(101.0, marker=2) == 0
+
+
+def test_a_relay_acts_only_for_its_own_learners() -> None:
+    secrets = {"site-a": "r", "learner-0": "0", "learner-1": "1"}
+    tokens = Tokens(principals=secrets, relays={"site-a": ["learner-0"]})
+    assert tokens.authorize("Bearer r", "learner-0") == "learner-0"
+    assert tokens.represents("site-a", "learner-0", None) == ""
+    with pytest.raises(RequestRefusal, match="belongs to 'site-a'"):
+        tokens.authorize("Bearer r", "learner-1")
+    assert "may not represent 'learner-1'" in tokens.represents("site-a", "learner-1", None)
+    assert "may not represent" in tokens.represents("learner-1", "learner-0", None)
+
+
+def test_the_certificate_of_a_relay_names_its_learners() -> None:
+    tokens = Tokens(certificates=True)
+    names = ("site-a", "learner-0")
+    assert tokens.represents("site-a", "learner-0", names) == ""
+    assert "does not name 'learner-1'" in tokens.represents("site-a", "learner-1", names)
+
+
+def test_with_one_token_for_all_a_relay_may_represent_everyone() -> None:
+    assert Tokens("secret").represents("site-a", "learner-9", None) == ""

@@ -264,7 +264,7 @@ class RelayHost(Host):
         return None if process is None else process.machine
 
     async def main(self) -> None:
-        """Serve until the process is asked to stop."""
+        """Serve until the run is over."""
         system = self.system
         address = system.address_of(self)
         self.role = RelayRole(
@@ -276,8 +276,8 @@ class RelayHost(Host):
             client=lambda principal: VirtualClient(self.place, principal=principal),
             open_tape=self.open_tape,
         )
-        await self.role.run()
-        raise KeyboardInterrupt
+        if not await self.role.run():
+            raise KeyboardInterrupt
 
 
 def _each_alone(addresses: tuple[str, ...]) -> tuple[str, ...]:

@@ -358,7 +358,9 @@ class VirtualClient(BodyClient):
         super().__init__(token=token, limits=limits, principal=principal)
         self.place = place
 
-    async def connect(self, address: str, role: str, principal: str) -> VirtualChannel:
+    async def connect(
+        self, address: str, role: str, principal: str, *, lost_seconds: float | None = None
+    ) -> VirtualChannel:
         """See `Client.connect`."""
         self._dials(address, principal)
         target = self.place.world.find(address)

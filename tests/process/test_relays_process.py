@@ -1,0 +1,136 @@
+"""Two sites, each behind a relay: real processes on loopback, and relays that fail."""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decoupled_diloco.tape.records import Record
+from decoupled_diloco.tape.replay import replay_run
+from process.process_runs import (
+    STEP_SECONDS_MAX,
+    config_of,
+    ddiloco,
+    local_run,
+    logs,
+    longest_step,
+    output_of,
+    pause,
+    records,
+    send,
+    wait,
+    when,
+)
+
+SITES = [{"name": "site-a", "learners": [0, 1]}, {"name": "site-b", "learners": [2, 3]}]
+SETTINGS: dict[str, Any] = {"sync": {"quorum": 1}, "syncer": {"shards": 2}, "sites": SITES}
+AWAY_SECONDS_MAX = 5.0
+"""Longest time from the loss of a relay until its learners are in the run on another way."""
+
+
+def connections(folder: Path, learner: str) -> list[tuple[float, str]]:
+    """Return when a learner has connected to shard 0, and through which relay."""
+    own = [r for r in records(folder, "shard-0") if r.type == "Connected"]
+    return [(r.at, r.data.get("relay", "")) for r in own if r.data["peer"] == learner]
+
+
+def sums(folder: Path) -> list[Record]:
+    """Return the arrivals of sums at both shards."""
+    tapes = [records(folder, f"shard-{shard}") for shard in range(2)]
+    return [r for tape in tapes for r in tape if r.type == "SumArrived"]
+
+
+def has_sums(folder: Path, relay: str, least: int) -> bool:
+    return sum(r.data["relay"] == relay for r in sums(folder)) >= least
+
+
+def must_replay(folder: Path) -> None:
+    results, _ = replay_run(folder)
+    assert {r.process: r.differences for r in results if r.differences} == {}
+
+
+@pytest.mark.smoke
+def test_each_site_sends_one_sum_of_its_contributions(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with local_run(config_of(folder, run={"learners": 4, "max_steps": 80}, **SETTINGS)) as run:
+        run.start()
+        outcome = wait(run)
+    assert outcome.finished, logs(folder)
+    arrived = sums(folder)
+    assert {r.data["relay"] for r in arrived} == {"site-a", "site-b"}
+    several = Counter(len(r.data["asks"]) for r in arrived)
+    assert several[2] > several[1], "most sums hold both contributions of their site"
+    for number in range(4):
+        site = "site-a" if number < 2 else "site-b"
+        assert connections(folder, f"learner-{number}")[-1][1] == site
+    must_replay(folder)
+    shown = output_of("status", str(folder))
+    assert "site-a sent" in shown
+    assert "saved" in shown
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_learners_of_a_lost_relay_go_on_without_it(tmp_path: Path, number: Any) -> None:
+    """And they return to it, once it carries their connections again."""
+    folder, lost = tmp_path / "run", list[float]()
+    config = config_of(folder, run={"learners": 4, "max_steps": 600}, **SETTINGS)
+
+    def script() -> Iterator[None]:
+        yield from when(lambda: has_sums(folder, "site-a", 8))
+        lost.append(records(folder, "shard-0")[-1].at)
+        send(run, "relay-site-a", number)
+        yield from pause(6.0)
+        if number == signal.SIGSTOP:
+            send(run, "relay-site-a", signal.SIGCONT)
+
+    with local_run(config) as run:
+        run.start()
+        outcome = wait(run, script(), seconds=120.0)
+    assert outcome.finished, logs(folder)
+    for learner in ("learner-0", "learner-1"):
+        later = [(at, relay) for at, relay in connections(folder, learner) if at > lost[0]]
+        assert later[0][1] == "", "it dials its next address: the shards"
+        assert later[0][0] - lost[0] < AWAY_SECONDS_MAX
+        assert later[-1][1] == "site-a", "it has returned"
+    for learner in ("learner-0", "learner-1", "learner-2", "learner-3"):
+        assert longest_step(folder, learner) < STEP_SECONDS_MAX
+    assert {relay for _, relay in connections(folder, "learner-2")} == {"site-b"}
+    must_replay(folder)
+
+
+def test_a_relay_rejects_an_upstream_that_is_no_use(tmp_path: Path) -> None:
+    """Each fault is one sentence, and the run is not affected."""
+    folder = tmp_path / "run"
+    config = config_of(folder, run={"learners": 2, "max_steps": 400}, sites=SITES[:1])
+    other = tmp_path / "other.toml"
+    with local_run(config) as run:
+        run.start()
+        run.wait_for_shards()
+        steps = iter(when(lambda: has_sums_of_one_shard(folder)))
+
+        def rejected(name: str, *options: str) -> str:
+            text = (folder / "run.toml").read_text()
+            other.write_text(text.replace(str(folder), str(tmp_path / "elsewhere")))
+            secret = ["--auth-token-file", str(run.secret_file)]
+            upstream = ["--upstream", run.addresses[0], "--port", "0"]
+            done = ddiloco("relay", str(other), "--name", name, *upstream, *secret, *options)
+            assert done.returncode != 0
+            return done.stderr + done.stdout
+
+        def script() -> Iterator[None]:
+            yield from steps
+            assert "serves run" in rejected("site-x", "--set", "run.name=another")
+            assert "is in use by a live relay" in rejected("site-a")
+
+        outcome = wait(run, script())
+    assert outcome.finished, logs(folder)
+
+
+def has_sums_of_one_shard(folder: Path) -> bool:
+    tape = folder / "tape" / "shard-0.jsonl"
+    return tape.exists() and any(r.type == "SumArrived" for r in records(folder, "shard-0"))
