@@ -38,6 +38,12 @@ RELAYS = (
 
 RELAY_TRIAL = (
     Break(
+        "sum-unchecked",
+        "if False:",
+        "a shard believes the weight of a relay's sum",
+        test="unit/syncer/test_sum_uploads.py::test_a_sum_with_another_weight_is_rejected",
+    ),
+    Break(
         "sum-accepted-in-part",
         "if entry is None or not asks:",
         "a shard accepts a sum although one of its requests is void",

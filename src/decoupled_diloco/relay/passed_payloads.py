@@ -126,11 +126,14 @@ class Copies:
     def expect(self, key: str, principal: str, total: int) -> None:
         """See `PayloadSource`: a child sends a fragment that a shard requested, or its state."""
         fragment, kind = self._sender_of(key), key.partition("/")[0]
-        if fragment is None or kind not in ("copy", "relay"):
+        if fragment is None or kind not in ("copy", "relay") or total > self._bodies.pool.nbytes:
             return
         upload = self._bodies.expect(key, total, principal)
         loop = asyncio.get_running_loop()
-        self._bodies.passing[key] = loop.create_task(self._pass(upload, key, principal, fragment))
+        task = loop.create_task(self._pass(upload, key, principal, fragment))
+        # The sender may be gone: then nobody else retrieves the error.
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._bodies.passing[key] = task
 
     async def _pass(self, upload: BodyUpload, key: str, principal: str, fragment: int) -> None:
         body = await upload.body

@@ -12,10 +12,15 @@ Shapes: N elements of a fragment; B bytes of a payload.
 
 from __future__ import annotations
 
+import math
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
-from decoupled_diloco.errors import ProtocolError
+from decoupled_diloco.errors import MergeError, ProtocolError
 from decoupled_diloco.merge import Body, Contribution, body_digest
 from decoupled_diloco.merge.accumulate import Accumulator
 from decoupled_diloco.merge.fragments import parameters_numel
@@ -28,6 +33,17 @@ from decoupled_diloco.protocol.messages import Asking, Version
 
 COMPARED_MAX = 32
 """Maximum number of other contributions that a new one is compared with."""
+
+_T = TypeVar("_T")
+
+WEIGHT_TOLERANCE = 1e-6
+"""Relative error of a sum's weight: it is added in fp64, in any order."""
+
+LENGTH_FACTOR = 2.0
+"""By how much rounding and residuals may lengthen a sum."""
+
+RELAYED_MAX = 1 << 16
+"""Contributions at relays whose weights are kept; the oldest are forgotten first."""
 
 SumName = tuple[str, int]
 """The name of a sum of a fragment: its relay and its number."""
@@ -45,6 +61,8 @@ class Contributions:
         self.plan = plan
         self._arrived: dict[tuple[int, Asking], Contribution] = {}
         self._sums: dict[tuple[int, SumName], Accumulator] = {}
+        self._norms: OrderedDict[tuple[int, Asking], float] = OrderedDict()
+        self._relayed: OrderedDict[tuple[int, Asking], tuple[float, float]] = OrderedDict()
         self._buffers: dict[int, BufferHistory] = {}
         self._accumulators: dict[int, FragmentMerge] = {}
         self._numel_max = max(plan.fragments[fragment].numel for fragment in fragments)
@@ -147,6 +165,47 @@ class Contributions:
             self._accumulators[fragment] = self.plan.accumulator(fragment, buffer)
         return self._accumulators[fragment]
 
+    def reported(self, fragment: int, ask: Asking, norm: float) -> None:
+        """Note the norm that a relay has reported of a contribution."""
+        _keep(self._norms, (fragment, ask), norm)
+
+    def folded_at_relay(
+        self,
+        fragment: int,
+        ask: Asking,
+        steps: float,
+        tokens: float,
+        scale: float,
+        discount: float,
+    ) -> None:
+        """Note what a relay was ordered to fold; for the arguments see `fold`."""
+        weight = discount * self.plan.weight(tokens, steps)
+        length = weight * scale * self._norms.pop((fragment, ask), 0.0)
+        _keep(self._relayed, (fragment, ask), (weight, length))
+
+    def check_sum(self, fragment: int, name: SumName, asks: Iterable[Asking]) -> None:
+        """Compare a verified sum with the contributions that its relay was ordered to fold.
+
+        A dishonest relay can thus neither give its site more weight nor send changes that are
+        larger than those that the norm gate has seen.
+
+        Raises:
+            MergeError: The sum has another weight or count, or is too long.
+        """
+        known = [self._relayed.pop((fragment, ask), (math.nan, math.nan)) for ask in asks]
+        weight, length = (math.fsum(values) for values in zip(*known, strict=True))
+        accumulator = self._sums[fragment, name]
+        problem = ""
+        if accumulator.count != len(known):
+            problem = f"{accumulator.count} contributions, but names {len(known)}"
+        elif not math.isclose(accumulator.weight, weight, rel_tol=WEIGHT_TOLERANCE):
+            problem = f"weight {accumulator.weight:g}, but {weight:g} was ordered"
+        elif accumulator.length > LENGTH_FACTOR * length + 1e-30:
+            problem = f"length {accumulator.length:g}, but at most {length:g} was reported"
+        if problem:
+            del self._sums[fragment, name]
+            raise MergeError(f"the sum of relay {name[0]} has {problem}")
+
     def verify_sum(self, fragment: int, name: SumName, body: Body, announced: str) -> None:
         """Verify a relay's sum, and keep it decoded until it is folded or dropped.
 
@@ -197,3 +256,9 @@ class Contributions:
         history = self._buffers.get(fragment)
         buffers = None if history is None else history.of(base)
         return unpacked(body, buffers, self.plan.uplink_of(fragment, codec))
+
+
+def _keep(kept: OrderedDict[tuple[int, Asking], _T], name: tuple[int, Asking], value: _T) -> None:
+    kept[name] = value
+    while len(kept) > RELAYED_MAX:
+        kept.popitem(last=False)

@@ -211,6 +211,7 @@ class Uploads:
         effect, announced = expected.effect, expected.message
         assert isinstance(effect, messages.Expect)
         self._forget(expected)
+        self._tensors.reported(effect.fragment, effect.ask, report.norm)
         fact = replace(
             report,
             epoch=effect.epoch,

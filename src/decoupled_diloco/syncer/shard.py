@@ -520,7 +520,7 @@ class Shard:
         keep = None if payloads is None else payloads.keep
         bodies, relays = self._server.bodies, self._relays.send
         uploads = Uploads(tensors, bodies, self.driver, worker, relays, keep)
-        sums = Sums(tensors, bodies, self.driver, worker, relays)
+        sums = Sums(tensors, bodies, self.driver, worker, relays, checks=True)
         self._orders.add(worker)
         self._orders.add(uploads)
         self._orders.add(sums)

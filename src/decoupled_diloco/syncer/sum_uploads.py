@@ -49,6 +49,7 @@ class Sums:
         driver: The driver of the machine.
         worker: Runs tensor work.
         relays: Sends a message to a relay.
+        checks: Compare each sum with the ordered contributions. Only a shard knows all of them.
     """
 
     def __init__(
@@ -58,7 +59,10 @@ class Sums:
         driver: Driver[Any, Any],
         worker: InWorker,
         relays: Callable[[str, messages.Message], None],
+        *,
+        checks: bool,
     ) -> None:
+        self._checks = checks
         self._tensors = tensors
         self._bodies = bodies
         self._driver = driver
@@ -136,8 +140,8 @@ class Sums:
         try:
             body = await expected.upload.body
             try:
-                verify = partial(self._tensors.verify_sum, fragment, (relay, number))
-                await self._worker.run(lambda: verify(body.buffer, announced.digest))
+                verify = partial(self._verify, expected, announced)
+                await self._worker.run(lambda: verify(body.buffer))
                 fact = messages.SumArrived(
                     relay, fragment, number, announced.asks, expected.upload.nbytes
                 )
@@ -151,6 +155,12 @@ class Sums:
                 self._driver.deliver(
                     messages.SumCorrupt(relay, fragment, number, announced.asks, str(error))
                 )
+
+    def _verify(self, expected: ExpectedSum, announced: messages.Sum, body: memoryview) -> None:
+        name = (expected.relay, expected.number)
+        self._tensors.verify_sum(expected.fragment, name, body, announced.digest)
+        if self._checks:  # break: sum-unchecked
+            self._tensors.check_sum(expected.fragment, name, announced.asks)
 
     @executes(messages.FoldSum)
     async def _fold(self, order: messages.FoldSum) -> None:

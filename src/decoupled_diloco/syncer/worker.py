@@ -92,10 +92,12 @@ class Worker:
 
     @executes(messages.Fold)
     async def _fold(self, order: messages.Fold) -> None:
+        counts = (order.steps, order.tokens, order.scale, order.discount)
         if order.relay:
             self._relays(order.relay, replace(order, relay=""))
+            note = partial(self.tensors.folded_at_relay, order.fragment, order.ask)
+            await self.run(lambda: note(*counts))
             return
-        counts = (order.steps, order.tokens, order.scale, order.discount)
         await self.run(partial(self.tensors.fold, order.fragment, order.ask, *counts))
 
     @executes(messages.Drop)

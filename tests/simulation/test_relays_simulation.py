@@ -1,0 +1,102 @@
+"""A run with relays gives the result of a flat run, and sends less over the long link (rule 22)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from decoupled_diloco.config import RunConfig
+from decoupled_diloco.protocol.messages import RoundFinished
+from decoupled_diloco_lab.simulate.spec import LearnerSpec, RelaySpec
+from decoupled_diloco_lab.simulate.system import System
+
+FLAT: tuple[RelaySpec, ...] = ()
+SITES = (RelaySpec("site-a"), RelaySpec("site-b"))
+NESTED = (RelaySpec("top"), RelaySpec("site-a", "top"), RelaySpec("site-b", "top"))
+
+
+@dataclass
+class Result:
+    """The end of a run: weights, the participants of its rounds, and bytes at the shards."""
+
+    weights: list[Tensor] = field(default_factory=list)
+    rounds: list[tuple[int, int, tuple[str, ...]]] = field(default_factory=list)
+    received: int = 0
+    sent: int = 0
+
+
+def run(
+    folder: Path, relays: Sequence[RelaySpec], sizes: list[int], learners: int, **sync: Any
+) -> Result:
+    folder.mkdir()
+    run = {"name": "tree", "learners": learners, "max_steps": 40, "folder": folder}
+    config = RunConfig(
+        run=run | {"evaluator": False, "checkpoint_interval_seconds": 0},
+        sync={"fragments": len(sizes), "sync_every": 8, "overlap_steps": 2, **sync},
+        syncer={"shards": 2},
+        learner={"checkpoint_interval_seconds": 0},
+        data={},
+        workload={},
+    )
+    specs = [
+        LearnerSpec(
+            f"learner-{n}",
+            latency=0.002,
+            tokens_per_step=8 + n,
+            relay=("site-a" if n < learners // 2 else "site-b") if relays else "",
+        )
+        for n in range(learners)
+    ]
+    system, result = System(config, specs, folder, seed=1, sizes=sizes, relays=relays), Result()
+
+    def on_event(process: str, now: float, event: object, effects: Sequence[object]) -> None:
+        for effect in effects:
+            if isinstance(effect, RoundFinished):
+                folded = sorted(p.learner for p in effect.participants if p.state == "folded")
+                result.rounds.append((effect.fragment, effect.tick, tuple(folded)))
+
+    system.recorders.append(on_event)
+    try:
+        system.run(until=500.0, stop=lambda: system.finished)
+        assert system.error is None
+        assert system.finished
+        for fragment in range(len(sizes)):
+            result.weights.append(system.shards[fragment % 2].tensors.whole(fragment).clone())
+        stats = [host.role.acting._server.stats for host in system.shards if host.role]
+        result.received = sum(each.data_bytes_received for each in stats)
+        result.sent = sum(each.data_bytes_sent for each in stats)
+    finally:
+        system.close()
+    return result
+
+
+@pytest.mark.parametrize("relays", [SITES, NESTED], ids=["two-sites", "relays-of-relays"])
+@pytest.mark.parametrize("rule", ["rda", "mean"])
+def test_the_result_is_that_of_a_flat_run(
+    rule: str, relays: Sequence[RelaySpec], tmp_path: Path
+) -> None:
+    settings = {"quorum": 4, "codec": {"uplink": "fp32", "downlink": "fp32"}}
+    settings |= {"merge": {"rule": rule}}
+    sizes = [40, 50, 30, 20]
+    flat = run(tmp_path / "flat", FLAT, sizes, 4, **settings)
+    tree = run(tmp_path / "tree", relays, sizes, 4, **settings)
+    assert sorted(tree.rounds) == sorted(flat.rounds), "the same learners are in the same rounds"
+    assert any(len(learners) == 4 for _, _, learners in flat.rounds)
+    for ours, theirs in zip(tree.weights, flat.weights, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_the_long_link_carries_an_eighth(tmp_path: Path) -> None:
+    """Two sites of eight learners: within 5 %, without the seed's copy of the initial weights."""
+    sizes = [4000] * 4
+    flat = run(tmp_path / "flat", FLAT, sizes, 16)
+    tree = run(tmp_path / "tree", SITES, sizes, 16)
+    seed = 4 * sum(sizes)
+    assert 7.6 < (flat.received - seed) / (tree.received - seed) < 8.4
+    assert 7.6 < flat.sent / tree.sent < 8.4

@@ -1,0 +1,149 @@
+"""A shard expects sums from relays, and checks them against what it has ordered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from decoupled_diloco.merge import layout_of, make_outer
+from decoupled_diloco.merge.accumulate import Accumulator
+from decoupled_diloco.merge.plan import MergePlan
+from decoupled_diloco.merge.sum_payload import write_sum
+from decoupled_diloco.protocol import messages
+from decoupled_diloco.protocol.messages import Asking
+from decoupled_diloco.syncer.shard_tensors import ShardTensors
+from decoupled_diloco.syncer.sum_uploads import Sums, sum_path
+from decoupled_diloco.transport.limits import Limits
+from decoupled_diloco.transport.payload_store import BodyBooks
+from decoupled_diloco.transport.pool import ReceivePool
+
+N = 12
+ASKS = (Asking(1, 1), Asking(1, 2))
+_T = TypeVar("_T")
+
+
+class Shard:
+    """A shard that has ordered a relay to fold two contributions of length 1."""
+
+    def __init__(self, method: str = "rda") -> None:
+        self.plan = MergePlan.make(
+            layout_of(nn.Linear(4, 3, bias=False)),
+            fragments=1,
+            strategy="balanced",
+            uplink="fp32",
+            downlink="fp32",
+            method=method,
+            weighting="tokens",
+            outer=make_outer("sgd", 1.0, 0.0),
+        )
+        self.tensors = ShardTensors(self.plan, (0,))
+        self.bodies = BodyBooks(ReceivePool(1 << 20), Limits())
+        self.facts: list[Any] = []
+        self.stopped = False
+        self.tasks: list[asyncio.Task[None]] = []
+        self.sums = Sums(
+            self.tensors, self.bodies, cast(Any, self), self, lambda *_: None, checks=True
+        )
+        self.sums.begin("site-a", "c", [0])
+        for ask in ASKS:
+            self.tensors.reported(0, ask, 1.0)
+            self.tensors.folded_at_relay(0, ask, 2.0, 20.0, 1.0, 1.0)
+
+    def deliver(self, fact: Any) -> None:
+        self.facts.append(fact)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        self.tasks.append(asyncio.ensure_future(work))
+        return self.tasks[-1]
+
+    async def run(self, task: Callable[[], _T]) -> _T:
+        return task()
+
+    def sum_of(self, vectors: list[Tensor], weight: float) -> tuple[Tensor, str]:
+        accumulator = self.plan.accumulator(0)
+        assert isinstance(accumulator, Accumulator)
+        for vector in vectors:
+            accumulator.add(vector, weight)
+        body, digest, _ = write_sum(self.plan, 0, accumulator, ())
+        return body, digest
+
+    async def arrives(self, body: Tensor, digest: str, number: int = 1) -> Any:
+        """The relay announces and sends a sum; return what the machine receives."""
+        self.sums.announce("site-a", messages.Sum(0, number, ASKS, digest))
+        key = sum_path("site-a", "c", 0, number).removeprefix("/")
+        stream = self.bodies.open(key, "site-a", (0, len(body)), len(body), take_over=False)
+        async with stream.receiving():
+            stream.write(body.numpy().tobytes())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        await asyncio.gather(*self.tasks)
+        return self.facts.pop()
+
+
+def unit(direction: int) -> Tensor:
+    vector = torch.zeros(N)
+    vector[direction] = 1.0
+    return vector
+
+
+@pytest.mark.parametrize("method", ["rda", "mean"])
+async def test_a_sum_of_what_was_ordered_is_accepted(method: str) -> None:
+    shard = Shard(method)
+    fact = await shard.arrives(*shard.sum_of([unit(0), unit(1)], 200.0))
+    assert isinstance(fact, messages.SumArrived)
+    assert fact.asks == ASKS
+    shard.tensors.fold_sum(0, ("site-a", 1))
+    assert shard.tensors._accumulators[0].count == 2  # type: ignore[attr-defined]
+
+
+async def test_a_sum_with_another_weight_is_rejected() -> None:
+    """A relay could otherwise give its site any influence."""
+    shard = Shard()
+    fact = await shard.arrives(*shard.sum_of([unit(0), unit(1)], 2e6))
+    assert isinstance(fact, messages.SumCorrupt)
+    assert "weight 4e+06, but 400 was ordered" in fact.reason
+
+
+async def test_a_sum_with_another_count_is_rejected() -> None:
+    shard = Shard()
+    fact = await shard.arrives(*shard.sum_of([unit(0)], 400.0))
+    assert "1 contributions, but names 2" in fact.reason
+
+
+@pytest.mark.parametrize("method", ["rda", "mean"])
+async def test_a_sum_of_larger_changes_than_reported_is_rejected(method: str) -> None:
+    shard = Shard(method)
+    fact = await shard.arrives(*shard.sum_of([50 * unit(0), 50 * unit(0)], 200.0))
+    assert "length 20000, but at most 400 was reported" in fact.reason
+
+
+async def test_the_next_sum_is_expected_while_one_is_verified() -> None:
+    shard = Shard()
+    await shard.arrives(*shard.sum_of([unit(0), unit(1)], 200.0))
+    for ask in ASKS:
+        shard.tensors.folded_at_relay(0, ask, 2.0, 20.0, 1.0, 1.0)
+        shard.tensors.reported(0, ask, 1.0)
+        shard.tensors.folded_at_relay(0, ask, 2.0, 20.0, 1.0, 1.0)
+    fact = await shard.arrives(*shard.sum_of([unit(0), unit(1)], 200.0), number=2)
+    assert isinstance(fact, messages.SumArrived)
+
+
+async def test_a_sum_that_could_not_be_sent_frees_the_next_number() -> None:
+    shard = Shard()
+    shard.sums.failed("site-a", messages.SumCorrupt("", 0, 1, ASKS, "the connection broke"))
+    assert shard.facts.pop() == messages.SumCorrupt("site-a", 0, 1, ASKS, "the connection broke")
+    fact = await shard.arrives(*shard.sum_of([unit(0), unit(1)], 200.0), number=2)
+    assert isinstance(fact, messages.SumArrived)
+
+
+async def test_the_sums_of_a_lost_connection_are_refused() -> None:
+    shard = Shard()
+    shard.sums.end("c")
+    shard.sums.announce("site-a", messages.Sum(0, 1, ASKS, ""))
+    with pytest.raises(Exception, match="was cancelled"):
+        shard.bodies.open("sum/0/site-a/c/1", "site-a", (0, 8), 8, take_over=False)
