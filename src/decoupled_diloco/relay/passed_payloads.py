@@ -131,7 +131,7 @@ class Copies:
         upload = self._bodies.expect(key, total, principal)
         loop = asyncio.get_running_loop()
         task = loop.create_task(self._pass(upload, key, principal, fragment))
-        # The sender may be gone: then nobody else retrieves the error.
+        # The sender may be gone: then no request retrieves the error.
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._bodies.passing[key] = task
 
