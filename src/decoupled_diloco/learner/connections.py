@@ -387,6 +387,28 @@ NEARER_SECONDS = 10.0
 """Longest time between two looks for a nearer relay."""
 
 
+async def probed(
+    client: Client, address: str, role: str, principal: str, shard: int
+) -> messages.RelayProbed | None:
+    """Ask the process at an address whether it is a relay with a connection to a shard.
+
+    Returns:
+        The answer; ``None`` if there is none.
+    """
+    try:
+        channel = await client.connect(address, role, principal)
+    except (AccessError, TransportError):
+        return None
+    try:
+        async with asyncio.timeout(RELAY_LOST_SECONDS):
+            channel.send(encode(messages.RelayProbe(shard)))
+            return decode(await channel.receive(), (messages.RelayProbed,))
+    except (TimeoutError, TransportError, ProtocolError):
+        return None
+    finally:
+        await channel.close("it was a probe")
+
+
 class ShardLinks:
     """Keeps a connection to each shard; see the module.
 
@@ -511,22 +533,11 @@ class ShardLinks:
 
     async def _carries(self, shard: int, address: str) -> bool:
         """Return whether a relay at an address is connected to a shard."""
-        client, me = self._here.client, self._identity
-        try:
-            channel = await client.connect(address, me.role, me.name)
-        except (AccessError, TransportError):
-            return False
-        try:
-            async with asyncio.timeout(RELAY_LOST_SECONDS):
-                channel.send(encode(messages.RelayProbe(shard)))
-                answer: Any = decode(await channel.receive(), (messages.RelayProbed,))
-            if not answer.is_relay:
-                self.near = tuple(each for each in self.near if each != address)
-            return bool(answer.is_connected)
-        except (TimeoutError, TransportError, ProtocolError):
-            return False
-        finally:
-            await channel.close("it was a probe")
+        me = self._identity
+        answer = await probed(self._here.client, address, me.role, me.name, shard)
+        if answer is not None and not answer.is_relay:
+            self.near = tuple(each for each in self.near if each != address)
+        return answer is not None and answer.is_connected
 
     async def _converse(
         self, shard: int, channel: Channel, backoff: Backoff, trouble: TroubleLog

@@ -13,7 +13,7 @@ from typing import Any, cast, get_args
 import torch
 from torch import Tensor
 
-from decoupled_diloco.config.addresses import alternatives, reached_by
+from decoupled_diloco.config.addresses import alternatives, reached_by, relays_among
 from decoupled_diloco.config.method import plan_of, read_public
 from decoupled_diloco.errors import (
     AccessError,
@@ -22,7 +22,7 @@ from decoupled_diloco.errors import (
     ProtocolError,
     TransportError,
 )
-from decoupled_diloco.learner.connections import TroubleLog
+from decoupled_diloco.learner.connections import NEARER_SECONDS, TroubleLog, probed
 from decoupled_diloco.merge import Layout
 from decoupled_diloco.protocol import messages
 from decoupled_diloco.protocol.messages import shard_of, shard_peer
@@ -124,9 +124,11 @@ class RelayProcess:
         self._clients: dict[str, Client] = {}
         self._make_client = client
         self._nonce = runtime().unique_id()
+        self._rng = runtime().rng()
         self._links: dict[int, ShardLink] = {}
         self._changed = asyncio.Event()
-        self._followed: set[int] = set()
+        self._addresses: dict[int, tuple[str, ...]] = {}
+        self._near: tuple[str, ...] = ()
         self._shards = 1
         self._behind: set[RelayBehind] = set()
         self.copies = Copies(
@@ -206,15 +208,16 @@ class RelayProcess:
     # The connections to the shards
 
     def _follow(self, shard: int, addresses: Sequence[str]) -> None:
-        if shard not in self._followed:
-            self._followed.add(shard)
-            self.driver.spawn(self._stay(shard, tuple(addresses)))
+        is_new = shard not in self._addresses
+        self._addresses[shard] = tuple(addresses)
+        if is_new:
+            self.driver.spawn(self._stay(shard))
 
-    async def _stay(self, shard: int, addresses: tuple[str, ...]) -> None:
+    async def _stay(self, shard: int) -> None:
         """Keep the connection to a shard."""
         backoff, trouble = Backoff(brisk_seconds=BRISK_SECONDS), TroubleLog()
         while True:
-            for address in addresses:
+            for address in self._addresses[shard]:
                 try:
                     channel = await self._client.connect(address, "relay", self.name)
                     await self._converse(shard, address, channel, backoff, trouble)
@@ -231,7 +234,7 @@ class RelayProcess:
 
     def _end_if_over(self) -> None:
         """End this process once every shard has finished and left."""
-        if self._ended >= self._followed and not self._links:
+        if self._ended >= self._addresses.keys() and not self._links:
             self.finished = True
             self.stop()
 
@@ -246,6 +249,7 @@ class RelayProcess:
             if isinstance(received, messages.Refusal):
                 raise AccessError(f"{address} rejects this relay: {received.reason}")
             if isinstance(received, messages.RelayAccepted):
+                self._found(address, received)
                 if received.shard != shard and not received.relayed:
                     raise ProtocolError(f"{address} is shard {received.shard}, not {shard}")
                 link.connection = received.connection
@@ -253,27 +257,40 @@ class RelayProcess:
                 self._changed.set()
                 backoff.reset()
                 trouble.over(f"relay {self.name}: shard {shard} is back")
-                self._found(address, received)
             else:
                 self._received(shard, link, received)
 
         link = ShardLink(address, RelayEnd(channel, own, partial(self._passes, shard)))
+        look = asyncio.ensure_future(self._look_nearer(shard, channel, address))
         try:
             await link.end.serve()
         except ProtocolError as error:
             await channel.close(str(error))
             raise
         finally:
+            look.cancel()
             if self._links.get(shard) is link:
                 del self._links[shard]
                 if link.is_ready:
                     self.driver.deliver(messages.Lost(shard_peer(shard)))
 
+    async def _look_nearer(self, shard: int, channel: Channel, present: str) -> None:
+        """Close a channel as soon as a relay nearer than the present address can carry it."""
+        while True:
+            await asyncio.sleep(self._rng.uniform(NEARER_SECONDS / 2, NEARER_SECONDS))
+            near = self._near
+            for address in near[: near.index(present)] if present in near else near:
+                answer = await probed(self._client, address, "relay", self.name, shard)
+                if answer is not None and answer.is_relay and answer.is_connected:
+                    await channel.close(f"the relay at {address} is nearer")
+                    return
+
     def _found(self, address: str, accepted: messages.RelayAccepted) -> None:
-        """Connect to the other shards: through the same relay, or at their own addresses."""
-        for other, known in enumerate(accepted.shards):
-            there = self._upstream if accepted.relayed else alternatives(reached_by(known, address))
-            self._follow(other, there)
+        """Connect to all shards: through a relay that is upstream, or at their own addresses."""
+        shards = [reached_by(each, address) for each in accepted.shards]
+        self._near = relays_among(self._upstream, shards)
+        for shard, own in enumerate(shards):
+            self._follow(shard, (*self._near, *alternatives(own)))
 
     def _received(self, shard: int, link: ShardLink, message: messages.ToRelay) -> None:
         if isinstance(message, messages.RelayWelcome):

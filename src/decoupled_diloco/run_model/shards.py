@@ -138,10 +138,12 @@ class ShardFold:
                 for round, asks in self._ended:
                     if value.ask in asks:
                         round.late_bodies[learner] = at
-            case messages.SumArrived(relay=relay, asks=asks, nbytes=nbytes, at=""):
+            case messages.SumArrived(relay=relay, asks=asks, nbytes=nbytes, at=at_relay):
                 site = self._site(relay)
                 site.sums, site.contributions = site.sums + 1, site.contributions + len(asks)
                 site.sent += nbytes
+                if at_relay:
+                    self._site(at_relay).held += nbytes
             case messages.ClockAdvanced():
                 self._ticked(value)
             case _:
