@@ -404,6 +404,9 @@ class ScenarioFile(Settings):
     faults: list[dict[str, Any]] | None = None
     """As in a RUN.toml: learners to kill at a share of the budget."""
 
+    sites: list[dict[str, Any]] | None = None
+    """Sites, each with learners behind a relay."""
+
     launch: dict[str, Any] | None = None
     """As in a RUN.toml. Only `ddiloco launch` uses it."""
 
@@ -446,6 +449,7 @@ RUN_TABLES = (
     "data",
     "workload",
     "faults",
+    "sites",
     "launch",
 )
 """The tables of a RUN.toml."""

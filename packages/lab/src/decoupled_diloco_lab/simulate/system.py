@@ -10,6 +10,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import Context
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -115,7 +116,8 @@ class System(RunStage):
             are multiplied by it.
         power: Decides which unsynced data a machine loses with its power; ``None``: none.
         checks: Assert every invariant of a state machine after each of its events.
-        relays: The relays, each before those that are behind it.
+        relays: The relays, each before those that are behind it; default: those of
+            ``config.sites``.
         device: The device of all learners and the evaluator. Shards always merge on the CPU.
 
     Raises:
@@ -141,6 +143,7 @@ class System(RunStage):
     ) -> None:
         _require_single_rank(config)
         _require_no_metrics(config)
+        relays = relays or [RelaySpec(site.name, site.upstream) for site in config.sites]
         super().__init__(config, folder, seed, tapes, bytes_factor, relays)
         self.limits = Limits()
         self.sizes = list(sizes or [8] * config.sync.fragments)
@@ -151,6 +154,7 @@ class System(RunStage):
         self.options = options_of(config)
         self.finished = False
         self.relays = [RelayHost(self, spec) for spec in relays]
+        learners = [_at_its_site(config, spec) for spec in learners]
         self._make_hosts(learners)
         if tapes is not None:
             _allow_open_files(len(self.hosts))
@@ -314,6 +318,14 @@ class System(RunStage):
             for loop in host.graves:
                 loop.discard_tasks()
         self.tape.close()
+
+
+def _at_its_site(config: RunConfig, spec: LearnerSpec) -> LearnerSpec:
+    """Return the learner behind the relay of its site in the settings, if it has one."""
+    for site in config.sites:
+        if not spec.relay and spec.name in {f"learner-{number}" for number in site.learners}:
+            return replace(spec, relay=site.name)
+    return spec
 
 
 def _require_single_rank(config: RunConfig) -> None:
