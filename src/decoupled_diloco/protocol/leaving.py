@@ -68,7 +68,7 @@ def waits_for_leaver(state: SyncerState, round: Round) -> bool:
     """Return whether a round waits for a leaving learner, however long its upload takes."""
     member = state.members.get(round.leaver)
     going = member is not None and member.leaving_with is not None
-    return going and round.leaver in state.fragments[round.fragment].owing
+    return going and state.fragments[round.fragment].owes(round.leaver)
 
 
 def stop_requested(state: LearnerState, options: Options, why: str) -> list[LearnerEffect]:

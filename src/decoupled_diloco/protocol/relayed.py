@@ -125,7 +125,7 @@ def _void(
         if round is not None and round.settled_at is None:
             round.fallen[learner] = ask
             rounds.owes_nothing(state, round, learner)
-            if learner not in state.fragments[fragment].owing:
+            if not state.fragments[fragment].owes(learner):
                 stepping = state.is_stepping(learner)
                 round.turn_back(learner, live=member is not None, stepping=stepping)
         outcome = Outcome(fragment, ask.name, "abandoned", reason, None)

@@ -253,7 +253,7 @@ def is_here(state: SyncerState, options: Options, now: float, ask: Ask) -> None:
 
 def owes_nothing(state: SyncerState, round: Round, learner: str) -> None:
     """Stop waiting for a learner, unless another contribution of it is still on its way."""
-    if learner not in state.fragments[round.fragment].owing:
+    if not state.fragments[round.fragment].owes(learner):
         round.awaited.discard(learner)
 
 
@@ -665,7 +665,7 @@ def ask_if_qualified(
     if base is None and not entry.has_since_version(member.learner):
         return []
     round.turn(member.learner, stepping=member.reported_at is not None)
-    if any(ask.learner == member.learner for ask in entry.relayed):
+    if entry.is_relayed(member.learner):
         round.awaited.add(member.learner)  # break: relayed-contribution-not-awaited
     if member.learner in entry.asks:
         if round.final:

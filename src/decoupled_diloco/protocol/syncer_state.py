@@ -581,10 +581,13 @@ class FragmentState:
         if not self.present[learner]:
             del self.present[learner]
 
-    @property
-    def owing(self) -> set[str]:
-        """Learners whose contribution is requested, or is at a relay."""
-        return self.asks.keys() | {ask.learner for ask in self.relayed}
+    def owes(self, learner: str) -> bool:
+        """Return whether a contribution of a learner is requested, or is at a relay."""
+        return self.present[learner] > self.delivered[learner]
+
+    def is_relayed(self, learner: str) -> bool:
+        """Return whether a contribution of a learner is at a relay."""
+        return self.present[learner] > self.delivered[learner] + (learner in self.asks)
 
     def has_since_version(self, learner: str) -> bool:
         """Return whether a contribution that a learner made from the newest version is folded."""
