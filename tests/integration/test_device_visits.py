@@ -136,7 +136,7 @@ def test_an_older_base_counts_less_and_too_old_a_base_counts_nothing(make: Make)
 
 
 def test_a_buffer_merges_the_contributions_of_devices_that_have_left(make: Make) -> None:
-    """FedBuff: K contributions, whoever is still there."""
+    """FedBuff: a fragment merges after K contributions, from any devices."""
     system = run(make, quorum=2, history=4)
     first, second = Phone(system, "first"), Phone(system, "second", seed=1)
     first.visit(steps=2)

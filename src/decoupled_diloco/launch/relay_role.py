@@ -99,19 +99,23 @@ class RelayRole:
     async def run(self) -> bool:
         """Serve until the run is over or a signal arrives, and return whether it is over."""
         header = {"machine": "relay", "relay": self.name, "settings": self.config.public()}
+        tape = self.open_tape(self.folder, relay_process(self.name), header)
         process = self.process = RelayProcess(
             self.name,
             self.upstream,
             server=self.server,
             client=self.client,
             run=self.config.run.name,
-            tape=self.open_tape(self.folder, relay_process(self.name), header),
+            tape=tape,
             cache_bytes=self.config.syncer.pool_mib * MIB,
         )
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, process.stop)
-        await process.run()
+        try:
+            await process.run()
+        finally:
+            tape.close()
         return process.finished
 
     def health(self) -> dict[str, object]:

@@ -43,7 +43,6 @@ class Copies:
         client_of: Callable[[str], Client],
     ) -> None:
         self.plan: MergePlan | None = None
-        self.fetched_nbytes = self.served_nbytes = 0
         self._bodies = bodies
         self._nbytes_max = nbytes_max
         self._address_of = address_of
@@ -86,7 +85,6 @@ class Copies:
             raise RequestRefusal(503, f"the relay cannot fetch {key}: {error}") from None
         except ProtocolError as error:
             raise RequestRefusal(410, f"the relay cannot fetch {key}: {error}") from None
-        self.fetched_nbytes += len(body)
         self._keep(key, body, digest)
 
     async def _got(self, key: str, kind: str, rest: str) -> tuple[memoryview, str]:

@@ -33,6 +33,7 @@ from decoupled_diloco.relay.sum_worker import RelayTensors, SumWorker
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.shell.driver import Driver, Orders, executes
 from decoupled_diloco.syncer.data_plane import Uploads
+from decoupled_diloco.syncer.flushing import Flushing
 from decoupled_diloco.syncer.relay_connections import refuse_relay
 from decoupled_diloco.syncer.shard_connections import first_message
 from decoupled_diloco.syncer.sum_uploads import Sums, sum_path
@@ -106,7 +107,7 @@ class RelayProcess:
         server: ServerFactory,
         client: Callable[[str], Client],
         run: str,
-        tape: TapeWriter | None,
+        tape: TapeWriter,
         cache_bytes: int,
     ) -> None:
         self.name = name
@@ -117,9 +118,9 @@ class RelayProcess:
         self.driver: Driver[messages.RelayEvent, messages.RelayEffect] = Driver(
             self.machine, tape=tape, on_failure=self.fail
         )
-        self._tape = tape
         self._upstream = tuple(upstream)
         self._server = server(self._serve)
+        self._flushing = Flushing([tape], self._server.stats)
         self._client = client(name)
         self._clients: dict[str, Client] = {}
         self._make_client = client
@@ -164,6 +165,8 @@ class RelayProcess:
         await self._server.start()
         logger.info("relay %s listens on %s", self.name, self.address)
         self.driver.spawn(self._report_heard())
+        self.driver.spawn(self._flushing.run())
+        self.driver.spawn(self._flushing.count_bytes())
         self._follow(0, self._upstream)
         started()
         try:
@@ -186,8 +189,7 @@ class RelayProcess:
             await client.close()
         if self._worker is not None:
             self._worker.close()
-        if self._tape is not None:
-            self._tape.close()
+        await self._flushing.close()
 
     def fail(self, error: BaseException) -> None:
         """End the process after an error; its children dial their next address."""

@@ -18,7 +18,7 @@ import torch
 
 from decoupled_diloco.errors import MergeError, ProtocolError, TransportError
 from decoupled_diloco.merge import Body as TensorBody
-from decoupled_diloco.merge import as_bytes, digest
+from decoupled_diloco.merge import as_bytes
 from decoupled_diloco.merge.plan import values_of
 from decoupled_diloco.protocol import messages
 from decoupled_diloco.protocol.messages import Asking, Version
@@ -351,7 +351,7 @@ class Downloads:
             kept = self._differences.setdefault(fragment, [])
             kept.append(difference)
             self._urls[difference] = self._bodies.offer(
-                difference, view := _view(published.difference), digest(view)
+                difference, _view(published.difference), published.difference_digest
             )
             self._sizes[difference] = published.difference.numel()
             while len(kept) > self._kept:

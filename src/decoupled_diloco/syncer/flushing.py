@@ -1,4 +1,4 @@
-"""Writes the tapes of a shard's process to disk; heartbeats wait neither for disk nor for text."""
+"""Writes the tapes of a syncer process to disk; heartbeats wait neither for disk nor for text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Flushing:
     """Writes the tapes and samples the bytes moved.
 
     Args:
-        tapes: The shard's tape, then the coordinator's if it runs in this process.
+        tapes: The tape of the shard or relay, then the coordinator's if it runs in this process.
         stats: The server's byte counters.
     """
 
@@ -50,7 +50,7 @@ class Flushing:
             self.sample(BytesMoved.of(self._stats))
 
     def sample(self, sample: Sample) -> None:
-        """Record a sample on the shard's own tape."""
+        """Record a sample on the first tape."""
         with contextlib.suppress(StorageError):  # a full disk is already reported
             self._tapes[0].sample(now(), sample)
 

@@ -29,6 +29,7 @@ from torch import Tensor
 from decoupled_diloco.errors import MergeError, ProtocolError
 from decoupled_diloco.merge import (
     OuterOptimizer,
+    digest,
     is_finite,
     parameters_numel,
     publish,
@@ -52,14 +53,19 @@ class FragmentTensors:
 
 @dataclass(frozen=True)
 class PublishedCopy:
-    """The published data of a version: the difference [B], the whole Θ̂ (fp32 [N]) and its digest.
+    """The published data of a version. Neither tensor is written to again.
 
-    Neither tensor is written to again.
+    Attributes:
+        difference: The encoded difference from the previous version, uint8 [B]; it may be empty.
+        whole: Θ̂, fp32 [N].
+        digest: The digest of `whole`.
+        difference_digest: The digest of `difference`; empty until it is offered.
     """
 
     difference: Tensor
     whole: Tensor
     digest: str
+    difference_digest: str = ""
 
 
 @dataclass(frozen=True)
@@ -191,15 +197,21 @@ class ShardTensors(Contributions):
         """Record that the copy that was just merged has this version.
 
         Returns:
-            The copy, whose difference omits unchanged buffers.
+            The copy as it is offered. Its difference omits unchanged buffers.
         """
+        difference = self._without_unchanged_buffers(fragment, version, copy)
+        return replace(copy, difference=difference, difference_digest=digest(difference))
+
+    def _without_unchanged_buffers(
+        self, fragment: int, version: Version, copy: PublishedCopy
+    ) -> Tensor:
         if fragment not in self._buffers:
-            return copy
+            return copy.difference
         buffers = self.plan.buffers_of(fragment, copy.whole)
         before = self._buffers[fragment].add(version, buffers)
         assert before is not None, f"fragment {fragment} was merged before it was installed"
         wire = self.plan.downlink_of(fragment)
-        return replace(copy, difference=packed(copy.difference, before, wire))
+        return packed(copy.difference, before, wire)
 
     def whole(self, fragment: int) -> Tensor:
         """Return the published copy Θ̂, fp32 [N]; it is never written to again."""

@@ -33,12 +33,13 @@ async def test_the_newest_whole_and_two_differences_are_kept() -> None:
         version = Version(1, number)
         whole = torch.full((NUMEL,), float(number))
         difference = torch.zeros(2 * NUMEL if number else 0, dtype=torch.uint8)
-        downloads.offer(7, version, PublishedCopy(difference, whole, f"digest {number}"))
+        downloads.offer(7, version, PublishedCopy(difference, whole, f"digest {number}", "of it"))
         wholes.append(downloads.url(f"/whole/7/{version}"))
         if number:
             differences.append(downloads.url(f"/difference/7/{version}"))
     assert [gone(bodies, url) for url in wholes] == [True, True, True, True, False]
     assert [gone(bodies, url) for url in differences] == [True, True, False, False]
+    assert bodies.look_up(differences[-1].removeprefix("/bodies/")).digest == "of it"
     assert sum(len(offer.body) for offer in bodies._offers.values()) == (4 + 2 + 2) * NUMEL
     assert bodies.look_up(wholes[-1].removeprefix("/bodies/")).digest == "digest 4"
     with pytest.raises(KeyError):
