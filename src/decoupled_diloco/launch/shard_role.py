@@ -34,6 +34,7 @@ from decoupled_diloco.monitor.metric_table import INSTALL, METRICS_PATH
 from decoupled_diloco.runtime import now, runtime
 from decoupled_diloco.show.page.feed import Feed
 from decoupled_diloco.show.page.site import Access, Site
+from decoupled_diloco.storage.files import SPARE, open_files_allowed
 from decoupled_diloco.storage.shared_folder import shards_that_move
 from decoupled_diloco.syncer import checkpoint_requests
 from decoupled_diloco.syncer.checkpoint_requests import CHECKPOINT_PATH
@@ -41,7 +42,6 @@ from decoupled_diloco.syncer.shard import Shard
 from decoupled_diloco.syncer.shard_lease import NO_STANDBY, NoStandby, ShardLease
 from decoupled_diloco.syncer.tapes import TapeDocuments
 from decoupled_diloco.tape import TapeWriter
-from decoupled_diloco.tape.reader import SPARE, open_files_allowed
 from decoupled_diloco.tape.records import versions
 from decoupled_diloco.tape.samples import TookOver
 from decoupled_diloco.tape.sources import TAPE_PATH

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
+from copy import copy
 from pathlib import Path, PurePath
 from typing import get_args
 
@@ -233,7 +234,8 @@ class ObjectClaims:
         after = f"{self._prefix}/{max(0, self._known - 1):0{NUMBER_DIGITS}d}~"
         with _as_storage_error():
             names = [each.name for each in self._objects.listed(self._prefix, after)]
-        found = [int(path.stem) for path in map(PurePath, names) if path.suffix == ".json"]
+        paths = map(PurePath, names)
+        found = [int(p.stem) for p in paths if p.suffix == ".json" and p.stem.isdigit()]
         self._known = max(found, default=0)
         return self._known
 
@@ -286,9 +288,9 @@ class ObjectClaims:
 
     def of_shard(self, shard: int) -> ObjectClaims:
         """Return the claims of another shard of the run."""
-        return ObjectClaims(
-            self._objects.address, shard, self.nonce, self.lease_seconds, self.holder
-        )
+        other = copy(self)  # the same client: a new one would connect and authenticate again
+        other._prefix, other._known = f"{CLAIMS}/shard-{shard}", 0
+        return other
 
     @property
     def place(self) -> str:

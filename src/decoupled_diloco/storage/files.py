@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
 from pathlib import Path
 
 from decoupled_diloco.errors import StorageError
@@ -9,6 +11,9 @@ from decoupled_diloco.runtime import runtime
 
 NOT_JSON = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
 """Exceptions that occur if text is not JSON or does not have the expected structure."""
+
+SPARE = 100
+"""Number of open files besides those of a tape: libraries, logs, connections."""
 
 
 def exists(path: Path) -> bool:
@@ -80,3 +85,23 @@ def write_text(path: Path, text: str) -> None:
         disk.sync(path.parent)
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def open_files_allowed(files: int) -> int | None:
+    """Raise this process's limit of open files, as far as the system allows.
+
+    Args:
+        files: The number of files to open, in addition to `SPARE`.
+
+    Returns:
+        The limit in force if it is too low; ``None`` if it is sufficient.
+    """
+    needed = files + SPARE
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or needed <= soft:
+        return None
+    limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    with contextlib.suppress(ValueError, OSError):  # some systems allow less than they report
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        soft = limit
+    return None if needed <= soft else soft

@@ -26,7 +26,6 @@ import contextlib
 import itertools
 import json
 import os
-import resource
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,7 +38,7 @@ import xxhash
 
 from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.runtime import runtime
-from decoupled_diloco.storage.files import NOT_JSON, write_text
+from decoupled_diloco.storage.files import NOT_JSON, open_files_allowed, write_text
 from decoupled_diloco.storage.object_store import Objects, temporary_folder
 
 MANIFESTS, OBJECTS = "manifests", "objects"
@@ -136,10 +135,6 @@ class StoredState:
     files: Mapping[str, StoredFile]
 
     @property
-    def nbytes(self) -> int:
-        return sum(file.nbytes for file in self.files.values())
-
-    @property
     def objects(self) -> set[str]:
         """The names of all objects that the state needs."""
         return {name for file in self.files.values() for name, _ in file.pieces}
@@ -192,8 +187,12 @@ def _inside(path: str) -> str:
     return path
 
 
-def newest_state(objects: Objects) -> StoredState | None:
+def newest_state(objects: Objects, known: StoredState | None = None) -> StoredState | None:
     """Return the newest state of a run in a store; ``None`` if there is none.
+
+    Args:
+        objects: The store.
+        known: A state that is returned without a download if it is the newest one.
 
     Raises:
         ConfigError: The store refuses this process.
@@ -203,20 +202,22 @@ def newest_state(objects: Objects) -> StoredState | None:
         names = sorted(each.name for each in objects.listed(MANIFESTS))
         if not names:
             return None
+        if known is not None and names[-1] == _manifest(known.number):
+            return known
         text = objects.get(names[-1])
         if text is not None:  # otherwise a newer state has replaced it in the meantime
             return StoredState.read(text, f"{objects.address}/{names[-1]}")
     raise StorageError(f"store={objects.address!r} changes too fast to be read: try again")
 
 
-def required_state(objects: Objects) -> StoredState:
-    """Return the newest state of a run in a store.
+def required_state(objects: Objects, known: StoredState | None = None) -> StoredState:
+    """Return the newest state of a run in a store; see `newest_state`.
 
     Raises:
         ConfigError: There is none, or the store refuses this process.
         StorageError: The store is away, or the manifest is not valid.
     """
-    state = newest_state(objects)
+    state = newest_state(objects, known)
     if state is None:
         raise ConfigError(
             f"store={objects.address!r} has no run: use the address that [run] store of the run had"
@@ -281,7 +282,7 @@ class StoredCopy:
 
     def refresh(self) -> None:
         """Copy what has changed in the store."""
-        state = required_state(self._objects)
+        state = required_state(self._objects, self.state)
         if state.number == self.state.number:
             return
         changed = {path for path, file in state.files.items() if self.state.files.get(path) != file}
@@ -497,8 +498,7 @@ class Mirror:
                 return False
             files |= self._upload(opened)
         finally:
-            for each in opened:
-                each.source.close()
+            _close(opened)
         self._create(wall, files)
         return True
 
@@ -581,7 +581,7 @@ class Mirror:
             for path in self._listed(group)
             if path not in self._files and Path(path).suffix not in GROWING
         ]
-        _allow_open_files(2 * OPEN_FILES_MAX)
+        open_files_allowed(2 * OPEN_FILES_MAX)
         for first in range(0, len(new) - OPEN_FILES_MAX, OPEN_FILES_MAX):
             opened: list[_Opened] = []
             try:
@@ -708,13 +708,6 @@ def _mark(source: BinaryIO, nbytes: int) -> str:
 def _close(opened: Iterable[_Opened]) -> None:
     for each in opened:
         each.source.close()
-
-
-def _allow_open_files(count: int) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < count:
-        most = count if hard == resource.RLIM_INFINITY else min(count, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _bytes_of(source: BinaryIO, begin: int, nbytes: int) -> Iterator[bytes]:

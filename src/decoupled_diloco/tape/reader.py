@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import heapq
 import math
-import resource
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
 from decoupled_diloco.errors import ConfigError, StorageError
+from decoupled_diloco.storage.files import open_files_allowed
 from decoupled_diloco.tape.excerpt import excerpt, progress
 from decoupled_diloco.tape.records import FOLDER_NAME, MERGED_NAME, Parser, Record
 from decoupled_diloco.tape.segments import Line, Newest, lines_of, newest_of, segments_of, tapes_in
 
 SKIMMED_BYTES = 1 << 20
 """Size of a piece of a tape that `stream` reads and thins at once."""
-
-
-SPARE = 100
-"""Number of open files besides those of a tape: libraries, logs, connections."""
 
 
 class TapeReader:
@@ -237,23 +232,3 @@ def _ordered(records: Iterable[Record]) -> Iterator[tuple[tuple[float, str, int,
 def read_on_order(record: Record) -> tuple[float, str, int, int]:
     """Sort key for the records of several processes: wall-clock time, then process."""
     return (record.wall, record.process, record.life, record.seq)
-
-
-def open_files_allowed(files: int) -> int | None:
-    """Raise this process's limit of open files, as far as the system allows.
-
-    Args:
-        files: The number of files to open, in addition to `SPARE`.
-
-    Returns:
-        The limit in force if it is too low; ``None`` if it is sufficient.
-    """
-    needed = files + SPARE
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or needed <= soft:
-        return None
-    limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-    with contextlib.suppress(ValueError, OSError):  # some systems allow less than they report
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-        soft = limit
-    return None if needed <= soft else soft

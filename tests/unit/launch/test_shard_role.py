@@ -10,7 +10,7 @@ import pytest
 
 from decoupled_diloco.launch import shard_role
 from decoupled_diloco.launch.shard_role import limits_here
-from decoupled_diloco.tape.reader import SPARE
+from decoupled_diloco.storage.files import SPARE
 from decoupled_diloco.transport.limits import Limits
 
 

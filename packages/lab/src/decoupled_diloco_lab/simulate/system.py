@@ -23,8 +23,8 @@ from decoupled_diloco.launch.processes import reopen_claims
 from decoupled_diloco.launch.resume_run import LEARNERS
 from decoupled_diloco.launch.supervisor import Supervisor
 from decoupled_diloco.runtime import CURRENT
+from decoupled_diloco.storage.files import open_files_allowed
 from decoupled_diloco.syncer.durable import DURABLE
-from decoupled_diloco.tape.reader import open_files_allowed
 from decoupled_diloco.transport.limits import Limits
 from decoupled_diloco.workloads import Workload
 from decoupled_diloco_lab.simulate.drift import Drift
