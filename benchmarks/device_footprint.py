@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -122,19 +123,8 @@ def installed() -> dict[str, int]:
             package = distribution(name)
             files = [Path(str(package.locate_file(f))) for f in package.files or ()]
             found[name] = sum(f.stat().st_size for f in files if f.exists())
-            for required in package.requires or ():
-                if "extra ==" not in required:
-                    todo.append(
-                        required.split(";")[0]
-                        .split("[")[0]
-                        .strip("() ")
-                        .split(">")[0]
-                        .split("=")[0]
-                        .split("<")[0]
-                        .split("!")[0]
-                        .split("~")[0]
-                        .strip()
-                    )
+            needed = (each for each in package.requires or () if "extra ==" not in each)
+            todo += [re.split(r"[^\w.-]", each, maxsplit=1)[0] for each in needed]
     import decoupled_diloco
 
     source = Path(decoupled_diloco.__file__).parent

@@ -142,7 +142,7 @@ def configuration(given: Any, seed: int) -> RunConfig:
     )
 
 
-def measure(given: Any, seed: int, online: float, *, alone: bool = False) -> dict[str, Any]:
+def measure(given: Any, seed: int, online: float) -> dict[str, Any]:
     """Train to the budget and return the result of one run."""
     torch.set_num_threads(1)
     config = configuration(given, seed)
@@ -161,7 +161,7 @@ def measure(given: Any, seed: int, online: float, *, alone: bool = False) -> dic
         for name, rate in zip(config.learner_ids, bytes_per_second, strict=True)
     ]
     away = 0.0 if online == 1.0 else VISIT_SECONDS * (1 / online - 1)
-    habits = Habits(steps=STEPS, away_seconds=away, alone=alone)
+    habits = Habits(steps=STEPS, away_seconds=away)
     workload: Any = Phones(seed, given.devices, given.alpha, given.hidden, given.lr)
     watch, began = Watch(), time.monotonic()
     folder = tempfile.TemporaryDirectory(dir=RAM if Path(RAM).is_dir() else None)

@@ -40,6 +40,7 @@ from typing import Any
 
 import torch
 
+from decoupled_diloco.config.addresses import is_url
 from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.learner.arguments import checkpointer_of, require_model
 from decoupled_diloco.learner.checkpointer import all_stateful
@@ -123,6 +124,11 @@ class Device:
             raise ConfigError(
                 f"Device() has no {missing}: pass name=, the same at each visit, and checkpoint=, "
                 "the folder for what it keeps between visits"
+            )
+        if is_url(str(given.checkpoint.folder)):
+            raise ConfigError(
+                f"checkpoint={str(given.checkpoint.folder)!r} is not a folder: pass one on this "
+                "device, which keeps its training while it has no connection"
             )
         self._model, self._optimizer, self._options = model, optimizer, given
         self._connection = SyncerConnection.of(syncer)

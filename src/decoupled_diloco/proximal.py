@@ -9,7 +9,7 @@ from torch import Tensor
 
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.learner.party import Solo
-from decoupled_diloco.merge import tensors_of
+from decoupled_diloco.merge import scatter, tensors_of
 from decoupled_diloco.participants import Learner
 
 
@@ -69,10 +69,7 @@ class ProximalTerm:
         for index, version in enumerate(versions):
             if version == self._versions[index]:
                 continue
-            values, start = tensors.published[index], 0
+            values = tensors.published[index]
             assert isinstance(values, Tensor), "a learner with one process has whole copies"
-            for piece in tensors.plan.fragments[index].pieces:
-                flat = self._anchors[piece.tensor].view(-1)
-                flat[piece.start : piece.stop].copy_(values[start : start + piece.numel])
-                start += piece.numel
+            scatter(tensors.plan.fragments[index], values, self._anchors)
             self._versions[index] = version

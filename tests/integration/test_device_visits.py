@@ -238,6 +238,12 @@ def test_a_device_needs_a_name_and_a_folder(missing: str, tmp_path: Any) -> None
         dd.Device(Model(), "http://127.0.0.1:1", **given)
 
 
+def test_the_checkpoint_of_a_device_is_a_folder() -> None:
+    """It keeps the training while there is no connection, so a store would not do."""
+    with pytest.raises(dd.ConfigError, match="checkpoint='s3://bucket/x' is not a folder"):
+        dd.Device(torch.nn.Linear(2, 1), "127.0.0.1:1", name="a", checkpoint="s3://bucket/x")
+
+
 def test_the_proximal_term_is_the_distance_to_the_published_copies(make: Make) -> None:
     """FedProx: μ/2 ‖θ − Θ̂‖², which is 0 right after a copy has been applied."""
     system = run(make)

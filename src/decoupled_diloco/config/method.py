@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from decoupled_diloco.config.plugins import MissingCodecError, provide_codecs, require_codecs
 from decoupled_diloco.config.run import RunConfig
-from decoupled_diloco.config.sync import OuterSettings
+from decoupled_diloco.config.sync import DeviceSettings, OuterSettings
 from decoupled_diloco.errors import ConfigError, ProtocolError
 from decoupled_diloco.protocol.machine_options import ApplyAt, Options, Participants
 
@@ -107,6 +107,7 @@ _APPLY: dict[str, ApplyAt] = {"on_arrival": "on_arrival", "at_overlap": "at_tau"
 def options_of(config: RunConfig) -> Options:
     """The settings for the state machines, by the names that these use."""
     run, sync = config.run, config.sync
+    devices = sync.devices or DeviceSettings()
     return Options(
         fragments=sync.fragments,
         period=sync.sync_every,
@@ -132,8 +133,8 @@ def options_of(config: RunConfig) -> Options:
         chain=sync.codec.chain,
         adapt=sync.limits,
         history=sync.history,
-        cohort=None if sync.devices is None else sync.devices.cohort,
-        visit_seconds=3600.0 if sync.devices is None else sync.devices.visit_seconds,
+        cohort=devices.cohort,
+        visit_seconds=devices.visit_seconds,
         seed=run.seed,
         max_steps=run.max_steps,
         max_tokens=run.max_tokens,

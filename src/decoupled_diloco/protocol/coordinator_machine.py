@@ -110,7 +110,7 @@ class CoordinatorMachine:
         match event:
             case Tick():
                 effects = self._absences.over(now, self.state.data)
-                return effects + self.places.over(self.options, now, self._present)
+                return effects + self.places.over(self.options, now, self.state.learners)
             case Connected(learner, Joining() as joining, connection):
                 return self._join_requested(connection, learner, joining)
             case Connected(_, hello):

@@ -587,12 +587,9 @@ def merged(
     entry.base, entry.version, entry.digest = round.base, round.version, digest
     entry.published_at, entry.renamed = now, False
     entry.failures, entry.retry_at = 0, None
-    entry.made = {
-        name: base
-        for name, base in entry.made.items()
-        if name in state.members or visits.remembers(options, round.version, base)
-    }
-    entry.made_times = {name: entry.made_times[name] for name in entry.made}
+    for name, base in list(entry.made.items()):
+        if name not in state.members and not visits.remembers(options, round.version, base):
+            entry.forget(name)
     if options.devices:
         entry.extend_chain(fragment, state.clock, options.chain)
     entry.awaited = {
@@ -634,8 +631,7 @@ def merge_failed(
         effects += _swept(state, round, reason)
     for ask in round.folded:
         if entry.made.get(ask.learner) == ask.base:  # break: failed-merge-counts-as-made
-            del entry.made[ask.learner]  # it is lost, so this base may be requested again
-            del entry.made_times[ask.learner]
+            entry.forget(ask.learner)  # it is lost, so this base may be requested again
         outcome = Outcome(fragment, ask.name, "abandoned", reason, None)
         effects.append(Send(ask.learner, outcome, reason))
     effects += _sums_settled(fragment, round.folded, reason, is_merged=False)

@@ -560,8 +560,12 @@ class FragmentState:
         self.relayed.remove(ask)
         self._one_less(ask.learner)
         if self.made.get(ask.learner) == ask.base:
-            del self.made[ask.learner]
-            del self.made_times[ask.learner]
+            self.forget(ask.learner)
+
+    def forget(self, learner: str) -> None:
+        """Forget from which version a learner has contributed."""
+        del self.made[learner]
+        del self.made_times[learner]
 
     def lose(self, ask: Ask) -> None:
         """Close a request that failed."""

@@ -20,10 +20,11 @@ coordinator like any other, and waits for the next draw only if it needs a new p
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+from decoupled_diloco.protocol.coordinator_state import Enrolled
 from decoupled_diloco.protocol.machine_options import Options
 from decoupled_diloco.protocol.messages import (
     CoordinatorEffect,
@@ -62,7 +63,8 @@ class PlaceBook:
     @property
     def deadline(self) -> float | None:
         """When the next place is over; ``None``: no place is held."""
-        return min((place.until for place in self.held.values()), default=None)
+        # All places last equally long, so the oldest ends first.
+        return next((place.until for place in self.held.values()), None)
 
     def receive(
         self,
@@ -91,7 +93,7 @@ class PlaceBook:
         self.waiting.discard(learner)  # break: absent-device-drawn
 
     def over(
-        self, options: Options, now: float, present: Container[str]
+        self, options: Options, now: float, learners: Mapping[str, Enrolled]
     ) -> list[CoordinatorEffect]:
         """End the places whose time has passed, and draw the next devices."""
         effects: list[CoordinatorEffect] = []
@@ -99,7 +101,7 @@ class PlaceBook:
         for learner, place in list(self.held.items()):
             if now >= place.until:  # break: place-kept-forever
                 del self.held[learner]
-                if learner in present:
+                if learners[learner].present:
                     effects.append(Send(learner, PlaceLost(place.number), why))
         return effects + self.draw(options, now, "")
 

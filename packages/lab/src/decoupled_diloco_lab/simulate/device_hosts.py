@@ -43,10 +43,9 @@ class Habits:
 
 @dataclass
 class DeviceCounts:
-    """What one device has done: visits, and those that ended without a place."""
+    """What one device has done: its visits, and for how long it was present."""
 
     visits: int = 0
-    vain: int = 0
     present_seconds: float = 0.0
 
 
@@ -151,7 +150,6 @@ class DeviceHost(LearnerHost):
             try:
                 learner = await device.arrive()
             except TransportError:  # no place in time, or the run is over
-                self.counts.vain += 1
                 if self.system.finished:
                     return
             else:
