@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import signal
-import sys
 from pathlib import Path
 from threading import Event
 
@@ -12,7 +10,7 @@ import typer
 
 from decoupled_diloco.cli.command_line import CommandOptions, command
 from decoupled_diloco.cli.runs import chosen_run
-from decoupled_diloco.cli.shared_options import RunFolder, Sets, StopWithParent, fail
+from decoupled_diloco.cli.shared_options import RunFolder, Sets, StopWithParent, fail, prepare
 from decoupled_diloco.config import load_config
 
 
@@ -31,19 +29,15 @@ def mirror(options: MirrorOptions) -> None:
     `ddiloco train` and `ddiloco syncer` start this for a run with a store. Run it by hand after a
     run if the store was away at its end.
     """
-    from decoupled_diloco.launch.processes import MIRROR, open_tape, stop_with_parent
+    from decoupled_diloco.launch.processes import MIRROR, open_tape
     from decoupled_diloco.launch.run_folder import is_in_use, is_run_folder
     from decoupled_diloco.launch.run_mirror import mirror_folder
     from decoupled_diloco.units import format_bytes
 
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout
-    )
     stop = Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    if options.stop_with_parent:
-        stop_with_parent()
+    prepare(options.stop_with_parent)
     run = Path(chosen_run(options.run, "ddiloco mirror runs/quickstart", here=True))
     if not is_run_folder(run):
         fail(f"{run} is not a run folder: name the folder of a run, such as runs/quickstart")

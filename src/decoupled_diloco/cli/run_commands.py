@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -26,6 +24,7 @@ from decoupled_diloco.cli.shared_options import (
     fail,
     listed,
     make_console,
+    prepare,
     require_urls,
 )
 from decoupled_diloco.config import RunConfig, SyncerSettings, load_config
@@ -152,7 +151,7 @@ def _serve_shard(config: RunConfig, shard: int, options: SyncerOptions) -> None:
             f"--resume cannot be combined with --shard {shard}: a shard always continues from its "
             "folder"
         )
-    _prepare(options.stop_with_parent)
+    prepare(options.stop_with_parent)
     from decoupled_diloco.launch.ports import free_ports
     from decoupled_diloco.launch.run_folder import enter_run_folder, read_token
     from decoupled_diloco.launch.secrets import own_token
@@ -295,7 +294,7 @@ def learner(options: LearnerOptions) -> None:
     ranks = config.learner.ranks_of(options.index)
     if ranks > 1 and not is_rank() and not take_place_in_step(ranks):
         become_ranks(ranks, stop_with_parent if options.stop_with_parent else None)
-    _prepare(options.stop_with_parent, f"rank {os.environ['RANK']} " if ranks > 1 else "")
+    prepare(options.stop_with_parent, f"rank {os.environ['RANK']} " if ranks > 1 else "")
     from decoupled_diloco.launch import roles
     from decoupled_diloco.launch.run_folder import enter_run_folder
     from decoupled_diloco.launch.secrets import own_token
@@ -321,7 +320,7 @@ def _run_program(
     from decoupled_diloco.launch.run_folder import enter_run_folder
     from decoupled_diloco.launch.secrets import own_token_file
 
-    _prepare(False, "launcher ")
+    prepare(False, "launcher ")
     user_program.require_commands(config)
     index = options.index if isinstance(options, LearnerOptions) else None
     name = EVALUATOR if index is None else f"learner-{index}"
@@ -368,7 +367,7 @@ def relay(options: RelayOptions) -> None:
     """Serve a site's learners: pass their messages on, and send one sum of what they train."""
     upstream = require_urls(options.upstream, option="--upstream")
     config = load_config(options.config, options.settings or ())
-    _prepare(options.stop_with_parent)
+    prepare(options.stop_with_parent)
     from decoupled_diloco.launch.ports import free_ports
     from decoupled_diloco.launch.relay_role import run_relay
     from decoupled_diloco.launch.run_folder import enter_run_folder
@@ -405,7 +404,7 @@ def evaluator(options: EvaluatorOptions) -> None:
         from decoupled_diloco.launch.termination import SignalledTermination
 
         exit_with(_run_program(options, config, SignalledTermination()))
-    _prepare(options.stop_with_parent)
+    prepare(options.stop_with_parent)
     from decoupled_diloco.launch import roles
     from decoupled_diloco.launch.processes import EVALUATOR
     from decoupled_diloco.launch.run_folder import enter_run_folder, require_ours_or_unused
@@ -423,16 +422,3 @@ def evaluator(options: EvaluatorOptions) -> None:
         shared=options.shared_folder,
         tls=options.tls(config, EVALUATOR),
     )
-
-
-def _prepare(parent_matters: bool, prefix: str = "") -> None:
-    """Set up logging and the watch for the parent, before torch is imported."""
-    logging.basicConfig(
-        level=logging.INFO,
-        format=f"%(asctime)s {prefix}%(levelname)s %(message)s",
-        stream=sys.stdout,
-    )
-    if parent_matters:
-        from decoupled_diloco.launch.processes import stop_with_parent
-
-        stop_with_parent()

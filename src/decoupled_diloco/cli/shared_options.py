@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 from textwrap import shorten
@@ -242,3 +243,16 @@ def fail(message: str, code: int = 2) -> NoReturn:
     """End the command with one sentence on stderr."""
     print(f"error: {message}", file=sys.stderr, flush=True)
     sys.exit(code)
+
+
+def prepare(parent_matters: bool, prefix: str = "") -> None:
+    """Set up logging and the watch for the parent, before torch is imported."""
+    logging.basicConfig(
+        level=logging.INFO,
+        format=f"%(asctime)s {prefix}%(levelname)s %(message)s",
+        stream=sys.stdout,
+    )
+    if parent_matters:
+        from decoupled_diloco.launch.processes import stop_with_parent
+
+        stop_with_parent()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +17,7 @@ from decoupled_diloco.cli.shared_options import (
     IntervalSeconds,
     RunSource,
     StopWithParent,
+    prepare,
 )
 from decoupled_diloco.cli.watch import Reader
 from decoupled_diloco.launch.termination import handling, interrupt
@@ -60,13 +59,7 @@ def track(options: TrackOptions) -> None:
     """Write a run's metrics to an experiment tracker until the run ends."""
     from decoupled_diloco.monitor.sinks import require_places
 
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout
-    )
-    if options.stop_with_parent:
-        from decoupled_diloco.launch.processes import stop_with_parent as follow_parent
-
-        follow_parent()
+    prepare(options.stop_with_parent)
     require_places(options.to)
     run = chosen_run(options.run, "ddiloco track runs/quickstart --to tensorboard")
     source = options.open_run(run)

@@ -145,12 +145,10 @@ class RunFolder:
         path, hidden = self.path / TOKEN, self.path / HIDDEN_TOKEN
         if self.resumed and path.exists():
             return path
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        with os.fdopen(os.open(hidden, flags, 0o600), "w") as file:
-            file.write(secrets.token_urlsafe(24) + "\n")
+        write_secret(hidden, new_token())
         if not shown:
             return hidden
-        hidden.replace(path)  # atomic: a reader never sees a partial token
+        hidden.replace(path)
         return path
 
     def show_token(self) -> None:
@@ -158,10 +156,7 @@ class RunFolder:
         path, hidden = self.path / TOKEN, self.path / HIDDEN_TOKEN
         if not hidden.exists():
             return
-        copy = hidden.with_suffix(".copy")
-        with os.fdopen(os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            file.write(hidden.read_text())
-        copy.replace(path)
+        write_secret(path, hidden.read_text())
 
     def release(self) -> None:
         if self._lock is not None:
@@ -356,3 +351,16 @@ def is_in_use(run: Path) -> bool:
     except BlockingIOError:
         return True
     return False
+
+
+def new_token() -> str:
+    """Return the text of a file with a new token."""
+    return secrets.token_urlsafe(24) + "\n"
+
+
+def write_secret(path: Path, text: str) -> None:
+    """Replace a file that only this user may read; no reader sees a part of it."""
+    part = path.with_name(f".{path.name.removeprefix('.')}.copy")
+    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(text)
+    part.replace(path)

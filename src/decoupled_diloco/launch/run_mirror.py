@@ -22,7 +22,12 @@ from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.resume import RUN_FILE
 from decoupled_diloco.config.settings import shown
 from decoupled_diloco.errors import ConfigError, DilocoError, StorageError
-from decoupled_diloco.launch.run_folder import TOKEN, require_ours_or_unused
+from decoupled_diloco.launch.run_folder import (
+    TOKEN,
+    new_token,
+    require_ours_or_unused,
+    write_secret,
+)
 from decoupled_diloco.runtime import now
 from decoupled_diloco.storage.files import NOT_JSON
 from decoupled_diloco.storage.mirror import (
@@ -207,11 +212,8 @@ def restored_run(address: str, settings: Sequence[str]) -> tuple[Path, list[str]
         folder.mkdir(parents=True, exist_ok=True)
         (folder / RESTORING).write_text(address)
         restore(objects, folder, state)
-        token = folder / TOKEN
-        if not token.exists():  # the store has no secrets, so the run gets a new one
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-            with os.fdopen(os.open(token, flags, 0o600), "w") as file:
-                file.write(secrets.token_urlsafe(24) + "\n")
+        if not (folder / TOKEN).exists():  # the store has no secrets, so the run gets a new one
+            write_secret(folder / TOKEN, new_token())
         Standing.of(objects, state).write(folder)
         (folder / RESTORING).unlink()
     except DilocoError:
@@ -236,8 +238,7 @@ def copy_newest_state(config: RunConfig, folder: Path) -> None:
     state, standing = newest_state(objects), Standing.read(folder)
     if state is None:
         return
-    same = standing is not None and standing.run == state.run
-    if same and standing is not None:
+    if standing is not None and standing.run == state.run:
         is_newest = state.number <= standing.number or state.writer == standing.writer
         if is_newest:
             return

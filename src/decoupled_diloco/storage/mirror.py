@@ -379,8 +379,7 @@ def require_continues(objects: Objects, state: StoredState | None, folder: Path 
     if state is None:
         return
     standing, store = None if folder is None else Standing.read(folder), objects.address
-    same = standing is not None and (standing.store, standing.run) == (store, state.run)
-    if same and standing is not None:
+    if standing is not None and (standing.store, standing.run) == (store, state.run):
         if state.number == standing.number or state.writer == standing.writer:
             return
         raise ConfigError(
