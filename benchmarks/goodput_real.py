@@ -59,7 +59,7 @@ def run(kills: tuple[tuple[float, int], ...], steps: int, step_seconds: float) -
         ),
         "outages": [
             {
-                "who": each.process,
+                "process": each.process,
                 "back": each.back_at is not None,
                 "down_seconds": (each.restarted_at or end) - each.down_at,
                 "away_seconds": (each.back_at or end) - each.down_at,
@@ -118,7 +118,7 @@ def taken(
     kills: tuple[tuple[float, int], ...], measured: dict[str, Any]
 ) -> tuple[tuple[float, int], ...]:
     """Return kills that caused an outage; without one, the learner had not joined yet."""
-    left = Counter(each["who"] for each in measured["outages"])
+    left = Counter(each["process"] for each in measured["outages"])
     found = []
     for share, learner in reversed(kills):
         if left[f"learner-{learner}"]:

@@ -35,7 +35,7 @@ segment.
 A line is one JSON object:
 
 ```json
-{{"v":{schema},"at":12.5,"who":"learner-0","seq":7,"kind":"event","type":"Tick","data":{{}}}}
+{{"v":{schema},"at":12.5,"process":"learner-0","seq":7,"kind":"event","type":"Tick","data":{{}}}}
 ```
 
 | field | meaning |
@@ -98,14 +98,13 @@ def _unique(classes: Iterable[type]) -> list[type]:
 
 def _attributes(cls: type) -> Iterable[tuple[str, str]]:
     """The fields that a line has, from the docstring of the record."""
-    written = {name: name for name in ("at", "seq", "kind", "type", "data", "cause")}
-    written["process"] = "who"
+    written = ("at", "process", "seq", "kind", "type", "data", "cause")
     yield "v", "The schema's version."
     lines = inspect.getdoc(cls).partition("Attributes:\n")[2].splitlines()  # type: ignore[union-attr]
     for line in lines:
         name, _, text = line.strip().partition(": ")
         if name in written:
-            yield written[name], _code(text)
+            yield name, _code(text)
 
 
 def _record(cls: type, told: set[type]) -> str:

@@ -88,7 +88,7 @@ def test_numbers_match_the_tape(browser: Browser, run: Path, lines: list[dict[st
     moved: dict[str, dict[int, list[int]]] = defaultdict(dict)
     rounds, life, folded, evaluations = [], Counter[str](), Counter[str](), []
     for line in lines:
-        process, data = line["who"], line["data"]
+        process, data = line["process"], line["data"]
         match line["type"]:
             case "start":
                 life[process] += 1

@@ -61,7 +61,7 @@ REQUESTS = (
     b"HEAD /bodies/up HTTP/1.1\r\n" + HEAD + b"\r\n",
     b"GET /bodies/down HTTP/1.1\r\n" + HEAD + b"Range: bytes=2-5\r\n\r\n",
     b"GET /run HTTP/1.1\r\n" + HEAD + b"Connection: close\r\n\r\n",
-    b"GET /tape?who=shard-0&from=0&detail=1 HTTP/1.1\r\n" + HEAD + b"\r\n",
+    b"GET /tape?process=shard-0&from=0&detail=1 HTTP/1.1\r\n" + HEAD + b"\r\n",
     b"PUT /probe HTTP/1.1\r\n" + HEAD + b"Content-Length: 3\r\nExpect: 100-continue\r\n\r\nabc",
     b"GET / HTTP/1.1\r\nHost: localhost:7070\r\nCookie: ddiloco-7070=9999999999.abc\r\n\r\n",
     b"POST /page/sign-in HTTP/1.1\r\nHost: x\r\nOrigin: http://x\r\nContent-Length: 12\r\n"
@@ -241,7 +241,7 @@ def client_hello() -> bytes:
 
 
 def _fetch(address: str) -> None:
-    fetch(address, "/tape", {"who": "a"}, "secret")
+    fetch(address, "/tape", {"process": "a"}, "secret")
 
 
 def _transfer(address: str) -> None:

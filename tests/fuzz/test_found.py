@@ -80,13 +80,13 @@ def test_invalid_input_raises_the_named_error(
     [
         (
             "tape",
-            b'{"v":3,"at":1,"who":"learner-%s","seq":1,"kind":"event","type":"StepFinished","data":{}}\n'
+            b'{"v":4,"at":1,"process":"learner-%s","seq":1,"kind":"event","type":"StepFinished","data":{}}\n'
             % (b"9" * 5_000),
         ),
         ("override", b"run.name=" + DEEP),
         ("run-folder", b"a = " + DEEP),
         ("excerpt", b'{"kind":"start","data":' + DEEP + b"}\n"),
-        ("tape-followed", b'{"v":3,"data":' + DEEP + b"}\n"),
+        ("tape-followed", b'{"v":4,"data":' + DEEP + b"}\n"),
         ("journal", record(b"3")),
         ("journal", record(DEEP)),
         ("shard-journal", record(b'{"fragment": {}, "version": "1.1", "digest": ""}', bytes(4))),

@@ -157,7 +157,8 @@ def _state(data: bytes) -> None:
 
 def _lines() -> bytes:
     return b"".join(
-        b'{"v":3,"at":1.5,"who":"learner-0","seq":1,"kind":"%s","type":"%s","data":{%s}}\n' % each
+        b'{"v":4,"at":1.5,"process":"learner-0","seq":1,"kind":"%s","type":"%s","data":{%s}}\n'
+        % each
         for each in (
             (b"start", b"start", b'"wall":1.0,"monotonic":1.0,"pid":7,"header":{"token":"x"}'),
             (b"event", b"StepFinished", b'"step":3'),

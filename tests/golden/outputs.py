@@ -162,11 +162,11 @@ def serving(folder: str) -> Iterator[None]:
     def answer(
         address: str, path: str, query: dict[str, str], token: object, tls: object
     ) -> Document:
-        if "who" not in query:
+        if "process" not in query:
             told = {"shards": [ADDRESS] * len(shards), "wall": time.time()}
             return Document(json.dumps(told).encode())
         return read_piece(
-            tapes[query["who"]], int(query["from"]), detail=query.get("detail") == "1"
+            tapes[query["process"]], int(query["from"]), detail=query.get("detail") == "1"
         )
 
     with pytest.MonkeyPatch.context() as patch:
@@ -272,7 +272,7 @@ def events(run: Recorded) -> str:
     done = CliRunner().invoke(app, ["events", run.name])
     lines = done.stdout_bytes.splitlines()
     told = [json.loads(line) for line in lines]
-    counts = Counter((each["who"], each["kind"], named(each)) for each in told)
+    counts = Counter((each["process"], each["kind"], named(each)) for each in told)
     rows = [
         f"{process} {kind} {name}: {counts[process, kind, name]}"
         for process, kind, name in sorted(counts)

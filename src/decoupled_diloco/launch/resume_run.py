@@ -258,12 +258,12 @@ def _put_processes_back(folder: Path, manifest: Manifest, aside: Path) -> None:
     """Restore the files of shards and learners; they are on the disk when this returns."""
     disk = runtime().disk
     for part in manifest.shards:
-        durable = folder / DURABLE / part.who
+        durable = folder / DURABLE / part.process
         if disk.exists(durable):
-            _move(durable, aside / DURABLE / part.who)
+            _move(durable, aside / DURABLE / part.process)
         disk.make_folder(durable)
         own = durable / "00000001.safetensors"
-        with disk.reading(manifest.part(part.who)) as source, disk.open(own) as target:
+        with disk.reading(manifest.part(part.process)) as source, disk.open(own) as target:
             while block := source.read(COPY_BYTES):
                 disk.write(target, block)
             disk.sync_file(target)
@@ -317,7 +317,7 @@ def _check_learners(folder: Path, manifest: Manifest) -> None:
         StorageError: One is missing or corrupt.
     """
     for part in manifest.learners:
-        own = folder / LEARNERS / part.who
+        own = folder / LEARNERS / part.process
         if own.exists():
             files = [
                 file

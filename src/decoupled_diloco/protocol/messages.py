@@ -333,7 +333,7 @@ class PartSaved:
 class CheckpointPart:
     """One participant's part of a complete checkpoint, as listed in the manifest."""
 
-    who: str
+    process: str
     digest: str
     nbytes: int
 

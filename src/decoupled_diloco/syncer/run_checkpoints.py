@@ -64,7 +64,7 @@ class Manifest:
             StorageError: A part is missing, torn, corrupt, or belongs to another checkpoint.
         """
         for part in self.shards:
-            path = self.part(part.who)
+            path = self.part(part.process)
             if part_digest(path) != part.digest:
                 raise StorageError(
                     f"{path} is not the part that belongs to checkpoint {self.number}: its digest "

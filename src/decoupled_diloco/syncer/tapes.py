@@ -1,10 +1,10 @@
 """A shard's event tapes over HTTP, as `ddiloco status` and similar commands read them.
 
 ``/tape`` lists the addresses of all shards and the tapes of this one.
-``/tape?who=NAME&from=OFFSET`` returns the lines of the next piece of a tape that a reader needs,
-and the offset after it. A piece is read and filtered in a thread, one at a time. So no reader
-blocks the event loop for the disk, but that thread takes its share of the interpreter: about ten
-milliseconds per piece.
+``/tape?process=NAME&from=OFFSET`` returns the lines of the next piece of a tape that a reader
+needs, and the offset after it. A piece is read and filtered in a thread, one at a time. So no
+reader blocks the event loop for the disk, but that thread takes its share of the interpreter: about
+ten milliseconds per piece.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class TapeDocuments:
 
     async def __call__(self, query: Mapping[str, str]) -> Document:
         """Answer a request; see `transport.documents`."""
-        if "who" not in query:
+        if "process" not in query:
             about = {**self._about, "tapes": sorted(self._tapes), "wall": runtime().wall()}
             return Document(json.dumps(about).encode())
-        process, start = query["who"], query.get("from", "0")
+        process, start = query["process"], query.get("from", "0")
         if process not in self._tapes:
             names = ", ".join(sorted(self._tapes))
             raise NoSuchDocumentError(
-                f"who={process[:80]!r} has no tape here: the tapes are {names}"
+                f"process={process[:80]!r} has no tape here: the tapes are {names}"
             )
         if not (start.isascii() and start.isdigit() and len(start) < 18):
             raise NoSuchDocumentError(f"from={start[:40]!r} is not an offset in a tape")

@@ -13,7 +13,7 @@ splits and compresses the file as it grows. A restarted process appends a new ``
 which starts its next *incarnation*. A record is one JSON object:
 
 ```
-{"v":3,"at":12.5,"who":"learner-0","seq":7,"kind":"event","type":"StepFinished","data":{"tokens":96}}
+{"v":4,"at":12.5,"process":"learner-0","seq":7,"kind":"event","type":"StepFinished","data":{"tokens":96}}
 ```
 
 ``at`` is the instant at which the state machine received the event, in seconds of a monotonic

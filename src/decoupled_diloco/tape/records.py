@@ -29,7 +29,7 @@ from decoupled_diloco.protocol.messages import (
 from decoupled_diloco.storage.files import NOT_JSON
 from decoupled_diloco.tape.samples import Sample
 
-SCHEMA = 3
+SCHEMA = 4
 """Version of the record format. A program reads no other version."""
 
 FOLDER_NAME = "tape"
@@ -142,7 +142,7 @@ class Parser:
             self._problems.append(f"{self._path}: further problems are not listed")
 
     def _record(self, fields: dict[str, Any]) -> Record:
-        at, process = float(fields["at"]), str(fields["who"])
+        at, process = float(fields["at"]), str(fields["process"])
         name, data = str(fields["type"]), dict(fields["data"])
         if fields["kind"] == "start":
             life = self._clocks[process][1] + 1 if process in self._clocks else 0
@@ -166,7 +166,7 @@ def _shown(line: bytes) -> str:
 
 
 def format_record(record: Record) -> str:
-    fields: dict[str, Any] = {"v": SCHEMA, "at": record.at, "who": record.process}
+    fields: dict[str, Any] = {"v": SCHEMA, "at": record.at, "process": record.process}
     fields |= {name: getattr(record, name) for name in ("seq", "kind", "type", "data")}
     if record.cause is not None:
         fields["cause"] = record.cause

@@ -238,7 +238,7 @@ class SyncerSource:
         records: list[Record] = []
         while True:
             start = self._offsets.get(process, 0)
-            query = {"who": process, "from": str(start), "detail": self._detail}
+            query = {"process": process, "from": str(start), "detail": self._detail}
             document = fetch(address, TAPE_PATH, query, self._token, self._tls)
             following, size = _fact(document.facts, "next"), _fact(document.facts, "size")
             identity = document.facts.get("tape") or self._identities.get(process, "")

@@ -268,7 +268,7 @@ class TapeWriter:
             fields = to_json(plain_numbers(data))
         tail = "" if cause is None else f',"cause":{cause}'
         return (
-            f'{{"v":{SCHEMA},"at":{float(now)!r},"who":{self._name},"seq":{seq},'
+            f'{{"v":{SCHEMA},"at":{float(now)!r},"process":{self._name},"seq":{seq},'
             f'"kind":"{kind}","type":"{name}","data":{fields}{tail}}}\n'
         )
 

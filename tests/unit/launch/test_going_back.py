@@ -62,10 +62,10 @@ def assert_is_back(folder: Path) -> None:
     last = next(path for path in checkpoint_folders(folder) if (path / "manifest.json").exists())
     manifest = read_manifest(last)
     for part in manifest.shards:
-        durable = folder / DURABLE / part.who
+        durable = folder / DURABLE / part.process
         assert sorted(path.name for path in durable.iterdir()) == ["00000001.safetensors", EXACT]
         own = (durable / "00000001.safetensors").read_bytes()
-        assert own == manifest.part(part.who).read_bytes()
+        assert own == manifest.part(part.process).read_bytes()
     for file in (folder / LEARNERS).rglob("*.safetensors"):
         assert run_checkpoint_of(file) == manifest.number
     assert CoordinatorStates(folder).read() is not None

@@ -73,7 +73,7 @@ def test_rounds_contributions_and_merges_match_the_raw_tape(world: Path, told: l
         if line["type"] != "RoundFinished":
             counts["merge"] += line["type"] == "Done" and data["order"]["type"] == "Merge"
             continue
-        key = (line["who"], data["term"], data["round"])
+        key = (line["process"], data["term"], data["round"])
         counts["round"] += 1
         for part in data["participants"]:
             counts["contribution"] += part["state"] != "late"
@@ -108,13 +108,13 @@ def test_uploads_fetches_and_applies_match_the_learners_tapes(
             data = line["data"]
             merged |= {(data["fragment"], _plain(data["version"]))} if data["version"] else set()
             taken |= {
-                (line["who"], _plain(part["ask"]))
+                (line["process"], _plain(part["ask"]))
                 for part in data["participants"]
                 if part["state"] != "late"
             }
     expected = Counter[tuple[str, str]]()
     for line in raw(world):
-        process, name, data = line["who"], line["type"], line["data"]
+        process, name, data = line["process"], line["type"], line["data"]
         if not str(process).startswith("learner-"):
             continue
         if name == "SendBody" and (f"shard-{data['shard']}", _plain(data["ask"])) in taken:

@@ -215,7 +215,7 @@ def test_on_a_terminal_lines_are_above_the_display(run_folder):
 def test_an_unreadable_tape_is_reported_once_and_does_not_end_the_run(tmp_path):
     TapeWriter(tmp_path / "tape", "learner-0").close()
     path = tmp_path / "tape" / "learner-0.jsonl"
-    path.write_text(path.read_text().replace('"v":3', '"v":9'))
+    path.write_text(path.read_text().replace('"v":4', '"v":9'))
     out = console(width=200)
     with ProgressDisplay(tmp_path, console=out) as progress:
         progress.poll()

@@ -253,8 +253,8 @@ def test_one_learner_s_own_tape(run_folder, tmp_path):
             "is not an event tape: none of its lines can be read",
         ),
         (
-            b'{"v":4,"at":0}\n',
-            "is an event tape with schema 4, but this version reads only schema 3",
+            b'{"v":5,"at":0}\n',
+            "is an event tape with schema 5, but this version reads only schema 4",
         ),
     ],
 )

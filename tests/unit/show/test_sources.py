@@ -70,7 +70,7 @@ def test_a_thinned_excerpt_has_the_last_message_time_of_every_process(tape, tmp_
 def test_steps_within_a_second_are_thinned_to_one_and_the_last():
     def report(at, step):
         data = {"peer": "a", "message": {"type": "StepReport", "step": step}}
-        fields = {"v": 3, "at": at, "who": "shard-0", "seq": step, "kind": "event"}
+        fields = {"v": 4, "at": at, "process": "shard-0", "seq": step, "kind": "event"}
         return (
             json.dumps({**fields, "type": "Received", "data": data}, separators=(",", ":")).encode()
             + b"\n"
@@ -84,7 +84,7 @@ def test_steps_within_a_second_are_thinned_to_one_and_the_last():
 
 def test_the_last_ping_of_every_process_is_kept():
     def heard(at, *learners):
-        fields = {"v": 3, "at": float(at), "who": "shard-0", "seq": at, "kind": "event"}
+        fields = {"v": 4, "at": float(at), "process": "shard-0", "seq": at, "kind": "event"}
         data = {"type": "Heard", "data": {"learners": learners}}
         return json.dumps({**fields, **data}, separators=(",", ":")).encode() + b"\n"
 
@@ -114,7 +114,7 @@ def test_nonces_and_restart_data_are_left_out(folder):
 @pytest.mark.parametrize("nonce", ["plain-secret", 'a"quoted-secret', "a\\secret", 'x\\"secret'])
 def test_no_part_of_a_nonce_is_served_however_it_is_written_or_torn(nonce, ending):
     written = json.dumps(nonce)[1:-1]
-    begin = '{"v":3,"at":1.0,"who":"shard-0","seq":1,"kind":"event","type":"Connected","data":{'
+    begin = '{"v":4,"at":1.0,"process":"shard-0","seq":1,"kind":"event","type":"Connected","data":{'
     greeted = begin + f'"peer":"a","greeting":{{"type":"Hello","learner":"a","nonce":"{written}'
     served = excerpt((greeted + ending + "\n" + greeted + "\n").encode(), detail=True)
     assert b"secret" not in served
@@ -130,6 +130,6 @@ def test_a_single_tape_of_a_virtual_run_is_marked_as_virtual(tape, tmp_path):
 def test_torn_lines_are_passed_on_so_that_the_reader_can_report_them(tmp_path):
     problems = []
     parser = Parser(tmp_path / "served", problems)
-    for line in excerpt(b'{"v":3,"at":3\n', detail=False).splitlines():
+    for line in excerpt(b'{"v":4,"at":3\n', detail=False).splitlines():
         parser.parse(line)
     assert "torn" in problems[0]

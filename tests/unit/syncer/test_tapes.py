@@ -138,11 +138,11 @@ def test_an_offset_after_the_end_returns_nothing(folder):
 @pytest.mark.parametrize(
     ("query", "message"),
     [
-        ({"who": "learner-1"}, "the tapes are coordinator, shard-0"),
-        ({"who": "../token"}, "has no tape here"),
-        ({"who": "shard-0", "from": "-1"}, "is not an offset"),
-        ({"who": "shard-0", "from": "9" * 30}, "is not an offset"),
-        ({"who": "shard-0", "from": "²"}, "is not an offset"),
+        ({"process": "learner-1"}, "the tapes are coordinator, shard-0"),
+        ({"process": "../token"}, "has no tape here"),
+        ({"process": "shard-0", "from": "-1"}, "is not an offset"),
+        ({"process": "shard-0", "from": "9" * 30}, "is not an offset"),
+        ({"process": "shard-0", "from": "²"}, "is not an offset"),
     ],
 )
 async def test_a_missing_document_is_named_in_the_error(folder, query, message):
@@ -152,7 +152,7 @@ async def test_a_missing_document_is_named_in_the_error(folder, query, message):
 
 async def test_a_missing_tape_is_an_error(tmp_path):
     with pytest.raises(NoSuchDocumentError, match="No such file"):
-        await documents_of(tmp_path)({"who": "shard-0"})
+        await documents_of(tmp_path)({"process": "shard-0"})
 
 
 async def nobody(channel):
@@ -270,7 +270,7 @@ async def test_only_reading_is_served(servers):
 
 async def test_another_server_is_recognized(servers):
     with pytest.raises(ProtocolError, match="has no tape here"):
-        await in_thread(fetch, servers[0].address, TAPE_PATH, {"who": "x"}, "secret")
+        await in_thread(fetch, servers[0].address, TAPE_PATH, {"process": "x"}, "secret")
 
 
 async def test_an_invalid_auth_token_is_not_printed(servers):

@@ -104,7 +104,7 @@ def test_every_record_contains_its_schema(tmp_path):
     with writer(tmp_path) as tape:
         tape.event(1.0, StepFinished(1))
     lines = (tmp_path / "learner-0.jsonl").read_text().splitlines()
-    assert [json.loads(line)["v"] for line in lines] == [3, 3]
+    assert [json.loads(line)["v"] for line in lines] == [4, 4]
 
 
 def test_wall_time_comes_from_the_latest_start(tmp_path):
@@ -177,7 +177,7 @@ def test_a_restart_ends_the_torn_line_of_the_earlier_incarnation(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line", [b"[1]\n", b'{"v":3}\n', b'{"v":1.5}\n', b"\xff\xfe\n", b'{"v":"x"}\n', b"7\n"]
+    "line", [b"[1]\n", b'{"v":4}\n', b'{"v":1.5}\n', b"\xff\xfe\n", b'{"v":"x"}\n', b"7\n"]
 )
 def test_lines_that_are_not_records_are_problems(tmp_path, line):
     with writer(tmp_path) as tape:
@@ -199,13 +199,13 @@ def test_a_file_without_a_start_record_keeps_its_own_clock(tmp_path):
     assert "learner-0 has no start record" in reader.problems[0]
 
 
-@pytest.mark.parametrize("schema", [2, 4])
+@pytest.mark.parametrize("schema", [3, 5])
 def test_the_error_for_another_schema_has_a_fix(tmp_path, schema):
     with writer(tmp_path):
         pass
     path = tmp_path / "learner-0.jsonl"
-    path.write_text(path.read_text().replace('"v":3', f'"v":{schema}'))
-    message = f"schema {schema}, but this version reads only schema 3: read it with"
+    path.write_text(path.read_text().replace('"v":4', f'"v":{schema}'))
+    message = f"schema {schema}, but this version reads only schema 4: read it with"
     with pytest.raises(StorageError, match=message):
         list(TapeReader(tmp_path))
     with pytest.raises(StorageError, match=message):
@@ -249,7 +249,7 @@ def test_text_is_created_in_parts_and_in_order(tmp_path, monkeypatch):
     tape = writer(tmp_path)
     for step in range(1, 8):
         tape.event(float(step), StepFinished(step))
-    assert made == [], "who writes a record does not wait for its text"
+    assert made == [], "a thread that writes a record does not wait for its text"
     assert tape.make_text(3)
     assert len(made) == 3
     tape.event(8.0, StepFinished(8))

@@ -291,4 +291,4 @@ def raised(state: CoordinatorState, newest: CoordinatorState) -> CoordinatorStat
 
 
 def _by_name(parts: Iterable[CheckpointPart]) -> tuple[CheckpointPart, ...]:
-    return tuple(sorted(parts, key=lambda part: part.who))
+    return tuple(sorted(parts, key=lambda part: part.process))
