@@ -37,6 +37,10 @@ KEEPS = {"checkpoint_interval_seconds": 0.5}
 MIXED = {"ranks": [1, 2, 2], "parallelism": ["plain", "fsdp", "tp"], "sync_ranks": "all"}
 
 
+ENDING_SECONDS_MAX = 10.0
+"""Longest time from the run's end, as the last learner receives it, to the end of shard 0."""
+
+
 def config(folder: Path, learner: dict[str, Any], steps: int, learners: int = 2) -> RunConfig:
     """Return a run of these learners, with fixed partitions of the data.
 
@@ -235,6 +239,10 @@ def test_the_death_of_one_rank_ends_its_learner_which_returns(tmp_path: Path) ->
         run.start()
         outcome = wait(run, script(), seconds=150.0)
     assert outcome.finished, outcome.reason
+    over = max(
+        r.at for n in range(2) for r in records(folder, f"learner-{n}") if r.type == "RunOver"
+    )
+    assert records(folder, "shard-0")[-1].at - over < ENDING_SECONDS_MAX
     own = [r.data for r in records(folder, "launcher") if r.type == "ProcessEnded"]
     # The launcher stops an incarnation that ends slowly on a busy machine: any code is possible.
     first, killed, _ = [each["code"] for each in own if each["name"] == "learner-0"]

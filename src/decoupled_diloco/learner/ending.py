@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
-from typing import Protocol
 
 from decoupled_diloco.learner.boundary import Boundary, LearnerProgress
+from decoupled_diloco.learner.membership import Waits
 from decoupled_diloco.protocol.leaving import drained, unmerged_tokens
 from decoupled_diloco.protocol.messages import DrainAsked, VisitEnded
 from decoupled_diloco.runtime import now
@@ -33,15 +33,6 @@ CHECKPOINT_SECONDS = 30.0
 ASKED_TO_STOP = "it was asked to stop"
 
 
-class Waiting(Protocol):
-    """The interface of a `Party` that `Closing` uses."""
-
-    @property
-    def progress(self) -> LearnerProgress: ...
-
-    async def wait(self, seconds: float) -> None: ...
-
-
 class Closing:
     """Ends a learner; see the module.
 
@@ -56,7 +47,7 @@ class Closing:
         self._background = boundary.membership.background
         self._flush_seconds = flush_seconds
 
-    async def close(self, party: Waiting) -> None:
+    async def close(self, party: Waits) -> None:
         """Do what `Learner.close` does before the learner leaves the run."""
         trained = self._boundary.trained
         optimizers = trained.optimizers
@@ -66,43 +57,43 @@ class Closing:
                 trained.last.mark()
             if self._background.failure is None:
                 await self._submit_last(party)
-            if changed and party.progress.over and trained.copies is not None:
+            if changed and self._boundary.progress.over and trained.copies is not None:
                 # So that leaving the mode keeps the run's final weights.
                 trained.copies.reset(trained.module.parameters())
 
-    async def interrupted(self, party: Waiting) -> None:
+    async def interrupted(self, party: Waits) -> None:
         """Flush and save after an exception that means a request to stop has left the loop."""
         await self.flush(party, self._flush_seconds, ASKED_TO_STOP)
         await self.keep_last(party)
 
-    async def _submit_last(self, party: Waiting) -> None:
+    async def _submit_last(self, party: Waits) -> None:
         boundary = self._boundary
         if self._weights_replaced():
             return
         devices = self._membership.shared.machine.options.devices
         if not (boundary.stop_requested or devices):  # a device does not stay for the run's end
             await self._await_the_end(party)
-        if party.progress.budget_reached:
+        if self._boundary.progress.budget_reached:
             await self.finish(party)
             await self._await_write(party)
         else:
             await self.flush(party, self._flush_seconds, ASKED_TO_STOP)
-            progress = party.progress
+            progress = self._boundary.progress
             early = not boundary.stop_requested and progress.steps and not progress.budget_reached
             if early and not devices:
                 self._warn_of_early_end(progress)
             self._background.submit(VisitEnded())
             await self.keep_last(party)
 
-    async def keep_last(self, party: Waiting) -> None:
+    async def keep_last(self, party: Waits) -> None:
         """Write a last checkpoint, if this learner takes any."""
         self._boundary.keep()
         await self._await_write(party)
 
-    async def flush(self, party: Waiting, seconds: float, why: str) -> bool:
+    async def flush(self, party: Waits, seconds: float, why: str) -> bool:
         """See `Learner.flush`."""
         background, deadline = self._background, now() + seconds
-        if seconds <= 0 or background.failure is not None or party.progress.budget_reached:
+        if seconds <= 0 or background.failure is not None or self._boundary.progress.budget_reached:
             return False
         if self._weights_replaced():
             return False
@@ -130,14 +121,14 @@ class Closing:
         )
         return True
 
-    async def _await_the_end(self, party: Waiting) -> None:
+    async def _await_the_end(self, party: Waits) -> None:
         """Wait for the closing sweep, if this learner has done its share of the run's budget.
 
         The run ends a little later than this learner's last step: the report of the step must
         arrive, and other learners may be a few steps behind. The wait lasts while the run's clock
         moves, at most `END_SECONDS`. It ends early if other learners are far behind.
         """
-        if not self._has_done_its_share(party.progress):
+        if not self._has_done_its_share(self._boundary.progress):
             return
         began, state = now(), self._membership.state
         pace = max((link.tick_seconds.value or 0.0 for link in state.shards), default=0.0)
@@ -191,13 +182,13 @@ class Closing:
             " unless it restarts from its checkpoint" if kept else "",
         )
 
-    async def finish(self, party: Waiting) -> None:
+    async def finish(self, party: Waits) -> None:
         """Wait for what the closing sweep publishes, and apply it."""
         background, state = self._background, self._membership.state
         deadline = now() + FAREWELL_SECONDS
         with background.changed:
             # break: last-copies-not-awaited
-            while not party.progress.over and background.failure is None:
+            while not state.over and background.failure is None:
                 self._boundary.pause()
                 if any(shard.linked for shard in state.shards):
                     deadline = now() + FAREWELL_SECONDS
@@ -205,11 +196,11 @@ class Closing:
                     name = self._membership.name
                     logger.warning("%s leaves before the run ends: no shard is reachable", name)
                     return
-                if not party.progress.over:
+                if not state.over:
                     await party.wait(1.0)
         await self._take_last(party)
 
-    async def _take_last(self, party: Waiting) -> None:
+    async def _take_last(self, party: Waits) -> None:
         """Wait for published copies that are still in transit when the shards are finished."""
         state = self._membership.state
         with self._background.changed:
@@ -221,7 +212,7 @@ class Closing:
                 await party.wait(1.0)
         self._boundary.pause()
 
-    async def _await_write(self, party: Waiting) -> None:
+    async def _await_write(self, party: Waits) -> None:
         """Wait for the checkpoint that is being written, at most `CHECKPOINT_SECONDS`."""
         writing, background = self._boundary.checkpointer.writing, self._background
         deadline = now() + CHECKPOINT_SECONDS

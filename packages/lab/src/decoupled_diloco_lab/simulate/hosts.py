@@ -25,11 +25,10 @@ from decoupled_diloco.launch.roles import Cut, Seat, evaluate, learn
 from decoupled_diloco.launch.shard_role import ShardRole
 from decoupled_diloco.launch.termination import INTERRUPTED, Termination
 from decoupled_diloco.learner.checkpointer import Written
-from decoupled_diloco.learner.ending import Waiting
 from decoupled_diloco.learner.exchange import Capture, LearnerTensors
 from decoupled_diloco.learner.learner_checkpoint import LearnerCheckpoint
 from decoupled_diloco.learner.learner_model import Model
-from decoupled_diloco.learner.membership import Membership
+from decoupled_diloco.learner.membership import Membership, Waits
 from decoupled_diloco.learner.option_groups import Observability, SyncerConnection
 from decoupled_diloco.learner.party import Solo
 from decoupled_diloco.merge import body_digest, codec
@@ -377,7 +376,7 @@ def _watch(host: LearnerHost, watched: Solo | LeaderRank) -> None:
             host.system.on_checkpoint(host.name, taken, boundary.untrained[0])
         return keep(run_checkpoint)
 
-    async def finishes(party: Waiting) -> None:
+    async def finishes(party: Waits) -> None:
         began = now()
         await finish(party)
         host.waited_seconds = now() - began
