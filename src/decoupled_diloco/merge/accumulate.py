@@ -182,14 +182,15 @@ class Accumulator:
         return out
 
     @property
-    def length(self) -> float:
-        """A lower bound of Σ w·‖v‖, from the sums: 0 for buffers only."""
-        squares = math.fsum(each * each for each in self._norm_sums)
-        if self._sums is not None:
-            for segment in self.segments:
-                if segment.merge == "mean":
-                    squares += squares_of(self._sums[segment.start : segment.stop])
-        return math.sqrt(squares)
+    def lengths(self) -> tuple[float, float]:
+        """Two lower bounds of Σ w·‖v‖: from the norms of RDA segments, and from mean segments."""
+        means = [
+            squares_of(self._sums[segment.start : segment.stop])
+            for segment in self.segments
+            if segment.merge == "mean" and self._sums is not None
+        ]
+        norms = math.fsum(each * each for each in self._norm_sums)
+        return math.sqrt(norms), math.sqrt(math.fsum(means))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state as tensors, for safetensors; the sums are shared, not copied."""

@@ -4,9 +4,12 @@
     single
 
 All numbers are little-endian. `sums` is encoded by the fragment's uplink codec (its buffers in
-fp32), after a division by the power of two next to the weight. That keeps every codec in its range,
-and it is exact. `single` (fp32) are the buffers of one contribution, for buffers that have no mean;
-without such buffers it is empty. The size depends only on the fragment.
+fp32), after an exact scaling by powers of two: a division by the weight, and for RDA segments a
+multiplication by the mean norm, because their sums are of unit directions. So all segments have
+values about as large as those of one contribution. A codec with blocks needs that: a block may
+extend over segments, and its largest value determines its resolution. `single` (fp32) are the
+buffers of one contribution, for buffers that have no mean; without such buffers it is empty. The
+size depends only on the fragment.
 
 Shapes:
     N  elements of a fragment
@@ -17,6 +20,7 @@ Shapes:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,7 +28,6 @@ from torch import Tensor
 from decoupled_diloco.errors import MergeError, ProtocolError
 from decoupled_diloco.merge.accumulate import Accumulator
 from decoupled_diloco.merge.codec import Body, as_bytes, digest
-from decoupled_diloco.merge.fragments import parameters_numel
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.merge.published import encode_with_feedback
 
@@ -58,16 +61,17 @@ def write_sum(
         MergeError: The sums are not finite.
     """
     state = accumulator.state_dict()
-    sums, trained = state["sums"], parameters_numel(plan.fragments[fragment], plan.layout)
-    factor = _power_of_two(accumulator.weight)
-    sums[:trained].div_(factor)
-    scaled = tuple(residual / factor for residual in residuals)
-    wire = plan.uplink_of(fragment)
+    sums, wire = state["sums"], plan.uplink_of(fragment)
+    scales = _scales(plan, fragment, accumulator.weight, state["norm_sums"].tolist())
+    _multiply(sums, scales)
     if plan.feedback is None:
         body, left = wire.encode(sums), None
     else:
+        scaled = tuple(residual.clone() for residual in residuals)
+        for residual in scaled:
+            _multiply(residual, scales)
         body, left = encode_with_feedback(sums, scaled, plan.feedback, wire)
-        left = left * factor
+        _multiply(left, scales, inverse=True)
     head = (state["count"], state["weight"], state["heaviest"])
     per_segment = (state["norm_sums"], state["single_weights"], state["kinds"])
     parts = [as_bytes(part) for part in (*head, *per_segment, body, state["single"])]
@@ -91,10 +95,7 @@ def read_sum(plan: MergePlan, fragment: int, body: Body, announced: str) -> Accu
             f"the sum has {octets.numel()} bytes, {sum_nbytes(plan, fragment)} are needed"
         )
     numel, segments = plan.fragments[fragment].numel, plan.segments(fragment)
-    trained, wire = (
-        parameters_numel(plan.fragments[fragment], plan.layout),
-        plan.uplink_of(fragment),
-    )
+    wire = plan.uplink_of(fragment)
     numbers = octets[: 8 * (_HEAD + _PER_SEGMENT * len(segments))].clone()
     integers, floats = numbers.view(torch.int64), numbers.view(torch.float64)
     per_segment = [
@@ -106,7 +107,10 @@ def read_sum(plan: MergePlan, fragment: int, body: Body, announced: str) -> Accu
         raise MergeError(f"the sum has weight {weight}, which is not positive and finite")
     start = numbers.numel()
     sums = wire.decode(octets[start : start + wire.nbytes(numel)], numel)
-    sums[:trained].mul_(_power_of_two(weight))
+    norm_sums = floats[per_segment[0]].tolist()
+    if not all(math.isfinite(each) and each >= 0 for each in norm_sums):
+        raise MergeError("the sum has a norm that is negative or not finite")
+    _multiply(sums, _scales(plan, fragment, weight, norm_sums), inverse=True)
     single = octets[start + wire.nbytes(numel) :].clone().view(torch.float32)
     empty = Accumulator(numel, segments).state_dict()
     return Accumulator.from_state_dict(
@@ -130,5 +134,27 @@ def _single_numel(plan: MergePlan, fragment: int) -> int:
     return segments[-1].stop - start
 
 
-def _power_of_two(weight: float) -> float:
-    return math.ldexp(1.0, math.frexp(weight)[1])
+def _scales(
+    plan: MergePlan, fragment: int, weight: float, norm_sums: Sequence[float]
+) -> list[tuple[slice, float]]:
+    """Return factors, powers of two, for segments that are not buffers."""
+    scales = []
+    for segment, norm_sum in zip(plan.segments(fragment), norm_sums, strict=True):
+        elements = slice(segment.start, segment.stop)
+        if segment.merge in ("rda", "mean"):
+            scales.append((elements, 1 / _power_of_two(weight)))
+        if segment.merge == "rda" and norm_sum > 0:
+            scales.append((elements, _power_of_two(norm_sum / weight)))
+    return scales
+
+
+def _multiply(
+    vector: Tensor, scales: Sequence[tuple[slice, float]], *, inverse: bool = False
+) -> None:
+    """Multiply elements of a vector, in place."""
+    for elements, scale in scales:
+        vector[elements].mul_(1 / scale if inverse else scale)
+
+
+def _power_of_two(value: float) -> float:
+    return math.ldexp(1.0, math.frexp(value)[1])

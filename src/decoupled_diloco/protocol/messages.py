@@ -1028,13 +1028,18 @@ class Sum:
     digest: str
 
 
+SumVerdict = Literal["merged", "void", "invalid"]
+"""What became of a relay's sum. The requests of one that is not merged are repeated or void; an
+*invalid* one was rejected for its content."""
+
+
 @dataclass(frozen=True, slots=True)
 class SumOutcome:
-    """Shard → relay: whether a sum is merged. Otherwise its requests are repeated or void."""
+    """Shard → relay: what became of a sum."""
 
     fragment: int
     number: int
-    is_merged: bool
+    verdict: SumVerdict
     reason: str
 
 
@@ -1835,11 +1840,15 @@ class SendSum:
 
 @dataclass(frozen=True, slots=True)
 class SettleSum:
-    """Keep the residual of a sum if it ``is_merged``; otherwise keep the one that it took."""
+    """Keep the residual of a *merged* sum, or the one that a *void* sum took.
+
+    Nothing is kept of an *invalid* sum: its residual may be what makes it invalid, and would make
+    the next one invalid, too.
+    """
 
     fragment: int
     number: int
-    is_merged: bool
+    verdict: SumVerdict
     why: str
 
 

@@ -228,10 +228,10 @@ class RelayMachine:
                 if collection.round == round:
                     collection.round = 0
                 return []
-            case SumOutcome(fragment, number, is_merged, reason):
+            case SumOutcome(fragment, number, verdict, reason):
                 self._collection(shard, fragment).under_way.discard(number)
                 why = reason or "it is merged"
-                return [SettleSum(fragment, number, is_merged, why)]
+                return [SettleSum(fragment, number, verdict, why)]
             case _:
                 raise AssertionError(f"unexpected message from a shard: {message}")
 
@@ -247,7 +247,7 @@ class RelayMachine:
         for fragment in gone:
             collection = self.state.fragments.pop(fragment)
             for number in sorted(collection.under_way):
-                effects.append(SettleSum(fragment, number, False, reason))
+                effects.append(SettleSum(fragment, number, "void", reason))
             effects.append(ForgetFolded(fragment, reason))
         return effects
 

@@ -72,7 +72,7 @@ def sum_arrived(
     if entry is None or not asks or len(asks) < len(event.asks):  # break: sum-accepted-in-part
         reason = f"{len(event.asks) - len(asks)} of its {len(event.asks)} requests are not open"
         drop = DropSum(fragment, relay, number, at, reason)
-        outcome = SumOutcome(fragment, number, False, reason)
+        outcome = SumOutcome(fragment, number, "void", reason)
         refused: list[SyncerEffect] = [drop, Send(relay_peer(relay), outcome, reason)]
         return refused + _void(state, options, now, asks, f"{relay} sent an invalid sum")
     effects: list[SyncerEffect] = [
@@ -95,7 +95,7 @@ def sum_corrupt(
     if entry is None:
         return []
     asks = [a for a in entry.relayed if a.relay == event.relay and a.name in event.asks]
-    outcome = SumOutcome(event.fragment, event.number, False, event.reason)
+    outcome = SumOutcome(event.fragment, event.number, "invalid", event.reason)
     effects: list[SyncerEffect] = [Send(relay_peer(event.relay), outcome, event.reason)]
     return effects + _void(state, options, now, asks, event.reason)
 

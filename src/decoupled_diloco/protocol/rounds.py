@@ -57,6 +57,7 @@ from decoupled_diloco.protocol.messages import (
     Pull,
     Send,
     SumOutcome,
+    SumVerdict,
     SyncerEffect,
     Unexpect,
     Verdict,
@@ -604,7 +605,7 @@ def merged(
     for ask in round.folded:
         outcome = Outcome(fragment, ask.name, "accepted", round.close_reason, round.version)
         effects.append(Send(ask.learner, outcome, round.close_reason))
-    effects += _sums_settled(fragment, round.folded, "", is_merged=True)
+    effects += _sums_settled(fragment, round.folded, "merged", "")
     took_part = {ask.learner for ask in round.folded}
     entry.missed = {m.learner for m in state.stepping if m.learner not in took_part}
     under_way = list(entry.asks.values())
@@ -634,7 +635,7 @@ def merge_failed(
             entry.forget(ask.learner)  # it is lost, so this base may be requested again
         outcome = Outcome(fragment, ask.name, "abandoned", reason, None)
         effects.append(Send(ask.learner, outcome, reason))
-    effects += _sums_settled(fragment, round.folded, reason, is_merged=False)
+    effects += _sums_settled(fragment, round.folded, "void", reason)
     effects.append(Broadcast(GivenUp(fragment, reason), reason))
     effects.append(round.finished(now, "abandoned", reason, list(entry.asks.values())))
     return effects + serve_idle(state, options, now)
@@ -961,12 +962,12 @@ def _collected(round: Round) -> list[SyncerEffect]:
 
 
 def _sums_settled(
-    fragment: int, asks: Sequence[Ask], reason: str, *, is_merged: bool
+    fragment: int, asks: Sequence[Ask], verdict: SumVerdict, reason: str
 ) -> list[SyncerEffect]:
     """Send each relay the outcome of its sums, which were merged or not."""
     sums = sorted({sum for ask in asks for sum in ask.sums})
     why = reason or "its round is merged"
     return [
-        Send(relay_peer(relay), SumOutcome(fragment, number, is_merged, reason), why)
+        Send(relay_peer(relay), SumOutcome(fragment, number, verdict, reason), why)
         for relay, number in sums
     ]

@@ -35,7 +35,7 @@ class RelayTensors(Contributions):
     """The tensors of a relay.
 
     A sum's codec leaves out a residual, which goes into the next sum of the fragment (rule 19). If
-    the sum is not merged, the residual that it took is kept instead.
+    the sum is void, the residual that it took is kept instead.
 
     Args:
         plan: The run's layout, fragments, codecs and merge method.
@@ -65,14 +65,14 @@ class RelayTensors(Contributions):
             self.forget_folded(fragment)
         return body, digest
 
-    def settle(self, fragment: int, number: int, *, is_merged: bool) -> None:
-        """Keep the residual that remains of a sum."""
+    def settle(self, fragment: int, number: int, verdict: messages.SumVerdict) -> None:
+        """Keep the residual that remains of a sum; see `messages.SettleSum`."""
         entry = self._under_way.pop((fragment, number), None)
-        if entry is None:
+        if entry is None or verdict == "invalid":
             return
         left = entry.taken
-        if is_merged and entry.leaves is not None:
-            left = (entry.leaves,)
+        if verdict == "merged":
+            left = () if entry.leaves is None else (entry.leaves,)
         if left:
             self.residuals[fragment] = self.residuals.get(fragment, ()) + left
 
@@ -123,8 +123,8 @@ class SumWorker:
 
     @executes(messages.SettleSum)
     async def _settle(self, order: messages.SettleSum) -> None:
-        settle = partial(self.tensors.settle, is_merged=order.is_merged)
-        await self.run(lambda: settle(order.fragment, order.number))
+        settle = partial(self.tensors.settle, order.fragment, order.number, order.verdict)
+        await self.run(settle)
 
     @executes(messages.SendSum)
     async def _send_sum(self, order: messages.SendSum) -> Done | Failed:

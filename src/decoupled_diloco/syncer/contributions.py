@@ -40,7 +40,7 @@ WEIGHT_TOLERANCE = 1e-6
 """Relative error of a sum's weight: it is added in fp64, in any order."""
 
 LENGTH_FACTOR = 2.0
-"""By how much rounding and residuals may lengthen a sum."""
+"""By how much a codec may lengthen a sum."""
 
 RELAYED_MAX = 1 << 16
 """Contributions at relays whose weights are kept; the oldest are forgotten first."""
@@ -63,6 +63,7 @@ class Contributions:
         self._sums: dict[tuple[int, SumName], Accumulator] = {}
         self._norms: OrderedDict[tuple[int, Asking], float] = OrderedDict()
         self._relayed: OrderedDict[tuple[int, Asking], tuple[float, float]] = OrderedDict()
+        self._left_out: dict[tuple[int, str], float] = {}
         self._buffers: dict[int, BufferHistory] = {}
         self._accumulators: dict[int, FragmentMerge] = {}
         self._numel_max = max(plan.fragments[fragment].numel for fragment in fragments)
@@ -187,24 +188,31 @@ class Contributions:
         """Compare a verified sum with the contributions that its relay was ordered to fold.
 
         A dishonest relay can thus neither give its site more weight nor send changes that are
-        larger than those that the norm gate has seen.
+        larger than those that the norm gate has seen. With error feedback, a relay may send later
+        what it has left out earlier.
 
         Raises:
             MergeError: The sum has another weight or count, or is too long.
         """
         known = [self._relayed.pop((fragment, ask), (math.nan, math.nan)) for ask in asks]
         weight, length = (math.fsum(values) for values in zip(*known, strict=True))
-        accumulator = self._sums[fragment, name]
-        problem = ""
+        accumulator, relay = self._sums[fragment, name], name[0]
+        norms, means = accumulator.lengths
+        left_out = (self.plan.feedback or 0.0) * self._left_out.get((fragment, relay), 0.0)
+        most, problem = length + left_out, ""
         if accumulator.count != len(known):
             problem = f"{accumulator.count} contributions, but names {len(known)}"
         elif not math.isclose(accumulator.weight, weight, rel_tol=WEIGHT_TOLERANCE):
             problem = f"weight {accumulator.weight:g}, but {weight:g} was ordered"
-        elif accumulator.length > LENGTH_FACTOR * length + 1e-30:
-            problem = f"length {accumulator.length:g}, but at most {length:g} was reported"
+        elif norms > length * (1 + WEIGHT_TOLERANCE) + 1e-30:
+            problem = f"norms of {norms:g}, but {length:g} was reported"
+        elif means > LENGTH_FACTOR * most + 1e-30:
+            problem = f"length {means:g}, but at most {most:g} was reported"
         if problem:
             del self._sums[fragment, name]
-            raise MergeError(f"the sum of relay {name[0]} has {problem}")
+            raise MergeError(f"the sum of relay {relay} has {problem}")
+        # No codec leaves out more than half of a long sum, or more than all of a short one.
+        self._left_out[fragment, relay] = max(most / 2, math.sqrt(max(0.0, most**2 - means**2)))
 
     def verify_sum(self, fragment: int, name: SumName, body: Body, announced: str) -> None:
         """Verify a relay's sum, and keep it decoded until it is folded or dropped.

@@ -76,6 +76,22 @@ def test_a_coarse_codec_leaves_a_residual_that_the_next_sum_sends(codec: str, er
     torch.testing.assert_close(sent + residuals[0], 8 * exact, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("size", [1e-8, 1e-3, 1e3])
+def test_a_block_of_a_codec_suits_all_segments(size: float) -> None:
+    """A block extends over an RDA segment, whose sum is of directions, and a mean segment."""
+    plan = plan_of("int4")
+    numel, parts = plan.fragments[0].numel, []
+    for vector, weight in contributions(plan):
+        parts.append((vector / vector.norm() * size * numel**0.5, weight))
+    exact = folded(plan, parts)
+    body, announced, _ = write_sum(plan, 0, folded(plan, parts), ())
+    merged, wanted = read_sum(plan, 0, body, announced).result(), exact.result()
+    assert {segment.merge for segment in exact.segments} == {"rda", "mean", "buffer"}
+    for segment in exact.segments:
+        own = slice(segment.start, segment.stop)
+        assert float((merged - wanted)[own].norm()) < 0.2 * float(wanted[own].norm())
+
+
 @pytest.mark.parametrize("weight", [1e-20, 1.0, 1e20])
 def test_the_range_of_the_codec_does_not_depend_on_the_weights(weight: float) -> None:
     plan = plan_of("fp4-e3m0")
@@ -103,7 +119,7 @@ def test_a_payload_that_was_changed_is_rejected() -> None:
         (8, float("nan"), "weight nan"),
         (8, -1.0, "weight -1.0"),
         (24, float("inf"), "not finite"),
-        (24, -1.0, "contradict"),
+        (24, -1.0, "negative"),
     ],
 )
 def test_a_payload_of_a_dishonest_relay_is_rejected(start: int, value: float, why: str) -> None:

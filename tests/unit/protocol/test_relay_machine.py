@@ -129,7 +129,7 @@ def test_the_sums_of_a_fragment_follow_each_other(bench: RelayBench) -> None:
     third = bench.expect(3)
     bench.fold(third)
     assert not bench.sent()
-    bench.receive(SumOutcome(0, 1, True, ""))  # may overtake the answer to the upload
+    bench.receive(SumOutcome(0, 1, "merged", ""))  # may overtake the answer to the upload
     bench.handle(Done(order))
     assert [(o.number, o.asks) for o in bench.orders(SendSum)] == [(2, (third,))]
 
@@ -146,8 +146,8 @@ def test_a_sum_that_could_not_be_sent_is_reported(bench: RelayBench) -> None:
 def test_a_residual_is_settled_by_the_outcome(bench: RelayBench) -> None:
     ask = bench.expect(1)
     bench.fold(ask)
-    bench.receive(SumOutcome(0, 1, False, "a request is not open"))
-    assert bench.orders(SettleSum) == [SettleSum(0, 1, False, "a request is not open")]
+    bench.receive(SumOutcome(0, 1, "void", "a request is not open"))
+    assert bench.orders(SettleSum) == [SettleSum(0, 1, "void", "a request is not open")]
 
 
 def test_what_a_lost_shard_requested_is_forgotten(bench: RelayBench) -> None:

@@ -130,7 +130,7 @@ def test_a_learner_receives_its_outcome_when_the_sum_is_merged(shard_bench: Any)
     assert not site.bench.messages(Outcome)
     site.bench.merged()
     assert set(outcomes(site.bench)) == {(n, "accepted") for n in ("direct", "a0", "a1")}
-    assert site.to_relays(SumOutcome) == {"relay:site-a": SumOutcome(0, 1, True, "")}
+    assert site.to_relays(SumOutcome) == {"relay:site-a": SumOutcome(0, 1, "merged", "")}
 
 
 def test_relays_learn_when_a_round_collects_and_when_it_requests_nothing_more(
@@ -159,7 +159,7 @@ def test_a_sum_is_accepted_only_as_a_whole(shard_bench: Any) -> None:
     assert [drop.number for drop in site.bench.orders(DropSum)] == [1]
     assert outcomes(site.bench) == [("a0", "abandoned"), ("a1", "abandoned")]
     assert {order.learner for order in site.bench.orders(Expect)} == {"a0", "a1"}
-    assert not site.to_relays(SumOutcome)["relay:site-a"].is_merged
+    assert site.to_relays(SumOutcome)["relay:site-a"].verdict == "void"
 
 
 def test_a_sum_is_accepted_once(shard_bench: Any) -> None:
@@ -238,8 +238,8 @@ def test_a_sum_of_a_relay_behind_another_one_moves_its_requests_there(shard_benc
     site.body("direct")
     site.bench.merged()
     assert site.to_relays(SumOutcome) == {
-        "relay:site-a": SumOutcome(0, 4, True, ""),
-        "relay:site-b": SumOutcome(0, 1, True, ""),
+        "relay:site-a": SumOutcome(0, 4, "merged", ""),
+        "relay:site-b": SumOutcome(0, 1, "merged", ""),
     }
 
 

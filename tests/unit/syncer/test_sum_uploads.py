@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from decoupled_diloco.merge import layout_of, make_outer
+from decoupled_diloco.errors import MergeError
+from decoupled_diloco.merge import body_digest, layout_of, make_outer
 from decoupled_diloco.merge.accumulate import Accumulator
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.merge.sum_payload import write_sum
 from decoupled_diloco.protocol import messages
 from decoupled_diloco.protocol.messages import Asking
+from decoupled_diloco.relay.sum_worker import RelayTensors
 from decoupled_diloco.syncer.shard_tensors import ShardTensors
 from decoupled_diloco.syncer.sum_uploads import Sums, sum_path
 from decoupled_diloco.transport.limits import Limits
@@ -119,7 +121,81 @@ async def test_a_sum_with_another_count_is_rejected() -> None:
 async def test_a_sum_of_larger_changes_than_reported_is_rejected(method: str) -> None:
     shard = Shard(method)
     fact = await shard.arrives(*shard.sum_of([50 * unit(0), 50 * unit(0)], 200.0))
-    assert "length 20000, but at most 400 was reported" in fact.reason
+    kind = "norms of 20000, but" if method == "rda" else "length 20000, but at most"
+    assert f"{kind} 400 was reported" in fact.reason
+
+
+class Site:
+    """A relay with error feedback, and the shard that checks its sums."""
+
+    def __init__(self, codec: str, method: str) -> None:
+        self.plan = MergePlan.make(
+            layout_of(nn.Sequential(nn.Linear(24, 24), nn.LayerNorm(24), nn.Linear(24, 8))),
+            fragments=1,
+            strategy="balanced",
+            uplink=codec,
+            downlink="fp32",
+            method=method,
+            weighting="tokens",
+            outer=make_outer("sgd", 1.0, 0.0),
+            feedback=1.0,
+        )
+        self.relay, self.shard = RelayTensors(self.plan), ShardTensors(self.plan, (0,))
+        self.sums = 0
+        self._asks = 0
+
+    def sends(self, vectors: list[Tensor], tokens: float, larger: float = 1.0) -> None:
+        """The relay sends a sum; a dishonest one makes it ``larger`` than ordered."""
+        wire, asks = self.plan.uplink_of(0), []
+        self.sums += 1
+        for vector in vectors:
+            self._asks += 1
+            asks.append(ask := Asking(1, self._asks))
+            body = wire.encode(vector)
+            norm = self.relay.verify(0, ask, body, body_digest(body, wire))
+            self.relay.fold(0, ask, 2.0, tokens)
+            self.shard.reported(0, ask, norm)
+            self.shard.folded_at_relay(0, ask, 2.0, tokens, 1.0, 1.0)
+        self.relay._accumulators[0].state_dict()["sums"].mul_(larger)  # type: ignore[attr-defined]
+        body, digest = self.relay.take_sum(0, self.sums)
+        try:
+            self.shard.verify_sum(0, ("site-a", self.sums), body, digest)
+            self.shard.check_sum(0, ("site-a", self.sums), asks)
+        except MergeError:
+            self.relay.settle(0, self.sums, "invalid")
+            raise
+        self.relay.settle(0, self.sums, "merged")
+
+
+@pytest.mark.parametrize("method", ["rda", "mean"])
+@pytest.mark.parametrize("codec", ["int4", "int2", "topk"])
+def test_sums_with_error_feedback_are_accepted(codec: str, method: str) -> None:
+    """Also one light contribution after heavy ones, whose residuals it carries."""
+    site, rng = Site(codec, method), torch.Generator().manual_seed(2)
+    numel = site.plan.fragments[0].numel
+    for _ in range(20):
+        for count, tokens in ((8, 100.0), (1, 10.0), (1, 10.0), (2, 50.0)):
+            drawn = [1e-3 * torch.randn(numel, generator=rng) for _ in range(count)]
+            site.sends(drawn, tokens)
+
+
+def test_after_an_invalid_sum_a_relay_sends_valid_ones() -> None:
+    """Its residual is dropped, because it may be what made the sum invalid."""
+    site, rng = Site("int4", "mean"), torch.Generator().manual_seed(2)
+    drawn = [torch.randn(site.plan.fragments[0].numel, generator=rng) for _ in range(4)]
+    site.sends(drawn, 10.0)
+    with pytest.raises(MergeError, match="was reported"):
+        site.sends(drawn, 10.0, larger=1000.0)
+    for _ in range(3):
+        site.sends(drawn, 10.0)
+
+
+def test_a_relay_with_error_feedback_cannot_enlarge_a_sum() -> None:
+    site, rng = Site("int4", "mean"), torch.Generator().manual_seed(2)
+    drawn = [torch.randn(site.plan.fragments[0].numel, generator=rng)] * 4
+    site.sends(drawn, 10.0)
+    with pytest.raises(MergeError, match="was reported"):
+        site.sends(drawn, 10.0, larger=10.0)
 
 
 async def test_the_next_sum_is_expected_while_one_is_verified() -> None:
