@@ -103,6 +103,36 @@ def test_learners_of_a_lost_relay_go_on_without_it(tmp_path: Path, number: Any) 
     must_replay(folder)
 
 
+def test_the_ranks_of_a_learner_send_their_parts_to_the_relay(tmp_path: Path) -> None:
+    """And to the shards while the relay is gone."""
+    folder = tmp_path / "run"
+    learner = {"ranks": [1, 2, 2], "parallelism": ["plain", "fsdp", "tp"], "sync_ranks": "all"}
+    settings = SETTINGS | {"sites": [{"name": "site-a", "learners": [0, 1, 2]}]}
+    config = config_of(
+        folder,
+        run={"learners": 3, "max_steps": 300},
+        learner=learner,
+        data={"elastic": False},
+        **settings,
+    )
+
+    def script() -> Iterator[None]:
+        yield from when(lambda: has_sums(folder, "site-a", 8))
+        send(run, "relay-site-a", signal.SIGKILL)
+
+    with local_run(config) as run:
+        run.start()
+        outcome = wait(run, script(), seconds=200.0)
+    assert outcome.finished, logs(folder)
+    assert max(len(r.data["asks"]) for r in sums(folder)) == 3
+    for learner_name in ("learner-1", "learner-2"):
+        ways = [relay for _, relay in connections(folder, learner_name)]
+        assert ways[:2] == ["site-a", ""], "it dials the shards while the relay is gone"
+        assert ways[-1] == "site-a"
+        assert longest_step(folder, learner_name) < STEP_SECONDS_MAX
+    must_replay(folder)
+
+
 def test_a_relay_rejects_an_upstream_that_is_no_use(tmp_path: Path) -> None:
     """Each fault is one sentence, and the run is not affected."""
     folder = tmp_path / "run"

@@ -12,12 +12,15 @@ import torch
 from torch import Tensor
 
 from decoupled_diloco.config import RunConfig
-from decoupled_diloco.protocol.messages import RoundFinished
+from decoupled_diloco.protocol.messages import RoundFinished, RunOver
 from decoupled_diloco_lab.simulate.spec import LearnerSpec, RelaySpec
 from decoupled_diloco_lab.simulate.system import System
 
 FLAT: tuple[RelaySpec, ...] = ()
 SITES = (RelaySpec("site-a"), RelaySpec("site-b"))
+ENDING_SECONDS_MAX = 3.0
+"""Longest time from the end of the run at the last learner until all processes have ended."""
+
 NESTED = (RelaySpec("top"), RelaySpec("site-a", "top"), RelaySpec("site-b", "top"))
 
 
@@ -29,10 +32,16 @@ class Result:
     rounds: list[tuple[int, int, tuple[str, ...]]] = field(default_factory=list)
     received: int = 0
     sent: int = 0
+    ending_seconds: float = 0.0
 
 
 def run(
-    folder: Path, relays: Sequence[RelaySpec], sizes: list[int], learners: int, **sync: Any
+    folder: Path,
+    relays: Sequence[RelaySpec],
+    sizes: list[int],
+    learners: int,
+    ranks: int = 1,
+    **sync: Any,
 ) -> Result:
     folder.mkdir()
     run = {"name": "tree", "learners": learners, "max_steps": 40, "folder": folder}
@@ -41,7 +50,7 @@ def run(
         sync={"fragments": len(sizes), "sync_every": 8, "overlap_steps": 2, **sync},
         syncer={"shards": 2},
         learner={"checkpoint_interval_seconds": 0},
-        data={},
+        data={"elastic": ranks == 1},
         workload={},
     )
     specs = [
@@ -50,22 +59,28 @@ def run(
             latency=0.002,
             tokens_per_step=8 + n,
             relay=("site-a" if n < learners // 2 else "site-b") if relays else "",
+            ranks=ranks,
+            sync_ranks=ranks,
         )
         for n in range(learners)
     ]
     system, result = System(config, specs, folder, seed=1, sizes=sizes, relays=relays), Result()
+    over: list[float] = []
 
     def on_event(process: str, now: float, event: object, effects: Sequence[object]) -> None:
         for effect in effects:
             if isinstance(effect, RoundFinished):
                 folded = sorted(p.learner for p in effect.participants if p.state == "folded")
                 result.rounds.append((effect.fragment, effect.tick, tuple(folded)))
+            if isinstance(effect, RunOver):
+                over.append(now)
 
     system.recorders.append(on_event)
     try:
         system.run(until=500.0, stop=lambda: system.finished)
         assert system.error is None
         assert system.finished
+        result.ending_seconds = system.clockwork.now - max(over)
         for fragment in range(len(sizes)):
             result.weights.append(system.shards[fragment % 2].tensors.whole(fragment).clone())
         stats = [host.role.acting._server.stats for host in system.shards if host.role]
@@ -76,20 +91,22 @@ def run(
     return result
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("relays", [SITES, NESTED], ids=["two-sites", "relays-of-relays"])
 @pytest.mark.parametrize("rule", ["rda", "mean"])
 def test_the_result_is_that_of_a_flat_run(
-    rule: str, relays: Sequence[RelaySpec], tmp_path: Path
+    rule: str, relays: Sequence[RelaySpec], ranks: int, tmp_path: Path
 ) -> None:
     settings = {"quorum": 4, "codec": {"uplink": "fp32", "downlink": "fp32"}}
     settings |= {"merge": {"rule": rule}}
     sizes = [40, 50, 30, 20]
-    flat = run(tmp_path / "flat", FLAT, sizes, 4, **settings)
-    tree = run(tmp_path / "tree", relays, sizes, 4, **settings)
+    flat = run(tmp_path / "flat", FLAT, sizes, 4, ranks, **settings)
+    tree = run(tmp_path / "tree", relays, sizes, 4, ranks, **settings)
     assert sorted(tree.rounds) == sorted(flat.rounds), "the same learners are in the same rounds"
     assert any(len(learners) == 4 for _, _, learners in flat.rounds)
     for ours, theirs in zip(tree.weights, flat.weights, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    assert max(flat.ending_seconds, tree.ending_seconds) < ENDING_SECONDS_MAX
 
 
 def test_the_long_link_carries_an_eighth(tmp_path: Path) -> None:

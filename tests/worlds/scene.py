@@ -190,7 +190,7 @@ def draw(
         data = None  # each device has its own data, and one process
     elif changes.relays:
         drawn, relays = random_relays(choices.fork("relays"), drawn)
-    elif data is None:
+    if data is None and not options.devices:
         drawn = with_ranks(choices.fork("ranks"), drawn)
     learners = [
         replace(spec, **changes.learners)

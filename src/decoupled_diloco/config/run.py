@@ -706,12 +706,6 @@ class RunConfig(Settings):
                         f"learner {index} is at site {known[f'{index}']!r} and at site "
                         f"{site.name!r} in [[sites]]: list it once"
                     )
-                if self.learner.ranks_of(index) > 1:
-                    raise ConfigError(
-                        f"learner {index} of site {site.name!r} in [[sites]] has "
-                        f"ranks={self.learner.ranks_of(index)} in [learner]: a relay serves "
-                        "learners of one rank, so leave it out of the site"
-                    )
                 known[f"{index}"] = site.name
             known[f"site {site.name}"] = site.name
         if self.sites and ":" in self.sync.merge.rule:

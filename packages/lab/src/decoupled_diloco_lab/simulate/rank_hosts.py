@@ -103,7 +103,7 @@ class RankHost(ParticipantHost):
             index,
             self.seat(system.workload(self)),
             Termination(),
-            syncer=system.addresses,
+            syncer=system.addresses_from(self.spec.relay),
             folder=system.folder,
             token=None,
         )
