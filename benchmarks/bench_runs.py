@@ -129,7 +129,7 @@ def a_syncer(
         }
         # Write only given settings, without defaults, because an older version may not know all of
         # them.
-        settings = {each: own.get(each, {}) | tables.get(each, {}) for each in {**own, **tables}}
+        settings = {**own, **tables} | {each: own[each] | tables.get(each, {}) for each in own}
         (folder / "token").write_text(TOKEN)
         (folder / "run.toml").write_text(tomli_w.dumps(settings))
         shards: list[subprocess.Popen[bytes]] = []

@@ -142,6 +142,7 @@ class Cell:
         rate: Inner learning rate; 0: the tuned one.
         speeds: Seconds per step of each learner; `steps` then counts those of all learners.
         until: Final values of entries in `outer` that change over the run.
+        sites: Sites with relays.
     """
 
     against: str = ""
@@ -158,6 +159,7 @@ class Cell:
     sync: dict[str, Any] = field(default_factory=dict)
     outer: dict[str, Any] = field(default_factory=dict)
     until: dict[str, float] = field(default_factory=dict)
+    sites: tuple[dict[str, Any], ...] = ()
 
     def config(self, seed: int) -> RunConfig:
         """Return the settings of the run."""
@@ -172,6 +174,7 @@ class Cell:
             run={"learners": self.learners, "seed": seed, **budget},
             sync={"fragments": 24, "sync_every": 24, "overlap_steps": 2, **self.sync},
             outer=self.outer,
+            sites=self.sites,
             data={"elastic": False},  # fixed parts, so that plain training gets the same batches
             workload={
                 "name": self.workload,
