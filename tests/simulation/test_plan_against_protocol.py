@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 
 import pytest
 
 from cases import long_after
+from decoupled_diloco.config import RunConfig
 from decoupled_diloco.protocol.machine_options import Options
-from decoupled_diloco_lab.simulate.protocol_run import ProtocolRun
+from decoupled_diloco_lab.simulate import virtual_runtime
+from decoupled_diloco_lab.simulate.protocol_run import ProtocolRun, Tally
 from decoupled_diloco_lab.simulate.scenario import load_scenario
+from decoupled_diloco_lab.simulate.spec import LearnerSpec, RelaySpec
+from decoupled_diloco_lab.simulate.system import System
 from decoupled_diloco_plan.bandwidth.case import Case, Model
 from decoupled_diloco_plan.bandwidth.network import HUB, Link, Network, Site
 from decoupled_diloco_plan.bandwidth.round_periods import simulate
@@ -186,3 +192,110 @@ def test_participation_of_learners_with_different_speeds(
     folded = real.tally.states["folded"] / real.tally.merged
     assert sum(plan.participation) == pytest.approx(folded, abs=0.3)
     assert plan.step_seconds == 1.0
+
+
+ELEMENTS, FACTOR = 8000, 100
+"""Elements of a simulated fragment, and the size of the planned fragment in such fragments."""
+
+FAR = 0.02
+"""One-way latency of the shard's link, seconds."""
+
+SECONDS = 4.0
+"""Length of a period: four steps."""
+
+
+def long_links(
+    folder: Path, relays: list[RelaySpec], learners: int
+) -> tuple[Counter[tuple[str, str]], float]:
+    """Run the protocol with an equal number of learners at each site.
+
+    Returns:
+        The bytes from process to process in a period: payloads of the planned size, and at the
+        shard also its messages. The mean seconds from a round's opening to its new version.
+    """
+    config = RunConfig(
+        run={"name": "sites", "learners": learners, "max_steps": 60, "folder": folder}
+        | {"evaluator": False, "checkpoint_interval_seconds": 0},
+        sync={"fragments": 4, "sync_every": 4, "overlap_steps": 1},
+        syncer={"shards": 1},
+        learner={"checkpoint_interval_seconds": 0},
+        data={},
+        workload={},
+    )
+    specs = [
+        LearnerSpec(f"learner-{n}", relay=relays[n * len(relays) // learners].name)
+        for n in range(learners)
+    ]
+    sizes = [ELEMENTS] * 4
+    system = System(config, specs, folder, seed=1, sizes=sizes, relays=relays, checks=False)
+    moved, transfer = Counter[tuple[str, str]](), system.network.transfer
+
+    def counted(sender, receiver, nbytes, *arguments, **named):  # type: ignore[no-untyped-def]
+        moved[sender.name, receiver.name] += FACTOR * nbytes
+        transfer(sender, receiver, nbytes, *arguments, **named)
+
+    def so_far() -> Counter[tuple[str, str]]:
+        stats = system.shards[0].role.acting._server.stats  # type: ignore[union-attr]
+        messages = {("messages", "up"): stats.control_bytes_received}
+        return moved + Counter(messages | {("messages", "down"): stats.control_bytes_sent})
+
+    system.shards[0].link.latency = FAR
+    system.network.transfer = counted  # type: ignore[method-assign]
+    tally = Tally()
+    system.recorders.append(tally.record)
+    try:
+        system.run(until=4.5)  # the learners have joined, and their clock is regular
+        before = so_far()
+        tally.finished_seconds.clear()
+        system.run(until=4.5 + SECONDS)
+        assert system.error is None
+        return so_far() - before, mean(tally.finished_seconds)
+    finally:
+        system.close()
+
+
+@pytest.mark.parametrize(
+    ("sites", "learners", "upstream"),
+    [(8, 64, ""), (3, 6, "site-0")],
+    ids=["sites", "relays-of-relays"],
+)
+def test_relays_send_the_planned_bytes_over_long_links_in_the_planned_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sites: int, learners: int, upstream: str
+) -> None:
+    """Bytes over the link of each site and of the shard are within 5 % of the plan.
+
+    The first relay of relays sends two sums per round, in both worlds: of its own learners, and of
+    the sums that arrive later.
+    """
+    monkeypatch.setattr(virtual_runtime, "WORK_SECONDS", 0.0)  # as if tensors took no time
+    above = ["", *[upstream] * (sites - 1)]
+    relays = [RelaySpec(f"site-{i}", above[i]) for i in range(sites)]
+    moved, seconds = long_links(tmp_path, relays, learners)
+    link = Link(1e12, 1e12, 0.001)
+    network = Network(
+        tuple(
+            Site(f"site-{i}", learners // sites, link, relay=True, upstream=above[i])
+            for i in range(sites)
+        ),
+        HUB,
+        Link(1e15, 1e15, FAR),
+    )
+    options = Options(fragments=4, period=4, overlap=1, shards=1)
+    model = Model(4 * FACTOR * ELEMENTS, 4, 1.0)
+    rounds = simulate(Case(model, options, network, step_overhead=0.0, handling_seconds=0.0))
+    plan = {(t.place, t.direction): SECONDS * t.mean for t in rounds.traffic}
+
+    def summed(holds: Callable[[str, str], bool]) -> float:
+        return sum(nbytes for way, nbytes in moved.items() if holds(*way))
+
+    for i in range(sites):
+        name, target = f"site-{i}", above[i] or "shard-0"
+        assert moved[name, target] == pytest.approx(plan[name, "up"], rel=0.05)
+        assert moved[target, name] == pytest.approx(plan[name, "down"], rel=0.05)
+    # The steps of a real site end up to 0.02 s after those of another one.
+    assert rounds.merge_seconds == pytest.approx(seconds, rel=0.15)
+    up, down = moved["messages", "up"], moved["messages", "down"]
+    into = up + summed(lambda sender, receiver: receiver == "shard-0")
+    out = down + summed(lambda sender, receiver: sender == "shard-0")
+    assert into == pytest.approx(plan["hub", "down"], rel=0.05)
+    assert out == pytest.approx(plan["hub", "up"], rel=0.05)

@@ -139,6 +139,76 @@ def test_a_site_can_have_its_own_step_time(tmp_path: Path) -> None:
     assert "a step of 1 s to 3 s" in printed(*SMALL, *sites)
 
 
+SITES = """
+run = {learners = 7, max_steps = 9}
+sync = {fragments = 4, sync_every = 8, overlap_steps = 2}
+workload = {name = "paced", options = {step_seconds = 1.0}}
+[[sites]]
+name = "region"
+learners = [0, 1, 2]
+[[sites]]
+name = "office"
+learners = [3]
+upstream = "region"
+[[sites]]
+name = "lab"
+learners = [6]
+"""
+
+
+def test_the_sites_of_a_run_have_relays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(SITES)
+    given = ("run.toml", "--link", "1Gbit", "--latency", "10ms")
+    found = document(*given)
+    shown = [(s["name"], s["learners"], s["relay"], s["upstream"]) for s in found["sites"]]
+    assert shown == [
+        ("region", 3, True, ""),
+        ("office", 1, True, "region"),
+        ("lab", 1, True, ""),
+        ("(no site)", 2, False, ""),
+    ]
+    assert found["setting"]["syncer"] == "hub"
+    relays = found["relays"]
+    assert relays["useless"] == ["office", "lab"]
+    assert relays["added_round_trip_seconds"] == pytest.approx(2 * (0.02 + 0.01))
+    assert relays["bytes_per_step"] < relays["bytes_per_step_without"]
+    assert set(relays["recommended"]) == {"with relays", "without relays"}
+    text = printed(*given)
+    assert "the relay of lab saves nothing, because the site has one learner" in text
+    assert "assumed: 10 Gbit/s between a relay and its site's learners" in text
+    for extra, message in (
+        (("--relay",), "run.toml has [[sites]] with relays already"),
+        (("--learners", "3"), "learners=3, but the sites of run.toml have 5"),
+    ):
+        assert message in refusal(*given, *extra)
+    assert not any(site["relay"] for site in document(*given, "--sites", "7")["sites"])
+
+
+def test_relays_of_equal_sites_save_all_but_one_payload_per_site(tmp_path: Path) -> None:
+    sites = ("--sites", "4", "--learners", "32", "--relay", "--link", "150Mbit")
+    plot = tmp_path / "link.png"
+    found = document(*SMALL, *sites, "--plot", str(plot))
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    relays = found["relays"]
+    saved = 1 - relays["bytes_per_step"] / relays["bytes_per_step_without"]
+    assert saved == pytest.approx(7 / 8, abs=0.002)
+    assert relays["round_seconds"] > 0
+    by_link = {(t["place"], t["direction"]): t["bytes_per_step"] for t in found["traffic"]}
+    without = {(t["place"], t["direction"]): t["bytes_per_step"] for t in relays["links_without"]}
+    assert by_link["site-3", "up"] == pytest.approx(without["site-3", "up"] / 8, rel=0.01)
+    assert found["systems"][-1]["system"] == "decoupled, no relays"
+    both = relays["recommended"]
+    assert both["with relays"]["reached"]
+    periods = [both[name]["setting"]["period"] for name in ("with relays", "without relays")]
+    assert periods[0] < periods[1], "relays allow a shorter period"
+    text = " ".join(printed(*SMALL, *sites, "--relay-link", "40Gbit").split())
+    assert "relays save 87.5 % of the bytes over the sites' links" in text
+    assert "site-0 to site-3 up" in text
+    assert "inside site-0 to" in text
+    assert "assumed: 10 Gbit/s" not in text
+
+
 def test_a_run_without_a_pace_uses_the_step_time_on_its_tape(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,6 +252,11 @@ def test_late_rounds_are_reported() -> None:
             "fragments=11 exceeds the 8 layers",
         ),
         ((*SMALL, "--site", "oslo:two:1Gbit"), "does not match NAME:LEARNERS"),
+        ((*SMALL, "--site", "a:2:1Gbit:relay:relay=b"), "does not match NAME:LEARNERS"),
+        ((*SMALL, "--site", "a:2:1Gbit:relay=b"), "'a' is behind 'b', which is not an earlier"),
+        ((*SMALL, "--site", "a:2:1Gbit", "--relay"), "cannot be combined with --relay"),
+        ((*SMALL, "--link", "1Gbit", "--own", "--relay"), "has a relay and 'own' links"),
+        ((*SMALL, "--link", "1Gbit", "--relay-link", "1Gbit"), "--relay-link needs a relay"),
         ((*SMALL, "--link", "1Gbit", "--site", "a:1:1Gbit"), "cannot be combined with --link"),
         ((*SMALL, "--link", "1Gbit", "--method", "guess"), "--method 'guess' is unknown"),
         ((*SMALL, "--site", "a:1:1Gbit:step=soon"), "'soon' is not a valid duration"),

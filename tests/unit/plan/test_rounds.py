@@ -9,10 +9,11 @@ import pytest
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.protocol.machine_options import Options
 from decoupled_diloco_plan.bandwidth import measured
-from decoupled_diloco_plan.bandwidth.case import Case, Format, Model, demand
+from decoupled_diloco_plan.bandwidth.case import Case, Format, Model, demand, demands
 from decoupled_diloco_plan.bandwidth.network import HUB, SPREAD, Link, Network, Site, equal_sites
-from decoupled_diloco_plan.bandwidth.predict import predict
+from decoupled_diloco_plan.bandwidth.predict import predict, relay_seconds
 from decoupled_diloco_plan.bandwidth.round_periods import simulate
+from decoupled_diloco_plan.bandwidth.search import evaluate
 from decoupled_diloco_plan.bandwidth.steady_state import Rounds
 
 BF16 = Format("bf16", 16.0)
@@ -42,6 +43,83 @@ def test_a_round_is_two_transfers_six_latencies_and_a_merge() -> None:
     assert rounds.delay_steps == 2
     assert rounds.kept == 1.0
     assert rounds.compute == pytest.approx(1.0)
+
+
+def far_sites(latency: float, relay: bool, *upstreams: str, rate: float = 1e7) -> Network:
+    """Sites of four learners, each behind one link. The hub is fast."""
+    link = Link(rate, rate, latency)
+    sites = tuple(
+        Site(f"s{i}", 4, link, relay=relay, upstream=upstream)
+        for i, upstream in enumerate(upstreams)
+    )
+    return Network(sites, HUB, Link(math.inf, math.inf), relay_rate=4e7)
+
+
+def test_a_relay_adds_transfers_inside_its_site_and_one_round_trip() -> None:
+    latency, payload = 0.05, 1e6 * 2 * MORE
+    rounds = run(far_sites(latency, True, ""))
+    inside, fold = 4 * payload / 4e7, measured.fold_seconds(1e6)
+    merge = 2 * latency + inside + 2 * latency + fold + payload / 1e7
+    core = fold + measured.merge_seconds(1e6)
+    assert rounds.merge_seconds == pytest.approx(merge + core, rel=1e-6)
+    assert rounds.broadcast_seconds == pytest.approx(3 * latency + payload / 1e7 + inside, rel=1e-6)
+    case = Case(MODEL, Options(), far_sites(latency, True, ""), link_share=1.0)
+    transfers, trips = relay_seconds(case)
+    assert transfers == pytest.approx(2 * inside / MORE)
+    assert trips == pytest.approx(2 * latency)
+
+
+def test_a_link_with_a_relay_carries_one_payload_instead_of_one_per_learner() -> None:
+    """The links inside the sites carry those of all learners."""
+    flat, tree = run(far_sites(0.01, False, "", "")), run(far_sites(0.01, True, "", ""))
+    assert len(tree.traffic) == len(flat.traffic) + 4
+    for without, with_relays in zip(flat.traffic, tree.traffic, strict=False):
+        assert with_relays.mean == pytest.approx(without.mean / 4, rel=0.01)
+        assert not with_relays.is_inside
+    for each in tree.traffic[len(flat.traffic) :]:
+        assert each.is_inside
+        assert each.mean == pytest.approx(4 * 2e6 * MORE, rel=0.01)
+    case = Case(MODEL, Options(), far_sites(0.01, True, "", ""), link_share=1.0)
+    rates = {(t.place, t.direction): t.mean / t.capacity for t in tree.traffic}
+    assert {key: pytest.approx(rate, rel=0.01) for key, rate in rates.items()} == demands(case)
+
+
+def test_a_relay_behind_another_one_uses_the_others_link_only_through_sums() -> None:
+    """Three sites in a chain: a link carries a copy once; sums that come later are sent later."""
+    pair = Case(MODEL, Options(), far_sites(0.01, True, "", "s0"), link_share=1.0)
+    rates = {(t.place, t.direction): t.mean / t.capacity for t in simulate(pair).traffic}
+    assert {key: pytest.approx(rate, rel=0.01) for key, rate in rates.items()} == demands(pair)
+    rounds = run(far_sites(0.01, True, "", "s0", "s1"))
+    traffic = {(t.place, t.direction): t.mean / (2e6 * MORE) for t in rounds.traffic}
+    assert traffic["hub", "up"] == pytest.approx(1.0, rel=0.01)
+    assert [traffic[f"s{i}", "down"] for i in range(3)] == pytest.approx([1.0] * 3, rel=0.01)
+    assert traffic["s2", "up"] == pytest.approx(1.0, rel=0.01), "one sum per round"
+    assert traffic["s1", "up"] == pytest.approx(2.0, rel=0.01), "of its learners, then of s2"
+    assert 2.0 <= traffic["s0", "up"] <= 3.01
+    assert rounds.kept == 1.0
+    flat = run(far_sites(0.01, False, "", "s0", "s1", rate=1e8))
+    traffic = {(t.place, t.direction): t.mean / (2e6 * MORE) for t in flat.traffic}
+    assert traffic["s0", "up"] == pytest.approx(12.0, rel=0.01), "the links are a chain, too"
+
+
+def test_sites_with_and_without_a_relay_share_rounds() -> None:
+    link = Link(1e8, 1e8, 0.01)
+    sites = (Site("a", 4, link, relay=True), Site("b", 2, Link(1e8, 1e8, 0.01, shared=False)))
+    rounds = run(Network(sites, "a"))
+    assert rounds.participation == pytest.approx((1.0, 1.0), abs=0.01)
+    traffic = {(t.place, t.direction): t.mean / (2e6 * MORE) for t in rounds.traffic}
+    assert traffic["a", "up"] == traffic["b", "down"] == pytest.approx(2.0, rel=0.01)
+    assert traffic["inside a", "up"] == pytest.approx(4.0, rel=0.01)
+
+
+def test_a_slow_network_inside_a_site_is_a_limit() -> None:
+    link = Link(1e9, 1e9)
+    network = Network(
+        (Site("a", 8, link, relay=True),), HUB, Link(math.inf, math.inf), relay_rate=1e7
+    )
+    case = Case(MODEL, Options(), network, link_share=1.0)
+    assert demand(case) == pytest.approx(8 * 2e6 * MORE / 1e7, rel=0.01)
+    assert evaluate(case).binds == "the uplink inside a, which is full"
 
 
 def test_traffic_equals_the_bytes_of_the_rounds() -> None:
@@ -164,5 +242,14 @@ def test_invalid_links_and_sites_are_rejected() -> None:
         Site("a", 1, Link(1.0, 1.0), 0.0)
     with pytest.raises(ConfigError, match="site names are not unique"):
         Network((Site("a", 1, Link(1.0, 1.0)), Site("a", 1, Link(1.0, 1.0))))
+    with pytest.raises(ConfigError, match="site 'a' has a relay and 'own' links"):
+        Site("a", 2, Link(1.0, 1.0, shared=False), relay=True)
+    one, link = Site("a", 1, Link(1.0, 1.0)), Link(1.0, 1.0)
+    with pytest.raises(ConfigError, match="'b' is behind 'a', which is not an earlier site with a"):
+        Network((one, Site("b", 1, link, relay=True, upstream="a")))
+    with pytest.raises(ConfigError, match="'b' is behind 'c', which is not an earlier site"):
+        Network((one, Site("b", 1, link, upstream="c")))
+    with pytest.raises(ConfigError, match="relay_rate=0 is out of range"):
+        Network((one,), relay_rate=0.0)
     with pytest.raises(ConfigError, match="link_share=2"):
         Case(MODEL, Options(), hub(1e8), link_share=2.0)

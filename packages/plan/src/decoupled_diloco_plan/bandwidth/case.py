@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -168,9 +169,41 @@ class Case:
         """Return the case with the bandwidth of the sites' links multiplied by `factor`."""
         return replace(self, network=self.network.scaled(factor))
 
+    def without_relays(self) -> Case:
+        """Return the case with learners that all dial the shards."""
+        return replace(self, network=self.network.without_relays())
+
     def with_options(self, **changed: Any) -> Case:
         """Return the case with some settings of the method changed."""
         return replace(self, options=replace(self.options, **changed))
+
+
+def loads(case: Case) -> dict[tuple[int, bool], float]:
+    """Return the bytes of a period in which all rounds take place, by place and whether upwards.
+
+    A relay sends one sum per round. If there are relays behind it, it sends another one, because
+    their sums arrive later.
+    """
+    network, moved = case.network, defaultdict[tuple[int, bool], float](float)
+    relays_behind = {network.next_relay(number) for number in range(len(network.sites))}
+    for shard, host in enumerate(case.hosts):
+        numel = len(case.options.owned(shard)) * case.model.params / case.options.fragments
+        up, down = (
+            numel * (1 + measured.TRAFFIC_OVERHEAD) * format.bits / 8
+            for format in (case.up, case.down)
+        )
+        for number, site in enumerate(network.sites):
+            above = network.next_relay(number)
+            target = host if above is None else above
+            sums = 1 + (number in relays_behind)
+            for link in network.route(number, target):
+                moved[link] += (sums if site.relay else site.learners) * up
+            for link in network.route(target, number):
+                moved[link] += (1 if site.relay else site.learners) * down
+            if site.relay:
+                moved[network.inside(number), True] += site.learners * up
+                moved[network.inside(number), False] += site.learners * down
+    return moved
 
 
 def demands(case: Case) -> dict[tuple[str, str], float]:
@@ -178,28 +211,13 @@ def demands(case: Case) -> dict[tuple[str, str], float]:
 
     Above 1 the link cannot carry all rounds.
     """
-    o, network = case.options, case.network
-    moved: dict[tuple[int, str], float] = {}
-    for shard, host in enumerate(case.hosts):
-        numel = len(o.owned(shard)) * case.model.params / o.fragments
-        numel *= 1 + measured.TRAFFIC_OVERHEAD
-        for site, there in enumerate(network.sites):
-            if site == host:
-                continue
-            for place, direction, bits in (
-                (site, "up", case.up.bits),
-                (host, "down", case.up.bits),
-                (host, "up", case.down.bits),
-                (site, "down", case.down.bits),
-            ):
-                nbytes = there.learners * numel * bits / 8
-                moved[place, direction] = moved.get((place, direction), 0.0) + nbytes
-    seconds, names = o.period * case.tick_seconds, network.names()
+    network, names = case.network, case.network.names()
+    seconds = case.options.period * case.tick_seconds
     return {
-        (names[place], direction): nbytes
+        (names[place], "up" if up else "down"): nbytes
         / seconds
-        / (case.link_share * network.capacity(place, up=direction == "up"))
-        for (place, direction), nbytes in moved.items()
+        / (case.link_share * network.capacity(place, up=up))
+        for (place, up), nbytes in loads(case).items()
     }
 
 

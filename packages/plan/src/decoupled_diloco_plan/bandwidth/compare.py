@@ -26,7 +26,7 @@ from decoupled_diloco_plan.bandwidth.round_periods import simulate
 GRADIENT_BITS = 16
 """Bits per element of the other methods' reductions: bf16, as in the published tables."""
 
-DECOUPLED = "decoupled"
+DECOUPLED, WITHOUT_RELAYS = "decoupled", "decoupled, no relays"
 OTHERS = {
     "data-parallel": SYSTEMS["data-parallel"],
     "diloco": SYSTEMS["diloco"],
@@ -52,7 +52,7 @@ Share = Callable[[float], float]
 class SystemResult:
     """Result of one system on the given links."""
 
-    system: str  # `DECOUPLED`, or one of `OTHERS`
+    system: str  # `DECOUPLED`, `WITHOUT_RELAYS`, or one of `OTHERS`
     # share of the time in which compute runs; for a decoupled run, times the share of its completed
     # rounds
     utilization: float
@@ -79,10 +79,20 @@ def compare_systems(case: Case) -> list[SystemResult]:
         step = _mean_pace(case) / share
         rate = gbit(_ring_bytes(case) / schedule.period / step)
         found.append(SystemResult(system, share, step, rate, schedule.period, schedule.overlap))
-    rounds, o = simulate(case), case.options
-    busiest = gbit(max(t.mean for t in rounds.traffic if t.direction == "up"))
-    ours = (rounds.utilization, rounds.pace_seconds, busiest, o.period, o.overlap)
-    return [*found, SystemResult(DECOUPLED, *ours)]
+    o = case.options
+    for system, ours in _decoupled(case).items():
+        rounds = simulate(ours)
+        busiest = max(t.mean for t in rounds.traffic if t.direction == "up" and not t.is_inside)
+        numbers = (rounds.utilization, rounds.pace_seconds, gbit(busiest), o.period, o.overlap)
+        found.append(SystemResult(system, *numbers))
+    return found
+
+
+def _decoupled(case: Case) -> dict[str, Case]:
+    """Return the case and, if it has relays, the same case without them."""
+    if not case.network.has_relays:
+        return {DECOUPLED: case}
+    return {DECOUPLED: case, WITHOUT_RELAYS: case.without_relays()}
 
 
 def curves(case: Case) -> dict[str, list[tuple[float, float]]]:
@@ -162,15 +172,19 @@ def _shares(case: Case) -> dict[str, Share]:
     def ring(system: str) -> Share:
         return lambda factor: ring_utilization(system, case.scaled(factor))
 
-    def decoupled(factor: float) -> float:
-        scaled = case.scaled(factor)
-        full = demand(scaled)
-        if full > 1:  # The links are the limit. Simulating the growing queues would only take time.
-            return 1 / full / (1 + measured.STEP_OVERHEAD)
-        return simulate(scaled).utilization
+    def decoupled(ours: Case) -> Share:
+        return lambda factor: _utilization(ours.scaled(factor))
 
-    shares: dict[str, Share] = {system: ring(system) for system in OTHERS}
-    return {name: cache(share) for name, share in {**shares, DECOUPLED: decoupled}.items()}
+    shares = {system: ring(system) for system in OTHERS}
+    shares |= {system: decoupled(ours) for system, ours in _decoupled(case).items()}
+    return {name: cache(share) for name, share in shares.items()}
+
+
+def _utilization(case: Case) -> float:
+    full = demand(case)
+    if full > 1:  # The links are the limit. Simulating the growing queues would only take time.
+        return 1 / full / (1 + measured.STEP_OVERHEAD)
+    return simulate(case).utilization
 
 
 def _first(share: Share, target: float) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -16,7 +16,7 @@ from decoupled_diloco.config.method import options_of
 from decoupled_diloco.config.toml_files import RECIPES
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.tape import TapeReader, tapes_in
-from decoupled_diloco.units import format_count, format_duration
+from decoupled_diloco.units import format_count, format_duration, format_rate
 from decoupled_diloco_plan.bandwidth.case import (
     Model,
     assumed_layers,
@@ -25,9 +25,11 @@ from decoupled_diloco_plan.bandwidth.case import (
 )
 from decoupled_diloco_plan.bandwidth.network import (
     HUB,
+    RELAY_RATE,
     SPREAD,
     Link,
     Network,
+    Site,
     equal_sites,
     parse_link,
     parse_site,
@@ -35,6 +37,9 @@ from decoupled_diloco_plan.bandwidth.network import (
 from decoupled_diloco_plan.bandwidth.plan_options import MOST, PlanOptions
 from decoupled_diloco_plan.bandwidth.predict import Prices
 from decoupled_diloco_plan.checks import between
+
+NO_SITE = "(no site)"
+"""Name of the place that stands for the learners that are at no site of a run's file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +71,11 @@ def read_inputs(options: PlanOptions) -> Inputs:
             shown = format_duration(step)
             assumed.append(f"a step of {shown}, from the tape in {config.run.folder}")
             options = options.after({"step_seconds": step})
-    model = _model(options, assumed)
-    return Inputs(options, model, _network(options), _prices(options), tuple(assumed))
+    model, network = _model(options, assumed), _network(options)
+    if network.has_relays and options.relay_link is None:
+        rate = format_rate(network.relay_rate)
+        assumed.append(f"{rate} between a relay and its site's learners (--relay-link)")
+    return Inputs(options, model, network, _prices(options), tuple(assumed))
 
 
 def _model(options: PlanOptions, assumed: list[str]) -> Model:
@@ -117,35 +125,72 @@ def _prices(options: PlanOptions) -> Prices | None:
 
 
 def _network(options: PlanOptions) -> Network:
-    count, learners = _given_or(options.sites, options.learners, 1), options.learners
-    alone = options.site is None and count == 1
-    place = options.syncer or (HUB if alone or options.hub_link is not None else SPREAD)
+    sites = _sites(options)
+    at_hub = len(sites) == 1 and options.site is None
+    at_hub |= any(site.relay for site in sites) or options.hub_link is not None
+    place = options.syncer or (HUB if at_hub else SPREAD)
     hub = None
     if options.hub_link is not None:
         hub = parse_link(options.hub_link)
     elif place == HUB:
         hub = Link(math.inf, math.inf)
+    rate = RELAY_RATE
+    if options.relay_link is not None:
+        if not any(site.relay for site in sites):
+            raise ConfigError(
+                "--relay-link needs a relay: add --relay, or ':relay' to a --site, or omit it"
+            )
+        rate = options.relay_link
+    return Network(sites, place, hub, rate)
+
+
+def _sites(options: PlanOptions) -> tuple[Site, ...]:
+    learners = options.learners
     if options.site is not None:
-        return _of_sites(options, place, hub)
+        return _given_sites(options)
     if options.link is None:
         raise ConfigError(
             "the link is missing: give --link, such as 2Gbit, or --site for each site"
         )
     link = parse_link(options.link, latency_seconds=options.latency, shared=not options.own)
-    return Network(equal_sites(count, _given_or(learners, max(1, count)), link), place, hub)
+    if options.run_sites and options.sites is None:
+        if options.relay:
+            raise ConfigError(f"{options.config} has [[sites]] with relays already: omit --relay")
+        return _sites_of_run(options, link)
+    count = _given_or(options.sites, learners, 1)
+    return equal_sites(count, _given_or(learners, max(1, count)), link, relay=options.relay)
 
 
-def _of_sites(options: PlanOptions, place: str, hub: Link | None) -> Network:
-    for name, value in (("sites", options.sites), ("link", options.link)):
-        if value is not None:
-            raise ConfigError(f"--site cannot be combined with --{name}: give one of them")
-    network = Network(tuple(map(parse_site, options.site or ())), place, hub)
-    if options.learners not in (None, network.learners):
+def _given_sites(options: PlanOptions) -> tuple[Site, ...]:
+    for name in ("sites", "link", "relay"):
+        if getattr(options, name):
+            also = ", which says ':relay' itself" if name == "relay" else ""
+            raise ConfigError(f"--site{also} cannot be combined with --{name}: give one of them")
+    sites = tuple(map(parse_site, options.site or ()))
+    learners = sum(site.learners for site in sites)
+    if options.learners not in (None, learners):
         raise ConfigError(
-            f"learners={options.learners}, but the sites have {network.learners}: leave --learners "
+            f"learners={options.learners}, but the sites have {learners}: leave --learners "
             "out, or change the learners of each --site"
         )
-    return network
+    return sites
+
+
+def _sites_of_run(options: PlanOptions, link: Link) -> tuple[Site, ...]:
+    """Return the sites of a run's file; learners without a site have their own links."""
+    sites = [
+        Site(name, count, link, relay=True, upstream=upstream)
+        for name, count, upstream in options.run_sites
+    ]
+    rest = (options.learners or 0) - sum(site.learners for site in sites)
+    if rest < 0:
+        raise ConfigError(
+            f"learners={options.learners}, but the sites of {options.config} have "
+            f"{options.learners - rest if options.learners else -rest}: leave --learners out"
+        )
+    if rest:
+        sites.append(Site(NO_SITE, rest, replace(link, shared=False)))
+    return tuple(sites)
 
 
 def _given_or(*values: int | None) -> int:
@@ -171,6 +216,7 @@ def _settings_of(config: RunConfig) -> Mapping[str, Any]:
         "partition": sync.partition.scheme,
         "up": sync.codec.uplinks[0],
         "down": sync.codec.downlink,
+        "run_sites": tuple((s.name, len(s.learners), s.upstream) for s in config.sites),
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 from rich.table import Table
@@ -13,18 +14,26 @@ from decoupled_diloco.run_model.phrases import listing
 from decoupled_diloco.show.console import SteadyConsole, named_values, plain_table
 from decoupled_diloco.units import format_bytes, format_duration, format_rate
 from decoupled_diloco_plan.bandwidth import compare, measured
-from decoupled_diloco_plan.bandwidth.case import Case
+from decoupled_diloco_plan.bandwidth.case import Case, loads
 from decoupled_diloco_plan.bandwidth.compare import SystemResult, gbit, needs
 from decoupled_diloco_plan.bandwidth.inputs import Inputs, summary
-from decoupled_diloco_plan.bandwidth.network import slowest
-from decoupled_diloco_plan.bandwidth.predict import Prediction
+from decoupled_diloco_plan.bandwidth.network import INSIDE, slowest
+from decoupled_diloco_plan.bandwidth.predict import Prediction, relay_seconds
 from decoupled_diloco_plan.bandwidth.published_tables import (
     PublishedRow,
     Reach,
     WallClock,
     wall_clock,
 )
-from decoupled_diloco_plan.bandwidth.search import PERIODS, Proposal
+from decoupled_diloco_plan.bandwidth.round_periods import simulate
+from decoupled_diloco_plan.bandwidth.search import PERIODS, Proposal, propose
+from decoupled_diloco_plan.bandwidth.steady_state import Rounds, Traffic
+
+RECOMMENDED_AIM = 0.95
+"""The utilization of the recommended settings, if none is given."""
+
+CHOSEN = ("period", "fragments", "overlap", "up", "down", "shards")
+"""Options that a recommended setting chooses, although a run's file or an option has them."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +56,37 @@ class Plan:
     @cached_property
     def systems(self) -> list[SystemResult]:
         return compare.compare_systems(self.case)
+
+    @cached_property
+    def without_relays(self) -> dict[tuple[str, str], float]:
+        """The bytes per second of each place's link and direction, if no site had a relay."""
+        case = self.case.without_relays()
+        names = case.network.names()
+        seconds = case.options.period * self.prediction.rounds.step_seconds
+        return {
+            (names[place], "up" if up else "down"): nbytes / seconds
+            for (place, up), nbytes in loads(case).items()
+        }
+
+    @property
+    def over_links_of_sites(self) -> tuple[float, float]:
+        """Bytes per step over the links of all sites, with and without the relays."""
+        rounds, sites = self.prediction.rounds, {site.name for site in self.case.network.sites}
+        ours = sum(t.mean for t in rounds.traffic if t.place in sites)
+        without = sum(rate for (place, _), rate in self.without_relays.items() if place in sites)
+        return ours * rounds.step_seconds, without * rounds.step_seconds
+
+    @cached_property
+    def recommended(self) -> dict[str, Proposal]:
+        """The settings that reach the aim, with the relays and without them."""
+        network, options = self.inputs.network, self.inputs.options
+        if not network.has_relays or options.wait == "at_overlap":
+            return {}
+        aim = RECOMMENDED_AIM if self.aim is None else self.aim
+        free = {**dict.fromkeys(CHOSEN), "utilization": aim}
+        given = options.model_copy(update=free)
+        networks = {"with relays": network, "without relays": network.without_relays()}
+        return {name: propose(self.inputs.model, each, given) for name, each in networks.items()}
 
     def clocks(self) -> dict[str, tuple[float, WallClock | None]]:
         """Return each system's seconds for the token budget, by our model and by Scaling Laws.
@@ -105,9 +145,12 @@ def document(plan: Plan) -> dict[str, Any]:
                 "mean_gbit_per_second": gbit(t.mean),
                 "peak_gbit_per_second": gbit(t.peak),
                 "capacity_gbit_per_second": _finite(gbit(t.capacity)),
+                "bytes_per_step": t.mean * plan.prediction.rounds.step_seconds,
+                "is_inside_site": t.is_inside,
             }
             for t in plan.prediction.rounds.traffic
         ],
+        "relays": _relays(plan) if plan.case.network.has_relays else None,
         "systems": [asdict(each) for each in plan.systems],
         "bandwidth": [asdict(each) for each in compare.needs(plan.case)],
         "wall_clock": [
@@ -140,9 +183,53 @@ def _sites(plan: Plan) -> list[dict[str, Any]]:
             "down_gbit_per_second": gbit(site.link.down),
             "latency_seconds": site.link.latency_seconds,
             "shared": site.link.shared,
+            "relay": site.relay,
+            "upstream": site.upstream,
         }
         for site, pace, share in zip(case.network.sites, paces, shares, strict=True)
     ]
+
+
+def _relays(plan: Plan) -> dict[str, Any]:
+    """Return what the relays change."""
+    rounds = plan.prediction.rounds
+    ours, without = plan.over_links_of_sites
+    inside, trips = relay_seconds(plan.case)
+    return {
+        "bytes_per_step": ours,
+        "bytes_per_step_without": without,
+        "links_without": [
+            {"place": place, "direction": direction, "bytes_per_step": rate * rounds.step_seconds}
+            for (place, direction), rate in plan.without_relays.items()
+        ],
+        "round_seconds": _finite(_round_seconds(rounds)),
+        "round_seconds_without": _finite(_round_seconds(simulate(plan.case.without_relays()))),
+        "added_transfer_seconds": inside,
+        "added_round_trip_seconds": trips,
+        "busy": rounds.relay_busy,
+        "useless": _useless(plan.case),
+        "recommended": {
+            name: {
+                "setting": _setting(found.case),
+                "utilization": found.prediction.utilization,
+                "reached": found.reached,
+                "binds": found.binds,
+            }
+            for name, found in plan.recommended.items()
+        },
+    }
+
+
+def _round_seconds(rounds: Rounds) -> float:
+    """Return the mean time from a round's opening until the last learner has its copy."""
+    return rounds.merge_seconds + rounds.broadcast_seconds
+
+
+def _useless(case: Case) -> list[str]:
+    """Return the sites with a relay that has only one learner, and no relay behind it."""
+    behind = {site.upstream for site in case.network.sites}
+    sites = [site for site in case.network.sites if site.relay and site.learners == 1]
+    return [site.name for site in sites if site.name not in behind]
 
 
 def _setting(case: Case) -> dict[str, Any]:
@@ -230,6 +317,13 @@ def print_plan(plan: Plan, console: SteadyConsole) -> None:
     console.print(named_values(_prediction_rows(plan)))
     say("")
     console.print(_traffic_table(plan))
+    say("peak: the largest mean of one step", "dim")
+    for name in _useless(plan.case):
+        say(f"\nthe relay of {name} saves nothing, because the site has one learner: leave it out")
+    if plan.recommended:
+        aim = RECOMMENDED_AIM if plan.aim is None else plan.aim
+        say(f"\nSettings for {100 * aim:g} % on these links, with the shortest possible H:\n")
+        console.print(_recommended_table(plan))
     say("\nOn the same links, with the same H:\n")
     console.print(_systems_table(plan))
     say("\nGbit/s of the slowest link that reach a utilization (all links scale with it):\n")
@@ -326,6 +420,8 @@ def _prediction_rows(plan: Plan) -> Iterator[tuple[str, str]]:
         f"{_percent(p.discarded)} of the tokens",
     )
     yield "fragment age before that", f"up to {p.age_steps:.0f} steps"
+    if plan.case.network.has_relays:
+        yield from _relay_rows(plan)
     yield (
         "per shard",
         f"{format_bytes(p.memory_bytes)} of memory, {_percent(r.shard_busy)} of a core "
@@ -343,6 +439,23 @@ def _prediction_rows(plan: Plan) -> Iterator[tuple[str, str]]:
         yield f"token budget, {system}", format_duration(seconds) + laws
 
 
+def _relay_rows(plan: Plan) -> Iterator[tuple[str, str]]:
+    ours, without = plan.over_links_of_sites
+    yield (
+        "relays save",
+        f"{_percent(1 - ours / without) if without else 'none'} of the bytes over the sites' "
+        f"links: {format_bytes(ours)} per step instead of {format_bytes(without)}",
+    )
+    inside, trips = relay_seconds(plan.case)
+    alone = simulate(plan.case.without_relays())
+    yield (
+        "time of a round",
+        f"{_signed(_round_seconds(plan.prediction.rounds))}, without relays "
+        f"{_signed(_round_seconds(alone))}; relays add {format_duration(inside)} inside sites "
+        f"and {format_duration(trips)} for the shard's decision",
+    )
+
+
 def _shares(plan: Plan) -> Iterator[str]:
     shares = plan.prediction.rounds.participation
     for site, share in zip(plan.case.network.sites, shares, strict=True):
@@ -350,12 +463,38 @@ def _shares(plan: Plan) -> Iterator[str]:
 
 
 def _traffic_table(plan: Plan) -> Table:
-    table = plain_table("link", "direction", "mean Gbit/s", "peak (one step)", "usable rate")
-    for t in plan.prediction.rounds.traffic:
-        fills = format_rate(t.capacity) if t.capacity < float("inf") else "no limit"
-        error = plan.prediction.traffic_error * gbit(t.mean)
-        mean = f"{gbit(t.mean):.3g} ± {error:.1g}"
-        table.add_row(t.place, t.direction, mean, f"{gbit(t.peak):.3g}", fills)
+    """Return the traffic of each link; neighboring sites with equal numbers share their rows."""
+    heads = ("link", "direction", "mean Gbit/s", "peak", "usable rate")
+    with_relays = plan.case.network.has_relays
+    table = plain_table(*heads, *["no relays"] * with_relays)
+    traffic = plan.prediction.rounds.traffic
+    rows = [(t.place, _traffic_cells(plan, t)[: 4 + with_relays]) for t in traffic]
+    places = zip(rows[::2], rows[1::2], strict=True)  # each with its two directions
+    for cells, same in groupby(places, key=lambda place: (place[0][1], place[1][1])):
+        names = [name for (name, _), _ in same]
+        last = names[-1].removeprefix(INSIDE)
+        shown = names[0] if len(names) == 1 else f"{names[0]} to {last}"
+        for row in cells:
+            table.add_row(shown, *row)
+    return table
+
+
+def _traffic_cells(plan: Plan, t: Traffic) -> tuple[str, ...]:
+    fills = format_rate(t.capacity) if t.capacity < float("inf") else "no limit"
+    error = plan.prediction.traffic_error * gbit(t.mean)
+    mean = f"{gbit(t.mean):.3g} ± {error:.1g}"
+    without = plan.without_relays.get((t.place, t.direction))
+    alone = "" if without is None else f"{gbit(without):.3g}"
+    return t.direction, mean, f"{gbit(t.peak):.3g}", fills, alone
+
+
+def _recommended_table(plan: Plan) -> Table:
+    table = plain_table("", "H", "P", "τ", "wire format up, down", "utilization")
+    for name, found in plan.recommended.items():
+        o, case = found.case.options, found.case
+        numbers = (f"{o.period}", f"{o.fragments}", f"{o.overlap}")
+        wire = f"{case.up.name}, {case.down.name}"
+        table.add_row(name, *numbers, wire, _percent(found.prediction.utilization))
     return table
 
 

@@ -11,7 +11,7 @@ import typer
 
 from decoupled_diloco.cli.command_line import CommandOptions
 from decoupled_diloco.cli.shared_options import complete_recipe
-from decoupled_diloco.units import parse_count, parse_duration
+from decoupled_diloco.units import parse_count, parse_duration, parse_rate
 from decoupled_diloco_plan.bandwidth import measured
 
 METHODS = ("own", "published")
@@ -106,10 +106,13 @@ class PlanOptions(CommandOptions):
     """Number of equal sites, each connected by --link."""
 
     site: Annotated[
-        list[str] | None, _option(metavar="NAME:LEARNERS:UP[/DOWN][:LATENCY][:own][:step=TIME]")
+        list[str] | None,
+        _option(metavar="NAME:LEARNERS:UP[/DOWN][:LATENCY][:own][:relay[=SITE]][:step=TIME]"),
     ] = None
     """One of several different sites, such as oslo:2:5Gbit/1Gbit:20ms:step=1.2s, where a step of a
-    learner takes 1.2 s. Give it once per site."""
+    learner takes 1.2 s. Give it once per site. relay: its learners are behind a relay. relay=SITE:
+    its link leads to that site, and its relay is behind the one there. It replaces the sites of
+    CONFIG."""
 
     learners: Annotated[int | None, _option(metavar="M")] = None
     """Number of learners. Default: one per site."""
@@ -124,9 +127,20 @@ class PlanOptions(CommandOptions):
     own: Annotated[bool, _option("--own/--shared")] = False
     """Give each learner its own link, or share one link per site."""
 
+    relay: Annotated[bool, _option("--relay")] = False
+    """Put a relay at each site of --sites. With [[sites]] in CONFIG there are relays without this
+    option."""
+
+    relay_link: Annotated[
+        float | None, _option(parser=partial(_parsed, parse_rate), metavar="RATE")
+    ] = None
+    """Bandwidth between a relay and all learners of its site, in each direction. Default: 10
+    Gbit/s."""
+
     syncer: Annotated[str | None, _option("--syncer-site", metavar="spread|hub|SITE")] = None
     """Place of the shards: spread over the sites, at a hub without learners (--hub-link), or at one
-    site, such as site-0. Default: spread, or the proposed place; hub for a single site."""
+    site, such as site-0. Default: spread, or the proposed place; hub for a single site, and with
+    relays."""
 
     hub_link: Annotated[str | None, _option(metavar="UP[/DOWN]")] = None
     """Bandwidth of the hub's link. Default: no limit."""
@@ -201,7 +215,8 @@ class PlanOptions(CommandOptions):
     wait: str = "never"
     apply: str = "on_arrival"
     alignment: str = "overwrite"
-    """Only CONFIG sets these."""
+    run_sites: tuple[tuple[str, int, str], ...] = ()
+    """Only CONFIG sets these. Of each of its sites: name, number of learners, upstream."""
 
     def after(self, settings: Mapping[str, Any]) -> PlanOptions:
         """Return these options, with settings where no option was given."""

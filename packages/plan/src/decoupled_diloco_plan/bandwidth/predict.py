@@ -78,7 +78,10 @@ def predict(case: Case, prices: Prices | None = None) -> Prediction:
     rounds, o = simulate(case), case.options
     each = case.model.params * rounds.kept / o.period / 8
     period = o.period / max(rounds.kept, 1e-9)
-    sent = sum(t.mean for t in rounds.traffic if t.direction == "up") * rounds.pace_seconds
+    # A link behind another site carries what leaves either of them.
+    behind = {site.name for site in case.network.sites if site.upstream}
+    outwards = [t for t in rounds.traffic if t.direction == "up" or t.place in behind]
+    sent = sum(t.mean for t in outwards if not t.is_inside)
     return Prediction(
         rounds=rounds,
         grace=_grace(case, rounds),
@@ -89,10 +92,31 @@ def predict(case: Case, prices: Prices | None = None) -> Prediction:
         memory_bytes=_memory(case),
         cores=_cores(case, rounds),
         join_seconds=_join_seconds(case, rounds),
-        cost=prices.per_million_tokens(rounds.pace_seconds, sent) if prices else None,
+        cost=prices.per_million_tokens(rounds.pace_seconds, sent * rounds.pace_seconds)
+        if prices
+        else None,
         error=measured.UTILIZATION_ERRORS[o.wait],
         traffic_error=measured.TRAFFIC_ERRORS[o.wait],
     )
+
+
+def relay_seconds(case: Case) -> tuple[float, float]:
+    """Return what relays add to the time of a round, at the site where it is most.
+
+    Returns:
+        Seconds of the transfers between a relay and its learners, up and down, and of the round
+        trips to the shards: one for each relay on the way.
+    """
+    network, most = case.network, (0.0, 0.0)
+    nbytes = case.fragment_params * (case.up.bits + case.down.bits) / 8
+    for number, site in enumerate(network.sites):
+        trips, relay = 0.0, number if site.relay else None
+        while relay is not None:
+            trips += 2 * max(network.latency(relay, host) for host in case.hosts)
+            relay = network.next_relay(relay)
+        inside = nbytes * site.learners / (network.relay_rate * case.link_share)
+        most = max(most, (inside if site.relay else 0.0, trips), key=sum)
+    return most
 
 
 def _grace(case: Case, rounds: Rounds) -> Grace:
@@ -109,7 +133,7 @@ def _grace(case: Case, rounds: Rounds) -> Grace:
 def _memory(case: Case) -> float:
     """Return the memory of the shard with the most fragments, bytes."""
     o, fragment = case.options, case.fragment_params
-    payloads = case.network.learners * o.open_rounds_max * fragment * case.up.bits / 8
+    payloads = case.network.senders * o.open_rounds_max * fragment * case.up.bits / 8
     largest = -(-o.fragments // o.shards)
     return measured.SHARD_BYTES + measured.SYNCER_BYTES * fragment * largest + payloads
 
@@ -117,7 +141,7 @@ def _memory(case: Case) -> float:
 def _cores(case: Case, rounds: Rounds) -> float:
     """Return the cores that folding and merging keep busy, over all shards."""
     numel = case.model.params * rounds.kept / case.options.period
-    return measured.core_seconds(case.network.learners, numel) / rounds.step_seconds
+    return measured.core_seconds(case.network.senders, numel) / rounds.step_seconds
 
 
 def _join_seconds(case: Case, rounds: Rounds) -> float:
@@ -129,15 +153,20 @@ def _join_seconds(case: Case, rounds: Rounds) -> float:
     for t in rounds.traffic:
         place = network.names().index(t.place)
         users = network.sites[place].learners if place < len(network.sites) else network.learners
-        free[place, t.direction] = max(t.capacity - t.mean, t.capacity / (users + 1))
+        free[place, t.direction == "up"] = max(t.capacity - t.mean, t.capacity / (users + 1))
     whole, slowest = measured.COPY_BYTES * case.model.params, 0.0
     for site, there in enumerate(network.sites):
         away = [host for host in hosts if host != site]
+        # A relay fetches the whole copy before it serves it.
+        inside = whole / free[network.inside(site), False] if there.relay else 0.0
         if not away:
+            slowest = max(slowest, inside)
             continue
-        own = min(free[site, "down"], there.link.down * case.link_share)
-        far = max(away.count(host) / free[host, "up"] for host in set(away)) / len(hosts)
+        ways = {link for host in away for link in network.route(host, site) if not link[1]}
+        own = min(there.link.down * case.link_share, *(free[link] for link in ways))
+        far = max(away.count(host) / free[host, True] for host in set(away)) / len(hosts)
         # Joining takes six one-way latencies.
         latency = 6 * max(network.latency(site, host) for host in away)
-        slowest = max(slowest, whole * max(len(away) / len(hosts) / own, far) + latency)
+        seconds = whole * max(len(away) / len(hosts) / own, far) + latency
+        slowest = max(slowest, seconds + inside)
     return slowest

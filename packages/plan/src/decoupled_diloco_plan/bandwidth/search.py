@@ -22,7 +22,7 @@ from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.protocol.machine_options import Options
 from decoupled_diloco_plan.bandwidth import measured
 from decoupled_diloco_plan.bandwidth.case import Case, Format, Model, demands, wire_format
-from decoupled_diloco_plan.bandwidth.network import HUB, SPREAD, Network
+from decoupled_diloco_plan.bandwidth.network import HUB, SPREAD, Network, link_name
 from decoupled_diloco_plan.bandwidth.plan_options import PlanOptions
 from decoupled_diloco_plan.bandwidth.predict import Prediction, Prices, predict
 from decoupled_diloco_plan.bandwidth.steady_state import Rounds
@@ -41,8 +41,8 @@ FRAGMENT_BYTES_MIN = 1 << 20
 
 CORE_BUSY_MAX = 0.5
 
-ONE_WAYS = 6
-"""One-way latencies in a round, one after another."""
+ONE_WAYS, ONE_WAYS_OF_RELAY = 6, 2
+"""One-way latencies in a round, one after another, and additional ones with a relay."""
 
 TRIED = ("bf16", "int4")
 """Wire formats with almost no loss in quality (arXiv 2604.21428: text 55.4 and 55.3)."""
@@ -137,10 +137,13 @@ def limits(case: Case, prediction: Prediction, aim: float = 0.0) -> str:
     late = rounds.delay_steps > overlap or prediction.grace.slack < 0
     low = prediction.utilization < aim
     if (late or low) and full.mean > LINK_FULL * full.capacity:
-        return f"the {full.direction}link of {full.place}, which is full"
+        return f"{link_name(full.place, full.direction)}, which is full"
     if rounds.shard_busy > CORE_BUSY_MAX:
         busy = f"busy for {100 * rounds.shard_busy:.0f} %"
         return f"the core of a shard ({busy}, half is the limit)"
+    if rounds.relay_busy > CORE_BUSY_MAX:
+        busy = f"busy for {100 * rounds.relay_busy:.0f} %"
+        return f"the core of a relay ({busy}, half is the limit)"
     if late:
         back = f"complete after {rounds.delay_steps:.1f} steps, overlap {overlap}"
         return f"the time of a round, {_longest_part(case, rounds)} ({back})"
@@ -157,15 +160,16 @@ def _overfull(case: Case, aim: float) -> str:
     (place, direction), most = max(used.items(), key=lambda item: item[1], default=(("", ""), 0.0))
     if most <= 1 / aim:
         return ""
-    return f"the {direction}link of {place}, which needs {most:.3g} times its usable rate"
+    return f"{link_name(place, direction)}, which needs {most:.3g} times its usable rate"
 
 
 def _longest_part(case: Case, rounds: Rounds) -> str:
     """Name the largest component of a round's time."""
     network = case.network
-    core = measured.core_seconds(network.learners, case.fragment_params)
+    core = measured.core_seconds(network.senders, case.fragment_params)
     sites = range(len(network.sites))
-    latency = ONE_WAYS * max(network.latency(site, host) for site in sites for host in case.hosts)
+    ways = ONE_WAYS + ONE_WAYS_OF_RELAY * network.has_relays
+    latency = ways * max(network.latency(site, host) for site in sites for host in case.hosts)
     whole = rounds.quorum_seconds + rounds.merge_seconds + rounds.broadcast_seconds
     handling = 2 * measured.HANDLING_SECONDS
     parts = {
@@ -258,7 +262,7 @@ def _places(network: Network, given: PlanOptions) -> list[Network]:
 def _shards(model: Model, network: Network, period: int, fragments: int) -> int:
     """Return the fewest shards whose cores are less than half busy; the same number per site."""
     numel = model.params / period
-    work = measured.core_seconds(network.learners, numel)
+    work = measured.core_seconds(network.senders, numel)
     shards = max(1, ceil(1.1 * work / model.step_seconds / CORE_BUSY_MAX))
     if network.syncer == SPREAD:
         sites = len(network.sites)

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 class Traffic:
     """Traffic of a place's link in one direction."""
 
-    place: str  # a site's name, or "hub"
+    place: str  # a site's name, "hub", or "inside SITE": between its relay and its learners
     direction: str  # "up": away from the place
     mean: float  # bytes per second over the measured periods
     peak: float  # the largest mean over one inner step, bytes per second
     capacity: float  # bytes per second that payloads may fill
+    is_inside: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,8 @@ class Rounds:
     broadcast_seconds: float  # from there until the last learner holds it, mean
     quorum_seconds: float  # from a round's first report to its opening, mean
     shard_busy: float  # largest share of the time in which a shard's core folds and merges
+    # largest share of the time in which a relay's thread adds contributions; 0 without relays
+    relay_busy: float
     traffic: tuple[Traffic, ...]  # of each place and direction
     step_seconds: float  # mean wall-clock time per step of the run's clock, the unit of τ and H
     # mean wall-clock time per step over all learners; for unequal learners the harmonic mean

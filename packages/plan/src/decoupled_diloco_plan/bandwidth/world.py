@@ -26,6 +26,11 @@ upload |
 
 Each payload also costs its processes `handling_seconds`, in addition to transfer and merge.
 
+A site with a relay uses its link once per payload (rule 22). Its contributions go to the relay,
+which adds one as soon as the shard has decided about it: one round trip later. The protocol's own
+machine (`protocol/relay_machine.py`) decides when the relay sends the sum. The relay fetches each
+copy for the first request, and then serves it to all learners of its site.
+
 The window's length comes from the protocol's formula (`protocol/clock.py`) with simulated times.
 All learners of a site behave alike. If the links cannot carry all rounds, a round of the simulation
 has the contributions of a whole site or none of them. A round of the protocol may have some of
@@ -37,15 +42,33 @@ from __future__ import annotations
 
 import heapq
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from math import ceil, floor, gcd
 from typing import Any
 
 from decoupled_diloco.protocol.clock import Timing
+from decoupled_diloco.protocol.messages import (
+    Asking,
+    Collect,
+    Collected,
+    Connected,
+    Done,
+    Expect,
+    Fold,
+    FoldSum,
+    Received,
+    RelayEvent,
+    SendSum,
+    SumArrived,
+    Tick,
+    shard_peer,
+)
+from decoupled_diloco.protocol.relay_machine import RelayMachine
 from decoupled_diloco_plan.bandwidth import measured
-from decoupled_diloco_plan.bandwidth.case import Case
+from decoupled_diloco_plan.bandwidth.case import Case, Format
 from decoupled_diloco_plan.bandwidth.flows import Flow, Flows
 from decoupled_diloco_plan.bandwidth.steady_state import Rounds, Traffic
 
@@ -56,6 +79,9 @@ ROUNDS_MEASURED = 96
 If the links carry all rounds, the steps are a multiple of the pattern's length. Otherwise they are
 a multiple of the period, because a fragment whose round is still open skips its turn.
 """
+
+SHARD = shard_peer(0)
+"""The name under which every shard is known to relays: it has no influence on their decisions."""
 
 ROUNDING = 1e-9
 """A step counts as over if at most this share of it is left."""
@@ -134,6 +160,29 @@ class _Site:
     wanted: dict[int, _Round] = field(default_factory=dict)
 
 
+@dataclass(slots=True, eq=False)
+class _Relay:
+    """The relay of a site: the protocol's machine for each fragment, and the newest copies.
+
+    `waiting` has the copies that are on their way, with the next steps. One thread adds the
+    contributions.
+    """
+
+    site: _Site
+    machines: dict[int, RelayMachine] = field(default_factory=dict)
+    copies: dict[int, _Round] = field(default_factory=dict)
+    waiting: dict[_Round, list[Callable[[], None]]] = field(default_factory=dict)
+    core_free_at: float = 0.0
+    busy_seconds: float = 0.0
+
+    def machine(self, fragment: int) -> RelayMachine:
+        """Return a fragment's machine. One per fragment is fast, and fragments are independent."""
+        if fragment not in self.machines:
+            self.machines[fragment] = RelayMachine()
+            self.machines[fragment].handle(0.0, Connected(SHARD))
+        return self.machines[fragment]
+
+
 class World:
     """One simulation.
 
@@ -162,6 +211,15 @@ class World:
             ]
         )
         self.shards = [_Shard(host) for host in case.hosts]
+        self.relays = {
+            site.number: _Relay(site) for site in self.sites if network.sites[site.number].relay
+        }
+        self.latencies = [place.latency_seconds for place in network.places]
+        self.away = {
+            (site.number, host): network.latency(site.number, host)
+            for site in self.sites
+            for host in case.hosts
+        }
         self.rounds: dict[int, _Round] = {}
         self.late = [0] * self.options.fragments
         self.published: dict[int, float] = {}
@@ -190,8 +248,7 @@ class World:
             # Finished transfers leave their links before events at the same instant start others.
             soon = min(self.heap[0][0] if self.heap else float("inf"), self.flows.next_end())
             for flow in self.flows.advance(soon):
-                landed, round, site = flow.key
-                self._land(landed, round, site)
+                self._land(*flow.key)
             while self.heap and self.heap[0][0] <= soon:
                 _, _, function, arguments = heapq.heappop(self.heap)
                 function(*arguments)
@@ -208,7 +265,7 @@ class World:
 
     def _away(self, site: _Site, shard: _Shard) -> float:
         """Return the one-way latency between a site and a shard, seconds."""
-        return self.network.latency(site.number, shard.host)
+        return self.away[site.number, shard.host]
 
     def _shard_of(self, fragment: int) -> _Shard:
         return self.shards[self.options.owner(fragment)]
@@ -335,6 +392,12 @@ class World:
         for site in asked:
             pulled = max(self.now, reported[site.number]) + self._away(site, round.shard)
             self._at(pulled, self._answer, round, site)
+        for relay in self.relays.values():
+            away = self._away(relay.site, round.shard)
+            opened = Collect(fragment, round.tick.step + 1, self.window)
+            closed = Collected(fragment, round.tick.step + 1)
+            self._at(self.now + away, self._receive, relay, opened)
+            self._at(round.closed_at + away, self._receive, relay, closed)
         self._at(self.now + self.window, self._delivery_over, round)
 
     def _answer(self, round: _Round, site: _Site) -> None:
@@ -343,7 +406,10 @@ class World:
         self.asked += round.tick.counts * site.learners
         if fragment in site.sending:
             self._count_unanswered(round, site)
-        elif fragment in site.spent:
+            return
+        if (relay := self.relays.get(site.number)) is not None:
+            self._receive(relay, Expect("", "", 0, 0, fragment, _name_of(site), "", ""))
+        if fragment in site.spent:
             self._count_unanswered(site.deferred.pop(fragment, None), site)
             site.deferred[fragment] = round
             if self.now - self.published.get(fragment, 0.0) > self.window:
@@ -373,7 +439,14 @@ class World:
         site.rounds += 1
         site.sending.add(round.fragment)
         site.spent.add(round.fragment)
-        self._transfer(self._delivered, round, site)
+        here, relay = site.number, self.relays.get(site.number)
+        if relay is None:
+            route, count = self.network.route(here, round.shard.host), site.learners
+            arguments = (round.fragment, [site], count)
+            self._transfer(route, count, self.case.up, self._delivered, *arguments)
+        else:
+            inside = [(self.network.inside(here), True)]
+            self._transfer(inside, site.learners, self.case.up, self._at_relay, round, relay)
 
     def _delivery_over(self, round: _Round) -> None:
         """End the delivery window: the round waits only for its quorum, and frees its slot."""
@@ -388,34 +461,121 @@ class World:
             round.shard.open -= 1
             self._open(round.shard)
 
-    def _transfer(self, landed: Callable[..., None], round: _Round, site: _Site) -> None:
-        """Start moving a fragment: up, then call `_delivered`, or down, then call `_arrived`."""
-        up, here, host = landed == self._delivered, site.number, round.shard.host
-        if here == host:
-            self._land(landed, round, site)
+    def _transfer(
+        self,
+        route: Sequence[tuple[int, bool]],
+        count: int,
+        format: Format,
+        landed: Callable[..., None],
+        *arguments: Any,
+    ) -> None:
+        """Start to move `count` payloads of a fragment over links; then call `landed`."""
+        latency = sum(self.latencies[place] for place, _ in route)
+        if not route:
+            self._land(latency, landed, arguments)
             return
-        away, towards = (here, host) if up else (host, here)
-        bits = (self.case.up if up else self.case.down).bits
-        nbytes = self.case.fragment_params * bits / 8 * (1 + measured.TRAFFIC_OVERHEAD)
-        links = (2 * away, 2 * towards + 1)  # each place has its upload, then its download
-        self.flows.start(Flow((landed, round, site), links, site.learners, nbytes))
+        nbytes = self.case.fragment_params * format.bits / 8 * (1 + measured.TRAFFIC_OVERHEAD)
+        links = tuple(2 * place + (not up) for place, up in route)  # of each place first its upload
+        self.flows.start(Flow((latency, landed, arguments), links, count, nbytes))
 
-    def _land(self, landed: Callable[..., None], round: _Round, site: _Site) -> None:
+    def _land(
+        self, latency: float, landed: Callable[..., None], arguments: tuple[Any, ...]
+    ) -> None:
         """Schedule the arrival after the last byte has left."""
-        there = self.now + self._away(site, round.shard) + self.case.handling_seconds
-        self._at(there, landed, round, site)
+        self._at(self.now + latency + self.case.handling_seconds, landed, *arguments)
 
-    def _delivered(self, round: _Round, site: _Site) -> None:
-        """Fold a contribution into the fragment's current round, which may be a later one."""
-        seconds = measured.fold_seconds(self.case.fragment_params)
-        self._work(round.shard, site.learners * seconds)
-        site.sending.discard(round.fragment)
-        current = self.rounds.get(round.fragment)
-        if current is None or current.settled or not current.opened:
-            self.late[round.fragment] += site.learners
+    # Relays
+
+    def _receive(self, relay: _Relay, order: Expect | Fold | FoldSum | Collect | Collected) -> None:
+        """Let a relay receive an order of a shard."""
+        self._handle(relay, order.fragment, Received(SHARD, order))
+
+    def _handle(self, relay: _Relay, fragment: int, event: RelayEvent) -> None:
+        machine = relay.machine(fragment)
+        for order in machine.handle(self.now, event):
+            if isinstance(order, SendSum):
+                ready = self._occupy(relay, measured.fold_seconds(self.case.fragment_params))
+                self._at(ready, self._send_sum, relay, order)
+        if (deadline := machine.deadline()) is not None:
+            self._at(max(self.now, deadline), self._handle, relay, fragment, Tick())
+
+    def _at_relay(self, round: _Round, relay: _Relay) -> None:
+        """Add contributions as soon as their shard has decided about them."""
+        seconds = relay.site.learners * measured.fold_seconds(self.case.fragment_params)
+        self._occupy(relay, seconds)
+        fold = Fold(round.fragment, "", _name_of(relay.site), 1.0, 1.0, "")
+        decided = self.now + 2 * self._away(relay.site, round.shard)
+        self._at(decided, self._receive, relay, fold)
+
+    def _occupy(self, relay: _Relay, seconds: float) -> float:
+        """Occupy a relay's thread; return when it is done."""
+        relay.core_free_at = max(relay.core_free_at, self.now) + seconds
+        if self.sites[0].marks:
+            relay.busy_seconds += seconds
+        return relay.core_free_at
+
+    def _send_sum(self, relay: _Relay, order: SendSum) -> None:
+        here, shard = relay.site.number, self._shard_of(order.fragment)
+        above = self.network.next_relay(here)
+        target = shard.host if above is None else above
+        route = self.network.route(here, target)
+        self._transfer(route, 1, self.case.up, self._sum_arrived, relay, order, above)
+
+    def _sum_arrived(self, relay: _Relay, order: SendSum, above: int | None) -> None:
+        """Fold a sum: at its shard, or at the next relay, as soon as the shard has decided."""
+        fragment, number, here = order.fragment, order.number, relay.site.number
+        name, shard = f"{here}", self._shard_of(fragment)
+        answered = self.now + self.network.latency(here, shard.host if above is None else above)
+        self._at(answered, self._handle, relay, fragment, Done(order))
+        if above is None:
+            self._delivered(fragment, [self.sites[ask.number] for ask in order.asks], 1)
             return
-        current.awaited.discard(site)
-        current.delivered += site.learners
+        next_one = self.relays[above]
+        self._occupy(next_one, measured.fold_seconds(self.case.fragment_params))
+        self._handle(next_one, fragment, SumArrived(name, fragment, number, order.asks, 0))
+        decided = self.now + 2 * self._away(next_one.site, shard)
+        self._at(decided, self._receive, next_one, FoldSum(fragment, name, number, "", ""))
+
+    def _obtain(self, relay: _Relay, round: _Round, then: Callable[[], None]) -> None:
+        """Call `then` once a relay has a copy, which it fetches for the first request."""
+        newest = relay.copies.get(round.fragment)
+        if newest is not None and newest.merged_at >= round.merged_at:
+            then()
+            return
+        if round in relay.waiting:
+            relay.waiting[round].append(then)
+            return
+        relay.waiting[round] = [then]
+        here, above = relay.site.number, self.network.next_relay(relay.site.number)
+
+        def fetch(source: int) -> None:
+            route = self.network.route(source, here)
+            self._transfer(route, 1, self.case.down, self._obtained, relay, round)
+
+        if above is None:
+            fetch(round.shard.host)
+        else:
+            self._obtain(self.relays[above], round, partial(fetch, above))
+
+    def _obtained(self, relay: _Relay, round: _Round) -> None:
+        relay.copies[round.fragment] = round
+        for then in relay.waiting.pop(round):
+            then()
+
+    # Merges and copies
+
+    def _delivered(self, fragment: int, sites: Sequence[_Site], payloads: int) -> None:
+        """Fold contributions into the fragment's current round, which may be a later one."""
+        shard = self._shard_of(fragment)
+        self._work(shard, payloads * measured.fold_seconds(self.case.fragment_params))
+        current, learners = self.rounds.get(fragment), sum(site.learners for site in sites)
+        for site in sites:
+            site.sending.discard(fragment)
+        if current is None or current.settled or not current.opened:
+            self.late[fragment] += learners
+            return
+        current.awaited.difference_update(sites)
+        current.delivered += learners
         self._settle(current)
 
     def _settle(self, round: _Round) -> None:
@@ -458,8 +618,17 @@ class World:
                 return
             if round.shard is shard and fragment not in site.fetching:
                 site.fetching[fragment] = site.wanted.pop(fragment)
-                self._transfer(self._arrived, round, site)
+                self._download(round, site)
                 flying += 1
+
+    def _download(self, round: _Round, site: _Site) -> None:
+        here, relay, down = site.number, self.relays.get(site.number), self.case.down
+        arguments = (site.learners, down, self._arrived, round, site)
+        if relay is None:
+            self._transfer(self.network.route(round.shard.host, here), *arguments)
+        else:
+            inside = [(self.network.inside(here), False)]
+            self._obtain(relay, round, partial(self._transfer, inside, *arguments))
 
     def _over(self, round: _Round) -> None:
         """Record that a site has a round's copy, or a newer one."""
@@ -511,6 +680,8 @@ class World:
             broadcast_seconds=_mean(self.broadcasts),
             quorum_seconds=_mean(self.quorums),
             shard_busy=max(s.busy_seconds for s in self.shards) / (end - begin),
+            relay_busy=max((r.busy_seconds for r in self.relays.values()), default=0.0)
+            / (end - begin),
             traffic=tuple(self._traffic(begin, end)),
             step_seconds=(end - begin) / self.steps,
             pace_seconds=all_learners / sum(map(operator.truediv, learners, took)),
@@ -521,7 +692,13 @@ class World:
         for link, capacity in enumerate(self.flows.capacities):
             mean, peak = self.flows.mean_and_peak(link, begin, end, self.tick)
             place, direction = self.network.names()[link // 2], ("up", "down")[link % 2]
-            yield Traffic(place, direction, mean, peak, capacity)
+            inside = self.network.is_inside(link // 2)
+            yield Traffic(place, direction, mean, peak, capacity, inside)
+
+
+def _name_of(site: _Site) -> Asking:
+    """Return the name of a site's requests: it has at most one for each fragment."""
+    return Asking(0, site.number)
 
 
 def _mean(values: list[float]) -> float:
