@@ -11,7 +11,9 @@ from typer.testing import CliRunner
 from decoupled_diloco.cli.main import app
 from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.launch.termination import INTERRUPTED
-from decoupled_diloco_plan.goodput.cluster_settings import Cluster
+from decoupled_diloco.learner.connections import RELAY_LOST_SECONDS
+from decoupled_diloco.protocol.syncer_state import RECONNECT_SECONDS
+from decoupled_diloco_plan.goodput.cluster_settings import SILENT_SECONDS, Cluster
 from decoupled_diloco_plan.goodput.goodput_command import _count, _slowdowns
 from decoupled_diloco_plan.goodput.goodput_options import complete_systems
 from decoupled_diloco_plan.goodput.study import Effort, Row, study
@@ -92,6 +94,10 @@ def test_every_option_reaches_the_simulation() -> None:
             "--quorum 2 --slowdowns 1,1.5",
             "--scavenged-share 0.5",
             "--scavenged-share 0.5 --join-seconds 300",
+            "--relays 2",
+            "--relays 1",
+            "--relays 1 --relay-days 1",
+            "--relays 1 --relay-away-seconds 6000",
         ],
     }
     for system, each in changes.items():
@@ -128,12 +134,43 @@ def test_every_option_reaches_the_simulation() -> None:
         (("--system", "elastic", "--quorum", "2"), "--quorum is for decoupled only"),
         (("--system", "elastic", "--learners", "2"), "--learners is for barrier and decoupled"),
         (("--stay-seconds", "60"), "--stay-seconds requires --scavenged-share"),
+        (("--relays", "9"), "relays=9 exceeds learners=8"),
+        (("--relays", "-1"), "relays=-1 is out of range"),
+        (("--relays", "2", "--relay-days", "0"), "interval_seconds=0 is out of range"),
+        (("--relay-days", "2"), "--relay-days requires --relays"),
+        (("--relays", "2", "--system", "elastic"), "--relays is for decoupled only"),
     ],
 )
 def test_invalid_options_are_reported(options: tuple[str, ...], message: str) -> None:
     result = CliRunner().invoke(app, ["goodput", *options])
     assert isinstance(result.exception, ConfigError)
     assert message in str(result.exception)
+
+
+def test_relays_lose_no_step_and_save_bytes_while_they_run() -> None:
+    """With a failure every other day and a day away, half of the time all payloads pass."""
+    options = ("--system", "decoupled", "--learners", "8", "--relays", "2", "--relay-days", "1")
+    with_relays = CliRunner().invoke(
+        app, [*ONE, *options, "--relay-away-seconds", "86400", "--json"]
+    )
+    (row,) = json.loads(with_relays.stdout)
+    assert row["relays"] == {
+        "sites": 2,
+        "failures_per_day": 1.0,
+        "silent_percent": pytest.approx(100 * RELAY_LOST_SECONDS / (2 * 86400)),
+        "link_bytes_percent": pytest.approx(100 * (0.5 + 0.5 * 2 / 8)),
+    }
+    alone = CliRunner().invoke(app, [*ONE, *options[:4], "--json"])
+    (same,) = json.loads(alone.stdout)
+    assert same["goodput"] == row["goodput"]
+    assert same["relays"] is None
+    text = " ".join(CliRunner().invoke(app, [*ONE, *options]).stdout.split())
+    assert "decoupled M=8, 2 sites with a relay: 2 relays fail per day; no step is lost" in text
+
+
+def test_a_learner_stays_live_until_it_has_left_a_failed_relay() -> None:
+    """So the failure of a relay does not stall the clock, whatever the quorum is."""
+    assert SILENT_SECONDS == RELAY_LOST_SECONDS <= RECONNECT_SECONDS
 
 
 def test_a_list_without_a_value_is_reported() -> None:

@@ -115,6 +115,50 @@ class Scavenged:
         at_least(0, away_seconds=self.away_seconds, join_seconds=self.join_seconds)
 
 
+SILENT_SECONDS = 3.0
+"""Longest time until the learners of a failed relay dial the shards. The syncer counts a learner as
+live for as long after its connection breaks, so its clock does not stall."""
+
+
+@dataclass(frozen=True, slots=True)
+class Relays:
+    """The relays of a cluster's sites, each in front of equally many learners.
+
+    They fail independently of each other and of the chips. While its relay is away, the learners of
+    a site train on and dial the shards, so no step is lost. Their payloads then use the site's link
+    once per learner.
+    """
+
+    sites: int
+    interval_seconds: float  # mean time from a relay's return to its next failure
+    away_seconds: float
+
+    def __post_init__(self) -> None:
+        at_least(1, relays=self.sites)
+        above(0, interval_seconds=self.interval_seconds)
+        at_least(0, away_seconds=self.away_seconds)
+
+    @property
+    def cycle_seconds(self) -> float:
+        """Mean time between two failures of one relay."""
+        return self.interval_seconds + self.away_seconds
+
+    @property
+    def failures_per_day(self) -> float:
+        """Mean number of failures of all relays."""
+        return self.sites * 86400 / self.cycle_seconds
+
+    @property
+    def silent_share(self) -> float:
+        """Largest share of the time in which the shards do not receive from a learner."""
+        return min(1.0, SILENT_SECONDS / self.cycle_seconds)
+
+    def link_share(self, learners: int) -> float:
+        """Return the bytes over the sites' links as a share of those without relays."""
+        away = self.away_seconds / self.cycle_seconds
+        return away + (1 - away) * self.sites / learners
+
+
 @dataclass(frozen=True, slots=True)
 class Preemption:
     """Preemption of a share of every learner's slices for a limited time."""
@@ -161,6 +205,7 @@ class Cluster:
     stragglers: Stragglers | None = None
     scavenged: Scavenged | None = None
     preemptions: tuple[Preemption, ...] = ()
+    relays: Relays | None = None
 
     def __post_init__(self) -> None:
         if self.system not in SYSTEMS:
@@ -207,6 +252,11 @@ class Cluster:
             raise ConfigError(
                 f"quorum={self.quorum} is out of range: 1 to learners={self.learners}; lower "
                 "quorum or raise learners"
+            )
+        if self.relays is not None and not self.relays.sites <= self.learners:
+            raise ConfigError(
+                f"relays={self.relays.sites} exceeds learners={self.learners}: a relay without a "
+                "learner has no use; lower relays or raise learners"
             )
         if self.slowdowns and len(self.slowdowns) != self.learners:
             raise ConfigError(

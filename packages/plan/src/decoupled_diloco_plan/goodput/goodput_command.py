@@ -23,6 +23,7 @@ from decoupled_diloco_plan.goodput.cluster_settings import (
     Cluster,
     Constants,
     Preemption,
+    Relays,
     Stragglers,
     System,
     blocks_of,
@@ -45,6 +46,7 @@ WITH_SYSTEMS: dict[str, tuple[str, ...]] = {
     "downscale_seconds": ("elastic", *SEVERAL),
     "upscale_seconds": ("elastic", *SEVERAL),
     "join_seconds": ("decoupled",),
+    "relays": ("decoupled",),
 }
 """Systems that each of these options applies to."""
 
@@ -58,6 +60,8 @@ WITH_OPTIONS: dict[str, tuple[str, ...]] = {
     "away_seconds": ("scavenged_share",),
     "join_seconds": ("scavenged_share",),
     "timeline_hours": ("timeline",),
+    "relay_days": ("relays",),
+    "relay_away_seconds": ("relays",),
 }
 """Options that need one of these other options."""
 
@@ -202,6 +206,7 @@ def _clusters(options: GoodputOptions) -> Iterator[Cluster]:
         mtbi_seconds=options.mtbi_years * YEAR_SECONDS,
         slowdowns=_slowdowns(options.slowdowns),
         stragglers=_stragglers(options),
+        relays=_relays(options),
         preemptions=tuple(map(_preemption, options.preempt or ())),
         **_picked(options, OF_CLUSTER),
     )
@@ -228,6 +233,12 @@ def _stragglers(options: GoodputOptions) -> Stragglers | None:
         return None
     spell = (options.straggler_seconds, options.straggler_slowdown)
     return Stragglers(options.straggler_days * 86400, *spell)
+
+
+def _relays(options: GoodputOptions) -> Relays | None:
+    if not options.relays:
+        return None
+    return Relays(options.relays, options.relay_days * 86400, options.relay_away_seconds)
 
 
 def _preemption(text: str) -> Preemption:

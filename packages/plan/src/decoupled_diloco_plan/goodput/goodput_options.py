@@ -25,6 +25,7 @@ def complete_systems(incomplete: str) -> list[tuple[str, str]]:
 _option: Any = typer.Option
 _failures: Any = partial(typer.Option, rich_help_panel="Failures")
 _stops: Any = partial(typer.Option, rich_help_panel="Stops (defaults are calibrated)")
+_relays: Any = partial(typer.Option, rich_help_panel="Relays")
 _unequal: Any = partial(typer.Option, rich_help_panel="Unequal and scavenged chips")
 _runs: Any = partial(typer.Option, rich_help_panel="Runs")
 _output: Any = partial(typer.Option, rich_help_panel="Output")
@@ -99,6 +100,16 @@ class GoodputOptions(CommandOptions):
 
     minimum_share: Annotated[float, _stops()] = 0.0
     """Share of its slices that a learner requires to step, 0 to 1."""
+
+    relays: Annotated[int, _relays()] = 0
+    """Number of sites with a relay, among which the learners of decoupled are divided. 0: no
+    relays."""
+
+    relay_days: Annotated[float, _relays()] = 30.0
+    """Mean time until a relay fails, in days."""
+
+    relay_away_seconds: Annotated[float, _relays()] = 600.0
+    """Mean time until a failed relay is back, in seconds."""
 
     slowdowns: Annotated[str, _unequal(metavar="S[xCOUNT],…")] = ""
     """Factor on the step time of each learner, such as 1x4,1.18x4 for eight learners."""

@@ -8,7 +8,7 @@ from decoupled_diloco.show.console import SteadyConsole, plain_table
 from decoupled_diloco.units import format_count
 from decoupled_diloco_plan.goodput.calibrate import NAMES, Residual
 from decoupled_diloco_plan.goodput.chip_time import CAUSES
-from decoupled_diloco_plan.goodput.cluster_settings import Constants
+from decoupled_diloco_plan.goodput.cluster_settings import SILENT_SECONDS, Constants
 from decoupled_diloco_plan.goodput.study import Row
 
 SHOWN_MIN = 0.05
@@ -51,6 +51,8 @@ def _print_notes(
     for row in rows:
         if row.pace is not None:
             console.print(_pace(row))
+        if row.relays is not None:
+            console.print(_relays(row))
 
 
 def _with_interval(row: Row) -> str:
@@ -65,6 +67,18 @@ def _pace(row: Row) -> str:
         f"{row.cluster.system}, M={row.cluster.learners}, K={row.cluster.quorum}: the clock makes "
         f"{100 * row.pace.against_fastest:.0f} % of the fastest learner's steps; a learner is in "
         f"{least if least == most else f'{least} to {most}'} % of the rounds"
+    )
+
+
+def _relays(row: Row) -> str:
+    found = row.relays
+    assert found is not None
+    return (
+        f"{row.cluster.name}, {found['sites']:g} sites with a relay: "
+        f"{found['failures_per_day']:.2g} relays fail per day; no step is lost, and their learners "
+        f"are silent for at most {SILENT_SECONDS:g} s each time ({found['silent_percent']:.1g} % "
+        f"of the time); the sites' links carry {found['link_bytes_percent']:.1f} % of the bytes "
+        "without relays"
     )
 
 

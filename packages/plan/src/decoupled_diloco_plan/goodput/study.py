@@ -12,7 +12,14 @@ from decoupled_diloco.errors import ConfigError
 from decoupled_diloco_plan.checks import at_least
 from decoupled_diloco_plan.goodput.calibrate import published
 from decoupled_diloco_plan.goodput.chip_time import CAUSES, Account
-from decoupled_diloco_plan.goodput.cluster_settings import ALONE, SECOND, Cluster, Scavenged, System
+from decoupled_diloco_plan.goodput.cluster_settings import (
+    ALONE,
+    SECOND,
+    Cluster,
+    Relays,
+    Scavenged,
+    System,
+)
 from decoupled_diloco_plan.goodput.pace import Pace, pace_of
 from decoupled_diloco_plan.goodput.systems import simulate
 
@@ -99,6 +106,19 @@ class Row:
         return statistics.fmean(account.tokens / account.wall for account in self.accounts)
 
     @property
+    def relays(self) -> dict[str, float] | None:
+        """Failures of the relays and their effects, or ``None`` without relays."""
+        relays = self.cluster.relays
+        if relays is None:
+            return None
+        return {
+            "sites": relays.sites,
+            "failures_per_day": relays.failures_per_day,
+            "silent_percent": 100 * relays.silent_share,
+            "link_bytes_percent": 100 * relays.link_share(self.cluster.learners),
+        }
+
+    @property
     def published(self) -> float | None:
         """The published goodput of exactly this cluster, percent, or ``None``."""
         cluster = self.cluster
@@ -123,6 +143,7 @@ class Row:
             "rounds": None
             if self.pace is None
             else [round(100 * share, 2) for share in self.pace.took_part],
+            "relays": self.relays,
             "published": self.published,
             "days": round(self.days, 3),
             "seeds": len(self.accounts),
@@ -190,11 +211,13 @@ def cells(
     quorum: int = 1,
     slowdowns: tuple[float, ...] = (),
     scavenged: Callable[[int], Scavenged] | None = None,
+    relays: Relays | None = None,
     **common: Any,
 ) -> Iterator[Cluster]:
     """Yield the cells of a table; a system with one learner has one cell per number of chips.
 
-    Learners, slowdowns and quorum are set only for systems that use them; `common` is set for all.
+    Learners, slowdowns, quorum and relays are set only for systems that use them; `common` is set
+    for all.
     """
     chips, learners = tuple(chips), tuple(learners)
     for system in systems:
@@ -206,6 +229,7 @@ def cells(
                     total,
                     count,
                     quorum=quorum if system == "decoupled" else 1,
+                    relays=relays if system == "decoupled" else None,
                     slowdowns=() if alone else slowdowns,
                     scavenged=scavenged(total) if scavenged and total > 0 else None,
                     **common,
