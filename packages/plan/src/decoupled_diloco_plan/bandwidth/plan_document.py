@@ -207,7 +207,7 @@ def _relays(plan: Plan) -> dict[str, Any]:
         "added_transfer_seconds": inside,
         "added_round_trip_seconds": trips,
         "busy": rounds.relay_busy,
-        "useless": _useless(plan.case),
+        "warnings": list(_relay_warnings(plan.case)),
         "recommended": {
             name: {
                 "setting": _setting(found.case),
@@ -225,11 +225,20 @@ def _round_seconds(rounds: Rounds) -> float:
     return rounds.merge_seconds + rounds.broadcast_seconds
 
 
-def _useless(case: Case) -> list[str]:
-    """Return the sites with a relay that has only one learner, and no relay behind it."""
+def _relay_warnings(case: Case) -> Iterator[str]:
+    """Yield where relays save nothing, or less than planned."""
     behind = {site.upstream for site in case.network.sites}
-    sites = [site for site in case.network.sites if site.relay and site.learners == 1]
-    return [site.name for site in sites if site.name not in behind]
+    for site in case.network.sites:
+        if site.relay and site.learners == 1 and site.name not in behind:
+            yield (
+                f"the relay of {site.name} saves nothing, because the site has one learner: "
+                "leave it out"
+            )
+    if case.network.has_relays and case.options.overlap == 0:
+        yield (
+            "with overlap=0 a relay does not wait for all of its learners, and sends up to one sum "
+            "for each instead of one per round: raise overlap to at least 1"
+        )
 
 
 def _setting(case: Case) -> dict[str, Any]:
@@ -318,8 +327,8 @@ def print_plan(plan: Plan, console: SteadyConsole) -> None:
     say("")
     console.print(_traffic_table(plan))
     say("peak: the largest mean of one step", "dim")
-    for name in _useless(plan.case):
-        say(f"\nthe relay of {name} saves nothing, because the site has one learner: leave it out")
+    for warning in _relay_warnings(plan.case):
+        say(f"\n{warning}")
     if plan.recommended:
         aim = RECOMMENDED_AIM if plan.aim is None else plan.aim
         say(f"\nSettings for {100 * aim:g} % on these links, with the shortest possible H:\n")
