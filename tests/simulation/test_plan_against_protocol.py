@@ -262,11 +262,7 @@ def long_links(
 def test_relays_send_the_planned_bytes_over_long_links_in_the_planned_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sites: int, learners: int, upstream: str
 ) -> None:
-    """Bytes over the link of each site and of the shard are within 5 % of the plan.
-
-    The first relay of relays sends two sums per round, in both worlds: of its own learners, and of
-    the sums that arrive later.
-    """
+    """Bytes over the link of each site and of the shard are within 5 % of the plan."""
     monkeypatch.setattr(virtual_runtime, "WORK_SECONDS", 0.0)  # as if tensors took no time
     above = ["", *[upstream] * (sites - 1)]
     relays = [RelaySpec(f"site-{i}", above[i]) for i in range(sites)]

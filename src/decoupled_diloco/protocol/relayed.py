@@ -21,7 +21,7 @@ A relay waits for its children until the round's window is over (`Collected`), b
 round's delivery window (`Collect`).
 
 A relay may be behind another one. Its sum then arrives at that relay, and moves all of its requests
-there.
+there. The other relay receives `Collected` only when nothing more of the round can arrive from it.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def sum_corrupt(
 
 def lost(state: SyncerState, options: Options, now: float, relay: str) -> list[SyncerEffect]:
     """Request again what a lost relay had. It comes back empty."""
-    state.relays.discard(relay)
+    state.relays.pop(relay, None)
     reason = f"the connection to {relay} broke"
     all_relayed = [ask for entry in state.fragments.values() for ask in entry.relayed]
     relayed = [ask for ask in all_relayed if ask.relay == relay]  # break: lost-relay-keeps-requests

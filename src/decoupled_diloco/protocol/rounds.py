@@ -32,7 +32,7 @@ it could contribute from, it receives no request, and no round waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from decoupled_diloco.protocol import same_data, visits
 from decoupled_diloco.protocol.clock import window_decision
@@ -439,7 +439,7 @@ def _progress(state: SyncerState, options: Options, now: float, round: Round) ->
     entry = state.fragments[round.fragment]
     if round.closed_at is None or round.final:
         _close(state, options, now, round)
-    ends = [] if round.closed_at is None else _collected(round)
+    ends = [] if round.closed_at is None else _collected(round, _awaits_sums(state, round))
     if round.final:
         if round.closed_at is None or round.awaited:
             return ends
@@ -507,7 +507,7 @@ def _settle(state: SyncerState, options: Options, now: float, round: Round) -> l
     round.folded = state.fragments[round.fragment].take_folded()
     merge = Merge(round.number, round.fragment, round.version, round.base, round.close_reason)
     twins = same_data.noticed(state.twins, round.folded, round.tick, options.period)
-    return [merge, *_note_lateness(state, options, round), *twins]
+    return [merge, *_collected(round), *_note_lateness(state, options, round), *twins]
 
 
 def _note_lateness(state: SyncerState, options: Options, round: Round) -> list[SyncerEffect]:
@@ -954,11 +954,26 @@ def _collect(state: SyncerState, now: float, round: Round) -> list[SyncerEffect]
     return [Send(relay_peer(relay), order, "a round opens") for relay in round.collecting]
 
 
-def _collected(round: Round) -> list[SyncerEffect]:
-    """Notify the relays that a round requests nothing more."""
-    notified, round.collecting = round.collecting, ()
+def _collected(round: Round, awaiting: Collection[str] = ()) -> list[SyncerEffect]:
+    """Notify relays, except ``awaiting`` ones, that nothing more of a round will reach them."""
+    notified = [relay for relay in round.collecting if relay not in awaiting]
+    round.collecting = tuple(relay for relay in round.collecting if relay in awaiting)
     end = Collected(round.fragment, round.number)
     return [Send(relay_peer(relay), end, "the round's window is over") for relay in notified]
+
+
+def _awaits_sums(state: SyncerState, round: Round) -> set[str]:
+    """Return the relays to which relays behind them will send sums for a round."""
+    found = set[str]()
+    if not (round.collecting and any(state.relays.values())):
+        return found
+    entry = state.fragments[round.fragment]
+    for relay in {ask.relay for ask in (*entry.asks.values(), *entry.relayed)}:
+        upstream = state.relays.get(relay, "")
+        while upstream and upstream not in found:
+            found.add(upstream)
+            upstream = state.relays.get(upstream, "")
+    return found
 
 
 def _sums_settled(

@@ -229,8 +229,8 @@ class SyncerMachine:
                 if memory is not None:
                     recall(state, memory)
                 return []
-            case Connected(_, RelayHello(relay)):
-                state.relays.add(relay)
+            case Connected(_, RelayHello(relay), _, upstream):
+                state.relays[relay] = upstream
                 return []
             case Connected(_, hello, connection, relay):
                 assert isinstance(hello, Hello)

@@ -315,7 +315,7 @@ class Round:
         fallen: Requests of this round that failed: the last of each learner.
         folded: The contributions that it merges, once that is decided.
         next_tick: The tick at which the fragment became due again meanwhile.
-        collecting: The relays that were notified of its window and not yet of the window's end.
+        collecting: The relays that were notified that it collects, and not yet that it has ended.
     """
 
     number: int
@@ -670,7 +670,7 @@ class SyncerState:
     is the schedule revision that applies, ``next_revisions`` those that follow; ``slots_most`` is
     the largest number of slots so far. ``late_rounds`` counts consecutive rounds that merged only
     late contributions. ``twins`` lists learners that seem to train on another learner's data.
-    ``relays`` are the connected relays.
+    ``relays`` are the connected relays, each with the one that it is behind, or an empty text.
     """
 
     phase: Phase = "starting"
@@ -711,7 +711,7 @@ class SyncerState:
     slots_most: int = 1
     late_rounds: int = 0
     twins: dict[str, Twin] = field(default_factory=dict)
-    relays: set[str] = field(default_factory=set)
+    relays: dict[str, str] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:

@@ -23,10 +23,7 @@ TAKEN_SECONDS = 3.0
 
 @dataclass
 class RelaySession:
-    """The connection of one relay; ``connection`` is its unique name.
-
-    ``is_direct``: it does not pass through another relay, which would take its sums.
-    """
+    """The connection of one relay; ``connection`` is its unique name."""
 
     hello: messages.RelayHello
     channel: Channel
@@ -34,8 +31,9 @@ class RelaySession:
     connection: str
 
     @property
-    def is_direct(self) -> bool:
-        return not isinstance(self.channel, SubChannel)
+    def upstream(self) -> str:
+        """The relay through which it passes, which takes its sums; empty: there is none."""
+        return self.channel.relay if isinstance(self.channel, SubChannel) else ""
 
 
 class RelayConnections:

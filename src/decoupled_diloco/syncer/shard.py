@@ -346,16 +346,18 @@ class Shard:
             return
         welcome = messages.RelayWelcome(public_text(self.config), parts.layout.to_text())
         self._relays.send(name, welcome)
-        if session.is_direct:
+        upstream = session.upstream
+        if not upstream:
             parts.sums.begin(name, session.connection, self.machine.owned)
-        self.driver.deliver(messages.Connected(messages.relay_peer(name), session.hello))
+        peer = messages.relay_peer(name)
+        self.driver.deliver(messages.Connected(peer, session.hello, relay=upstream))
 
     def _relay_sent(self, relay: str, message: messages.FromRelay) -> None:
         if not self.parts.done():
             return
-        parts, is_direct = self.parts.result(), self._relays.sessions[relay].is_direct
+        parts, upstream = self.parts.result(), self._relays.sessions[relay].upstream
         match message:
-            case messages.Sum() | messages.SumCorrupt(relay="") if not is_direct:
+            case messages.Sum() | messages.SumCorrupt(relay="") if upstream:
                 pass  # the relay before it takes its sums
             case messages.Sum():
                 parts.sums.announce(relay, message)

@@ -85,7 +85,7 @@ def test_a_link_with_a_relay_carries_one_payload_instead_of_one_per_learner() ->
 
 
 def test_a_relay_behind_another_one_uses_the_others_link_only_through_sums() -> None:
-    """Three sites in a chain: a link carries a copy once; sums that come later are sent later."""
+    """Three sites in a chain: each link carries one copy and one sum per round."""
     pair = Case(MODEL, Options(), far_sites(0.01, True, "", "s0"), link_share=1.0)
     rates = {(t.place, t.direction): t.mean / t.capacity for t in simulate(pair).traffic}
     assert {key: pytest.approx(rate, rel=0.01) for key, rate in rates.items()} == demands(pair)
@@ -93,9 +93,7 @@ def test_a_relay_behind_another_one_uses_the_others_link_only_through_sums() -> 
     traffic = {(t.place, t.direction): t.mean / (2e6 * MORE) for t in rounds.traffic}
     assert traffic["hub", "up"] == pytest.approx(1.0, rel=0.01)
     assert [traffic[f"s{i}", "down"] for i in range(3)] == pytest.approx([1.0] * 3, rel=0.01)
-    assert traffic["s2", "up"] == pytest.approx(1.0, rel=0.01), "one sum per round"
-    assert traffic["s1", "up"] == pytest.approx(2.0, rel=0.01), "of its learners, then of s2"
-    assert 2.0 <= traffic["s0", "up"] <= 3.01
+    assert [traffic[f"s{i}", "up"] for i in range(3)] == pytest.approx([1.0] * 3, rel=0.01)
     assert rounds.kept == 1.0
     flat = run(far_sites(0.01, False, "", "s0", "s1", rate=1e8))
     traffic = {(t.place, t.direction): t.mean / (2e6 * MORE) for t in flat.traffic}

@@ -35,15 +35,19 @@ from unit.protocol.shard_rounds import outcomes, states, tick_at
 
 
 class Site:
-    """A shard whose learners are behind relays, each named by its learner's first letter."""
+    """A shard whose learners are behind relays, each named by its learner's first letter.
 
-    def __init__(self, shard_bench: Any, *learners: str, **options: Any) -> None:
+    All of them are behind the relay ``top``, if it is given.
+    """
+
+    def __init__(self, shard_bench: Any, *learners: str, top: str = "", **options: Any) -> None:
         self.bench = bench = shard_bench("direct", **{"fragments": 1, "period": 2, **options})
+        upstream = dict.fromkeys([f"site-{learner[0]}" for learner in learners], top)
+        for relay, above in {**({top: ""} if top else {}), **upstream}.items():
+            hello = RelayHello(relay, f"nonce-{relay}")
+            bench.handle(Connected(relay_peer(relay), hello, relay=above))
         for learner in learners:
-            relay = f"site-{learner[0]}"
-            if relay not in bench.machine.state.relays:
-                bench.handle(Connected(relay_peer(relay), RelayHello(relay, f"nonce-{relay}")))
-            self.greet(learner, relay)
+            self.greet(learner, f"site-{learner[0]}")
         for _ in range(2):
             for learner in ("direct", *learners):
                 bench.step(learner)
@@ -241,6 +245,18 @@ def test_a_sum_of_a_relay_behind_another_one_moves_its_requests_there(shard_benc
         "relay:site-a": SumOutcome(0, 4, "merged", ""),
         "relay:site-b": SumOutcome(0, 1, "merged", ""),
     }
+
+
+def test_a_relay_waits_for_the_sums_of_the_relays_behind_it(shard_bench: Any) -> None:
+    """`Collected` reaches it once all of the round's contributions behind it are in a sum."""
+    site = Site(shard_bench, "a0", "b0", top="top")
+    asks = [site.body(name) for name in ("a0", "b0")]
+    (round,) = site.bench.machine.state.rounds.values()
+    assert round.collecting == ("top",), "the window is over, and the other relays know it"
+    site.sum("site-a", asks[0], at="top")
+    assert not site.to_relays(Collected)
+    site.sum("site-b", asks[1], at="top")
+    assert set(site.to_relays(Collected)) == {"relay:top"}
 
 
 def test_a_round_waits_for_both_contributions_of_a_learner(shard_bench: Any) -> None:

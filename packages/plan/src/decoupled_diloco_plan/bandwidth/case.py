@@ -181,11 +181,9 @@ class Case:
 def loads(case: Case) -> dict[tuple[int, bool], float]:
     """Return the bytes of a period in which all rounds take place, by place and whether upwards.
 
-    A relay sends one sum per round. If there are relays behind it, it sends another one, because
-    their sums arrive later.
+    A relay sends one sum per round.
     """
     network, moved = case.network, defaultdict[tuple[int, bool], float](float)
-    relays_behind = {network.next_relay(number) for number in range(len(network.sites))}
     for shard, host in enumerate(case.hosts):
         numel = len(case.options.owned(shard)) * case.model.params / case.options.fragments
         up, down = (
@@ -195,11 +193,11 @@ def loads(case: Case) -> dict[tuple[int, bool], float]:
         for number, site in enumerate(network.sites):
             above = network.next_relay(number)
             target = host if above is None else above
-            sums = 1 + (number in relays_behind)
+            count = 1 if site.relay else site.learners
             for link in network.route(number, target):
-                moved[link] += (sums if site.relay else site.learners) * up
+                moved[link] += count * up
             for link in network.route(target, number):
-                moved[link] += (1 if site.relay else site.learners) * down
+                moved[link] += count * down
             if site.relay:
                 moved[network.inside(number), True] += site.learners * up
                 moved[network.inside(number), False] += site.learners * down

@@ -110,7 +110,10 @@ class _Shard:
 
 @dataclass(slots=True, eq=False)
 class _Round:
-    """A round; `awaited` are sites with an open request, `delivered` counts folded learners."""
+    """A round; `awaited` are sites with an open request, `delivered` counts folded learners.
+
+    `behind` has the sites behind each relay whose contributions have not arrived there in a sum.
+    """
 
     tick: _Tick
     shard: _Shard
@@ -123,6 +126,7 @@ class _Round:
     holds_slot: bool = True
     delivery_over: bool = False
     settled: bool = False
+    behind: dict[int, set[int]] = field(default_factory=dict)
     following: _Tick | None = None
 
     @property
@@ -390,14 +394,17 @@ class World:
         for site in self.sites:
             (site.missed.discard if site in round.awaited else site.missed.add)(fragment)
         for site in asked:
+            above = self.network.next_relay(site.number)
+            while above is not None:
+                round.behind.setdefault(above, set()).add(site.number)
+                above = self.network.next_relay(above)
             pulled = max(self.now, reported[site.number]) + self._away(site, round.shard)
             self._at(pulled, self._answer, round, site)
         for relay in self.relays.values():
             away = self._away(relay.site, round.shard)
             opened = Collect(fragment, round.tick.step + 1, self.window)
-            closed = Collected(fragment, round.tick.step + 1)
             self._at(self.now + away, self._receive, relay, opened)
-            self._at(round.closed_at + away, self._receive, relay, closed)
+            self._at(round.closed_at, self._collected, round, relay)
         self._at(self.now + self.window, self._delivery_over, round)
 
     def _answer(self, round: _Round, site: _Site) -> None:
@@ -507,6 +514,13 @@ class World:
         decided = self.now + 2 * self._away(relay.site, round.shard)
         self._at(decided, self._receive, relay, fold)
 
+    def _collected(self, round: _Round, relay: _Relay) -> None:
+        """Notify a relay once nothing more of a round will reach it."""
+        if self.now >= round.closed_at and not round.behind.get(relay.site.number):
+            closed = Collected(round.fragment, round.tick.step + 1)
+            away = self._away(relay.site, round.shard)
+            self._at(self.now + away, self._receive, relay, closed)
+
     def _occupy(self, relay: _Relay, seconds: float) -> float:
         """Occupy a relay's thread; return when it is done."""
         relay.core_free_at = max(relay.core_free_at, self.now) + seconds
@@ -533,8 +547,12 @@ class World:
         next_one = self.relays[above]
         self._occupy(next_one, measured.fold_seconds(self.case.fragment_params))
         self._handle(next_one, fragment, SumArrived(name, fragment, number, order.asks, 0))
-        decided = self.now + 2 * self._away(next_one.site, shard)
-        self._at(decided, self._receive, next_one, FoldSum(fragment, name, number, "", ""))
+        away = self._away(next_one.site, shard)
+        fold = FoldSum(fragment, name, number, "", "")
+        self._at(self.now + 2 * away, self._receive, next_one, fold)
+        if (round := self.rounds.get(fragment)) is not None:
+            round.behind.get(above, set()).difference_update(ask.number for ask in order.asks)
+            self._at(self.now + away, self._collected, round, next_one)
 
     def _obtain(self, relay: _Relay, round: _Round, then: Callable[[], None]) -> None:
         """Call `then` once a relay has a copy, which it fetches for the first request."""
