@@ -533,7 +533,7 @@ def _abandon(state: SyncerState, now: float, round: Round, reason: str) -> list[
     elif round.final:
         effects += _swept(state, round, reason)
     effects.append(Broadcast(GivenUp(round.fragment, reason), reason))
-    effects.append(round.finished(now, "abandoned", reason, list(entry.asks.values())))
+    effects.append(round.finished(now, "abandoned", reason, entry.under_way))
     return effects
 
 
@@ -608,8 +608,7 @@ def merged(
     effects += _sums_settled(fragment, round.folded, "merged", "")
     took_part = {ask.learner for ask in round.folded}
     entry.missed = {m.learner for m in state.stepping if m.learner not in took_part}
-    under_way = list(entry.asks.values())
-    effects.append(round.finished(now, "merged", round.close_reason, under_way))
+    effects.append(round.finished(now, "merged", round.close_reason, entry.under_way))
     return effects
 
 
@@ -637,7 +636,7 @@ def merge_failed(
         effects.append(Send(ask.learner, outcome, reason))
     effects += _sums_settled(fragment, round.folded, "void", reason)
     effects.append(Broadcast(GivenUp(fragment, reason), reason))
-    effects.append(round.finished(now, "abandoned", reason, list(entry.asks.values())))
+    effects.append(round.finished(now, "abandoned", reason, entry.under_way))
     return effects + serve_idle(state, options, now)
 
 

@@ -407,7 +407,7 @@ class Round:
         reason: str,
         under_way: list[Ask],
     ) -> RoundFinished:
-        """Return the round's record for observers; ``under_way``: open requests."""
+        """Return the round's record for observers; ``under_way`` as in `FragmentState`."""
 
         def since(instant: float | None) -> float | None:
             return None if instant is None else instant - self.opened_at
@@ -415,7 +415,7 @@ class Round:
         def part(ask: Ask) -> Participant:
             return Participant(
                 learner=ask.learner,
-                state="late" if ask.state == "waiting" else ask.state,
+                state="late" if ask.state in ("waiting", "relayed") else ask.state,
                 steps=ask.steps,
                 tokens=ask.tokens,
                 asked_seconds=ask.asked_at - self.opened_at,
@@ -571,6 +571,11 @@ class FragmentState:
         """Close a request that failed."""
         del self.asks[ask.learner]
         self._one_less(ask.learner)
+
+    @property
+    def under_way(self) -> list[Ask]:
+        """The requests that are open, and the contributions that a relay has."""
+        return [*self.asks.values(), *self.relayed]
 
     def take_folded(self) -> list[Ask]:
         """Return and remove the folded contributions, which go into a version."""

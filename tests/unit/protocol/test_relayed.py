@@ -120,7 +120,7 @@ def test_a_round_waits_for_a_sum_until_its_delivery_window_is_over(shard_bench: 
     tick_at(site.bench, 3.0)
     assert site.bench.orders(Merge)
     site.bench.merged()
-    assert states(site.bench.orders(RoundFinished)[0]) == {"direct": "folded"}
+    assert states(site.bench.orders(RoundFinished)[0]) == {"direct": "folded", "a0": "late"}
     site.sum("site-a", ask)
     assert site.bench.machine.state.fragments[0].folded[0].learner == "a0", "for the next round"
 
