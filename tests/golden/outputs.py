@@ -163,7 +163,8 @@ def serving(folder: str) -> Iterator[None]:
         address: str, path: str, query: dict[str, str], token: object, tls: object
     ) -> Document:
         if "process" not in query:
-            told = {"shards": [ADDRESS] * len(shards), "wall": time.time()}
+            names = [*shards, "coordinator"]
+            told = {"shards": [ADDRESS] * len(shards), "tapes": names, "wall": time.time()}
             return Document(json.dumps(told).encode())
         return read_piece(
             tapes[query["process"]], int(query["from"]), detail=query.get("detail") == "1"

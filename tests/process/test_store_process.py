@@ -144,8 +144,10 @@ def test_training_continues_while_the_store_is_away_and_the_backlog_drains(
         server.go_away()
         began = clock_of(folder)
         until(lambda: "backlog" in output_of("status", str(folder)), "the backlog", 60, every=0.5)
-        shown = output_of("status", str(folder))
-        assert f"store={address!r} is away" in "".join(shown.split("\n"))
+        syncer = (folder / "addresses").read_text().split()[0]
+        secret = ["--auth-token-file", str(folder / "token")]
+        for shown in (output_of("status", str(folder)), output_of("status", syncer, *secret)):
+            assert f"store={address!r} is away" in "".join(shown.split("\n"))
         until(lambda: clock_of(folder) >= began + 40, "forty more steps", 60)
         before = stored(folder)
         server.come_back()

@@ -16,6 +16,7 @@ from decoupled_diloco.config.addresses import on_this_machine
 from decoupled_diloco.config.plugins import plugin_versions
 from decoupled_diloco.launch.gc_pauses import Survivors
 from decoupled_diloco.launch.processes import (
+    MIRROR,
     MIRROR_INTERRUPTED_SECONDS,
     MIRROR_SECONDS,
     claims_of,
@@ -301,9 +302,10 @@ class ShardRole:
 
     def tape_documents(self) -> TapeDocuments:
         """Return the handler of requests for this process's tapes."""
-        paths = {
-            process: self.folder / "tape" / f"{file}.jsonl" for process, file in self._files.items()
-        }
+        files = self._files
+        if self.shard == 0:
+            files[MIRROR] = MIRROR  # another process writes it, if the run has a store
+        paths = {name: self.folder / "tape" / f"{file}.jsonl" for name, file in files.items()}
         return TapeDocuments(self.config.run.name, self.shard, self.addresses, paths)
 
     async def metrics(self, query: Mapping[str, str]) -> Document:

@@ -80,6 +80,8 @@ def read_piece(path: Path, start: int, *, detail: bool) -> Document:
     try:
         identity, size = _identity(path), newest_of(path).end
         piece, segment_end = _read(path, start)
+    except FileNotFoundError:
+        return Document(b"", {"next": "0", "size": "0", "tape": ""})  # its process has not begun it
     except OSError as error:
         raise NoSuchDocumentError(f"the tape cannot be read: {error.strerror}") from None
     end = piece.rfind(b"\n") + 1

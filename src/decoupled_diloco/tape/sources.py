@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from decoupled_diloco.config.addresses import alternatives, is_store, reached_by
 from decoupled_diloco.errors import (
@@ -181,6 +181,7 @@ class SyncerSource:
         self._addresses, self._token, self._tls = addresses, token, tls
         self._detail = "1" if detail else "0"
         self._shards: tuple[str, ...] = ()
+        self._tapes: dict[int, tuple[str, ...]] = {}
         self._skew = 0.0
         self._offsets: dict[str, int] = {}
         self._identities: dict[str, str] = {}
@@ -195,7 +196,7 @@ class SyncerSource:
                 return self._poll()
             except _AnotherRun:
                 self.generation += 1
-                for known in (self._offsets, self._identities, self._parsers):
+                for known in (self._offsets, self._identities, self._parsers, self._tapes):
                     known.clear()
                 self._shards = ()
         return []
@@ -220,9 +221,7 @@ class SyncerSource:
     def _find(self, address: str) -> tuple[str, ...]:
         """Return the addresses of all shards."""
         about = read_object(fetch(address, TAPE_PATH, {}, self._token, self._tls), address)
-        shards, wall = about.get("shards"), about.get("wall")
-        if not isinstance(shards, list) or not all(isinstance(s, str) for s in shards):
-            raise ProtocolError(f"the answer of {address} has no addresses of shards")
+        shards, wall = _names(about, "shards", address), about.get("wall")
         if not isinstance(wall, int | float) or not abs(wall) < SECONDS_MAX:
             wall = time.time()
         # Times on the tape are from the syncer's clock, so `now` must be, too.
@@ -230,8 +229,11 @@ class SyncerSource:
         return tuple(reached_by(each, address) for each in shards)
 
     def _read(self, shard: int, address: str) -> list[Record]:
-        names = (f"shard-{shard}", *(("coordinator",) if shard == 0 else ()))
-        return [record for process in names for record in self._read_tape(address, process)]
+        if shard not in self._tapes:
+            about = read_object(fetch(address, TAPE_PATH, {}, self._token, self._tls), address)
+            self._tapes[shard] = _names(about, "tapes", address)
+        tapes = self._tapes[shard]
+        return [record for process in tapes for record in self._read_tape(address, process)]
 
     def _read_tape(self, address: str, process: str) -> list[Record]:
         parser = self._parsers.setdefault(process, Parser(Path(f"{address}/{process}"), self._torn))
@@ -242,8 +244,10 @@ class SyncerSource:
             document = fetch(address, TAPE_PATH, query, self._token, self._tls)
             following, size = _fact(document.facts, "next"), _fact(document.facts, "size")
             identity = document.facts.get("tape") or self._identities.get(process, "")
-            # A shorter tape, or one with another identity, belongs to a new run.
-            if size < start or self._identities.setdefault(process, identity) != identity:
+            # A shorter tape, or one with another identity, belongs to a new run. A tape that its
+            # process has not begun has no identity yet.
+            other = identity and self._identities.setdefault(process, identity) != identity
+            if size < start or other:
                 raise _AnotherRun
             records += filter(None, map(parser.parse, document.body.splitlines()))
             self._offsets[process] = following
@@ -277,6 +281,14 @@ def _first_to_answer(request: Callable[[str], _T], addresses: Iterable[str]) -> 
             failure = failure or error
     assert failure is not None, "there is at least one address"
     raise failure
+
+
+def _names(about: dict[str, Any], key: str, address: str) -> tuple[str, ...]:
+    """Return the addresses of all shards, or the names of a shard's tapes."""
+    found = about.get(key)
+    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        raise ProtocolError(f"the answer of {address} does not list its {key}")
+    return tuple(found)
 
 
 def _fact(facts: dict[str, str], name: str) -> int:

@@ -8,8 +8,11 @@ import aiohttp
 import pytest
 
 from decoupled_diloco.errors import AccessError, ConfigError, ProtocolError, TransportError
+from decoupled_diloco.protocol.messages import Tick
 from decoupled_diloco.syncer import tapes
 from decoupled_diloco.syncer.tapes import TapeDocuments, read_piece
+from decoupled_diloco.tape import TapeWriter
+from decoupled_diloco.tape.samples import StoreMirrored
 from decoupled_diloco.tape.segments import (
     compress_later,
     end_segment,
@@ -150,9 +153,34 @@ async def test_a_missing_document_is_named_in_the_error(folder, query, message):
         await documents_of(folder)(query)
 
 
-async def test_a_missing_tape_is_an_error(tmp_path):
-    with pytest.raises(NoSuchDocumentError, match="No such file"):
-        await documents_of(tmp_path)({"process": "shard-0"})
+async def test_a_tape_that_its_process_has_not_begun_is_empty(tmp_path):
+    """The mirror of the run starts after the shard, which serves its tape, too."""
+    document = await documents_of(tmp_path)({"process": "shard-0"})
+    assert (document.body, document.facts["next"], document.facts["size"]) == (b"", "0", "0")
+
+
+async def test_a_reader_follows_a_tape_that_begins_later(tmp_path, monkeypatch):
+    def mirror():
+        with TapeWriter(tmp_path / "tape", "mirror") as tape:
+            tape.sample(0.0, StoreMirrored("s3://bucket/run", 3, 10, 0, ""))
+
+    files = {name: tmp_path / "tape" / f"{name}.jsonl" for name in ("shard-0", "mirror")}
+    documents = TapeDocuments("causes", 0, ("http://shard",), files)
+    monkeypatch.setattr(
+        "decoupled_diloco.tape.sources.fetch",
+        lambda address, path, query, *secrets: asyncio.run(documents(query)),
+    )
+    with TapeWriter(tmp_path / "tape", "shard-0") as tape:
+        tape.event(0.0, Tick())
+    source = SyncerSource(("http://shard",), "secret")
+    before = await in_thread(source.poll)
+    mirror()
+    after = await in_thread(source.poll)
+    assert {record.process for record in before} == {"shard-0"}
+    assert {(record.process, record.type) for record in after} == (
+        {("mirror", "start"), ("mirror", "StoreMirrored")}
+    )
+    assert source.generation == 0, "it is the same run"
 
 
 async def nobody(channel):
