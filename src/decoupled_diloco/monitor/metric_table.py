@@ -115,6 +115,26 @@ SHARD = (
         "ddiloco_shard_store_state_timestamp_seconds",
         "Time of the newest complete state in the object store; only of shard 0",
     ),
+    _gauge("ddiloco_shard_site_connected", "Whether the relay of the site is connected", "site"),
+    _gauge(
+        "ddiloco_shard_site_learners", "Learners connected through the relay of the site", "site"
+    ),
+    _counter(
+        "ddiloco_shard_site_sums_total",
+        "Sums that the relay has sent: accepted, or refused (also those that did not arrive)",
+        "site",
+        "verdict",
+    ),
+    _counter(
+        "ddiloco_shard_site_contributions_total", "Contributions in the accepted sums", "site"
+    ),
+    _counter("ddiloco_shard_site_sent_bytes_total", "Bytes of the sums that arrived", "site"),
+    _counter(
+        "ddiloco_shard_site_relayed_bytes_total",
+        "Bytes of the contributions in the accepted sums, as they arrived at the relay; without a "
+        "relay, these would have been sent",
+        "site",
+    ),
     _gauge("ddiloco_shard_learner_connected", "Whether the learner is connected", "learner"),
     _gauge(
         "ddiloco_shard_learner_heard_timestamp_seconds",

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,12 +69,16 @@ class ShardMetrics:
         rows = list(self._rows())
         rounds, instant = list(state.rounds.values()), now()
         waiting = [round for round in rounds if round.quorum_at is None]
+        through = Counter(member.relay for member in state.members.values() if member.connected)
 
         def age(of: list[float]) -> float:
             return max((instant - opened for opened in of), default=0.0)
 
         def each(name: str) -> Callable[[], Labelled]:
             return lambda: [((row.learner,), getattr(row, name)) for row in rows]
+
+        def of_site(name: str) -> Callable[[], Labelled]:
+            return lambda: [((site,), getattr(sent, name)) for site, sent in state.sites.items()]
 
         def on_disk(name: str) -> Callable[[], float | None]:
             return lambda: None if space is None else getattr(space, name)
@@ -113,6 +118,20 @@ class ShardMetrics:
             "ddiloco_shard_durable_bytes": on_disk("durable"),
             "ddiloco_shard_store_backlog_bytes": on_disk("store_backlog"),
             "ddiloco_shard_store_state_timestamp_seconds": on_disk("store_state"),
+            "ddiloco_shard_site_connected": lambda: [
+                ((site,), site in state.relays) for site in state.sites
+            ],
+            "ddiloco_shard_site_learners": lambda: [
+                ((site,), through[site]) for site in state.sites
+            ],
+            "ddiloco_shard_site_sums_total": lambda: [
+                ((site, verdict), count)
+                for site, sent in state.sites.items()
+                for verdict, count in (("accepted", sent.sums), ("refused", sent.refused))
+            ],
+            "ddiloco_shard_site_contributions_total": of_site("contributions"),
+            "ddiloco_shard_site_sent_bytes_total": of_site("sent_bytes"),
+            "ddiloco_shard_site_relayed_bytes_total": of_site("relayed_bytes"),
             "ddiloco_shard_learner_connected": each("connected"),
             "ddiloco_shard_learner_heard_timestamp_seconds": each("heard"),
             "ddiloco_shard_learner_run_step": each("run_step"),

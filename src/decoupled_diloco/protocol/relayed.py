@@ -71,6 +71,7 @@ def sum_arrived(
     asks = [known.pop(name) for name in event.asks if name in known]
     if entry is None or not asks or len(asks) < len(event.asks):  # break: sum-accepted-in-part
         reason = f"{len(event.asks) - len(asks)} of its {len(event.asks)} requests are not open"
+        state.site(relay).refuse(event.nbytes)
         drop = DropSum(fragment, relay, number, at, reason)
         outcome = SumOutcome(fragment, number, "void", reason)
         refused: list[SyncerEffect] = [drop, Send(relay_peer(relay), outcome, reason)]
@@ -78,8 +79,10 @@ def sum_arrived(
     effects: list[SyncerEffect] = [
         FoldSum(fragment, relay, number, at, f"{len(asks)} requests are in it")
     ]
-    for ask in asks:
+    state.site(relay).accept(event.nbytes, [ask.nbytes for ask in asks])
+    for position, ask in enumerate(asks):
         ask.sums, ask.relay = (*ask.sums, (relay, number)), at
+        ask.nbytes = 0 if position else event.nbytes  # the next relay has one sum for all of them
         if not at:
             entry.arrive(ask)
             rounds.is_here(state, options, now, ask)
@@ -94,6 +97,7 @@ def sum_corrupt(
     entry = state.fragments.get(event.fragment)
     if entry is None:
         return []
+    state.site(event.relay).refuse()
     asks = [a for a in entry.relayed if a.relay == event.relay and a.name in event.asks]
     outcome = SumOutcome(event.fragment, event.number, "invalid", event.reason)
     effects: list[SyncerEffect] = [Send(relay_peer(event.relay), outcome, event.reason)]

@@ -219,7 +219,7 @@ def _fold(
     ask.steps, ask.tokens, ask.alike = event.steps, event.tokens, event.alike
     state.fragments[fragment].fold(ask)
     if ask.relay:
-        ask.state, ask.relayed_at = "relayed", now
+        ask.state, ask.relayed_at, ask.nbytes = "relayed", now, event.nbytes
     else:
         is_here(state, options, now, ask)
     cap = options.steps_counted

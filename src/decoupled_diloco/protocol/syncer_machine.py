@@ -231,6 +231,7 @@ class SyncerMachine:
                 return []
             case Connected(_, RelayHello(relay), _, upstream):
                 state.relays[relay] = upstream
+                state.site(relay)
                 return []
             case Connected(_, hello, connection, relay):
                 assert isinstance(hello, Hello)

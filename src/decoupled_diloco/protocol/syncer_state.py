@@ -268,7 +268,7 @@ class Ask:
     base. ``codec`` is the chosen one, or empty for the run's. ``announced_at`` is when it started
     to answer. ``alike`` lists learners whose contributions are nearly parallel to it. ``relay`` is
     the relay that has, or will have, the contribution. ``sums`` lists the sums that hold it, each
-    as its relay and number.
+    as its relay and number. ``nbytes`` is its share of what arrived at that relay.
     """
 
     name: Asking
@@ -293,6 +293,43 @@ class Ask:
     relay: str = ""
     relayed_at: float | None = None
     sums: tuple[tuple[str, int], ...] = ()
+    nbytes: int = 0
+
+
+@dataclass(slots=True)
+class SiteTraffic:
+    """What the relay of a site has sent, for observers.
+
+    Attributes:
+        sums: Sums that were accepted.
+        refused: Sums that were refused, or did not arrive whole.
+        contributions: The contributions in the accepted sums.
+        sent_bytes: Size of the sums that arrived.
+        relayed_bytes: Size of these contributions, as they arrived at the relay.
+    """
+
+    sums: int = 0
+    refused: int = 0
+    contributions: int = 0
+    sent_bytes: int = 0
+    relayed_bytes: int = 0
+
+    @property
+    def saved_bytes(self) -> int:
+        """By how much the sums were smaller; negative if refused ones outweigh that."""
+        return self.relayed_bytes - self.sent_bytes
+
+    def accept(self, nbytes: int, contributions: Sequence[int]) -> None:
+        """Count an accepted sum; ``contributions`` are the sizes of those in it."""
+        self.sums += 1
+        self.contributions += len(contributions)
+        self.sent_bytes += nbytes
+        self.relayed_bytes += sum(contributions)
+
+    def refuse(self, nbytes: int = 0) -> None:
+        """Count a sum that was refused after this number of bytes."""
+        self.refused += 1
+        self.sent_bytes += nbytes
 
 
 @dataclass(slots=True)
@@ -676,6 +713,7 @@ class SyncerState:
     the largest number of slots so far. ``late_rounds`` counts consecutive rounds that merged only
     late contributions. ``twins`` lists learners that seem to train on another learner's data.
     ``relays`` are the connected relays, each with the one that it is behind, or an empty text.
+    ``sites`` has every relay that has connected.
     """
 
     phase: Phase = "starting"
@@ -717,6 +755,7 @@ class SyncerState:
     late_rounds: int = 0
     twins: dict[str, Twin] = field(default_factory=dict)
     relays: dict[str, str] = field(default_factory=dict)
+    sites: dict[str, SiteTraffic] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -737,6 +776,10 @@ class SyncerState:
     def stepping(self) -> list[Member]:
         """Live learners that have reported a step."""
         return [member for member in self.members.values() if member.reported_at is not None]
+
+    def site(self, relay: str) -> SiteTraffic:
+        """Return the traffic of a relay, which is counted from now on if it is a new one."""
+        return self.sites.setdefault(relay, SiteTraffic())
 
     def is_stepping(self, learner: str) -> bool:
         """Return whether a learner is live and has reported a step."""

@@ -72,6 +72,7 @@ async def test_every_declared_metric_is_exported(shard: WatchedShard) -> None:
     join(shard, "a")
     shard.machine.state.members["a"].step_seconds = 0.5
     shard.tally.contributions["folded"] += 1
+    shard.machine.state.site("site-a")
     Standing("s3://b/x", "run", 3, "writer", wall=100.0, backlog_bytes=5).write(shard.folder)
     found = {name for name, *_ in await scraped(ShardMetrics(shard))}
     assert found == {name for each in SHARD for name in each.series} | set(PROCESS)
@@ -83,6 +84,36 @@ async def test_the_backlog_of_the_store_is_exported_by_shard_0(shard: WatchedSha
     Standing("s3://b/x", "run", 3, "writer", wall=100.0, backlog_bytes=5).write(shard.folder)
     found = await scraped(ShardMetrics(shard))
     assert [found[name] for name in names] == [5, 100.0]
+
+
+async def test_each_site_has_its_own_series(shard: WatchedShard) -> None:
+    state = shard.machine.state
+    for learner in ("a", "b", "direct"):
+        join(shard, learner)
+    for learner in ("a", "b"):
+        state.members[learner].connected, state.members[learner].relay = True, "site-a"
+    state.relays.add("site-a")
+    state.site("site-b").refuse(7)
+    state.site("site-a").accept(100, [90, 95])
+    found = await scraped(ShardMetrics(shard))
+    sites: dict[str, dict[tuple[str, ...], float]] = {}
+    for (name, *labels), value in found.items():
+        _, is_of_site, rest = name.partition("ddiloco_shard_site_")
+        if is_of_site:
+            sites.setdefault(rest, {})[*labels] = value
+    assert sites == {
+        "connected": {("site-a",): 1, ("site-b",): 0},
+        "learners": {("site-a",): 2, ("site-b",): 0},
+        "sums_total": {
+            ("site-a", "accepted"): 1,
+            ("site-a", "refused"): 0,
+            ("site-b", "accepted"): 0,
+            ("site-b", "refused"): 1,
+        },
+        "contributions_total": {("site-a",): 2, ("site-b",): 0},
+        "sent_bytes_total": {("site-a",): 100, ("site-b",): 7},
+        "relayed_bytes_total": {("site-a",): 185, ("site-b",): 0},
+    }
 
 
 async def test_values_match_the_state(shard: WatchedShard) -> None:
