@@ -56,6 +56,7 @@ def test_the_page_follows_a_run_through_a_killed_learner_and_a_killed_syncer(
         tmp_path / "run",
         run={"learners": 4, "max_steps": 1_000_000, "evaluator": True},
         syncer={"shards": 2},
+        sites=[{"name": "site-a", "learners": [0]}],
     )
 
     def script(run: LocalRun) -> Iterator[None]:
@@ -64,6 +65,7 @@ def test_the_page_follows_a_run_through_a_killed_learner_and_a_killed_syncer(
         yield from when(shows(browser, "headline", "running"))
         first = text(browser, "position")
         yield from when(lambda: text(browser, "position") not in ("", first))
+        yield from when(shows(browser, "sites", "site-a\tconnected\tlearner-0\t–"))
         yield from when(lambda: browser.run("document.querySelectorAll('#loss polyline').length"))
         send(run, "learner-1", signal.SIGKILL)
         yield from when(shows(browser, "log", "learner-1 was killed (SIGKILL)"))

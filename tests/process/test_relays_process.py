@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from decoupled_diloco.run_model import read_run
+from decoupled_diloco.show.status import RunStatus, status_of
 from decoupled_diloco.tape.records import Record
 from decoupled_diloco.tape.replay import replay_run
 from process.process_runs import (
@@ -39,6 +42,15 @@ def connections(folder: Path, learner: str) -> list[tuple[float, str]]:
     return [(r.at, r.data.get("relay", "")) for r in own if r.data["peer"] == learner]
 
 
+def status(folder: Path) -> RunStatus:
+    model = read_run(folder, "now")
+    return status_of(model, model.latest)
+
+
+def ways(folder: Path) -> list[str]:
+    return [learner.via for learner in status(folder).learners]
+
+
 def sums(folder: Path) -> list[Record]:
     """Return the arrivals of sums at both shards."""
     tapes = [records(folder, f"shard-{shard}") for shard in range(2)]
@@ -57,7 +69,9 @@ def must_replay(folder: Path) -> None:
 @pytest.mark.smoke
 def test_each_site_sends_one_sum_of_its_contributions(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    with local_run(config_of(folder, run={"learners": 4, "max_steps": 80}, **SETTINGS)) as run:
+    # All learners are in each round, and its sums have time to wait for them, on any machine.
+    settings = SETTINGS | {"sync": {"quorum": 4, "sync_every": 16, "overlap_steps": 12}}
+    with local_run(config_of(folder, run={"learners": 4, "max_steps": 80}, **settings)) as run:
         run.start()
         outcome = wait(run)
     assert outcome.finished, logs(folder)
@@ -70,8 +84,14 @@ def test_each_site_sends_one_sum_of_its_contributions(tmp_path: Path) -> None:
         assert connections(folder, f"learner-{number}")[-1][1] == site
     must_replay(folder)
     shown = output_of("status", str(folder))
-    assert "site-a sent" in shown
-    assert "saved" in shown
+    for site in ("site-a", "site-b"):
+        name, state, behind, of, all_of, *_ = shown[shown.index(f"\n{site} ") :].split()
+        assert (name, state, behind, of, all_of) == (site, "ended", "2", "of", "2")
+    explained = " ".join(output_of("explain", "round", "3", str(folder), "--shard", "0").split())
+    assert re.search(
+        r"learner-0: requested .*?, delivered to site-a .*?, in its sum \d+ ", explained
+    )
+    assert re.search(r"- site-b: sum \d+ arrived", explained)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
@@ -84,6 +104,9 @@ def test_learners_of_a_lost_relay_go_on_without_it(tmp_path: Path, number: Any) 
         yield from when(lambda: has_sums(folder, "site-a", 8))
         lost.append(records(folder, "shard-0")[-1].at)
         send(run, "relay-site-a", number)
+        if number == signal.SIGSTOP:
+            yield from when(lambda: ways(folder) == ["direct", "direct", "site-b", "site-b"])
+            assert status(folder).sites[0].elsewhere == ("learner-0", "learner-1")
         yield from pause(6.0)
         if number == signal.SIGSTOP:
             send(run, "relay-site-a", signal.SIGCONT)
@@ -100,6 +123,10 @@ def test_learners_of_a_lost_relay_go_on_without_it(tmp_path: Path, number: Any) 
     for learner in ("learner-0", "learner-1", "learner-2", "learner-3"):
         assert longest_step(folder, learner) < STEP_SECONDS_MAX
     assert {relay for _, relay in connections(folder, "learner-2")} == {"site-b"}
+    if number == signal.SIGKILL:
+        remarks = [remark.text for remark in read_run(folder).remarks]
+        assert "the relay of site-a has lost its connection to the syncer" in remarks
+        assert "the relay of site-a is connected again" in remarks
     must_replay(folder)
 
 

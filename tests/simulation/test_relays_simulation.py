@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,9 @@ from torch import Tensor
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.protocol.messages import RoundFinished, RunOver
+from decoupled_diloco.protocol.syncer_state import SiteTraffic
+from decoupled_diloco.run_model import run_of
+from decoupled_diloco.tape.reader import TapeReader
 from decoupled_diloco_lab.simulate.spec import LearnerSpec, RelaySpec
 from decoupled_diloco_lab.simulate.system import System
 
@@ -33,6 +37,7 @@ class Result:
     received: int = 0
     sent: int = 0
     ending_seconds: float = 0.0
+    counted: list[dict[str, SiteTraffic]] = field(default_factory=list)
 
 
 def run(
@@ -64,7 +69,9 @@ def run(
         )
         for n in range(learners)
     ]
-    system, result = System(config, specs, folder, seed=1, sizes=sizes, relays=relays), Result()
+    tapes = folder if relays else None
+    system = System(config, specs, folder, seed=1, sizes=sizes, relays=relays, tapes=tapes)
+    result = Result()
     over: list[float] = []
 
     def on_event(process: str, now: float, event: object, effects: Sequence[object]) -> None:
@@ -86,6 +93,9 @@ def run(
         stats = [host.role.acting._server.stats for host in system.shards if host.role]
         result.received = sum(each.data_bytes_received for each in stats)
         result.sent = sum(each.data_bytes_sent for each in stats)
+        result.counted = [
+            host.role.acting.machine.state.sites for host in system.shards if host.role
+        ]
     finally:
         system.close()
     return result
@@ -107,6 +117,15 @@ def test_the_result_is_that_of_a_flat_run(
     for ours, theirs in zip(tree.weights, flat.weights, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
     assert max(flat.ending_seconds, tree.ending_seconds) < ENDING_SECONDS_MAX
+    model = run_of(TapeReader(tmp_path / "tree"))
+    for site, log in model.sites.items():
+        by_shard = [dataclasses.astuple(counted[site]) for counted in tree.counted]
+        assert dataclasses.astuple(log.traffic) == tuple(map(sum, zip(*by_shard, strict=True)))
+        assert log.traffic.saved_bytes > 0
+    assert model.sites.keys() == {relay.name for relay in relays}
+    assert {shard.relays["site-a"] for shard in model.shards.values()} == {
+        next(relay.upstream for relay in relays if relay.name == "site-a")
+    }
 
 
 @pytest.mark.parametrize(

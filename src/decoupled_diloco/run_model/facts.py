@@ -36,6 +36,7 @@ from decoupled_diloco.protocol.messages import (
     RoundOpened,
     Version,
 )
+from decoupled_diloco.protocol.syncer_state import SiteTraffic
 from decoupled_diloco.run_model.ledger import Ledger
 from decoupled_diloco.tape import samples
 from decoupled_diloco.tape.records import Record
@@ -480,6 +481,7 @@ class LearnerLog:
     down_at: float | None = None  # when its process ended, until it is back
     device: str = ""  # description of the device of its newest incarnation
     left: str = ""  # reason of its newest incarnation when it left on purpose
+    site: str = ""  # the relay through which it has connected last, if any
     cut_from: set[str] = field(default_factory=set)  # shards that no longer count it as live
     cut_at: float = 0.0  # since when
     seen_at: float | None = None
@@ -596,6 +598,30 @@ class Asked:
 
 
 @dataclass(slots=True)
+class SumLog:
+    """A sum of a relay, or what a relay had without a sum when its connection broke."""
+
+    relay: str
+    fragment: int
+    number: int  # as the relay counts the sums of the fragment; 0: there was no sum
+    at: float  # when it arrived or failed
+    asks: tuple[Asking, ...]
+    nbytes: int = 0
+    relayed_bytes: int = 0  # size of its contributions, as they arrived at the relay
+    upstream: str = ""  # the relay that has received it; empty: the shard
+    problem: str = ""  # why its contributions are void; empty if they count
+
+
+@dataclass(slots=True)
+class Relayed:
+    """A contribution that a relay has, and that is in no sum yet."""
+
+    fragment: int
+    relay: str
+    nbytes: int
+
+
+@dataclass(slots=True)
 class RoundLog:
     """One round of a shard."""
 
@@ -607,6 +633,7 @@ class RoundLog:
     asks: dict[str, list[Asked]] = field(default_factory=dict)  # several if a learner came back
     folds: dict[Asking, tuple[float, Fold]] = field(default_factory=dict)  # in fold order
     fallen: dict[str, tuple[float, str]] = field(default_factory=dict)  # abandoned: when and why
+    sums: list[SumLog] = field(default_factory=list)  # of its fragment, since the version before
     merging_at: float | None = None  # when everything was in and the merge started
     finished_at: float = math.inf  # infinity if it is not finished
     result: RoundFinished | None = None
@@ -684,6 +711,7 @@ class Stay:
     step_seconds: float = 0.0
     reported_at: float | None = None
     held: dict[int, Version] = field(default_factory=dict)
+    relay: str = ""  # through which it is connected
 
     @property
     def run_step(self) -> int:
@@ -736,8 +764,12 @@ class ShardLog:
     last_merged: dict[int, RoundLog] = field(default_factory=dict)
     paths: dict[str, tuple[int, str]] = field(default_factory=dict)
     folds: dict[int, dict[Asking, tuple[float, Fold]]] = field(default_factory=dict)
-    """By fragment, the contributions folded for its next version."""
-    greeting: tuple[int, Hello] | None = None  # the latest connection and its ``Hello``
+    """By fragment, the contributions folded for its next version, here or at a relay."""
+    sums: dict[int, list[SumLog]] = field(default_factory=dict)  # by fragment, likewise
+    relayed: dict[Asking, Relayed] = field(default_factory=dict)
+    relays: dict[str, str] = field(default_factory=dict)
+    """The connected relays, each with the relay before it; empty: there is none."""
+    greeting: tuple[int, Hello, str] | None = None  # latest connection, its ``Hello`` and relay
     outages: list[Outage] = field(default_factory=list)
 
     @property
@@ -789,19 +821,10 @@ def is_learner(process: str) -> bool:
 
 @dataclass
 class SiteLog:
-    """What a site's relay has sent to the shards.
+    """A site: what its relay has sent to all shards, and when a shard has lost it last."""
 
-    Attributes:
-        sums: The number of its sums.
-        contributions: The number of contributions in them.
-        sent: Bytes of the sums.
-        held: Bytes of the contributions, as they arrived at the relay.
-    """
-
-    sums: int = 0
-    contributions: int = 0
-    sent: int = 0
-    held: int = 0
+    traffic: SiteTraffic = field(default_factory=SiteTraffic)
+    lost_at: float | None = None
 
 
 class Acting:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
-from itertools import compress
+from itertools import chain, compress, repeat
 from typing import Any
 
 from decoupled_diloco.protocol import messages
@@ -15,11 +15,13 @@ from decoupled_diloco.run_model.facts import (
     Asked,
     LearnerLog,
     ProcessLife,
+    Relayed,
     RoundLog,
     RunFacts,
     ShardLog,
     SiteLog,
     Stay,
+    SumLog,
     TickLog,
 )
 from decoupled_diloco.run_model.learners import note_joined, note_loss
@@ -49,6 +51,8 @@ class ShardFold:
     def __init__(self, run: RunFacts, shard: ShardLog) -> None:
         self._run, self._shard = run, shard
         self._ended = deque[tuple[RoundLog, set[Asking]]](maxlen=LATE_ROUNDS_MAX)
+        self._payload: tuple[Asking, int] | None = None  # the latest one, with its bytes
+        self._sum: SumLog | None = None  # the latest one that has arrived
 
     def started(self) -> None:
         """Start a new incarnation: it has no members, and open rounds are lost."""
@@ -61,6 +65,10 @@ class ShardFold:
         self._forget(shard.lost)
         for known in (shard.members, shard.open, shard.paths, shard.folds):
             known.clear()
+        for relay in shard.relays:
+            self._site(relay).lost_at = self._run.at
+        for of_relays in (shard.relays, shard.relayed, shard.sums):
+            of_relays.clear()
         shard.greeting, shard.moved, shard.phase = None, (-1, []), "starting"
         self._run.clock_rate.clear()  # a restarted shard's clock may jump back and catch up
 
@@ -77,10 +85,14 @@ class ShardFold:
                 shard.phase = "closing"
             case messages.Connected(name, messages.Hello(role="observer")):
                 self._run.observe_only(name)
-            case messages.Connected(_, messages.Hello() as hello, connection):
-                shard.greeting = (connection, hello)
+            case messages.Connected(_, messages.RelayHello(relay), _, upstream):
+                self._relay_connected(relay, upstream)
+            case messages.Connected(_, messages.Hello() as hello, connection, relay):
+                shard.greeting = (connection, hello, relay)
             case messages.Accept():
                 self._accepted(value)
+            case messages.Lost(peer) if relay := messages.relay_of(peer):
+                self._relay_lost(relay)
             case messages.Lost(learner):
                 self._member(learner).connected = False
             case messages.Heard(learners):
@@ -132,18 +144,20 @@ class ShardFold:
                     learners[learner].left = reason
             case messages.BodyArrived(learner=learner, nbytes=nbytes):
                 self._run.learner(learner).bytes_up += nbytes
-                if value.relay:
-                    self._site(value.relay).held += nbytes
+                self._payload = value.ask, nbytes
                 self._seen(learner)
                 for round, asks in self._ended:
                     if value.ask in asks:
                         round.late_bodies[learner] = at
-            case messages.SumArrived(relay=relay, asks=asks, nbytes=nbytes, at=at_relay):
-                site = self._site(relay)
-                site.sums, site.contributions = site.sums + 1, site.contributions + len(asks)
-                site.sent += nbytes
-                if at_relay:
-                    self._site(at_relay).held += nbytes
+            case messages.SumArrived(relay, fragment, number, asks, nbytes, upstream):
+                self._sum = SumLog(relay, fragment, number, at, asks, nbytes, upstream=upstream)
+            case messages.FoldSum(fragment, relay, number):
+                self._sum_folded(relay, fragment, number)
+            case messages.DropSum(fragment, relay, number, why=why):
+                self._sum_dropped(relay, fragment, number, why)
+            case messages.SumCorrupt(relay, fragment, number, asks, reason):
+                self._site(relay).traffic.refuse()
+                self._void(SumLog(relay, fragment, number, at, asks, problem=reason))
             case messages.ClockAdvanced():
                 self._ticked(value)
             case _:
@@ -151,6 +165,63 @@ class ShardFold:
 
     def _site(self, relay: str) -> SiteLog:
         return self._run.sites.setdefault(relay, SiteLog())
+
+    def _relay_connected(self, relay: str, upstream: str) -> None:
+        site = self._site(relay)
+        self._shard.relays[relay] = upstream
+        if site.lost_at is not None:
+            self._run.remark(relay, f"the relay of {relay} is connected again")
+
+    def _relay_lost(self, relay: str) -> None:
+        """Void what a relay has sent in no sum: it comes back empty."""
+        run, shard, at = self._run, self._shard, self._run.at
+        if shard.relays.pop(relay, None) is not None and shard.phase != "finished":
+            self._site(relay).lost_at = at
+            run.remark(relay, f"the relay of {relay} has lost its connection to the syncer")
+        had: dict[int, list[Asking]] = {}
+        for ask, each in shard.relayed.items():
+            if each.relay == relay:
+                had.setdefault(each.fragment, []).append(ask)
+        for fragment, asks in had.items():
+            problem = "its connection broke"
+            self._void(SumLog(relay, fragment, 0, at, tuple(asks), problem=problem))
+
+    def _arrived(self, *name: str | int) -> SumLog | None:
+        """Return the sum that an order is about; ``None`` if its arrival is not on the tape."""
+        newest = self._sum
+        is_it = newest and (newest.relay, newest.fragment, newest.number) == name
+        return newest if is_it else None
+
+    def _sum_folded(self, relay: str, fragment: int, number: int) -> None:
+        """Count an accepted sum. Its contributions are now at the shard, or one relay further."""
+        shard, arrived = self._shard, self._arrived(relay, fragment, number)
+        if arrived is None:
+            return
+        known = [shard.relayed.pop(ask, None) for ask in arrived.asks]
+        sizes = [0 if each is None else each.nbytes for each in known]
+        arrived.relayed_bytes = sum(sizes)
+        self._site(relay).traffic.accept(arrived.nbytes, sizes)
+        if arrived.upstream:
+            for ask, nbytes in zip(arrived.asks, chain([arrived.nbytes], repeat(0)), strict=False):
+                shard.relayed[ask] = Relayed(fragment, arrived.upstream, nbytes)
+        shard.sums.setdefault(fragment, []).append(arrived)
+
+    def _sum_dropped(self, relay: str, fragment: int, number: int, why: str) -> None:
+        arrived = self._arrived(relay, fragment, number)
+        if arrived is not None:
+            arrived.problem = why
+            self._site(relay).traffic.refuse(arrived.nbytes)
+            self._void(arrived)
+
+    def _void(self, lost: SumLog) -> None:
+        """Forget the contributions of a sum that does not count, if they are still at its relay."""
+        shard = self._shard
+        shard.sums.setdefault(lost.fragment, []).append(lost)
+        for ask in lost.asks:
+            each = shard.relayed.get(ask)
+            if each is not None and each.relay == lost.relay:
+                del shard.relayed[ask]
+                shard.folds.get(lost.fragment, {}).pop(ask, None)
 
     def _member(self, name: str) -> Stay:
         """Return a learner's membership; a new one if it started before the part that was read."""
@@ -177,7 +248,8 @@ class ShardFold:
         self._reachable_again(learner)
         member.connected = True
         if shard.greeting and shard.greeting[0] == accept.connection:
-            hello = shard.greeting[1]
+            _, hello, member.relay = shard.greeting
+            learner.site = member.relay or learner.site
             member.step = max(member.step, hello.step)
             member.held = {holding.fragment: holding.version for holding in hello.held}
 
@@ -333,10 +405,13 @@ class ShardFold:
                 number, learner = shard.paths.pop(path, (-1, ""))
                 if number in shard.open:
                     shard.open[number].fallen[learner] = (at, why)
-            case messages.Fold(fragment=fragment, ask=ask):
+            case messages.Fold(fragment=fragment, ask=ask, relay=relay):
                 shard.folds.setdefault(fragment, {})[ask] = (at, value)
+                if relay:
+                    known, nbytes = self._payload or (None, 0)
+                    shard.relayed[ask] = Relayed(fragment, relay, nbytes if known == ask else 0)
             case messages.Merge(round=number, fragment=fragment):
-                shard.folds.pop(fragment, None)
+                self._taken(fragment)
                 if number in shard.open:
                     shard.open[number].merging_at = at
             case messages.RoundFinished(finished_seconds=seconds):
@@ -345,13 +420,24 @@ class ShardFold:
                 else:
                     self._round_finished(value)
 
+    def _taken(self, fragment: int) -> None:
+        """Start the next version's table: the contributions that relays have are not merged yet."""
+        shard = self._shard
+        folds = shard.folds.pop(fragment, {})
+        late = [ask for ask in folds if ask in shard.relayed]
+        if late:
+            shard.folds[fragment] = {ask: folds.pop(ask) for ask in late}
+        shard.sums.pop(fragment, None)
+
     def _round(
         self, event: messages.RoundOpened | messages.Expect | messages.RoundFinished, at: float
     ) -> RoundLog:
         shard = self._shard
-        # The table is shared with `shard.folds` until the round ends: later folds appear in both.
+        # The tables are shared with the shard until the round ends: later folds appear in both.
         folds = shard.folds.setdefault(event.fragment, {})
-        return RoundLog(shard.name, event.round, event.fragment, at, life=shard.life, folds=folds)
+        sums = shard.sums.setdefault(event.fragment, [])
+        identity = (shard.name, event.round, event.fragment, at)
+        return RoundLog(*identity, life=shard.life, folds=folds, sums=sums)
 
     def _round_finished(self, result: messages.RoundFinished) -> None:
         shard, at = self._shard, self._run.at
@@ -361,7 +447,7 @@ class ShardFold:
         shard.paths = {p: asked for p, asked in shard.paths.items() if asked[0] != result.round}
         round.result, round.finished_at = result, at
         # A copy: the folds of an abandoned round stay in `shard.folds` for the fragment's next one.
-        round.folds = dict(round.folds)
+        round.folds, round.sums = dict(round.folds), list(round.sums)
         self._note_live(round)
         shard.rounds.append(round)
         self._ended.append((round, {participant.ask for participant in result.participants}))

@@ -34,6 +34,7 @@ from decoupled_diloco.run_model.facts import (
     RoundLog,
     ShardLog,
     Stay,
+    SumLog,
     TickLog,
     is_shard,
 )
@@ -154,6 +155,8 @@ class _Round:
         lines = [self._title(), "", self._opening() + ".", "", "Learners:"]
         answers = self._requests_so_far() if result is None else self._participants(result)
         lines += [f"{BULLET}{text}." for text in (*answers, *self._others())] or ["- no learner"]
+        if self.round.sums:
+            lines += ["", "Sites:", *(f"{BULLET}{self._sum(each)}." for each in self.round.sums)]
         if result is None:
             return [*lines, "", self._unfinished()]
         lines.append("")
@@ -221,6 +224,9 @@ class _Round:
             text += f", for the {ordinal(len(asks))} time"
         if participant.state == "folded":
             return text + self._delivery(participant, share)
+        void = self._void(participant.ask)
+        if void:
+            return text + void
         if participant.state == "late":
             text += "; still in transit when the round ended: merged in the fragment's next round"
         else:
@@ -237,10 +243,8 @@ class _Round:
         return text
 
     def _delivery(self, participant: Participant, share: float | None) -> str:
-        delivered = participant.delivered_seconds or 0.0
-        early = f"{format_duration(-delivered)} before the opening"
-        at = after(delivered) if delivered >= 0 else early
-        text = f", delivered {at}: {many(participant.steps, 'step')}, "
+        at = _since_opening(participant.delivered_seconds or 0.0)
+        text = f", delivered {self._way(participant.ask)}{at}: {many(participant.steps, 'step')}, "
         text += f"{format_count(participant.tokens)} tokens"
         if participant.age:
             text += f", late by {many(participant.age, 'version')}"
@@ -249,13 +253,61 @@ class _Round:
             text += f" ({fold.why})"
         return text if share is None else f"{text}, weight {percent(share)}"
 
+    def _way(self, ask: Asking) -> str:
+        """Return the relays and sums that a contribution has passed; empty if it came directly."""
+        opened_at = self.round.opened_at
+        passed = [each for each in self.round.sums if ask in each.asks and not each.problem]
+        if not passed:
+            return ""
+        at, fold = self.round.folds.get(ask, (opened_at, None))
+        first = passed[0].relay if fold is None else fold.relay
+        text = f"to {first} {_since_opening(at - opened_at)}, "
+        for each in passed:
+            text += f"in its sum {each.number} "
+            if each.upstream:
+                text += f"to {each.upstream} {_since_opening(each.at - opened_at)}, "
+        return text
+
+    def _void(self, ask: Asking) -> str:
+        """Return why a contribution that a relay had does not count; empty if that is not so."""
+        lost = next((each for each in self.round.sums if ask in each.asks and each.problem), None)
+        if lost is None:
+            return ""
+        has = f"in sum {lost.number} of {lost.relay}" if lost.number else f"at {lost.relay}"
+        at = _since_opening(lost.at - self.round.opened_at)
+        return f"; its contribution {has} became void {at}: {lost.problem}"
+
+    def _sum(self, sum: SumLog) -> str:
+        """Return what a site has sent in a sum, or what a lost sum means."""
+        at, count = _since_opening(sum.at - self.round.opened_at), len(sum.asks)
+        contributions = many(count, "contribution")
+        if not sum.number:
+            return (
+                f"{sum.relay}: {sum.problem} {at}, and {contributions} that it had not sent "
+                "became void: the learners still have them, so the shard requests them again"
+            )
+        if sum.problem:
+            return (
+                f"{sum.relay}: sum {sum.number} was refused {at} ({sum.problem}): of its "
+                f"{contributions}, none counts, and the shard requests those still open again"
+            )
+        text = f"{sum.relay}: sum {sum.number} arrived {at}"
+        text += f" at {sum.upstream}" if sum.upstream else ""
+        text += f" with {contributions}, {format_bytes(sum.nbytes)}"
+        return text + f" instead of {format_bytes(sum.relayed_bytes)}"
+
     def _requests_so_far(self) -> list[str]:
         round, lines = self.round, []
         for name, asks in round.asks.items():
             text = f"{name}: requested {after(asks[-1].at - round.opened_at)} ({asks[-1].why})"
-            if asks[-1].name in round.folds:
-                delivered = round.folds[asks[-1].name][0]
-                text += f", delivered {after(delivered - round.opened_at)}"
+            ask = asks[-1].name
+            if ask in round.folds:
+                at = after(round.folds[ask][0] - round.opened_at)
+                relayed = self.shard.relayed.get(ask)
+                to = f" to {relayed.relay}, whose sum has not arrived" if relayed else ""
+                text += f", delivered {self._way(ask)}{at}{to}"
+            elif self._void(ask):
+                text += self._void(ask)
             elif name in round.fallen:
                 text += f"; dropped: {round.fallen[name][1]}"
             else:
@@ -397,11 +449,17 @@ class _Round:
             for name, asks in round.asks.items()
             if asks[-1].name not in round.folds and name not in round.fallen
         ]
+        relayed = map(self.shard.relayed.get, round.folds)
+        waiting += sorted({f"the sum of {each.relay}" for each in relayed if each is not None})
         awaited = listing(waiting) if waiting else "its quorum or the end of its window"
         text = f"It has been open for {age} and waits for {awaited}."
         if round.opened is not None:
             text += f" Its grace window is {format_duration(round.opened.grace_seconds)}."
         return text
+
+
+def _since_opening(seconds: float) -> str:
+    return after(seconds) if seconds >= 0 else f"{format_duration(-seconds)} before the opening"
 
 
 def explain_learner(run: RunModel, name: str, *, live: bool = False) -> list[str]:

@@ -25,11 +25,17 @@ from decoupled_diloco.run_model.facts import (
     ShardLog,
     Stay,
 )
-from decoupled_diloco.run_model.phrases import ABSENT, natural, percent
+from decoupled_diloco.run_model.phrases import ABSENT, many, natural, percent
 from decoupled_diloco.units import format_bytes, format_count, format_duration
 
 CUT_OFF = "cut off"
 """State of a learner that steps, but that no shard can reach."""
+
+DIRECT = "direct"
+"""How a learner is connected that is behind no relay."""
+
+DISCONNECTED = "disconnected"
+"""State of a site whose relay is connected to no shard."""
 
 JOINED = "joined"
 """State of a learner that has not finished its first step, for example while its model compiles."""
@@ -83,6 +89,7 @@ class LearnerStatus:
     bytes_up: int  # contributions that the syncer has received
     loss: float | None  # its last training loss
     device: str = ""  # its device, as "cuda:0, NVIDIA H100 80GB HBM3"; empty if unknown
+    via: str = ""  # the relays of its connections, or "direct"; empty if no shard is connected
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,15 +134,22 @@ class CheckpointStatus:
 
 @dataclass(frozen=True, slots=True)
 class SiteStatus:
-    """What a site's relay has sent: its sums, the contributions in them, and the saved bytes.
+    """A site, whose learners are behind a relay.
 
-    ``saved_bytes`` is the size of the contributions that arrived at the relay, less that of the
-    sums.
+    ``state`` is one of ``connected`` (to all shards), ``partly connected``, ``disconnected``,
+    ``ended`` (with the run). ``saved_bytes`` is the size of the contributions in its sums, as they
+    arrived at the relay, less that of the sums.
     """
 
     name: str
+    state: str
+    lost_seconds: float | None  # since it has lost a connection; None while it has all
+    upstream: str  # the relay before it; empty: the shards
+    learners: tuple[str, ...]  # behind it now, or at the end of the run
+    elsewhere: tuple[str, ...]  # live learners that were behind it, and are no longer
+    contributions: int  # in its sums
     sums: int
-    contributions: int
+    refused: int  # sums that were refused, or did not arrive whole
     sent_bytes: int
     saved_bytes: int
 
@@ -193,7 +207,7 @@ class RunStatus:
     shards: tuple[ShardStatus, ...]
     checkpoint: CheckpointStatus | None  # the last complete one
     store: StoreStatus | None  # None: the run has no store
-    sites: tuple[SiteStatus, ...]  # the relays that have sent a sum
+    sites: tuple[SiteStatus, ...]  # whose relay has connected
     remarks: tuple[tuple[float, str], ...]  # the last ones, with seconds since the start
     problems: tuple[str, ...]
 
@@ -241,6 +255,7 @@ def status_of(
         _learner(run, run.learners[name], as_of, going, account)
         for name in sorted(run.learners, key=natural)
     )
+    sites = tuple(_site(run, name, as_of, going) for name in sorted(run.sites, key=natural))
     idle = bool(learners) and all(learner.state != "stepping" for learner in learners)
     left, left_by = _left(run, budget, as_of) if going and not idle else (None, "")
     return RunStatus(
@@ -272,13 +287,11 @@ def status_of(
         shards=tuple(_shard(run, shard, as_of) for shard in run.shards.values()),
         checkpoint=_checkpoint(run, as_of),
         store=_store(run, as_of),
-        sites=tuple(
-            SiteStatus(name, site.sums, site.contributions, site.sent, site.held - site.sent)
-            for name, site in sorted(run.sites.items())
-        ),
+        sites=sites,
         remarks=tuple((r.at, r.text) for r in run.remarks if r.kind not in ROUTINE)[-20:],
         problems=(
             *problems,
+            *map(_without_relay, (s for s in sites if s.state == DISCONNECTED and going)),
             *advice_of(run),
             *(f"{n} records left out: {why}" for why, n in run.left_out.items()),
         ),
@@ -380,6 +393,49 @@ def _learner(
         bytes_up=learner.bytes_up,
         loss=learner.loss,
         device=learner.device,
+        via=", ".join(dict.fromkeys(s.relay or DIRECT for _, s in members if s.connected)),
+    )
+
+
+def _site(run: RunModel, name: str, as_of: float, going: bool) -> SiteStatus:
+    site, shards = run.sites[name], run.shards.values()
+    upstream = [shard.relays[name] for shard in shards if name in shard.relays]
+    state = "connected" if len(upstream) == len(shards) else "partly connected"
+    if run.finished or run.interrupted:
+        state = "ended"
+    elif not upstream:
+        state = DISCONNECTED
+    behind, elsewhere = [], []
+    for learner in run.learners.values():
+        stays = [s for shard in shards if (s := shard.members.get(learner.name)) and s.connected]
+        is_its = learner.site == name
+        if any(stay.relay == name for stay in stays) or (is_its and state == "ended"):
+            behind.append(learner.name)
+        elif is_its and stays:
+            elsewhere.append(learner.name)
+    traffic = site.traffic
+    return SiteStatus(
+        name=name,
+        state=state,
+        lost_seconds=_age(site.lost_at, as_of) if going and len(upstream) < len(shards) else None,
+        upstream=next(iter(upstream), ""),
+        learners=tuple(sorted(behind, key=natural)),
+        elsewhere=tuple(sorted(elsewhere, key=natural)),
+        contributions=traffic.contributions,
+        sums=traffic.sums,
+        refused=traffic.refused,
+        sent_bytes=traffic.sent_bytes,
+        saved_bytes=traffic.saved_bytes,
+    )
+
+
+def _without_relay(site: SiteStatus) -> str:
+    lost = "" if site.lost_seconds is None else f" for {format_duration(round(site.lost_seconds))}"
+    count = len(site.elsewhere)
+    learners = f"; {many(count, 'learner')} of the site train on without it" if count else ""
+    return (
+        f"the relay of {site.name} has been disconnected{lost}{learners}: if its process has "
+        "ended, start it again"
     )
 
 
@@ -457,7 +513,8 @@ def _shard(run: RunModel, shard: ShardLog, as_of: float) -> ShardStatus:
 
 
 def _open(shard: ShardLog, round: RoundLog, quorum: int, as_of: float) -> OpenRound:
-    delivered = tuple(dict.fromkeys(fold.learner for _, fold in round.folds.values()))
+    here = [fold for ask, (_, fold) in round.folds.items() if ask not in shard.relayed]
+    delivered = tuple(dict.fromkeys(fold.learner for fold in here))
     waiting = [name for name in round.asks if name not in (*delivered, *round.fallen)]
     others = [
         member.learner
@@ -510,6 +567,7 @@ def learner_cells(learner: LearnerStatus) -> dict[str, str]:
     return {
         "learner": learner.name,
         "state": learner.state,
+        "via": learner.via or ABSENT,
         "device": learner.device.partition(",")[0] or ABSENT,
         "steps": str(learner.steps),
         "tok/s": ABSENT if rate is None else format_count(rate),
@@ -544,6 +602,21 @@ def shard_cells(shard: ShardStatus) -> dict[str, str]:
         "open": str(len(shard.open_rounds)),
         "grace": ABSENT if grace is None else format_duration(grace) if grace else "0",
         "versions": "–".join(ends) or ABSENT,
+    }
+
+
+def site_cells(site: SiteStatus) -> dict[str, str]:
+    """Return the cells of a site by column; learners: behind its relay, of all that were."""
+    behind = len(site.learners)
+    return {
+        "site": f"{site.name} (behind {site.upstream})" if site.upstream else site.name,
+        "state": site.state,
+        "learners": f"{behind} of {behind + len(site.elsewhere)}",
+        "contributions": str(site.contributions),
+        "sums": str(site.sums),
+        "refused": str(site.refused),
+        "sent": format_bytes(site.sent_bytes),
+        "saved": format_bytes(site.saved_bytes),
     }
 
 

@@ -255,8 +255,9 @@ def totals(run: RunModel) -> list[Total]:
         rows.append(_total("learners sent", moved.data_sent, format_bytes, received))
         rows.append(_total("control messages", control, format_bytes, "sent and received"))
     for name, site in sorted(run.sites.items()):
-        of = f"for {site.contributions} contributions in {site.sums} sums"
-        rows.append(_total(f"{name} sent", site.sent, format_bytes, of))
+        sent, saved = site.traffic, format_bytes(site.traffic.saved_bytes)
+        of = f"for {sent.contributions} contributions in {sent.sums} sums, {saved} saved"
+        rows.append(_total(f"{name} sent", sent.sent_bytes, format_bytes, of))
     return rows
 
 

@@ -28,6 +28,7 @@ from decoupled_diloco.show.status import (
     OpenRound,
     RunStatus,
     ShardStatus,
+    SiteStatus,
     StoreStatus,
     advice_of,
     budget_share,
@@ -36,6 +37,7 @@ from decoupled_diloco.show.status import (
     learners_in_words,
     position,
     shard_cells,
+    site_cells,
     status_of,
 )
 from decoupled_diloco.show.tables import absences, learner_rows, shard_rows, totals
@@ -43,9 +45,9 @@ from decoupled_diloco.tape.writer import FLUSH_SECONDS
 from decoupled_diloco.units import format_bytes, format_count, format_duration
 
 _STYLES = {
-    **dict.fromkeys(("stepping", "running"), "green"),
+    **dict.fromkeys(("stepping", "running", "connected"), "green"),
     **dict.fromkeys(("finished", "left", "ended"), "dim"),
-    **dict.fromkeys(("interrupted", "down", "silent", "out of reach"), "bold red"),
+    **dict.fromkeys(("interrupted", "down", "silent", "out of reach", "disconnected"), "bold red"),
     "cut off": "bold yellow",
 }
 
@@ -54,6 +56,9 @@ HEADER_LINES = 3
 
 LEARNERS_MAX = 17
 """Maximum rows of learners in `ddiloco train`; the last row summarizes the rest."""
+
+SITES_MAX = 4
+"""Maximum rows of sites if the height is limited; the last row counts the rest."""
 
 REMARKS_MAX = 3
 """Number of remarks when the height of the terminal sets no limit."""
@@ -64,12 +69,18 @@ OPEN_ROUNDS_MAX = 3
 _LEARNERS_NARROW = ("learner", "state", "steps", "tok/s", "took\npart", "recent")
 _LEARNERS = (*_LEARNERS_NARROW, "rounds\nbehind", "silent")
 _LEARNERS_WIDE = (*_LEARNERS[:-1], "stale\ncopies", "discarded", "silent")
-_DEVICE = "device"  # shown if it is known
+_DEVICE = "device"  # shown if it is known, and if there is room beside ``_VIA``
+_VIA = "via"  # shown in a run with sites
 _LEARNERS_TRAINING = ("learner", "state", "steps", "tok/s", "loss", "took part")
 _SHARDS_NARROW = ("syncer", "state", "term", "clock", "merged", "abandoned", "open")
 _SHARDS = (*_SHARDS_NARROW[:-1], "live", "open", "grace", "versions")
 _SHARDS_TRAINING = ("syncer", "state", "clock", "merged", "abandoned", "open", "grace")
+_SITES_NARROW = ("site", "state", "learners", "sent", "saved")
+_SITES = (*_SITES_NARROW[:-2], "contributions", "sums", "refused", "sent", "saved")
 """Columns by command and by width of the terminal."""
+
+BOTH_WIDTH = 96
+"""Columns of a terminal that has room for the way and for the device of each learner."""
 
 
 _log = logging.getLogger(__name__)
@@ -93,16 +104,19 @@ def render_status(status: RunStatus, *, width: int = 80, rows: int | None = None
     A narrow terminal gets fewer columns. Learners that do not fit are summarized in one row.
     """
     parts: list[RenderableType] = [*_head(status, width), *_totals(status, width)]
-    shards = len(status.shards) + HEADER_LINES if status.shards else 0
-    used = len(parts) + shards + HEADER_LINES
+    sites = len(status.sites) if rows is None else min(len(status.sites), SITES_MAX)
+    tables = (len(status.shards), sites)
+    used = len(parts) + HEADER_LINES + sum(count + HEADER_LINES for count in tables if count)
     room = len(status.learners) if rows is None else max(2, rows - used)
     used += min(room, len(status.learners))
     if status.learners:
         columns = _LEARNERS_NARROW if width < 56 else _LEARNERS if width < 80 else _LEARNERS_WIDE
-        parts += [Text(""), _learner_table(status, columns, room)]
+        parts += [Text(""), _learner_table(status, _with_extra(columns, status, width), room)]
     if status.shards:
         shown = _SHARDS if width >= 60 else _SHARDS_NARROW
         parts += [Text(""), _table(shown, map(_shard_row, status.shards))]
+    if status.sites:
+        parts += [Text(""), _site_table(status, _SITES if width >= 72 else _SITES_NARROW, sites)]
     notes = [Text(f"! {each}", style="yellow", overflow="fold") for each in status.problems]
     notes += _dim(_open_lines(status))
     count = REMARKS_MAX if rows is None else max(0, rows - used - len(notes) - 1)
@@ -118,7 +132,8 @@ def render_training(status: RunStatus, left: str) -> RenderableType:
     """Return the display of `ddiloco train`; fits 80 columns. ``left``: the remaining time."""
     parts: list[RenderableType] = [Text(""), _budget_bar(status, 80, left)]
     if status.learners:
-        parts += [Text(""), _learner_table(status, _LEARNERS_TRAINING, LEARNERS_MAX)]
+        columns = _with_device(_LEARNERS_TRAINING, status)
+        parts += [Text(""), _learner_table(status, columns, LEARNERS_MAX)]
     if status.shards:
         parts += [Text(""), _table(_SHARDS_TRAINING, map(_shard_row, status.shards))]
     if status.evaluation_loss is not None:
@@ -193,11 +208,6 @@ def _totals(status: RunStatus, width: int) -> list[RenderableType]:
         parts.append(f"checkpoint {status.checkpoint.number} of {ago} ago ({size}{without})")
     if status.store is not None:
         parts.append(_store(status.store))
-    for site in status.sites:
-        sent, saved = format_bytes(site.sent_bytes), format_bytes(site.saved_bytes)
-        parts.append(
-            f"{site.name} sent {sent} for {site.contributions} contributions ({saved} saved)"
-        )
     lines = [parts[0]]
     for part in parts[1:]:
         if len(lines[-1]) + len(part) + 2 > width:
@@ -218,14 +228,43 @@ def _store(store: StoreStatus) -> str:
     return text + (f" ({store.problem})" if store.problem else "")
 
 
+def _with_device(columns: Sequence[str], status: RunStatus) -> Sequence[str]:
+    """Return the columns, with the device after the state if it is known."""
+    known = any(learner.device for learner in status.learners)
+    return (*columns[:2], _DEVICE, *columns[2:]) if known else columns
+
+
+def _with_extra(columns: Sequence[str], status: RunStatus, width: int) -> Sequence[str]:
+    """Return the columns, with those that only some runs have if there is room for them."""
+    if columns is _LEARNERS_NARROW:
+        return columns
+    if columns is not _LEARNERS_WIDE or not status.sites or status.has_ended:
+        return _with_device(columns, status)
+    if width >= BOTH_WIDTH:
+        columns = _with_device(columns, status)
+    else:
+        columns = [name for name in columns if name != "stale\ncopies"]
+    return (*columns[:2], _VIA, *columns[2:])
+
+
+def _site_table(status: RunStatus, columns: Sequence[str], room: int) -> Table:
+    """Return a table of the sites; if some do not fit, those with problems come first."""
+    sites = list(status.sites)
+    if len(sites) > room:
+        sites.sort(key=lambda site: site.state not in ("disconnected", "partly connected"))
+        sites = sites[: room - 1]
+    table = _table(columns, map(_site_row, sites))
+    if len(sites) < len(status.sites):
+        table.add_row(f"… {len(status.sites) - len(sites)} more", *[""] * (len(columns) - 1))
+    return table
+
+
 def _learner_table(status: RunStatus, columns: Sequence[str], room: int) -> Table:
     """Return a table of the learners; those that have left are only counted."""
     learners = [learner for learner in status.learners if learner.state != "left"]
     left = len(status.learners) - len(learners)
     room -= bool(left)
     shown = learners if len(learners) <= room else _most_interesting(learners, room - 1)
-    if columns is not _LEARNERS_NARROW and any(learner.device for learner in shown):
-        columns = (*columns[:2], _DEVICE, *columns[2:])
     table = _table(columns, map(_learner_row, shown))
     rest = [""] * (len(columns) - 1)
     if len(shown) < len(learners):
@@ -262,6 +301,11 @@ def _shard_row(shard: ShardStatus) -> dict[str, str | Text]:
         "state": _state(shard.state),
         "abandoned": Text(str(shard.abandoned), style=style),
     }
+
+
+def _site_row(site: SiteStatus) -> dict[str, str | Text]:
+    cells: dict[str, str | Text] = {**site_cells(site)}
+    return cells | {"state": _state(site.state)}
 
 
 def _state(state: str) -> Text:

@@ -15,8 +15,6 @@ from decoupled_diloco.protocol.messages import (
     Expect,
     Fold,
     FoldSum,
-    Hello,
-    Holding,
     Leave,
     Lost,
     Merge,
@@ -25,54 +23,12 @@ from decoupled_diloco.protocol.messages import (
     RelayHello,
     RoundFinished,
     Send,
-    SumArrived,
     SumCorrupt,
     SumOutcome,
     Unexpect,
     relay_peer,
 )
-from unit.protocol.shard_rounds import outcomes, states, tick_at
-
-
-class Site:
-    """A shard whose learners are behind relays, each named by its learner's first letter.
-
-    All of them are behind the relay ``top``, if it is given.
-    """
-
-    def __init__(self, shard_bench: Any, *learners: str, top: str = "", **options: Any) -> None:
-        self.bench = bench = shard_bench("direct", **{"fragments": 1, "period": 2, **options})
-        upstream = dict.fromkeys([f"site-{learner[0]}" for learner in learners], top)
-        for relay, above in {**({top: ""} if top else {}), **upstream}.items():
-            hello = RelayHello(relay, f"nonce-{relay}")
-            bench.handle(Connected(relay_peer(relay), hello, relay=above))
-        for learner in learners:
-            self.greet(learner, f"site-{learner[0]}")
-        for _ in range(2):
-            for learner in ("direct", *learners):
-                bench.step(learner)
-
-    def greet(self, learner: str, relay: str, **fields: Any) -> None:
-        bench = self.bench
-        bench.connection += 1
-        step = bench.steps.setdefault(learner, 0)
-        entry = bench.machine.state.fragments[0]
-        held = (Holding(0, entry.version, entry.digest),) if step else ()
-        hello = Hello(learner, 1, f"{learner}-1", "learner", step, 0, None, held, **fields)
-        bench.handle(Connected(learner, hello, bench.connection, relay))
-
-    def body(self, learner: str, **fields: Any) -> Asking:
-        """A payload has arrived where it was requested; return the name of its request."""
-        ask = self.bench.machine.state.fragments[0].asks[learner]
-        self.bench.body(learner, relay=ask.relay, **fields)
-        return ask.name
-
-    def sum(self, relay: str, *asks: Asking, number: int = 1, at: str = "") -> None:
-        self.bench.handle(SumArrived(relay, 0, number, asks, 100, at))
-
-    def to_relays(self, kind: type[Any]) -> dict[str, Any]:
-        sends = [o for o in self.bench.orders(Send) if isinstance(o.message, kind)]
-        return {order.peer: order.message for order in sends}
+from unit.protocol.shard_rounds import Site, outcomes, states, tick_at
 
 
 def test_a_request_names_the_relay_of_its_learner(shard_bench: Any) -> None:

@@ -31,11 +31,13 @@ from decoupled_diloco.show.status import (
     OpenRound,
     RunStatus,
     ShardStatus,
+    SiteStatus,
     budget_share,
     headline,
     learner_cells,
     position,
     shard_cells,
+    site_cells,
 )
 from decoupled_diloco.show.tables import ROUND_PARTS, round_parts
 from decoupled_diloco.units import format_bytes, format_count, format_duration
@@ -85,6 +87,7 @@ def state_of_page(run: RunModel, status: RunStatus, history: PageHistory) -> Doc
         "run": _run(status),
         "cards": _cards(status, history),
         "shards": [_shard(run, shard) for shard in status.shards],
+        "sites": [_site(site) for site in status.sites],
         "open": open_rounds(run, status),
         "waits": not_training(run, status),
         "time": time_of_rounds(run),
@@ -188,6 +191,13 @@ def _shard(run: RunModel, shard: ShardStatus) -> list[Any]:
     return [shard.name, shard.state, *counts, shard_cells(shard)["grace"], down, up]
 
 
+def _site(site: SiteStatus) -> list[str]:
+    """Return the row of a site, with the names of its learners."""
+    name, state, _, *numbers = site_cells(site).values()
+    names = [few(each) or ABSENT for each in (site.learners, site.elsewhere)]
+    return [name, state, *names, *numbers]
+
+
 class PageChanges:
     """Turns consecutive states into changes."""
 
@@ -282,6 +292,9 @@ def _awaited(
 def _reason(shard: ShardLog, waiting: OpenRound, name: str, state: str, as_of: float) -> str:
     asks = shard.open[waiting.number].asks.get(name) if waiting.number in shard.open else None
     member = shard.members.get(name)
+    at_relay = shard.relayed.get(asks[-1].name) if asks else None
+    if at_relay is not None:
+        return f"delivered to {at_relay.relay}, whose sum is awaited"
     if asks:
         ago = format_duration(round(max(0.0, as_of - asks[-1].at), 1))
         return f"requested {ago} ago, upload in progress"

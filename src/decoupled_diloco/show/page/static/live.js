@@ -4,7 +4,7 @@ const LANES = 40;
 const SVG = "http://www.w3.org/2000/svg";
 const CSS_OF = {
   stepping: "training", quiet: "waiting", joining: "joining", joined: "joining", restarting: "joining", starting: "joining",
-  restoring: "joining", "waiting for learners": "joining", down: "down", "cut off": "cutoff",
+  restoring: "joining", "waiting for learners": "joining", down: "down", disconnected: "down", "partly connected": "waiting", "cut off": "cutoff",
   "out of reach": "cutoff", running: "merged", closing: "grace", left: "gone", finished: "gone", ended: "gone",
 };
 const WELL = new Set(["stepping", "running", "closing", "finished", "left", "ended"]);
@@ -251,6 +251,8 @@ function drawLanes() {
   by("key-training").setAttribute("class", fewEnough() ? "c0" : "training");
   rows(by("learners").tBodies[0], names.map((name) => [name, ...state.learners[name]]), () => makeRow(10), fillRow);
   rows(by("shards").tBodies[0], state.shards, () => makeRow(10), fillRow);
+  by("sites-box").hidden = !state.sites.length;
+  rows(by("sites").tBodies[0], state.sites, () => makeRow(9), fillRow);
 }
 
 const axis = document.createElement("span");
