@@ -270,7 +270,7 @@ class Spoilt(FolderSource):
 
 
 def test_any_error_of_the_reader_ends_watch(halfway: Path) -> None:
-    reader = Reader(Spoilt(halfway), every=0.01)
+    reader = Reader(Spoilt(halfway), interval_seconds=0.01)
     reader.start()
     reader.join(10)
     assert not reader.is_alive()
@@ -304,17 +304,17 @@ def test_watch_outlives_a_syncer_that_exits(halfway: Path) -> None:
     with terminal_of(halfway, port) as (screen, serving):
         screen.expect("shard-0")
         serving.stop()
-        screen.expect("out of reach")
+        screen.expect("unreachable for")
         with Serving(halfway, port):
             deadline = time.monotonic() + 120
-            while "out of reach" in screen.read(1.5):
+            while "unreachable for" in screen.read(1.5):
                 assert time.monotonic() < deadline, "the run does not return"
         screen.press(b"q")
         assert screen.ended() == 0
 
 
 def test_watch_ends_when_the_syncer_exits_right_before_the_end(halfway: Path) -> None:
-    reader = Reader(FolderSource(halfway), every=1.0)
+    reader = Reader(FolderSource(halfway), interval_seconds=1.0)
     assert reader.status is not None
     reader.trouble = (time.monotonic() - GONE_SECONDS - 1, "connection refused")
     for phase, left, over in (
