@@ -353,6 +353,8 @@ class CoordinatorSession:
             raise ConfigError(answer.reason)
         if answer.relayed:
             self._relays.add(address)
+            # Not the relay's host stands for a wildcard of the shards, but that of a shard.
+            address = self._addresses[-1]
         self._remember(reached_by(answer.shards[0], address) if answer.shards else "")
         self._run = answer.run
         self._here.admitted(answer, address)

@@ -251,7 +251,7 @@ class RelayProcess:
             if isinstance(received, messages.Refusal):
                 raise AccessError(f"{address} rejects this relay: {received.reason}")
             if isinstance(received, messages.RelayAccepted):
-                self._found(address, received)
+                self._found(self._upstream[-1] if received.relayed else address, received)
                 if received.shard != shard and not received.relayed:
                     raise ProtocolError(f"{address} is shard {received.shard}, not {shard}")
                 link.connection = received.connection
@@ -288,7 +288,12 @@ class RelayProcess:
                     return
 
     def _found(self, address: str, accepted: messages.RelayAccepted) -> None:
-        """Connect to all shards: through a relay that is upstream, or at their own addresses."""
+        """Connect to all shards: through a relay that is upstream, or at their own addresses.
+
+        Args:
+            address: An address of a shard, whose host replaces a wildcard.
+            accepted: The answer with the addresses of all shards.
+        """
         shards = [reached_by(each, address) for each in accepted.shards]
         self._near = relays_among(self._upstream, shards)
         for shard, own in enumerate(shards):

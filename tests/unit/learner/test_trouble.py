@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import logging
+from typing import Any, cast
 
 import pytest
 
-from decoupled_diloco.learner.connections import AGAIN_SECONDS, TroubleLog
+from decoupled_diloco.learner.connections import (
+    AGAIN_SECONDS,
+    CoordinatorSession,
+    ProcessIdentity,
+    TroubleLog,
+)
+from decoupled_diloco.learner.option_groups import Timeouts
+from decoupled_diloco.protocol import messages
+from decoupled_diloco.protocol.wire import encode
 from decoupled_diloco.runtime import Runtime, within
 
 
@@ -40,3 +49,29 @@ def test_a_problem_is_logged_at_once_repeatedly_and_when_it_is_over(
     ]
     # A loop without logging setup shows warnings only, and the last record belongs to the first.
     assert {record.levelno for record in caplog.records} == {logging.WARNING}
+
+
+async def test_through_a_relay_a_wildcard_is_replaced_by_the_host_of_a_shard() -> None:
+    """The relay is on another machine than the shards, and serves none of their ports."""
+    dialled = []
+
+    class Relay:
+        def send(self, message: object) -> None:
+            pass
+
+        async def receive(self) -> dict[str, Any]:
+            shards = ("http://0.0.0.0:7070", "http://0.0.0.0:7071")
+            return encode(messages.Admitted(1, "{}", "", shards, relayed=True))
+
+    class Here:
+        async def connect(self, *args: object, **named: object) -> Relay:
+            return Relay()
+
+        def admitted(self, answer: messages.Admitted, address: str) -> None:
+            dialled.append(address)
+
+    addresses = ("http://relay:7080", "http://syncer:7070")
+    me = ProcessIdentity("learner-0", "n", "learner")
+    here = cast("Any", Here())
+    await CoordinatorSession(me, "", addresses, here, Timeouts()).join(here)
+    assert dialled == ["http://syncer:7070"]
