@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
+import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,12 +13,18 @@ from typing import Any
 
 import pytest
 
+import encrypted
+from decoupled_diloco.launch.certificates import CertificateFolder
+from decoupled_diloco.launch.local import LocalRun
+from decoupled_diloco.learner.connections import NEARER_SECONDS
 from decoupled_diloco.run_model import read_run
 from decoupled_diloco.show.status import RunStatus, status_of
 from decoupled_diloco.tape.records import Record
 from decoupled_diloco.tape.replay import replay_run
+from free_ports import free_ports
 from process.process_runs import (
     STEP_SECONDS_MAX,
+    command,
     config_of,
     ddiloco,
     local_run,
@@ -26,6 +34,7 @@ from process.process_runs import (
     pause,
     records,
     send,
+    stopped_at_exit,
     wait,
     when,
 )
@@ -36,9 +45,9 @@ AWAY_SECONDS_MAX = 5.0
 """Longest time from the loss of a relay until its learners are in the run on another way."""
 
 
-def connections(folder: Path, learner: str) -> list[tuple[float, str]]:
-    """Return when a learner has connected to shard 0, and through which relay."""
-    own = [r for r in records(folder, "shard-0") if r.type == "Connected"]
+def connections(folder: Path, learner: str, shard: int = 0) -> list[tuple[float, str]]:
+    """Return when a learner has connected to a shard, and through which relay."""
+    own = [r for r in records(folder, f"shard-{shard}") if r.type == "Connected"]
     return [(r.at, r.data.get("relay", "")) for r in own if r.data["peer"] == learner]
 
 
@@ -158,6 +167,57 @@ def test_the_ranks_of_a_learner_send_their_parts_to_the_relay(tmp_path: Path) ->
         assert ways[-1] == "site-a"
         assert longest_step(folder, learner_name) < STEP_SECONDS_MAX
     must_replay(folder)
+
+
+@pytest.mark.smoke
+def test_a_relay_represents_only_the_learners_that_its_certificate_names(tmp_path: Path) -> None:
+    """It is at another address than the shards, which advertise none; then it is lost."""
+    folder, tls, there = tmp_path / "run", tmp_path / "tls", "127.0.0.2"
+    encrypted.made(tls, "learner-0", "learner-1")
+    CertificateFolder(tls).add(["site-a"], 30, [there], ["learner-0"])
+    config = config_of(
+        folder, run={"max_steps": 300}, syncer={"shards": 2}, tls=encrypted.tables(tls)
+    )
+    (port,) = free_ports(1)
+    run = LocalRun(config, learners=False, dial=lambda name, addresses: addresses)
+    with contextlib.closing(run), contextlib.ExitStack() as others:
+        run.start()
+
+        def start(role: str, *options: str) -> subprocess.Popen[str]:
+            return others.enter_context(
+                stopped_at_exit(command(role, str(folder / "run.toml"), *options))
+            )
+
+        place = ["--set", f"syncer.host={there}", "--port", str(port)]
+        relay = start("relay", "--name", "site-a", "--upstream", run.addresses[0], *place)
+        addresses = ",".join([f"https://{there}:{port}", *run.addresses])
+        for index in ("0", "1"):
+            start("learner", "--index", index, "--syncer", addresses)
+
+        def script() -> Iterator[None]:
+            yield from when(lambda: len(connected("learner-0")) and len(connected("learner-1")))
+            yield from when(lambda: len(sums(folder)) > 4)
+            yield from pause(NEARER_SECONDS)
+            assert set(connected("learner-0")) == {"site-a"}
+            assert connected("learner-1") == [""], "the relay does not invite it again"
+            relay.kill()
+
+        def connected(learner: str) -> list[str]:
+            there = (folder / "tape" / "shard-1.jsonl").exists()
+            return [relay for _, relay in connections(folder, learner, 1)] if there else []
+
+        outcome = wait(run, script())
+        assert relay.stdout is not None
+        output = relay.stdout.read()
+    assert outcome.finished, logs(folder)
+    for shard in range(2):
+        ways = [relay for _, relay in connections(folder, "learner-0", shard)]
+        assert ways == ["site-a", ""], "it has dialed each shard once, at its own address"
+    sentence = (
+        "learner-1: the certificate of relay 'site-a' does not name 'learner-1': run ddiloco certs "
+        "renew FOLDER site-a --represents learner-1, and restart the relay; it dials its next"
+    )
+    assert output.count(sentence) == 1, output
 
 
 def test_a_relay_rejects_an_upstream_that_is_no_use(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,7 +10,7 @@ import typer
 
 from decoupled_diloco.cli.command_groups import Commands
 from decoupled_diloco.cli.command_line import CommandOptions, command
-from decoupled_diloco.cli.shared_options import fail
+from decoupled_diloco.cli.shared_options import fail, listed
 
 if TYPE_CHECKING:
     from decoupled_diloco.launch.certificates import CertificateFolder
@@ -30,8 +31,17 @@ Hosts = Annotated[
     typer.Option(
         "--host",
         metavar="HOST",
-        help="Host name or IP address at which learners reach the syncer. Can be given several "
-        "times. The certificate always names this machine.",
+        help="Host name or IP address at which learners reach the syncer, or the relay. Can be "
+        "given several times. The certificate then names this machine, too.",
+    ),
+]
+Represents = Annotated[
+    tuple[str, ...],
+    typer.Option(
+        "--represents",
+        metavar="NAME[,NAME…]",
+        parser=listed,
+        help="For a relay: the processes that it may represent, such as learner-0,learner-1.",
     ),
 ]
 Days = Annotated[
@@ -65,13 +75,17 @@ class AddOptions(CommandOptions):
         list[str],
         typer.Argument(metavar="NAME", help="Process names, such as learner-0 and evaluator."),
     ]
+    hosts: Hosts = None
+    represents: Represents = ()
     days: Days = DAYS
 
 
 @command(AddOptions)
 def add(options: AddOptions) -> None:
     """Create a certificate for each process that connects to the syncer."""
-    _folder(options.folder).add(options.names, options.days)
+    _require_one(options.names, options.represents, options.hosts)
+    hosts = options.hosts or ()
+    _folder(options.folder).add(options.names, options.days, hosts, options.represents)
     for name in dict.fromkeys(options.names):
         typer.echo(
             f"{name}: copy {options.folder}/authority.pem, {options.folder}/{name}.pem and "
@@ -88,6 +102,7 @@ class RenewOptions(CommandOptions):
         typer.Argument(metavar="NAME", help="Process names. Default: all certificates."),
     ] = None
     hosts: Hosts = None
+    represents: Represents = ()
     days: Days = DAYS
 
 
@@ -95,11 +110,10 @@ class RenewOptions(CommandOptions):
 def renew(options: RenewOptions) -> None:
     """Sign certificates again, with the same keys; running processes load them."""
     names, hosts = options.names or [], options.hosts or []
-    if hosts and names not in ([], [SYNCER]):
-        fail(
-            "--host is for the syncer's certificate: ddiloco certs renew FOLDER syncer --host HOST"
-        )
-    renewed = _folder(options.folder).renew(names, options.days, hosts)
+    _require_one(names or [SYNCER], options.represents, hosts)
+    if options.represents and names in ([], [SYNCER]):
+        fail("--represents is for a relay's certificate: name it, as in certs renew FOLDER site-a")
+    renewed = _folder(options.folder).renew(names, options.days, hosts, options.represents)
     typer.echo(
         f"renewed for {options.days} days: {', '.join(renewed)}; running processes load them"
     )
@@ -130,6 +144,14 @@ for name, each in (
     ("list", list_certs),
 ):
     certs.command(name)(each)
+
+
+def _require_one(
+    names: Sequence[str], represents: Sequence[str], hosts: Sequence[str] | None
+) -> None:
+    if len(names) > 1 and (represents or hosts):
+        option = "--represents" if represents else "--host"
+        fail(f"{option} is for one certificate, not for {', '.join(names)}: give only its name")
 
 
 def _folder(path: Path) -> CertificateFolder:

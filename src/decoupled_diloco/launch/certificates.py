@@ -94,56 +94,70 @@ class CertificateFolder:
         self._write(AUTHORITY, _sign_itself(name, key, AUTHORITY_DAYS))
         self._issue(SYNCER, [*alternatives, x509.DNSName(SHARDS)], days)
 
-    def add(self, names: Sequence[str], days: int) -> None:
+    def add(
+        self,
+        names: Sequence[str],
+        days: int,
+        hosts: Sequence[str] = (),
+        represents: Sequence[str] = (),
+    ) -> None:
         """Create a certificate for each of these ids.
 
         Args:
             names: The ids.
             days: Lifetime of the certificates.
+            hosts: For a relay: names and addresses at which it is reached; names of its machine are
+                added.
+            represents: For a relay: the ids that it represents.
 
         Raises:
-            ConfigError: An id already has a certificate or is not valid, or ``days`` is too long;
-                then none is created.
+            ConfigError: An id already has a certificate or is not valid, a host is not valid, or
+                ``days`` is too long; then none is created.
             StorageError: A file cannot be read or written.
         """
         _require_days(days)
+        for name in (*names, *represents):
+            _require_id(name)
+        more = _of_relay(represents, [*hosts, *LOCAL] if represents or hosts else [])
         for name in names:
-            if name in (AUTHORITY, SYNCER):
-                raise ConfigError(
-                    f"{name!r} is not a valid id: the name is reserved for the certificate of the "
-                    f"{'CA' if name == AUTHORITY else 'syncer'}; use the name of a process, such "
-                    "as learner-0"
-                )
-            if not PRINCIPAL.fullmatch(name):
-                raise ConfigError(
-                    f"{name!r} is not a valid id: use letters, digits, '.', '_' or '-', as in "
-                    "learner-0"
-                )
             if self._pem(name).exists() or self._key(name).exists():
                 raise ConfigError(
                     f"{self._pem(name)} already exists, and no file is overwritten: use renew, or "
                     "remove it and its key"
                 )
         for name in dict.fromkeys(names):
-            self._issue(name, [x509.DNSName(name)], days)
+            self._issue(name, [x509.DNSName(name), *more], days)
 
-    def renew(self, names: Sequence[str], days: int, hosts: Sequence[str] = ()) -> list[str]:
+    def renew(
+        self,
+        names: Sequence[str],
+        days: int,
+        hosts: Sequence[str] = (),
+        represents: Sequence[str] = (),
+    ) -> list[str]:
         """Sign certificates again, with their existing keys and names.
 
         Args:
             names: The certificates. Default: all except the CA certificate.
             days: Their new lifetime.
-            hosts: Additional names and addresses for the syncer's certificate.
+            hosts: Additional names and addresses for the first of ``names``. Default: for the
+                syncer's certificate.
+            represents: Additional ids for the first of ``names``, the certificate of a relay.
 
         Returns:
             The names of the renewed certificates.
 
         Raises:
-            ConfigError: A certificate does not exist, a host is not valid, or ``days`` is too long.
+            ConfigError: A certificate does not exist, an id or a host is not valid, or ``days`` is
+                too long.
             StorageError: A file cannot be read or written.
         """
         _require_days(days)
-        more = list(map(_host, hosts))
+        for name in represents:
+            _require_id(name)
+        more, extended = _of_relay(represents, hosts), (*names, SYNCER)[0]
+        if more and extended == AUTHORITY:
+            raise ConfigError("the certificate of the CA names no host: name another certificate")
         known = [each.name for each in self.listing()]
         for name in names:
             if name not in known:
@@ -157,7 +171,7 @@ class CertificateFolder:
                 self._write(name, _sign_itself(old.subject, key, days))
                 continue
             kept = _alternatives(self._certificate(name))
-            added = [each for each in more if name == SYNCER and each not in kept]
+            added = [each for each in more if name == extended and each not in kept]
             self._issue(name, [*kept, *added], days)
         return chosen
 
@@ -307,6 +321,24 @@ def _use(*, signs: bool) -> x509.KeyUsage:
 def _require_days(days: int, most: int = DAYS_MAX, why: str = "") -> None:
     if not 1 <= days <= most:
         raise ConfigError(f"--valid-days {days} is out of range: 1 to {most}{why}")
+
+
+def _require_id(name: str) -> None:
+    if name in (AUTHORITY, SYNCER):
+        raise ConfigError(
+            f"{name!r} is not a valid id: the name is reserved for the certificate of the "
+            f"{'CA' if name == AUTHORITY else 'syncer'}; use the name of a process, such "
+            "as learner-0"
+        )
+    if not PRINCIPAL.fullmatch(name):
+        raise ConfigError(
+            f"{name!r} is not a valid id: use letters, digits, '.', '_' or '-', as in learner-0"
+        )
+
+
+def _of_relay(represents: Iterable[str], hosts: Iterable[str]) -> list[x509.GeneralName]:
+    ids = [x509.DNSName(each) for each in dict.fromkeys(represents)]
+    return [*ids, *map(_host, dict.fromkeys(hosts))]
 
 
 def _named(name: str) -> x509.Name:

@@ -13,6 +13,7 @@ from decoupled_diloco.config.toml_files import load_config
 from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.launch.engine import JOBS, SETTINGS, TOKEN, Job, JobState, PlacingEngine
 from decoupled_diloco.launch.run_folder import is_run_folder, require_ours_or_unused
+from decoupled_diloco.launch.secrets import require_relay_certificates
 from decoupled_diloco.storage.files import NOT_JSON, write_text
 from decoupled_diloco.transport.tokens import is_loopback
 
@@ -149,6 +150,7 @@ def write_launch(config: RunConfig) -> Launch:
         Launch(folder).require_idle()
     folder.mkdir(parents=True, exist_ok=True)
     placed = placed_config(config, folder)
+    require_relay_certificates(placed)
     if placed.syncer.token_file == folder / TOKEN:
         _write_secret(folder / TOKEN)
     engine = engine_of(placed)

@@ -38,6 +38,7 @@ from decoupled_diloco.launch.secrets import (
     own_tls,
     read_principals,
     require_principals,
+    require_relay_certificates,
     served_tls,
 )
 from decoupled_diloco.launch.supervisor import Child, Supervisor
@@ -211,6 +212,8 @@ class LocalRun:
         served = served_tls(self.config)
         if served is not None:
             LiveTls(served)
+        if self._with_learners:
+            require_relay_certificates(self.config)
         for name in self._dialling():
             tls = own_tls(self.config, name)
             if tls is not None:

@@ -13,6 +13,7 @@ from decoupled_diloco.launch.processes import open_tape, relay_process
 from decoupled_diloco.launch.secrets import accepted_tokens, served_tls
 from decoupled_diloco.launch.shard_role import OpenTape, limits_here
 from decoupled_diloco.relay.relay_process import RelayProcess
+from decoupled_diloco.storage.shared_folder import SharedFolder, recorded_end
 from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.http_server import HttpServer
 from decoupled_diloco.transport.interface import Client, OnChannel, Server
@@ -28,6 +29,7 @@ def run_relay(
     upstream: tuple[str, ...],
     folder: Path,
     token: str | None,
+    shared: Path | None = None,
     tls: TLSConfig | None = None,
 ) -> None:
     """Serve as a relay until the run is over, or a SIGTERM or SIGINT arrives.
@@ -39,7 +41,8 @@ def run_relay(
         upstream: Addresses of shards or of other relays, in the order in which they are tried.
         folder: The run folder on this machine.
         token: The auth token.
-        tls: CA and certificate.
+        shared: The shards' run folder, if their addresses are read there whenever they are dialed.
+        tls: CA and certificate. With a certificate, the relay also serves with it.
 
     Raises:
         DilocoError: The port is taken, or a shard rejects the relay.
@@ -56,7 +59,16 @@ def run_relay(
             health=lambda: role.health(),
             pool_bytes=config.syncer.pool_mib * MIB,
             limits=limits_here(config.run.learners),
-            tls=served_tls(config),
+            tls=served_tls(config, tls),
+        )
+
+    def client(principal: str) -> HttpClient:
+        return HttpClient(
+            token=token,
+            principal=principal,
+            tls=tls,
+            locator=None if shared is None else SharedFolder(shared),
+            ended=lambda: recorded_end(shared or folder),
         )
 
     role = RelayRole(
@@ -65,7 +77,7 @@ def run_relay(
         upstream=upstream,
         folder=folder,
         server=server,
-        client=lambda principal: HttpClient(token=token, principal=principal, tls=tls),
+        client=client,
         open_tape=open_tape,
     )
     if not asyncio.run(role.run()):

@@ -20,12 +20,40 @@ def accepted_tokens(config: RunConfig, token: str | None) -> Tokens:
     path, certificates = config.syncer.principals_file, config.tls.client_ca_cert is not None
     if path is None:
         return Tokens(token, certificates=certificates)
+    relays = represented(config)
+    return Tokens(principals=read_principals(path), certificates=certificates, relays=relays)
+
+
+def represented(config: RunConfig) -> dict[str, list[str]]:
+    """Return the processes that each relay represents, by its name."""
     relays = {site.name: [f"learner-{n}" for n in site.learners] for site in config.sites}
     # A relay before another one also represents the learners behind that one.
     for site in reversed(config.sites):
         if site.upstream:
             relays[site.upstream] += [*relays[site.name], site.name]
-    return Tokens(principals=read_principals(path), certificates=certificates, relays=relays)
+    return relays
+
+
+def require_relay_certificates(config: RunConfig) -> None:
+    """Check that each relay's certificate names all processes that the relay represents.
+
+    Raises:
+        ConfigError: One does not, or `clients` in `[tls]` has no certificate for a relay.
+    """
+    folder = config.tls.clients
+    if folder is None or config.tls.client_ca_cert is None or not config.sites:
+        return
+    from decoupled_diloco.launch.certificates import hosts_of  # needs the extra `tls`
+
+    for relay, names in represented(config).items():
+        own_tls(config, relay)  # raises if the relay has no certificate
+        certificate = folder / f"{relay}.pem"
+        missing = ",".join(sorted(set(names) - set(hosts_of(certificate))))
+        if missing:
+            raise ConfigError(
+                f"the certificate {certificate} does not name {missing}, which [[sites]] lists for "
+                f"site {relay!r}: run ddiloco certs renew {folder} {relay} --represents {missing}"
+            )
 
 
 def needs_token(config: RunConfig) -> bool:
@@ -33,12 +61,18 @@ def needs_token(config: RunConfig) -> bool:
     return config.tls.client_ca_cert is None
 
 
-def served_tls(config: RunConfig) -> ServerTLSConfig | None:
-    """Return the shards' certificate and the CA of their clients; `None` for plain HTTP."""
+def served_tls(config: RunConfig, own: TLSConfig | None = None) -> ServerTLSConfig | None:
+    """Return the certificate of a server and the CA of its clients; `None` for plain HTTP.
+
+    Args:
+        config: The run's settings.
+        own: The files of a relay. With its own certificate it needs no key of the shards.
+    """
     tls = config.tls
-    if tls.cert is None or tls.key is None:
+    cert, key = (own.cert, own.key) if own and own.cert else (tls.cert, tls.key)
+    if cert is None or key is None:
         return None
-    return ServerTLSConfig(tls.cert, tls.key, tls.client_ca_cert)
+    return ServerTLSConfig(Path(cert), Path(key), tls.client_ca_cert)
 
 
 def own_tls(config: RunConfig, name: str, given: TLSConfig | None = None) -> TLSConfig | None:

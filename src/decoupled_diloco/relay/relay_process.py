@@ -40,7 +40,7 @@ from decoupled_diloco.syncer.sum_uploads import Sums, sum_path
 from decoupled_diloco.tape import TapeWriter
 from decoupled_diloco.transport.backoff import BRISK_SECONDS, Backoff
 from decoupled_diloco.transport.interface import Channel, Client, Server
-from decoupled_diloco.transport.multiplex import RelayEnd
+from decoupled_diloco.transport.multiplex import Own, RelayEnd
 from decoupled_diloco.transport.payload_store import body_url
 
 logger = logging.getLogger(__name__)
@@ -369,7 +369,8 @@ class RelayProcess:
         first = await first_message(channel)
         if first.get("type") == "RelayProbe":
             probe = decode(first, (messages.RelayProbe,))
-            channel.send(encode(messages.RelayProbed(True, probe.shard in self._links)))
+            carries = probe.shard in self._links and not self._refusal(channel)
+            channel.send(encode(messages.RelayProbed(True, carries)))
             await channel.close("the probe is answered")
             return
         if first.get("type") == "RelayHello":
@@ -378,8 +379,7 @@ class RelayProcess:
         shard = first.get("shard")
         link = await self._link_of(channel, shard if isinstance(shard, int) else 0)
         if link is not None:
-            with contextlib.suppress(TransportError):
-                await link.end.carry(channel, first, self._child_sends(channel), _ignore)
+            await self._carry(link, channel, first, self._child_sends(channel), _ignore)
 
     async def _serve_relay(
         self, channel: Channel, first: dict[str, Any], hello: messages.RelayHello
@@ -397,8 +397,7 @@ class RelayProcess:
             if link is None:
                 return
             sends = partial(self._relay_sends, behind.relay)
-            with contextlib.suppress(TransportError):
-                await link.end.carry(channel, first, sends, partial(self._relay_gets, behind))
+            await self._carry(link, channel, first, sends, partial(self._relay_gets, behind))
         finally:
             self._relay_left(behind)
 
@@ -407,7 +406,24 @@ class RelayProcess:
         link = await self._link_to(shard)
         if link is None:
             await channel.close(f"relay {self.name} is not connected to shard {shard}")
+        elif problem := self._refusal(channel):
+            await channel.close(problem)
+            return None
         return link
+
+    def _refusal(self, channel: Channel) -> str:
+        """Return why a shard does not let this relay represent a child; empty if none does so."""
+        refusals = (link.end.refused.get(channel.peer.principal) for link in self._links.values())
+        return next(filter(None, refusals), "")
+
+    async def _carry(
+        self, link: ShardLink, channel: Channel, first: dict[str, Any], sent: Own, got: Own
+    ) -> None:
+        """Carry a child's connection until it closes, and log it if this is refused."""
+        with contextlib.suppress(TransportError):
+            await link.end.carry(channel, first, sent, got)
+        if problem := self._refusal(channel):
+            logger.warning("%s: %s; it dials its next address", channel.peer.principal, problem)
 
     async def _link_to(self, shard: int) -> ShardLink | None:
         try:

@@ -5,6 +5,7 @@ object ``{"frames": [frame, …]}`` with all frames of the last `FLUSH_SECONDS`:
 
     relay → server   ["open", number, principal, role]    a child has connected
                      ["heard", [number, …]]               bytes arrived from these children
+    server → relay   ["refuse", number, reason]           the relay may not represent this child
     both ways        ["message", [number, …], object]     of, or for, these children
                      ["close", number, reason]
                      ["own", object]                      between relay and server
@@ -239,11 +240,11 @@ class ServerEnd:
     def _open(self, number: int, peer: Peer) -> None:
         if number in self._children or len(self._children) >= CHILDREN_MAX:
             raise ProtocolError(f"relay {self._relay} opens connection {number} in vain")
-        child = SubChannel(self._channel, self._frames, number, peer, self._relay, self._limits)
         problem = self._may_carry(peer.principal)
         if problem:
-            child.shut(problem)
+            self._frames.add("refuse", number, problem)
             return
+        child = SubChannel(self._channel, self._frames, number, peer, self._relay, self._limits)
         self._children[number] = child
         task = asyncio.get_running_loop().create_task(self._serve(number, child))
         self._tasks.add(task)
@@ -264,12 +265,16 @@ class RelayEnd:
         channel: The channel to the server.
         own: Receives the server's own messages.
         passes: Called with each message for children, which it may change.
+
+    Attributes:
+        refused: Why the relay may not represent a child, by the child's name.
     """
 
     def __init__(
         self, channel: Channel, own: Own, passes: Callable[[dict[str, Any]], None]
     ) -> None:
         self.channel = channel
+        self.refused: dict[str, str] = {}
         self._own = own
         self._passes = passes
         self._frames = _Frames(channel)
@@ -337,8 +342,10 @@ class RelayEnd:
                 text = Encoded(message)
                 for number in here:
                     self._children[number].send(text)
-            case ["close", int(number), str(reason)]:
+            case ["close" | "refuse" as kind, int(number), str(reason)]:
                 child = self._children.pop(number, None)
+                if child is not None and kind == "refuse":
+                    self.refused[child.peer.principal] = reason
                 if child is not None:
                     child.shut(reason)
             case ["own", dict(message)]:

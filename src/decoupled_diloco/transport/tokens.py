@@ -162,13 +162,17 @@ class Tokens:
             principal: The process that it represents.
             names: Names in its certificate; None if it presented none.
         """
-        problem = ""
         if self._certificates and not _speaks_for(names or (), principal):
-            problem = f"the certificate of relay {relay!r} does not name {principal!r}"
-        elif self._principals is not None and principal not in self._relays.get(relay, ()):
-            problem = f"relay {relay!r} may not represent {principal!r}"
-        fix = "list it among the site's learners in [[sites]], or in the relay's certificate"
-        return f"{problem}: {fix}" if problem else ""
+            return (
+                f"the certificate of relay {relay!r} does not name {principal!r}: run ddiloco "
+                f"certs renew FOLDER {relay} --represents {principal}, and restart the relay"
+            )
+        if self._principals is not None and principal not in self._relays.get(relay, ()):
+            return (
+                f"relay {relay!r} may not represent {principal!r}: list it among the site's "
+                "learners in [[sites]]"
+            )
+        return ""
 
     def recognize(
         self, authorization: str | None, names: Sequence[str] | None = None

@@ -7,9 +7,18 @@ from typing import Any
 
 import pytest
 
+import encrypted
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.errors import ConfigError
-from decoupled_diloco.launch.secrets import accepted_tokens, own_token, read_principals
+from decoupled_diloco.launch.certificates import CertificateFolder
+from decoupled_diloco.launch.secrets import (
+    accepted_tokens,
+    own_tls,
+    own_token,
+    read_principals,
+    require_relay_certificates,
+    served_tls,
+)
 from decoupled_diloco.transport.tokens import RequestRefusal
 
 
@@ -66,3 +75,28 @@ def test_an_invalid_file_of_secrets_is_rejected_and_not_quoted(
     assert "hunter2" not in str(caught.value)
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         read_principals(tmp_path / "none")
+
+
+def test_a_relays_certificate_must_name_the_learners_of_its_site(tmp_path: Path) -> None:
+    encrypted.made(tmp_path)
+    config = RunConfig(
+        run={"max_steps": 1, "learners": 3},
+        tls=encrypted.tables(tmp_path),
+        sites=[
+            {"name": "site-a", "learners": [0]},
+            {"name": "site-b", "learners": [1], "upstream": "site-a"},
+        ],
+    )
+    made = CertificateFolder(tmp_path)
+    with pytest.raises(ConfigError, match=r"has no site-a\.pem: create it with ddiloco certs add"):
+        require_relay_certificates(config)
+    made.add(["site-a"], 30, [], ["learner-0"])
+    words = r"site-a\.pem does not name learner-1,site-b, which .* renew .* site-a --represents "
+    with pytest.raises(ConfigError, match=f"{words}learner-1,site-b"):
+        require_relay_certificates(config)
+    made.renew(["site-a"], 30, [], ["learner-1", "site-b"])
+    made.add(["site-b"], 30, [], ["learner-1"])
+    require_relay_certificates(config)
+    served = served_tls(config, own_tls(config, "site-a"))
+    assert served is not None
+    assert served.cert == tmp_path / "site-a.pem", "it needs no key of the shards"

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives import serialization
 
 import encrypted
 from decoupled_diloco.errors import ConfigError, StorageError
-from decoupled_diloco.launch.certificates import CertificateFolder
+from decoupled_diloco.launch.certificates import CertificateFolder, hosts_of
 from decoupled_diloco.transport import tls
 from decoupled_diloco.transport.tls import LiveTls, ServerTLSConfig, TLSConfig
 from decoupled_diloco.transport.tokens import RequestRefusal, Tokens
@@ -74,6 +74,23 @@ def test_a_renewed_certificate_keeps_key_and_names(folder: Path) -> None:
         "10.0.0.7",
     )
     LiveTls(encrypted.served(folder))
+
+
+def test_a_relays_certificate_names_its_learners_and_hosts(folder: Path) -> None:
+    made = CertificateFolder(folder)
+    made.add(["site-a"], 30, ["relay.example"], ["learner-0", "learner-1"])
+    made.renew(["site-a"], 60, ["10.0.0.9"], ["learner-1", "learner-2"])
+    assert hosts_of(folder / "site-a.pem") == [
+        *("site-a", "learner-0", "learner-1", "relay.example", "localhost", "127.0.0.1", "::1"),
+        *("learner-2", "10.0.0.9"),
+    ]
+    assert hosts_of(folder / "learner-0.pem") == ["learner-0"]
+    for wrong in ("a/b", "syncer"):
+        with pytest.raises(ConfigError, match=f"'{wrong}' is not a valid id"):
+            made.add(["site-b"], 30, [], ["learner-3", wrong])
+    with pytest.raises(ConfigError, match="the certificate of the CA names no host"):
+        made.renew(["authority"], 30, ["x"])
+    assert not (folder / "site-b.pem").exists()
 
 
 def test_certificates_expire_with_their_ca(folder: Path) -> None:
