@@ -159,6 +159,19 @@ def records(folder: Path, process: str) -> list[Record]:
     return list(TapeReader(folder / "tape" / f"{process}.jsonl"))
 
 
+def relays_of(run: Path, learner: str) -> list[str]:
+    """Return the relay of each of a learner's connections to shard 0; empty text: none."""
+    begun = (run / "tape" / "shard-0.jsonl").exists()
+    made = [r.data for r in records(run, "shard-0") if r.type == "Connected"] if begun else []
+    return [each.get("relay", "") for each in made if each["peer"] == learner]
+
+
+def kill(run: Path, name: str) -> None:
+    """Send SIGKILL to a process of the run."""
+    started = [r.value() for r in TapeReader(run) if r.type == "ProcessStarted"]
+    os.kill([each.pid for each in started if each.name == name][-1], signal.SIGKILL)
+
+
 def longest_step(folder: Path, process: str) -> float:
     """Return the longest time between two step boundaries of a learner with one incarnation."""
     own = records(folder, process)

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from decoupled_diloco.cli.command_line import CommandOptions, command, overrides, setting
+from decoupled_diloco.cli.command_line import (
+    CommandOptions,
+    command,
+    option_of,
+    overrides,
+    setting,
+)
 from decoupled_diloco.cli.runs import chosen_run
 from decoupled_diloco.cli.shared_options import (
     CheckpointToGoBackTo,
@@ -28,7 +35,7 @@ from decoupled_diloco.cli.shared_options import (
     require_urls,
 )
 from decoupled_diloco.config import RunConfig, SyncerSettings, load_config
-from decoupled_diloco.config.addresses import alternatives, is_store, on_this_machine
+from decoupled_diloco.config.addresses import alternatives, is_store, on_this_machine, url_of
 from decoupled_diloco.config.run import advertised
 from decoupled_diloco.config.toml_files import RECIPES
 from decoupled_diloco.units import format_duration
@@ -198,6 +205,13 @@ def _place_of(config: RunConfig, shard: int, options: SyncerOptions) -> tuple[in
     return port, addresses or advertised(config, (port,) if alone else ())
 
 
+def shared_relay(config: RunConfig, relay: str) -> tuple[str, ...]:
+    """Return the address of a relay for processes that share its run folder; empty without one."""
+    from decoupled_diloco.storage.shared_folder import relay_address
+
+    return (relay_address(relay, config.tls.scheme),) if relay else ()
+
+
 class DialOptions(ConnectOptions):
     """Options of a process that connects to the shards."""
 
@@ -211,27 +225,32 @@ class DialOptions(ConnectOptions):
 
     def load(self) -> RunConfig:
         """Return the run's settings, after a check of the addresses."""
-        folder = self.shared_folder
+        folder, option = self.shared_folder, option_of(type(self), "syncer")
         if folder is None:
-            require_urls(self.syncer)
+            require_urls(self.syncer, option=option)
         elif "/" not in self.syncer and not folder.is_dir():
             fail(
-                f"--syncer {self.syncer!r} is neither a URL nor a run folder: write "
+                f"{option} {self.syncer!r} is neither a URL nor a run folder: write "
                 "http://HOST:PORT, or a path such as runs/quickstart"
             )
         return load_config(self.config, self.settings or ())
 
-    def addresses(self, config: RunConfig) -> tuple[str, ...]:
-        """Return the addresses of the shards: as given, or on this machine."""
+    def addresses(self, config: RunConfig, relay: str = "") -> tuple[str, ...]:
+        """Return the addresses of the shards: as given, or on this machine.
+
+        Args:
+            config: The run's settings.
+            relay: Name of the relay whose address precedes those in a run folder; empty: none.
+        """
         if self.shared_folder is not None:
             from decoupled_diloco.storage.shared_folder import shared_addresses
 
-            return shared_addresses(self.shared_folder)
+            return (*shared_relay(config, relay), *shared_addresses(self.shared_folder))
         return listed(self.syncer) or tuple(map(on_this_machine, advertised(config)))
 
     @property
     def shared_folder(self) -> Path | None:
-        """The run folder with the addresses of the shards, if ``--syncer`` names one."""
+        """The run folder with the addresses of the shards, if the option names one."""
         return Path(self.syncer) if self.syncer and "://" not in self.syncer else None
 
     def under_supervision(self, config: RunConfig, name: str, *arguments: str) -> NoReturn:
@@ -242,10 +261,9 @@ class DialOptions(ConnectOptions):
         command_line = [arguments[0], str(self.config), *arguments[1:]]
         for override in self.settings or ():
             command_line += ["--set", override]
-        given = {"--syncer": self.syncer, "--auth-token-file": self.auth_token_file}
-        given |= {"--ca-cert": self.ca_cert, "--cert": self.cert}
-        for option, value in (given | {"--key": self.key}).items():
-            command_line += [option, str(value)] if value else []
+        for field in ("syncer", "auth_token_file", "ca_cert", "cert", "key"):
+            if value := getattr(self, field):
+                command_line += [option_of(type(self), field), str(value)]
         exit_with(supervise(config, name, command_line))
 
     def tls(self, config: RunConfig, name: str) -> TLSConfig | None:
@@ -302,7 +320,7 @@ def learner(options: LearnerOptions) -> None:
     roles.run_learner(
         config,
         options.index,
-        syncer=options.addresses(config),
+        syncer=options.addresses(config, config.relay_of(options.index)),
         folder=enter_run_folder(config),
         token=own_token(config, f"learner-{options.index}", options.auth_token_file),
         shared=options.shared_folder,
@@ -324,11 +342,11 @@ def _run_program(
     user_program.require_commands(config)
     index = options.index if isinstance(options, LearnerOptions) else None
     name = EVALUATOR if index is None else f"learner-{index}"
-    folder = enter_run_folder(config)
+    folder, near = enter_run_folder(config), "" if index is None else config.relay_of(index)
     launched = user_program.launched(
         config,
         index,
-        syncer=() if options.shared_folder else options.addresses(config),
+        syncer=shared_relay(config, near) if options.shared_folder else options.addresses(config),
         folder=folder,
         token_file=own_token_file(config, name, options.auth_token_file, folder),
         shared=options.shared_folder,
@@ -344,44 +362,60 @@ def _run_program(
     )
 
 
-class RelayOptions(ConnectOptions):
+class RelayOptions(DialOptions):
     """Options of `ddiloco relay`."""
 
-    config: RunConfigFile
-    settings: Sets = None
     name: Annotated[str, typer.Option(metavar="NAME")]
     """Name of the relay, such as site-a. Its auth token or certificate is for this name."""
 
-    upstream: Annotated[str, typer.Option(metavar="URL[,URL…]")]
-    """Addresses of the syncer's shards, or of another relay, in the order in which they are
-    tried."""
+    syncer: Annotated[str, typer.Option("--upstream", metavar="URL[,URL…]|RUN")]
+    """Addresses of the syncer's shards, or of another relay, in the order in which they are tried.
+    Or a run folder that this machine shares with the syncer and with the site's learners."""
 
     port: Annotated[int, typer.Option()] = 7080
-    """Port at which the site's learners reach the relay."""
+    """Port at which the site's learners reach the relay. 0: any free one, which is recorded in the
+    run folder of --upstream."""
 
-    stop_with_parent: StopWithParent = False
+    host: Annotated[str, typer.Option(metavar="HOST")] = ""
+    """Host name or IP address that is recorded in the run folder of --upstream, for the site's
+    learners. Default: the name of this machine."""
 
 
 @command(RelayOptions)
 def relay(options: RelayOptions) -> None:
     """Serve a site's learners: pass their messages on, and send one sum of what they train."""
-    upstream = require_urls(options.upstream, option="--upstream")
-    config = load_config(options.config, options.settings or ())
+    from decoupled_diloco.launch.processes import relay_process
+
+    config, name, shared = options.load(), options.name, options.shared_folder
+    if not (options.port or shared):
+        fail("--port 0 requires a run folder as --upstream, so that learners find the relay")
+    if options.supervised:
+        place = ["--name", name, "--port", str(options.port)]
+        place += ["--host", options.host] if options.host else []
+        options.under_supervision(config, relay_process(name), "relay", *place)
     prepare(options.stop_with_parent)
     from decoupled_diloco.launch.ports import free_ports
     from decoupled_diloco.launch.relay_role import run_relay
     from decoupled_diloco.launch.run_folder import enter_run_folder
-    from decoupled_diloco.launch.secrets import own_tls, own_token
+    from decoupled_diloco.launch.secrets import own_token
+    from decoupled_diloco.storage.shared_folder import write_place
 
-    free_ports(config.syncer.host, [options.port], "Choose another one with --port")
+    (port,) = free_ports(config.syncer.host, [options.port], "Choose another one with --port")
+    behind = next((site.upstream for site in config.sites if site.name == name), "")
+    upstream = options.addresses(config, behind)
+    folder = enter_run_folder(config)
+    if shared is not None:
+        host = options.host or socket.gethostname()
+        write_place(shared, relay_process(name), url_of(host, port, config.tls.scheme))
     run_relay(
         config,
-        options.name,
-        port=options.port,
+        name,
+        port=port,
         upstream=tuple(one for each in upstream for one in alternatives(each)),
-        folder=enter_run_folder(config),
-        token=own_token(config, options.name, options.auth_token_file),
-        tls=own_tls(config, options.name, options.certificates()),
+        folder=folder,
+        token=own_token(config, name, options.auth_token_file),
+        shared=shared,
+        tls=options.tls(config, name),
     )
 
 

@@ -52,7 +52,7 @@ class RoleResources(Settings):
 
 
 class SyncerResources(RoleResources):
-    """`[launch.syncer]`: the resources of each shard. A shard has no GPU."""
+    """`[launch.syncer]`: the resources of each shard, relay and evaluator, which have no GPU."""
 
     table: ClassVar[str] = "[launch.syncer]"
 
@@ -129,7 +129,7 @@ class KubernetesSettings(Settings):
     """Taints of nodes that learners tolerate, "key" or "key=value": "nvidia.com/gpu"."""
 
     allowed_networks: tuple[str, ...] = Field(default=(), strict=False)
-    """Networks outside the cluster that may connect to the shards: "203.0.113.0/24"."""
+    """Networks outside the cluster that may connect to shards and relays: "203.0.113.0/24"."""
 
 
 class RaySettings(Settings):
@@ -169,7 +169,7 @@ class LaunchSettings(Settings):
     command starts."""
 
     syncer: SyncerResources = Field(default_factory=SyncerResources)
-    """The resources of each shard."""
+    """The resources of each shard, relay and evaluator."""
 
     learner: LearnerResources = Field(default_factory=LearnerResources)
     """The resources of each learner."""

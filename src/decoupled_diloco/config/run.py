@@ -118,6 +118,11 @@ class TlsSettings(Settings):
         """Whether the shards serve HTTPS themselves."""
         return self.cert is not None
 
+    @property
+    def scheme(self) -> str:
+        """The scheme of the addresses of shards and relays."""
+        return "https" if self.serves else "http"
+
     @model_validator(mode="after")
     def _check_files_against_each_other(self) -> TlsSettings:
         if (self.cert is None) != (self.key is None):
@@ -491,7 +496,17 @@ class SiteSettings(Settings):
     """Name of the site whose relay this one dials; default: it dials the shards."""
 
     port: int = Field(default=0, ge=0, le=65535)
-    """Port of the relay on this machine; 0: any free one. Only `ddiloco train` uses it."""
+    """Port of the relay that `ddiloco train` or `ddiloco launch` starts; 0: any free one, and on
+    Kubernetes that of the shards."""
+
+    nodes: dict[str, str] = Field(default_factory=dict)
+    """Labels of this site's nodes (Kubernetes, Ray): {"topology.kubernetes.io/zone" = "a"}. They
+    are added to `learner_nodes`, for the relay and the site's learners."""
+
+    directives: tuple[str, ...] = Field(default=(), strict=False)
+    """Options for sbatch that select this site's nodes (Slurm): "--partition=a",
+    "--constraint=rack1". They follow those in `[launch.slurm]`, for the relay and the site's
+    learners."""
 
     @field_validator("learners", mode="after")
     @classmethod
@@ -708,15 +723,35 @@ class RunConfig(Settings):
                     )
                 known[f"{index}"] = site.name
             known[f"site {site.name}"] = site.name
+            self._check_place(site)
         if self.sites and ":" in self.sync.merge.rule:
             raise ConfigError(
                 f"rule={self.sync.merge.rule!r} in [sync.merge] cannot be combined with [[sites]], "
                 "because a relay sends sums and not single contributions: choose 'rda' or 'mean'"
             )
 
+    def _check_place(self, site: SiteSettings) -> None:
+        """Reject a choice of nodes that the backend would ignore."""
+        backend = self.launch.backend
+        if site.nodes and backend == "slurm":
+            raise ConfigError(
+                f"nodes={site.nodes!r} of site {site.name!r} in [[sites]] would be ignored on "
+                'Slurm, which has no labels: write directives = ["--constraint=…"]'
+            )
+        if site.directives and backend in ("kubernetes", "ray"):
+            raise ConfigError(
+                f"directives={list(site.directives)!r} of site {site.name!r} in [[sites]] would be "
+                f'ignored with backend="{backend}" in [launch]: write nodes = {{LABEL = "VALUE"}}'
+            )
+
     def site_of(self, index: int) -> SiteSettings | None:
         """The site of a learner; `None`: it dials the shards."""
         return next((site for site in self.sites if index in site.learners), None)
+
+    def relay_of(self, index: int) -> str:
+        """The name of a learner's relay; empty: it dials the shards."""
+        site = self.site_of(index)
+        return site.name if site else ""
 
     def _check_ranks(self) -> None:
         learner, learners = self.learner, self.run.learners
@@ -821,6 +856,5 @@ def advertised(config: RunConfig, ports: Sequence[int] = ()) -> tuple[str, ...]:
         )
     shards = settings.shards
     ports = ports or range(settings.port, settings.port + shards * (1 + settings.standby))
-    scheme = "https" if config.tls.serves else "http"
-    urls = [url_of(settings.host, port, scheme) for port in ports]
+    urls = [url_of(settings.host, port, config.tls.scheme) for port in ports]
     return tuple(BETWEEN.join(urls[shard::shards]) for shard in range(shards))

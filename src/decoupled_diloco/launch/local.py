@@ -292,7 +292,6 @@ class LocalRun:
         """Start the relay of each site, and return their addresses."""
         config = self.config
         ports = free_ports(config.syncer.host, [site.port for site in config.sites])
-        scheme = "https" if config.tls.serves else "http"
         addresses: dict[str, str] = {}
         for site, port in zip(config.sites, ports, strict=True):
             name = relay_process(site.name)
@@ -300,7 +299,9 @@ class LocalRun:
             upstream = ",".join((*near, *self._dial(name, shards)))
             arguments = ["relay", run_file, "--name", site.name, "--port", str(port)]
             self.supervisor.start(name, [*arguments, "--upstream", upstream, *common])
-            addresses[site.name] = on_this_machine(url_of(config.syncer.host, port, scheme))
+            addresses[site.name] = on_this_machine(
+                url_of(config.syncer.host, port, config.tls.scheme)
+            )
         return addresses
 
     def _evaluate_result(self, on_poll: Callable[[], None]) -> None:

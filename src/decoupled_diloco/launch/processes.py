@@ -14,6 +14,7 @@ from typing import Any
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.storage.claims import CLAIMS, Claims, ClaimStore, ObjectClaims
+from decoupled_diloco.storage.shared_folder import RELAY
 from decoupled_diloco.tape import TapeWriter
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ def process_of(shard: int, *, standby: bool) -> str:
 
 def relay_process(site: str) -> str:
     """Return the name of the process of a site's relay, and of its tape."""
-    return f"relay-{site}"
+    return f"{RELAY}{site}"
 
 
 def evaluator_name(config: RunConfig) -> str:

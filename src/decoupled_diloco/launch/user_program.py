@@ -87,7 +87,7 @@ def launched(
     Args:
         config: The run's settings.
         index: The number of the learner; `None` for the evaluator.
-        syncer: Addresses of shards.
+        syncer: Addresses of a relay, if any, and of shards; with ``shared`` only of the relay.
         folder: The run folder on this machine.
         token_file: The file with the auth token.
         shared: The shards' run folder, if the program reads their addresses there.
@@ -111,7 +111,7 @@ def launched(
         role="learner" if index is not None else "evaluator",
         name=evaluator_name(config) if index is None else name,
         learners=str(config.run.learners),
-        syncer="" if shared is not None else ",".join(syncer),
+        syncer=",".join(syncer),
         run_folder=_path(shared),
         folder=_path(folder),
         auth_token_file=_path(token_file),

@@ -52,7 +52,8 @@ class Launched:
         index: Index of the learner, 0 to ``learners`` - 1.
         learners: Number of learners in the run.
         syncer: Addresses of the shards, separated by commas.
-        run_folder: The shared run folder that records the shards' addresses, instead of ``syncer``.
+        run_folder: The shared run folder that records the shards' addresses. Then ``syncer`` is
+            only the address of the learner's relay, if it has one.
         folder: The run folder on this machine, which may record the run's end.
         auth_token_file: File with the auth token.
         tls_ca_cert: Certificate of the CA that signed the shards' certificates.
@@ -99,13 +100,12 @@ class Launched:
         return {_variable(f.name): v for f in fields(self) if (v := getattr(self, f.name))}
 
     def addresses(self) -> tuple[str, ...]:
-        """Return the addresses of the shards.
+        """Return the addresses of the relay, if any, and of the shards.
 
         With ``run_folder``, wait until the started shards have recorded them.
         """
-        if self.run_folder:
-            return shared_addresses(Path(self.run_folder))
-        return tuple(self.syncer.split(","))
+        shards = shared_addresses(Path(self.run_folder)) if self.run_folder else ()
+        return (*filter(None, self.syncer.split(",")), *shards)
 
     def fill(self, given: ParticipantOptions) -> tuple[SyncerConnection, ParticipantOptions]:
         """Return the connection, and the program's options completed by the run's.

@@ -20,6 +20,7 @@ from decoupled_diloco.errors import (
     ConfigError,
     DilocoError,
     ProtocolError,
+    RunEndedError,
     TransportError,
 )
 from decoupled_diloco.learner.connections import NEARER_SECONDS, TroubleLog, probed
@@ -227,6 +228,8 @@ class RelayProcess:
                     self.fail(error)
                     return
                 except (TransportError, ProtocolError) as error:
+                    if isinstance(error, RunEndedError):
+                        self._ended.add(shard)
                     if shard in self._ended:
                         self._end_if_over()
                         return

@@ -24,7 +24,7 @@ from decoupled_diloco.config.addresses import (
     url_of,
 )
 from decoupled_diloco.config.resume import RUN_FILE
-from decoupled_diloco.errors import ConfigError, DilocoError, StorageError
+from decoupled_diloco.errors import ConfigError, DilocoError, StorageError, TransportError
 from decoupled_diloco.storage.coordinator_states import CoordinatorStates
 from decoupled_diloco.storage.files import NOT_JSON, write_text
 
@@ -37,8 +37,14 @@ HOST = "host"
 """The file with the host name of the syncer's machine."""
 
 PLACES = "places"
-"""The folder with one file per shard, used if each shard is started on a separate machine. The file
-has a line for each address that the shard has had, the newest last."""
+"""The folder with one file per relay, and per shard if each shard is started on a separate machine.
+The file has a line for each address that the process has had, the newest last."""
+
+RELAY = "relay-"
+"""Start of the name of a relay's process and file."""
+
+_RELAYS = "://relay.invalid/"
+"""Marks the address of a relay in this run, wherever it runs; see `relay_address`."""
 
 WAIT_SECONDS = 0.5
 """Interval at which a process checks whether the syncer has been started."""
@@ -56,6 +62,17 @@ def shared_addresses(run: Path) -> tuple[str, ...]:
         logged = True
         time.sleep(WAIT_SECONDS)
     return _views(run, read_places(run))[0]
+
+
+def relay_address(site: str, scheme: str) -> str:
+    """Return the address of a site's relay for a client with a `SharedFolder`, which replaces it.
+
+    A client may have it before the relay starts, and keeps it when the relay moves.
+
+    >>> relay_address("site-a", "http")
+    'http://relay.invalid/site-a'
+    """
+    return f"{scheme}{_RELAYS}{site}"
 
 
 def _views(run: Path, places: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
@@ -77,7 +94,7 @@ def shards_that_move(run: Path) -> SharedFolder | None:
 
 
 class SharedFolder:
-    """A `transport.interface.Locator` that reads the shards' addresses from the run folder.
+    """A `transport.interface.Locator` that reads addresses from the run folder.
 
     It also translates addresses received from processes on other machines of the run.
 
@@ -90,13 +107,20 @@ class SharedFolder:
         # For each address ever recorded: the shard, and the index among the address's alternatives.
         self._place: dict[str, tuple[int, int]] = {}
         self._newest: tuple[str, ...] = ()
+        self._relays: dict[str, str] = {}
 
     async def locate(self) -> list[str]:
         # A read from a shared file system can take seconds and must not block the event loop.
         await asyncio.to_thread(self._refresh)
-        return [one for address in self._newest for one in alternatives(address)]
+        shards = [one for address in self._newest for one in alternatives(address)]
+        return [*shards, *self._relays.values()]
 
     def now(self, address: str) -> str:
+        _, is_relay, site = address.partition(_RELAYS)
+        if is_relay and site not in self._relays:
+            raise TransportError(f"the relay of site {site!r} has not started yet")
+        if is_relay:
+            return self._relays[site]
         if address not in self._place:
             return address
         shard, index = self._place[address]
@@ -106,6 +130,10 @@ class SharedFolder:
         try:
             places = read_places(self._run)
             views = _views(self._run, places)
+            self._relays = {
+                path.name.removeprefix(RELAY): path.read_text().split()[-1]
+                for path in (self._run / PLACES).glob(f"{RELAY}*")
+            }
         except (
             DilocoError,
             OSError,
@@ -126,10 +154,10 @@ def write_addresses(run: Path, addresses: Sequence[str]) -> None:
     write_text(run / ADDRESSES, "\n".join(addresses) + "\n")
 
 
-def write_place(run: Path, shard: int, address: str) -> None:
-    """Record the new address of a shard that other processes find through the run folder."""
+def write_place(run: Path, process: str, address: str) -> None:
+    """Record the new address of a shard or a relay, which others find through the run folder."""
     (run / PLACES).mkdir(exist_ok=True)
-    path = run / PLACES / f"shard-{shard}"
+    path = run / PLACES / process
     before = path.read_text() if path.exists() else ""
     write_text(path, f"{before}{address}\n")
 

@@ -10,7 +10,7 @@ import random
 import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -283,9 +283,11 @@ class HttpClient:
         """Return the current address of a server; a connected server has not moved."""
         if self._locator is None or not address:
             return address
-        if not self._channels.get(_origin(self._locator.now(address))):
-            for one in await self._locator.locate():
-                self.trust(one)
+        with suppress(TransportError):
+            if self._channels.get(_origin(present := self._locator.now(address))):
+                return present
+        for one in await self._locator.locate():
+            self.trust(one)
         return self._locator.now(address)
 
     def _resolve(self, url: str, base: str) -> URL:

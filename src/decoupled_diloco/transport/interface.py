@@ -158,6 +158,9 @@ class Locator(Protocol):
         """Return the current address of the server that was at `address`.
 
         An unknown address is returned unchanged.
+
+        Raises:
+            TransportError: The server has not had an address yet.
         """
 
 

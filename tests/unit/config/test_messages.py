@@ -56,6 +56,18 @@ CASES: list[tuple[dict[str, Any], str]] = [
         "upstream='b' of site 'a' in [[sites]] names no site above it: list that site first, or "
         "leave upstream out to dial the shards",
     ),
+    (
+        sites({"name": "a", "learners": [0], "nodes": {"zone": "a"}})
+        | {"launch": {"backend": "slurm"}},
+        "nodes={'zone': 'a'} of site 'a' in [[sites]] would be ignored on Slurm, which has no "
+        'labels: write directives = ["--constraint=…"]',
+    ),
+    (
+        sites({"name": "a", "learners": [0], "directives": ["-p x"]})
+        | {"launch": {"backend": "ray"}},
+        "directives=['-p x'] of site 'a' in [[sites]] would be ignored with backend=\"ray\" in "
+        '[launch]: write nodes = {LABEL = "VALUE"}',
+    ),
     ({"synch": {}}, "unknown table 'synch': did you mean 'sync'?"),
     ({"run": "x.toml"}, "run='x.toml' is not a table: write it as one"),
     ({"sync": 3}, "sync=3 is not a table: write it as one"),

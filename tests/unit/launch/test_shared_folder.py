@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from decoupled_diloco.errors import TransportError
+from decoupled_diloco.launch.processes import relay_process
 from decoupled_diloco.storage.coordinator_states import STATES, CoordinatorStates
 from decoupled_diloco.storage.shared_folder import (
     HOST,
     SharedFolder,
     recorded_end,
+    relay_address,
     shards_that_move,
     shared_addresses,
     write_addresses,
@@ -103,18 +106,31 @@ async def test_a_folder_without_addresses_changes_nothing(tmp_path: Path, missin
     assert shards.now("http://a:1") == "http://a:1"
 
 
+async def test_a_relay_is_found_at_its_newest_recorded_address(tmp_path: Path) -> None:
+    moved(tmp_path, "syncer", "http://0.0.0.0:1")
+    relay, clients = relay_address("site-a", "http"), SharedFolder(tmp_path)
+    assert await clients.locate() == ["http://syncer:1"]
+    with pytest.raises(TransportError, match="the relay of site 'site-a' has not started yet"):
+        clients.now(relay)
+    for place in ("http://n1:1", "http://n2:7"):
+        write_place(tmp_path, relay_process("site-a"), place)
+        assert await clients.locate() == ["http://syncer:1", place]
+        assert clients.now(relay) == place
+    assert clients.now("http://syncer:1") == "http://syncer:1"
+
+
 async def test_shards_are_found_at_their_newest_recorded_address(tmp_path: Path) -> None:
     assert shards_that_move(tmp_path) is None
     for shard, place in ((0, "http://a:1"), (1, "http://b:1"), (0, "http://b:2")):
-        write_place(tmp_path, shard, place)
+        write_place(tmp_path, f"shard-{shard}", place)
     assert shared_addresses(tmp_path) == ("http://b:2", "http://b:1")
     shards = shards_that_move(tmp_path)
     assert shards is not None
     assert await shards.locate() == ["http://b:2", "http://b:1"]
     assert shards.now("http://a:1") == "http://b:2", "where it was before anyone here looked"
-    write_place(tmp_path, 1, "http://a:1")  # a port that the other shard no longer uses
-    write_place(tmp_path, 1, "http://c:1")
-    write_place(tmp_path, 0, "http://b:1")
+    write_place(tmp_path, "shard-1", "http://a:1")  # a port that the other shard no longer uses
+    write_place(tmp_path, "shard-1", "http://c:1")
+    write_place(tmp_path, "shard-0", "http://b:1")
     await shards.locate()
     assert shards.now("http://b:1") == "http://b:1", "the newest process that listens"
     assert shards.now("http://b:2") == "http://b:1"

@@ -292,8 +292,8 @@ class _LocalMachine(ThisMachine):
 
     def _addresses(self, port: int) -> list[str]:
         """Publish this shard's address; return all shards' addresses after all have started."""
-        scheme = "https" if self._config.tls.serves else "http"
-        write_place(self.folder, self._shard, url_of(self._keeper.address, port, scheme))
+        address = url_of(self._keeper.address, port, self._config.tls.scheme)
+        write_place(self.folder, self._keeper.name, address)
         shards = self._config.syncer.shards
         self._keeper.wait(
             lambda: len(read_places(self.folder)) >= shards, "waiting for the other shards"
