@@ -6,19 +6,28 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from decoupled_diloco.config import dump_config
 from decoupled_diloco.launch.launch_folder import launch_folder
 from decoupled_diloco.run_model import read_run
-from decoupled_diloco.tape import TapeReader
-from engines.slurm_runs import STEPS, ddiloco, end_soon, hurry, learner, restarts, states, until
+from engines.slurm_runs import (
+    STEPS,
+    ddiloco,
+    end_soon,
+    hurry,
+    learner,
+    restarts,
+    states,
+    until,
+)
 from engines.small_slurm import cancel_all, missing, one_node_slurm
 from process import own_script
-from process.process_runs import config_of, scalars
+from process.process_runs import config_of, kill, relays_of, scalars
 
 pytestmark = [
     pytest.mark.skipif(bool(missing()), reason=missing() or "Slurm is installed"),
@@ -38,7 +47,7 @@ def cancel_jobs() -> Iterator[None]:
     cancel_all()
 
 
-def settings(folder: Path, *, steps: int, **where: object) -> Path:
+def settings(folder: Path, *, steps: int, sites: Sequence[Any] = (), **where: object) -> Path:
     """Return a run's file: two learners, this number of steps."""
     path = folder / "small.toml"
     slurm = {"partition": "spot", "syncer_partition": "safe", **where}
@@ -55,6 +64,7 @@ def settings(folder: Path, *, steps: int, **where: object) -> Path:
         workload={"step_seconds": 0.2},
     )
     values = config.model_dump(mode="json") | {"launch": {"backend": "slurm", "slurm": slurm}}
+    values["sites"] = sites
     path.write_text(dump_config(type(config)(**values)))
     return path
 
@@ -73,8 +83,7 @@ def test_a_run_survives_kills_preemptions_and_requeues(tmp_path: Path) -> None:
     assert "is already launched" in ddiloco("launch", tmp_path / "small.toml", code=2)
     assert "learner-1: job" in ddiloco("status", run)
 
-    killed = [r.value() for r in TapeReader(run) if r.type == "ProcessStarted"]
-    os.kill([each.pid for each in killed if each.name == "learner-1"][-1], signal.SIGKILL)
+    kill(run, "learner-1")
     until(lambda: learner(run, "learner-1").epoch == 2, "it is back, in the same job")
     assert restarts(f"{learners}_1") == 0
 
@@ -107,11 +116,16 @@ def test_a_run_survives_kills_preemptions_and_requeues(tmp_path: Path) -> None:
     assert {"learner-0/loss", "learner-1/loss", "evaluation/loss"} <= logged.keys()
 
 
-def test_a_run_is_stopped_and_resumed(tmp_path: Path) -> None:
+def test_a_run_with_a_relay_is_stopped_and_resumed(tmp_path: Path) -> None:
     run = tmp_path / "runs/small"
-    file = settings(tmp_path, steps=STEPS)
+    site = {"name": "site-a", "learners": [0, 1], "directives": ["--comment=near"]}
+    file = settings(tmp_path, steps=STEPS, sites=[site])
     ddiloco("launch", file)
     until(lambda: learner(run, "learner-0").steps > 20, "it trains")
+    until(lambda: relays_of(run, "learner-0")[-1] == "site-a", "through the relay")
+    kill(run, "relay-site-a")
+    until(lambda: relays_of(run, "learner-0")[-1] == "", "it dials the shards")
+    until(lambda: relays_of(run, "learner-0")[-1] == "site-a", "the relay is back, in its job")
     assert "jobs to stop" in ddiloco("stop", run)
     until(lambda: not states(run), "all jobs end")
     assert learner(run, "learner-0").left

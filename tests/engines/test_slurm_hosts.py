@@ -27,7 +27,7 @@ from engines.slurm_runs import (
     until,
 )
 from engines.small_slurm import MACHINES, cancel_all, missing, two_node_slurm
-from process.process_runs import config_of
+from process.process_runs import config_of, kill, relays_of
 
 pytestmark = [
     pytest.mark.skipif(bool(missing()), reason=missing() or "Slurm is installed"),
@@ -47,6 +47,9 @@ def cancel_jobs() -> Iterator[None]:
     cancel_all()
 
 
+SLURM = {"backend": "slurm", "slurm": {"partition": "spot", "syncer_partition": "safe"}}
+
+
 def settings(folder: Path, *, steps: int) -> Path:
     """Return a run's file: one two-rank learner, one rank per machine, in which both ranks sync."""
     config = config_of(
@@ -58,9 +61,8 @@ def settings(folder: Path, *, steps: int) -> Path:
     )
     path = folder / "small.toml"
     values = config.model_dump(mode="json")
-    slurm = {"partition": "spot", "syncer_partition": "safe"}
     values["workload"]["options"] |= LARGE
-    values |= {"launch": {"backend": "slurm", "learner": {"hosts": 2}, "slurm": slurm}}
+    values |= {"launch": SLURM | {"learner": {"hosts": 2}}}
     path.write_text(dump_config(type(config)(**values)))
     return path
 
@@ -121,3 +123,25 @@ def test_a_two_machine_learner(tmp_path: Path) -> None:
     until(lambda: (run / "weights.safetensors").exists(), "the run ends")
     until(lambda: not states(run), "all jobs end")
     assert read_run(run, "run").finished
+
+
+@pytest.mark.long
+def test_a_relay_on_another_machine_than_the_syncer(tmp_path: Path) -> None:
+    """One learner dials the syncer's machine when it loses the relay, the other one has none."""
+    run, file, near = tmp_path / "runs/small", tmp_path / "small.toml", MACHINES[1]
+    config = config_of(run, run={"max_steps": STEPS}, sync={"quorum": 1}, syncer={"shards": 2})
+    site = {"name": "site-a", "learners": [0], "directives": [f"--nodelist={near}"]}
+    values = config.model_dump(mode="json") | {"launch": SLURM, "sites": [site]}
+    file.write_text(dump_config(type(config)(**values)))
+    ddiloco("launch", file)
+    until(lambda: relays_of(run, "learner-0")[-1:] == ["site-a"], "it trains through the relay")
+    assert (run / "host").read_text().strip() == MACHINES[0]
+    assert f"http://{near}:" in (run / "places/relay-site-a").read_text()
+    kill(run, "relay-site-a")
+    until(lambda: relays_of(run, "learner-0")[-1] == "", "it dials the shards")
+    until(lambda: relays_of(run, "learner-0")[-1] == "site-a", "it finds the relay's new port")
+    assert len((run / "places/relay-site-a").read_text().split()) == 2
+    assert set(relays_of(run, "learner-1")) == {""}
+    ddiloco("stop", run)
+    until(lambda: not states(run), "all jobs end")
+    assert learner(run, "learner-0").left

@@ -66,6 +66,26 @@ def test_learners_with_different_ranks_are_separate_arrays(tmp_path: Path) -> No
     assert "--array=2-2" in directives(scripts["learners-2.sbatch"])
 
 
+def test_a_site_gets_a_relay_on_the_nodes_of_its_learners(tmp_path: Path) -> None:
+    tables = config_of(tmp_path, slurm={"partition": "gpu", "syncer_partition": "cpu"}).model_dump()
+    tables["run"]["learners"] = 4
+    tables["sites"] = [
+        {"name": "site-a", "learners": [2, 0], "directives": ["--constraint=rack1"], "port": 7080},
+        {"name": "site-b", "learners": [1], "upstream": "site-a"},
+    ]
+    scripts = files(RunConfig(**tables), tmp_path)
+    assert set(scripts) == {
+        *("syncer.sbatch", "relay-site-a.sbatch", "relay-site-b.sbatch", "evaluator.sbatch"),
+        *("learners-0.sbatch", "learners-1.sbatch", "learners-3.sbatch"),
+    }
+    relay = scripts["relay-site-a.sbatch"]
+    assert {"--array=0,2", "--constraint=rack1"} <= directives(scripts["learners-0.sbatch"])
+    assert {"--partition=gpu", "--constraint=rack1", "--requeue"} <= directives(relay)
+    assert "--constraint=rack1" not in directives(scripts["relay-site-b.sbatch"])
+    assert "--name site-a --port 7080 --upstream" in relay
+    assert "--supervised\ncode=$?" in relay
+
+
 def test_ranks_on_several_hosts_are_tasks_of_one_step(tmp_path: Path) -> None:
     config = config_of(tmp_path, {"ranks": 16}, learner={"hosts": 2, "gpus": 16, "cpus": 32})
     script = files(config, tmp_path)["learners.sbatch"]

@@ -1,10 +1,11 @@
-"""Slurm engine: one job for the syncer and one per learner; equal learners form a job array.
+"""Slurm engine: one job for the syncer, and one per relay and per learner.
 
-A failed process restarts inside its job (`launch/supervised_process`). Ranks on several machines
-are tasks of one step (`launch/rank_processes`), and restart together. A job that receives SIGTERM,
-before its time limit or by a preemption, flushes and is requeued. A job that fails repeatedly is
-requeued, too, because its machine may be the reason. All jobs share the run folder, to which the
-syncer writes its address. The learners' jobs may start after the syncer's job has started.
+Equal learners form a job array. A failed process restarts inside its job
+(`launch/supervised_process`). Ranks on several machines are tasks of one step
+(`launch/rank_processes`), and restart together. A job that receives SIGTERM, before its time limit
+or by a preemption, flushes and is requeued. A job that fails repeatedly is requeued, too, because
+its machine may be the reason. All jobs share the run folder, to which the syncer and each relay
+write their addresses. The other jobs may start after the syncer's job has started.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from pathlib import Path
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.launch import LaunchSettings, RoleResources
+from decoupled_diloco.config.run import SiteSettings
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.engine import SETTINGS, Job, JobState
-from decoupled_diloco.launch.processes import EVALUATOR
+from decoupled_diloco.launch.processes import EVALUATOR, relay_process
 from decoupled_diloco.launch.run_folder import RunFolder
 from decoupled_diloco.runtime import now
+from decoupled_diloco.storage.shared_folder import RELAY
 from decoupled_diloco.units import MIB
 
 SYNCER = "syncer"
@@ -103,11 +106,13 @@ class Slurm:
 
     def files(self, config: RunConfig, folder: Path) -> Mapping[str, str]:
         files = {f"{SYNCER}.sbatch": _syncer(config, folder)}
-        groups = groupby(range(config.run.learners), key=config.learner.ranks_of)
-        for ranks, group in groups:
-            indices = list(group)
+        for site in config.sites:
+            files[f"{relay_process(site.name)}.sbatch"] = _relay(config, folder, site)
+        others = [index for index in range(config.run.learners) if not config.relay_of(index)]
+        groups = [list(group) for _, group in groupby(others, key=config.learner.ranks_of)]
+        for indices in (*(sorted(site.learners) for site in config.sites), *groups):
             name = "learners" if len(indices) == config.run.learners else f"learners-{indices[0]}"
-            files[f"{name}.sbatch"] = _learners(config, folder, ranks, indices)
+            files[f"{name}.sbatch"] = _learners(config, folder, indices)
         if config.run.evaluator:
             files[f"{EVALUATOR}.sbatch"] = _evaluator(config, folder)
         return files
@@ -151,11 +156,11 @@ class Slurm:
         return found
 
     def stop(self, jobs: Sequence[Job]) -> None:
-        """Cancel the jobs, the syncer's last, so that it receives the learners' last contributions.
+        """Cancel the jobs, those of relays and syncer last: they pass on the last contributions.
 
         Slurm waits `KillWait` (30 s by default) between SIGTERM and SIGKILL.
         """
-        first = [job for job in jobs if job.name != SYNCER]
+        first = [job for job in jobs if job.name != SYNCER and not job.name.startswith(RELAY)]
         deadline = now() + DRAIN_SECONDS
         if first:
             _run(["scancel", *(job.id for job in first)])
@@ -187,23 +192,46 @@ def _syncer(config: RunConfig, folder: Path) -> str:
     )
 
 
-def _learners(config: RunConfig, folder: Path, ranks: int, indices: Sequence[int]) -> str:
+def _learners(config: RunConfig, folder: Path, indices: Sequence[int]) -> str:
     launch, first, last = config.launch, indices[0], indices[-1]
-    hosts = launch.learner.hosts
+    hosts, ranks = launch.learner.hosts, config.learner.ranks_of(first)
     tasks = ranks // hosts if hosts > 1 else 1  # On one host the ranks are children of one task.
+    array = f"{first}-{last}" if len(indices) == last - first + 1 else ",".join(map(str, indices))
+    site = config.site_of(first)
     options = _sbatch_options(config, folder, "learner", launch.learner, hosts=hosts, tasks=tasks)
-    options += [f"--array={first}-{last}", f"--nodes={hosts}", f"--ntasks-per-node={tasks}"]
+    options += [f"--array={array}", f"--nodes={hosts}", f"--ntasks-per-node={tasks}"]
     options += _given("--gpus-per-node", str(launch.learner.gpus // hosts or ""))
     options += _given("--partition", launch.slurm.partition)
+    options += site.directives if site else ()
     role = _with_syncer(config, folder, "learner", '--index "$SLURM_ARRAY_TASK_ID"')
     ddiloco = f"{_command(launch)} {role}"
     command = f"srun {ddiloco} --supervised\ncode=$?"
     if hosts > 1:
         failed = f"{shlex.quote(f'{folder}/logs')}/learner-$SLURM_ARRAY_TASK_ID.failed"
         command = _TOGETHER.format(failed=failed, command=ddiloco).rstrip()
-    title = f"Learners {first} to {last}" if last > first else f"Learner {first}"
+    title = f"Learners {array}" if len(indices) > 1 else f"Learner {first}"
     return _script(
         f"{title} of {config.run.name}: one job each.", options, [*_prelude(launch), command]
+    )
+
+
+def _relay(config: RunConfig, folder: Path, site: SiteSettings) -> str:
+    name = relay_process(site.name)
+    command = _with_syncer(
+        config, folder, "relay", f"--name {site.name} --port {site.port}", option="--upstream"
+    )
+    return _script(
+        f"The relay of {site.name} in {config.run.name}; it restarts in this job.",
+        [
+            *_sbatch_options(config, folder, name, config.launch.syncer),
+            *_given("--partition", config.launch.slurm.partition),
+            *site.directives,
+        ],
+        [
+            *_prelude(config.launch),
+            f"srun {_command(config.launch)} {command} --supervised",
+            "code=$?",
+        ],
     )
 
 
@@ -224,10 +252,12 @@ def _evaluator(config: RunConfig, folder: Path) -> str:
     )
 
 
-def _with_syncer(config: RunConfig, folder: Path, role: str, *options: str) -> str:
+def _with_syncer(
+    config: RunConfig, folder: Path, role: str, *options: str, option: str = "--syncer"
+) -> str:
     """Return the command line of a process that finds the shards by the run folder."""
     words = [role, shlex.quote(str(folder / SETTINGS)), *options]
-    words += ["--syncer", shlex.quote(str(config.run.folder))]
+    words += [option, shlex.quote(str(config.run.folder))]
     secret = config.syncer.token_file
     if config.syncer.principals_file is None and secret is not None:
         words += ["--auth-token-file", shlex.quote(str(secret))]
