@@ -17,12 +17,13 @@ import pytest
 
 import decoupled_diloco as dd
 from decoupled_diloco.config import RunConfig, dump_config
+from decoupled_diloco.config.run import SiteSettings
 from decoupled_diloco.run_model import FollowedRun, RunModel
 from decoupled_diloco.run_model.facts import LearnerLog
 from decoupled_diloco_engines import ray as dd_ray
 from engines.ray_nodes import Nodes, ray_nodes
 from process import own_script, process_runs
-from process.process_runs import config_of
+from process.process_runs import config_of, kill, relays_of
 
 pytestmark = [
     pytest.mark.xdist_group("ray"),
@@ -151,15 +152,22 @@ def test_a_run_continues_while_nodes_come_and_go(nodes: Nodes, tmp_path: Path) -
 
 
 @pytest.mark.long
-def test_a_users_program_is_restarted_and_stopped(nodes: Nodes, tmp_path: Path) -> None:
+def test_users_programs_behind_a_relay_are_restarted_and_stopped(
+    nodes: Nodes, tmp_path: Path
+) -> None:
     nodes.have("safe", 1, cpus=2)
-    nodes.have("spot", 1, cpus=2)
+    nodes.have("spot", 1, cpus=3)
     folder, launch = tmp_path / "own", config(nodes, tmp_path).launch
     own = own_script.config_of("train", folder, "run.max_steps=100_000", "sync.quorum=1")
-    run = dd_ray.launch(own.model_copy(update={"launch": launch}))
+    site = SiteSettings(name="site-a", learners=(0, 1), nodes={"zone": "spot"})
+    run = dd_ray.launch(own.model_copy(update={"launch": launch, "sites": (site,)}))
     names = ("learner-0", "learner-1")
     for name in names:
         trains(folder, name, 20)
+    wait_for(lambda: relays_of(folder, "learner-0")[-1] == "site-a", "it has found the relay")
+    kill(folder, "relay-site-a")
+    wait_for(lambda: relays_of(folder, "learner-0")[-1] == "", "it dials the shards")
+    wait_for(lambda: relays_of(folder, "learner-0")[-1] == "site-a", "the relay is back")
     for program in own_script.programs(folder):
         os.kill(int(program.partition(":")[0]), signal.SIGKILL)
     wait_for(lambda: all(log_of(folder, n).epoch == 2 for n in names), "both were restarted")

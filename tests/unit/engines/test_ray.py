@@ -54,6 +54,20 @@ def test_a_plan_has_an_actor_per_host_with_its_resources() -> None:
     assert RayPlan(**json.loads(made.to_json())) == made
 
 
+def test_a_site_gets_a_relay_on_the_nodes_of_its_learners() -> None:
+    made = plan(
+        run={"learners": 2, "evaluator": False},
+        launch={"ray": {"learner_nodes": {"market": "spot"}}},
+        sites=[{"name": "site-a", "learners": [1], "nodes": {"zone": "a"}}],
+    )
+    assert [part.name for part in made.actors] == ["shard-0", "relay-site-a"]
+    labels = {part.name: part.labels for part in made.parts}
+    assert labels["relay-site-a"] == labels["learner-1"] == {"market": "spot", "zone": "a"}
+    assert labels["learner-0"] == {"market": "spot"}
+    words = " ".join(made.actors[1].commands["relay-site-a"].arguments)
+    assert "--name site-a --port 0 --host {host} --upstream" in words
+
+
 def test_one_process_logs_the_run() -> None:
     made = plan(run={"learners": 1, "trackers": ("tensorboard",)}, syncer={"shards": 2})
     loggers = [part.name for part in made.actors if LOGGER in part.commands]

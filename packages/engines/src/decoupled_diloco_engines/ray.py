@@ -268,13 +268,20 @@ def connect_args(run: str | Path, name: str) -> dict[str, Any]:
     """
     from decoupled_diloco.launch.secrets import own_tls, own_token
     from decoupled_diloco.learner.option_groups import SyncerConnection
-    from decoupled_diloco.storage.shared_folder import SharedFolder, recorded_end, shared_addresses
+    from decoupled_diloco.storage.shared_folder import (
+        SharedFolder,
+        recorded_end,
+        relay_address,
+        shared_addresses,
+    )
     from decoupled_diloco.transport.http_client import HttpClient
 
     config = Launch(launch_folder(Path(run))).config
     _require_ray(config)
     auth_token, tls = own_token(config, name), own_tls(config, name)
-    folder = config.run.folder
+    folder, ids = config.run.folder, config.learner_ids
+    relay = config.relay_of(ids.index(name)) if name in ids else ""
+    near = (relay_address(relay, config.tls.scheme),) if relay else ()
 
     def client() -> HttpClient:
         return HttpClient(
@@ -286,7 +293,7 @@ def connect_args(run: str | Path, name: str) -> dict[str, Any]:
         )
 
     return {
-        "syncer": SyncerConnection(shared_addresses(folder), client),
+        "syncer": SyncerConnection((*near, *shared_addresses(folder)), client),
         "name": name,
         "auth_token": auth_token,
         "tls": tls,

@@ -1,8 +1,8 @@
-"""Ray engine: a detached actor for each shard, and a placement group for each learner.
+"""Ray engine: a detached actor for each shard and relay, and a placement group for each learner.
 
 The actors run the run's processes (`node_agent`), and Ray restarts the actors. When a node dies,
 its actors restart on another node with free resources. All processes share the run folder, to which
-each shard writes its address.
+each shard and relay writes its address.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.launch.engine import Job, JobState
 from decoupled_diloco.launch.run_folder import RunFolder, enter_run_folder
 from decoupled_diloco.runtime import now
+from decoupled_diloco.storage.shared_folder import RELAY
 from decoupled_diloco_engines import ray_cluster as cluster
 from decoupled_diloco_engines.node_agent import ENDED, SHARD
 from decoupled_diloco_engines.ray_plan import PLAN, RayPlan, plan_of, read_plan
@@ -72,7 +73,7 @@ class Ray:
         return f"{config.run.folder}/logs"
 
     def submit(self, config: RunConfig, folder: Path, *, resume: bool = False) -> list[Job]:
-        """Start the shards' actors, then the others."""
+        """Start the actors of shards and relays, then the others."""
         plan = read_plan(folder)
         ray = self._connected()
         cluster.require_unused(ray, plan)
@@ -113,10 +114,10 @@ class Ray:
         return found
 
     def stop(self, jobs: Sequence[Job]) -> None:
-        """Ask the learners to flush and end, then the shards; kill those that do not end."""
+        """Ask the learners to flush and end, then the others; kill those that do not end."""
         ray, namespace = self._connected(), _namespace_of(jobs)
-        shards = [job for job in jobs if job.name.startswith(SHARD)]
-        for some in ([job for job in jobs if job not in shards], shards):
+        servers = [job for job in jobs if job.name.startswith((SHARD, RELAY))]
+        for some in ([job for job in jobs if job not in servers], servers):
             self._end(ray, namespace, some)
             _end_by_force(ray, namespace, some)
 

@@ -19,10 +19,11 @@ from pydantic import Field
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.launch import RoleResources
+from decoupled_diloco.config.run import SiteSettings
 from decoupled_diloco.config.settings import Settings
 from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.launch.engine import SETTINGS
-from decoupled_diloco.launch.processes import EVALUATOR, LOGGER, process_of
+from decoupled_diloco.launch.processes import EVALUATOR, LOGGER, process_of, relay_process
 from decoupled_diloco.storage.files import NOT_JSON
 
 PLAN = "ray.json"
@@ -44,7 +45,7 @@ class RayProcess(Settings):
 
 
 class RayPart(Settings):
-    """A part that is kept running: a shard, the evaluator, or a learner."""
+    """A part that is kept running: a shard, a relay, the evaluator, or a learner."""
 
     table: ClassVar[str] = "a part of ray.json"
 
@@ -87,7 +88,7 @@ class RayPlan(Settings):
     """File with the run's settings, on a file system that all nodes share."""
 
     actors: tuple[RayPart, ...] = Field(default=(), strict=False)
-    """Shards and evaluator: one detached actor each."""
+    """Shards, relays and evaluator: one detached actor each."""
 
     placement_groups: tuple[RayPart, ...] = Field(default=(), strict=False)
     """Learners: a placement group each, with a detached actor on each of its hosts."""
@@ -134,12 +135,13 @@ def plan_of(config: RunConfig, folder: Path) -> RayPlan:
     _require_placeable(config)
     learners = [_learner(config, folder, index) for index in range(config.run.learners)]
     shards = [_shard(config, folder, shard) for shard in range(config.syncer.shards)]
+    relays = [_relay(config, folder, site) for site in config.sites]
     evaluator = [_evaluator(config, folder)] if config.run.evaluator else []
     return RayPlan(
         run=config.run.name,
         namespace=config.launch.ray.namespace,
         settings=folder / SETTINGS,
-        actors=(*shards, *evaluator),
+        actors=(*shards, *relays, *evaluator),
         placement_groups=tuple(learners),
     )
 
@@ -180,6 +182,23 @@ def _shard(config: RunConfig, folder: Path, shard: int) -> RayPart:
     )
 
 
+def _relay(config: RunConfig, folder: Path, site: SiteSettings) -> RayPart:
+    name = relay_process(site.name)
+    place = ("--name", site.name, "--port", str(site.port), "--host", "{host}")
+    arguments = _with_syncer(config, folder, "relay", *place, option="--upstream")
+    return RayPart(
+        name=name,
+        bundles=_bundles(config.launch.syncer),
+        labels=_labels(config, site),
+        commands={name: RayProcess(arguments=arguments)},
+    )
+
+
+def _labels(config: RunConfig, site: SiteSettings | None) -> dict[str, str]:
+    """Return the labels of the nodes for a learner or for the relay of its site."""
+    return config.launch.ray.learner_nodes | (site.nodes if site else {})
+
+
 def _evaluator(config: RunConfig, folder: Path) -> RayPart:
     arguments = _with_syncer(config, folder, EVALUATOR)
     return RayPart(
@@ -199,7 +218,7 @@ def _learner(config: RunConfig, folder: Path, index: int) -> RayPart:
     return RayPart(
         name=name,
         bundles=_bundles(gets, gets.gpus, gets.hosts),
-        labels=dict(config.launch.ray.learner_nodes),
+        labels=_labels(config, config.site_of(index)),
         commands={name: command},
     )
 
@@ -219,10 +238,12 @@ def _over_hosts(config: RunConfig, name: str, ranks: int, arguments: tuple[str, 
     return RayProcess(module=TORCHRUN, arguments=(*torchrun, "-m", DDILOCO, *arguments))
 
 
-def _with_syncer(config: RunConfig, folder: Path, *role: str) -> tuple[str, ...]:
+def _with_syncer(
+    config: RunConfig, folder: Path, *role: str, option: str = "--syncer"
+) -> tuple[str, ...]:
     """Return the arguments of a process that finds the shards by the run folder."""
     command, *options = role
-    arguments = [command, str(folder / SETTINGS), *options, "--syncer", str(config.run.folder)]
+    arguments = [command, str(folder / SETTINGS), *options, option, str(config.run.folder)]
     return (*arguments, *_secret(config))
 
 
