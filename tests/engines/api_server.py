@@ -18,7 +18,7 @@ Manifest = dict[str, Any]
 
 KINDS = {
     "v1": ["Namespace", "Service", "ConfigMap", "Secret"],
-    "apps/v1": ["StatefulSet"],
+    "apps/v1": ["StatefulSet", "Deployment"],
     "batch/v1": ["Job"],
     "policy/v1": ["PodDisruptionBudget"],
     "networking.k8s.io/v1": ["NetworkPolicy"],

@@ -23,12 +23,16 @@ import yaml
 
 import encrypted
 from decoupled_diloco.config import RunConfig, dump_config
+from decoupled_diloco.launch.certificates import CertificateFolder
 from decoupled_diloco_engines.kubernetes import Kubernetes
 from free_ports import free_ports
 from process.process_runs import SMALL
 
 Manifest = dict[str, Any]
 TOKEN = "hush-hush-hush"
+
+RELAYS = {"site-a": ["learner-1", "site-b", "learner-0"], "site-b": ["learner-0"]}
+"""The processes that each relay's certificate names."""
 
 BIN = Path(sys.executable).parent
 
@@ -52,7 +56,12 @@ def certificates() -> Path:
     """Return a folder with certificates for the shards of `placed` and for their clients."""
     path = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, path, ignore_errors=True)
-    return encrypted.made(path, host="*.spread-syncer.default.svc")
+    encrypted.made(path, host="*.spread-syncer.default.svc")
+    found = CertificateFolder(path)
+    found.renew(["syncer"], 30, ["*.spread-relays.default.svc"])
+    for site, represents in RELAYS.items():
+        found.add([site], 30, ["*.spread-relays.default.svc"], represents)
+    return path
 
 
 def placed(*, kubernetes: Manifest | None = None, **tables: Any) -> RunConfig:
@@ -101,9 +110,11 @@ class Cluster:
     def __init__(self, manifests: list[Manifest], folder: Path) -> None:
         self.manifests = manifests
         self.folder = folder
-        self.ports = free_ports(
-            named(manifests, "StatefulSet", "spread-syncer")["spec"]["replicas"]
-        )
+        shards = named(manifests, "StatefulSet", "spread-syncer")["spec"]["replicas"]
+        relays = [m["metadata"]["name"] for m in manifests if m["kind"] == "Deployment"]
+        ports = free_ports(shards + len(relays))
+        self.ports = ports[:shards]
+        self.relay_ports = dict(zip(relays, ports[shards:], strict=True))
         self.started: list[subprocess.Popen[str]] = []
         self._mounted: list[tuple[Path, Manifest]] = []
 
@@ -112,13 +123,19 @@ class Cluster:
         pod = pod_of(named(self.manifests, "StatefulSet", "spread-syncer"))
         name = f"spread-syncer-{index}"
         path = {"metadata.labels['apps.kubernetes.io/pod-index']": str(index) if labelled else ""}
-        return self._start(pod, name, path, {}, index)
+        return self._start(pod, name, path, {}, port=self.ports[index])
 
-    def learner(self, index: int) -> subprocess.Popen[str]:
-        """Start a pod of the Indexed Job."""
-        pod = pod_of(named(self.manifests, "Job", "spread-learners"))
+    def relay(self, site: str) -> subprocess.Popen[str]:
+        """Start the pod of a Deployment."""
+        name = f"spread-relay-{site}"
+        pod = pod_of(named(self.manifests, "Deployment", name))
+        return self._start(pod, name, {}, {}, port=self.relay_ports[name])
+
+    def learner(self, index: int, job: str = "spread-learners") -> subprocess.Popen[str]:
+        """Start a pod of an Indexed Job."""
+        pod = pod_of(named(self.manifests, "Job", job))
         completion = {"JOB_COMPLETION_INDEX": str(index)}
-        return self._start(pod, f"spread-learners-{index}", {}, completion)
+        return self._start(pod, f"{job}-{index}", {}, completion)
 
     def evaluator(self) -> subprocess.Popen[str]:
         return self._start(
@@ -156,7 +173,7 @@ class Cluster:
         name: str,
         fields: dict[str, str],
         environment: dict[str, str],
-        shard: int | None = None,
+        port: int | None = None,
     ) -> subprocess.Popen[str]:
         (container,) = pod["containers"]
         for each in container["env"]:
@@ -165,11 +182,11 @@ class Cluster:
         start = self.folder / f"{name}.{len(self.started)}"
         mounts = self._mounts(pod, container, name, start)
         command = [self._here(word, mounts, environment) for word in container["command"]]
-        if shard is not None:
-            (port,) = container["ports"]
-            own, given = f"--port {self.ports[shard]} ", f"--port {port['containerPort']} "
-            assert given in command[-1], "it listens on the port of the Service"
-            command[-1] = command[-1].replace(given, own)
+        if port is not None:
+            (given,) = container["ports"]
+            text, listens = "\0".join(command), f"--port([ \0]){given['containerPort']}(?=[ \0])"
+            assert re.search(listens, text), "it listens on the port of the Service"
+            command = re.sub(listens, rf"--port\g<1>{port}", text).split("\0")
         with (self.folder / f"{name}.log").open("a") as log:
             process = subprocess.Popen(
                 command,
@@ -243,6 +260,9 @@ class Cluster:
                 f"//127.0.0.1:{port}",
                 word,
             )
+        for name, port in self.relay_ports.items():
+            host = name.removeprefix("spread-relay-") + r"\.spread-relays\.default\.svc"
+            word = re.sub(rf"//{host}:\d+", f"//127.0.0.1:{port}", word)
         for mounted, path in mounts.items():
             if mounted != "/tmp":  # the folders of the test may be in it
                 word = word.replace(mounted, str(path))

@@ -39,31 +39,35 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
 
 
 def test_a_run_is_submitted_shown_and_stopped(api: ApiServer, tmp_path: Path) -> None:
-    engine, config = Kubernetes(), placed()
+    engine, config = Kubernetes(), placed(sites=[{"name": "a", "learners": [0]}])
     engine.require(config)
     jobs = engine.submit(config, write(config, tmp_path / "spread.launch"))
-    assert jobs == [
-        Job("syncer", "default/statefulset.apps/spread-syncer"),
+    assert jobs[0] == Job("syncer", "default/statefulset.apps/spread-syncer")
+    assert set(jobs[1:]) == {
+        Job("relay-a", "default/deployment.apps/spread-relay-a"),
         Job("evaluator", "default/job.batch/spread-evaluator"),
         Job("learners", "default/job.batch/spread-learners"),
-    ]
+        Job("learners-a", "default/job.batch/spread-learners-a"),
+    }
     made = {path.rpartition("/")[2] for path in api.objects}
     assert made >= {"spread-settings", "spread-secret", "spread-syncer", "spread-learners"}
-    assert [state.state for state in engine.states(jobs)] == [
-        "0 of 2 ready",
-        "0 active, 0 of 1 complete",
-        "0 active, 0 of 2 complete",
-    ]
 
+    def states() -> dict[str, str]:
+        return {state.name: state.state for state in engine.states(jobs)}
+
+    assert states() == {
+        "syncer": "0 of 2 ready",
+        "relay-a": "0 of 1 ready",
+        **dict.fromkeys(("evaluator", "learners", "learners-a"), "0 active, 0 of 1 complete"),
+    }
     base = "/apis/batch/v1/namespaces/default/jobs/spread-learners"
     api.objects[base]["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
-    assert engine.states(jobs)[-1].state == "Complete"
+    assert states()["learners"] == "Complete"
 
     engine.stop(jobs)
     assert engine.states(jobs) == []
-    assert [path.rpartition("/")[2] for path in api.deleted][:3] == [
-        "spread-evaluator",
-        "spread-learners",
+    assert [path.rpartition("/")[2] for path in api.deleted][3:5] == [
+        "spread-relay-a",
         "spread-syncer",
     ], "the learners and the evaluator end first, so that the syncer receives their contributions"
     assert list(api.objects) == ["/api/v1/namespaces/default"]

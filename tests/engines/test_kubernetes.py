@@ -14,6 +14,7 @@ from kubeflow_trainer_api import models
 import encrypted
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.errors import ConfigError
+from decoupled_diloco.launch.certificates import CertificateFolder
 from decoupled_diloco.launch.launch_folder import write_launch
 from decoupled_diloco_engines import kubernetes_tls
 from decoupled_diloco_engines.kubernetes import Kubernetes
@@ -37,6 +38,10 @@ OPERATORS = {
 GPUS = {"learner": {"gpus": 4, "cpus": 8, "memory": "64GiB"}, "syncer": {"memory": "4GiB"}}
 SEVERAL = {"learner": {"gpus": 4, "cpus": 8, "memory": "64GiB", "hosts": 2}}
 MUTUAL = encrypted.tables(certificates())
+SITES = [
+    {"name": "site-a", "learners": [1], "nodes": {"zone": "a"}},
+    {"name": "site-b", "learners": [0], "upstream": "site-a", "port": 7080},
+]
 ENCRYPTED = {key: MUTUAL[key] for key in ("cert", "key", "ca_cert")}
 RUNS: dict[str, RunConfig] = {
     "plain": placed(),
@@ -63,7 +68,10 @@ RUNS: dict[str, RunConfig] = {
         for kind in ("jobset", "trainjob")
     },
     "jobset of one rank": placed(kubernetes={"learners": "jobset"}),
+    "sites": placed(sites=SITES, kubernetes={"learner_nodes": {"spot": "true"}}),
+    "jobset at sites": placed(sites=SITES, kubernetes={"learners": "jobset"}),
     "encrypted": placed(tls=ENCRYPTED),
+    "encrypted sites": placed(tls=MUTUAL, sites=SITES),
     **{
         f"certificates in a {kind}": placed(tls=MUTUAL, kubernetes={"learners": kind})
         for kind in ("job", "jobset", "trainjob")
@@ -137,9 +145,9 @@ def test_a_learner_has_time_to_flush(name: str, tmp_path: Path) -> None:
 
 
 def test_every_process_is_confined(tmp_path: Path) -> None:
-    manifests = rendered(placed(), tmp_path / "launch")
+    manifests = rendered(RUNS["sites"], tmp_path / "launch")
     pods = [pod_of(m) for m in manifests if "template" in m.get("spec", {})]
-    assert len(pods) == 3
+    assert len(pods) == 6
     for pod in pods:
         assert pod["securityContext"]["runAsNonRoot"] is True
         (container,) = pod["containers"]
@@ -150,7 +158,32 @@ def test_every_process_is_confined(tmp_path: Path) -> None:
         }
 
 
+def test_a_site_gets_a_relay_on_the_nodes_of_its_learners(tmp_path: Path) -> None:
+    manifests = rendered(RUNS["sites"], tmp_path / "launch")
+    relay = pod_of(named(manifests, "Deployment", "spread-relay-site-b"))
+    learners = pod_of(named(manifests, "Job", "spread-learners-site-a"))
+    upstream = pod_of(named(manifests, "Deployment", "spread-relay-site-a"))
+    assert upstream["nodeSelector"] == learners["nodeSelector"] == {"spot": "true", "zone": "a"}
+    assert relay["nodeSelector"] == {"spot": "true"}
+    near, domain = "http://site-a.spread-relays.default.svc:7070,", "spread-relays"
+    assert (upstream["hostname"], upstream["subdomain"]) == ("site-a", domain)
+    assert near in " ".join(relay["containers"][0]["command"])
+    (learner,) = learners["containers"]
+    assert near in learner["command"][2]
+    assert learner["command"][-2:] == ["learner", "1"], "the number of the first pod's learner"
+    (rule,) = named(manifests, "NetworkPolicy", domain)["spec"]["ingress"]
+    assert [port["port"] for port in rule["ports"]] == ["relay"]
+
+
 MISTAKES = {
+    "site": (
+        {"sites": [{"name": "Site_A", "learners": [0]}]},
+        "name='Site_A' in [[sites]] is not a valid name for",
+    ),
+    "long site": (
+        {"run": {"name": "a" * 40}, "sites": [{"name": "b" * 7, "learners": [0]}]},
+        "at most 6 characters with this name of the run",
+    ),
     "hosts": (
         {"launch": SEVERAL, "learner": {"ranks": 2}, "data": {"elastic": False}},
         'set learners = "jobset" or "trainjob"',
@@ -184,6 +217,7 @@ TLS_MISTAKES = {
     "no clients": ({"clients": None}, "set clients to the folder"),
     "another host": ({}, "renew FOLDER syncer --host '*.spread-syncer.default.svc'"),
     "an address": ({}, "renew FOLDER syncer --host 10.0.0.1"),
+    "another relay": ({}, "renew FOLDER site-a --host '*.spread-relays.default.svc'"),
     "too large": ({}, "would have"),
 }
 
@@ -193,14 +227,19 @@ def test_certificates_that_pods_cannot_use_are_rejected(
     mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes, sentence = TLS_MISTAKES[mistake]
-    tls, syncer = encrypted.tables(certificates()), {}
+    tls, syncer, sites = encrypted.tables(certificates()), {}, []
     if mistake == "another host":
         tls = encrypted.tables(encrypted.folder())
     if mistake == "an address":
         syncer = {"addresses": ["https://10.0.0.1:7070", "https://127.0.0.1:7071"]}
+    if mistake == "another relay":
+        path = encrypted.made(tmp_path / "tls", host="*.spread-syncer.default.svc")
+        CertificateFolder(path).add(["site-a"], 30, [], ["learner-0"])
+        tls, sites = encrypted.tables(path), [{"name": "site-a", "learners": [0]}]
     if mistake == "too large":
         monkeypatch.setattr(kubernetes_tls, "SECRET_BYTES_MAX", 2_000)
-    config = placed(tls={k: v for k, v in (tls | changes).items() if v}, syncer=syncer)
+    tls = {k: v for k, v in (tls | changes).items() if v}
+    config = placed(tls=tls, syncer=syncer, sites=sites)
     with pytest.raises(ConfigError) as error:
         Kubernetes().files(config, tmp_path)
     assert sentence in str(error.value)
@@ -217,6 +256,20 @@ def test_a_single_learner_gets_only_its_key_and_no_learner_gets_the_shards(tmp_p
         assert authority["secret"]["items"] == [{"key": "ca.crt", "path": "ca.crt"}]
         items = own["secret"].get("items")
         assert (items and [item["key"] for item in items]) == keys
+
+
+def test_a_relay_gets_its_own_key_or_that_of_the_shards(tmp_path: Path) -> None:
+    """With its own, it needs none of the shards. Without one, it must serve with theirs."""
+    for name, tls in (("own", MUTUAL), ("shared", ENCRYPTED)):
+        manifests = rendered(placed(tls=tls, sites=SITES), tmp_path / name)
+        pod = pod_of(named(manifests, "Deployment", "spread-relay-site-a"))
+        (volume,) = (each for each in pod["volumes"] if each["name"] == "tls")
+        if name == "shared":
+            assert volume["secret"]["secretName"] == "spread-tls"
+            continue
+        sources = [each["secret"] for each in volume["projected"]["sources"]]
+        keys = [[item["key"] for item in each["items"]] for each in sources]
+        assert keys == [["ca.crt", "client-ca.crt"], ["site-a.pem", "site-a.key"]]
 
 
 def test_private_keys_are_in_no_manifest_and_readable_only_by_the_user(tmp_path: Path) -> None:

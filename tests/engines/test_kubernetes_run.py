@@ -14,13 +14,16 @@ import encrypted
 from decoupled_diloco.launch.certificates import CertificateFolder
 from engines.manifests import Cluster, placed, rendered
 from process import own_script
-from process.process_runs import records, scalars, until
+from process.process_runs import records, relays_of, scalars, until
 
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     # Long enough that a restarted pod still trains, although a start takes seconds.
-    config = placed(run={"max_steps": 400, "evaluator": False, "trackers": ("tensorboard",)})
+    config = placed(
+        run={"max_steps": 400, "evaluator": False, "trackers": ("tensorboard",)},
+        sites=[{"name": "site-a", "learners": [1]}],
+    )
     cluster = Cluster(rendered(config, tmp_path / "spread.launch"), tmp_path)
     yield cluster
     cluster.kill()
@@ -47,13 +50,19 @@ def merged_from(run: Path, learner: str) -> bool:
 
 def test_the_pods_of_the_manifests_train_a_run_to_its_end(cluster: Cluster) -> None:
     shards = [cluster.shard(0), cluster.shard(1, labelled=False)]
-    learners = [cluster.learner(0), cluster.learner(1)]
+    relay = cluster.relay("site-a")
+    learners = [cluster.learner(0), cluster.learner(0, "spread-learners-site-a")]
     own = cluster.folder / "spread-syncer-0-data" / "run"
-    until(lambda: merged_from(own, "learner-1"), "the learner takes part", 120)
+    until(lambda: relays_of(own, "learner-1") == ["site-a"], "it takes part", 120)
+    until(lambda: merged_from(own, "learner-1"), "its contribution is merged", 120)
 
+    relay.kill()
+    until(lambda: relays_of(own, "learner-1")[-1] == "", "it dials the shards")
+    relay = cluster.relay("site-a")  # like the Deployment
     learners[1].kill()
     learners[1].wait()
-    learners[1] = cluster.learner(1)  # like the Job: a new pod with empty folders
+    # like the Job: a new pod with empty folders
+    learners[1] = cluster.learner(0, "spread-learners-site-a")
 
     for learner in learners:
         assert learner.wait(240) == 0, logs(cluster)
@@ -73,13 +82,15 @@ def test_the_pods_of_the_manifests_train_a_run_to_its_end(cluster: Cluster) -> N
     shards[1].wait()
     shards[1] = cluster.shard(1)
     until(lambda: phases(cluster) == {"finished"}, "it finds that the run is over")
-    late = cluster.learner(1)  # a pod that was lost at the very end
+    late = cluster.learner(0, "spread-learners-site-a")  # a pod that was lost at the very end
     assert late.wait(240) == 0, logs(cluster)
 
-    for shard in shards:
+    assert relays_of(own, "learner-1")[-1] == "site-a", "it has returned"
+    for shard in (*shards, relay):
         assert shard.poll() is None, "a shard does not end by itself, because it would be restarted"
         shard.send_signal(signal.SIGTERM)
     assert [shard.wait(240) for shard in shards] == [0, 0], logs(cluster)
+    assert relay.wait(240) in (0, 130), logs(cluster)
 
 
 @pytest.mark.long

@@ -8,6 +8,7 @@ RUN.launch/kustomization.yaml   lists the others; makes ConfigMap and Secrets fr
 files
            syncer.yaml          the shards
            learners.yaml        the learners and the evaluator
+           relays.yaml          the relays, if the run has sites
            tls/                 copies of the certificates and keys, if the run has any
 ```
 """
@@ -31,6 +32,8 @@ from decoupled_diloco_engines.kubernetes_objects import (
     addresses_of,
     labels_of,
     learner_objects,
+    relay_address,
+    relay_objects,
     require_placeable,
     syncer_objects,
 )
@@ -43,6 +46,7 @@ DRAIN_SECONDS = 300
 
 _KINDS = {
     "statefulset.apps": "",
+    "deployment.apps": "",
     "job.batch": "",
     "jobset.jobset.x-k8s.io": "the JobSet operator",
     "trainjob.trainer.kubeflow.org": "Kubeflow Trainer",
@@ -70,7 +74,8 @@ class Kubernetes:
         learners = _OPERATED[settings.learners]
         if _KINDS[learners]:
             self._require_operator(learners)
-        for kind in ("statefulset.apps", learners):
+        relays = ("deployment.apps",) if config.sites else ()
+        for kind in ("statefulset.apps", *relays, learners):
             answer = _kubectl(
                 "auth", "can-i", "create", kind, "-n", settings.namespace, question=True
             )
@@ -100,12 +105,13 @@ class Kubernetes:
                 "place that kubectl reads: leave token_file out, and put the secret into "
                 f"{folder}/token"
             )
-        kubernetes_tls.require_certificates(config, addresses_of(config))
-        return {
-            "kustomization.yaml": _documents([_kustomization(config)]),
-            "syncer.yaml": _documents(syncer_objects(config)),
-            "learners.yaml": _documents(learner_objects(config)),
-        }
+        relays = {site.name: relay_address(config, site) for site in config.sites}
+        kubernetes_tls.require_certificates(config, addresses_of(config), relays)
+        objects = {"syncer.yaml": syncer_objects(config), "learners.yaml": learner_objects(config)}
+        if config.sites:
+            objects["relays.yaml"] = relay_objects(config)
+        objects["kustomization.yaml"] = [_kustomization(config, sorted(objects))]
+        return {name: _documents(each) for name, each in objects.items()}
 
     def copies(self, config: RunConfig) -> dict[str, Path]:
         """Return certificates and keys, because kubectl reads only files in the folder."""
@@ -137,14 +143,15 @@ class Kubernetes:
         return [state for job in jobs if (state := _state_of(job)) is not None]
 
     def stop(self, jobs: Sequence[Job]) -> None:
-        """Delete the learners and the evaluator, wait until their pods end, then delete the syncer.
+        """Delete the learners and the evaluator, wait until their pods end, then delete the others.
 
-        The order lets the syncer receive the learners' last contributions. Each pod has the grace
-        period of its manifest between SIGTERM and SIGKILL. The shards' volumes, with the weights,
-        are kept.
+        The order lets the syncer receive the learners' last contributions through the relays. Each
+        pod has the grace period of its manifest between SIGTERM and SIGKILL. The shards' volumes,
+        with the weights, are kept.
         """
         syncers = [job for job in jobs if "/statefulset.apps/" in job.id]
-        for job in [*(job for job in jobs if job not in syncers), *syncers]:
+        relays = [job for job in jobs if "/deployment.apps/" in job.id]
+        for job in [*(job for job in jobs if job not in syncers + relays), *relays, *syncers]:
             namespace, kind, name = job.id.split("/")
             _delete(namespace, f"{kind}/{name}")
         for job in syncers:
@@ -160,13 +167,13 @@ def _delete(namespace: str, *what: str) -> None:
     _kubectl("delete", *what, "-n", namespace, *options, seconds=DRAIN_SECONDS + ANSWER_SECONDS)
 
 
-def _kustomization(config: RunConfig) -> Manifest:
+def _kustomization(config: RunConfig, resources: Sequence[str]) -> Manifest:
     name = config.run.name
     return {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
         "namespace": config.launch.kubernetes.namespace,
-        "resources": ["syncer.yaml", "learners.yaml"],
+        "resources": list(resources),
         "generatorOptions": {"disableNameSuffixHash": True, "labels": labels_of(config)},
         "configMapGenerator": [{"name": f"{name}-settings", "files": [f"run.toml={SETTINGS}"]}],
         "secretGenerator": [
@@ -229,7 +236,7 @@ def _state_text(found: Mapping[str, Any]) -> str:
         if condition["type"] in ("Complete", "Completed", "Failed", "Suspended"):
             reason = f": {condition['reason']}" if condition["type"] == "Failed" else ""
             return f"{condition['type']}{reason}"
-    if found["kind"] == "StatefulSet":
+    if found["kind"] in ("StatefulSet", "Deployment"):
         return f"{status.get('readyReplicas', 0)} of {spec['replicas']} ready"
     if found["kind"] == "Job":
         done = status.get("succeeded", 0)

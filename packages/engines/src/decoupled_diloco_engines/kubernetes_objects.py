@@ -2,7 +2,10 @@
 
 ```
 Service, StatefulSet, PodDisruptionBudget, NetworkPolicy   RUN-syncer: the shards
-Job (Indexed)                                              RUN-learners: single-host learners
+Service, NetworkPolicy                                     RUN-relays: the relays of all sites
+Deployment                                                 RUN-relay-SITE: the relay of a site
+Job (Indexed)                                              RUN-learners, and RUN-learners-SITE for
+                                                           those of a site: single-host learners
 JobSet, or TrainingRuntime and TrainJob                    RUN-learner-N: a multi-host learner
 Job                                                        RUN-evaluator
 ```
@@ -17,6 +20,7 @@ from typing import Any
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.launch import RoleResources
+from decoupled_diloco.config.run import SiteSettings
 from decoupled_diloco.errors import ConfigError
 from decoupled_diloco.units import MIB
 from decoupled_diloco_engines import kubernetes_tls
@@ -24,6 +28,9 @@ from decoupled_diloco_engines import kubernetes_tls
 Manifest = dict[str, Any]
 
 INSTANCE = "app.kubernetes.io/instance"
+SITE = "decoupled-diloco/site"
+"""Label of a relay's pod."""
+
 PORT = 7070
 MEETING_PORT = 29_500
 """Rendezvous port of the ranks of a multi-host learner."""
@@ -44,6 +51,9 @@ RESTARTS_MAX = 1000
 """Maximum number of restarts of a multi-host learner; torchrun's exit code has no reason."""
 
 NAME_MAX = 40
+NAMES_MAX = 46
+"""Maximum length of the names of run and site together. They and an index are a host name."""
+
 _NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 _SHARD = "${SHARD:-${HOSTNAME##*-}}"
 """The pod-index label if Kubernetes sets it (1.28 and later), otherwise the end of the pod's name.
@@ -62,6 +72,13 @@ def require_placeable(config: RunConfig) -> None:
             f"name={name!r} in [run] is not a valid name for Kubernetes objects: use a-z, 0-9 and "
             f"'-', at most {NAME_MAX} characters, starting with a letter"
         )
+    for site in config.sites:
+        if not _NAME.fullmatch(site.name) or len(name + site.name) > NAMES_MAX:
+            raise ConfigError(
+                f"name={site.name!r} in [[sites]] is not a valid name for Kubernetes objects: use "
+                f"a-z, 0-9 and '-', at most {NAMES_MAX - len(name)} characters with this name of "
+                "the run, starting with a letter"
+            )
     if config.syncer.standby or config.syncer.principals_file is not None:
         key = "standby" if config.syncer.standby else "principals_file"
         raise ConfigError(
@@ -85,12 +102,17 @@ def labels_of(config: RunConfig, role: str = "") -> dict[str, str]:
 def addresses_of(config: RunConfig) -> tuple[str, ...]:
     """Return the shards' addresses for the pods."""
     name, namespace = f"{config.run.name}-syncer", config.launch.kubernetes.namespace
-    scheme = "https" if config.tls.serves else "http"
     inside = [
-        f"{scheme}://{name}-{shard}.{name}.{namespace}.svc:{port_of(config)}"
+        f"{config.tls.scheme}://{name}-{shard}.{name}.{namespace}.svc:{port_of(config)}"
         for shard in range(config.syncer.shards)
     ]
     return config.syncer.addresses or tuple(inside)
+
+
+def relay_address(config: RunConfig, site: SiteSettings) -> str:
+    """Return the address of a site's relay for the pods."""
+    domain = f"{config.run.name}-relays.{config.launch.kubernetes.namespace}.svc"
+    return f"{config.tls.scheme}://{site.name}.{domain}:{site.port or port_of(config)}"
 
 
 def port_of(config: RunConfig) -> int:
@@ -101,29 +123,72 @@ def port_of(config: RunConfig) -> int:
 def syncer_objects(config: RunConfig) -> list[Manifest]:
     """Return the shards, their Service, and the rules for access and disruption."""
     name, labels = f"{config.run.name}-syncer", labels_of(config, "syncer")
-    port = {"name": "syncer", "port": port_of(config)}
+    budget = {"maxUnavailable": 1, "selector": {"matchLabels": labels}}
+    make = _maker(config, "syncer", name)
+    service, policy = _access(config, "syncer", name)
+    return [
+        service,
+        make("apps/v1", "StatefulSet", _shards(config, name)),
+        make("policy/v1", "PodDisruptionBudget", budget),
+        policy,
+    ]
+
+
+def relay_objects(config: RunConfig) -> list[Manifest]:
+    """Return the relays, with the names of their pods and the rules for access."""
+    relays = [_relay(config, site) for site in config.sites]
+    return [*_access(config, "relay", f"{config.run.name}-relays"), *relays] if relays else []
+
+
+def _access(config: RunConfig, role: str, name: str) -> tuple[Manifest, Manifest]:
+    """Return the Service that names the pods of a role, and the NetworkPolicy for them."""
+    labels, make = labels_of(config, role), _maker(config, role, name)
     service = {
         "clusterIP": "None",
-        # Shards and learners look each other up before any of them is ready.
+        # The processes look each other up before any of them is ready.
         "publishNotReadyAddresses": True,
         "selector": labels,
-        "ports": [{**port, "targetPort": "syncer"}],
+        "ports": [{"name": role, "port": port_of(config), "targetPort": role}],
     }
-    budget = {"maxUnavailable": 1, "selector": {"matchLabels": labels}}
     peers: list[Manifest] = [{"podSelector": {"matchLabels": labels_of(config)}}]
     peers += [{"ipBlock": {"cidr": each}} for each in config.launch.kubernetes.allowed_networks]
     policy = {
         "podSelector": {"matchLabels": labels},
         "policyTypes": ["Ingress"],
-        "ingress": [{"from": peers, "ports": [{"protocol": "TCP", "port": "syncer"}]}],
+        "ingress": [{"from": peers, "ports": [{"protocol": "TCP", "port": role}]}],
     }
-    make = _maker(config, "syncer", name)
-    return [
-        make("v1", "Service", service),
-        make("apps/v1", "StatefulSet", _shards(config, name)),
-        make("policy/v1", "PodDisruptionBudget", budget),
-        make("networking.k8s.io/v1", "NetworkPolicy", policy),
-    ]
+    return make("v1", "Service", service), make("networking.k8s.io/v1", "NetworkPolicy", policy)
+
+
+def _relay(config: RunConfig, site: SiteSettings) -> Manifest:
+    labels = {**labels_of(config, "relay"), SITE: site.name}
+    port = site.port or port_of(config)
+    upstream = next((each for each in config.sites if each.name == site.upstream), None)
+    place = ("--name", site.name, "--port", str(port))
+    command = _with_syncer(config, "relay", *place, site=upstream, option="--upstream")
+    container = {
+        **_container(config, "relay", "relay", config.launch.syncer, 1),
+        "command": [*command, *_sets({"syncer.host": "0.0.0.0"})],
+        "ports": [{"name": "relay", "containerPort": port}],
+        "startupProbe": _probe(config, "relay", period=2, failures=150),
+        "livenessProbe": _probe(config, "relay", period=10, failures=6),
+    }
+    tls = kubernetes_tls.volume(config, "relay", site.name)
+    pod = {
+        **_pod(config, container, SHARD_GRACE_SECONDS, tls),
+        **_nodes(config, site),
+        "hostname": site.name,
+        "subdomain": f"{config.run.name}-relays",
+    }
+    spec = {
+        "replicas": 1,
+        "strategy": {"type": "Recreate"},  # two relays of one name would exclude each other
+        "selector": {"matchLabels": labels},
+        "template": {"metadata": {"labels": labels}, "spec": pod},
+    }
+    return _maker(config, "relay", f"{config.run.name}-relay-{site.name}")(
+        "apps/v1", "Deployment", spec
+    )
 
 
 def _shards(config: RunConfig, name: str) -> Manifest:
@@ -141,9 +206,9 @@ def _shards(config: RunConfig, name: str) -> Manifest:
         # The shell only computes the shard number. `exec` replaces it, so SIGTERM reaches ddiloco.
         "command": ["/bin/sh", "-c", f"exec {_shard_command(config)}"],
         "ports": [{"name": "syncer", "containerPort": port_of(config)}],
-        "startupProbe": _probe(config, period=2, failures=150),
-        "readinessProbe": _probe(config, period=5, failures=2),
-        "livenessProbe": _probe(config, period=10, failures=6),
+        "startupProbe": _probe(config, "syncer", period=2, failures=150),
+        "readinessProbe": _probe(config, "syncer", period=5, failures=2),
+        "livenessProbe": _probe(config, "syncer", period=10, failures=6),
     }
     container["env"] = [
         {"name": "SHARD", "valueFrom": {"fieldRef": {"fieldPath": label}}},
@@ -193,11 +258,14 @@ def _shard_command(config: RunConfig) -> str:
     return f'{shlex.join(command)} --shard "{_SHARD}"'
 
 
-def _probe(config: RunConfig, *, period: int, failures: int) -> Manifest:
-    """Return a health probe. The kubelet has no client certificate; `/healthz` requires none."""
+def _probe(config: RunConfig, port: str, *, period: int, failures: int) -> Manifest:
+    """Return a health probe at a named port.
+
+    The kubelet has no client certificate; `/healthz` requires none.
+    """
     scheme = {"scheme": "HTTPS"} if config.tls.serves else {}
     return {
-        "httpGet": {"path": "/healthz", "port": "syncer", **scheme},
+        "httpGet": {"path": "/healthz", "port": port, **scheme},
         "periodSeconds": period,
         "timeoutSeconds": 5,
         "failureThreshold": failures,
@@ -208,7 +276,7 @@ def learner_objects(config: RunConfig) -> list[Manifest]:
     """Return the learners, and the evaluator if the run has one."""
     kind, learners = config.launch.kubernetes.learners, range(config.run.learners)
     if kind == "job":
-        found = [_learners_job(config)]
+        found = _learners_jobs(config)
     elif kind == "jobset":
         found = [_jobset(config, index) for index in learners]
     else:
@@ -216,18 +284,32 @@ def learner_objects(config: RunConfig) -> list[Manifest]:
     return [*found, _evaluator(config)] if config.run.evaluator else found
 
 
-def _learners_job(config: RunConfig) -> Manifest:
+def _learners_jobs(config: RunConfig) -> list[Manifest]:
+    """Return a Job for the learners of each site, and one for all others."""
+    others = [index for index in range(config.run.learners) if not config.relay_of(index)]
+    jobs = [_learners_job(config, site.learners, site) for site in config.sites]
+    return [*jobs, _learners_job(config, others)] if others else jobs
+
+
+def _learners_job(
+    config: RunConfig, indices: Sequence[int], site: SiteSettings | None = None
+) -> Manifest:
+    if list(indices) == list(range(config.run.learners)):
+        command = _with_syncer(config, "learner", "--index", "$(JOB_COMPLETION_INDEX)", site=site)
+    else:  # The shell only finds the learner's number. `exec` replaces it; see `_shards`.
+        learner = shlex.join(_with_syncer(config, "learner", site=site))
+        script = f'shift "$JOB_COMPLETION_INDEX"; exec {learner} --index "$1"'
+        command = ["/bin/sh", "-c", script, "learner", *map(str, indices)]
     spec = {
         "completionMode": "Indexed",
-        "completions": config.run.learners,
-        "parallelism": config.run.learners,
+        "completions": len(indices),
+        "parallelism": len(indices),
         "backoffLimitPerIndex": FAILURES_MAX,
         "podFailurePolicy": _failure_policy("FailIndex"),
-        "template": _learner_template(
-            config, _with_syncer(config, "learner", "--index", "$(JOB_COMPLETION_INDEX)")
-        ),
+        "template": _learner_template(config, command, site),
     }
-    return _maker(config, "learner", f"{config.run.name}-learners")("batch/v1", "Job", spec)
+    name = f"{config.run.name}-learners" + (f"-{site.name}" if site else "")
+    return _maker(config, "learner", name)("batch/v1", "Job", spec)
 
 
 def _failure_policy(action: str) -> Manifest:
@@ -246,10 +328,11 @@ def _jobset(config: RunConfig, index: int) -> Manifest:
     """Return a learner whose hosts are restarted together."""
     name = f"{config.run.name}-learner-{index}"
     meeting = f"{name}-node-0-0.{name}"
-    command = _with_syncer(config, "learner", "--index", str(index))
+    site = config.site_of(index)
+    command = _with_syncer(config, "learner", "--index", str(index), site=site)
     if config.learner.ranks_of(index) > 1:
         command = _over_hosts(config, index, meeting, command)
-    spec = _jobset_spec(config, _learner_template(config, command, f"learner-{index}"), {})
+    spec = _jobset_spec(config, _learner_template(config, command, site, f"learner-{index}"), {})
     return _maker(config, "learner", name)("jobset.x-k8s.io/v1alpha2", "JobSet", spec)
 
 
@@ -287,11 +370,11 @@ def _jobset_spec(config: RunConfig, template: Manifest, labels: Mapping[str, str
 def _trainjob(config: RunConfig, index: int) -> list[Manifest]:
     """Return a runtime that defines this learner's hosts, and the job."""
     name, hosts = f"{config.run.name}-learner-{index}", config.launch.learner.hosts
-    ranks = config.learner.ranks_of(index)
-    command = _with_syncer(config, "learner", "--index", str(index))
+    ranks, site = config.learner.ranks_of(index), config.site_of(index)
+    command = _with_syncer(config, "learner", "--index", str(index), site=site)
     if ranks > 1:  # The operator passes the hosts to torchrun in environment variables.
         command = ["torchrun", "-m", "decoupled_diloco.cli", *command[1:]]
-    template = _learner_template(config, command, f"learner-{index}", container="node")
+    template = _learner_template(config, command, site, f"learner-{index}", container="node")
     step = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
     runtime = {
         "mlPolicy": {"numNodes": hosts, "torch": {}},
@@ -328,15 +411,19 @@ def _evaluator(config: RunConfig) -> Manifest:
     return _maker(config, "evaluator", f"{config.run.name}-evaluator")("batch/v1", "Job", spec)
 
 
-def _with_syncer(config: RunConfig, role: str, *options: str) -> list[str]:
+def _with_syncer(
+    config: RunConfig,
+    role: str,
+    *options: str,
+    site: SiteSettings | None = None,
+    option: str = "--syncer",
+) -> list[str]:
+    """Return the command of a process that dials the relay of a site, if any, and the shards."""
+    near = () if site is None else (relay_address(config, site),)
     return [
         *("ddiloco", role, f"{SETTINGS_FOLDER}/run.toml", *options),
-        *(
-            "--syncer",
-            ",".join(addresses_of(config)),
-            "--auth-token-file",
-            f"{SECRET_FOLDER}/token",
-        ),
+        *(option, ",".join((*near, *addresses_of(config)))),
+        *("--auth-token-file", f"{SECRET_FOLDER}/token"),
         *_sets({"run.folder": RUN_FOLDER, "run.learners": config.run.learners}),
         *_sets(kubernetes_tls.pod_settings(config, role)),
     ]
@@ -347,24 +434,32 @@ def _sets(settings: Mapping[str, object]) -> list[str]:
 
 
 def _learner_template(
-    config: RunConfig, command: Sequence[str], alone: str = "", container: str = "learner"
+    config: RunConfig,
+    command: Sequence[str],
+    site: SiteSettings | None,
+    alone: str = "",
+    container: str = "learner",
 ) -> Manifest:
-    """Return the pods of all learners, or of the single learner `alone`."""
-    settings, hosts = config.launch.kubernetes, config.launch.learner.hosts
-    gets = config.launch.learner
+    """Return the pods of several learners, or of the single learner `alone`."""
+    gets, hosts = config.launch.learner, config.launch.learner.hosts
     each = _container(config, "learner", container, gets, hosts, gets.gpus)
     each["command"] = list(command)
     each["volumeMounts"] = [*each["volumeMounts"], {"name": "shm", "mountPath": "/dev/shm"}]
     grace = int(config.learner.leave_seconds_max)
     tls = kubernetes_tls.volume(config, "learner", alone)
-    pod = {**_pod(config, each, grace, tls), "restartPolicy": "Never"}
+    pod = {**_pod(config, each, grace, tls), **_nodes(config, site), "restartPolicy": "Never"}
     # Ranks on one host communicate through shared memory.
     pod["volumes"] = [*pod["volumes"], {"name": "shm", "emptyDir": {"medium": "Memory"}}]
-    if settings.learner_nodes:
-        pod["nodeSelector"] = dict(settings.learner_nodes)
-    if settings.tolerations:
-        pod["tolerations"] = [_toleration(taint) for taint in settings.tolerations]
     return {"metadata": {"labels": labels_of(config, "learner")}, "spec": pod}
+
+
+def _nodes(config: RunConfig, site: SiteSettings | None) -> Manifest:
+    """Return the choice of nodes for a learner, or for the relay of its site."""
+    settings = config.launch.kubernetes
+    labels = settings.learner_nodes | (site.nodes if site else {})
+    taints = [_toleration(taint) for taint in settings.tolerations]
+    chosen = {"nodeSelector": labels, "tolerations": taints}
+    return {field: value for field, value in chosen.items() if value}
 
 
 def _toleration(taint: str) -> Manifest:

@@ -3,20 +3,22 @@
 ```
 Secret RUN-tls       ca.crt, tls.crt, tls.key, client-ca.crt   certificate, key and CAs of the
 shards
-Secret RUN-clients   learner-N.pem, learner-N.key, evaluator…  client certificates and keys
+Secret RUN-clients   learner-N.pem, learner-N.key, evaluator…, certificates and keys of clients and
+                     SITE.pem, SITE.key                        relays
 ```
 
 The names in the first Secret are those of Kubernetes and cert-manager. A client pod gets only
 `ca.crt` from it, and none of the shards' keys. The pod of a single learner (JobSet, TrainJob), and
 the evaluator's, gets its own two files from the second Secret. The pods of an Indexed Job have the
-same template, so they get all files. Changed Secrets are updated in running pods, because no file
+same template, so they get all files. A relay serves with its own certificate. Without one, its pod
+gets the files of the shards. Changed Secrets are updated in running pods, because no file
 is mounted by `subPath`.
 """
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -82,12 +84,20 @@ def copy_of(key: str) -> str:
 
 def pod_settings(config: RunConfig, role: str) -> dict[str, str]:
     """Return the paths of a process's files, as settings for ``--set``."""
-    tls = config.tls
-    if role == "syncer":
-        given = {each: key for each, key in _OF_SHARDS.items() if getattr(tls, each)}
-        return {f"tls.{each}": f"{MOUNTED}/{key}" for each, key in given.items()}
-    paths = {"tls.ca_cert": f"{MOUNTED}/ca.crt"} if tls.ca_cert else {}
-    return paths | ({"tls.clients": MOUNTED} if tls.clients else {})
+    paths = {f"tls.{each}": f"{MOUNTED}/{key}" for each, key in _of_shards(config, role).items()}
+    has_own = config.tls.clients and role != "syncer"
+    return paths | ({"tls.clients": MOUNTED} if has_own else {})
+
+
+def _of_shards(config: RunConfig, role: str) -> dict[str, str]:
+    """Return the entries of the shards' Secret that a role gets, by their settings."""
+    if role == "syncer" or (role == "relay" and config.tls.clients is None):
+        got = set(_OF_SHARDS)
+    else:
+        got = {"ca_cert", "client_ca_cert"} if role == "relay" else {"ca_cert"}
+    return {
+        each: key for each, key in _OF_SHARDS.items() if each in got and getattr(config.tls, each)
+    }
 
 
 def volume(config: RunConfig, role: str, alone: str = "") -> list[Manifest]:
@@ -95,18 +105,18 @@ def volume(config: RunConfig, role: str, alone: str = "") -> list[Manifest]:
 
     Args:
         config: The run's settings.
-        role: "syncer", or the role of a client.
+        role: "syncer", "relay", or the role of a client.
         alone: Id of the only client in this kind of pod; empty for pods that share a template.
     """
     paths, name = pod_settings(config, role), config.run.name
     if not paths:
         return []
-    if role == "syncer":
+    if "tls.key" in paths:
         secret = {"secretName": f"{name}-tls", "defaultMode": 0o440}
         return [{"name": "tls", "secret": secret}]
     sources: list[Manifest] = []
-    if "tls.ca_cert" in paths:
-        items = [{"key": "ca.crt", "path": "ca.crt"}]
+    if shown := _of_shards(config, role).values():
+        items = [{"key": key, "path": key} for key in shown]
         sources.append({"secret": {"name": f"{name}-tls", "items": items}})
     if "tls.clients" in paths:
         source: Manifest = {"name": f"{name}-clients"}
@@ -117,12 +127,19 @@ def volume(config: RunConfig, role: str, alone: str = "") -> list[Manifest]:
     return [{"name": "tls", "projected": {"defaultMode": 0o440, "sources": sources}}]
 
 
-def require_certificates(config: RunConfig, addresses: Iterable[str]) -> None:
+def require_certificates(
+    config: RunConfig, addresses: Iterable[str], relays: Mapping[str, str]
+) -> None:
     """Check the files of [tls] before a pod uses them.
 
+    Args:
+        config: The run's settings.
+        addresses: Addresses of the shards.
+        relays: Address of each relay, by its name.
+
     Raises:
-        ConfigError: A file is missing, invalid or too large, or does not name a shard. Or the
-            settings require certificates of clients and provide none.
+        ConfigError: A file is missing, invalid or too large, or does not name a shard or a relay.
+            Or the settings require certificates of clients and provide none.
     """
     tls = config.tls
     if tls.serves and tls.ca_cert is None:
@@ -142,7 +159,10 @@ def require_certificates(config: RunConfig, addresses: Iterable[str]) -> None:
     served = served_tls(config)
     if served is not None:
         LiveTls(served)
-        _require_named(served.cert, [urlsplit(each).hostname or "" for each in addresses])
+        _require_named(served.cert, "syncer", addresses)
+        for relay, address in relays.items():
+            certificate = tls.clients / f"{relay}.pem" if tls.clients else served.cert
+            _require_named(certificate, relay if tls.clients else "syncer", [address])
     for secret, files in secret_files(config).items():
         size = sum(path.stat().st_size for path in files.values())
         if size > SECRET_BYTES_MAX:
@@ -153,17 +173,18 @@ def require_certificates(config: RunConfig, addresses: Iterable[str]) -> None:
             )
 
 
-def _require_named(certificate: Path, dialled: Iterable[str]) -> None:
+def _require_named(certificate: Path, owner: str, addresses: Iterable[str]) -> None:
     from decoupled_diloco.launch.certificates import hosts_of  # needs the extra `tls`
 
     names = hosts_of(certificate)
-    absent = [host for host in dialled if not any(_covers(name, host) for name in names)]
+    hosts = [urlsplit(each).hostname or "" for each in addresses]
+    absent = [host for host in hosts if not any(_covers(name, host) for name in names)]
     if absent:
         above = {f"'*.{host.partition('.')[2]}'" for host in absent if not _is_address(host)}
         missing = sorted(above) + [host for host in absent if _is_address(host)]
         raise ConfigError(
-            f"cert={str(certificate)!r} in [tls] does not name {absent[0]}, the address of "
-            "a shard: ddiloco certs renew FOLDER syncer "
+            f"{str(certificate)!r} in [tls] does not name {absent[0]}, the address of a shard or a "
+            f"relay: ddiloco certs renew FOLDER {owner} "
             + " ".join(f"--host {each}" for each in missing)
         )
 
@@ -188,5 +209,6 @@ def _is_address(host: str) -> bool:
 
 def _dialling(config: RunConfig) -> Iterator[str]:
     yield from config.learner_ids
+    yield from (site.name for site in config.sites)
     if config.run.evaluator:
         yield EVALUATOR
