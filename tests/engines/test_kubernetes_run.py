@@ -118,18 +118,26 @@ def test_the_pods_run_a_users_program(tmp_path: Path) -> None:
 def test_certificates_are_used_in_the_cluster_and_renewed_in_running_pods(tmp_path: Path) -> None:
     """Mutual TLS from the run's Secrets; one learner is a new pod after the renewal."""
     tls = encrypted.made(tmp_path / "tls", host="*.spread-syncer.default.svc")
+    CertificateFolder(tls).add(["site-a"], 30, ["*.spread-relays.default.svc"], ["learner-1"])
     config = placed(
         run={"max_steps": 400, "evaluator": True, "evaluate_interval_seconds": 1.0},
         tls=encrypted.tables(tls),
+        sites=[{"name": "site-a", "learners": [1]}],
     )
     cluster = Cluster(rendered(config, tmp_path / "spread.launch"), tmp_path)
     try:
         shards = [cluster.shard(shard) for shard in SHARDS]
-        learners = [cluster.learner(0), cluster.learner(1)]
+        cluster.relay("site-a")
+        learners = [cluster.learner(0), cluster.learner(0, "spread-learners-site-a")]
         evaluator = cluster.evaluator()
         until(lambda: cluster.healthy(0).get("clock", 0) > 5, "the run makes progress", 120)
         first = [certificate_of(cluster, shard, tls) for shard in SHARDS]
         assert listed(tmp_path, "learners-0") >= {"learner-0.key", "learner-1.key", "ca.crt"}
+        assert listed(tmp_path, "relay-site-a") == {
+            *("site-a.pem", "site-a.key", "ca.crt", "client-ca.crt")
+        }
+        own = tmp_path / "spread-syncer-0-data" / "run"
+        until(lambda: relays_of(own, "learner-1")[-1:] == ["site-a"], "the relay represents it")
         assert listed(tmp_path, "evaluator") == {"evaluator.pem", "evaluator.key", "ca.crt"}
 
         CertificateFolder(tls).renew([], 60)
@@ -138,7 +146,7 @@ def test_certificates_are_used_in_the_cluster_and_renewed_in_running_pods(tmp_pa
         assert not set(first) & set(new), "no process was restarted"
         learners[1].kill()
         learners[1].wait()
-        learners[1] = cluster.learner(1)
+        learners[1] = cluster.learner(0, "spread-learners-site-a")
         for process in (*learners, evaluator):
             assert process.wait(240) == 0, logs(cluster)
         until(lambda: phases(cluster) == {"finished"}, "both shards report the end of the run")
