@@ -373,8 +373,8 @@ class RelayOptions(DialOptions):
     Or a run folder that this machine shares with the syncer and with the site's learners."""
 
     port: Annotated[int, typer.Option()] = 7080
-    """Port at which the site's learners reach the relay. 0: any free one, which is recorded in the
-    run folder of --upstream."""
+    """Port at which the site's learners reach the relay. 0: any free one, which the log shows, and
+    which is recorded in the run folder of --upstream."""
 
     host: Annotated[str, typer.Option(metavar="HOST")] = ""
     """Host name or IP address that is recorded in the run folder of --upstream, for the site's
@@ -387,8 +387,6 @@ def relay(options: RelayOptions) -> None:
     from decoupled_diloco.launch.processes import relay_process
 
     config, name, shared = options.load(), options.name, options.shared_folder
-    if not (options.port or shared):
-        fail("--port 0 requires a run folder as --upstream, so that learners find the relay")
     if options.supervised:
         place = ["--name", name, "--port", str(options.port)]
         place += ["--host", options.host] if options.host else []
