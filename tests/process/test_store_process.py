@@ -36,8 +36,10 @@ SETTINGS = {
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
-    with object_server() as found:
+def server(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[ObjectServer]:
+    with object_server(getattr(request, "param", "s3")) as found:
         for name, value in found.environment.items():
             monkeypatch.setenv(name, value)
         yield found
@@ -64,11 +66,19 @@ def kill_the_machine(folder: Path, process: object) -> None:
     shutil.rmtree(folder)
 
 
-@pytest.mark.smoke
+@pytest.mark.parametrize(
+    "server",
+    [
+        pytest.param("s3", marks=pytest.mark.smoke),
+        pytest.param("gs", marks=pytest.mark.long),
+        pytest.param("az", marks=pytest.mark.long),
+    ],
+    indirect=True,
+)
 def test_a_run_continues_on_an_empty_folder_from_the_store_alone(
     tmp_path: Path, server: ObjectServer
 ) -> None:
-    folder, address = tmp_path / "run", f"s3://{BUCKET}/runs/x"
+    folder, address = tmp_path / "run", server.address("runs/x")
     run = {"max_steps": 160, "store": address, "store_interval_seconds": 1.0}
     file = config_file(folder, run=run, **SETTINGS)
     with stopped_at_exit(command("train", str(file))) as process:

@@ -17,6 +17,9 @@ PORT_MAX = 65_535
 LEASE_SECONDS_MIN = 2.0
 """The shortest lease in an object store: a renewal, a quarter of it, takes a tenth of a second."""
 
+LEASE_SECONDS_MIN_GCS = 4.0
+"""The shortest lease on GCS, which accepts one write of an object per second."""
+
 
 class SyncerSettings(Settings):
     """`[syncer]`: the CPU processes that merge."""
@@ -104,10 +107,15 @@ class SyncerSettings(Settings):
                     f"lease_store={self.lease_store!r} in [syncer] is in one process: name a store "
                     "that both processes of a shard reach"
                 )
-            if self.lease_seconds < LEASE_SECONDS_MIN:
+            on_gcs = self.lease_store.startswith("gs:")
+            least = LEASE_SECONDS_MIN_GCS if on_gcs else LEASE_SECONDS_MIN
+            if self.lease_seconds < least:
+                reason = "each renewal is a request"
+                if on_gcs:
+                    reason += ", and GCS accepts one write of an object per second"
                 raise ConfigError(
                     f"lease_seconds={self.lease_seconds} in [syncer] is too short for lease_store: "
-                    f"it must be at least {LEASE_SECONDS_MIN}, because each renewal is a request"
+                    f"it must be at least {least}, because {reason}"
                 )
         return self
 

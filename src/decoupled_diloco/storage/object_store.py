@@ -10,7 +10,6 @@ no region), `StorageError` if the store is away and may come back.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
@@ -52,38 +51,58 @@ RETRIES = 2
 _MEMORY: dict[str, Any] = {}
 """The stores of ``memory://`` addresses in this process, by bucket."""
 
-_REGION = "set AWS_REGION to the region of the bucket"
+_CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+}
+"""Variables with the credentials, by the scheme of the address."""
+
+_ENDPOINTS = {
+    "s3": ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"),
+    "gs": ("GOOGLE_BASE_URL",),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+}
+"""Variables with the URL of another service, by the scheme of the address."""
 
 _REFUSALS: tuple[tuple[str, str, str], ...] = (
     # text in the store's answer, what is wrong, the fix
     (
         "NoSuchBucket|ContainerNotFound|(bucket|container) does not exist|Unable to canonicalize",
         "does not exist",
-        "create the bucket, or correct the address",
+        "create the {bucket}, or correct the address",
     ),
     (
-        "ExpiredToken|TokenRefreshRequired|token has expired|AuthenticationFailed.*[Ee]xpire",
+        "InvalidBucketName|InvalidResourceName|OutOfRangeInput",
+        "has a {bucket} name that is not valid",
+        "correct the address",
+    ),
+    (
+        "ExpiredToken|TokenRefreshRequired|token has expired|AuthenticationFailed(?s:.*)[Ee]xpir",
         "refuses this process, because its credentials have expired",
         "renew them, and start the command again in that environment",
     ),
     (
-        "InvalidAccessKeyId|SignatureDoesNotMatch|InvalidToken|401 Unauthorized",
+        "service account file|[Cc]redentials? file|Invalid Access Key",
+        "cannot be used, because the credentials of this process cannot be read",
+        "check {credentials}",
+    ),
+    (
+        "InvalidAccessKeyId|SignatureDoesNotMatch|InvalidToken|401 Unauthorized|invalid_grant"
+        "|failed to authenticate",
         "does not accept the credentials of this process",
-        "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (gs:// and az:// have their own), or "
-        "the role of this machine",
+        "check {credentials}, or the role of this machine",
     ),
     (
         "without LOCATION|PermanentRedirect|AuthorizationHeaderMalformed|IllegalLocation"
         "|MissingRegion|missing region",
         "is in another region than the requests",
-        _REGION,
+        "set AWS_REGION to the region of the bucket",
     ),
     (
-        "169.254.169.254|metadata.google.internal|token request|[Mm]issing.*[Cc]redent",
+        "169.254.169.254|metadata.google.internal|[Mm]issing.*[Cc]redent",
         "cannot be used, because this process has no credentials",
-        "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (gs://: GOOGLE_APPLICATION_CREDENTIALS, "
-        "az://: AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY), or give this machine a "
-        "role",
+        "set {credentials}, or give this machine a role",
     ),
     ("Account must be specified", "has no account", "set AZURE_STORAGE_ACCOUNT_NAME"),
     (
@@ -200,14 +219,19 @@ class Objects:
         pages = iter(_obstore().list(self._store, prefix, offset=after or None))
         while (page := self._request(lambda: next(pages, None))) is not None:
             for meta in page:
-                if str(meta["path"]).startswith(f"{prefix}/"):
+                # Not every store takes `offset` into account.
+                if str(meta["path"]).startswith(f"{prefix}/") and str(meta["path"]) > after:
                     yield StoredObject(str(meta["path"]), int(meta["size"]))
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete objects; those that do not exist count as deleted."""
-        if names:
-            with contextlib.suppress(FileNotFoundError):
+        try:
+            if names:
                 self._request(lambda: _obstore().delete(self._store, list(names)))
+        except FileNotFoundError:
+            # The request ends at the first object that does not exist. The others may remain.
+            for name in names if len(names) > 1 else ():
+                self.delete([name])
 
     def _request(self, request: Callable[[], _T]) -> _T:
         """Make a request.
@@ -236,9 +260,14 @@ def temporary_folder(owner: object) -> Path:
 
 
 def _refusal(address: str, text: str) -> ConfigError | StorageError:
+    scheme = urlsplit(address).scheme
+    words = {
+        "bucket": "container" if scheme == "az" else "bucket",
+        "credentials": _CREDENTIALS.get(scheme, ""),
+    }
     for pattern, wrong, fix in _REFUSALS:
         if re.search(pattern, text):
-            return ConfigError(f"store={address!r} {wrong}: {fix}")
+            return ConfigError(f"store={address!r} {wrong}: {fix}".format(**words))
     return StorageError(f"store={address!r} is away ({_in_short(text)}): check the network")
 
 
@@ -281,10 +310,8 @@ def _opened(address: str, create: bool, request_seconds: float, retries: int) ->
             "timeout": timedelta(seconds=request_seconds),
             "connect_timeout": timedelta(seconds=min(10.0, request_seconds)),
         }
-        endpoints = [os.environ.get(f"AWS_ENDPOINT_URL{end}", "") for end in ("", "_S3")]
-        if any(
-            each.startswith("http://") for each in [*endpoints, os.environ.get("AWS_ENDPOINT", "")]
-        ):
+        endpoints = [os.environ.get(name, "") for name in _ENDPOINTS[parts.scheme]]
+        if any(each.startswith("http://") for each in endpoints):
             client["allow_http"] = True  # the endpoint already says so
         retry: RetryConfig = {
             "max_retries": retries,

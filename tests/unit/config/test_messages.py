@@ -201,6 +201,11 @@ CASES: list[tuple[dict[str, Any], str]] = [
         "lease_seconds=1.0 in [syncer] is too short for lease_store: it must be at least 2.0, "
         "because each renewal is a request",
     ),
+    (
+        run() | {"syncer": {"lease_store": "gs://b/x", "standby": True, "lease_seconds": 3.0}},
+        "lease_seconds=3.0 in [syncer] is too short for lease_store: it must be at least 4.0, "
+        "because each renewal is a request, and GCS accepts one write of an object per second",
+    ),
     (run(folder="a\0b"), "folder='a\\x00b' in [run] has the character NUL: take it out"),
     (run(trackers=["a\0"]), "trackers=('a\\x00',) in [run] has the character NUL: take it out"),
     ({"syncer": {"host": ""}}, "host='' in [syncer] is empty: write a text, or take host out"),

@@ -29,7 +29,7 @@ def test_an_object_is_written_read_listed_and_deleted(objects: Objects) -> None:
     assert objects.get("a/1") == b"one"
     assert sorted((e.name, e.nbytes) for e in objects.listed("a")) == [("a/1", 3), ("a/2", 3)]
     assert [each.name for each in objects.listed("a", after="a/1")] == ["a/2"]
-    objects.delete(["a/1", "a/none"])
+    objects.delete(["a/none", "a/1"])  # in this order, because some stores stop at the first
     assert [each.name for each in objects.listed("a")] == ["a/2"]
 
 
@@ -103,3 +103,66 @@ def test_an_error_is_one_sentence(answer: str, kind: type[DilocoError], message:
     error = object_store._refusal("s3://b/x", answer)
     assert type(error) is kind
     assert str(error) == message
+
+
+@pytest.mark.parametrize(
+    ("address", "answer", "message"),
+    [
+        (
+            "gs://b/x",
+            "Error performing token request: Error performing GET http://169.254.169.254/compute",
+            "cannot be used, because this process has no credentials: set "
+            "GOOGLE_APPLICATION_CREDENTIALS, or give this machine a role",
+        ),
+        (
+            "gs://b/x",
+            'Error performing token request: 400 Bad Request: {"error":"invalid_grant"}',
+            "does not accept the credentials of this process: check "
+            "GOOGLE_APPLICATION_CREDENTIALS, or the role of this machine",
+        ),
+        (
+            "gs://b/x",
+            "Error performing token request: Error performing POST https://oauth2.googleapis.com/"
+            "token in 3ms - HTTP error: error sending request",
+            "is away (token request: POST https://oauth2.googleapis.com/token: HTTP error: error "
+            "sending request): check the network",
+        ),
+        (
+            "az://b/x",
+            "404 Not Found: <Code>ContainerNotFound</Code>",
+            "does not exist: create the container, or correct the address",
+        ),
+        (
+            "az://b/x",
+            "400 Bad Request: <Code>OutOfRangeInput</Code>",
+            "has a container name that is not valid: correct the address",
+        ),
+        (
+            "az://b/x",
+            "403 Forbidden: <Code>AuthenticationFailed</Code><Message>no\n</Message>"
+            "<AuthenticationErrorDetail>Signature not valid: Expiry [Sat]",
+            "refuses this process, because its credentials have expired: renew them, and start the "
+            "command again in that environment",
+        ),
+    ],
+)
+def test_an_error_names_what_the_cloud_of_the_address_needs(
+    address: str, answer: str, message: str
+) -> None:
+    assert str(object_store._refusal(address, answer)) == f"store={address!r} {message}"
+
+
+@pytest.mark.parametrize("content", [None, "{}"])
+def test_credentials_that_cannot_be_read_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None
+) -> None:
+    file = tmp_path / "key.json"
+    if content is not None:
+        file.write_text(content)
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(file))
+    with pytest.raises(ConfigError) as caught:
+        Objects("gs://bucket/x")
+    assert str(caught.value) == (
+        "store='gs://bucket/x' cannot be used, because the credentials of this process cannot be "
+        "read: check GOOGLE_APPLICATION_CREDENTIALS"
+    )
