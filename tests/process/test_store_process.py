@@ -115,6 +115,32 @@ def test_a_run_continues_on_an_empty_folder_from_the_store_alone(
 
 
 @pytest.mark.long
+def test_a_learner_of_several_ranks_continues_from_the_store_alone(
+    tmp_path: Path, server: ObjectServer
+) -> None:
+    folder, address = tmp_path / "run", server.address("runs/ranks")
+    run = {"max_steps": 160, "store": address, "store_interval_seconds": 1.0}
+    ranks = {"ranks": [2, 1], "parallelism": ["fsdp", "plain"], **SETTINGS["learner"]}
+    tables = {**SETTINGS, "learner": ranks, "data": {"elastic": False}}
+    file = config_file(folder, run=run, **tables)
+    with stopped_at_exit(command("train", str(file))) as process:
+
+        def has_checkpoints() -> bool:
+            state = newest_state(Objects(address))
+            files = () if state is None else state.files
+            return any(path.startswith("learners/learner-0/00000003.ranks/") for path in files)
+
+        until(has_checkpoints, "three checkpoints of all ranks in the store", 60, every=0.5)
+        kill_the_machine(folder, process)
+    other = tmp_path / "other"
+    done = ddiloco("train", "--resume", address, "--set", f"run.folder={other}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    began = [r for r in records(other, "learner-0") if r.kind == "start"]
+    assert len(began) == 2, "it did not fail and start again"
+    assert " from checkpoint: its progress" in (other / "logs/learner-0.log").read_text()
+
+
+@pytest.mark.long
 def test_a_run_goes_back_to_a_checkpoint_that_only_the_store_has(
     tmp_path: Path, server: ObjectServer
 ) -> None:

@@ -214,7 +214,7 @@ class Job:
     pause: float = 0.0
     trouble: str = ""
     optimizer: str = "sgd"
-    checkpoint: Path | None = None
+    checkpoint: Path | str | None = None
     interval_seconds: float = 0.0
     sync_ranks: int | Literal["hosts", "all"] = 1
     block: int = 0

@@ -65,6 +65,16 @@ def test_ranks_that_do_not_fit_end_with_the_reason_on_every_rank(
             assert message in learner.log(rank), learner.log(rank)[-3000:]
 
 
+def test_an_address_for_the_checkpoints_of_ranks_is_refused(tmp_path: Path) -> None:
+    with ranks(Job("ddp", NOWHERE, "one", tmp_path, checkpoint="s3://bucket/x"), 2) as learner:
+        assert 0 not in learner.wait()
+        for rank in range(2):
+            assert (
+                "checkpoint='s3://bucket/x' cannot be combined with several ranks: pass a folder "
+                "that all ranks share; [run] store mirrors the run folder"
+            ) in learner.log(rank)
+
+
 def test_a_rank_without_a_learner_is_named(tmp_path: Path) -> None:
     with ranks(Job("fsdp", NOWHERE, "one", tmp_path, trouble="no learner"), 2) as learner:
         deadline = time.monotonic() + 240

@@ -509,7 +509,8 @@ class Mirror:
         return [
             path.relative_to(self.folder).as_posix()
             for path in found
-            if not path.name.startswith(".")
+            # torch.distributed.checkpoint names all tensors in `.metadata`.
+            if (path.name == ".metadata" or not path.name.startswith("."))
             and path.suffix != ".part"
             # A checkpoint of the run without a manifest is incomplete.
             and not (path.parent.parent == of_checkpoints and path.parent not in whole)

@@ -46,6 +46,7 @@ def folder(tmp_path: Path) -> Path:
     write(run, "durable/shard-0/00000001.safetensors", b"weights")
     write(run, "durable/shard-0/00000001.journal", b"record")
     write(run, "coordinator/00000001.json", b"{}")
+    write(run, "learners/a/00000001.ranks/.metadata", b"of all ranks")
     return run
 
 
@@ -75,6 +76,7 @@ def test_a_state_has_everything_that_a_run_needs_and_no_secret(
     for path in ("token", ".token", "lock", "addresses", "payloads/shard-0/1", "report.html"):
         write(folder, path, b"not mirrored")
     write(folder, "durable/shard-0/.00000002.safetensors.7.part", b"torn")
+    write(folder, "learners/a/00000001.ranks/.metadata.tmp", b"torn")
     write(folder, "checkpoints/000001/shard-0.safetensors", b"without a manifest")
     assert Mirror(folder, objects, "x").write()
     assert restored(objects, tmp_path / "other") == expected
