@@ -17,10 +17,11 @@ from uuid import uuid4
 import pytest
 import torch
 
+from decoupled_diloco.config import RunConfig
 from decoupled_diloco.errors import ConfigError, StorageError
 from decoupled_diloco.launch import run_mirror
 from decoupled_diloco.launch.processes import MIRROR, open_tape
-from decoupled_diloco.launch.run_mirror import follow
+from decoupled_diloco.launch.run_mirror import follow, mirror_folder
 from decoupled_diloco.learner.learner_checkpoint import LearnerCheckpoint
 from decoupled_diloco.learner.stored_checkpoints import StoredCheckpoints
 from decoupled_diloco.run_model import read_run
@@ -142,6 +143,22 @@ def test_a_mirror_without_its_store_at_the_end_names_the_command_that_completes_
     again = Following(folder, address)
     again.end()
     assert "weights.safetensors" in required_state(Objects(address)).files
+
+
+def test_a_shard_with_another_folder_is_reported(folder: Path, address: str) -> None:
+    run = {"max_steps": 8, "folder": folder, "store": address, "store_interval_seconds": 1.0}
+    config, stop = RunConfig(run=run, syncer={"shards": 3}), threading.Event()
+    (folder / "tape/shard-1-standby.jsonl").write_bytes(b"")
+    with open_tape(folder, MIRROR, {"machine": MIRROR}) as tape:
+        stop.set()
+        mirror_folder(folder, config, tape, stop, lambda: False)
+    found = status_of(read_run(folder), time.time()).store
+    assert found is not None
+    assert found.problem == (
+        f"store={address!r} cannot continue this run, because it has no state of shard 2: let all "
+        f"shards share {folder}"
+    )
+    assert found.state == 1
 
 
 def test_a_slow_store_has_the_newest_state_and_not_each_one(

@@ -15,6 +15,7 @@ import tempfile
 import tomllib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from threading import Event
 
@@ -95,6 +96,7 @@ def follow(
     interval_seconds: float,
     stop: Event,
     over: Callable[[], bool] = lambda: False,
+    lacking: Callable[[], str] = lambda: "",
 ) -> None:
     """Mirror until the run is over, and then write the last state.
 
@@ -104,6 +106,7 @@ def follow(
         interval_seconds: Seconds from the start of one state to the start of the next.
         stop: Set when the run's other processes have ended.
         over: Whether they have ended, where no process sets ``stop``.
+        lacking: Returns why a run could not continue from the folder; empty if it could.
 
     Raises:
         ConfigError: Another process has continued the run from the store.
@@ -128,7 +131,7 @@ def follow(
                 reporter.report(problem)
                 raise ConfigError(problem)
             if written or problem:
-                reporter.report(problem)
+                reporter.report(problem or lacking())
             if last and not problem:
                 return
             if mirror.sent_bytes != progress[1] or not last:
@@ -181,8 +184,23 @@ def mirror_folder(
     mirror = Mirror(folder, Objects(config.run.store), config.run.name)
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
-    follow(mirror, tape, config.run.store_interval_seconds, stop, over)
+    lacking = partial(_lacking, folder, config)
+    follow(mirror, tape, config.run.store_interval_seconds, stop, over, lacking)
     return mirror
+
+
+def _lacking(folder: Path, config: RunConfig) -> str:
+    """Return which shards write to another folder; empty if none does, or before they train."""
+    if not config.syncer.persist or not any(folder.glob("durable/shard-0/*.safetensors")):
+        return ""
+    shards = range(config.syncer.shards)
+    # A shard opens its tape, or its standby does, before it connects to any process.
+    others = [each for each in shards if not any(folder.glob(f"tape/shard-{each}[.-]*"))]
+    names = ", ".join(f"shard {each}" for each in others)
+    return names and (
+        f"store={config.run.store!r} cannot continue this run, because it has no state of {names}: "
+        f"let all shards share {folder}"
+    )
 
 
 def restored_run(address: str, settings: Sequence[str]) -> tuple[Path, list[str], StoredState]:
