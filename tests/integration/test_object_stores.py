@@ -98,7 +98,9 @@ class Following:
             found = self.status()
             if found is not None and condition(found):  # type: ignore[operator]
                 return found
-            assert time.monotonic() < deadline, found
+            if time.monotonic() > deadline:
+                self.stop.set()  # otherwise, the thread would follow forever
+                raise AssertionError(found)
             time.sleep(0.05)
 
     def end(self) -> None:
@@ -250,6 +252,17 @@ def test_objects_are_written_read_listed_and_deleted(address: str) -> None:
     assert objects.create("b", b"first")
     assert not objects.create("b", b"second")
     assert objects.get("b") == b"first"
+
+
+@pytest.mark.parametrize("running", ["gs"], indirect=True)
+def test_a_refused_token_is_named(address: str, server: ObjectServer) -> None:
+    server.refusal = "401 AuthenticationRequired"
+    with pytest.raises(ConfigError) as caught:
+        Objects(address, retries=0).put("a", b"")
+    assert str(caught.value) == (
+        f"store={address!r} does not accept the credentials of this process: check "
+        "GOOGLE_APPLICATION_CREDENTIALS, or the role of this machine"
+    )
 
 
 @pytest.mark.parametrize("running", ["az"], indirect=True)
