@@ -11,7 +11,7 @@ FAST_JOBS := $(subst =3 --dist=loadgroup,=2 --dist=worksteal,$(JOBS))
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 LOG := .venv/setup.log
-AZURITE := 3.37.0
+AZURITE := .venv/.azurite
 PIP := $(BIN)/python -m pip install --progress-bar off -c constraints.txt
 TELL := 2>&1 | tee -a $(LOG) | sed -unE \
 	-e 's/^ *(Downloading|Using cached) ([^-]+-[^-]+)-.*(\([0-9]{2,}\.[0-9]+ MB\)).*/  \2 \3/p' \
@@ -75,16 +75,20 @@ $(STAMP): pyproject.toml packages/plan/pyproject.toml packages/engines/pyproject
 		constraints.txt
 	@echo "set-up, once and for some minutes: Python packages into .venv; all that pip says: $(LOG)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@echo "1 of 4: pip"
+	@echo "1 of 3: pip"
 	@$(PIP) --upgrade pip $(TELL)
-	@echo "2 of 4: PyTorch, with its libraries the most of it"
+	@echo "2 of 3: PyTorch, with its libraries the most of it"
 	@$(PIP) torch $(TELL)
-	@echo "3 of 4: decoupled-diloco, and what develops and tests it"
+	@echo "3 of 3: decoupled-diloco, and what develops and tests it"
 	@$(PIP) --editable '.[cli]' --editable packages/plan --editable packages/engines --editable packages/lab \
 		--group dev $(TELL)
-	@echo "4 of 4: Azurite, a server of az:// for tests; without npm, they are skipped"
-	@! command -v npm >/dev/null || npm install --silent --no-audit --prefix .venv azurite@$(AZURITE) $(TELL) || true
 	@touch $(STAMP)
+
+# A server of az:// for tests. It is large, and only tests need it; without npm, they are skipped.
+$(AZURITE): Makefile
+	@! command -v npm >/dev/null || npm install --silent --no-audit --no-fund --prefix .venv azurite@3.37.0 \
+		2>>$(LOG) || true
+	@mkdir -p $(@D) && touch $@
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis dist site
