@@ -33,10 +33,10 @@ FAST := tests/unit
 SLOWER := $(wildcard $(addprefix tests/unit/,chaos engines export goodput launch plan run_model show simulate tape))
 OTHERS := $(filter-out $(FAST) %/__pycache__,$(patsubst %/,%,$(wildcard tests/*/))) $(SLOWER)
 
-test: $(STAMP) check  ## every feature and every deliberate break, in at most 20 minutes on two cores
+test: $(STAMP) $(AZURITE) check  ## every feature and every deliberate break, in at most 20 minutes on two cores
 	$(BIN)/pytest -q $(JOBS) -m "not long" $(OTHERS)
 
-test-long: $(STAMP)  ## the other tests, in less than an hour: before a release
+test-long: $(STAMP) $(AZURITE)  ## the other tests, in less than an hour: before a release
 	$(BIN)/pytest -q $(JOBS) -m long tests
 
 check: $(STAMP)  ## format, lint, types and the fast tests, in at most 100 seconds

@@ -47,7 +47,7 @@ def _require(name: str) -> None:
 
 
 def _azurite() -> str:
-    """Return the program that serves Azure, which `make setup` installs where there is npm."""
+    """Return the program that serves Azure, which `make test` installs where there is npm."""
     places = [str(Path(sys.prefix) / "node_modules/.bin"), None]
     found = next(filter(None, (shutil.which("azurite-blob", path=each) for each in places)), None)
     if found is None:
