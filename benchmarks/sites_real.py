@@ -15,7 +15,9 @@ import os
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -63,57 +65,63 @@ def start(place: Sites, syncer: Syncer, name: str, *words: str) -> subprocess.Po
         )
 
 
-def carried_out(
-    place: Sites, syncer: Syncer, relays: bool
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Start the sites' processes, wait for their end, and return CPU seconds and peak MiB."""
+Usage = dict[str, list[tuple[float, float, float]]]
+"""Samples of each server process: the instant, its CPU seconds, and its resident MiB."""
+
+
+def carried_out(place: Sites, syncer: Syncer, relays: bool) -> Usage:
+    """Start the sites' processes, wait for their end, and return what the servers used."""
     started: dict[str, subprocess.Popen[bytes]] = {}
     ways = dict.fromkeys(SITES, syncer.address)
-    cpu: dict[str, float] = {}
-    memory: dict[str, float] = {}
+    samples: Usage = defaultdict(list)
     try:
         for site in SITES if relays else ():
             port = str(free_port())
-            words = ("--name", site, "--port", port, "--upstream", syncer.address)
-            started[f"relay-{site}"] = start(place, syncer, f"relay-{site}", "relay", *words)
+            there = ("--set", "syncer.host=0.0.0.0", "--port", port)
+            words = ("relay", "--name", site, *there, "--upstream", syncer.address)
+            started[f"relay-{site}"] = start(place, syncer, f"relay-{site}", *words)
             ways[site] = f"http://{ADDRESSES[1]}:{port},{syncer.address}"
         for site, own in SITES.items():
             for index in own:
-                words = ("--index", str(index), "--syncer", ways[site])
-                started[f"learner-{index}"] = start(
-                    place, syncer, f"learner-{index}", "learner", *words
-                )
+                words = ("learner", "--index", str(index), "--syncer", ways[site])
+                started[f"learner-{index}"] = start(place, syncer, f"learner-{index}", *words)
         servers = {name: each for name, each in started.items() if name.startswith("relay")}
         servers |= {f"shard-{number}": each for number, each in enumerate(syncer.shards)}
         learners = [each for name, each in started.items() if name.startswith("learner")]
         while any(each.poll() is None for each in learners):
             for name, process in servers.items():
-                used = usage(process.pid)
-                if used is not None:
-                    cpu[name], memory[name] = used
+                samples[name].append((time.monotonic(), *usage(process.pid)))
             time.sleep(0.5)
         assert not any(each.returncode for each in learners), syncer.folder
     finally:
         for process in started.values():
             end_with_its_children(process)
-    return cpu, memory
+    return samples
 
 
-def usage(pid: int) -> tuple[float, float] | None:
-    """Return the CPU seconds and the peak memory in MiB of the Python process of a session."""
-    total, peak = 0.0, 0.0
-    for each in subprocess.run(
-        ["ps", "-o", "pid=", "-s", str(pid)], capture_output=True, text=True, check=False
-    ).stdout.split():
-        try:
-            fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
-            status = Path(f"/proc/{each}/status").read_text()
-        except OSError:
-            continue
-        total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-        high = [line for line in status.splitlines() if line.startswith("VmHWM")]
-        peak = max(peak, int(high[0].split()[1]) / 1024 if high else 0.0)
-    return (total, peak) if total else None
+def usage(session: int) -> tuple[float, float]:
+    """Return the CPU seconds and the resident MiB of the processes of a session."""
+    listed = subprocess.run(
+        ["ps", "-o", "pid=", "-s", str(session)], capture_output=True, text=True, check=False
+    )
+    seconds, mib = 0.0, 0.0
+    for pid in listed.stdout.split():
+        with suppress(OSError):
+            fields = Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()
+            seconds += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+            mib = max(mib, int(fields[21]) * os.sysconf("SC_PAGE_SIZE") / 2**20)
+    return seconds, mib
+
+
+def between(samples: Usage, begin: float, end: float) -> dict[str, dict[str, float]]:
+    """Return the CPU seconds and the largest memory of each server within a time."""
+    found = {}
+    for name, own in samples.items():
+        inside = [each for each in own if begin <= each[0] <= end]
+        (first, used, _), (last, all_used, _) = inside[0], inside[-1]
+        cores = (all_used - used) / (last - first)
+        found[name] = {"cores": cores, "mib": max(mib for _, _, mib in inside)}
+    return found
 
 
 def records(folder: Path, process: str) -> list[Record]:
@@ -126,7 +134,7 @@ def measure(codec: str, relays: bool, steps: int, tool: Path) -> dict[str, Any]:
         joined("ddsites", LINKS[LINK], tool) as place,
         a_syncer(tables(codec, steps), host=ADDRESSES[0], before=place.command(0)) as syncer,
     ):
-        cpu, memory = carried_out(place, syncer, relays)
+        samples = carried_out(place, syncer, relays)
         time.sleep(1.0)
         own = [records(syncer.folder, f"learner-{index}") for index in range(LEARNERS)]
         times = [[r.at for r in each if r.type == "StepFinished"] for each in own]
@@ -157,8 +165,7 @@ def measure(codec: str, relays: bool, steps: int, tool: Path) -> dict[str, Any]:
         "step_median": at_share(intervals, 0.5),
         "step_p99": at_share(intervals, 0.99),
         "step_max": intervals[-1],
-        "cpu": cpu,
-        "memory_mib": memory,
+        "servers": between(samples, begin, end),
     }
 
 
@@ -183,14 +190,11 @@ def summary(codec: str, rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
         )
         for what in ("step_median", "step_p99", "step_max"):
             found[f"{what}_{name}"] = spread(row[what] for row in each)
-        found[f"shard_cpu_{name}"] = spread(row["cpu"]["shard-0"] / row["rounds"] for row in each)
-    found["relay_cpu"] = spread(
-        row["cpu"][f"relay-{site}"] / row["rounds"] for row in tree for site in SITES
-    )
-    found["relay_mib"] = spread(
-        row["memory_mib"][f"relay-{site}"] for row in tree for site in SITES
-    )
-    found["shard_mib"] = spread(row["memory_mib"]["shard-0"] for row in tree)
+        found[f"shard_cores_{name}"] = spread(row["servers"]["shard-0"]["cores"] for row in each)
+        found[f"shard_mib_{name}"] = spread(row["servers"]["shard-0"]["mib"] for row in each)
+    relays = [row["servers"][f"relay-{site}"] for row in tree for site in SITES]
+    for what in ("cores", "mib"):
+        found[f"relay_{what}"] = spread(each[what] for each in relays)
     return found
 
 

@@ -16,9 +16,18 @@ LEARNERS = 2
 
 
 def start(
-    made: Link, folder: Path, *, steps: int, step_seconds: float, **workload: Any
+    made: Link,
+    folder: Path,
+    *,
+    steps: int,
+    step_seconds: float,
+    relay: bool = False,
+    **workload: Any,
 ) -> RunConfig:
-    """Start the run's processes, and return its configuration."""
+    """Start the run's processes, and return its configuration.
+
+    With ``relay``, the learners are behind a relay at their end of the link.
+    """
     (folder / "token").write_text("a secret")
     config = RunConfig(
         run={
@@ -29,6 +38,7 @@ def start(
         },
         sync={"fragments": 8, "sync_every": 8, "overlap_steps": 2},
         syncer={"host": FAR_ADDRESS, "port": 7070, "token_file": folder / "token"},
+        sites=({"name": "site-a", "learners": tuple(range(LEARNERS))},) if relay else (),
         workload={
             "name": "paced",
             "options": {
@@ -43,8 +53,13 @@ def start(
     path = folder / "run.toml"
     path.write_text(dump_config(config))
     made.start(FAR, "syncer", str(path), "--shard", "0")
+    syncer = f"http://{FAR_ADDRESS}:7070"
+    if relay:
+        here = ("--set", "syncer.host=127.0.0.1", "--upstream", syncer)
+        made.start(NEAR, "relay", str(path), "--name", "site-a", *here)
+        syncer = f"http://127.0.0.1:7080,{syncer}"
     for index in range(LEARNERS):
-        made.start(NEAR, "learner", str(path), "--index", str(index))
+        made.start(NEAR, "learner", str(path), "--index", str(index), "--syncer", syncer)
     return config
 
 

@@ -47,14 +47,24 @@ def test_on_a_saturated_link_no_learner_is_evicted_or_waits(saturated: Saturated
     assert_replays(saturated.folder / "run")
 
 
-def test_learners_train_while_the_link_is_cut_and_are_admitted_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("relay", "seconds"),
+    [
+        pytest.param(False, 14, id="direct"),  # longer than a lease
+        pytest.param(True, 60, id="behind-a-relay", marks=pytest.mark.long),
+    ],
+)
+def test_learners_train_while_the_link_is_cut_and_are_admitted_again(
+    relay: bool, seconds: int, tmp_path: Path
+) -> None:
     with link(tmp_path, mbit=100) as made:
         small = {"width": 32, "layers": 1, "heads": 2}
-        start(made, tmp_path, steps=160, step_seconds=STEP_SECONDS, **small)
+        steps = 90 + int(seconds / STEP_SECONDS)
+        start(made, tmp_path, steps=steps, step_seconds=STEP_SECONDS, relay=relay, **small)
         wait_for_steps(made, tmp_path, 30)
         cut_at = time.monotonic()
         made.cut()
-        time.sleep(14)  # longer than a lease
+        time.sleep(seconds)
         made.heal()
         healed_at = time.monotonic()
         finish(made, seconds=120)
@@ -69,5 +79,7 @@ def test_learners_train_while_the_link_is_cut_and_are_admitted_again(tmp_path: P
         assert applied, "it applied global weights again"
     folded = [r for r in shard if r.type == "Fold" and r.at > healed_at]
     assert {r.data["learner"] for r in folded} == {"learner-0", "learner-1"}
+    if relay:
+        assert any(r.type == "SumArrived" and r.at > healed_at for r in shard)
     assert longest_step(tmp_path) < STEP_SECONDS_MAX
     assert_replays(tmp_path / "run")

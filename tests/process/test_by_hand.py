@@ -340,8 +340,10 @@ def test_every_process_can_be_started_by_hand(tmp_path: Path) -> None:
 @pytest.mark.smoke
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a file system of 64 KiB")
 def test_training_continues_when_the_disk_of_the_tape_is_full(tmp_path: Path) -> None:
+    """One learner is behind a relay, whose tape fills, too."""
     folder = tmp_path / "run"
-    config = config_of(folder, run={"max_steps": 120})
+    sites = [{"name": "site-a", "learners": [1]}]
+    config = config_of(folder, run={"max_steps": 120}, sites=sites)
     tape = str(folder / "tape")
     mounted = False
     with ExitStack() as stack, local_run(config) as run:
@@ -361,7 +363,7 @@ def test_training_continues_when_the_disk_of_the_tape_is_full(tmp_path: Path) ->
     assert load_weights(outcome.weights)
     said = {path.stem: path.read_text() for path in (folder / "logs").glob("*.log")}
     assert "No space left on device: its records wait in memory" in said["learner-0"]
-    for name in ("learner-0", "learner-1", "shard-0"):
+    for name in ("learner-0", "learner-1", "shard-0", "relay-site-a"):
         assert "Traceback" not in said[name]
 
 

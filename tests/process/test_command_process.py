@@ -108,7 +108,7 @@ def test_a_port_in_use_is_reported_at_once(tmp_path: Path) -> None:
         file = config_file(tmp_path / "run", syncer={"port": port})
         code, output = ended(command("train", str(file)), 30.0)
     assert code == 4
-    assert f"error: a shard cannot listen on 127.0.0.1:{port}: Address already in use" in output
+    assert f"error: cannot listen on 127.0.0.1:{port}: Address already in use" in output
     assert "--set syncer.port=" in output
     assert not (tmp_path / "run").exists(), "a run that has not begun leaves nothing"
 
@@ -119,7 +119,7 @@ def test_a_shard_whose_port_is_in_use_leaves_no_folder(tmp_path: Path) -> None:
         file = config_file(tmp_path / "run", syncer={"port": port})
         code, output = ended(command("syncer", str(file), "--shard", "0"), 30.0)
     assert code == 4
-    assert f"error: a shard cannot listen on 127.0.0.1:{port}: Address already in use" in output
+    assert f"error: cannot listen on 127.0.0.1:{port}: Address already in use" in output
     assert "Choose another one with --port" in output
     assert not (tmp_path / "run").exists(), "a run that has not begun leaves nothing"
 

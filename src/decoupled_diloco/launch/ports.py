@@ -36,7 +36,7 @@ def free_ports(host: str, wanted: Sequence[int], choose: str = ANY) -> list[int]
             except OSError as error:
                 where = url_of(host, port).removeprefix("http://")
                 raise TransportError(
-                    f"a shard cannot listen on {where}: {error.strerror}: {_fix(error, choose)}"
+                    f"cannot listen on {where}: {error.strerror}: {_fix(error, choose)}"
                 ) from error
             ports.append(each.getsockname()[1])
         return ports

@@ -32,6 +32,9 @@ from decoupled_diloco.transport.limits import Limits
 
 logger = logging.getLogger(__name__)
 
+COMPRESSED_BITS = 15
+"""Size of deflate's window, as a power of two, on the control connection of a relay."""
+
 WebSocket = aiohttp.ClientWebSocketResponse[bool] | web.WebSocketResponse
 SMALL_BODY_BYTES = 96 << 10
 """Largest payload that may travel over a channel. On 0.1 Mbit/s it delays the next message by 8 s,
@@ -42,6 +45,15 @@ BROKEN = (aiohttp.ClientError, ConnectionError, RuntimeError)
 """Exceptions of a send on a connection that is gone."""
 FLUSH_SECONDS = 1.0
 """Time that `close` waits for a peer to receive the outbox; twice this for its close frame."""
+
+
+def window_bits(role: str) -> int:
+    """Return the window of deflate on the control connection of a role; 0: no compression.
+
+    A relay carries the messages of many learners, which resemble each other, over a long link.
+    Elsewhere, compression would cost more time than it saves.
+    """
+    return COMPRESSED_BITS if role == "relay" else 0
 
 
 class Mailbox:

@@ -36,7 +36,7 @@ from decoupled_diloco.transport.byte_ranges import (
     write_content_range,
     write_range,
 )
-from decoupled_diloco.transport.channel import SMALL_BODY_BYTES, WebSocketChannel
+from decoupled_diloco.transport.channel import SMALL_BODY_BYTES, WebSocketChannel, window_bits
 from decoupled_diloco.transport.http_server import (
     BBR,
     CONTROL,
@@ -171,7 +171,7 @@ class HttpClient:
                     origin.with_path(CONTROL),
                     **self._way(origin, headers),
                     autoping=False,
-                    compress=0,
+                    compress=window_bits(role),
                     max_msg_size=self._limits.message_bytes,
                     timeout=aiohttp.ClientWSTimeout(ws_close=1.0),
                 )

@@ -41,6 +41,7 @@ from decoupled_diloco.transport.channel import (
     SMALL_BODY_BYTES,
     WebSocketChannel,
     handle,
+    window_bits,
     with_body,
 )
 from decoupled_diloco.transport.documents import FACT_PREFIX, NoSuchDocumentError, Query, Website
@@ -317,7 +318,10 @@ class HttpServer:
         role = request.headers.get("X-Role", "")
         check_role(role)
         ws = web.WebSocketResponse(
-            autoping=False, compress=False, max_msg_size=self._limits.message_bytes, timeout=1.0
+            autoping=False,
+            compress=bool(window_bits(role)),
+            max_msg_size=self._limits.message_bytes,
+            timeout=1.0,
         )
         try:
             await ws.prepare(request)

@@ -134,10 +134,12 @@ async def test_an_oversized_message_is_rejected_by_its_sender(world: Any) -> Non
     assert await theirs.receive() == {"fine": True}
 
 
-async def test_oversized_message_of_a_peer_closes_the_channel(world: Any) -> None:
+@pytest.mark.parametrize("role", ["learner", "relay"])
+async def test_oversized_message_of_a_peer_closes_the_channel(role: str, world: Any) -> None:
+    """Also one that a relay has compressed to a small one."""
     server = await world.server()
     client = world.client(limits=Limits(message_bytes=8 << 20))
-    mine = await client.connect(server.address, "learner", "learner-0")
+    mine = await client.connect(server.address, role, "learner-0")
     theirs = await world.accepted.get()
     mine.send({"text": "x" * (2 << 20)})
     assert "protocol violation" in await reason_of(theirs)
