@@ -20,7 +20,11 @@ INTO = Path(__file__).parents[2] / ".venv" / "peers"
 WORKLOAD = ("torch==2.13.0", "numpy==2.4.6", "pydantic==2.14.3")
 """Requirements of `common`."""
 
-PEERS = {"torchft": "torchft==0.2.0", "hivemind": "hivemind==1.1.12", "flower": "flwr==1.42.0"}
+PEERS = {
+    "torchft": "torchft==0.2.0",
+    "hivemind": "hivemind==1.1.12",
+    "flower": "flwr[simulation]==1.42.0",
+}
 """Tested with Python 3.11; flwr needs 3.11 or later. hivemind's wheel, which has the daemon for
 peer-to-peer communication, is for Linux on x86-64."""
 
