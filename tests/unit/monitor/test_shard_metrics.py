@@ -92,7 +92,7 @@ async def test_each_site_has_its_own_series(shard: WatchedShard) -> None:
         join(shard, learner)
     for learner in ("a", "b"):
         state.members[learner].connected, state.members[learner].relay = True, "site-a"
-    state.relays.add("site-a")
+    state.relays["site-a"] = ""
     state.site("site-b").refuse(7)
     state.site("site-a").accept(100, [90, 95])
     found = await scraped(ShardMetrics(shard))
