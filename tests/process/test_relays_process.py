@@ -230,8 +230,8 @@ def test_a_relay_rejects_an_upstream_that_is_no_use(tmp_path: Path) -> None:
         run.wait_for_shards()
         steps = iter(when(lambda: has_sums_of_one_shard(folder)))
 
-        def rejected(name: str, *options: str) -> str:
-            text = (folder / "run.toml").read_text()
+        def rejected(name: str, *options: str, site: str = "site-a") -> str:
+            text = (folder / "run.toml").read_text().replace('"site-a"', f'"{site}"')
             other.write_text(text.replace(str(folder), str(tmp_path / "elsewhere")))
             secret = ["--auth-token-file", str(run.secret_file)]
             upstream = ["--upstream", run.addresses[0], "--port", "0"]
@@ -241,7 +241,8 @@ def test_a_relay_rejects_an_upstream_that_is_no_use(tmp_path: Path) -> None:
 
         def script() -> Iterator[None]:
             yield from steps
-            assert "serves run" in rejected("site-x", "--set", "run.name=another")
+            assert "--name site-x is not a site in" in rejected("site-x")
+            assert "serves run" in rejected("site-x", "--set", "run.name=another", site="site-x")
             assert "is in use by a live relay" in rejected("site-a")
 
         outcome = wait(run, script())

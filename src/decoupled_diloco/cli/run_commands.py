@@ -387,6 +387,9 @@ def relay(options: RelayOptions) -> None:
     from decoupled_diloco.launch.processes import relay_process
 
     config, name, shared = options.load(), options.name, options.shared_folder
+    names = [site.name for site in config.sites]
+    if names and name not in names:
+        fail(f"--name {name} is not a site in {options.config}: use one of {', '.join(names)}")
     if options.supervised:
         place = ["--name", name, "--port", str(options.port)]
         place += ["--host", options.host] if options.host else []

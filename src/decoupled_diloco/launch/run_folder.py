@@ -27,6 +27,7 @@ from decoupled_diloco.errors import ConfigError, DilocoError, StorageError
 from decoupled_diloco.storage.files import write_text
 from decoupled_diloco.storage.shared_folder import reason_of
 from decoupled_diloco.tape.records import FOLDER_NAME, MERGED_NAME
+from decoupled_diloco.transport.tokens import is_secret
 
 TOKEN, HIDDEN_TOKEN = "token", ".token"
 """The file with the run's token, and a hidden one that its processes read before they listen."""
@@ -257,7 +258,7 @@ def read_token(path: Path | None) -> str | None:
     """Return the secret in a file, without surrounding whitespace; ``None`` for no file.
 
     Raises:
-        ConfigError: The file cannot be read, is not text, or is empty.
+        ConfigError: The file cannot be read, is empty, or has something else than a secret.
     """
     if path is None:
         return None
@@ -273,6 +274,11 @@ def read_token(path: Path | None) -> str | None:
         ) from None
     if not token:
         raise ConfigError(f"token_file={str(path)!r} is empty: write the run's secret into it")
+    if not is_secret(token):
+        raise ConfigError(
+            f"token_file={str(path)!r} is not one line of printable ASCII: pass the file with the "
+            "run's secret"
+        )
     return token
 
 

@@ -176,6 +176,8 @@ class RelayProcess:
             await self._close()
         if self._error is not None:
             raise self._error
+        outcome = "the run is over" if self.finished else "its learners dial their next address"
+        logger.info("relay %s has stopped: %s", self.name, outcome)
 
     def stop(self) -> None:
         """End `run`; safe to call from a signal handler of the loop."""
@@ -306,6 +308,7 @@ class RelayProcess:
         if isinstance(message, messages.RelayWelcome):
             self._prepare(message)
             link.is_ready = True
+            logger.info("relay %s is connected to shard %d of run %s", self.name, shard, self._run)
             self.driver.deliver(messages.Connected(shard_peer(shard)))
         elif link.is_ready:
             self.driver.deliver(messages.Received(shard_peer(shard), message))

@@ -201,6 +201,9 @@ def test_a_token_file_must_contain_a_token(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("\n")
     with pytest.raises(ConfigError, match="is empty: write the run's secret into it"):
         read_token(tmp_path / "empty")
+    (tmp_path / "run.toml").write_text("[run]\nlearners = 2\n")
+    with pytest.raises(ConfigError, match="is not one line of printable ASCII: pass the file"):
+        read_token(tmp_path / "run.toml")
 
 
 def test_the_token_file_appears_atomically_when_learners_can_join(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def test_learners_that_reconnect_without_their_relay_are_elsewhere(taped: Any) -
     a = site.site("site-a")
     assert (a.state, a.learners, a.elsewhere) == ("disconnected", (), ("a0",))
     assert a.lost_seconds == 4.0
-    problem = "the relay of site-a has been disconnected for 4 s; 1 learner of the site train"
+    problem = "the relay of site-a has been disconnected for 4 s; 1 learner of the site now dials"
     assert any(each.startswith(problem) for each in site.status().problems)
     remarks = [remark.text for remark in site.model().remarks]
     assert "the relay of site-a has lost its connection to the syncer" in remarks
