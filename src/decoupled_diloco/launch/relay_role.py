@@ -12,9 +12,8 @@ from decoupled_diloco.config import RunConfig
 from decoupled_diloco.launch.processes import open_tape, relay_process
 from decoupled_diloco.launch.secrets import accepted_tokens, served_tls
 from decoupled_diloco.launch.shard_role import OpenTape, limits_here
+from decoupled_diloco.learner.launched import client_in_run
 from decoupled_diloco.relay.relay_process import RelayProcess
-from decoupled_diloco.storage.shared_folder import SharedFolder, recorded_end
-from decoupled_diloco.transport.http_client import HttpClient
 from decoupled_diloco.transport.http_server import HttpServer
 from decoupled_diloco.transport.interface import Client, OnChannel, Server
 from decoupled_diloco.transport.tls import TLSConfig
@@ -62,22 +61,13 @@ def run_relay(
             tls=served_tls(config, tls),
         )
 
-    def client(principal: str) -> HttpClient:
-        return HttpClient(
-            token=token,
-            principal=principal,
-            tls=tls,
-            locator=None if shared is None else SharedFolder(shared),
-            ended=lambda: recorded_end(shared or folder),
-        )
-
     role = RelayRole(
         config,
         name,
         upstream=upstream,
         folder=folder,
         server=server,
-        client=client,
+        client=lambda name: client_in_run(name, token, tls, folder=folder, shared=shared),
         open_tape=open_tape,
     )
     if not asyncio.run(role.run()):

@@ -26,6 +26,7 @@ from decoupled_diloco.launch.on_device import home_of, moved, placed
 from decoupled_diloco.launch.processes import EVALUATOR, evaluator_name, open_tape
 from decoupled_diloco.launch.run_folder import Position
 from decoupled_diloco.launch.termination import SignalledTermination, Termination, interrupt
+from decoupled_diloco.learner.launched import client_in_run
 from decoupled_diloco.learner.learner_model import Model, device_text
 from decoupled_diloco.learner.option_groups import (
     Checkpointing,
@@ -38,10 +39,9 @@ from decoupled_diloco.learner.process import is_death_of_worker
 from decoupled_diloco.participants import Learner, Observer
 from decoupled_diloco.ranks.group import ranks_of_this_job
 from decoupled_diloco.runtime import blocking, now
-from decoupled_diloco.storage.shared_folder import SharedFolder, recorded_end
 from decoupled_diloco.tape import TapeWriter
 from decoupled_diloco.tape.samples import CorpusDescribed, SampleGenerated, evaluation_of
-from decoupled_diloco.transport.http_client import HttpClient
+from decoupled_diloco.transport.interface import Client
 from decoupled_diloco.transport.tls import TLSConfig
 from decoupled_diloco.workloads import Batch, Workload, workload_of
 from decoupled_diloco.workloads.data_partitions import WorkloadPartitions
@@ -126,14 +126,8 @@ def _seat_at(
         tls: Its CA and certificate.
     """
 
-    def client() -> HttpClient:
-        return HttpClient(
-            token=token,
-            principal=name,
-            tls=tls,
-            locator=None if shared is None else SharedFolder(shared),
-            ended=lambda: recorded_end(shared or folder),
-        )
+    def client() -> Client:
+        return client_in_run(name, token, tls, folder=folder, shared=shared)
 
     async def learner(model: Model, syncer: tuple[str, ...], **named: Any) -> Learner:
         return Learner(model, SyncerConnection(syncer, client), **named)

@@ -40,6 +40,36 @@ T = TypeVar("T")
 _KIND = {"learner": "Learner", "evaluator": "Observer"}
 
 
+def client_in_run(
+    principal: str,
+    token: str | None,
+    tls: TLSConfig | None,
+    *,
+    folder: Path,
+    shared: Path | None,
+) -> Client:
+    """Return a client that also reads the records of a run folder.
+
+    Args:
+        principal: Name of the process.
+        token: Its auth token.
+        tls: Its CA and certificate.
+        folder: The run folder on this machine, which may record the run's end.
+        shared: The shards' run folder, if this machine shares it; their addresses are read there
+            whenever they are dialed.
+    """
+    # Imported here: the launcher reads this module, and starts sooner without aiohttp.
+    from decoupled_diloco.transport.http_client import HttpClient
+
+    return HttpClient(
+        token=token,
+        principal=principal,
+        tls=tls,
+        locator=None if shared is None else SharedFolder(shared),
+        ended=lambda: recorded_end(shared or folder),
+    )
+
+
 @dataclass(frozen=True)
 class Launched:
     """A program's place in its run. Field ``name`` is the variable ``DDILOCO_NAME``, and so on.
@@ -144,20 +174,11 @@ class Launched:
 
     def _client(self, auth_token: str | None, tls: TLSConfig | None) -> Callable[[], Client]:
         """Return a function that creates a client that also reads the run folder's records."""
-
-        def make() -> Client:
-            # Imported here: the launcher reads this module, and starts sooner without aiohttp.
-            from decoupled_diloco.transport.http_client import HttpClient
-
-            return HttpClient(
-                token=read_secret(auth_token),
-                principal=self.name if self.run_folder else "",
-                tls=tls,
-                locator=SharedFolder(Path(self.run_folder)) if self.run_folder else None,
-                ended=lambda: recorded_end(Path(self.run_folder or self.folder)),
-            )
-
-        return make
+        shared = Path(self.run_folder) if self.run_folder else None
+        principal = self.name if self.run_folder else ""
+        return lambda: client_in_run(
+            principal, read_secret(auth_token), tls, folder=Path(self.folder), shared=shared
+        )
 
     def _token(self) -> str | None:
         if not self.auth_token_file:

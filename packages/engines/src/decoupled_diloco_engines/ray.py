@@ -267,14 +267,9 @@ def connect_args(run: str | Path, name: str) -> dict[str, Any]:
         ConfigError: It is not the folder of a launched run, or has no secret for this name.
     """
     from decoupled_diloco.launch.secrets import own_tls, own_token
+    from decoupled_diloco.learner.launched import client_in_run
     from decoupled_diloco.learner.option_groups import SyncerConnection
-    from decoupled_diloco.storage.shared_folder import (
-        SharedFolder,
-        recorded_end,
-        relay_address,
-        shared_addresses,
-    )
-    from decoupled_diloco.transport.http_client import HttpClient
+    from decoupled_diloco.storage.shared_folder import relay_address, shared_addresses
 
     config = Launch(launch_folder(Path(run))).config
     _require_ray(config)
@@ -283,17 +278,11 @@ def connect_args(run: str | Path, name: str) -> dict[str, Any]:
     relay = config.relay_of(ids.index(name)) if name in ids else ""
     near = (relay_address(relay, config.tls.scheme),) if relay else ()
 
-    def client() -> HttpClient:
-        return HttpClient(
-            token=auth_token,
-            principal=name,
-            tls=tls,
-            locator=SharedFolder(folder),
-            ended=lambda: recorded_end(folder),
-        )
-
     return {
-        "syncer": SyncerConnection((*near, *shared_addresses(folder)), client),
+        "syncer": SyncerConnection(
+            (*near, *shared_addresses(folder)),
+            lambda: client_in_run(name, auth_token, tls, folder=folder, shared=folder),
+        ),
         "name": name,
         "auth_token": auth_token,
         "tls": tls,
