@@ -242,6 +242,7 @@ def test_a_relay_rejects_an_upstream_that_is_no_use(tmp_path: Path) -> None:
         def script() -> Iterator[None]:
             yield from steps
             assert "--name site-x is not a site in" in rejected("site-x")
+            assert "--upstream is not one: omit --host" in rejected("site-a", "--host", "here")
             assert "serves run" in rejected("site-x", "--set", "run.name=another", site="site-x")
             assert "is in use by a live relay" in rejected("site-a")
 

@@ -387,9 +387,11 @@ def relay(options: RelayOptions) -> None:
     from decoupled_diloco.launch.processes import relay_process
 
     config, name, shared = options.load(), options.name, options.shared_folder
-    names = [site.name for site in config.sites]
-    if names and name not in names:
-        fail(f"--name {name} is not a site in {options.config}: use one of {', '.join(names)}")
+    sites = {site.name: site for site in config.sites}
+    if sites and name not in sites:
+        fail(f"--name {name} is not a site in {options.config}: use one of {', '.join(sites)}")
+    if options.host and shared is None:
+        fail("--host is recorded in a run folder, and --upstream is not one: omit --host")
     if options.supervised:
         place = ["--name", name, "--port", str(options.port)]
         place += ["--host", options.host] if options.host else []
@@ -402,8 +404,7 @@ def relay(options: RelayOptions) -> None:
     from decoupled_diloco.storage.shared_folder import write_place
 
     (port,) = free_ports(config.syncer.host, [options.port], "Choose another one with --port")
-    behind = next((site.upstream for site in config.sites if site.name == name), "")
-    upstream = options.addresses(config, behind)
+    upstream = options.addresses(config, sites[name].upstream if sites else "")
     folder = enter_run_folder(config)
     if shared is not None:
         host = options.host or socket.gethostname()
