@@ -15,7 +15,7 @@ from decoupled_diloco.transport.http_server import QUERIES_MAX, HttpServer
 from decoupled_diloco.transport.interface import Channel
 from decoupled_diloco.transport.limits import Limits
 
-STALL_SECONDS = 0.1
+STALL_SECONDS = 0.3  # all readers must have begun before the first one is cut off
 BODY = bytes(range(256)) * (48 << 10)  # 12 MiB: more than the kernel buffers for a stalled reader
 
 
