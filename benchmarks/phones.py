@@ -26,7 +26,7 @@ import torch
 from evidence import keep, options
 from torch import Tensor, nn
 from torch.nn import functional as F
-from virtual import gap_percent, interval, mean_of
+from virtual import Row, gap_percent, interval, mean_of
 
 from decoupled_diloco.config import RunConfig
 from decoupled_diloco.config.method import plan_of
@@ -221,16 +221,23 @@ CASES = {
 }
 
 
+def compared(runs: list[Row], others: list[Row]) -> Row:
+    """Return the columns that compare runs with others of the same seeds."""
+    return {
+        "loss": interval([each["loss"] for each in runs]),
+        "mean_loss": mean_of(runs, "loss"),
+        "gap_percent": gap_percent(runs, others),
+        "accuracy": mean_of(runs, "accuracy"),
+    }
+
+
 def summary(raw: dict[str, Any]) -> dict[str, Any]:
     """The table's rows."""
     result: dict[str, Any] = {}
     for case, runs in raw.items():
         ages: Counter[int] = sum((Counter(each["ages"]) for each in runs), Counter())
         result[case] = {
-            "loss": interval([each["loss"] for each in runs]),
-            "mean_loss": mean_of(runs, "loss"),
-            "gap_percent": gap_percent(runs, raw["all online"]),
-            "accuracy": mean_of(runs, "accuracy"),
+            **compared(runs, raw["all online"]),
             "online": mean_of(runs, "online"),
             "age": sum(age * times for age, times in ages.items()) / ages.total(),
             "hours": mean_of(runs, "virtual_seconds") / 3600,

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from evidence import keep, options
 from peers.environments import INTO
-from phones import BATCH, CLASSES, STEPS, Phones
+from phones import BATCH, CLASSES, STEPS, Phones, compared
 from torch import Tensor, nn
-from virtual import gap_percent, interval, mean_of
+from virtual import mean_of
 
 import decoupled_diloco as dd
 from decoupled_diloco.config import RunConfig
@@ -195,10 +195,7 @@ def summary(raw: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         for system in ("here", "Flower"):
             rows = [each[system] for each in runs]
             result[f"{method}, {system}"] = {
-                "loss": interval([each["loss"] for each in rows]),
-                "mean_loss": mean_of(rows, "loss"),
-                "gap_percent": gap_percent(rows, ours),
-                "accuracy": mean_of(rows, "accuracy"),
+                **compared(rows, ours),
                 "weights": max(each["weights"] for each in runs) if system == "Flower" else None,
                 "bytes": mean_of(rows, "bytes"),
             }

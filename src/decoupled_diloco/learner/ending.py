@@ -57,7 +57,7 @@ class Closing:
                 trained.last.mark()
             if self._background.failure is None:
                 await self._submit_last(party)
-            if changed and self._boundary.progress.over and trained.copies is not None:
+            if changed and self._membership.state.over and trained.copies is not None:
                 # So that leaving the mode keeps the run's final weights.
                 trained.copies.reset(trained.module.parameters())
 
@@ -73,12 +73,12 @@ class Closing:
         devices = self._membership.shared.machine.options.devices
         if not (boundary.stop_requested or devices):  # a device does not stay for the run's end
             await self._await_the_end(party)
-        if self._boundary.progress.budget_reached:
+        if boundary.progress.budget_reached:
             await self.finish(party)
             await self._await_write(party)
         else:
             await self.flush(party, self._flush_seconds, ASKED_TO_STOP)
-            progress = self._boundary.progress
+            progress = boundary.progress
             early = not boundary.stop_requested and progress.steps and not progress.budget_reached
             if early and not devices:
                 self._warn_of_early_end(progress)

@@ -326,7 +326,7 @@ class LeaderRank:
         self._at = CLOSING
         with process.workers_may_end():
             await self.ending.close(self)
-            over = self.boundary.progress.over  # newer than what the other ranks have received
+            over = self.membership.state.over  # newer than what the other ranks have received
             self._leave("the run is over" if over else "its loop has ended")
         await self._conduct("closed")
         self._seat.leave()

@@ -432,8 +432,8 @@ def _site(run: RunModel, name: str, as_of: float, going: bool) -> SiteStatus:
 def _without_relay(site: SiteStatus) -> str:
     lost = "" if site.lost_seconds is None else f" for {format_duration(round(site.lost_seconds))}"
     count = len(site.elsewhere)
-    learners = f"; {many(count, 'learner')} of the site now dial the shards" if count > 1 else ""
-    learners = "; 1 learner of the site now dials the shards" if count == 1 else learners
+    dial = "dials" if count == 1 else "dial"
+    learners = f"; {many(count, 'learner')} of the site now {dial} the shards" if count else ""
     return (
         f"the relay of {site.name} has been disconnected{lost}{learners}: if its process has "
         "ended, start it again"

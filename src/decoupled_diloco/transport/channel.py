@@ -32,9 +32,6 @@ from decoupled_diloco.transport.limits import Limits
 
 logger = logging.getLogger(__name__)
 
-COMPRESSED_BITS = 15
-"""Size of deflate's window, as a power of two, on the control connection of a relay."""
-
 WebSocket = aiohttp.ClientWebSocketResponse[bool] | web.WebSocketResponse
 SMALL_BODY_BYTES = 96 << 10
 """Largest payload that may travel over a channel. On 0.1 Mbit/s it delays the next message by 8 s,
@@ -48,12 +45,12 @@ FLUSH_SECONDS = 1.0
 
 
 def window_bits(role: str) -> int:
-    """Return the window of deflate on the control connection of a role; 0: no compression.
+    """Return log2 of deflate's window on the control connection of a role; 0: no compression.
 
     A relay carries the messages of many learners, which resemble each other, over a long link.
     Elsewhere, compression would cost more time than it saves.
     """
-    return COMPRESSED_BITS if role == "relay" else 0
+    return 15 if role == "relay" else 0
 
 
 class Mailbox:

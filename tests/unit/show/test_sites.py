@@ -1,4 +1,4 @@
-"""Sites as their shard's tape shows them: who is behind which relay, and what the sums mean."""
+"""Sites on the tape of a shard: the learners behind each relay, and the outcome of each sum."""
 
 from __future__ import annotations
 

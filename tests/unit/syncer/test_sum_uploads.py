@@ -29,20 +29,25 @@ ASKS = (Asking(1, 1), Asking(1, 2))
 _T = TypeVar("_T")
 
 
+def plan_of(model: nn.Module, codec: str, method: str, **more: Any) -> MergePlan:
+    return MergePlan.make(
+        layout_of(model),
+        fragments=1,
+        strategy="balanced",
+        uplink=codec,
+        downlink="fp32",
+        method=method,
+        weighting="tokens",
+        outer=make_outer("sgd", 1.0, 0.0),
+        **more,
+    )
+
+
 class Shard:
     """A shard that has ordered a relay to fold two contributions of length 1."""
 
     def __init__(self, method: str = "rda") -> None:
-        self.plan = MergePlan.make(
-            layout_of(nn.Linear(4, 3, bias=False)),
-            fragments=1,
-            strategy="balanced",
-            uplink="fp32",
-            downlink="fp32",
-            method=method,
-            weighting="tokens",
-            outer=make_outer("sgd", 1.0, 0.0),
-        )
+        self.plan = plan_of(nn.Linear(4, 3, bias=False), "fp32", method)
         self.tensors = ShardTensors(self.plan, (0,))
         self.bodies = BodyBooks(ReceivePool(1 << 20), Limits())
         self.facts: list[Any] = []
@@ -129,17 +134,8 @@ class Site:
     """A relay with error feedback, and the shard that checks its sums."""
 
     def __init__(self, codec: str, method: str) -> None:
-        self.plan = MergePlan.make(
-            layout_of(nn.Sequential(nn.Linear(24, 24), nn.LayerNorm(24), nn.Linear(24, 8))),
-            fragments=1,
-            strategy="balanced",
-            uplink=codec,
-            downlink="fp32",
-            method=method,
-            weighting="tokens",
-            outer=make_outer("sgd", 1.0, 0.0),
-            feedback=1.0,
-        )
+        model = nn.Sequential(nn.Linear(24, 24), nn.LayerNorm(24), nn.Linear(24, 8))
+        self.plan = plan_of(model, codec, method, feedback=1.0)
         self.relay, self.shard = RelayTensors(self.plan), ShardTensors(self.plan, (0,))
         self.sums = 0
         self._asks = 0
