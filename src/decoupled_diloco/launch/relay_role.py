@@ -19,6 +19,9 @@ from decoupled_diloco.transport.interface import Client, OnChannel, Server
 from decoupled_diloco.transport.tls import TLSConfig
 from decoupled_diloco.units import MIB
 
+RELAYS = "relays"
+"""Subfolder of a run folder with a folder for each relay."""
+
 
 def run_relay(
     config: RunConfig,
@@ -109,6 +112,7 @@ class RelayRole:
             client=self.client,
             run=self.config.run.name,
             tape=tape,
+            folder=self.folder / RELAYS / self.name,
             cache_bytes=self.config.syncer.pool_mib * MIB,
         )
         loop = asyncio.get_running_loop()

@@ -874,12 +874,13 @@ class ShardAdmitted:
     """Coordinator → shard: its term. ``begun``: the run is in progress, so restore from learners.
 
     ``key`` is the key with which shards seal published versions. The state machines never receive
-    it.
+    it. ``run`` is the unique id of the run.
     """
 
     term: int
     begun: bool
     key: str = field(default="", repr=False)
+    run: str = field(default="", metadata=RARE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -974,10 +975,11 @@ class RelayAccepted:
 
 @dataclass(frozen=True, slots=True)
 class RelayWelcome:
-    """Shard → relay: the layout is known, and requests follow. Both texts as in `Admitted`."""
+    """Shard → relay: the layout is known, and requests follow. All three as in `Admitted`."""
 
     settings: str
     layout: str
+    run: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -1028,9 +1030,10 @@ class Sum:
     digest: str
 
 
-SumVerdict = Literal["merged", "void", "invalid"]
+SumVerdict = Literal["merged", "void", "invalid", "unknown"]
 """What became of a relay's sum. The requests of one that is not merged are repeated or void; an
-*invalid* one was rejected for its content."""
+*invalid* one was rejected for its content. *Unknown*: the connection broke before its outcome
+arrived; no shard sends this."""
 
 
 @dataclass(frozen=True, slots=True)

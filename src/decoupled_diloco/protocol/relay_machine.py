@@ -247,7 +247,7 @@ class RelayMachine:
         for fragment in gone:
             collection = self.state.fragments.pop(fragment)
             for number in sorted(collection.under_way):
-                effects.append(SettleSum(fragment, number, "void", reason))
+                effects.append(SettleSum(fragment, number, "unknown", reason))
             effects.append(ForgetFolded(fragment, reason))
         return effects
 

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, cast, get_args
 
 import torch
@@ -30,7 +31,7 @@ from decoupled_diloco.protocol.messages import shard_of, shard_peer
 from decoupled_diloco.protocol.relay_machine import RelayMachine
 from decoupled_diloco.protocol.wire import decode, encode
 from decoupled_diloco.relay.passed_payloads import Copies
-from decoupled_diloco.relay.sum_worker import RelayTensors, SumWorker
+from decoupled_diloco.relay.sum_worker import KeptResiduals, RelayTensors, SumWorker
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.shell.driver import Driver, Orders, executes
 from decoupled_diloco.syncer.data_plane import Uploads
@@ -92,6 +93,7 @@ class RelayProcess:
         client: Creates a client that acts as this principal.
         run: The name of the run that this relay is for.
         tape: The relay's tape.
+        folder: For what its sums leave out.
         cache_bytes: The limit for published copies that are kept for the children.
 
     Attributes:
@@ -109,9 +111,11 @@ class RelayProcess:
         client: Callable[[str], Client],
         run: str,
         tape: TapeWriter,
+        folder: Path,
         cache_bytes: int,
     ) -> None:
         self.name = name
+        self._folder = folder
         self.finished = False
         self._run = run
         self._ended: set[int] = set()
@@ -324,7 +328,7 @@ class RelayProcess:
                 f"{config.run.name!r}: use that run's file, or correct --upstream"
             )
         plan, self._shards = plan_of(Layout.from_text(welcome.layout), config), config.syncer.shards
-        tensors = RelayTensors(plan)
+        tensors = RelayTensors(plan, KeptResiduals(self._folder, welcome.run))
         self.copies.plan = plan
         worker = self._worker = SumWorker(tensors, self)
         bodies = self._server.bodies

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from decoupled_diloco.errors import MergeError, ProtocolError, TransportError
+from decoupled_diloco.errors import MergeError, ProtocolError, StorageError, TransportError
 from decoupled_diloco.merge.accumulate import Accumulator
 from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.merge.sum_payload import write_sum
@@ -18,9 +20,66 @@ from decoupled_diloco.protocol import messages
 from decoupled_diloco.protocol.messages import Done, Failed
 from decoupled_diloco.runtime import runtime
 from decoupled_diloco.shell.driver import executes
+from decoupled_diloco.storage.files import exists
+from decoupled_diloco.storage.vector_ranges import RESIDUAL, summed
+from decoupled_diloco.storage.weight_files import load_metadata, load_weights, save_weights
 from decoupled_diloco.syncer.contributions import Contributions
 
+logger = logging.getLogger(__name__)
+
 _T = TypeVar("_T")
+
+
+class KeptResiduals:
+    """The residuals of a relay's sums, in memory and in one file for each fragment.
+
+    A file is removed durably before its residual goes into a sum. So a relay that is killed while a
+    sum is in progress loses this residual, and never sends it twice.
+
+    Args:
+        folder: For the files.
+        run: Id of the run. Files of another run are ignored.
+    """
+
+    def __init__(self, folder: Path, run: str) -> None:
+        self._folder, self._run = folder, run
+        self._held: dict[int, tuple[Tensor, ...]] = {}
+
+    def take(self, fragment: int, numel: int) -> tuple[Tensor, ...]:
+        """Remove and return a fragment's residuals, fp32 [N] each."""
+        held, path = self._held.pop(fragment, ()), self._path(fragment)
+        try:
+            if not exists(path):
+                return held
+            held = held or self._read(path, numel)
+        except StorageError as error:
+            logger.warning("a residual of an earlier sum is dropped: %s", error)
+        try:
+            runtime().disk.remove(path)
+            runtime().disk.sync(self._folder)
+        except OSError as error:
+            logger.warning("%s cannot be removed: %s", path, error.strerror or error)
+        return held
+
+    def keep(self, fragment: int, residuals: tuple[Tensor, ...]) -> None:
+        """Keep residuals, fp32 [N] each, in addition to those that are kept."""
+        if not residuals:
+            return
+        self._held[fragment] = (summed((*self._held.get(fragment, ()), *residuals)),)
+        values = {RESIDUAL: self._held[fragment][0]}
+        try:
+            save_weights(self._path(fragment), values, {"run": self._run})
+        except StorageError as error:
+            logger.warning("a restart of this relay would lose a residual: %s", error)
+
+    def _read(self, path: Path, numel: int) -> tuple[Tensor, ...]:
+        if load_metadata(path).get("run") != self._run:
+            return ()
+        values = load_weights(path).get(RESIDUAL)
+        return (values,) if values is not None and values.numel() == numel else ()
+
+    def _path(self, fragment: int) -> Path:
+        return self._folder / f"residual-{fragment}.safetensors"
 
 
 @dataclass
@@ -35,15 +94,17 @@ class RelayTensors(Contributions):
     """The tensors of a relay.
 
     A sum's codec leaves out a residual, which goes into the next sum of the fragment (rule 19). If
-    the sum is void, the residual that it took is kept instead.
+    the sum is void, the residual that it took is kept instead. If it is invalid, or its outcome is
+    unknown, neither is kept: one of them may be what made it invalid, or be merged already.
 
     Args:
         plan: The run's layout, fragments, codecs and merge method.
+        residuals: What earlier sums left out.
     """
 
-    def __init__(self, plan: MergePlan) -> None:
+    def __init__(self, plan: MergePlan, residuals: KeptResiduals) -> None:
         super().__init__(plan, tuple(range(len(plan.fragments))))
-        self.residuals: dict[int, tuple[Tensor, ...]] = {}
+        self.residuals = residuals
         self._under_way: dict[tuple[int, int], SumUnderWay] = {}
 
     def take_sum(self, fragment: int, number: int) -> tuple[Tensor, str]:
@@ -55,7 +116,7 @@ class RelayTensors(Contributions):
         Raises:
             MergeError: The sums are not finite.
         """
-        taken = self.residuals.pop(fragment, ())
+        taken = self.residuals.take(fragment, self.plan.fragments[fragment].numel)
         accumulator = self._accumulators[fragment]
         assert isinstance(accumulator, Accumulator), "a custom merge rule has no sums"
         self._under_way[fragment, number] = entry = SumUnderWay(taken, None)
@@ -68,13 +129,12 @@ class RelayTensors(Contributions):
     def settle(self, fragment: int, number: int, verdict: messages.SumVerdict) -> None:
         """Keep the residual that remains of a sum; see `messages.SettleSum`."""
         entry = self._under_way.pop((fragment, number), None)
-        if entry is None or verdict == "invalid":
+        if entry is None:
             return
-        left = entry.taken
-        if verdict == "merged":
-            left = () if entry.leaves is None else (entry.leaves,)
-        if left:
-            self.residuals[fragment] = self.residuals.get(fragment, ()) + left
+        if verdict == "merged" and entry.leaves is not None:
+            self.residuals.keep(fragment, (entry.leaves,))
+        elif verdict == "void":
+            self.residuals.keep(fragment, entry.taken)
 
 
 class SumUplink(Protocol):

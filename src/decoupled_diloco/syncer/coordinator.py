@@ -460,7 +460,7 @@ class CoordinatorHost:
     def _admit_shard(self, order: messages.AdmitShard, link: ShardLink) -> None:
         if self._shards.get(order.shard) is not link:
             return  # the newer process receives its own messages
-        link(messages.ShardAdmitted(order.term, order.begun, self._key))
+        link(messages.ShardAdmitted(order.term, order.begun, self._key, self._run))
         if self._layout is not None:
             link(messages.LayoutSet(self._layout_text()))
 

@@ -155,6 +155,7 @@ class Shard:
         self._seals: asyncio.Future[Seals] = asyncio.get_running_loop().create_future()
         self.parts: asyncio.Future[Parts] = asyncio.get_running_loop().create_future()
         self._begun: list[messages.ShardAdmitted] = []
+        self._run = ""
         self._tally = ShardTally()
         self._sessions = Sessions(self.driver, self._received)
         self._downloads = Downloads(self._server.bodies, self.machine.options.chain + 1)
@@ -344,7 +345,8 @@ class Shard:
         name = session.hello.relay
         if self._relays.sessions.get(name) is not session:
             return
-        welcome = messages.RelayWelcome(public_text(self.config), parts.layout.to_text())
+        settings, layout = public_text(self.config), parts.layout.to_text()
+        welcome = messages.RelayWelcome(settings, layout, self._run)
         self._relays.send(name, welcome)
         upstream = session.upstream
         if not upstream:
@@ -469,6 +471,7 @@ class Shard:
         if isinstance(message, messages.ShardAdmitted):
             if not self._seals.done():
                 self._seals.set_result(Seals(message.key))
+                self._run = message.run
             message = dataclasses.replace(message, key="")  # the key must not be on the tape
         if isinstance(message, messages.LayoutSet):
             self._set_layout(message.layout)

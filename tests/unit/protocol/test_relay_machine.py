@@ -150,6 +150,13 @@ def test_a_residual_is_settled_by_the_outcome(bench: RelayBench) -> None:
     assert bench.orders(SettleSum) == [SettleSum(0, 1, "void", "a request is not open")]
 
 
+def test_the_outcome_of_a_sum_is_unknown_if_its_shard_is_lost(bench: RelayBench) -> None:
+    bench.fold(bench.expect(1))
+    bench.handle(Lost("shard-0"))
+    (order,) = bench.orders(SettleSum)
+    assert order.verdict == "unknown"
+
+
 def test_what_a_lost_shard_requested_is_forgotten(bench: RelayBench) -> None:
     one, two = bench.expect(1), bench.expect(2)
     bench.fold(one)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import pytest
@@ -17,7 +18,7 @@ from decoupled_diloco.merge.plan import MergePlan
 from decoupled_diloco.merge.sum_payload import write_sum
 from decoupled_diloco.protocol import messages
 from decoupled_diloco.protocol.messages import Asking
-from decoupled_diloco.relay.sum_worker import RelayTensors
+from decoupled_diloco.relay.sum_worker import KeptResiduals, RelayTensors
 from decoupled_diloco.syncer.shard_tensors import ShardTensors
 from decoupled_diloco.syncer.sum_uploads import Sums, sum_path
 from decoupled_diloco.transport.limits import Limits
@@ -133,15 +134,27 @@ async def test_a_sum_of_larger_changes_than_reported_is_rejected(method: str) ->
 class Site:
     """A relay with error feedback, and the shard that checks its sums."""
 
-    def __init__(self, codec: str, method: str) -> None:
+    def __init__(self, codec: str, method: str, folder: Path) -> None:
+        self.folder = folder
         model = nn.Sequential(nn.Linear(24, 24), nn.LayerNorm(24), nn.Linear(24, 8))
         self.plan = plan_of(model, codec, method, feedback=1.0)
-        self.relay, self.shard = RelayTensors(self.plan), ShardTensors(self.plan, (0,))
+        self.shard = ShardTensors(self.plan, (0,))
         self.sums = 0
         self._asks = 0
+        self.restart()
 
-    def sends(self, vectors: list[Tensor], tokens: float, larger: float = 1.0) -> None:
-        """The relay sends a sum; a dishonest one makes it ``larger`` than ordered."""
+    def restart(self, run: str = "run") -> None:
+        """Start the relay's process again, with what is on its disk."""
+        self.relay = RelayTensors(self.plan, KeptResiduals(self.folder, run))
+
+    def sends(
+        self, vectors: list[Tensor], tokens: float, larger: float = 1.0, killed: bool = False
+    ) -> Tensor:
+        """The relay sends a sum; a dishonest one makes it ``larger`` than ordered.
+
+        Returns:
+            The sums that the shard has received, [N].
+        """
         wire, asks = self.plan.uplink_of(0), []
         self.sums += 1
         for vector in vectors:
@@ -160,14 +173,17 @@ class Site:
         except MergeError:
             self.relay.settle(0, self.sums, "invalid")
             raise
-        self.relay.settle(0, self.sums, "merged")
+        if not killed:
+            self.relay.settle(0, self.sums, "merged")
+        arrived = self.shard._sums[0, ("site-a", self.sums)]  # type: ignore[attr-defined]
+        return arrived.state_dict()["sums"]
 
 
 @pytest.mark.parametrize("method", ["rda", "mean"])
 @pytest.mark.parametrize("codec", ["int4", "int2", "topk"])
-def test_sums_with_error_feedback_are_accepted(codec: str, method: str) -> None:
+def test_sums_with_error_feedback_are_accepted(codec: str, method: str, tmp_path: Path) -> None:
     """Also one light contribution after heavy ones, whose residuals it carries."""
-    site, rng = Site(codec, method), torch.Generator().manual_seed(2)
+    site, rng = Site(codec, method, tmp_path), torch.Generator().manual_seed(2)
     numel = site.plan.fragments[0].numel
     for _ in range(20):
         for count, tokens in ((8, 100.0), (1, 10.0), (1, 10.0), (2, 50.0)):
@@ -175,9 +191,9 @@ def test_sums_with_error_feedback_are_accepted(codec: str, method: str) -> None:
             site.sends(drawn, tokens)
 
 
-def test_after_an_invalid_sum_a_relay_sends_valid_ones() -> None:
+def test_after_an_invalid_sum_a_relay_sends_valid_ones(tmp_path: Path) -> None:
     """Its residual is dropped, because it may be what made the sum invalid."""
-    site, rng = Site("int4", "mean"), torch.Generator().manual_seed(2)
+    site, rng = Site("int4", "mean", tmp_path), torch.Generator().manual_seed(2)
     drawn = [torch.randn(site.plan.fragments[0].numel, generator=rng) for _ in range(4)]
     site.sends(drawn, 10.0)
     with pytest.raises(MergeError, match="was reported"):
@@ -186,12 +202,78 @@ def test_after_an_invalid_sum_a_relay_sends_valid_ones() -> None:
         site.sends(drawn, 10.0)
 
 
-def test_a_relay_with_error_feedback_cannot_enlarge_a_sum() -> None:
-    site, rng = Site("int4", "mean"), torch.Generator().manual_seed(2)
+def test_a_relay_with_error_feedback_cannot_enlarge_a_sum(tmp_path: Path) -> None:
+    site, rng = Site("int4", "mean", tmp_path), torch.Generator().manual_seed(2)
     drawn = [torch.randn(site.plan.fragments[0].numel, generator=rng)] * 4
     site.sends(drawn, 10.0)
     with pytest.raises(MergeError, match="was reported"):
         site.sends(drawn, 10.0, larger=10.0)
+
+
+def left_out(site: Site) -> Tensor:
+    """What the next sum will contain in addition, [N]."""
+    held = site.relay.residuals.take(0, site.plan.fragments[0].numel)
+    site.relay.residuals.keep(0, held)
+    return held[0] if held else torch.zeros(site.plan.fragments[0].numel)
+
+
+def contributions(site: Site, count: int, seed: int) -> list[Tensor]:
+    rng, numel = torch.Generator().manual_seed(seed), site.plan.fragments[0].numel
+    return [torch.randn(numel, generator=rng) for _ in range(count)]
+
+
+def test_a_relay_that_restarts_sends_what_it_had_left_out(tmp_path: Path) -> None:
+    site, exact, sent = Site("int2", "mean", tmp_path), torch.zeros(()), torch.zeros(())
+    wire, numel = site.plan.uplink_of(0), site.plan.fragments[0].numel
+    for seed in range(4):
+        vectors = contributions(site, 3, seed)
+        received = [wire.decode(wire.encode(vector), numel) for vector in vectors]
+        exact = exact + site.plan.weight(20.0, 2.0) * torch.stack(received).sum(0)
+        sent = sent + site.sends(vectors, 20.0)
+        site.restart()
+    assert left_out(site).norm() > 0.01 * exact.norm(), "an int2 sum is not exact"
+    torch.testing.assert_close(sent + left_out(site), exact, rtol=1e-4, atol=1e-2)
+
+
+def test_a_relay_killed_during_a_sum_does_not_send_its_residual_again(tmp_path: Path) -> None:
+    site = Site("int4", "mean", tmp_path)
+    site.sends(contributions(site, 3, 1), 20.0)
+    assert left_out(site).any()
+    site.sends(contributions(site, 3, 2), 20.0, killed=True)
+    site.restart()
+    assert not left_out(site).any()
+
+
+def test_a_relay_ignores_what_it_left_out_of_another_run(tmp_path: Path) -> None:
+    site = Site("int4", "mean", tmp_path)
+    site.sends(contributions(site, 3, 1), 20.0)
+    site.restart("another")
+    assert not left_out(site).any()
+
+
+def test_a_sum_of_a_lost_connection_leaves_no_residual(tmp_path: Path) -> None:
+    """The shard may have merged it, or not."""
+    site = Site("int4", "mean", tmp_path)
+    site.sends(contributions(site, 3, 1), 20.0)
+    site.sends(contributions(site, 3, 2), 20.0, killed=True)
+    site.relay.settle(0, site.sums, "unknown")
+    assert not left_out(site).any()
+
+
+def test_a_relay_with_a_damaged_or_full_disk_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    site = Site("int4", "mean", tmp_path)
+    site.sends(contributions(site, 3, 1), 20.0)
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(b"torn")
+    site.restart()
+    site.sends(contributions(site, 3, 2), 20.0)
+    assert "is dropped" in caplog.text
+    site.relay.residuals._folder = file  # type: ignore[attr-defined]
+    site.sends(contributions(site, 3, 3), 20.0)
+    assert "would lose a residual" in caplog.text
+    assert left_out(site).any()
 
 
 async def test_the_next_sum_is_expected_while_one_is_verified() -> None:
